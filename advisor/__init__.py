@@ -1,0 +1,1 @@
+"""Policy: which plan, and why."""

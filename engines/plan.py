@@ -1,0 +1,381 @@
+"""The plan: everything that is decided about how a model is spread. A value, nothing more.
+
+Policies emit plans, engines obey them or refuse. This file imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from enum import Enum, StrEnum
+from typing import Any, Self, cast
+
+from pydantic import PositiveInt, field_serializer, field_validator, model_validator
+
+from profiles.errors import FileError, PlanError, UnknownNameError
+from profiles.record import Document, read_text
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Mesh axes from the slowest links to the fastest; ep lies inside the data axes."""
+
+
+class DataParallel(StrEnum):
+    """What the data-parallel ranks split besides the batch."""
+
+    NONE = "none"  # one replica
+    THREADS = "threads"  # one process drives several devices (nn.DataParallel)
+    REPLICATE = "replicate"  # DDP: everything whole on every rank
+    ZERO1 = "zero1"  # optimizer states sharded; gradients whole until the step
+    ZERO2 = "zero2"  # + gradients, reduce-scattered after every microbatch
+    FULL_SHARD = "full_shard"  # + parameters, gathered unit by unit (ZeRO-3, FSDP)
+    HYBRID_SHARD = "hybrid_shard"  # full_shard inside a group, replicas of the group (HSDP)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the engine is FSDP2: parameters are held as shards between steps."""
+        return self in _SHARDED
+
+
+_SHARDED = (
+    DataParallel.ZERO1,
+    DataParallel.ZERO2,
+    DataParallel.FULL_SHARD,
+    DataParallel.HYBRID_SHARD,
+)
+
+
+class Schedule(StrEnum):
+    """Order of forwards and backwards in a pipeline."""
+
+    NAIVE = "naive"  # one microbatch: the stages take turns
+    GPIPE = "gpipe"  # all forwards, then all backwards
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero_bubble"
+    ZBV = "zbv"
+
+
+class Recompute(StrEnum):
+    """Which activations are computed again in the backward pass instead of kept."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # keep outputs of matmuls, convolutions and attention of every block
+    FULL = "full"  # keep only the input of every block
+
+
+class Precision(StrEnum):
+    """In what the forward and backward run.
+
+    A model built in that dtype runs as it is. An fp32 model under `BF16` keeps fp32 parameters,
+    gradients and optimizer states (the masters) and computes in bfloat16.
+    """
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the dtype."""
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.value]
+
+
+class Offload(StrEnum):
+    """What lives in host memory between uses."""
+
+    NONE = "none"
+    STATES = "states"  # parameter shards, gradient shards and optimizer states; the step runs there
+
+
+class Plan(Document):
+    """How a model is spread over ranks, and how a step is cut.
+
+    `Plan()` is one device with no tricks. The world size is pp * tp * cp * dp_replicate * dp_shard.
+    The data-parallel kind follows from the degrees unless named: `dp_shard > 1` is ZeRO-3, with
+    `dp_replicate > 1` as well it is HSDP; `zero=1` or `zero=2` shards optimizer states (and
+    gradients) over the `dp_replicate` ranks.
+
+    Attributes:
+        pp, tp, cp, ep, dp_replicate, dp_shard: degrees of the mesh axes.
+        data_parallel: what the data-parallel ranks shard.
+        microbatch_size: samples per forward of one replica; None takes what the batch gives.
+        microbatches: microbatches in flight per round of a pipeline; pieces of the batch otherwise.
+        accumulation: rounds per optimizer step; gradients are exchanged at the end of the last one
+            wherever sharding allows.
+        recompute, precision, offload: see their classes.
+        sync_batch_norm: batch normalisation over the microbatches of all replicas together.
+        schedule, stages: pipeline order; names of the units that begin stages 1, 2, ...
+        tensor_styles: (module pattern, style) pairs for tensor parallelism.
+
+    >>> plan = Plan.parse("dp_shard=4 microbatches=2")
+    >>> plan.data_parallel.value, plan.world_size, str(plan)
+    ('full_shard', 4, 'dp_shard=4 microbatches=2')
+    """
+
+    pp: PositiveInt = 1
+    dp_replicate: PositiveInt = 1
+    dp_shard: PositiveInt = 1
+    cp: PositiveInt = 1
+    tp: PositiveInt = 1
+    ep: PositiveInt = 1
+    data_parallel: DataParallel = DataParallel.NONE
+    microbatch_size: PositiveInt | None = None
+    microbatches: PositiveInt = 1
+    accumulation: PositiveInt = 1
+    recompute: Recompute = Recompute.NONE
+    precision: Precision = Precision.FP32
+    offload: Offload = Offload.NONE
+    sync_batch_norm: bool = False
+    schedule: Schedule | None = None
+    stages: tuple[str, ...] = ()
+    tensor_styles: tuple[tuple[str, str], ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _infer_data_parallel(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        zero = data.pop("zero", None)
+        if zero is not None and "data_parallel" in data:
+            raise PlanError("`zero` and `data_parallel` say the same thing: give one of them")
+        if "data_parallel" not in data:
+            data["data_parallel"] = _kind(
+                zero, _degree(data, "dp_replicate"), _degree(data, "dp_shard")
+            )
+        return data
+
+    @field_validator("tensor_styles", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        return tuple(value.items()) if isinstance(value, dict) else value
+
+    @field_serializer("tensor_styles")
+    def _as_map(self, value: tuple[tuple[str, str], ...]) -> dict[str, str]:
+        return dict(value)
+
+    @model_validator(mode="after")
+    def _kind_matches_degrees(self) -> Self:
+        kind, replicate, shard = self.data_parallel, self.dp_replicate, self.dp_shard
+        degrees = f"dp_replicate={replicate} dp_shard={shard}"
+        if kind is DataParallel.NONE and replicate * shard > 1:
+            raise PlanError(f"data_parallel=none has one replica, the degrees say {degrees}")
+        if kind is DataParallel.HYBRID_SHARD and min(replicate, shard) == 1:
+            raise PlanError(
+                f"hybrid_shard shards and replicates, the degrees say {degrees}",
+                hints=["give both degrees, or leave `data_parallel` out"],
+            )
+        if kind is DataParallel.FULL_SHARD and replicate > 1:
+            raise PlanError(
+                f"full_shard (ZeRO-3) shards over dp_shard, the degrees say {degrees}",
+                hints=[f"write `dp_shard={replicate * shard}`, or both degrees for HSDP"],
+            )
+        if kind in (DataParallel.REPLICATE, DataParallel.THREADS) and shard > 1:
+            raise PlanError(f"{kind} keeps everything whole, the degrees say {degrees}")
+        if kind in (DataParallel.ZERO1, DataParallel.ZERO2) and shard > 1:
+            raise PlanError(
+                f"ZeRO-1 and ZeRO-2 shard over dp_replicate, the degrees say {degrees}",
+                hints=[f"write `dp_replicate={replicate * shard} zero={kind[-1]}`"],
+            )
+        return self
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.tp * self.cp * self.data_degree
+
+    @property
+    def data_degree(self) -> int:
+        """Replicas that see different parts of the batch."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def forwards(self) -> int:
+        """Microbatches per replica and optimizer step."""
+        return self.microbatches * self.accumulation
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples per optimizer step; None where the plan leaves the microbatch open."""
+        if self.microbatch_size is None:
+            return None
+        return self.microbatch_size * self.forwards * self.data_degree
+
+    @property
+    def fingerprint(self) -> str:
+        """Short hash of the content; equal plans have equal fingerprints on every machine."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        """The non-default settings as `Plan.parse` reads them."""
+        words = []
+        for name in (*AXES, "ep"):
+            if getattr(self, name) > 1:
+                words.append(f"{name}={getattr(self, name)}")
+        kind = self.data_parallel
+        if kind is not _kind(None, self.dp_replicate, self.dp_shard):
+            zero = {DataParallel.ZERO1: 1, DataParallel.ZERO2: 2, DataParallel.FULL_SHARD: 3}
+            words.append(f"zero={zero[kind]}" if kind in zero else f"data_parallel={kind}")
+        for name in _SETTINGS_AFTER_DEGREES:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                words.append(f"{name}={_format(value)}")
+        return " ".join(words) or "dp_replicate=1"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """A plan from "key=value" words; what is not named keeps its default.
+
+        Raises:
+            UnknownNameError: a key or a choice that does not exist; the near miss is named.
+            PlanError: settings that contradict each other.
+        """
+        return cls.build(parse_settings(text), where="plan")
+
+    def to_json(self) -> str:
+        data = self.model_dump(mode="json")
+        return json.dumps({**data, "hash": self.fingerprint}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str | None = None) -> Self:
+        try:
+            data = json.loads(text)
+            stated = data.pop("hash", None)
+        except (json.JSONDecodeError, AttributeError):
+            return super().from_json(text, where=where)
+        plan = super().from_json(json.dumps(data), where=where)
+        if stated is not None and stated != plan.fingerprint:
+            raise FileError(
+                f"the plan was changed by hand: hash {stated}, content {plan.fingerprint}",
+                where=where,
+                hints=["delete the `hash` line if the change is meant"],
+            )
+        return plan
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """The plan in a JSON file: a plan that was saved, or the plan of a saved decision.
+
+    Raises:
+        FileError: the file is missing, broken, or holds neither.
+    """
+    text = read_text(path)
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError:
+        data = None
+    if isinstance(data, dict) and isinstance(data.get("plan"), dict):
+        return Plan.from_json(json.dumps(data["plan"]), where=f"{path}: plan")
+    return Plan.from_json(text, where=str(path))
+
+
+_SETTINGS_AFTER_DEGREES = (
+    "microbatch_size",
+    "microbatches",
+    "accumulation",
+    "schedule",
+    "stages",
+    "recompute",
+    "precision",
+    "offload",
+    "sync_batch_norm",
+    "tensor_styles",
+)
+SETTINGS = (*AXES, "ep", "zero", "data_parallel", *_SETTINGS_AFTER_DEGREES)
+"""Every key that `Plan.parse` knows."""
+_CHOICES: dict[str, type[Enum]] = {
+    "data_parallel": DataParallel,
+    "schedule": Schedule,
+    "recompute": Recompute,
+    "precision": Precision,
+    "offload": Offload,
+}
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """The settings that a string names, and only those: a partial plan.
+
+    Keyword arguments for `Plan`, or pins that a search must respect.
+
+    >>> parse_settings("tp=2 recompute=full")
+    {'tp': 2, 'recompute': 'full'}
+
+    Raises:
+        UnknownNameError: a key or a choice that does not exist; the near miss is named.
+        PlanError: a word that is not key=value, a key given twice, a value that is not a number.
+    """
+    settings: dict[str, Any] = {}
+    for word in text.split():
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise PlanError(
+                f"`{word}` is not a setting",
+                where=f"plan: {text}",
+                hints=['write settings as "dp_shard=4 microbatches=2"'],
+            )
+        if key not in SETTINGS:
+            raise UnknownNameError("plan setting", key, SETTINGS, where=f"plan: {text}")
+        if key in settings:
+            raise PlanError(f"`{key}` is given twice", where=f"plan: {text}")
+        settings[key] = _parse_value(key, value, text)
+    return settings
+
+
+def _parse_value(key: str, value: str, text: str) -> Any:
+    where = f"plan: {text}"
+    if key in _CHOICES:
+        known = [cast(str, choice.value) for choice in _CHOICES[key]]
+        if value not in known:
+            raise UnknownNameError(key, value, known, where=where)
+        return value
+    if key == "stages":
+        return tuple(value.split(","))
+    if key == "tensor_styles":
+        pairs = [item.partition(":") for item in value.split(",")]
+        if not all(style for _, _, style in pairs):
+            raise PlanError(
+                f"`{value}` is not a list of styles",
+                where=where,
+                hints=['write "tensor_styles=PATTERN:STYLE,PATTERN:STYLE"'],
+            )
+        return tuple((pattern, style) for pattern, _, style in pairs)
+    if key == "sync_batch_norm":
+        if value not in ("true", "false"):
+            raise UnknownNameError(key, value, ("true", "false"), where=where)
+        return value == "true"
+    if not value.isdecimal() or (int(value) == 0 and key != "zero"):
+        raise PlanError(f"`{key}` wants a positive whole number, not `{value}`", where=where)
+    return int(value)
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(item if isinstance(item, str) else ":".join(item) for item in value)
+    return str(value)
+
+
+def _degree(data: dict[str, Any], name: str) -> int:
+    value = data.get(name, 1)
+    return value if isinstance(value, int) else 1
+
+
+def _kind(zero: Any, replicate: int, shard: int) -> DataParallel:
+    """The data-parallel kind that a ZeRO stage (None: not named) and the degrees mean."""
+    if zero is None:
+        if shard > 1:
+            return DataParallel.HYBRID_SHARD if replicate > 1 else DataParallel.FULL_SHARD
+        return DataParallel.REPLICATE if replicate > 1 else DataParallel.NONE
+    match zero:
+        case 0:
+            return DataParallel.REPLICATE if replicate * shard > 1 else DataParallel.NONE
+        case 1:
+            return DataParallel.ZERO1
+        case 2:
+            return DataParallel.ZERO2
+        case 3:
+            hybrid = shard > 1 and replicate > 1
+            return DataParallel.HYBRID_SHARD if hybrid else DataParallel.FULL_SHARD
+    raise UnknownNameError("ZeRO stage", str(zero), ("0", "1", "2", "3"))

@@ -1,0 +1,117 @@
+"""Every error this project raises on purpose.
+
+    AdvisorError                      what happened, where, and the smallest change that works
+    |-- InputError (ValueError)       something given to us cannot be used             exit code 2
+    |   |-- UnitError                 a number without a unit, or with the wrong one
+    |   |-- UnknownNameError          no such accelerator, key, model ...; names the near miss
+    |   |-- FileError                 a file is missing, broken, or cannot be written
+    |   |-- ModelError                a model cannot be imported, built or run on its sample
+    |   |-- BatchError                a batch does not fit the plan
+    |   `-- PlanError                 a plan is impossible here; carries the list of problems
+    |       `-- PlanMismatchError     ranks hold different plans
+    |-- RankError                     a rank did not answer in time                    exit code 2
+    `-- NoPlanError                   the question was valid, nothing fits             exit code 1
+
+Catch broad (`AdvisorError`) or narrow. `str(error)` is the whole text: one line for what happened,
+indented lines for where, then hints.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class AdvisorError(Exception):
+    """Base of all deliberate errors.
+
+    `what` names the offending value, `where` the option, file, module or rank, and each hint is one
+    change that would work. The words are shown to users as they are.
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str | None = None, hints: Sequence[str] = ()) -> None:
+        self.what = what
+        self.where = where
+        self.hints = tuple(hints)
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines += [f"  {line}" for line in self.where.splitlines()]
+        if self.hints:
+            lines += ["", *(f"hint: {hint}" for hint in self.hints)]
+        return "\n".join(lines)
+
+
+class InputError(AdvisorError, ValueError):
+    """Something given to us cannot be used."""
+
+
+class UnitError(InputError):
+    """A quantity was written without a unit, or with one of another kind."""
+
+
+class UnknownNameError(InputError):
+    """A name that is not in a closed list; the near miss is part of the message."""
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        known: Iterable[str],
+        *,
+        where: str | None = None,
+        hints: Sequence[str] = (),
+    ) -> None:
+        self.name = name
+        self.known = tuple(known)
+        near = near_misses(name, self.known)
+        if near:
+            first = "did you mean " + " or ".join(f"`{candidate}`" for candidate in near) + "?"
+        else:
+            first = f"known: {', '.join(self.known)}"
+        super().__init__(f"unknown {kind} `{name}`", where=where, hints=[first, *hints])
+
+
+class FileError(InputError):
+    """A file cannot be read, understood or written."""
+
+
+class ModelError(InputError):
+    """A model cannot be imported, built or run on its sample."""
+
+
+class BatchError(InputError):
+    """A batch does not fit the plan or the model."""
+
+
+class PlanError(InputError):
+    """A plan is impossible for this model on these devices."""
+
+
+class PlanMismatchError(PlanError):
+    """Ranks of one job hold different plans."""
+
+
+class RankError(AdvisorError):
+    """A rank did not answer within its time limit."""
+
+
+class NoPlanError(AdvisorError):
+    """The question was valid and the answer is no: nothing fits."""
+
+    exit_code = 1
+
+
+def near_misses(name: str, known: Iterable[str], *, limit: int = 2) -> list[str]:
+    """The closest names to `name`, ignoring case, best first.
+
+    >>> near_misses("dp_shrad", ["dp_shard", "dp_replicate", "tp"])
+    ['dp_shard']
+    """
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.6)
+    return [by_lower[match] for match in found]

@@ -1,0 +1,204 @@
+"""What is known of a model: parameters, FLOP, activations and traffic, unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from profiles.record import Document, Record
+
+GLUE = "(glue)"
+"""The pseudo-unit of operations that run outside every unit: residual sums, views, masks."""
+LOSS = "(loss)"
+"""The pseudo-unit of the loss function."""
+
+# A unit smaller than this share of the largest one is not sharded on its own: its gather would cost
+# a full latency and free next to nothing. It stays with the root group.
+SMALLEST_SHARD_FRACTION = 1 / 64
+
+
+class Numerics(StrEnum):
+    """How the numbers of a forward pass are held."""
+
+    AS_BUILT = "as_built"  # parameters and inputs as the user made them
+    BF16 = "bf16"  # parameters and inputs cast to bfloat16 for forward and backward (FSDP)
+    BF16_AUTOCAST = "bf16_autocast"  # torch.autocast chooses per operation (DDP)
+
+
+class Affine(Record):
+    """A quantity that grows with the microbatch: `fixed + per_sample * samples`."""
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    def at(self, samples: float) -> float:
+        return self.fixed + self.per_sample * samples
+
+    def __add__(self, other: Affine) -> Affine:
+        return Affine(fixed=self.fixed + other.fixed, per_sample=self.per_sample + other.per_sample)
+
+
+class UnitCost(Record):
+    """What one forward and backward of a unit costs on one device, for one kind of numerics.
+
+    Bytes and FLOP are for the whole unit, all its calls of one microbatch together.
+
+    Attributes:
+        forward_flop, backward_flop: matrix multiplications, convolutions and attention; 2 FLOP per
+            multiply-add, as `torch.utils.flop_counter` counts.
+        forward_moved_bytes, backward_moved_bytes: bytes that the operations read and write in
+            device memory, one operation after another, nothing fused.
+        forward_kernels, backward_kernels: operations launched.
+        activation_bytes: kept from forward to backward, parameters and the batch not counted.
+        selective_activation_bytes: the same under selective recompute (matmul and attention
+            outputs are kept, all else is computed again).
+        input_bytes: the unit's floating inputs; what full recompute keeps.
+        output_bytes: the unit's tensors handed on.
+        forward_transient_bytes: highest moment of live tensors within the unit's forward, above
+            what was live when it began.
+        backward_transient_bytes: the same for its backward, gradients of parameters not counted.
+    """
+
+    forward_flop: Affine = Affine()
+    backward_flop: Affine = Affine()
+    forward_moved_bytes: Affine = Affine()
+    backward_moved_bytes: Affine = Affine()
+    forward_kernels: NonNegativeInt = 0
+    backward_kernels: NonNegativeInt = 0
+    activation_bytes: Affine = Affine()
+    selective_activation_bytes: Affine = Affine()
+    input_bytes: Affine = Affine()
+    output_bytes: Affine = Affine()
+    forward_transient_bytes: Affine = Affine()
+    backward_transient_bytes: Affine = Affine()
+
+
+class UnitProfile(Record):
+    """A module treated as one piece: an element of a repeated list of blocks, or a module outside.
+
+    Attributes:
+        name: module path in the model, or `GLUE` or `LOSS`.
+        kind: class name.
+        is_block: element of a repeated list; recompute and sharding work on blocks.
+        parameters, trainable_parameters: element counts; a tied tensor is counted in the first
+            unit that holds it.
+        parameter_bytes: of those parameters as built.
+        gradient_bytes: of the trainable ones, as built.
+        dtypes: the parameters' dtypes, sorted.
+        is_shared: a parameter of the unit is tied to, or used by code of, another place; the unit
+            cannot be gathered and released on its own.
+        costs: per kind of numerics that was captured.
+    """
+
+    name: str
+    kind: str
+    is_block: bool = False
+    parameters: NonNegativeInt = 0
+    trainable_parameters: NonNegativeInt = 0
+    parameter_bytes: NonNegativeInt = 0
+    gradient_bytes: NonNegativeInt = 0
+    buffer_bytes: NonNegativeInt = 0
+    dtypes: tuple[str, ...] = ()
+    is_shared: bool = False
+    costs: dict[Numerics, UnitCost]
+
+    def cost(self, numerics: Numerics) -> UnitCost:
+        return self.costs[numerics]
+
+
+class ModelProfile(Document):
+    """A model and one sample, looked at on fake tensors; nothing was allocated or run.
+
+    Attributes:
+        units: in the order of their first call; the loss last.
+        dtype: of most parameters ("float32"); what `Numerics.AS_BUILT` runs in.
+        samples: batch size of the sample that was looked at.
+        tokens_per_sample: sequence length where the sample is token ids, else None.
+        batch_bytes: the sample itself.
+        tied: groups of parameter names that are one tensor.
+        unused: trainable parameters that got no gradient from the sample.
+        sparse_gradients: parameters whose gradients are sparse.
+        batch_norms: training-mode batch normalisation modules.
+        has_loss: whether the loss was part of what was looked at.
+    """
+
+    name: str
+    units: tuple[UnitProfile, ...]
+    dtype: str
+    samples: PositiveInt
+    tokens_per_sample: PositiveInt | None = None
+    batch_bytes: Affine = Affine()
+    tied: tuple[tuple[str, ...], ...] = ()
+    unused: tuple[str, ...] = ()
+    sparse_gradients: tuple[str, ...] = ()
+    batch_norms: tuple[str, ...] = ()
+    has_loss: bool = False
+
+    @property
+    def parameters(self) -> int:
+        return sum(unit.parameters for unit in self.units)
+
+    @property
+    def trainable_parameters(self) -> int:
+        return sum(unit.trainable_parameters for unit in self.units)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(unit.parameter_bytes for unit in self.units)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(unit.gradient_bytes for unit in self.units)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(unit.buffer_bytes for unit in self.units)
+
+    @property
+    def numerics(self) -> tuple[Numerics, ...]:
+        """The kinds of numerics that were captured."""
+        return tuple(self.units[0].costs)
+
+    @property
+    def largest_unit(self) -> UnitProfile:
+        """The unit with the most parameter bytes: what must fit a device whole without TP."""
+        return max(self.units, key=lambda unit: unit.parameter_bytes)
+
+    def blocks(self) -> Iterator[UnitProfile]:
+        """The repeated blocks, in call order."""
+        return (unit for unit in self.units if unit.is_block)
+
+    def shard_units(self) -> tuple[UnitProfile, ...]:
+        """The units that are sharded, gathered and released on their own under FSDP.
+
+        The rest of the parameters (small units, and units whose parameters are used elsewhere too)
+        form the root group, which stays gathered from the first forward to the last backward.
+        """
+        smallest = self.largest_unit.parameter_bytes * SMALLEST_SHARD_FRACTION
+        return tuple(
+            unit
+            for unit in self.units
+            if unit.parameter_bytes > 0
+            and unit.parameter_bytes >= smallest
+            and not unit.is_shared
+            and unit.name not in (GLUE, LOSS)
+        )
+
+    def flop(self, samples: float, numerics: Numerics = Numerics.AS_BUILT) -> float:
+        """Model FLOP of one forward and backward over `samples`, without recompute."""
+        return sum(
+            unit.cost(numerics).forward_flop.at(samples)
+            + unit.cost(numerics).backward_flop.at(samples)
+            for unit in self.units
+        )
+
+
+class Timing(Record):
+    """A time that was measured several times: median and spread, in seconds."""
+
+    median_s: NonNegativeFloat
+    low_s: NonNegativeFloat
+    high_s: NonNegativeFloat
+    repeats: PositiveInt

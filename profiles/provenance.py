@@ -1,0 +1,38 @@
+"""Where a number comes from, and how far to trust it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from profiles.record import Record
+
+
+class Source(StrEnum):
+    """How a number was obtained, most trusted first."""
+
+    MEASURED = "measured"  # timed or counted on the machine that will run
+    DERIVED = "derived"  # counted from the model, or computed from other facts
+    DATASHEET = "datasheet"  # printed by the vendor, or published by somebody else
+    ASSUMED = "assumed"  # nobody looked; a default with a reason
+    USER = "you"  # given by the user
+
+
+class Quantity(Record):
+    """A number in base units with its source.
+
+    `relative_error` is the half-width of the range as a fraction of the value: 0.15 means that the
+    true value is believed to lie within +-15 %. `origin` cites the paper, page or command.
+    """
+
+    value: float
+    source: Source
+    relative_error: float = 0.0
+    origin: str = ""
+
+    @property
+    def low(self) -> float:
+        return self.value * (1 - self.relative_error)
+
+    @property
+    def high(self) -> float:
+        return self.value * (1 + self.relative_error)
