@@ -1,1 +1,26 @@
-"""Policy: which plan, and why."""
+"""Policy: which plan, and why.
+
+from advisor import advise, auto_parallelize
+"""
+
+from typing import TYPE_CHECKING
+
+from profiles.lazy import attach
+
+if TYPE_CHECKING:
+    from advisor.auto import advise as advise
+    from advisor.auto import auto_parallelize as auto_parallelize
+    from advisor.decision import Decision as Decision
+    from advisor.facts import Facts as Facts
+    from advisor.policy import Policy as Policy
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "Decision": "advisor.decision",
+        "Facts": "advisor.facts",
+        "Policy": "advisor.policy",
+        "advise": "advisor.auto",
+        "auto_parallelize": "advisor.auto",
+    },
+)

@@ -29,7 +29,7 @@ Rule = Callable[[Plan, ModelProfile, ClusterProfile], Iterator[Problem]]
 
 
 def problems(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> list[Problem]:
-    """Everything that stands in the way of `plan`, in the order of `RULES`; empty if it is legal."""
+    """Everything that stands in the way of `plan`, in the order of `RULES`; empty if legal."""
     return [problem for rule in RULES for problem in rule(plan, model, cluster)]
 
 

@@ -241,9 +241,11 @@ class Plan(Document):
     def from_json(cls, text: str, *, where: str | None = None) -> Self:
         try:
             data = json.loads(text)
-            stated = data.pop("hash", None)
-        except (json.JSONDecodeError, AttributeError):
+        except json.JSONDecodeError:
+            data = None
+        if not isinstance(data, dict):
             return super().from_json(text, where=where)
+        stated = data.pop("hash", None)
         plan = super().from_json(json.dumps(data), where=where)
         if stated is not None and stated != plan.fingerprint:
             raise FileError(

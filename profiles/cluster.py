@@ -63,6 +63,7 @@ class Device(Record):
     Attributes:
         kind: torch's device type: "cuda" (ROCm too) or "cpu".
         memory_bytes: the whole of it, as the runtime reports.
+        memory_bandwidth_bytes_per_s: what large streaming operations reach, reads and writes.
         flop_per_s: dense peak by dtype ("float32", "bfloat16", ...).
         matmul_fraction: share of the peak that large matrix products reach.
         launch_s: time below which no operation goes.

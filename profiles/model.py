@@ -122,6 +122,8 @@ class ModelProfile(Document):
         sparse_gradients: parameters whose gradients are sparse.
         batch_norms: training-mode batch normalisation modules.
         has_loss: whether the loss was part of what was looked at.
+        is_proportional: the model did not run at twice the sample's batch; costs are taken to grow
+            with the batch, nothing is taken to be fixed.
     """
 
     name: str
@@ -135,6 +137,7 @@ class ModelProfile(Document):
     sparse_gradients: tuple[str, ...] = ()
     batch_norms: tuple[str, ...] = ()
     has_loss: bool = False
+    is_proportional: bool = False
 
     @property
     def parameters(self) -> int:

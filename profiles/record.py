@@ -112,7 +112,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     except OSError as error:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
-        kept = "; the old file is as it was" if target.exists() else ""
+        kept = "; the old file is as it was" if target.is_file() else ""
         raise FileError(
             f"cannot write `{path}`: {error.strerror}{kept}",
             hints=["name another place with `-o`"],
@@ -126,7 +126,9 @@ def _umask() -> int:
 
 
 def _friendly(error: ValidationError, cls: type[BaseModel], where: str | None) -> InputError:
-    first = error.errors()[0]
+    # A misspelt key is also a missing one: the misspelling is the cause.
+    found = error.errors()
+    first = next((item for item in found if item["type"] == "extra_forbidden"), found[0])
     key = ".".join(str(part) for part in first["loc"])
     place = f"{where}: {key}" if where and key else where or key or None
     if first["type"] == "extra_forbidden":

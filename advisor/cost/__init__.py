@@ -1,0 +1,119 @@
+"""Cost: what a plan is predicted to take. `estimate` is a pure function of plan and facts."""
+
+from __future__ import annotations
+
+from advisor.cost.breakdown import Estimate, Memory, Time, Traffic
+from advisor.cost.communication import communication_error, exchange
+from advisor.cost.compute import compute_error, optimizer_s, peak_flop_per_s, unit_times
+from advisor.cost.loads import Loads, loads_of
+from advisor.cost.memory import peak, shard_degree
+from advisor.cost.replay import OVERLAP_SLOWDOWN, replay
+from advisor.facts import Facts
+from engines.legality import numerics
+from engines.plan import Plan
+from profiles.errors import PlanError
+from profiles.model import Numerics
+
+__all__ = ["CostModel", "Estimate", "Memory", "Time", "Traffic", "estimate"]
+
+
+def estimate(plan: Plan, facts: Facts) -> Estimate:
+    """Memory, time and traffic of `plan`. The plan must be legal and name its microbatch size.
+
+    Raises:
+        PlanError: the microbatch size is open.
+    """
+    return CostModel(facts).estimate(plan)
+
+
+class CostModel:
+    """`estimate` for many plans of the same facts: sums that plans share are made once."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._loads: dict[tuple[Numerics, int], Loads] = {}
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """See `advisor.cost.estimate`."""
+        if plan.microbatch_size is None:
+            raise PlanError(
+                "the plan leaves microbatch_size open, so it has no cost", where=f"plan: {plan}"
+            )
+        model, cluster = self.facts.model, self.facts.cluster
+        device, optimizer = cluster.device, self.facts.workload.optimizer
+        kind = numerics(plan, model)
+        loads = self._at(kind, plan.microbatch_size)
+        dtype = model.dtype if kind is Numerics.AS_BUILT else "bfloat16"
+        local_samples = plan.microbatch_size * plan.forwards
+
+        memory = peak(
+            plan,
+            loads,
+            optimizer=optimizer,
+            device=device,
+            batch_bytes=model.batch_bytes.at(local_samples),
+        )
+        times = unit_times(loads, recompute=plan.recompute, device=device, dtype=dtype)
+        exchanged = exchange(plan, loads, model=model, cluster=cluster)
+        # gloo's threads share the cores with the computing: on processors nothing is hidden.
+        overlaps = device.kind != "cpu"
+        played = replay(plan, times, exchanged, overlaps=overlaps)
+        update_s = optimizer_s(
+            plan,
+            elements=loads.trainable_elements / shard_degree(plan),
+            optimizer=optimizer,
+            device=device,
+            ranks=cluster.devices_per_node,
+        )
+
+        rounds = plan.forwards
+        compute = rounds * sum(t.forward_s + t.backward_s for t in times)
+        recompute = rounds * sum(t.recompute_s for t in times)
+        launch = rounds * sum(
+            t.forward_launch_s + t.backward_launch_s + t.recompute_launch_s for t in times
+        )
+        exposed = max(0.0, played.wall_s - compute - recompute - launch)
+        overlapped = max(0.0, played.sent_s - exposed) if overlaps else 0.0
+        time = Time(
+            compute_s=compute,
+            recompute_s=recompute,
+            optimizer_s=update_s,
+            exposed_s=exposed,
+            overlapped_s=overlapped,
+            launch_s=launch,
+        )
+        step_s = time.total
+        computing = step_s - exposed
+        compute_doubt = compute_error(device, dtype)
+        sent_doubt = communication_error(plan, cluster)
+        samples = local_samples * plan.data_degree
+        flop = model.flop(local_samples, kind)
+        tokens = self.facts.tokens_per_sample
+        return Estimate(
+            memory=memory.memory,
+            phase=memory.phase,
+            peak_bytes=memory.memory.total,
+            peak_low_bytes=memory.low_bytes,
+            peak_high_bytes=memory.high_bytes,
+            states_bytes=memory.states_bytes,
+            host_bytes=memory.host_bytes,
+            step_s=step_s,
+            step_low_s=computing * (1 - compute_doubt) + exposed * (1 - sent_doubt),
+            step_high_s=computing * (1 + compute_doubt)
+            + exposed * (1 + sent_doubt)
+            + overlapped * OVERLAP_SLOWDOWN,
+            time=time,
+            compute_error=compute_doubt,
+            communication_error=sent_doubt,
+            mfu=flop / step_s / peak_flop_per_s(device, dtype).value,
+            samples_per_s=samples / step_s,
+            tokens_per_s=samples * tokens / step_s if tokens else None,
+            traffic=exchanged.traffic,
+            host_traffic_bytes=exchanged.host_bytes,
+        )
+
+    def _at(self, kind: Numerics, samples: int) -> Loads:
+        key = (kind, samples)
+        if key not in self._loads:
+            self._loads[key] = loads_of(self.facts.model, numerics=kind, samples=samples)
+        return self._loads[key]

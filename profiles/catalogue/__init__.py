@@ -1,0 +1,282 @@
+"""Facts from data sheets and published measurements: accelerators, links and whole nodes by name.
+
+The numbers are in the three TOML files beside this one, written with units, each entry with its
+source. What is the same for every accelerator is here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from types import MappingProxyType
+from typing import Literal, TypeVar
+
+from pydantic import NonNegativeFloat, PositiveInt
+
+from profiles.cluster import Device, Link
+from profiles.errors import InputError, UnknownNameError
+from profiles.provenance import Quantity, Source
+from profiles.record import Record
+from profiles.units import parse_bandwidth, parse_bytes, parse_flop_rate, parse_seconds
+
+# Time of the shortest kernel: 7 us launch floor (AutoParallel, compute_estimation.py); CUDA graphs
+# and long kernels hide part of it, Python-heavy models exceed it.
+LAUNCH = Quantity(
+    value=7e-6, source=Source.DATASHEET, relative_error=0.5, origin="AutoParallel docs"
+)
+# CUDA context 0.47 (lazy) to 0.92 GiB and NCCL 1 to 2 GiB; 2.00 GiB after the first barrier
+# (ml-engineering, measured with torch 2.1): 1.5 to 2.9 GiB in all.
+CONTEXT = Quantity(
+    value=2.0 * 2**30,
+    source=Source.DATASHEET,
+    relative_error=0.45,
+    origin="ml-engineering: CUDA context 0.47-0.92 GiB, NCCL 1-2 GiB",
+)
+# Share of the printed memory bandwidth that large streaming operations reach: 0.9 from 100 MB on
+# (Calculon, systems/a100_80g.json), 0.7 on average over a model's operations (AutoParallel).
+MEMORY_BANDWIDTH_FRACTION, MEMORY_BANDWIDTH_ERROR = 0.9, 0.2
+# Share of the printed peak of parts nobody published a search for: NVIDIA parts reach 0.71 to 0.87
+# (ml-engineering, bfloat16 and fp8).
+MATMUL_FRACTION, MATMUL_FRACTION_ERROR = 0.78, 0.25
+# Of published shares: fp8 and bfloat16 of one part differ by up to 12 % (H100 0.709 and 0.803).
+MATMUL_PUBLISHED_ERROR = 0.15
+# Torch's total over the printed figure as GiB: 0.915 (24 GB GDDR with error correction) to 1.0.
+MEMORY_FRACTION, MEMORY_ERROR = 0.96, 0.05
+# The lowest and highest totals seen of one part differ by up to 1.7 % (2080 Ti: 10.57, 10.75 GiB).
+MEMORY_REPORTED_ERROR = 0.02
+
+
+Entry = TypeVar("Entry", bound=Record)
+
+
+class AcceleratorEntry(Record):
+    """One table of accelerators.toml; its head explains the keys."""
+
+    runtime_name: str | None = None
+    printed_memory: str
+    memory: str | None = None
+    memory_bandwidth: str
+    flop_rate: dict[str, str]
+    matmul_fraction: NonNegativeFloat | None = None
+    matmul_source: Source = Source.ASSUMED
+    intra: str
+    system: str | None = None
+    source: str
+
+
+class LinkEntry(Record):
+    """One table of links.toml; its head explains the keys."""
+
+    title: str
+    scope: Literal["intra", "inter", "host"]
+    nominal: str
+    achieved: NonNegativeFloat
+    achieved_source: Source
+    achieved_error: NonNegativeFloat
+    latency: str
+    latency_source: Source
+    latency_error: NonNegativeFloat
+    source: str
+
+
+class SystemEntry(Record):
+    """One table of systems.toml: a node as it is sold or rented."""
+
+    title: str
+    accelerator: str
+    devices: PositiveInt
+    intra: str
+    inter: str
+    memory: str | None = None
+    cores: PositiveInt | None = None
+    source: str
+
+
+@functools.cache
+def accelerators() -> Mapping[str, AcceleratorEntry]:
+    return _read("accelerators.toml", AcceleratorEntry)
+
+
+@functools.cache
+def links() -> Mapping[str, LinkEntry]:
+    return _read("links.toml", LinkEntry)
+
+
+@functools.cache
+def systems() -> Mapping[str, SystemEntry]:
+    return _read("systems.toml", SystemEntry)
+
+
+def accelerator(name: str, *, where: str | None = None) -> Device:
+    """One device by its catalogue name, in any case, or by a shorter name that fits only one.
+
+    >>> accelerator("h200").name
+    'H200-SXM'
+
+    Raises:
+        UnknownNameError: no such accelerator; the near miss is named.
+        InputError: a short name that fits several.
+    """
+    full = find_name("accelerator", name, accelerators(), where=where)
+    entry = accelerators()[full]
+    return Device(
+        name=full,
+        kind="cuda",
+        memory_bytes=_memory(entry),
+        memory_bandwidth_bytes_per_s=Quantity(
+            value=MEMORY_BANDWIDTH_FRACTION * parse_bandwidth(entry.memory_bandwidth),
+            source=Source.DATASHEET,
+            relative_error=MEMORY_BANDWIDTH_ERROR,
+            origin=f"{MEMORY_BANDWIDTH_FRACTION} of {entry.memory_bandwidth}, {entry.source}",
+        ),
+        flop_per_s={
+            dtype: Quantity(
+                value=parse_flop_rate(text), source=Source.DATASHEET, origin=entry.source
+            )
+            for dtype, text in entry.flop_rate.items()
+        },
+        matmul_fraction=_matmul_fraction(entry),
+        launch_s=LAUNCH,
+        context_bytes=CONTEXT,
+    )
+
+
+def link(name: str, *, where: str | None = None) -> Link:
+    """A link by its catalogue name or title; the bandwidth is what large collectives achieve.
+
+    >>> link("nvlink4").bandwidth_bytes_per_s.value
+    369000000000.0
+
+    Raises:
+        UnknownNameError: no such link.
+        InputError: a short name that fits several.
+    """
+    full = find_name(
+        "link", name, {key: entry.title for key, entry in links().items()}, where=where
+    )
+    entry = links()[full]
+    origin = f"{entry.achieved:.2f} of {entry.nominal} nominal: {entry.source}"
+    return Link(
+        name=entry.title,
+        bandwidth_bytes_per_s=Quantity(
+            value=entry.achieved * parse_bandwidth(entry.nominal),
+            source=entry.achieved_source,
+            relative_error=entry.achieved_error,
+            origin=origin,
+        ),
+        latency_s=Quantity(
+            value=parse_seconds(entry.latency),
+            source=entry.latency_source,
+            relative_error=entry.latency_error,
+            origin="one ring step: NCCL's constants and published small-message times",
+        ),
+    )
+
+
+def accelerator_from_runtime(name: str, memory_bytes: int) -> str | None:
+    """The catalogue name of what the runtime calls `name`, or None where none fits.
+
+    A part sold with several memory sizes under one name fits only with the catalogue's size.
+    """
+    plain = _without_vendor(name)
+    for full, entry in accelerators().items():
+        if entry.runtime_name is None or _without_vendor(entry.runtime_name) != plain:
+            continue
+        known = _memory(entry)
+        if abs(memory_bytes - known.value) <= 0.1 * known.value:
+            return full
+    return None
+
+
+def find_name(
+    kind: str, name: str, known: Mapping[str, object], *, where: str | None = None
+) -> str:
+    """The one key of `known` that `name` means.
+
+    Tried in turn: the whole name; all its words, in any order; its first words run together. Words
+    are what dashes, spaces and punctuation separate; case does not matter. Where the values are
+    text (titles), their words count too.
+
+    Raises:
+        UnknownNameError: none.
+        InputError: several.
+    """
+    wanted = name.strip().lower()
+    titles = {key: str(value) if isinstance(value, str) else "" for key, value in known.items()}
+    for key, title in titles.items():
+        if wanted and wanted in (key.lower(), title.lower()):
+            return key
+    words = _words(wanted)
+    found = [key for key in known if words and words <= _words(f"{key} {titles[key]}")]
+    if not found:
+        found = [key for key in known if "".join(re.findall(r"[a-z0-9.]+", wanted)) in _heads(key)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise InputError(
+            f"`{name}` can mean {len(found)} {kind}s",
+            where=where,
+            hints=["write one of " + ", ".join(f"`{key}`" for key in found)],
+        )
+    raise UnknownNameError(kind, name, known, where=where)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(re.findall(r"[a-z0-9.]+", text.lower()))
+
+
+def _heads(key: str) -> frozenset[str]:
+    """The first words of a name run together: "RTX-3090-24GB" has "rtx", "rtx3090", ..."""
+    return frozenset(itertools.accumulate(re.findall(r"[a-z0-9.]+", key.lower())))
+
+
+def _without_vendor(name: str) -> str:
+    """Drivers of different years print "Tesla T4" and "NVIDIA T4" for the same part."""
+    words = name.lower().split()
+    return " ".join(word for word in words if word not in {"nvidia", "amd", "tesla", "geforce"})
+
+
+def _memory(entry: AcceleratorEntry) -> Quantity:
+    if entry.memory is not None:
+        return Quantity(
+            value=parse_bytes(entry.memory),
+            source=Source.DATASHEET,
+            relative_error=MEMORY_REPORTED_ERROR,
+            origin=f"total that torch reports in public logs; printed as {entry.printed_memory}",
+        )
+    as_binary = parse_bytes(entry.printed_memory.replace("GB", "GiB"))
+    return Quantity(
+        value=round(MEMORY_FRACTION * as_binary),
+        source=Source.ASSUMED,
+        relative_error=MEMORY_ERROR,
+        origin=f"{MEMORY_FRACTION} of the printed {entry.printed_memory} read as GiB",
+    )
+
+
+def _matmul_fraction(entry: AcceleratorEntry) -> Quantity:
+    if entry.matmul_fraction is None:
+        return Quantity(
+            value=MATMUL_FRACTION,
+            source=Source.ASSUMED,
+            relative_error=MATMUL_FRACTION_ERROR,
+            origin="NVIDIA parts reach 0.71-0.87 of the sheet (ml-engineering)",
+        )
+    published = entry.matmul_source is Source.DATASHEET
+    return Quantity(
+        value=entry.matmul_fraction,
+        source=entry.matmul_source,
+        relative_error=MATMUL_PUBLISHED_ERROR if published else MATMUL_FRACTION_ERROR,
+        origin="ml-engineering, maximum achievable matmul" if published else entry.source,
+    )
+
+
+def _read(file: str, kind: type[Entry]) -> Mapping[str, Entry]:
+    text = resources.files(__name__).joinpath(file).read_text(encoding="utf-8")
+    tables = tomllib.loads(text)
+    return MappingProxyType(
+        {name: kind.build(table, where=f"{file}: {name}") for name, table in tables.items()}
+    )

@@ -1,0 +1,49 @@
+# make demo    train a small GPT on two local ranks and compare prediction with measurement
+# make test    the tests
+# make check   formatting, lint, types, layers, spelling
+#
+# Every target sets itself up: a virtual environment in .venv, CPU build of torch, this project.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help demo test check format clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "== set-up: virtual environment in .venv with the CPU build of torch (1-3 minutes, once)"
+	@start=$$SECONDS; ./.ci/venv "$(PYTHON)"; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --constraint constraints.txt --editable '.[dev]'; \
+	touch $@; echo "== set-up took $$((SECONDS - start)) s"
+
+demo: $(STAMP)
+	@echo "== demo: look at this machine, decide, train a 10 M parameter GPT (under 2 minutes)"
+	@start=$$SECONDS; $(BIN)/advise demo $(DEMO); echo "== demo took $$((SECONDS - start)) s"
+
+test: $(STAMP)
+	@echo "== tests: about 5 minutes on 2 cores"
+	@start=$$SECONDS; $(BIN)/python -m pytest $(TESTS); echo "== tests took $$((SECONDS - start)) s"
+
+check: $(STAMP)
+	@echo "== static checks: half a minute"
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache runs

@@ -1,0 +1,258 @@
+"""The whole way: look at the model and the machines, decide, apply.
+
+The only file of this package that touches modules.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from advisor.choose import choose
+from advisor.decision import Decision
+from advisor.facts import Facts
+from advisor.policy import Policy
+from engines.footprint import optimizer_footprint
+from engines.hybrid import apply_plan
+from engines.optimizer import OptimizerFactory
+from engines.parallel import ParallelModel
+from engines.plan import Plan, Precision, load_plan, parse_settings
+from engines.world import DEFAULT_TIMEOUT_S, World, join_world
+from profiles.batch import Batch, batch_size
+from profiles.bench import bench
+from profiles.capture import capture
+from profiles.cluster import ClusterProfile
+from profiles.clusters import resolve_cluster
+from profiles.errors import InputError, RankError
+from profiles.model import ModelProfile, Numerics
+from profiles.probe import probe
+from profiles.torch_compat import default_store
+from profiles.workload import Workload
+
+log = logging.getLogger(__name__)
+
+LossFn = Callable[..., Tensor]
+PlanLike = Plan | str | PathLike[str] | None
+Optimizer = torch.optim.Optimizer | OptimizerFactory
+
+
+def advise(
+    model: nn.Module,
+    *,
+    sample: Batch,
+    loss_fn: LossFn | None = None,
+    cluster: ClusterProfile | str = "auto",
+    global_batch_size: int | None = None,
+    optimizer: Optimizer | None = None,
+    precision: str | None = None,
+    plan: PlanLike = None,
+    objective: str = "tree",
+) -> Decision:
+    """How to spread `model`, and why. Looks, changes nothing, allocates nothing.
+
+    The result renders as a report in a terminal (`print`) and in a notebook.
+
+    Args:
+        model: any module, on any device, the meta device too.
+        sample: one local batch: a tensor, (inputs..., target) or a dict of keyword arguments; the
+            first dimension of every tensor is the batch.
+        loss_fn: loss_fn(output, target), for dicts loss_fn(output, batch); None where the model
+            returns its loss.
+        cluster: a profile, a name ("4x8xH100-SXM-80GB"), a cluster.toml, or "auto": this machine,
+            or the job that runs it.
+        global_batch_size: samples per optimizer step; by default one sample batch per device.
+        optimizer: as for `auto_parallelize`; only its memory counts here.
+        precision: "fp32" or "bf16"; by default what the model is built in.
+        plan: settings that are fixed ("tp=2", a Plan, a file); the rest is decided.
+        objective: "tree", "time" or "memory".
+
+    Raises:
+        NoPlanError: nothing fits.
+        PlanError: the fixed settings allow no legal plan.
+        ModelError: the model cannot be run on the sample.
+    """
+    machines = resolve_cluster(cluster) if isinstance(cluster, str) and cluster != "auto" else None
+    if isinstance(cluster, ClusterProfile):
+        machines = cluster
+    facts = look(
+        model,
+        sample,
+        loss_fn=loss_fn,
+        cluster=machines or probe(measure=True),
+        global_batch_size=global_batch_size,
+        optimizer=optimizer,
+        precision=precision,
+    )
+    return choose(facts, policy=_policy(objective), pins=pins_of(plan))
+
+
+def auto_parallelize(
+    model: nn.Module,
+    *,
+    sample: Batch,
+    loss_fn: LossFn | None = None,
+    optimizer: Optimizer | None = None,
+    plan: PlanLike = None,
+    global_batch_size: int | None = None,
+    precision: str | None = None,
+    max_grad_norm: float | None = None,
+    objective: str = "tree",
+    cluster: ClusterProfile | None = None,
+    seed: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> ParallelModel:
+    """Decide how to spread `model` over the ranks of this job, and do it.
+
+    Start the script with `torchrun --nproc-per-node N`; alone it is a plan of one device. Rank 0
+    looks and decides, the others take its plan. The links are timed for a few seconds first,
+    unless `cluster` says what they are.
+
+    Args:
+        model, sample, loss_fn, precision, objective: as for `advise`.
+        optimizer: a factory `lambda params: torch.optim.AdamW(params)`, or an optimizer already
+            built on the model, which is carried over; None is AdamW.
+        plan: None decides everything. A Plan, its file, or settings such as "dp_shard=4" fix what
+            they name.
+        global_batch_size: samples per optimizer step over all ranks; by default the sample's on
+            every rank.
+        max_grad_norm: clip gradients to this norm in `train_step`.
+        cluster: facts of this job's machines, where they are known.
+        seed: of the shuffling in `ParallelModel.shard`.
+        timeout_s: bound of every wait for another rank.
+
+    Returns:
+        A `ParallelModel`; `.decision` says why.
+
+    Raises:
+        as `advise`, and PlanMismatchError or RankError where ranks disagree or are missing.
+    """
+    pins = pins_of(plan)
+    world = join_world(timeout_s=timeout_s)
+    machines = cluster or _bench(world)
+
+    def decide() -> Decision:
+        facts = look(
+            model,
+            sample,
+            loss_fn=loss_fn,
+            cluster=machines,
+            global_batch_size=global_batch_size,
+            optimizer=optimizer,
+            precision=precision,
+        )
+        return choose(facts, policy=_policy(objective), pins=pins)
+
+    decision = _from_rank_zero(decide, world)
+    parallel = apply_plan(
+        model,
+        decision.plan,
+        profile=decision.facts.model,
+        cluster=decision.facts.cluster,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        max_grad_norm=max_grad_norm,
+        world=world,
+        seed=seed,
+    )
+    parallel.decision = decision
+    if world.rank == 0:
+        log.info("plan: %s", decision.plan)
+    return parallel
+
+
+def look(
+    model: nn.Module,
+    sample: Batch,
+    *,
+    loss_fn: LossFn | None,
+    cluster: ClusterProfile,
+    global_batch_size: int | None = None,
+    optimizer: Optimizer | None = None,
+    precision: str | None = None,
+) -> Facts:
+    """What there is to know before deciding."""
+    dtype = _dtype(model)
+    wanted = precision or next((p.value for p in Precision if p.dtype == dtype), "fp32")
+    numerics: tuple[Numerics, ...] = (Numerics.AS_BUILT,)
+    if wanted == "bf16" and dtype == "float32":
+        numerics = (Numerics.AS_BUILT, Numerics.BF16, Numerics.BF16_AUTOCAST)
+    profile: ModelProfile = capture(
+        model, sample, loss_fn=loss_fn, numerics=numerics, name=type(model).__name__
+    )
+    workload = Workload(
+        global_batch_size=global_batch_size or batch_size(sample) * cluster.world_size,
+        tokens_per_sample=profile.tokens_per_sample,
+        optimizer=optimizer_footprint(optimizer),
+        precision=wanted,
+    )
+    return Facts(model=profile, cluster=cluster, workload=workload)
+
+
+def pins_of(plan: PlanLike) -> Mapping[str, Any]:
+    """The settings that a plan, a file or a string fixes.
+
+    A whole plan fixes every setting; a string only what it names.
+    """
+    if plan is None:
+        return {}
+    if isinstance(plan, str) and not plan.endswith(".json"):
+        return parse_settings(plan)
+    whole = plan if isinstance(plan, Plan) else load_plan(plan)
+    settings = {name: getattr(whole, name) for name in Plan.model_fields}
+    del settings["schema_version"]
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _bench(world: World) -> ClusterProfile:
+    return bench(probe()) if world.size > 1 else probe(measure=True)
+
+
+def _from_rank_zero(decide: Callable[[], Decision], world: World) -> Decision:
+    """Rank 0's decision, or its error, on every rank; through the store, with a bound."""
+    if world.size == 1:
+        return decide()
+    store = default_store()
+    turn = store.add(f"advisor/decision/calls/{world.rank}", 1)
+    key = f"advisor/decision/{turn}"
+    if world.rank == 0:
+        try:
+            decision = decide()
+        except BaseException as error:
+            store.set(key, f"error {type(error).__name__}: {error}")
+            raise
+        store.set(key, f"plan {decision.to_json()}")
+        return decision
+    try:
+        store.wait([key], timedelta(seconds=world.timeout_s))
+    except (dist.DistError, RuntimeError):
+        raise RankError(
+            f"rank 0 did not decide within {world.timeout_s:.0f} s",
+            where=f"rank {world.rank} of {world.size}",
+            hints=["look at the output of rank 0"],
+        ) from None
+    kind, _, text = store.get(key).decode().partition(" ")
+    if kind == "error":
+        first, *rest = text.splitlines()
+        raise InputError(f"rank 0 found no plan: {first}", where="\n".join(rest) or None)
+    return Decision.from_json(text)
+
+
+def _policy(objective: str) -> Policy:
+    return Policy.build({"objective": objective}, where="objective")
+
+
+def _dtype(model: nn.Module) -> str:
+    """The dtype of most parameter elements, as torch names it."""
+    elements: dict[str, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            name = str(parameter.dtype).removeprefix("torch.")
+            elements[name] = elements.get(name, 0) + parameter.numel()
+    return max(elements, key=lambda name: elements[name], default="float32")

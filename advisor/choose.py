@@ -1,0 +1,325 @@
+"""choose: facts and policy in, decision out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from advisor.candidates import Pins, legal_plans, refuse
+from advisor.cost import CostModel
+from advisor.decision import (
+    Alternative,
+    Decision,
+    best_of,
+    compare,
+    nearest_miss,
+    title,
+)
+from advisor.facts import Facts
+from advisor.policy import Objective, Policy
+from advisor.rules import Candidate, margin_s, preferred, simplicity, weigh
+from advisor.tree import Trace, in_leaf, walk
+from engines.plan import DataParallel, Offload, Plan, Recompute
+from profiles.errors import InputError, NoPlanError
+from profiles.model import Numerics
+from profiles.provenance import Quantity, Source
+from profiles.units import format_gib, format_percent, format_seconds
+
+_DEFAULT = Policy()
+_NO_PINS: Pins = {}
+# Changes shown when nothing fits; ecosystem.md 6.5 asks for the cheapest three.
+_CHANGES_SHOWN = 3
+
+
+def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Decision:
+    """The plan for these facts: deterministic, nothing else is looked at.
+
+    Every legal plan is weighed. The tree's leaf says which families come first; the fastest plan of
+    them that fits is taken, the simpler one on a tie. States go to the host only where nothing else
+    fits.
+
+    Raises:
+        PlanError: `pins` allow no legal plan.
+        NoPlanError: there are legal plans and none fits.
+    """
+    costs = CostModel(facts)
+    plans = legal_plans(facts, pins)
+    if not plans:
+        raise refuse(facts, pins)
+    weighed = weigh(plans, costs, policy)
+    if not any(c.fits for c in weighed) and "offload" not in pins:
+        weighed += weigh(_offloaded(facts, pins), costs, policy)
+    fitting = [c for c in weighed if c.fits]
+    if not fitting:
+        raise _no_plan(facts, policy, pins, weighed)
+
+    probes = weigh(legal_plans(facts, {}), costs, policy) if pins else weighed
+    trace = walk(costs, policy, probes)
+    of_leaf = [c for c in fitting if in_leaf(c.plan, trace)]
+    follows = policy.objective is Objective.TREE and bool(of_leaf)
+    pool = of_leaf if follows else fitting
+    winner = preferred(pool, policy)
+    others = _alternatives(weighed, winner, policy, trace)
+    return Decision(
+        plan=winner.plan,
+        estimate=winner.estimate,
+        facts=facts,
+        policy=policy,
+        pins=dict(pins),
+        reasons=tuple(_reasons(winner, weighed, pool, costs, policy, trace)),
+        trace=trace,
+        alternatives=tuple(others[: policy.alternatives]),
+        weighed=len(weighed),
+        rejected=_counts(weighed),
+        dissent=_dissent(winner, fitting, policy, trace),
+    )
+
+
+def _offloaded(facts: Facts, pins: Pins) -> list[Plan]:
+    """Plans with states on the host; a CPU rank's device memory is the host's already."""
+    if facts.cluster.device.kind == "cpu":
+        return []
+    return legal_plans(facts, pins, offload=Offload.STATES)
+
+
+def _counts(weighed: Sequence[Candidate]) -> dict[str, int]:
+    counts = Counter(c.finding.rule for c in weighed if c.finding)
+    return dict(sorted(counts.items()))
+
+
+def _alternatives(
+    weighed: Sequence[Candidate], winner: Candidate, policy: Policy, trace: Trace
+) -> list[Alternative]:
+    """The best plan of every other kind, and of the winner's kind with other degrees."""
+    kinds: dict[tuple[DataParallel, Offload], list[Candidate]] = {}
+    for candidate in weighed:
+        if _shape(candidate.plan) != _shape(winner.plan):
+            key = candidate.plan.data_parallel, candidate.plan.offload
+            kinds.setdefault(key, []).append(candidate)
+    found = []
+    for group in kinds.values():
+        best = _strongest(group, policy)
+        verdict, because = compare(best, winner, policy, trace)
+        found.append(
+            Alternative(
+                title=title(best.plan),
+                plan=best.plan,
+                verdict=verdict,
+                step_s=best.estimate.step_s if best.fits else None,
+                peak_bytes=best.estimate.peak_bytes,
+                peak_high_bytes=best.estimate.peak_high_bytes,
+                because=because,
+            )
+        )
+    found.sort(key=lambda a: (a.step_s is None, a.step_s or a.peak_high_bytes, a.title))
+    return found
+
+
+def _strongest(group: list[Candidate], policy: Policy) -> Candidate:
+    """What speaks most against the winner: the fastest that fits (the smallest, if that counts)."""
+    if policy.objective is Objective.TREE:
+        policy = policy.model_copy(update={"objective": Objective.TIME})
+    return best_of(group, policy)
+
+
+def _shape(plan: Plan) -> tuple[DataParallel, int, int, Offload]:
+    return plan.data_parallel, plan.dp_replicate, plan.dp_shard, plan.offload
+
+
+def _reasons(
+    winner: Candidate,
+    weighed: Sequence[Candidate],
+    pool: Sequence[Candidate],
+    costs: CostModel,
+    policy: Policy,
+    trace: Trace,
+) -> Iterator[str]:
+    """The argument: what the states need, the path, and why this plan among its like."""
+    facts = costs.facts
+    usable = format_gib(policy.usable_bytes(facts.cluster.device))
+    whole = facts.model.parameter_bytes + facts.model.gradient_bytes
+    whole += round(
+        facts.model.trainable_parameters * facts.workload.optimizer.state_bytes_per_element
+    )
+    share = format_gib(winner.estimate.states_bytes)
+    waits = winner.plan.offload is Offload.STATES
+    yield (
+        f"One copy of the model states needs {format_gib(whole)}; a device has {usable} usable, and"
+        f" {'keeps its' if waits else 'holds'} {share} of them"
+        f" {'in main memory' if waits else 'under this plan'}"
+    )
+    for step in trace.steps[1:]:
+        yield f"{step.question} {_capitalised(step.answer)}: {step.because}"
+    yield _leaf_reason(winner, policy, trace)
+    yield from _recompute_reason(winner, weighed)
+    yield from _runner_up_reason(winner, pool, policy)
+
+
+def _leaf_reason(winner: Candidate, policy: Policy, trace: Trace) -> str:
+    advice = f"The tree says: {trace.advice}"
+    if trace.not_built:
+        advice += f" (not built yet: {', '.join(trace.not_built)})"
+    if policy.objective is not Objective.TREE:
+        wanted = "fastest" if policy.objective is Objective.TIME else "smallest"
+        return f"{advice}; the {wanted} plan was asked for, wherever it stands"
+    if not in_leaf(winner.plan, trace):
+        return f"{advice}; of the families that are built, none of these fits here"
+    return advice
+
+
+def _recompute_reason(winner: Candidate, weighed: Sequence[Candidate]) -> Iterator[str]:
+    if winner.plan.recompute is Recompute.NONE:
+        return
+    same = winner.plan.model_copy(update={"recompute": Recompute.NONE})
+    plain = next((c for c in weighed if c.plan == same), None)
+    if plain is None or plain.fits:
+        return
+    saved = plain.estimate.peak_high_bytes - winner.estimate.peak_high_bytes
+    yield (
+        f"{_capitalised(winner.plan.recompute)} recompute saves {format_gib(saved)} and costs"
+        f" {format_seconds(winner.estimate.time.recompute_s)} a step; without it this"
+        " microbatch does not fit"
+    )
+
+
+def _runner_up_reason(
+    winner: Candidate, pool: Sequence[Candidate], policy: Policy
+) -> Iterator[str]:
+    """By how much the winner wins over other shapes, or that it is a tie."""
+    others = [c for c in pool if _shape(c.plan) != _shape(winner.plan)]
+    if not others:
+        return
+    other = min(others, key=lambda c: (c.estimate.step_s, simplicity(c.plan), str(c.plan)))
+    mine, theirs = winner.estimate.step_s, other.estimate.step_s
+    percent = format_percent(abs(theirs - mine) / mine)
+    name = title(other.plan)
+    if policy.objective is Objective.MEMORY:
+        smallest = min(others, key=lambda c: (c.estimate.peak_high_bytes, str(c.plan)))
+        more = smallest.estimate.peak_high_bytes - winner.estimate.peak_high_bytes
+        yield f"Runner-up {title(smallest.plan)} needs {format_gib(more)} more"
+    elif theirs < mine:
+        yield f"{name} is {percent} faster, a tie within the range: the simpler plan is taken"
+    elif theirs - mine <= margin_s(winner.estimate, other.estimate, policy):
+        yield f"Runner-up {name} is {percent} slower, a tie within the range; this one is simpler"
+    else:
+        yield f"Runner-up {name} is {percent} slower"
+
+
+def _dissent(
+    winner: Candidate, fitting: Sequence[Candidate], policy: Policy, trace: Trace
+) -> str | None:
+    """A plan that the tree passes over and that is faster by more than the range."""
+    outside = [c for c in fitting if not in_leaf(c.plan, trace)]
+    if policy.objective is not Objective.TREE or not outside:
+        return None
+    fastest = min(outside, key=lambda c: (c.estimate.step_s, simplicity(c.plan), str(c.plan)))
+    gain = winner.estimate.step_s - fastest.estimate.step_s
+    if gain <= margin_s(fastest.estimate, winner.estimate, policy):
+        return None
+    return (
+        f"{title(fastest.plan)} is predicted {format_percent(gain / winner.estimate.step_s)} faster"
+        f" ({format_seconds(fastest.estimate.step_s)}) although the tree passes it over:"
+        " `--objective time` takes it"
+    )
+
+
+def _no_plan(facts: Facts, policy: Policy, pins: Pins, weighed: list[Candidate]) -> NoPlanError:
+    """What was tried, the nearest miss, and changes that the cost model says would help."""
+    counts = ", ".join(f"{count} by `{rule}`" for rule, count in _counts(weighed).items())
+    nearest = nearest_miss(weighed)
+    because = nearest.finding.because if nearest.finding else ""
+    changes = list(islice(_changes(facts, policy, pins, nearest), _CHANGES_SHOWN))
+    return NoPlanError(
+        f"nothing fits: {len(weighed)} plans were weighed and left out ({counts})",
+        where=f"nearest: {title(nearest.plan)} ({nearest.plan})\n{because}",
+        hints=changes,
+    )
+
+
+def _changes(facts: Facts, policy: Policy, pins: Pins, nearest: Candidate) -> Iterator[str]:
+    """Changes that make something fit, cheapest first, each tried."""
+    for key, value in pins.items():
+        others = {name: kept for name, kept in pins.items() if name != key}
+        yield from _verified(f"leave `{key}={value}` open", facts, policy, others)
+    if facts.workload.precision == "fp32" and Numerics.BF16 in facts.model.numerics:
+        workload = facts.workload.model_copy(update={"precision": "bf16"})
+        changed = _try_facts(facts, workload=workload)
+        if changed is not None:
+            yield from _verified("compute in bf16 (`--precision bf16`)", changed, policy, pins)
+    yield from _more_devices(facts, policy, pins)
+    yield from _more_memory(facts, policy, pins, nearest)
+
+
+def _more_devices(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
+    """The first multiple of nodes (or of devices, where nothing is known of a network) that is
+    enough; the batch grows where it must, to divide."""
+    cluster, batch = facts.cluster, facts.workload.global_batch_size
+    if cluster.inter is not None:
+        field, name = "num_nodes", "nodes"
+    elif cluster.intra is not None:
+        field, name = "devices_per_node", "devices"
+    else:
+        return
+    for factor in policy.device_factors:
+        count = getattr(cluster, field) * factor
+        larger = cluster.model_copy(update={field: count})
+        world = larger.world_size
+        wanted = -(-batch // world) * world
+        workload = facts.workload.model_copy(update={"global_batch_size": wanted})
+        changed = Facts(model=facts.model, cluster=larger, workload=workload)
+        grows = f" and a global batch of {wanted}" if wanted != batch else ""
+        found = list(_verified(f"take {count} {name}{grows}", changed, policy, pins))
+        if found:
+            yield from found
+            return
+
+
+def _more_memory(facts: Facts, policy: Policy, pins: Pins, nearest: Candidate) -> Iterator[str]:
+    """Devices (or nodes, for offloaded states) with as much memory as the nearest miss needs."""
+    cluster, device = facts.cluster, facts.cluster.device
+    if nearest.finding is not None and nearest.finding.rule == "fits-host":
+        needed = nearest.estimate.host_bytes * cluster.devices_per_node
+        needed /= 1 - policy.host_headroom_fraction
+        memory = Quantity(value=needed, source=Source.ASSUMED)
+        larger = cluster.model_copy(update={"host_memory_bytes": memory})
+        change = f"take nodes with {format_gib(needed)} of main memory"
+    else:
+        needed = nearest.estimate.peak_high_bytes / (1 - policy.headroom_fraction)
+        memory = device.memory_bytes.model_copy(update={"value": needed})
+        larger = cluster.model_copy(
+            update={"device": device.model_copy(update={"memory_bytes": memory})}
+        )
+        change = f"take devices with {format_gib(needed)} of memory"
+    changed = Facts(model=facts.model, cluster=larger, workload=facts.workload)
+    yield from _verified(change, changed, policy, pins)
+
+
+def _try_facts(facts: Facts, **changes: object) -> Facts | None:
+    try:
+        return Facts.build({**_parts(facts), **changes})
+    except InputError:
+        return None
+
+
+def _parts(facts: Facts) -> dict[str, object]:
+    return {"model": facts.model, "cluster": facts.cluster, "workload": facts.workload}
+
+
+def _verified(change: str, facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
+    costs = CostModel(facts)
+    plans = [*legal_plans(facts, pins)]
+    if "offload" not in pins:
+        plans += _offloaded(facts, pins)
+    fitting = [c for c in weigh(plans, costs, policy) if c.fits]
+    if fitting:
+        best = preferred(fitting, policy)
+        yield (
+            f"{change}: {title(best.plan)} then needs up to"
+            f" {format_gib(best.estimate.peak_high_bytes)},"
+            f" step {format_seconds(best.estimate.step_s)}"
+        )
+
+
+def _capitalised(words: str) -> str:
+    return words[:1].upper() + words[1:]

@@ -1,0 +1,309 @@
+"""The `advise` command: thin functions from options to answers.
+
+Whatever is heavy (torch, networkx, jinja2, rich) is imported inside the commands, so that
+`advise --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from advisor.command import (
+    Advise,
+    common_options,
+    count,
+    one_of,
+    say,
+    show_on_screen,
+    write,
+)
+
+if TYPE_CHECKING:
+    from advisor.facts import Facts
+    from profiles.cluster import ClusterProfile
+
+sequence_option = click.option(
+    "--seq",
+    callback=count,
+    metavar="TOKENS",
+    help="Tokens per sample, where MODEL brings no sample of its own.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+pins_option = click.option(
+    "--plan",
+    "pins",
+    metavar="SETTINGS",
+    default="",
+    help='Settings that are fixed, as in "dp_shard=4 recompute=full"; the rest is decided.',
+)
+
+
+@click.group("advise", cls=Advise, context_settings={"max_content_width": 100})
+@click.version_option(package_name="parallel-advisor", prog_name="advise")
+def cli() -> None:
+    """How to spread a PyTorch model over devices, whether it fits, how fast it will be, and why.
+
+    \b
+      advise gpt-7b --cluster 4x8xH100-SXM-80GB --global-batch 256 --precision bf16
+      advise train:build_model --cluster auto -o plan.json
+
+    `advise MODEL` is short for `advise plan MODEL`; its options: `advise plan --help`.
+    """
+
+
+@cli.command()
+@click.argument("model")
+@click.option(
+    "--cluster",
+    default="auto",
+    show_default=True,
+    metavar="NAME|FILE|auto",
+    help="Machines: 4x8xH100-SXM-80GB, a system's name, a .toml file; auto is this machine.",
+)
+@click.option(
+    "--global-batch",
+    callback=count,
+    metavar="SAMPLES",
+    help="Samples per optimizer step over all devices. Default: the sample's batch on each device.",
+)
+@sequence_option
+@click.option(
+    "--optimizer",
+    default="adamw",
+    show_default=True,
+    metavar="NAME",
+    help="Whose states take memory.",
+)
+@click.option(
+    "--precision",
+    metavar="[fp32|bf16]",
+    callback=one_of("fp32", "bf16"),
+    help="Of forward and backward. Default: the dtype that the model is built in.",
+)
+@pins_option
+@click.option(
+    "--objective",
+    metavar="[tree|time|memory]",
+    callback=one_of("tree", "time", "memory"),
+    default="tree",
+    show_default=True,
+    help="Follow the decision tree; or take the fastest, or the smallest plan.",
+)
+@click.option("-o", "--output", metavar="FILE", help="Write the decision here, as JSON.")
+@json_option
+@common_options
+def plan(
+    model: str,
+    cluster: str,
+    global_batch: int | None,
+    seq: int | None,
+    optimizer: str,
+    precision: str | None,
+    pins: str,
+    objective: str,
+    output: str | None,
+    as_json: bool,
+    no_color: bool,
+) -> None:
+    """Decide how to spread MODEL over the cluster, and say why.
+
+    MODEL is a bundled name (gpt-10m, gpt-125m, gpt-1.3b, gpt-7b, gpt-13b, gpt-70b),
+    pkg.module:factory, a Hugging Face config.json, or a profile written by `advise profile`.
+    Nothing is downloaded.
+    """
+    from engines.plan import parse_settings
+
+    settings = parse_settings(pins)
+    facts = _facts(
+        model,
+        cluster=cluster,
+        global_batch=global_batch,
+        sequence_length=seq,
+        optimizer=optimizer,
+        precision=precision,
+    )
+    from advisor.choose import choose
+    from advisor.policy import Objective, Policy
+
+    decision = choose(facts, policy=Policy(objective=Objective(objective)), pins=settings)
+    if as_json:
+        click.echo(decision.to_json(), nl=False)
+    else:
+        show_on_screen(decision, no_color=no_color)
+    if output is not None:
+        write(output, decision.to_json())
+
+
+@cli.command()
+@click.argument("file")
+@click.option(
+    "--format",
+    "form",
+    metavar="[text|html|json]",
+    callback=one_of("text", "html", "json"),
+    default="text",
+    show_default=True,
+    help="html is one page that needs no network.",
+)
+@click.option("-o", "--output", metavar="FILE", help="Write the report here, not to stdout.")
+@common_options
+def show(file: str, form: str, output: str | None, no_color: bool) -> None:
+    """The report of a decision that `advise plan -o FILE` wrote."""
+    from advisor.decision import Decision
+
+    decision = Decision.load(file)
+    if form == "text" and output is None:
+        show_on_screen(decision, no_color=no_color)
+        return
+    if form == "html":
+        from advisor.report.html import page
+
+        text = page(decision)
+    else:
+        text = decision.to_json() if form == "json" else f"{decision}\n"
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        write(output, text)
+
+
+@cli.command()
+@click.argument("file")
+@click.option("--why-not", metavar="SETTINGS", help='Why another plan lost, as in "zero=3".')
+@common_options
+def explain(file: str, why_not: str | None, no_color: bool) -> None:
+    """The questions that were asked, their answers, and the numbers that decided."""
+    from advisor.decision import Decision
+
+    decision = Decision.load(file)
+    show_on_screen(decision.why_not(why_not) if why_not else decision.trace, no_color=no_color)
+
+
+@cli.command()
+@click.option("-o", "--output", metavar="FILE", help="Write it here, as TOML for `--cluster`.")
+@click.option("--bench", is_flag=True, help="Time matrix products and, under torchrun, the links.")
+@common_options
+def probe(output: str | None, bench: bool, no_color: bool) -> None:
+    """Look at this machine, or at the job that `advise` was started in."""
+    from profiles.clusters import to_toml
+    from profiles.probe import launcher
+    from profiles.probe import probe as look
+
+    job = launcher()
+    machines = look(launcher=job, measure=bench)
+    if bench and job.world_size > 1:
+        from engines.world import join_world, leave_world
+        from profiles.bench import bench as measure
+
+        join_world()
+        machines = measure(machines)
+        leave_world()
+    if job.rank > 0:
+        return
+    if output is None:
+        click.echo(to_toml(machines), nl=False)
+    else:
+        write(output, to_toml(machines))
+
+
+@cli.command()
+@click.argument("model")
+@sequence_option
+@click.option("-o", "--output", metavar="FILE", help="Write the profile here, as JSON.")
+@json_option
+@common_options
+def profile(model: str, seq: int | None, output: str | None, as_json: bool, no_color: bool) -> None:
+    """What MODEL needs: parameters, FLOP and activations, unit by unit."""
+    from advisor.models import profile_model
+    from profiles.model import Numerics
+
+    found = profile_model(model, samples=1, sequence_length=seq, numerics=tuple(Numerics))
+    if as_json:
+        click.echo(found.to_json(), nl=False)
+    else:
+        from advisor.model_table import model_table
+
+        show_on_screen(model_table(found), no_color=no_color)
+    if output is not None:
+        write(output, found.to_json())
+
+
+@cli.command()
+@click.option(
+    "--format",
+    "form",
+    metavar="[text|mermaid]",
+    callback=one_of("text", "mermaid"),
+    default="text",
+    show_default=True,
+    help="mermaid is drawn by GitHub and by notebooks.",
+)
+@common_options
+def tree(form: str, no_color: bool) -> None:
+    """The decision tree: every question, before any model is looked at."""
+    from advisor import tree as decision_tree
+
+    click.echo(decision_tree.mermaid() if form == "mermaid" else decision_tree.text())
+
+
+@cli.command()
+@click.option("--ranks", callback=count, default="2", show_default=True, help="Processes to start.")
+@pins_option
+@click.option("--steps", callback=count, metavar="N", help="Optimizer steps to train.")
+@common_options
+def demo(ranks: int, pins: str, steps: int | None, no_color: bool) -> None:
+    """Decide for this machine, train a small GPT as decided, compare with what was predicted."""
+    from advisor.demo.launch import run
+
+    sys.exit(run(ranks=ranks, plan=pins, steps=steps))
+
+
+def _facts(
+    model: str,
+    *,
+    cluster: str,
+    global_batch: int | None,
+    sequence_length: int | None,
+    optimizer: str,
+    precision: str | None,
+) -> Facts:
+    """What is known, from the options; what is cheap to check comes first."""
+    from advisor.facts import Facts
+    from advisor.models import profile_model
+    from engines.plan import Precision
+    from profiles.model import Numerics
+    from profiles.workload import Workload, optimizer_profile
+
+    optimizer_facts = optimizer_profile(optimizer)
+    machines = _machines(cluster)
+    reduced = (Numerics.BF16, Numerics.BF16_AUTOCAST) if precision == "bf16" else ()
+    found = profile_model(model, samples=1, sequence_length=sequence_length, numerics=reduced)
+    if global_batch is None:
+        global_batch = found.samples * machines.world_size
+        say(f"note: no `--global-batch`: {found.samples} per device, {global_batch} in all")
+    built_in = next(p.value for p in Precision if p.dtype == found.dtype)
+    workload = Workload(
+        global_batch_size=global_batch,
+        tokens_per_sample=found.tokens_per_sample,
+        optimizer=optimizer_facts,
+        precision=precision or built_in,
+    )
+    return Facts(model=found, cluster=machines, workload=workload)
+
+
+def _machines(text: str) -> ClusterProfile:
+    if text == "auto":
+        from profiles.probe import probe
+
+        return probe()
+    from profiles.clusters import resolve_cluster
+
+    return resolve_cluster(text)
+
+
+def main() -> None:
+    """The console script."""
+    cli()

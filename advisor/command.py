@@ -1,0 +1,152 @@
+"""What all `advise` commands share: streams, exit codes, and errors in one form.
+
+stdout carries the report or JSON, stderr progress, notes and errors. Exit codes: 0 a plan was
+found, 1 the question was valid and the answer is no, 2 bad usage or input, 101 a mistake of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from profiles.errors import AdvisorError, InputError, UnknownNameError, near_misses
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+OUR_MISTAKE = 101  # as ruff and cargo: neither a success, nor an answer, nor the user's mistake
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+COLUMNS = 80
+
+Command = TypeVar("Command", bound=Callable[..., None])
+Value = TypeVar("Value")
+Callback = Callable[[click.Context, click.Parameter, str | None], Value | None]
+
+
+class Advise(click.Group):
+    """`advise MODEL ...` is `advise plan MODEL ...`; every error is one line, then hints."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args:
+            args = ["--help"]
+        first = args[0]
+        if first not in self.commands and first not in ("--help", "--version"):
+            if near_misses(first, self.commands) and not os.path.exists(first):
+                raise UnknownNameError("command", first, self.commands)
+            args = ["plan", *args]
+        return super().parse_args(ctx, args)
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
+        words = sys.argv[1:] if args is None else list(args)
+        settings["standalone_mode"] = False
+        try:
+            code = super().main(words, *rest, **settings)
+        except click.Abort:
+            say("interrupted")
+            sys.exit(INTERRUPTED)
+        except Exception as error:
+            if "--debug" in words:
+                traceback.print_exception(error)
+            sys.exit(_report(error, colour="--no-color" not in words))
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _report(error: Exception, *, colour: bool) -> int:
+    """Say on stderr what went wrong; the exit code that it means."""
+    match error:
+        case AdvisorError():
+            shown = error
+        case click.ClickException():
+            shown = _usage_error(error)
+        case _:
+            first, *_ = str(error).splitlines() or [""]
+            shown = AdvisorError(
+                f"unexpected {type(error).__name__}: {first}",
+                hints=[
+                    "this is a mistake in `advise`, not yours",
+                    "report it with what the same command prints under `--debug`",
+                ],
+            )
+            shown.exit_code = OUR_MISTAKE
+    allowed = colour and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    label = click.style("error:", fg="red", bold=True) if allowed else "error:"
+    say(f"{label} {shown}")
+    return shown.exit_code
+
+
+def _usage_error(error: click.ClickException) -> InputError:
+    """Click's words in our form: what, where, and the near miss."""
+    ctx = error.ctx if isinstance(error, click.UsageError) else None
+    command = ctx.command_path if ctx else "advise"
+    hints = [f"`{command} --help` lists what there is"]
+    if isinstance(error, click.NoSuchOption):
+        known = [name for param in ctx.command.params for name in param.opts] if ctx else []
+        bare = {name.lstrip("-"): name for name in known}
+        near = near_misses(error.option_name.lstrip("-"), bare, limit=1)
+        meant = [f"did you mean `{bare[name]}`?" for name in near]
+        what = f"unknown option `{error.option_name}`"
+        return InputError(what, where=command, hints=[*meant, *hints])
+    if isinstance(error, click.MissingParameter) and error.param is not None:
+        name = error.param.human_readable_name
+        return InputError(f"{name} is missing", where=command, hints=hints)
+    return InputError(
+        error.format_message().rstrip(".").removeprefix("Got "), where=command, hints=hints
+    )
+
+
+def one_of(*known: str) -> Callback[str]:
+    """A callback for an option with a closed list of values; its error names the near miss."""
+
+    def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+        if value is not None and value not in known:
+            raise UnknownNameError("choice", value, known, where=param.opts[-1])
+        return value
+
+    return convert
+
+
+def count(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """A callback for an option that is a positive whole number."""
+    if value is None:
+        return None
+    if not value.isdecimal() or int(value) == 0:
+        raise InputError(f"`{param.opts[-1]}` wants a positive whole number, not `{value}`")
+    return int(value)
+
+
+def common_options(command: Command) -> Command:
+    """The options that every command has."""
+    for option in (
+        # Read from the command line by `Advise.main`, which is where errors end up.
+        click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks."),
+        click.option("--no-color", is_flag=True, help="Plain text; NO_COLOR does the same."),
+    ):
+        command = option(command)
+    return command
+
+
+def show_on_screen(renderable: RenderableType, *, no_color: bool) -> None:
+    """Print to stdout: colours on a terminal only, never wider than a page."""
+    from rich.console import Console
+
+    console = Console(no_color=no_color or None, highlight=False)
+    console.width = min(console.width, COLUMNS)
+    console.print(renderable)
+
+
+def write(path: str, text: str) -> None:
+    """Write a file whole or not at all, and say so."""
+    from profiles.record import write_text
+
+    write_text(path, text)
+    say(f"wrote {path}")
+
+
+def say(text: str) -> None:
+    """A line for the person at the screen; stdout is for the answer."""
+    click.echo(text, err=True)

@@ -1,0 +1,297 @@
+"""Communication: the collectives of a step and their seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, hypot, log2
+
+from advisor.cost.breakdown import Traffic
+from advisor.cost.loads import Loads
+from advisor.cost.memory import shard_degree
+from engines.plan import DataParallel, Offload, Plan
+from profiles.cluster import ClusterProfile, Collective
+from profiles.model import ModelProfile
+
+# DDP's default bucket (bucket_cap_mb=25), in the MiB that it means.
+BUCKET_BYTES = 25 * 2**20
+# A sample count and a loss are one fp32 number each.
+SCALAR_BYTES = 4
+# A device's share of its own PCIe 4.0 x16 slot: 31 GB/s nominal (ml-engineering), of which eight
+# devices at once reach 24 (NVIDIA GTC S62129). Assumed: no profile measures the way to the host.
+HOST_LINK_BYTES_PER_S = 24e9
+# How far latency + bytes/bandwidth is from a real collective, beside the errors of its inputs.
+# Published busbw of one link differs by this much between ring and tree (8 H200: 367 and 480 GB/s
+# of all-reduce; ml-engineering network).
+COMMUNICATION_ERROR = 0.25
+
+
+def collective_s(
+    cluster: ClusterProfile,
+    kind: Collective,
+    payload_bytes: float,
+    *,
+    group_size: int,
+    stride: int = 1,
+) -> float:
+    """Seconds of one collective: latency + bus_factor * bytes / bus bandwidth.
+
+    A measured fit of this collective takes precedence. Otherwise a ring pays one latency for each
+    of its steps, over the tier that the step uses; an all-reduce takes two rings or, where cheaper,
+    a tree over the nodes (NCCL's two shapes).
+    """
+    if group_size < 2:
+        return 0.0
+    link = cluster.link(group_size, stride)
+    bandwidth = cluster.group_bandwidth(group_size, stride).value
+    bus_bytes = kind.bus_factor(group_size) * payload_bytes
+    fit = link.fits.get(kind)
+    if fit is not None:
+        # The fit saw all ranks of a node share its cards; a sparser group gets its part of them.
+        part = min(1.0, bandwidth / cluster.group_bandwidth(cluster.world_size).value)
+        part = part if cluster.crosses_nodes(group_size, stride) else 1.0
+        return fit.latency_s + bus_bytes / (fit.busbw_bytes_per_s * part)
+    per_node = cluster.ranks_per_node(group_size, stride)
+    nodes = ceil(group_size / per_node)
+    inside = cluster.intra.latency_s.value if cluster.intra is not None else 0.0
+    between = cluster.inter.latency_s.value if cluster.inter is not None else 0.0
+    # A ring enters each node once; its other steps stay inside.
+    ring = (group_size - nodes) * inside + (nodes - 1) * between
+    if kind is Collective.ALL_REDUCE:
+        rings_s = 2 * ring + bus_bytes / bandwidth
+        return min(rings_s, _tree_s(cluster, payload_bytes, per_node=per_node, nodes=nodes))
+    if kind is Collective.SEND_RECV:
+        ring = between if nodes > 1 else inside
+    return ring + bus_bytes / bandwidth
+
+
+def _tree_s(cluster: ClusterProfile, payload_bytes: float, *, per_node: int, nodes: int) -> float:
+    """An all-reduce over a tree of nodes: what is sent between them does not grow with the ranks.
+
+    A ring of n ranks puts 2(n-1)/n of the payload on a node's cards, double binary trees over N
+    nodes 2(N-1)/N: on two nodes of eight 1 instead of 1.9, which is why published two-node figures
+    exceed the rate of the cards.
+    """
+    latency = inside_s = between_s = 0.0
+    if cluster.intra is not None:
+        latency += 2 * (per_node - 1) * cluster.intra.latency_s.value
+        inside = cluster.intra.bandwidth_bytes_per_s.value
+        inside_s = Collective.ALL_REDUCE.bus_factor(per_node) * payload_bytes / inside
+    if cluster.inter is not None and nodes > 1:
+        latency += 2 * log2(nodes) * cluster.inter.latency_s.value
+        share = per_node / cluster.devices_per_node
+        between = cluster.inter.bandwidth_bytes_per_s.value * share
+        between_s = Collective.ALL_REDUCE.bus_factor(nodes) * payload_bytes / between
+    return latency + max(inside_s, between_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Seconds of a plan's collectives, unit by unit, and what they are.
+
+    Attributes:
+        gather_s: of each unit's parameters before its forward or backward.
+        reduce_s: of each unit's gradients inside the shard group.
+        replicate_s: of each unit's gradients (or shards) between replicas.
+        root_gather_s, root_reduce_s, root_replicate_s: the same for the root group.
+        apart_s: small collectives that nothing hides, all of a step.
+        traffic: everything, as it is charged.
+        host_bytes: to and from main memory in a step.
+    """
+
+    gather_s: tuple[float, ...]
+    reduce_s: tuple[float, ...]
+    replicate_s: tuple[float, ...]
+    root_gather_s: float
+    root_reduce_s: float
+    root_replicate_s: float
+    apart_s: float
+    traffic: tuple[Traffic, ...]
+    host_bytes: float = 0.0
+
+
+class _Ledger:
+    """Adds up equal collectives while a plan is walked through."""
+
+    def __init__(self, cluster: ClusterProfile) -> None:
+        self._cluster = cluster
+        self._counts: dict[tuple[Collective, str, float, int, int], int] = {}
+        self._seconds: dict[tuple[Collective, float, int, int], float] = {}
+
+    def charge(
+        self,
+        kind: Collective,
+        purpose: str,
+        payload_bytes: float,
+        *,
+        group_size: int,
+        stride: int = 1,
+        count: int = 1,
+    ) -> float:
+        """Note `count` collectives; the seconds of one."""
+        if group_size < 2 or count == 0 or payload_bytes == 0:
+            return 0.0
+        key = (kind, purpose, payload_bytes, group_size, stride)
+        self._counts[key] = self._counts.get(key, 0) + count
+        shape = (kind, payload_bytes, group_size, stride)
+        if shape not in self._seconds:
+            self._seconds[shape] = collective_s(
+                self._cluster, kind, payload_bytes, group_size=group_size, stride=stride
+            )
+        return self._seconds[shape]
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        return tuple(
+            Traffic(
+                kind=kind,
+                purpose=purpose,
+                payload_bytes=payload,
+                count=count,
+                group_size=group,
+                stride=stride,
+                link=self._cluster.link(group, stride).name,
+                seconds=count * self._seconds[(kind, payload, group, stride)],
+            )
+            for (kind, purpose, payload, group, stride), count in self._counts.items()
+        )
+
+
+def exchange(plan: Plan, loads: Loads, *, model: ModelProfile, cluster: ClusterProfile) -> Exchange:
+    """Everything that `plan` sends in one step."""
+    ledger = _Ledger(cluster)
+    units, kind = loads.units, plan.data_parallel
+    zeros = (0.0,) * len(units)
+    found = Exchange(zeros, zeros, zeros, 0.0, 0.0, 0.0, 0.0, ())
+    if kind is DataParallel.REPLICATE:
+        found = _replicas(plan, loads, ledger)
+    elif kind.is_sharded:
+        found = _shards(plan, loads, ledger, has_host=cluster.device.kind != "cpu")
+    apart = _apart(plan, model, ledger)
+    return Exchange(
+        gather_s=found.gather_s,
+        reduce_s=found.reduce_s,
+        replicate_s=found.replicate_s,
+        root_gather_s=found.root_gather_s,
+        root_reduce_s=found.root_reduce_s,
+        root_replicate_s=found.root_replicate_s,
+        apart_s=apart,
+        traffic=ledger.traffic(),
+        host_bytes=found.host_bytes,
+    )
+
+
+def _replicas(plan: Plan, loads: Loads, ledger: _Ledger) -> Exchange:
+    """DDP: all gradients once per step, in buckets that fill as the backward goes.
+
+    A bucket's latency is shared by the units in it.
+    """
+    total = loads.gradient_bytes
+    buckets = max(1, ceil(total / BUCKET_BYTES))
+    one = ledger.charge(
+        Collective.ALL_REDUCE,
+        "gradients",
+        total / buckets,
+        group_size=plan.dp_replicate,
+        count=buckets,
+    )
+    seconds = tuple(one * buckets * unit.gradient_bytes / total for unit in loads.units)
+    zeros = (0.0,) * len(loads.units)
+    return Exchange(zeros, zeros, seconds, 0.0, 0.0, 0.0, 0.0, ())
+
+
+def _shards(plan: Plan, loads: Loads, ledger: _Ledger, *, has_host: bool) -> Exchange:
+    """FSDP2: gathers in the dtype of computing, reductions in the dtype of the masters.
+
+    ZeRO-1 and ZeRO-2 gather once a step; ZeRO-3 before each forward and backward. ZeRO-1 reduces
+    once a step, the others every microbatch. HSDP adds one all-reduce of gradient shards a step.
+    """
+    kind, group = plan.data_parallel, shard_degree(plan)
+    once = kind in (DataParallel.ZERO1, DataParallel.ZERO2)
+    reductions = 1 if kind is DataParallel.ZERO1 else plan.forwards
+    offloads = plan.offload is Offload.STATES and has_host
+    host_bytes = 0.0
+
+    def gather(payload: float, times: int) -> float:
+        nonlocal host_bytes
+        seconds = ledger.charge(
+            Collective.ALL_GATHER,
+            "parameters",
+            payload * loads.compute_share,
+            group_size=group,
+            count=times,
+        )
+        if offloads:
+            host_bytes += times * payload / group
+            seconds += payload / group / HOST_LINK_BYTES_PER_S
+        return seconds
+
+    def reduce(payload: float) -> float:
+        nonlocal host_bytes
+        seconds = ledger.charge(
+            Collective.REDUCE_SCATTER, "gradients", payload, group_size=group, count=reductions
+        )
+        if offloads:
+            host_bytes += reductions * payload / group
+            seconds += payload / group / HOST_LINK_BYTES_PER_S
+        return seconds
+
+    def replicate(payload: float) -> float:
+        if kind is not DataParallel.HYBRID_SHARD:
+            return 0.0
+        return ledger.charge(
+            Collective.ALL_REDUCE,
+            "gradient shards",
+            payload / group,
+            group_size=plan.dp_replicate,
+            stride=plan.dp_shard,
+        )
+
+    times = 1 if once else 2 * plan.forwards
+    separate = [u if u.is_separate else None for u in loads.units]
+    gathers = tuple(gather(u.parameter_bytes, times) if u else 0.0 for u in separate)
+    reduces = tuple(reduce(u.gradient_bytes) if u else 0.0 for u in separate)
+    between = tuple(replicate(u.gradient_bytes) if u else 0.0 for u in separate)
+    # The root group stays whole from the first forward to the end of the backward.
+    root_gather = gather(loads.root_parameter_bytes, 1 if once else plan.forwards)
+    root_reduce = reduce(loads.root_gradient_bytes)
+    root_between = replicate(loads.root_gradient_bytes)
+    return Exchange(
+        gathers, reduces, between, root_gather, root_reduce, root_between, 0.0, (), host_bytes
+    )
+
+
+def _apart(plan: Plan, model: ModelProfile, ledger: _Ledger) -> float:
+    """Sample count and loss of every step; statistics of batch norms."""
+    group = plan.data_degree
+    seconds = 2 * ledger.charge(
+        Collective.ALL_REDUCE, "sample count and loss", SCALAR_BYTES, group_size=group, count=2
+    )
+    if not model.batch_norms or group < 2:
+        return seconds
+    if plan.sync_batch_norm:
+        # Mean and variance with the forward, their gradients with the backward.
+        count = 2 * len(model.batch_norms) * plan.forwards
+        one = ledger.charge(
+            Collective.ALL_REDUCE,
+            "batch norm statistics",
+            model.buffer_bytes / len(model.batch_norms),
+            group_size=group,
+            count=count,
+        )
+        return seconds + count * one
+    one = ledger.charge(
+        Collective.SEND_RECV, "buffers (broadcast)", model.buffer_bytes, group_size=group
+    )
+    return seconds + one
+
+
+def communication_error(plan: Plan, cluster: ClusterProfile) -> float:
+    """Half-width of the range of communication time, as a fraction."""
+    groups = [(shard_degree(plan), 1), (plan.dp_replicate, plan.dp_shard)]
+    errors = []
+    for size, stride in groups:
+        if size < 2:
+            continue
+        link = cluster.link(size, stride)
+        fits = [fit.relative_residual for fit in link.fits.values()]
+        errors.append(max(fits) if fits else link.bandwidth_bytes_per_s.relative_error)
+    return hypot(COMMUNICATION_ERROR, max(errors, default=0.0))

@@ -1,0 +1,122 @@
+"""Seconds of computing: a roofline for each unit, with an efficiency that depends on size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import hypot
+
+from advisor.cost.loads import Loads, UnitLoad
+from engines.plan import Offload, Plan, Recompute
+from profiles.cluster import Device
+from profiles.provenance import Quantity
+from profiles.workload import OptimizerProfile
+
+# Efficiency of a matrix product by its size, as a fraction of what large ones reach. Calculon,
+# systems/a100_80g.json: 0.95 from 128 GFLOP on, 0.9 at 16, 0.6 at 1, 0.1 at 0. Read as *time at
+# peak* on that device (312 TFLOP/s), so that the curve carries over to slower and faster ones.
+CURVE_PEAK_FLOP_PER_S = 312e12
+CURVE = ((0.0, 0.1), (1e9, 0.6), (16e9, 0.9), (128e9, 0.95))
+# A profile counts a unit's FLOP, not its products. Transformer blocks hold 6 to 9 of them (query,
+# key, value, two of attention, output, two or three of the MLP). The curve is flat enough for a
+# factor of two to matter little.
+PRODUCTS_PER_BLOCK = 8
+# How far a roofline over unfused operations is from a real step, beside the errors of its inputs.
+# Assumed until runs of our own bound it: the same size as the error of published matmul rates.
+COMPUTE_ERROR = 0.15
+# CPU Adam works through the node's memory channels, which its devices share. One socket with eight
+# channels of DDR4-3200 (25.6 GB/s each) has 205 GB/s; streaming reaches about half when reading and
+# writing are mixed. Assumed: no profile measures it.
+HOST_BANDWIDTH_BYTES_PER_S = 100e9
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTime:
+    """Seconds of one unit: busy forward and backward, what recompute repeats, and waiting."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    forward_launch_s: float
+    backward_launch_s: float
+    recompute_launch_s: float
+
+
+def peak_flop_per_s(device: Device, dtype: str) -> Quantity:
+    """Dense peak for `dtype`; a CPU without an entry runs it at its float32 rate.
+
+    Processors without matrix units convert bf16 to fp32, so no faster; legality refuses dtypes that
+    an accelerator lacks.
+    """
+    return device.flop_per_s.get(dtype) or device.flop_per_s["float32"]
+
+
+def size_efficiency(flop: float, peak: float) -> float:
+    """Share of the best matmul rate that a product of `flop` reaches, 0.11 to 1."""
+    size = flop / peak * CURVE_PEAK_FLOP_PER_S
+    best = CURVE[-1][1]
+    for (small, low), (large, high) in pairwise(CURVE):
+        if size < large:
+            return (low + (high - low) * (size - small) / (large - small)) / best
+    return 1.0
+
+
+def unit_times(
+    loads: Loads, *, recompute: Recompute, device: Device, dtype: str
+) -> tuple[UnitTime, ...]:
+    """Every unit of `loads` on `device`."""
+    peak = peak_flop_per_s(device, dtype).value
+    return tuple(_unit_time(unit, recompute, device, peak) for unit in loads.units)
+
+
+def _unit_time(unit: UnitLoad, recompute: Recompute, device: Device, peak: float) -> UnitTime:
+    bandwidth = device.memory_bandwidth_bytes_per_s.value
+    products = PRODUCTS_PER_BLOCK if unit.is_block else 1
+
+    def seconds(flop: float, moved_bytes: float, kernels: int) -> tuple[float, float]:
+        """Busy seconds, and seconds that launching adds.
+
+        Memory traffic of the products themselves is counted in `moved_bytes` too, which makes up
+        for kernels that start one after the other and fuse nothing.
+        """
+        busy = moved_bytes / bandwidth
+        if flop:
+            reached = peak * device.matmul_fraction.value * size_efficiency(flop / products, peak)
+            busy += flop / reached
+        launch = kernels * device.launch_s.value
+        # An accelerator works while the host launches; a processor does both itself.
+        return busy, launch if device.kind == "cpu" else max(0.0, launch - busy)
+
+    forward = seconds(unit.forward_flop, unit.forward_moved_bytes, unit.forward_kernels)
+    backward = seconds(unit.backward_flop, unit.backward_moved_bytes, unit.backward_kernels)
+    again = (0.0, 0.0)
+    if unit.is_block and recompute is Recompute.FULL:
+        again = forward
+    elif unit.is_block and recompute is Recompute.SELECTIVE:
+        again = seconds(0.0, unit.forward_moved_bytes, unit.forward_kernels)
+    return UnitTime(
+        forward_s=forward[0],
+        backward_s=backward[0],
+        recompute_s=again[0],
+        forward_launch_s=forward[1],
+        backward_launch_s=backward[1],
+        recompute_launch_s=again[1],
+    )
+
+
+def optimizer_s(
+    plan: Plan, *, elements: float, optimizer: OptimizerProfile, device: Device, ranks: int
+) -> float:
+    """The update of a rank's `elements`: bound by memory, on the host when states are there."""
+    moved = elements * optimizer.moved_bytes_per_element
+    if plan.offload is Offload.STATES and device.kind != "cpu":
+        return moved / (HOST_BANDWIDTH_BYTES_PER_S / ranks)
+    return moved / device.memory_bandwidth_bytes_per_s.value
+
+
+def compute_error(device: Device, dtype: str) -> float:
+    """Half-width of the range of computing time, as a fraction."""
+    matmul = hypot(
+        peak_flop_per_s(device, dtype).relative_error, device.matmul_fraction.relative_error
+    )
+    return hypot(COMPUTE_ERROR, max(matmul, device.memory_bandwidth_bytes_per_s.relative_error))

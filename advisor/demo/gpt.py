@@ -1,0 +1,154 @@
+"""A small GPT in plain PyTorch: what the demo trains, and what the bundled names stand for.
+
+Shapes in comments: B samples, T tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTConfig:
+    """The shape of a GPT.
+
+    Attributes:
+        vocab_size: token ids that exist.
+        context: positions that exist, the longest sequence.
+        num_layers, num_heads: blocks, and attention heads in each.
+        width: size of the residual stream.
+        dropout: on the attention weights and on what each branch adds; 0 is none.
+    """
+
+    vocab_size: int
+    context: int
+    num_layers: int
+    num_heads: int
+    width: int
+    dropout: float = 0.0
+
+    @property
+    def parameters(self) -> int:
+        """Elements in closed form, the tied head counted once: L (12 D^2 + 13 D) + (V + T + 2) D.
+
+        Per block: 4 D^2 of attention and 8 D^2 of MLP, 9 D of biases, 4 D of two layer norms.
+        """
+        width = self.width
+        block = 12 * width**2 + 13 * width
+        return self.num_layers * block + (self.vocab_size + self.context + 2) * width
+
+
+def _paper(num_layers: int, num_heads: int, width: int) -> GPTConfig:
+    # Vocabulary: GPT-2's 50,257 tokens rounded up to a multiple of 128, as Megatron-LM pads it.
+    # Context: 2,048 (Brown et al. 2020, section 2.1).
+    return GPTConfig(
+        vocab_size=50_304, context=2048, num_layers=num_layers, num_heads=num_heads, width=width
+    )
+
+
+SHAPES = {
+    # Bytes as tokens; depth, heads and width of nanoGPT's train_shakespeare_char.py.
+    "gpt-10m": GPTConfig(vocab_size=256, context=128, num_layers=6, num_heads=6, width=384),
+    # Brown et al. 2020, table 2.1. Two rows of it do not multiply out (1.3B: 24 heads of 128 in a
+    # width of 2048; 13B: 40 heads of 128 in a width of 5140): head size and the nearest multiple
+    # of it are kept here.
+    "gpt-125m": _paper(12, 12, 768),
+    "gpt-1.3b": _paper(24, 16, 2048),
+    "gpt-7b": _paper(32, 32, 4096),
+    "gpt-13b": _paper(40, 40, 5120),
+    # Depth, heads and width of Llama 2 70B (Touvron et al. 2023); with a plain MLP 64.9 B.
+    "gpt-70b": _paper(80, 64, 8192),
+}
+"""The bundled names, smallest first."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention: every token looks at itself and at those before it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()  # each B, heads, T, D / heads
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return out
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each normalised before and added to the residual stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.width, 4 * config.width),
+            nn.GELU(),
+            nn.Linear(4 * config.width, config.width),
+        )
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return x
+
+
+class GPT(nn.Module):
+    """Token ids (B, T) to logits (B, T, V): learned positions, pre-norm, a tied head.
+
+    >>> model = GPT(GPTConfig(vocab_size=16, context=8, num_layers=1, num_heads=2, width=4))
+    >>> tuple(model(torch.zeros(2, 8, dtype=torch.long)).shape)
+    (2, 8, 16)
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_size, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.head.weight = self.tokens.weight
+        self._initialise()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x: Tensor = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def _initialise(self) -> None:
+        """GPT-2's: N(0, 0.02), and the last matrix of each branch smaller by sqrt(2 L).
+
+        Radford et al. 2019, section 2.3: so that the sum of 2 L branches keeps its scale.
+        """
+        branch = 0.02 / math.sqrt(2 * self.config.num_layers)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                last = name.endswith(("attention.out", "mlp.2"))
+                nn.init.normal_(module.weight, std=branch if last else 0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of logits (B, T, V) against the ids (B, T) that come next."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())

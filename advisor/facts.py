@@ -1,0 +1,85 @@
+"""Facts: the model, the machines and the work, bundled and checked against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engines.legality import numerics
+from engines.plan import DataParallel, Plan, Precision
+from profiles.cluster import ClusterProfile
+from profiles.errors import InputError, UnknownNameError
+from profiles.model import ModelProfile
+from profiles.record import Record
+from profiles.workload import Workload
+
+
+class Facts(Record):
+    """All that a decision rests on; nothing else is looked at.
+
+    Raises:
+        UnknownNameError: a precision that does not exist.
+        InputError: the parts do not fit each other.
+    """
+
+    model: ModelProfile
+    cluster: ClusterProfile
+    workload: Workload
+
+    def __init__(self, *, model: ModelProfile, cluster: ClusterProfile, workload: Workload) -> None:
+        parts: dict[str, Any] = {"model": model, "cluster": cluster, "workload": workload}
+        super().__init__(**parts)
+        known = [precision.value for precision in Precision]
+        if self.workload.precision not in known:
+            raise UnknownNameError(
+                "precision", self.workload.precision, known, where="workload: precision"
+            )
+        _require_units(self.model)
+        _require_numerics(self.model, self.precision)
+
+    @property
+    def precision(self) -> Precision:
+        """In what forward and backward run."""
+        return Precision(self.workload.precision)
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """The workload's, else what the sample of the model had."""
+        return self.workload.tokens_per_sample or self.model.tokens_per_sample
+
+
+def captured(plan: Plan, model: ModelProfile) -> bool:
+    """Whether the model was looked at under the numerics that `plan` runs in."""
+    return numerics(plan, model) in model.numerics
+
+
+def _require_units(model: ModelProfile) -> None:
+    if not model.units:
+        raise InputError(f"the profile of {model.name} has no units: nothing was looked at")
+    if model.parameters == 0:
+        raise InputError(f"{model.name} has no parameters: there is nothing to spread")
+    if model.gradient_bytes == 0:
+        raise InputError(
+            f"{model.name} has no trainable parameter: there is nothing to train",
+            hints=["set requires_grad on the parameters that should learn"],
+        )
+
+
+def _require_numerics(model: ModelProfile, precision: Precision) -> None:
+    """A bf16 run of an fp32 model needs both ways to run it: cast by FSDP, and autocast by DDP."""
+    if precision.dtype != model.dtype and model.dtype != "float32":
+        raise InputError(
+            f"precision {precision} needs a model built in {precision.dtype} or float32,"
+            f" {model.name} is {model.dtype}",
+            where="workload: precision",
+            hints=[f"set the precision of the workload to match {model.dtype}"],
+        )
+    kinds = (DataParallel.REPLICATE, DataParallel.ZERO1)
+    wanted = {numerics(Plan(data_parallel=kind, precision=precision), model) for kind in kinds}
+    missing = sorted(wanted - set(model.numerics))
+    if missing:
+        raise InputError(
+            f"the profile of {model.name} was not looked at in {' and '.join(missing)};"
+            f" it has {', '.join(model.numerics)}",
+            where=f"workload: precision = {precision}",
+            hints=["profile the model again, with this precision among the numerics"],
+        )

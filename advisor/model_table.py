@@ -1,0 +1,57 @@
+"""A model profile for the screen: one line per kind of unit, in at most 80 columns."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from profiles.model import ModelProfile, Numerics, UnitProfile
+from profiles.units import format_count, format_gib
+
+
+def model_table(profile: ModelProfile) -> RenderableType:
+    """Parameters, FLOP and kept activations of one sample; runs of equal units share a line."""
+    table = Table(box=None, pad_edge=False, show_footer=True)
+    table.add_column("unit", "all", overflow="fold")
+    table.add_column("kind", overflow="fold")
+    numbers = {
+        "parameters": format_count(profile.parameters),
+        "FLOP": format_count(profile.flop(1)),
+        "activations": format_gib(sum(_activation_bytes(unit) for unit in profile.units)),
+    }
+    for name, total in numbers.items():
+        table.add_column(name, total, justify="right", no_wrap=True)
+    for _, run in groupby(profile.units, key=_signature):
+        units = list(run)
+        table.add_row(
+            Text(units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}"),
+            Text(units[0].kind if len(units) == 1 else f"{len(units)} x {units[0].kind}"),
+            format_count(sum(unit.parameters for unit in units)),
+            format_count(sum(_flop(unit) for unit in units)),
+            format_gib(sum(_activation_bytes(unit) for unit in units)),
+        )
+    return Group(Text(_headline(profile)), Text(), table)
+
+
+def _headline(profile: ModelProfile) -> str:
+    tokens = f" of {profile.tokens_per_sample} tokens" if profile.tokens_per_sample else ""
+    return (
+        f"{profile.name}: {format_count(profile.parameters)} parameters in {profile.dtype}"
+        f" ({format_gib(profile.parameter_bytes)})\none sample{tokens}, forward and backward:"
+    )
+
+
+def _signature(unit: UnitProfile) -> tuple[object, ...]:
+    return unit.kind, unit.is_block, unit.parameters, _flop(unit), _activation_bytes(unit)
+
+
+def _flop(unit: UnitProfile) -> float:
+    cost = unit.cost(Numerics.AS_BUILT)
+    return cost.forward_flop.at(1) + cost.backward_flop.at(1)
+
+
+def _activation_bytes(unit: UnitProfile) -> float:
+    return unit.cost(Numerics.AS_BUILT).activation_bytes.at(1)

@@ -1,0 +1,267 @@
+"""MODEL, as people write it on the command line, to a module, a sample and a loss.
+
+MODEL is a bundled name, `pkg.module:factory`, a Hugging Face config.json, or a saved profile. A
+factory runs as it is, with the rights and the devices it takes; bundled and Hugging Face models are
+built on the meta device, where parameters take no memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
+
+from advisor import user_code
+from profiles.errors import FileError, InputError, ModelError, UnknownNameError
+from profiles.model import ModelProfile, Numerics
+from profiles.record import read_text
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from profiles.batch import Batch, LossFn
+KINDS = "a bundled name, `pkg.module:factory`, a Hugging Face config.json, or a saved profile"
+RETURN = "let it return (Module, sample) or (Module, sample, loss_fn); sample is one local batch"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model to be looked at.
+
+    Attributes:
+        sample: one batch: a tensor, (inputs..., target) or a dict of keyword arguments.
+        loss_fn: loss_fn(output, target), or None where the model returns its loss.
+    """
+
+    module: nn.Module
+    sample: Batch
+    loss_fn: LossFn | None
+    name: str
+
+
+def profile_model(
+    text: str, *, samples: int, sequence_length: int | None, numerics: Sequence[Numerics] = ()
+) -> ModelProfile:
+    """What MODEL needs: read from a saved profile (no torch then), or looked at now.
+
+    Args:
+        samples, sequence_length: of the sample where it is made here; see `load_model`.
+        numerics: kinds to capture beside `AS_BUILT`; those that the model's dtype rules out are
+            left out.
+
+    Raises:
+        InputError: a saved profile of another sequence length; else as `load_model`.
+    """
+    path = _json_path(text)
+    if path is not None and "units" in _read_object(path):
+        profile = ModelProfile.load(path)
+        if sequence_length not in (None, profile.tokens_per_sample):
+            raise InputError(
+                f"`--seq {sequence_length}`, but the profile is of"
+                f" {profile.tokens_per_sample or 'no'} tokens",
+                where=str(path),
+                hints=[f"profile again: `advise profile MODEL --seq {sequence_length} -o {path}`"],
+            )
+        return profile
+    loaded = load_model(text, samples=samples, sequence_length=sequence_length)
+    from profiles.capture import capture
+
+    wanted = (Numerics.AS_BUILT, *numerics) if _has_float32(loaded.module) else (Numerics.AS_BUILT,)
+    try:
+        return capture(
+            loaded.module,
+            loaded.sample,
+            loss_fn=loaded.loss_fn,
+            numerics=tuple(dict.fromkeys(wanted)),
+            name=loaded.name,
+        )
+    except ModelError as error:
+        if ":" in text:
+            error.hints = (*error.hints, RETURN)
+        raise
+
+
+def load_model(text: str, *, samples: int, sequence_length: int | None) -> LoadedModel:
+    """Build the model that MODEL names.
+
+    Args:
+        samples: batch size of a sample that is made here.
+        sequence_length: tokens of it; None takes what the model says of itself.
+
+    Raises:
+        UnknownNameError: no bundled model, module, or name in the module is called so.
+        ModelError: the module does not import, the factory raises or returns something else.
+        FileError: a file that is neither a profile nor a Hugging Face config.
+    """
+    path = _json_path(text)
+    if path is not None:
+        return _from_hugging_face(path, samples, sequence_length)
+    if ":" in text:
+        return _from_factory(text, samples, sequence_length)
+    return _bundled(text, samples, sequence_length)
+
+
+def _bundled(name: str, samples: int, sequence_length: int | None) -> LoadedModel:
+    import torch
+
+    from advisor.demo.gpt import GPT, SHAPES, loss
+
+    if name not in SHAPES:
+        raise UnknownNameError("model", name, SHAPES, hints=[f"MODEL is {KINDS}"])
+    length = sequence_length or SHAPES[name].context
+    # Learned positions: a longer sequence needs a longer table, nothing else changes.
+    config = dataclasses.replace(SHAPES[name], context=max(length, SHAPES[name].context))
+    with torch.device("meta"):
+        module = GPT(config)
+    ids = _ids(samples, length)
+    return LoadedModel(module, (ids, ids), loss, name)
+
+
+def _from_hugging_face(path: Path, samples: int, sequence_length: int | None) -> LoadedModel:
+    content = _read_object(path)
+    if "model_type" not in content:
+        raise FileError(
+            "neither a model profile (`units`) nor a Hugging Face config (`model_type`)",
+            where=str(path),
+            hints=["`advise profile MODEL -o model.json` writes a profile"],
+        )
+    import torch
+
+    try:
+        import transformers
+    except ImportError:
+        raise ModelError(
+            f"`{path}` is a Hugging Face config, and transformers is not installed",
+            hints=["`pip install 'parallel-advisor[hf]'`"],
+        ) from None
+    with user_code.guarded(f"`{path}` cannot be built"):
+        config = transformers.AutoConfig.from_pretrained(path)
+        architecture = next(iter(getattr(config, "architectures", None) or ()), None)
+        if not hasattr(config, "vocab_size"):
+            raise ModelError(
+                f"`{architecture or config.model_type}` does not take token ids alone",
+                where=str(path),
+                hints=["write a factory for `pkg.module:factory`", RETURN],
+            )
+        config.use_cache = False  # keys and values are kept for generation, not for training
+        named = getattr(transformers, architecture or "", None)
+        model_class = named or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        with torch.device("meta"):
+            module = model_class(config)  # float32, whatever dtype the weights were saved in
+    if sequence_length is None:
+        longest = getattr(config, "max_position_embeddings", None)
+        raise InputError(
+            f"`{path}` does not say how long a training sequence is",
+            hints=["add `--seq 2048`" + (f" (positions go to {longest})" if longest else "")],
+        )
+    ids = _ids(samples, sequence_length)
+    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return LoadedModel(module, {"input_ids": ids, "labels": ids}, None, name)
+
+
+def _from_factory(text: str, samples: int, sequence_length: int | None) -> LoadedModel:
+    module_name, _, attribute = text.partition(":")
+    if not module_name or not attribute:
+        raise ModelError(
+            f"`{text}` is not `pkg.module:factory`", hints=["for example `train:build_model`"]
+        )
+    found = user_code.attribute(user_code.import_module(module_name), attribute)
+    from torch import nn
+
+    made = user_code.call(text, found) if _is_factory(found, nn.Module) else found
+    module, *rest = made if isinstance(made, tuple) and made else (made,)
+    if not isinstance(module, nn.Module) or len(rest) > 2:
+        raise ModelError(f"`{text}` gives {_describe(made)}, not a torch.nn.Module", hints=[RETURN])
+    if not rest:
+        return _with_token_sample(text, module, samples, sequence_length)
+    if sequence_length is not None:
+        raise InputError(
+            f"`--seq {sequence_length}`, but `{text}` brings its own sample",
+            hints=["leave `--seq` out, or return the Module alone"],
+        )
+    return LoadedModel(module, rest[0], rest[1] if len(rest) == 2 else None, text)
+
+
+def _with_token_sample(
+    text: str, module: nn.Module, samples: int, sequence_length: int | None
+) -> LoadedModel:
+    """A batch of token ids for a model that came alone.
+
+    A model with `config.vocab_size`, or whose first parameters are an embedding's, takes token ids.
+    One that takes `labels` computes its loss; others are taken to return logits.
+    """
+    from torch import nn
+
+    from advisor.demo.gpt import loss
+
+    config = getattr(module, "config", None)
+    owners = (m for m in module.modules() if next(m.parameters(recurse=False), None) is not None)
+    if not hasattr(config, "vocab_size") and not isinstance(next(owners, None), nn.Embedding):
+        raise ModelError(
+            f"`{text}` gives no sample, and the model does not begin with token ids",
+            hints=[RETURN],
+        )
+    lengths = (
+        sequence_length,
+        *(getattr(config, name, None) for name in ("context", "block_size")),
+    )
+    length = next((length for length in lengths if length), None)
+    if length is None:
+        raise InputError(
+            f"`{text}` gives no sample, and does not say how long a sequence is",
+            hints=["add `--seq 2048`", RETURN],
+        )
+    ids = _ids(samples, length)
+    if {"input_ids", "labels"} <= set(inspect.signature(module.forward).parameters):
+        return LoadedModel(module, {"input_ids": ids, "labels": ids}, None, text)
+    return LoadedModel(module, (ids, ids), loss, text)
+
+
+def _is_factory(found: object, module_class: type) -> TypeGuard[Callable[[], object]]:
+    return callable(found) and not isinstance(found, module_class)
+
+
+def _describe(made: object) -> str:
+    """What a factory returned, in few words."""
+    if isinstance(made, tuple):
+        return f"({', '.join(type(part).__name__ for part in made)})"
+    if made is None or isinstance(made, type):
+        return f"`{made!r}`"
+    kind = type(made).__name__
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
+def _ids(samples: int, length: int) -> Tensor:
+    import torch
+
+    return torch.zeros(samples, length, dtype=torch.long)
+
+
+def _has_float32(module: nn.Module) -> bool:
+    """Whether precision is open: other dtypes run as they were built."""
+    import torch
+
+    return any(p.dtype == torch.float32 for p in module.parameters())
+
+
+def _json_path(text: str) -> Path | None:
+    """The file that MODEL names; None where it is a name or a factory."""
+    path = Path(text)
+    return path if path.suffix == ".json" else None
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        place = f"{path}, line {error.lineno}, column {error.colno}"
+        raise FileError(f"not JSON: {error.msg}", where=place) from None
+    if not isinstance(content, dict):
+        raise FileError(
+            f"a JSON object is wanted, this is a {type(content).__name__}", where=str(path)
+        )
+    return content

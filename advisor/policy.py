@@ -1,0 +1,50 @@
+"""Policy: what is wanted, and every threshold with its reason."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field, PositiveInt
+
+from profiles.cluster import Device
+from profiles.record import Record
+
+
+class Objective(StrEnum):
+    """What the best plan is."""
+
+    TREE = "tree"  # the families that the decision tree leads to; the fastest, ties to the simpler
+    TIME = "time"  # the fastest plan that fits, whatever the tree says
+    MEMORY = "memory"  # the plan that fits with the most memory left
+
+
+class Policy(Record):
+    """How plans are judged.
+
+    Attributes:
+        objective: what the best plan is.
+        headroom_fraction: part of device memory left free on purpose. The upper end of an estimate
+            already holds allocator slack; this is for what grows later and is seen by no estimate:
+            allocator pressure ran a job out of memory at step 21, not step 1 (NVIDIA-NeMo/
+            Automodel#2336).
+        host_headroom_fraction: the same for main memory, which data loaders and page cache share;
+            DeepSpeed's estimate of host memory adds half of the states (its documentation, factor
+            1.5), so a third of the memory is left.
+        simplicity_margin: plans whose step differs by less are equally fast, and the simpler one is
+            taken. The same configuration under another release of the software differs by 1 to 7 %
+            in published runs of dense models; 5 % is inside that scatter.
+        alternatives: plans listed beside the winner; what fits a screen.
+        device_factors: how many times as many nodes (or devices of one node) are tried when
+            nothing fits, doubling as machines are bought.
+    """
+
+    objective: Objective = Objective.TREE
+    headroom_fraction: float = Field(default=0.05, ge=0, lt=1)
+    host_headroom_fraction: float = Field(default=1 / 3, ge=0, lt=1)
+    simplicity_margin: float = Field(default=0.05, ge=0)
+    alternatives: PositiveInt = 6
+    device_factors: tuple[PositiveInt, ...] = (2, 4, 8, 16)
+
+    def usable_bytes(self, device: Device) -> float:
+        """What a plan may take of a device's memory."""
+        return device.memory_bytes.value * (1 - self.headroom_fraction)

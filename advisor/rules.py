@@ -1,0 +1,168 @@
+"""Rules: which plans may be taken, and which of two is preferred. They say why, never how much.
+
+Numbers come from the facts, the policy and the estimate; a rule only compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from advisor.cost import CostModel, Estimate
+from advisor.facts import Facts
+from advisor.policy import Objective, Policy
+from engines.plan import DataParallel, Offload, Plan, Recompute
+from profiles.record import Record
+from profiles.units import format_gib
+
+
+class Finding(Record):
+    """Why a plan is left out: the rule, the sentence with its numbers, and what is missing."""
+
+    rule: str
+    because: str
+    missing_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that was weighed; `finding` is None where it may be taken."""
+
+    plan: Plan
+    estimate: Estimate
+    finding: Finding | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.finding is None
+
+
+Rule = Callable[[Plan, Estimate, Facts, Policy], Finding | None]
+
+
+def fits_device(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> Finding | None:
+    """The upper end of the predicted peak stays within usable memory: OOM is the worst error."""
+    usable = policy.usable_bytes(facts.cluster.device)
+    if estimate.fits(usable):
+        return None
+    missing = estimate.peak_high_bytes - usable
+    return Finding(
+        rule="fits-device",
+        because=f"does not fit: needs up to {format_gib(estimate.peak_high_bytes)} of"
+        f" {format_gib(usable)} usable, {format_gib(missing)} too much",
+        missing_bytes=missing,
+    )
+
+
+def fits_host(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> Finding | None:
+    """Offloaded states of all devices of a node stay within its main memory."""
+    if not estimate.host_bytes:
+        return None
+    needed = estimate.host_bytes * facts.cluster.devices_per_node
+    memory = facts.cluster.host_memory_bytes
+    if memory is None:
+        return Finding(
+            rule="fits-host",
+            because=f"needs {format_gib(needed)} of main memory per node, which is not known here",
+            missing_bytes=needed,
+        )
+    usable = memory.value * (1 - policy.host_headroom_fraction)
+    if needed <= usable:
+        return None
+    return Finding(
+        rule="fits-host",
+        because=f"does not fit: needs {format_gib(needed)} of {format_gib(usable)} usable main"
+        " memory per node",
+        missing_bytes=needed - usable,
+    )
+
+
+RULES: tuple[Rule, ...] = (fits_device, fits_host)
+
+
+def weigh(plans: Iterable[Plan], costs: CostModel, policy: Policy) -> list[Candidate]:
+    """Every plan with its estimate and the first rule against it."""
+    found = []
+    for plan in plans:
+        estimate = costs.estimate(plan)
+        findings = (rule(plan, estimate, costs.facts, policy) for rule in RULES)
+        found.append(
+            Candidate(plan, estimate, next((one for one in findings if one is not None), None))
+        )
+    return found
+
+
+_KINDS = (
+    DataParallel.NONE,
+    DataParallel.THREADS,
+    DataParallel.REPLICATE,
+    DataParallel.ZERO1,
+    DataParallel.ZERO2,
+    DataParallel.FULL_SHARD,
+    DataParallel.HYBRID_SHARD,
+)
+_TRICKS = tuple(Recompute)
+
+
+def simplicity(plan: Plan) -> tuple[int, ...]:
+    """Less is simpler: offload, data-parallel kind, recompute, then number of forwards.
+
+    Simple means: fewer moving parts to understand, and fewer ways to be slower than predicted.
+    """
+    return (
+        int(plan.offload is not Offload.NONE),
+        _KINDS.index(plan.data_parallel),
+        _TRICKS.index(plan.recompute),
+        plan.forwards,
+    )
+
+
+def margin_s(one: Estimate, other: Estimate, policy: Policy) -> float:
+    """Steps that differ by no more than this are a tie.
+
+    Both run the same model on the same machine, so their errors are shared but for the parts in
+    which they differ; below that is the scatter that the policy's margin stands for.
+    """
+    mine, theirs = one.time, other.time
+    computing = (
+        abs(mine.compute_s - theirs.compute_s)
+        + abs(mine.recompute_s - theirs.recompute_s)
+        + abs(mine.optimizer_s - theirs.optimizer_s)
+        + abs(mine.launch_s - theirs.launch_s)
+    )
+    exposed = abs(mine.exposed_s - theirs.exposed_s)
+    own = one.compute_error * computing + one.communication_error * exposed
+    return max(own, policy.simplicity_margin * min(one.step_s, other.step_s))
+
+
+def preferred(candidates: Sequence[Candidate], policy: Policy) -> Candidate:
+    """The best of plans that may all be taken, by the policy's objective.
+
+    `time` takes the fastest, `memory` the smallest; the tree's way is the simplest of those that
+    tie with the fastest. What is still equal is settled by the plan's text, so that the same facts
+    give the same decision.
+    """
+    match policy.objective:
+        case Objective.TIME:
+            return min(candidates, key=lambda c: (c.estimate.step_s, *_settled(c)))
+        case Objective.MEMORY:
+            return min(
+                candidates,
+                key=lambda c: (c.estimate.peak_high_bytes, c.estimate.step_s, str(c.plan)),
+            )
+    return min(ties(candidates, policy), key=_settled)
+
+
+def ties(candidates: Sequence[Candidate], policy: Policy) -> list[Candidate]:
+    """The fastest candidate and those that cannot be told from it."""
+    fastest = min(candidates, key=lambda c: (c.estimate.step_s, *_settled(c)))
+    return [
+        c
+        for c in candidates
+        if c.estimate.step_s - fastest.estimate.step_s
+        <= margin_s(fastest.estimate, c.estimate, policy)
+    ]
+
+
+def _settled(candidate: Candidate) -> tuple[tuple[int, ...], float, str]:
+    return simplicity(candidate.plan), candidate.estimate.step_s, str(candidate.plan)

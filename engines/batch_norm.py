@@ -1,0 +1,82 @@
+"""Batch normalisation over the microbatches of all replicas together.
+
+With it a data-parallel step equals the one-process step; without, every replica normalises its own
+part, as plain DDP does.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from profiles.torch_compat import is_batch_norm
+
+
+def synchronise_batch_norms(model: nn.Module, device: torch.device) -> nn.Module:
+    """Make every batch norm of `model` share its statistics over all ranks.
+
+    torch's SyncBatchNorm does it on GPUs. It refuses CPU tensors, so there the same arithmetic is
+    written with differentiable all-reduces.
+    """
+    if device.type != "cpu":
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return converted
+    for module in model.modules():
+        if is_batch_norm(module):
+            module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+    return model
+
+
+class _AllReduceSum(torch.autograd.Function):
+    """y = sum of x over ranks on every rank; hence dL/dx = sum of dL/dy over ranks."""
+
+    @staticmethod
+    def forward(ctx: object, value: Tensor) -> Tensor:
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+def _forward(norm: nn.BatchNorm2d, value: Tensor) -> Tensor:
+    """Batch norm of `value`, (N, C, ...), with mean and variance over N and ... of all ranks."""
+    if not norm.training:
+        return type(norm).forward(norm, value)
+    dims = [0, *range(2, value.dim())]
+    shape = [1, -1] + [1] * (value.dim() - 2)
+    count = torch.full((1,), value.numel() / value.shape[1], dtype=value.dtype)
+    sums = torch.cat([value.sum(dims), count])
+    total = _all_reduce(sums)
+    mean, elements = total[:-1] / total[-1], total[-1]
+    centred = value - mean.view(shape)
+    variance = _all_reduce(centred.square().sum(dims)) / elements
+    if norm.track_running_stats and norm.running_mean is not None:
+        _track(norm, mean.detach(), variance.detach(), elements.detach())
+    result = centred * torch.rsqrt(variance + norm.eps).view(shape)
+    if norm.affine:
+        result = result * norm.weight.view(shape) + norm.bias.view(shape)
+    return result
+
+
+def _all_reduce(value: Tensor) -> Tensor:
+    result: Tensor = _AllReduceSum.apply(value)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _track(norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, elements: Tensor) -> None:
+    """Move the running statistics as torch does: unbiased variance, momentum or cumulative."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.num_batches_tracked is not None
+    norm.num_batches_tracked.add_(1)
+    factor = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    norm.running_mean.lerp_(mean, factor)
+    norm.running_var.lerp_(variance * (elements / (elements - 1)), factor)

@@ -1,0 +1,42 @@
+"""Replicas: every rank holds everything, gradients are averaged (DistributedDataParallel)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from engines.world import World
+from profiles.errors import ModelError
+from profiles.model import ModelProfile
+from profiles.torch_compat import without_buffer_sync
+
+
+def replicate(model: nn.Module, *, profile: ModelProfile, world: World) -> DistributedDataParallel:
+    """Wrap `model` so that its backward averages gradients over all ranks.
+
+    Gradients live in the communication buckets (no second copy). The graph is searched for unused
+    parameters only where the profile saw some: the search costs time in every step.
+
+    Raises:
+        ModelError: nothing in the model is trainable.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"`{profile.name}` has no trainable parameter: there is nothing to train",
+            hints=["set requires_grad on the parameters that should learn"],
+        )
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        init_sync=False,  # hybrid.py sends rank 0's parameters to every kind of plan
+        # Running statistics are sent once a step by ParallelModel, not once a forward by DDP.
+        **without_buffer_sync(),  # type: ignore[arg-type]
+        gradient_as_bucket_view=True,
+        find_unused_parameters=bool(profile.unused),
+    )
+
+
+def autocast(device: torch.device, *, enabled: bool) -> torch.autocast:
+    """The context that runs matmuls in bf16 on fp32 parameters."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)

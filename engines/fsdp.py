@@ -1,0 +1,107 @@
+"""Shards: ZeRO-1, ZeRO-2, ZeRO-3 and HSDP on FSDP2, one mechanism with two switches.
+
+Between steps a rank holds its shard of parameters, gradients and optimizer states under every kind.
+The kinds differ in *when* whole tensors exist:
+
+    kind           whole parameters                whole gradients
+    zero1          first forward to last backward  until the step, reduce-scattered once
+    zero2          first forward to last backward  one unit at a time, every microbatch
+    full_shard     one unit at a time              one unit at a time, every microbatch
+    hybrid_shard   as full_shard in a shard group; between groups one all-reduce of shards a step
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from engines.plan import DataParallel, Offload, Plan
+from profiles.model import ModelProfile
+from profiles.torch_compat import is_view, map_tensors
+
+
+def shard(
+    model: nn.Module, plan: Plan, *, profile: ModelProfile, mesh: DeviceMesh, mixed: bool
+) -> FSDPModule:
+    """Turn the parameters of `model` into shards over `mesh`, in place.
+
+    Units are the profile's `shard_units`: each is gathered and released on its own. The remaining
+    parameters (small ones, and ones that are used in several places) form the root group.
+    `mixed` computes in bf16 on fp32 shards, reduces gradients in fp32 and returns fp32 outputs.
+    """
+    keeps_parameters = plan.data_parallel in (DataParallel.ZERO1, DataParallel.ZERO2)
+    for unit in profile.shard_units():
+        if unit.name:
+            module = model.get_submodule(unit.name)
+            module.register_forward_hook(_own_storage)
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=not keeps_parameters,
+                mp_policy=_precision(mixed),
+                offload_policy=_offload(plan, mesh),
+            )
+    model.register_forward_hook(_own_storage)
+    root = fully_shard(
+        model,
+        mesh=mesh,
+        reshard_after_forward=False,
+        mp_policy=_precision(mixed, output_dtype=torch.float32 if mixed else None),
+        offload_policy=_offload(plan, mesh),
+    )
+    assert isinstance(root, FSDPModule)
+    return root
+
+
+def prepare_backward(root: FSDPModule, plan: Plan, *, last: bool) -> None:
+    """Set what the next backward exchanges; `last` marks the step's last microbatch.
+
+    ZeRO-1 and ZeRO-2 keep parameters gathered between microbatches, they do not change before the
+    step. HSDP adds up the shards of all microbatches before the slow all-reduce between groups.
+    """
+    kind = plan.data_parallel
+    if kind is DataParallel.ZERO1:
+        root.set_requires_gradient_sync(last)
+    if kind in (DataParallel.ZERO1, DataParallel.ZERO2):
+        root.set_reshard_after_backward(last)
+    if kind is DataParallel.HYBRID_SHARD:
+        root.set_requires_all_reduce(last)
+    root.set_is_last_backward(last)
+
+
+def release(model: nn.Module) -> None:
+    """Back to shards after a forward that no backward followed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _own_storage(module: nn.Module, args: object, output: object) -> object:
+    """Copy outputs that are views, before FSDP2 hangs its gather for the backward on them.
+
+    An in-place operation on a view drops that hook silently and the gradients come out wrong.
+    """
+    return map_tensors(lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
+
+
+def _precision(mixed: bool, *, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
+    if not mixed:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=output_dtype
+    )
+
+
+def _offload(plan: Plan, mesh: DeviceMesh) -> OffloadPolicy:
+    if plan.offload is Offload.NONE:
+        return OffloadPolicy()
+    # Pinned memory makes the copies asynchronous; it needs an accelerator to be pinned for.
+    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")

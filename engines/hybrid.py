@@ -1,0 +1,117 @@
+"""The order in which a plan is applied: one readable function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+import torch
+from torch import nn
+
+from engines.batch_norm import synchronise_batch_norms
+from engines.ddp import replicate
+from engines.fsdp import shard
+from engines.legality import numerics, require_legal
+from engines.optimizer import (
+    OptimizerFactory,
+    build_optimizer,
+    names_of,
+    send_from_rank_zero,
+)
+from engines.parallel import LossFn, ParallelModel
+from engines.plan import DataParallel, Plan
+from engines.recompute import recompute_blocks
+from engines.world import World, data_mesh, join_world, require_same_plan
+from profiles.cluster import ClusterProfile
+from profiles.errors import ModelError
+from profiles.model import ModelProfile, Numerics
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    profile: ModelProfile,
+    cluster: ClusterProfile,
+    loss_fn: LossFn | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    max_grad_norm: float | None = None,
+    world: World | None = None,
+    seed: int = 0,
+) -> ParallelModel:
+    """Spread `model` as `plan` says, in place; all ranks call it with the same plan.
+
+    Nothing is chosen here: the plan says everything, the profile says which modules are units, and
+    what cannot be done is refused before any work. Rank 0's parameters and buffers are sent to all
+    ranks, so the ranks may have built the model from different seeds.
+
+    Args:
+        model: any module with real parameters; its class, names and code stay as they are.
+        profile: of this model, from `profiles.capture`.
+        cluster: the devices of this job.
+        loss_fn: loss_fn(output, target) for tuple batches, loss_fn(output, batch) for dicts; None
+            where the model returns its loss.
+        optimizer: a factory, an optimizer built on `model`, or None for AdamW.
+        max_grad_norm: clip gradients in `train_step`.
+        seed: of the shuffling in `ParallelModel.shard`.
+
+    Raises:
+        PlanError: the plan is not possible for this model on these ranks.
+        PlanMismatchError, RankError: ranks disagree, or one is missing.
+        ModelError: parameters without values (meta device), or nothing to train.
+    """
+    world = world or join_world()
+    require_same_plan(plan, world)
+    require_legal(plan, profile, cluster)
+    _require_values(model)
+    mixed = numerics(plan, profile) is not Numerics.AS_BUILT
+    names_before = names_of(model)
+    model.zero_grad(set_to_none=True)  # gradients of an earlier life would be added to ours
+
+    if world.size > 1:
+        send_from_rank_zero(chain(model.parameters(), model.buffers()), world.device)
+    if plan.sync_batch_norm and world.size > 1:
+        model = synchronise_batch_norms(model, world.device)
+    recompute_blocks(model, plan.recompute, profile=profile)
+    runner = _data_parallel(model, plan, profile=profile, world=world, mixed=mixed)
+    built = build_optimizer(optimizer, model=model, names_before=names_before)
+
+    return ParallelModel(
+        model,
+        runner,
+        plan=plan,
+        profile=profile,
+        world=world,
+        optimizer=built,
+        loss_fn=loss_fn,
+        max_grad_norm=max_grad_norm,
+        runs_autocast=mixed and not plan.data_parallel.is_sharded,
+        seed=seed,
+    )
+
+
+def _data_parallel(
+    model: nn.Module, plan: Plan, *, profile: ModelProfile, world: World, mixed: bool
+) -> Callable[..., object]:
+    """Replicate or shard; what to call for a forward."""
+    mesh = data_mesh(plan, world)
+    if mesh is not None and plan.data_parallel.is_sharded:
+        # FSDP2 moves unit by unit, so the whole model never sits on the device.
+        shard(model, plan, profile=profile, mesh=mesh, mixed=mixed)
+        return model
+    model.to(world.device)
+    if plan.data_parallel is DataParallel.REPLICATE:
+        return replicate(model, profile=profile, world=world)
+    return model
+
+
+def _require_values(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ModelError(
+                f"parameter `{name}` is on the meta device: it has a shape and no values",
+                hints=[
+                    "load or initialise the weights first:"
+                    ' `model.to_empty(device="cpu")`, then `load_state_dict` or your init function'
+                ],
+            )

@@ -1,0 +1,271 @@
+"""ParallelModel: what a plan makes of a model. The same calls for every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from engines import checkpoint
+from engines.data import ShardedLoader, shares
+from engines.ddp import autocast
+from engines.fsdp import prepare_backward, release
+from engines.optimizer import clip_gradients, full_gradients, send_from_rank_zero
+from engines.plan import Plan
+from engines.world import World
+from profiles.batch import Batch, batch_size, call_model, loss_of, split_rows
+from profiles.errors import BatchError
+from profiles.model import ModelProfile
+from profiles.torch_compat import map_tensors
+
+LossFn = Callable[..., Tensor]
+
+
+class ParallelModel(nn.Module):
+    """A model under a plan: train it with `train_step`, or in a classic loop.
+
+    `train_step(batch)` cuts the rank's part of the global batch into the plan's microbatches, runs
+    forward and backward on each, exchanges gradients, clips, steps, and returns the loss averaged
+    over the samples of all ranks. It does not switch between train and eval mode.
+
+    A classic loop works for plans without stages: `out = parallel(x); loss.backward();
+    parallel.optimizer.step(); parallel.optimizer.zero_grad()`.
+
+    Attributes:
+        module: the user's own module; its parameters are now what the plan says.
+        plan: how it is spread.
+        decision: why; None where the plan was given.
+        optimizer: steps the parameters that this rank holds.
+        data_rank, data_world_size: which part of the data this rank sees.
+    """
+
+    decision: object
+
+    def __init__(
+        self,
+        module: nn.Module,
+        runner: Callable[..., Any],
+        *,
+        plan: Plan,
+        profile: ModelProfile,
+        world: World,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: LossFn | None,
+        max_grad_norm: float | None,
+        runs_autocast: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.plan = plan
+        self.decision = None
+        self.optimizer = optimizer
+        self.data_rank = world.rank % plan.data_degree
+        self.data_world_size = plan.data_degree
+        self._profile = profile
+        self._world = world
+        self._loss_fn = loss_fn
+        self._max_grad_norm = max_grad_norm
+        self._runs_autocast = runs_autocast
+        self._seed = seed
+        self._spare: Batch | None = None
+        # Kept out of the module tree: a wrapper must not show in names or state dicts.
+        object.__setattr__(self, "_runner", runner)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, under the plan's precision; outputs are fp32 or as built."""
+        if not self._runs_autocast:
+            return self._runner(*args, **kwargs)
+        with autocast(self._world.device, enabled=True):
+            output = self._runner(*args, **kwargs)
+        return map_tensors(_as_fp32, output)
+
+    def train_step(self, batch: Batch) -> Tensor:
+        """One optimizer step on this rank's part of the global batch.
+
+        Returns the loss averaged over all samples of all ranks: 0-d, on the device, no gradient.
+
+        Raises:
+            BatchError: more rows than the plan's microbatches hold, or tensors that do not agree.
+        """
+        loss = self.forward_backward(batch)
+        if self._max_grad_norm is not None:
+            self.clip_grad_norm_(self._max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """`train_step` without the step: gradients are left averaged over the global batch."""
+        pieces, weights = self._cut(batch)
+        self._follow_rank_zero()
+        total = torch.zeros((), device=self._world.device)
+        for index, piece in enumerate(pieces):
+            with self._backward_mode(last=index == len(pieces) - 1):
+                loss = self._loss(piece)
+                (loss * weights[index]).backward()
+            total += loss.detach() * weights[index]
+        return self._average(total)
+
+    @torch.no_grad()
+    def eval_step(self, batch: Batch) -> Tensor:
+        """The loss of this rank's part, averaged over all samples of all ranks; no gradients.
+
+        Call `eval()` before and `train()` after where the model distinguishes them.
+        """
+        pieces, weights = self._cut(batch)
+        total = torch.zeros((), device=self._world.device)
+        for piece, weight in zip(pieces, weights, strict=True):
+            total += self._loss(piece).detach() * weight
+        release(self.module)
+        return self._average(total)
+
+    def shard(self, loader: Iterable[Batch]) -> ShardedLoader:
+        """`loader` yields global batches; the result yields this replica's rows of each."""
+        return ShardedLoader(
+            loader, replica=self.data_rank, replicas=self.data_world_size, seed=self._seed
+        )
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global L2 norm is at most `max_norm`.
+
+        Returns the norm before clipping, over all shards, the same on every rank.
+        """
+        return clip_gradients(self.module.parameters(), max_norm)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Whole gradients by original name, on every rank; all ranks must call it."""
+        return full_gradients(self.module)
+
+    def save(self, path: checkpoint.PathLike) -> None:
+        """Write weights and optimizer states to the folder `path`; all ranks call it.
+
+        Any plan with any world size can load it. An interrupted save leaves the old folder.
+        """
+        release(self.module)
+        checkpoint.save(path, self.module, self.optimizer)
+
+    def load(self, path: checkpoint.PathLike) -> None:
+        """Read what `save` wrote under any plan; all ranks call it."""
+        release(self.module)
+        checkpoint.load(path, self.module, self.optimizer)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Whole tensors under the unwrapped model's names, on every rank; all ranks call it.
+
+        Needs the memory of the whole model; `save` does not.
+        """
+        release(self.module)
+        return checkpoint.whole_state(self.module)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load whole tensors, the same on every rank, as the unwrapped model would."""
+        release(self.module)
+        return checkpoint.set_whole_state(self.module, dict(state_dict), strict=strict)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Original names; what this rank holds."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Original names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def extra_repr(self) -> str:
+        return f"plan: {self.plan}"
+
+    def _loss(self, piece: Batch) -> Tensor:
+        output = call_model(self, piece, has_target=self._loss_fn is not None)
+        return loss_of(output, piece, self._loss_fn)
+
+    def _cut(self, batch: Batch) -> tuple[list[Batch], Tensor]:
+        """The plan's microbatches, and the weight of each mean loss.
+
+        Gradients and losses are averaged over replicas, so a microbatch of n samples in a global
+        batch of N over W replicas weighs n * W / N. Every rank runs the same number of microbatches
+        whatever it got, because collectives must match: one without rows takes a spare row with
+        weight 0.
+        """
+        rows = batch_size(batch)
+        sizes = shares(rows, self.plan.forwards)
+        limit = self.plan.microbatch_size
+        if limit is not None and sizes[0] > limit:
+            raise BatchError(
+                f"{rows} rows on this rank make microbatches of {sizes[0]}, the plan holds {limit}",
+                where=f"rank {self._world.rank}, plan: {self.plan}",
+                hints=[
+                    f"give global batches of at most {self.plan.global_batch_size} rows,"
+                    f" {limit * self.plan.forwards} per rank",
+                    "or make a plan for the larger batch",
+                ],
+            )
+        batch = self._move(batch)
+        if rows:
+            self._spare = split_rows(batch, [1, rows - 1])[0]
+        if not all(sizes):
+            self._check_spare(rows)
+        parts = split_rows(batch, sizes)
+        pieces = [part if size else self._spare for part, size in zip(parts, sizes, strict=True)]
+        counts = torch.tensor(sizes, dtype=torch.float32).to(self._world.device)
+        total = torch.full((), float(rows), device=self._world.device)
+        if self.data_world_size > 1:
+            dist.all_reduce(total)
+        return pieces, counts * self.data_world_size / total
+
+    def _check_spare(self, rows: int) -> None:
+        what = f"{rows} rows on rank {self._world.rank} for {self.plan.forwards} microbatches"
+        hint = "drop the short batch: DataLoader(..., drop_last=True)"
+        if self._spare is None:
+            raise BatchError(f"{what}, and no earlier batch to borrow a row from", hints=[hint])
+        if self._profile.batch_norms and self.module.training:
+            raise BatchError(
+                f"{what}: a microbatch without rows would disturb the statistics of"
+                f" `{self._profile.batch_norms[0]}`",
+                hints=[hint],
+            )
+
+    def _backward_mode(self, *, last: bool) -> AbstractContextManager[None]:
+        if isinstance(self.module, FSDPModule):
+            prepare_backward(self.module, self.plan, last=last)
+        elif isinstance(self._runner, DistributedDataParallel) and not last:
+            return self._runner.no_sync()
+        return nullcontext()
+
+    def _follow_rank_zero(self) -> None:
+        """Running statistics of batch norms follow rank 0, as they do under plain DDP."""
+        if (
+            self.data_world_size > 1
+            and self._profile.batch_norms
+            and not self.plan.sync_batch_norm
+            and self.module.training
+        ):
+            send_from_rank_zero(self.module.buffers(), self._world.device)
+
+    def _average(self, value: Tensor) -> Tensor:
+        if self.data_world_size > 1:
+            dist.all_reduce(value)
+            value /= self.data_world_size
+        return value
+
+    def _move(self, batch: Batch) -> Batch:
+        device = self._world.device
+        if device.type == "cpu":
+            return batch
+        return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+    if TYPE_CHECKING:
+        _runner: Callable[..., Any]
+
+
+def _as_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

@@ -1,0 +1,161 @@
+"""The ranks of this job: joining, the device of a rank, the mesh, and agreeing on one plan.
+
+Every wait here is bounded, and a wait that runs out names the rank that was missing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from engines.plan import DataParallel, Plan
+from profiles.errors import InputError, PlanMismatchError, RankError
+from profiles.torch_compat import default_store
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among all: global rank, number of ranks, and the device it drives."""
+
+    rank: int
+    size: int
+    device: torch.device
+    timeout_s: float
+
+
+def join_world(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> World:
+    """Join the job that the launcher started; alone without a launcher.
+
+    Uses NCCL for CUDA tensors and gloo for CPU tensors. A process group that exists is taken as
+    it is. `timeout_s` bounds every collective of the job.
+
+    Raises:
+        InputError: the launcher's variables are incomplete.
+        RankError: a rank did not join in time.
+    """
+    if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
+        missing = [name for name in _LAUNCHER if name not in os.environ]
+        if missing:
+            raise InputError(
+                f"WORLD_SIZE is set but {' and '.join(missing)} not: the launcher is incomplete",
+                hints=["start the job with `torchrun --nproc-per-node N script.py`"],
+            )
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        except (dist.DistError, TimeoutError) as error:
+            first = str(error).splitlines()[0]
+            raise RankError(
+                f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not join the job"
+                f" within {timeout_s:.0f} s: {first}"
+            ) from None
+    if not dist.is_initialized():
+        return World(rank=0, size=1, device=_device(0), timeout_s=timeout_s)
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=_device(local_rank),
+        timeout_s=timeout_s,
+    )
+
+
+def leave_world() -> None:
+    """Leave the job that `join_world` joined; nothing to do alone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+_LAUNCHER = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def require_same_plan(plan: Plan, world: World) -> None:
+    """Compare the plans of all ranks before the first collective.
+
+    The hashes go through the rendezvous store, not through a collective, so ranks that would run
+    different collectives are found instead of hanging.
+
+    Raises:
+        PlanMismatchError: names which ranks hold which plan.
+        RankError: names the ranks that did not answer within `world.timeout_s`.
+    """
+    if world.size == 1:
+        return
+    store = default_store()
+    generation = store.add(f"advisor/plan/calls/{world.rank}", 1)
+    key = f"advisor/plan/{generation}/"
+    store.set(f"{key}{world.rank}", f"{plan.fingerprint} {plan}")
+    holders: dict[str, list[int]] = {}
+    absent: list[int] = []
+    for rank in range(world.size):
+        # Once one rank was waited for in vain, the others have had the same time.
+        patience_s = 1.0 if absent else world.timeout_s
+        try:
+            store.wait([f"{key}{rank}"], timedelta(seconds=patience_s))
+        except (dist.DistError, RuntimeError):
+            absent.append(rank)
+            continue
+        holders.setdefault(store.get(f"{key}{rank}").decode(), []).append(rank)
+    if absent:
+        raise RankError(
+            f"{_ranks(absent)} did not answer within {world.timeout_s:.0f} s",
+            where=f"rank {world.rank} of {world.size}, comparing plans",
+            hints=["look at the output of the missing ranks: they failed earlier or never started"],
+        )
+    if len(holders) > 1:
+        raise PlanMismatchError(
+            "ranks disagree on the plan: "
+            + ", ".join(
+                f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {text.split()[0][:8]}"
+                for text, ranks in holders.items()
+            ),
+            where="\n".join(f"{text.split()[0][:8]}: {text.partition(' ')[2]}" for text in holders),
+            hints=["give every rank the same plan: one plan.json on a shared path, or one string"],
+        )
+
+
+def data_mesh(plan: Plan, world: World) -> DeviceMesh | None:
+    """The mesh of the data axes; None for a single rank that shards nothing.
+
+    ZeRO-1 and ZeRO-2 shard over the replicas, so their one axis is `dp_replicate`. HSDP has two
+    axes, the shard axis innermost: neighbours in rank order share the fastest links.
+    """
+    kind = plan.data_parallel
+    if kind is DataParallel.NONE:
+        return None
+    if not dist.is_initialized():
+        # One process without a launcher may still shard, to offload: a group of one.
+        backend = "gloo" if world.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if kind is DataParallel.HYBRID_SHARD:
+        shape, names = (plan.dp_replicate, plan.dp_shard), ("dp_replicate", "dp_shard")
+    elif kind is DataParallel.FULL_SHARD:
+        return init_device_mesh(world.device.type, (plan.dp_shard,), mesh_dim_names=("dp_shard",))
+    else:
+        return init_device_mesh(
+            world.device.type, (plan.dp_replicate,), mesh_dim_names=("dp_replicate",)
+        )
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))

@@ -1,0 +1,172 @@
+"""Look at any module on fake tensors: nothing is allocated, computed or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+
+from torch import Tensor, nn
+
+from profiles.batch import Batch, LossFn, batch_size, batch_tensors
+from profiles.errors import ModelError
+from profiles.look import Cost, Look, look
+from profiles.model import GLUE, LOSS, Affine, ModelProfile, Numerics, UnitCost, UnitProfile
+from profiles.subject import Subject, dtype_name
+from profiles.torch_compat import is_batch_norm
+
+
+def capture(
+    model: nn.Module,
+    sample: Batch,
+    *,
+    loss_fn: LossFn | None = None,
+    numerics: Sequence[Numerics] = (Numerics.AS_BUILT,),
+    name: str | None = None,
+) -> ModelProfile:
+    """Profile one forward and backward of `model` without running it.
+
+    Eager code is followed with tensors that have shapes and no memory, on a stand-in for the CPU;
+    the model's own device plays no part, meta included. Afterwards the model is as it was:
+    parameters, gradients, buffers, hooks, mode, and the random state too. It is looked at in the
+    mode it is in: call `model.train()` first. Two looks, at the sample's batch and at twice it,
+    tell what is fixed from what grows per sample.
+
+    Kernels are those that torch has on a CPU: attention with dropout counts unfused, recurrent
+    layers count step by step.
+
+    Args:
+        sample: one local batch: a tensor, (inputs..., target) or a mapping of keyword arguments;
+            the first dimension of every tensor is the batch. Its values are not looked at.
+        loss_fn: `loss_fn(output, target)`; with a mapping `loss_fn(output, batch)`; None where the
+            model returns its loss. Without any loss, backward starts at the sum of the outputs.
+        numerics: how numbers are held; one set of costs for each.
+        name: of the profile; the class name if None.
+
+    Raises:
+        BatchError: tensors of the sample differ in their first dimension, or a target is missing.
+        ModelError: the model does not take the sample, looks at values, or is not initialised.
+    """
+    subject = Subject(model, sample, loss_fn)
+    samples = batch_size(sample)
+    looks = {kind: _look_twice(subject, kind) for kind in numerics}
+    one = next(iter(looks.values()))[0]
+    costs = {kind: _fit(first, second, samples) for kind, (first, second) in looks.items()}
+    shared = subject.holders_of_tied().union(*(first.shared for first, _ in looks.values()))
+    return ModelProfile(
+        name=name or type(model).__name__,
+        units=tuple(_unit_profiles(subject, costs, shared, has_loss=one.has_loss)),
+        dtype=subject.dtype(),
+        samples=samples,
+        tokens_per_sample=_tokens_per_sample(sample),
+        batch_bytes=Affine(per_sample=sum(t.nbytes for t in batch_tensors(sample)) / samples),
+        tied=subject.tied(),
+        unused=one.unused,
+        sparse_gradients=one.sparse_gradients,
+        batch_norms=tuple(
+            path for path, m in model.named_modules() if is_batch_norm(m) and m.training
+        ),
+        has_loss=one.has_loss,
+        is_proportional=any(second is None for _, second in looks.values()),
+    )
+
+
+def _look_twice(subject: Subject, numerics: Numerics) -> tuple[Look, Look | None]:
+    """At the sample, and at twice its batch; not every model takes that."""
+    first = look(subject, numerics)
+    try:
+        return first, look(subject, numerics, repeats=2)
+    except ModelError:
+        return first, None
+
+
+def _fit(first: Look, second: Look | None, samples: int) -> dict[str, UnitCost]:
+    found = {}
+    for name, cost in first.costs.items():
+        twice = second.costs.get(name, Cost()) if second is not None else None
+        found[name] = _unit_cost(cost, twice, samples)
+    return found
+
+
+def _unit_cost(one: Cost, two: Cost | None, samples: int) -> UnitCost:
+    values: dict[str, Affine | int] = {}
+    for field in fields(Cost):
+        value = getattr(one, field.name)
+        if field.name.endswith("_kernels"):
+            values[field.name] = value
+        else:
+            values[field.name] = affine(
+                value, None if two is None else getattr(two, field.name), samples
+            )
+    return UnitCost.model_validate(values)
+
+
+def affine(one: int, two: int | None, samples: int) -> Affine:
+    """The line through `one` at `samples` and `two` at twice as many; never below zero.
+
+    Without a second point, and where the line would be negative at one sample, it is proportional
+    (to the larger batch, which is the larger figure per sample then). What shrinks counts as fixed.
+
+    >>> affine(30, 50, samples=2)
+    Affine(fixed=10.0, per_sample=10.0)
+    """
+    if two is None:
+        return Affine(per_sample=one / samples)
+    if two < one:
+        return Affine(fixed=one)
+    per_sample = (two - one) / samples
+    fixed = 2 * one - two
+    if fixed + per_sample < 0:
+        return Affine(per_sample=two / (2 * samples))
+    return Affine(fixed=fixed, per_sample=per_sample)
+
+
+def _unit_profiles(
+    subject: Subject,
+    costs: Mapping[Numerics, Mapping[str, UnitCost]],
+    shared: frozenset[str],
+    *,
+    has_loss: bool,
+) -> Iterator[UnitProfile]:
+    """In the order of first calls, then those never called; the loss last."""
+    units = {unit.name: unit for unit in subject.units}
+    called = next(iter(costs.values()))
+    names = [name for name in called if name != LOSS]
+    names += [name for name in (*units, GLUE) if name not in called]
+    if has_loss:
+        names.append(LOSS)
+    for name in names:
+        parameters = subject.parameters_of(name)
+        trainable = [p for p in parameters if p.requires_grad]
+        unit = units.get(name)
+        profile = UnitProfile(
+            name=name,
+            kind=type(unit.module).__name__ if unit else _kind(subject, name),
+            is_block=unit is not None and unit.is_block,
+            parameters=sum(p.numel() for p in parameters),
+            trainable_parameters=sum(p.numel() for p in trainable),
+            parameter_bytes=sum(p.nbytes for p in parameters),
+            gradient_bytes=sum(p.nbytes for p in trainable),
+            buffer_bytes=subject.buffer_bytes_of(name),
+            dtypes=tuple(sorted({dtype_name(p) for p in parameters})),
+            is_shared=name in shared,
+            costs={kind: by_name.get(name, UnitCost()) for kind, by_name in costs.items()},
+        )
+        is_empty = not profile.parameters and not profile.buffer_bytes
+        if name != GLUE or not is_empty or any(c != UnitCost() for c in profile.costs.values()):
+            yield profile
+
+
+def _kind(subject: Subject, name: str) -> str:
+    if name == GLUE:
+        return type(subject.model).__name__
+    loss_fn = subject.loss_fn
+    return getattr(loss_fn, "__name__", type(loss_fn).__name__) if loss_fn else "loss"
+
+
+def _tokens_per_sample(sample: Batch) -> int | None:
+    """Sequence length, if the first tensor of integers with two dimensions is token ids."""
+    return next((t.shape[1] for t in batch_tensors(sample) if t.ndim == 2 and _counts(t)), None)
+
+
+def _counts(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype.itemsize < 2)

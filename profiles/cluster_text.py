@@ -1,0 +1,109 @@
+"""A cluster profile as a TOML file that people read and edit; `profiles.clusters` reads it back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+from profiles.cluster import ClusterProfile, Link
+from profiles.provenance import Quantity, Source
+from profiles.units import (
+    GIB,
+    KIB,
+    MIB,
+    parse_bandwidth,
+    parse_bytes,
+    parse_flop_rate,
+    parse_seconds,
+)
+
+_BYTES = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1))
+_RATES = (("GB/s", 1e9), ("MB/s", 1e6), ("B/s", 1.0))
+_FLOPS = (("TFLOP/s", 1e12), ("GFLOP/s", 1e9), ("FLOP/s", 1.0))
+_TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+_Units = tuple[tuple[str, float], ...]
+
+
+def to_toml(cluster: ClusterProfile) -> str:
+    """The file that `load_cluster` reads back to an equal profile; bytes are whole."""
+    return "\n".join(_lines(cluster)) + "\n"
+
+
+def _lines(cluster: ClusterProfile) -> Iterator[str]:
+    yield "# A cluster, for `--cluster`. `relative_error` is half the width of a number's range, as"
+    yield "# a fraction of it. Sources, most trusted first: measured on these machines; derived"
+    yield '# from other facts; datasheet (printed or published); assumed; "you", who wrote it.'
+    yield ""
+    yield f"name = {_text(cluster.name)}"
+    yield f"nodes = {cluster.num_nodes}"
+    yield f"devices_per_node = {cluster.devices_per_node}"
+    if cluster.host_memory_bytes is not None:
+        yield f"host_memory = {_written(cluster.host_memory_bytes, parse_bytes, _BYTES)}"
+    if cluster.cores is not None:
+        yield f"cores = {cluster.cores}"
+    device = cluster.device
+    yield ""
+    yield "# One device, or one CPU rank's share of a machine."
+    yield "[device]"
+    yield f"name = {_text(device.name)}"
+    yield f"kind = {_text(device.kind)}"
+    yield f"memory = {_written(device.memory_bytes, parse_bytes, _BYTES)}"
+    rate = _written(device.memory_bandwidth_bytes_per_s, parse_bandwidth, _RATES)
+    yield f"memory_bandwidth = {rate}"
+    yield f"matmul_fraction = {_written(device.matmul_fraction, float, ())}"
+    yield f"launch = {_written(device.launch_s, parse_seconds, _TIMES)}"
+    yield f"context = {_written(device.context_bytes, parse_bytes, _BYTES)}"
+    yield ""
+    yield "[device.flop_rate]"
+    for dtype, quantity in device.flop_per_s.items():
+        key = dtype if dtype.isidentifier() and dtype.isascii() else _text(dtype)
+        yield f"{key} = {_written(quantity, parse_flop_rate, _FLOPS)}"
+    if cluster.intra is not None:
+        yield ""
+        yield "# Between the devices of a node: one direction, per device."
+        yield from _link_lines("intra", cluster.intra)
+    if cluster.inter is not None:
+        yield ""
+        yield "# Between nodes: one direction, all network cards of a node together."
+        yield from _link_lines("inter", cluster.inter)
+
+
+def _link_lines(tier: str, link: Link) -> Iterator[str]:
+    yield f"[{tier}]"
+    yield f"name = {_text(link.name)}"
+    yield f"bandwidth = {_written(link.bandwidth_bytes_per_s, parse_bandwidth, _RATES)}"
+    yield f"latency = {_written(link.latency_s, parse_seconds, _TIMES)}"
+    for collective, fit in link.fits.items():
+        yield ""
+        yield f"[{tier}.fits.{collective.value}]"
+        yield f"latency = {_text(_exact(fit.latency_s, parse_seconds, _TIMES))}"
+        yield f"bandwidth = {_text(_exact(fit.busbw_bytes_per_s, parse_bandwidth, _RATES))}"
+        yield f"relative_residual = {fit.relative_residual!r}"
+
+
+def _written(quantity: Quantity, parse: Callable[[str], float], units: _Units) -> str:
+    value = _text(_exact(quantity.value, parse, units)) if units else repr(quantity.value)
+    parts = [f"value = {value}", f"source = {_text(quantity.source.value)}"]
+    if quantity.relative_error:
+        parts.append(f"relative_error = {quantity.relative_error!r}")
+    if quantity.origin:
+        parts.append(f"origin = {_text(quantity.origin)}")
+    is_plain = len(parts) == 2 and quantity.source is Source.USER
+    return value if is_plain else "{ " + ", ".join(parts) + " }"
+
+
+def _exact(value: float, parse: Callable[[str], float], units: _Units) -> str:
+    """The shortest text in the largest unit that fits; it parses back to the very same number."""
+    fitting = [(unit, scale) for unit, scale in units if value >= scale] or [units[-1]]
+    unit, scale = fitting[0]
+    for digits in range(1, 18):
+        text = f"{value / scale:.{digits}g}"
+        if "e" not in text and parse(f"{text} {unit}") == value:
+            return f"{text} {unit}"
+    base = next(unit for unit, scale in units if scale == 1)
+    return f"{value!r} {base}"
+
+
+def _text(value: str) -> str:
+    """A TOML basic string: JSON's escapes, and DEL, which TOML alone forbids."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,237 @@
+"""One look at a model: a forward and a backward on fake tensors, and what each unit took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from profiles.batch import Batch, call_model, describe, find_loss, loss_of, map_batch
+from profiles.errors import AdvisorError, ModelError
+from profiles.fakes import Fakes, stand_ins
+from profiles.model import LOSS, Numerics
+from profiles.subject import Subject
+from profiles.torch_compat import data_dependent_errors, storage_of, tensors_in, without_onednn
+from profiles.tracing import Place, Trace
+
+
+@dataclass(slots=True)
+class Cost:
+    """Of one unit at one batch size; the fields of `UnitCost`."""
+
+    forward_flop: int = 0
+    backward_flop: int = 0
+    forward_moved_bytes: int = 0
+    backward_moved_bytes: int = 0
+    forward_kernels: int = 0
+    backward_kernels: int = 0
+    activation_bytes: int = 0
+    selective_activation_bytes: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    forward_transient_bytes: int = 0
+    backward_transient_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Look:
+    """What one forward and backward showed.
+
+    Attributes:
+        costs: by unit, in the order of first calls.
+        shared: units with a parameter that code outside them uses.
+        unused, sparse_gradients: names of parameters without a gradient, and with a sparse one.
+        peak_bytes: most that was live at once beside parameters, their gradients, buffers, batch.
+    """
+
+    costs: dict[str, Cost]
+    shared: frozenset[str]
+    unused: tuple[str, ...]
+    sparse_gradients: tuple[str, ...]
+    has_loss: bool
+    peak_bytes: int
+
+
+def look(subject: Subject, numerics: Numerics, *, repeats: int = 1) -> Look:
+    """Follow one forward and backward over the sample's rows, `repeats` times over.
+
+    Raises:
+        ModelError: see `profiles.capture.capture`.
+    """
+    model, loss_fn = subject.model, subject.loss_fn
+    cast = torch.bfloat16 if numerics is Numerics.BF16 else None
+    is_autocast = numerics is Numerics.BF16_AUTOCAST
+    modules = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
+    with ExitStack() as stack:
+        fakes = stack.enter_context(stand_ins(modules, cast=cast))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        # oneDNN's recurrent layers keep a workspace whose size only the kernel knows.
+        stack.enter_context(without_onednn())
+        batch = map_batch(lambda tensor: _rows(fakes.of(tensor), repeats), subject.sample)
+        storages = {id(t): storage_of(t) for t in (*fakes.all(), *tensors_in(batch))}
+        trace = Trace(
+            owned={
+                storage: frozenset(subject.holders[key])
+                for key, parameter in subject.parameters.items()
+                if (storage := storage_of(fakes.of(parameter))) is not None
+            },
+            known=[storage for storage in storages.values() if storage is not None],
+            cast=cast,
+            casts_are_parameters=is_autocast,
+        )
+        trace.watch(model, subject.units)
+        stack.enter_context(_gradients_put_back(trace))
+        with trace:
+            with trace.saving(), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+                roots, has_loss = _forward(subject, batch, trace)
+            saved, selective = trace.saved_bytes(), trace.selective_bytes()
+            trace.begin_backward(roots)
+            with _explained(subject, f"backward of `{type(model).__name__}` fails"):
+                _backward(roots)
+            trace.end_backward()
+        found = {key: fakes.of(parameter) for key, parameter in subject.parameters.items()}
+        ignored = _gradient_numbers(found.values(), trace)
+        return Look(
+            costs=_costs(trace, saved, selective, trace.timeline.peaks(ignored=ignored)),
+            shared=frozenset(trace.shared),
+            unused=_names(subject, found, lambda p: p.requires_grad and p.grad is None),
+            sparse_gradients=_names(
+                subject, found, lambda p: p.grad is not None and p.grad.layout != torch.strided
+            ),
+            has_loss=has_loss,
+            peak_bytes=trace.timeline.highest(ignored=ignored),
+        )
+
+
+def _rows(fake: Tensor, repeats: int) -> Tensor:
+    """The rows of a stand-in, one after another, as a leaf."""
+    return torch.cat([fake.detach()] * repeats).requires_grad_(fake.requires_grad)
+
+
+def _forward(subject: Subject, batch: Batch, trace: Trace) -> tuple[list[Tensor], bool]:
+    """Run model and loss; the tensors that backward starts from, and whether they are a loss.
+
+    The output itself is let go on return, as in a training step.
+    """
+    model, loss_fn = subject.model, subject.loss_fn
+    with _explained(subject, f"`{type(model).__name__}` does not run on the sample"):
+        output = call_model(model, batch, has_target=loss_fn is not None)
+    if loss_fn is not None:
+        trace.enter(Place(LOSS), output)
+        with _explained(subject, "the loss does not take what the model returns"):
+            loss = loss_of(trace.as_float32(output), batch, loss_fn)
+        trace.leave(loss)
+        return [loss], True
+    output = trace.as_float32(output)
+    found = find_loss(output)
+    if found is not None:
+        trace.place.name = LOSS  # what the model does after its last unit makes the loss
+        return [loss_of(output, batch, None)], True
+    roots = [t for t in tensors_in(output) if t.requires_grad]
+    if not roots and any(p.requires_grad for p in subject.parameters.values()):
+        raise ModelError(
+            f"no gradient can flow back from the output of `{type(model).__name__}`"
+            f" (a {type(output).__name__})",
+            hints=["give loss_fn, or let the model return tensors, tuples or dicts of them"],
+        )
+    return roots, False
+
+
+def _backward(roots: list[Tensor]) -> None:
+    """As from the sum of the roots: every element's gradient is 1, in no memory of its own."""
+    roots = [root for root in roots if root.requires_grad]
+    if roots:
+        ones = [torch.ones((), dtype=root.dtype).expand_as(root) for root in roots]
+        torch.autograd.backward(roots, ones)
+
+
+@contextmanager
+def _gradients_put_back(trace: Trace) -> Iterator[None]:
+    """Leaves that are in no module (in closures, in plain objects) are real: theirs stay theirs."""
+    try:
+        yield
+    finally:
+        for leaf, gradient in trace.strangers.values():
+            leaf.grad = gradient
+
+
+def _gradient_numbers(parameters: Iterator[Tensor] | object, trace: Trace) -> frozenset[int]:
+    gradients = (p.grad for p in parameters)
+    return frozenset(
+        number for g in gradients if g is not None and (number := trace.number_of(g)) is not None
+    )
+
+
+def _names(
+    subject: Subject, found: Mapping[int, Tensor], wanted: Callable[[Tensor], bool]
+) -> tuple[str, ...]:
+    return tuple(subject.names[key][0] for key, fake in found.items() if wanted(fake))
+
+
+def _costs(
+    trace: Trace,
+    saved: Mapping[Place, int],
+    selective: Mapping[Place, int],
+    peaks: Mapping[object, int],
+) -> dict[str, Cost]:
+    """All calls of a unit together; of transients the highest."""
+    found: dict[str, Cost] = {}
+    for place in trace.places:
+        cost = found.setdefault(place.name, Cost())
+        cost.forward_flop += place.forward.flop
+        cost.backward_flop += place.backward.flop
+        cost.forward_moved_bytes += place.forward.moved_bytes
+        cost.backward_moved_bytes += place.backward.moved_bytes
+        cost.forward_kernels += place.forward.kernels
+        cost.backward_kernels += place.backward.kernels
+        cost.activation_bytes += saved.get(place, 0)
+        cost.selective_activation_bytes += selective.get(place, 0)
+        cost.input_bytes += place.input_bytes
+        cost.output_bytes += place.output_bytes
+        forward, backward = peaks.get((place, False), 0), peaks.get((place, True), 0)
+        cost.forward_transient_bytes = max(cost.forward_transient_bytes, forward)
+        cost.backward_transient_bytes = max(cost.backward_transient_bytes, backward)
+    return found
+
+
+@contextmanager
+def _explained(subject: Subject, what: str) -> Iterator[None]:
+    """Turn whatever the model raises into a `ModelError` that says where and on what."""
+    try:
+        yield
+    except AdvisorError:
+        raise
+    except data_dependent_errors() as error:
+        raise ModelError(
+            f"{what}: it looks at values of tensors, which are not known here"
+            f" (`{getattr(error, 'func', error)}`)",
+            where=_where(subject, error),
+            hints=[
+                "take branches and sizes from shapes, not from values (.item(), nonzero, masks as"
+                " indices)"
+            ],
+        ) from error
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        said = lines[0] if lines else type(error).__name__
+        raise ModelError(f"{what}: {said}", where=_where(subject, error)) from error
+
+
+def _where(subject: Subject, error: Exception) -> str:
+    """The innermost module of the traceback, and the sample."""
+    paths = {id(module): path for path, module in subject.model.named_modules()}
+    lines = [f"sample: {describe(subject.sample)}"]
+    innermost: object = None
+    trace = error.__traceback__
+    while trace is not None:
+        candidate = trace.tb_frame.f_locals.get("self")
+        innermost = candidate if id(candidate) in paths else innermost
+        trace = trace.tb_next
+    if innermost is not None:
+        path = paths[id(innermost)]
+        lines.insert(0, f"in `{path or '(the model itself)'}`, a {type(innermost).__name__}")
+    return "\n".join(lines)

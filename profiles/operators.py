@@ -1,0 +1,122 @@
+"""Operators by name: whose outputs are kept, which run, and the FLOP and bytes of each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from profiles.torch_compat import Operator, aten_operators, is_mutable, storage_of
+
+FlopFormula = Callable[..., int]
+
+# What selective recompute keeps: much work per byte of output. Matmuls and attention as in
+# torchtitan's list (`_save_list` in its activation checkpointing), and convolutions likewise.
+_KEPT = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "_grouped_mm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+# Memory is reserved and nothing is launched.
+_ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+# The first tensor is a table of which only the rows asked for are read.
+_GATHERS = ("embedding", "index", "index_select", "gather")
+# The first tensor is overwritten without being read.
+_OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_")
+
+
+def kept_operators() -> tuple[Operator, ...]:
+    """Operators whose outputs selective recompute keeps; those that this torch has.
+
+    Counted by `profiles.capture`, kept by `engines.recompute`: one list for both.
+    """
+    return aten_operators(_KEPT)
+
+
+def flop_formulas() -> dict[object, FlopFormula]:
+    """FLOP of a call by operator: `formula(*args, **kwargs, out_val=result)`.
+
+    torch's own, plus attention on the CPU and grouped matmuls, which torch leaves out (2.13).
+    """
+    aten = torch.ops.aten
+    missing: dict[object, FlopFormula] = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
+    }
+    if hasattr(aten, "_grouped_mm"):
+        missing[aten._grouped_mm] = _grouped_matmul_flop
+    return missing | flop_registry
+
+
+def launches(operator: Operator, *, makes_storage: bool) -> bool:
+    """Whether a call runs a kernel. Views, reshapes without a copy and allocations do not."""
+    if operator.overloadpacket.__name__ in _ALLOCATES:
+        return False
+    return makes_storage or is_mutable(operator)
+
+
+def moved_bytes(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Bytes that one call reads and writes in device memory, with nothing left in caches."""
+    name = operator.overloadpacket.__name__
+    read = [occupied_bytes(tensor) for tensor in inputs]
+    written = sum(occupied_bytes(tensor) for tensor in outputs)
+    if read and name in _OVERWRITES:
+        read[0] = 0
+    if read and name in _GATHERS:
+        read[0] = min(read[0], written)
+    return sum(read) + written
+
+
+def occupied_bytes(tensor: Tensor) -> int:
+    """Memory behind a tensor's elements; an expanded tensor occupies what it was expanded from."""
+    storage = storage_of(tensor)
+    return 0 if storage is None else min(tensor.nbytes, storage.nbytes())
+
+
+def grouped_matmul(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The result of `aten._grouped_mm` in shape and dtype alone.
+
+    torch's own rule for fake tensors refuses float32 and unaligned rows, which CPUs multiply.
+    (M, K) x (G, K, N) gives (M, N), (M, K) x (K, N) gives (G, M, N), (G, M, K) x (K, N) gives
+    (M, N), and (G, M, K) x (G, K, N) is a batched matmul.
+    """
+    rows, columns = a.shape[-2], b.shape[-1]
+    if a.ndim == b.ndim:
+        assert a.ndim == 3 or offs is not None
+        groups = a.shape[0] if offs is None else offs.shape[0]
+        return a.new_empty((groups, rows, columns), dtype=out_dtype)
+    return a.new_empty((rows, columns), dtype=out_dtype)
+
+
+def _grouped_matmul_flop(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
+    # The groups share out the rows, the columns or the inner dimension, so their number cancels out
+    # unless both operands have one matrix per group.
+    groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _attention_flop(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward_flop(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))

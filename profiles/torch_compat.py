@@ -1,0 +1,136 @@
+"""Names that differ between torch versions, or are private: each used through here, each tested."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeGuard, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch._ops import OpOverload as Operator
+from torch.utils._pytree import tree_leaves, tree_map
+
+Tree = TypeVar("Tree")
+
+
+def all_gather_single(
+    output: torch.Tensor, part: torch.Tensor, *, group: dist.ProcessGroup | None = None
+) -> None:
+    """All ranks' `part`, one after another, in `output` (torch < 2.13: all_gather_into_tensor)."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    getattr(dist, name)(output, part, group=group)
+
+
+def reduce_scatter_single(
+    output: torch.Tensor, whole: torch.Tensor, *, group: dist.ProcessGroup | None = None
+) -> None:
+    """This rank's part of the sum of `whole` (torch < 2.13: reduce_scatter_tensor)."""
+    is_new = hasattr(dist, "reduce_scatter_single")
+    getattr(dist, "reduce_scatter_single" if is_new else "reduce_scatter_tensor")(
+        output, whole, group=group
+    )
+
+
+def default_store() -> dist.Store:
+    """The key-value store through which the ranks of the default group met."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def without_buffer_sync() -> dict[str, bool]:
+    """DDP's switch against sending buffers at every forward (torch < 2.13: broadcast_buffers)."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {name: False}
+
+
+def is_view(value: object) -> bool:
+    """Whether a tensor that gradients flow through shares the storage of another."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and value._base is not None
+
+
+def is_batch_norm(module: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
+    """Whether `module` is a batch normalisation of any dimension (typed as one of them)."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
+    """`tree` with every tensor in its tuples, lists and dicts replaced by `function` of it."""
+    result: Tree = tree_map(
+        lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree
+    )
+    return result
+
+
+def tensors_in(tree: object) -> list[torch.Tensor]:
+    """The tensors in tuples, lists, dicts and registered data classes, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors made inside have shapes, strides and dtypes, and no memory.
+
+    Real tensors that get into an operation are taken for their shape. What fails raises, and is not
+    logged as well.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.disabled = was_disabled
+
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What fake tensors raise where code looks at a tensor's values, or makes shapes of them."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
+
+    return (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def aten_operators(names: Iterable[str]) -> tuple[Operator, ...]:
+    """The default overloads of `torch.ops.aten` operators; those that this torch does not have
+    are left out."""
+    aten = torch.ops.aten
+    return tuple(getattr(aten, name).default for name in names if hasattr(aten, name))
+
+
+def is_mutable(operator: Operator) -> bool:
+    """Whether a call writes into one of its arguments."""
+    mutable: bool = operator._schema.is_mutable
+    return mutable
+
+
+def device_query() -> Operator:
+    """The operator behind `tensor.device`, which fake tensors answer like an operation."""
+    query: Operator = torch.ops.prim.device.default
+    return query
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """A tensor's memory, the same object for all tensors that share it; None for sparse tensors."""
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """CPU kernels of torch itself only. (torch.backends.mkldnn.flags does it with a warning.)"""
+    was_enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(was_enabled)

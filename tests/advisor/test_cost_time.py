@@ -1,0 +1,220 @@
+"""Time and traffic against formulas worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from advisor.candidates import legal_plans
+from advisor.cost import Estimate, estimate
+from advisor.cost.communication import Exchange, collective_s
+from advisor.cost.compute import UnitTime, size_efficiency
+from advisor.cost.replay import replay
+from engines.plan import Plan
+from profiles.cluster import Collective, LinkFit
+from profiles.errors import PlanError
+from tests.factories import chain, cpus, facts, gpus, transformer
+
+
+def on_cpus(plan: str, *, ranks: int, batch: int) -> Estimate:
+    return estimate(Plan.parse(plan), facts(chain(), cpus(ranks), batch=batch, precision="fp32"))
+
+
+def test_computing_is_flop_over_reached_rate_plus_bytes_over_bandwidth() -> None:
+    found = on_cpus("microbatch_size=2 accumulation=3", ranks=1, batch=6)
+    # Four units, 2 FLOP a parameter and token forward, twice that backward; 50 GFLOP/s x 0.8.
+    flop = 6 * 4 * 3 * 2 * 512 * 1_000_000
+    # Two rows forward, four backward; 10 GB/s.
+    moved = 6 * 4 * 6 * 512 * 1000 * 4
+    assert found.time.compute_s == pytest.approx(flop / 40e9 + moved / 10e9)
+    assert found.time.launch_s == pytest.approx(3 * 4 * 3 * 5e-6)
+    assert found.time.exposed_s == pytest.approx(0, abs=1e-12)
+    # 28 bytes per element: parameter and two moments read and written, gradient read.
+    assert found.time.optimizer_s == pytest.approx(4e6 * 28 / 10e9)
+    assert found.mfu == pytest.approx(flop / found.step_s / 50e9)
+    assert found.samples_per_s == pytest.approx(6 / found.step_s)
+
+
+@pytest.mark.parametrize(("gflop", "efficiency"), [(128, 0.95), (16, 0.9), (1, 0.6), (0, 0.1)])
+def test_matmul_efficiency_meets_calculons_points(gflop: float, efficiency: float) -> None:
+    # On the device of the curve, an A100 of 312 TFLOP/s; relative to what large products reach.
+    assert size_efficiency(gflop * 1e9, 312e12) == pytest.approx(efficiency / 0.95)
+
+
+def test_ring_collectives_pay_each_step_and_their_bus_bytes() -> None:
+    node = gpus(1, 8)
+    payload = 1e9
+    gather = collective_s(node, Collective.ALL_GATHER, payload, group_size=8)
+    assert gather == pytest.approx(7 * 5e-6 + 7 / 8 * payload / 360e9)
+    reduce = collective_s(node, Collective.ALL_REDUCE, payload, group_size=8)
+    assert reduce == pytest.approx(14 * 5e-6 + 14 / 8 * payload / 360e9)
+
+
+def test_a_group_of_one_rank_per_node_gets_its_share_of_the_nodes_cards() -> None:
+    nodes = gpus(4, 8)
+    between = collective_s(nodes, Collective.ALL_REDUCE, 1e9, group_size=4, stride=8)
+    # 400 GB/s a node, eight such groups at once; a tree of four nodes is two levels up and down.
+    assert between == pytest.approx(2 * 2 * 10e-6 + 2 * 3 / 4 * 1e9 / 50e9)
+
+
+def test_an_all_reduce_over_two_nodes_sends_its_payload_once_between_them() -> None:
+    slow = gpus(2, 8, inter_bytes_per_s=10e9)
+    found = collective_s(slow, Collective.ALL_REDUCE, 1e9, group_size=16)
+    # Trees over nodes: 2 x (2-1)/2 of the payload at 10 GB/s; a ring of 16 would send 1.9 of it.
+    assert found == pytest.approx(2 * 7 * 5e-6 + 2 * 10e-6 + 1e9 / 10e9)
+
+
+def test_a_measured_fit_takes_precedence() -> None:
+    cluster = cpus(2)
+    assert cluster.intra is not None
+    fit = LinkFit(latency_s=1e-3, busbw_bytes_per_s=2e9)
+    link = cluster.intra.model_copy(update={"fits": {Collective.ALL_REDUCE: fit}})
+    measured = cluster.model_copy(update={"intra": link})
+    found = collective_s(measured, Collective.ALL_REDUCE, 1e6, group_size=2)
+    assert found == pytest.approx(1e-3 + 1e6 / 2e9)
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        # payload bytes: calls, for 4 units of 4 MB and 3 microbatches
+        ("dp_replicate=4", {("all_reduce", 16_000_000): 1}),
+        (
+            "dp_replicate=4 zero=1",
+            {("all_gather", 4_000_000): 4, ("reduce_scatter", 4_000_000): 4},
+        ),
+        (
+            "dp_replicate=4 zero=2",
+            {("all_gather", 4_000_000): 4, ("reduce_scatter", 4_000_000): 12},
+        ),
+        (
+            "dp_shard=4",
+            {("all_gather", 4_000_000): 24, ("reduce_scatter", 4_000_000): 12},
+        ),
+        (
+            "dp_replicate=2 dp_shard=2",
+            {
+                ("all_gather", 4_000_000): 24,
+                ("reduce_scatter", 4_000_000): 12,
+                ("all_reduce", 2_000_000): 4,
+            },
+        ),
+    ],
+)
+def test_collectives_of_a_step_are_those_of_the_engines(
+    plan: str, expected: dict[tuple[str, int], int]
+) -> None:
+    found = on_cpus(f"{plan} microbatch_size=1 accumulation=3", ranks=4, batch=12)
+    large = {(t.kind.value, t.payload_bytes): t.count for t in found.traffic if t.payload_bytes > 4}
+    assert large == expected
+    scalars = [t for t in found.traffic if t.payload_bytes == 4]
+    assert [t.count for t in scalars] == [2]
+
+
+def test_zero_3_sends_half_as_much_again_as_ddp_and_zero_1_as_much() -> None:
+    """ZeRO paper, section 7: 2P elements for DDP and stages 1 and 2, 3P for stage 3."""
+    bus = {
+        plan: sum(
+            t.bus_bytes
+            for t in on_cpus(f"{plan} microbatch_size=1", ranks=4, batch=4).traffic
+            if t.payload_bytes > 4
+        )
+        for plan in ("dp_replicate=4", "dp_replicate=4 zero=1", "dp_shard=4")
+    }
+    assert bus["dp_replicate=4"] == pytest.approx(2 * 3 / 4 * 16e6)
+    assert bus["dp_replicate=4 zero=1"] == pytest.approx(bus["dp_replicate=4"])
+    assert bus["dp_shard=4"] == pytest.approx(1.5 * bus["dp_replicate=4"])
+
+
+def units(count: int, forward_s: float, backward_s: float) -> tuple[UnitTime, ...]:
+    return (UnitTime(forward_s, backward_s, 0.0, 0.0, 0.0, 0.0),) * count
+
+
+def sent(count: int, *, gather_s: float, reduce_s: float) -> Exchange:
+    zeros = (0.0,) * count
+    return Exchange((gather_s,) * count, (reduce_s,) * count, zeros, 0.0, 0.0, 0.0, 0.0, ())
+
+
+@pytest.mark.parametrize(
+    ("gather_s", "reduce_s", "exposed_s"),
+    [
+        # Hidden but for the first gather of each pass and the last reduction.
+        (4.0, 0.0, 4 + 4),
+        (4.0, 3.0, 4 + 4 + 3),
+        # Forward: first gather, then max(0, AG - F) twice = 15 + 2 x 5.
+        # Backward of 20 s hides the others: first gather 15.
+        (15.0, 0.0, 15 + 2 * 5 + 15),
+    ],
+)
+def test_replay_exposes_what_computing_cannot_hide(
+    gather_s: float, reduce_s: float, exposed_s: float
+) -> None:
+    plan = Plan.parse("dp_shard=2 microbatch_size=1")
+    found = replay(
+        plan, units(3, 10, 20), sent(3, gather_s=gather_s, reduce_s=reduce_s), overlaps=True
+    )
+    assert found.wall_s == pytest.approx(3 * 30 + exposed_s)
+
+
+def test_on_processors_everything_takes_its_turn() -> None:
+    plan = Plan.parse("dp_shard=2 microbatch_size=1")
+    exchanged = sent(3, gather_s=4, reduce_s=3)
+    found = replay(plan, units(3, 10, 20), exchanged, overlaps=False)
+    assert found.wall_s == pytest.approx(3 * 30 + 6 * 4 + 3 * 3)
+
+
+def test_accumulation_exchanges_ddp_gradients_once() -> None:
+    once = on_cpus("dp_replicate=4 microbatch_size=4", ranks=4, batch=16)
+    often = on_cpus("dp_replicate=4 microbatch_size=1 accumulation=4", ranks=4, batch=16)
+    assert often.time.exposed_s == pytest.approx(once.time.exposed_s)
+
+
+def test_full_recompute_runs_the_blocks_forward_again() -> None:
+    found = on_cpus("microbatch_size=1 recompute=full", ranks=1, batch=1)
+    # Forward is a third of forward and backward, in FLOP and in bytes here.
+    assert found.time.recompute_s == pytest.approx(found.time.compute_s / 3)
+
+
+def test_an_open_microbatch_has_no_cost() -> None:
+    with pytest.raises(PlanError, match="microbatch_size open"):
+        on_cpus("dp_shard=2", ranks=2, batch=2)
+
+
+SMALL = transformer(name="small", layers=3, hidden=256, ffn=512, vocab=1000, tokens=64)
+
+
+@given(
+    faster=st.floats(1, 1000),
+    latency=st.sampled_from((1.0, 0.5)),
+    index=st.integers(0, 200),
+    tier=st.sampled_from(("intra", "inter")),
+)
+def test_faster_links_never_lengthen_a_step(
+    faster: float, latency: float, index: int, tier: str
+) -> None:
+    before = facts(SMALL, gpus(2, 4, inter_bytes_per_s=5e9), batch=16)
+    link = getattr(before.cluster, tier)
+    bandwidth = link.bandwidth_bytes_per_s
+    better = link.model_copy(
+        update={
+            "bandwidth_bytes_per_s": bandwidth.model_copy(
+                update={"value": bandwidth.value * faster}
+            ),
+            "latency_s": link.latency_s.model_copy(
+                update={"value": link.latency_s.value * latency}
+            ),
+        }
+    )
+    after = facts(SMALL, before.cluster.model_copy(update={tier: better}), batch=16)
+    plans = legal_plans(before, {})
+    plan = plans[index % len(plans)]
+    assert estimate(plan, after).step_s <= estimate(plan, before).step_s * (1 + 1e-12)
+
+
+def test_the_parts_add_up_to_the_step_and_lie_in_its_range() -> None:
+    for plan in legal_plans(facts(), {}):
+        found = estimate(plan, facts())
+        assert found.time.total == pytest.approx(found.step_s)
+        assert found.step_low_s < found.step_s < found.step_high_s
+        assert 0 < found.mfu < 1

@@ -1,0 +1,213 @@
+"""What a user reads after a mistake, word for word: tests/golden/error_*.txt.
+
+Each file is the whole of stderr; stdout stays empty and there is no traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from advisor.cli import cli
+from tests import golden
+from tests.factories import chain
+
+EIGHT = ("--cluster", "8xH100-SXM-80GB")
+BATCH = ("--global-batch", "64")
+FOUR = ("--cluster", "4xH100-SXM-80GB")
+
+TRAIN = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+def build_model():
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)), batch(16), cross_entropy
+
+
+def wrong_sample():
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)), batch(17), cross_entropy
+
+
+def batch(width):
+    return torch.zeros(8, width), torch.zeros(8, dtype=torch.long)
+
+
+def load_weights():
+    return torch.load("weights.pt")
+
+
+def settings():
+    return {"width": 16}
+"""
+
+CLUSTER = """
+nodes = 2
+devices_per_node = 8
+accelerator = "H100-SXM-80GB"
+
+[inter]
+bandwidth = "400 Gbit/s"
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current folder with a model in train.py; what is imported from it is forgotten after."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "train.py").write_text(TRAIN)
+    chain().save(tmp_path / "model.json")
+    yield tmp_path
+    sys.modules.pop("train", None)
+
+
+def advise(*args: str) -> Result:
+    return CliRunner().invoke(cli, list(args))
+
+
+def refused(name: str, *args: str, exit_code: int = 2) -> None:
+    """The command fails with `exit_code`, says exactly the golden text, and nothing on stdout."""
+    result = advise(*args)
+    assert (result.exit_code, result.stdout) == (exit_code, "")
+    golden.check(f"error_{name}.txt", result.stderr)
+
+
+class TestModel:
+    def test_does_not_import(self) -> None:
+        refused("model_does_not_import", "trian:build_model", *EIGHT)
+
+    def test_imports_something_that_is_missing(self, folder: Path) -> None:
+        (folder / "train.py").write_text("import torch\nimport flash_attn_of_mars\n")
+        refused("model_needs_a_package", "train:build_model", *EIGHT)
+
+    def test_does_not_exist(self) -> None:
+        refused("model_does_not_exist", "train:buildmodel", *EIGHT)
+
+    def test_bundled_name_does_not_exist(self) -> None:
+        refused("model_unknown_name", "gpt-7", *EIGHT)
+
+    def test_is_not_a_module(self) -> None:
+        refused("model_is_not_a_module", "train:settings", *EIGHT)
+
+    def test_raises(self) -> None:
+        refused("model_raises", "train:load_weights", *EIGHT)
+
+    def test_does_not_fit_its_sample(self) -> None:
+        refused("sample_does_not_fit", "train:wrong_sample", *EIGHT)
+
+
+class TestCluster:
+    def test_unknown_accelerator(self) -> None:
+        refused("unknown_accelerator", "train:build_model", "--cluster", "4x8xH100-SMX-80GB")
+
+    def test_number_without_unit(self, folder: Path) -> None:
+        (folder / "cluster.toml").write_text(CLUSTER.replace("400 Gbit/s", "400"))
+        refused("unit_missing", "train:build_model", "--cluster", "cluster.toml")
+
+    def test_unknown_key(self, folder: Path) -> None:
+        (folder / "cluster.toml").write_text(CLUSTER.replace("devices_per", "device_per"))
+        refused("unknown_key", "train:build_model", "--cluster", "cluster.toml")
+
+    def test_missing_file(self) -> None:
+        refused("cluster_file_missing", "train:build_model", "--cluster", "nodes.toml")
+
+
+class TestPlan:
+    def test_for_another_world_size(self) -> None:
+        refused("plan_world_size", "model.json", *EIGHT, *BATCH, "--plan", "dp_replicate=16")
+
+    def test_batch_that_does_not_divide(self) -> None:
+        ten = ("--global-batch", "10")
+        refused("batch_does_not_divide", "model.json", *FOUR, *ten, "--plan", "dp_replicate=4")
+
+    def test_unknown_setting(self) -> None:
+        refused("unknown_setting", "model.json", *EIGHT, "--plan", "dp_shrad=8")
+
+    def test_unknown_optimizer(self) -> None:
+        refused("unknown_optimizer", "model.json", *EIGHT, "--optimizer", "adamv")
+
+
+class TestUsage:
+    def test_unknown_option(self) -> None:
+        refused("unknown_option", "train:build_model", "--cluser", "8xH100-SXM-80GB")
+
+    def test_unknown_command(self) -> None:
+        refused("unknown_command", "expalin", "plan.json")
+
+    def test_missing_argument(self) -> None:
+        refused("missing_argument", "plan", *EIGHT)
+
+    def test_unknown_choice(self) -> None:
+        refused("unknown_choice", "train:build_model", *EIGHT, "--objective", "fast")
+
+    def test_not_a_count(self) -> None:
+        refused("not_a_count", "train:build_model", *EIGHT, "--global-batch", "1e3")
+
+    def test_not_a_decision(self, folder: Path) -> None:
+        (folder / "plan.json").write_text("{")
+        refused("not_json", "show", "plan.json")
+
+
+class TestOutput:
+    """The report was worked for and stays on stdout; only the file could not be written."""
+
+    def written(self, name: str, output: str) -> None:
+        result = advise("model.json", *EIGHT, *BATCH, "-o", output)
+        assert result.exit_code == 2
+        assert result.stdout.startswith("advise: ")
+        golden.check(f"error_{name}.txt", result.stderr)
+
+    def test_is_a_folder(self, folder: Path) -> None:
+        (folder / "out").mkdir()
+        self.written("output_is_a_folder", "out")
+
+    def test_is_in_no_folder(self) -> None:
+        self.written("output_in_no_folder", "runs/plan.json")
+
+    @pytest.mark.parametrize(
+        ("name", "number"), [("no_space", errno.ENOSPC), ("no_right", errno.EACCES)]
+    )
+    def test_cannot_be_written_and_the_old_file_stays(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+    ) -> None:
+        def refuse(*paths: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        (folder / "plan.json").write_text("the old one")
+        monkeypatch.setattr(os, "replace", refuse)
+        self.written(f"output_{name}", "plan.json")
+        assert (folder / "plan.json").read_text() == "the old one"
+        assert sorted(path.name for path in folder.glob("*plan.json*")) == ["plan.json"]
+
+
+class TestOurMistake:
+    def boom(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def wrong(*args: object, **settings: object) -> None:
+            raise KeyError("axis")
+
+        monkeypatch.setattr("advisor.models.profile_model", wrong)
+
+    def test_says_so_and_how_to_report_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.boom(monkeypatch)
+        refused("our_mistake", "train:build_model", *EIGHT, exit_code=101)
+
+    def test_shows_the_traceback_with_debug(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.boom(monkeypatch)
+        result = advise("train:build_model", *EIGHT, "--debug")
+        assert result.exit_code == 101
+        assert "Traceback (most recent call last)" in result.stderr
+        assert 'raise KeyError("axis")' in result.stderr
+
+    def test_a_users_mistake_shows_the_cause_with_debug(self) -> None:
+        result = advise("train:load_weights", *EIGHT, "--debug")
+        assert result.exit_code == 2
+        assert 'torch.load("weights.pt")' in result.stderr
+        assert result.stderr.count("error: ") == 1

@@ -1,0 +1,101 @@
+"""The decision tree: whole, printable, and walked by numbers."""
+
+from __future__ import annotations
+
+import re
+
+import networkx as nx
+import pytest
+
+from advisor import tree
+from advisor.choose import choose
+from advisor.facts import Facts
+from advisor.tree import NOT_BUILT, Family
+from tests.factories import cpus, facts, gpus, transformer
+
+MIDDLE = transformer(name="middle", layers=8, hidden=2048, ffn=5504, tokens=4096)
+
+
+def test_the_tree_is_one_tree_with_a_family_at_every_leaf() -> None:
+    graph = tree.graph()
+    assert nx.is_arborescence(graph)
+    leaves = [name for name in graph if graph.out_degree(name) == 0]
+    assert {family for name in leaves for family in graph.nodes[name]["families"]} == set(Family)
+    assert all(graph.nodes[name]["families"] for name in leaves)
+    assert all(not graph.nodes[name]["families"] for name in graph if name not in leaves)
+
+
+def test_every_question_can_be_answered() -> None:
+    asked = {question.name for question in tree.QUESTIONS}
+    assert asked == set(tree._ANSWERS)
+    assert asked == {start for start, _, _ in tree.EDGES}
+
+
+@pytest.mark.parametrize("drawn", [tree.text(), tree.mermaid()])
+def test_both_drawings_hold_every_question_and_family(drawn: str) -> None:
+    for question in tree.QUESTIONS:
+        assert question.text in drawn
+    for family in Family:
+        assert family.value in drawn
+    for family in NOT_BUILT:
+        assert f"{family} (not built yet)" in drawn
+
+
+@pytest.mark.parametrize(
+    ("leaf", "chosen"),
+    [
+        ("single", facts(MIDDLE, gpus(1, 1), batch=8)),
+        ("offload", facts(MIDDLE, gpus(1, 1, memory_gib=12), batch=8)),
+        ("replicate", facts(MIDDLE, gpus(1, 4), batch=8)),
+        ("shard-or-split", facts(MIDDLE, gpus(1, 8, memory_gib=13), batch=64)),
+        (
+            "split-first",
+            facts(MIDDLE, gpus(1, 8, memory_gib=13, intra_bytes_per_s=1e9), batch=64),
+        ),
+        ("shard-across-nodes", facts(MIDDLE, gpus(2, 4), batch=64)),
+        ("replicate-across-nodes", facts(MIDDLE, gpus(2, 4, inter_bytes_per_s=5e8), batch=64)),
+        ("everything", facts(MIDDLE, gpus(2, 4, memory_gib=13, inter_bytes_per_s=5e8), batch=64)),
+    ],
+)
+def test_facts_lead_to_their_leaf(leaf: str, chosen: Facts) -> None:
+    assert choose(chosen).trace.leaf == leaf
+
+
+def test_a_layer_larger_than_the_device_asks_for_tensor_parallelism() -> None:
+    wide = transformer(name="wide", layers=1, hidden=4096, ffn=1000, vocab=128_000, tokens=16)
+    # The embedding alone: 0.52 B parameters, 16 bytes each with gradients and Adam's moments.
+    whole = facts(wide, gpus(1, 8, memory_gib=10), batch=8)
+    found = choose(whole).trace
+    assert found.leaf == "split-layer"
+    assert "`embed` with its states needs 10.3 GiB" in found.steps[-1].because
+    assert found.not_built == ("TP", "PP")
+
+
+def test_each_answer_carries_the_number_that_decided_it() -> None:
+    found = choose(facts(MIDDLE, gpus(2, 4, inter_bytes_per_s=5e8), batch=64)).trace
+    text = str(found)
+    assert re.search(r"ZeRO-3 needs [\d.]+ GB/s between nodes to hide", text)
+    assert "InfiniBand gives 0.50 GB/s" in text
+    assert "GiB usable" in text
+    assert "not built yet: compressed or local-SGD synchronisation" in text
+
+
+def test_the_needed_bandwidth_is_the_one_derived_by_hand() -> None:
+    """bytes per parameter sent / (FLOP per parameter and token x tokens / FLOP/s): P cancels."""
+    whole = facts(MIDDLE, gpus(1, 8, memory_gib=40), batch=8)
+    found = choose(whole, pins={"zero": 3, "recompute": "none"})
+    needed = tree.needed_bytes_per_s(found.estimate)
+    # Two bf16 gathers and one fp32 reduction, 7/8 of them on the bus: 8 bytes x 7/8 a parameter.
+    # The root is gathered once; nothing is in it here but the embedding and head are units too.
+    rate = whole.model.flop(1, whole.model.numerics[1]) / found.estimate.time.compute_s
+    tokens = 4096
+    by_hand = 8 * 7 / 8 * rate / (6 * tokens)
+    # Attention and embedding make FLOP per parameter differ from 6 a token.
+    assert needed == pytest.approx(by_hand, rel=0.35)
+
+
+def test_processors_are_walked_like_any_node() -> None:
+    small = transformer(name="small", layers=2, hidden=64, ffn=128, vocab=100, tokens=16)
+    found = choose(facts(small, cpus(2), batch=4, precision="fp32")).trace
+    assert found.leaf == "replicate"
+    assert found.steps[0].because == "2 x cpu"

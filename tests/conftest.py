@@ -1,0 +1,43 @@
+"""Fixtures for every test: the kept pool of ranks, and no way to the network."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.workers import Pool
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Four gloo ranks, kept for the whole session."""
+    ranks = Pool(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def shared() -> Path:
+    """The folder of published measurements; tests that need it skip in a public clone."""
+    if not SHARED.is_dir():
+        pytest.skip(f"no published measurements beside the checkout ({SHARED})")
+    return SHARED
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be downloaded at run time: only loopback and Unix sockets connect."""
+    connect = socket.socket.connect
+
+    def local_only(self: socket.socket, address: object) -> None:
+        host = address[0] if isinstance(address, tuple) else ""
+        if self.family != socket.AF_UNIX and host not in ("127.0.0.1", "::1", "localhost"):
+            raise OSError(f"tests may not reach {host}")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", local_only)

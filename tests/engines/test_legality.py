@@ -1,0 +1,148 @@
+"""What is possible: every rule with a plan that breaks it and one that does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.legality import numerics, problems, require_legal
+from engines.plan import Plan
+from profiles.cluster import ClusterProfile
+from profiles.errors import PlanError
+from profiles.model import ModelProfile, Numerics, UnitCost, UnitProfile
+from profiles.provenance import Quantity, Source
+from tests.engines.cases import cpu_ranks
+
+
+def unit(
+    name: str, *, dtypes: tuple[str, ...] = ("float32",), is_block: bool = True
+) -> UnitProfile:
+    return UnitProfile(
+        name=name,
+        kind="Block",
+        is_block=is_block,
+        parameters=10,
+        parameter_bytes=40,
+        dtypes=dtypes,
+        costs={Numerics.AS_BUILT: UnitCost()},
+    )
+
+
+def model(*units: UnitProfile, dtype: str = "float32", **facts: object) -> ModelProfile:
+    parts = units or (unit("blocks.0"), unit("blocks.1"))
+    return ModelProfile(name="Net", units=parts, dtype=dtype, samples=1, **facts)  # type: ignore[arg-type]
+
+
+def gpus(count: int, *dtypes: str, nodes: int = 1) -> ClusterProfile:
+    ranks = cpu_ranks(count, nodes=nodes)
+    speed = Quantity(value=1e14, source=Source.DATASHEET)
+    device = ranks.device.model_copy(
+        update={"kind": "cuda", "name": "V100", "flop_per_s": dict.fromkeys(dtypes, speed)}
+    )
+    return ranks.model_copy(update={"device": device})
+
+
+def rules(plan: str, profile: ModelProfile, cluster: ClusterProfile) -> list[str]:
+    return [problem.rule for problem in problems(Plan.parse(plan), profile, cluster)]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp_replicate=4",
+        "dp_replicate=4 zero=1",
+        "dp_replicate=4 zero=2 recompute=full",
+        "dp_shard=4 offload=states precision=bf16",
+        "dp_replicate=2 dp_shard=2 recompute=selective accumulation=3",
+    ],
+)
+def test_the_data_parallel_family_is_legal(plan: str) -> None:
+    assert rules(plan, model(), cpu_ranks(4)) == []
+
+
+def test_degrees_must_multiply_to_the_world() -> None:
+    found = problems(Plan.parse("dp_replicate=2 dp_shard=2"), model(), cpu_ranks(8))
+    assert [p.rule for p in found] == ["world-size"]
+    assert "4 ranks (dp_replicate=2 x dp_shard=2)" in found[0].what
+    assert "has 8" in found[0].what
+
+
+@pytest.mark.parametrize("plan", ["pp=4", "tp=4", "cp=4", "data_parallel=threads dp_replicate=4"])
+def test_families_without_an_engine_are_refused_by_name(plan: str) -> None:
+    assert rules(plan, model(), cpu_ranks(4)) == ["not-built"]
+
+
+def test_stages_need_a_pipeline_and_styles_need_tensor_parallelism() -> None:
+    assert rules("stages=blocks.1", model(), cpu_ranks(1)) == ["stages-without-pipeline"]
+    assert rules("tensor_styles=a:row", model(), cpu_ranks(1)) == ["styles-without-tensor"]
+
+
+def test_precision_must_be_what_the_model_was_built_in_or_bf16_on_fp32() -> None:
+    half = model(unit("b.0", dtypes=("bfloat16",)), dtype="bfloat16")
+    assert rules("precision=bf16", half, cpu_ranks(1)) == []
+    assert rules("precision=fp32", half, cpu_ranks(1)) == ["precision"]
+    assert rules("precision=fp16", model(), cpu_ranks(1)) == ["precision"]
+
+
+def test_a_device_without_bf16_is_not_given_bf16() -> None:
+    assert rules("precision=bf16", model(), gpus(1, "float32", "float16")) == ["precision-device"]
+    assert rules("precision=bf16", model(), gpus(1, "float32", "bfloat16")) == []
+
+
+def test_sharded_units_hold_one_dtype() -> None:
+    mixed = model(unit("b.0", dtypes=("bfloat16", "float32")), unit("b.1"))
+    assert rules("dp_shard=2", mixed, cpu_ranks(2)) == ["mixed-dtypes"]
+    assert rules("dp_replicate=2", mixed, cpu_ranks(2)) == []
+
+
+def test_units_of_different_dtypes_may_be_sharded_each_on_its_own() -> None:
+    apart = model(unit("b.0", dtypes=("bfloat16",)), unit("b.1"))
+    assert rules("dp_shard=2", apart, cpu_ranks(2)) == []
+
+
+def test_sparse_gradients_are_replicated_not_sharded() -> None:
+    sparse = model(sparse_gradients=("embed.weight",))
+    assert rules("dp_shard=2", sparse, cpu_ranks(2)) == ["sparse-gradients"]
+    assert rules("dp_replicate=2", sparse, cpu_ranks(2)) == []
+
+
+def test_batch_norm_under_sharded_bf16_is_refused_with_the_remedy() -> None:
+    normed = model(batch_norms=("stem.1",))
+    found = problems(Plan.parse("dp_shard=2 precision=bf16"), normed, cpu_ranks(2))
+    assert [p.rule for p in found] == ["bf16-batch-norm"]
+    assert "precision=fp32" in found[0].hint
+    assert rules("dp_shard=2", normed, cpu_ranks(2)) == []
+    assert rules("dp_replicate=2 precision=bf16", normed, cpu_ranks(2)) == []
+
+
+def test_hybrid_shard_groups_do_not_straddle_nodes() -> None:
+    two_nodes_of_six = cpu_ranks(12, nodes=2)
+    assert rules("dp_replicate=3 dp_shard=4", model(), two_nodes_of_six) == ["hybrid-across-border"]
+    assert rules("dp_replicate=4 dp_shard=3", model(), two_nodes_of_six) == []
+    assert rules("dp_replicate=2 dp_shard=6", model(), two_nodes_of_six) == []
+
+
+def test_offload_needs_shards() -> None:
+    assert rules("dp_replicate=2 offload=states", model(), cpu_ranks(2)) == ["offload-unsharded"]
+    assert rules("zero=3 offload=states", model(), cpu_ranks(1)) == []
+
+
+def test_recompute_needs_blocks() -> None:
+    flat = model(unit("lstm", is_block=False))
+    assert rules("recompute=full", flat, cpu_ranks(1)) == ["recompute-without-blocks"]
+
+
+def test_a_refusal_lists_every_problem_and_every_way_out() -> None:
+    with pytest.raises(PlanError) as caught:
+        require_legal(Plan.parse("tp=2 offload=states"), model(), cpu_ranks(4))
+    text = str(caught.value)
+    assert "needs 2 ranks" in text
+    assert "also: tensor parallelism (tp=2) has no engine yet" in text
+    assert text.count("hint:") == 3
+
+
+def test_numerics_follow_the_plan_and_the_model() -> None:
+    assert numerics(Plan.parse("dp_shard=2"), model()) is Numerics.AS_BUILT
+    assert numerics(Plan.parse("dp_shard=2 precision=bf16"), model()) is Numerics.BF16
+    assert numerics(Plan.parse("dp_replicate=2 precision=bf16"), model()) is Numerics.BF16_AUTOCAST
+    built = model(unit("b.0", dtypes=("bfloat16",)), dtype="bfloat16")
+    assert numerics(Plan.parse("dp_shard=2 precision=bf16"), built) is Numerics.AS_BUILT

@@ -1,0 +1,122 @@
+"""Records that cross a file: exact round trips, friendly mistakes, writes that lose nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from profiles.cluster import ClusterProfile
+from profiles.clusters import cluster_from_name
+from profiles.errors import FileError, InputError, UnknownNameError
+from profiles.record import read_text, write_text
+
+
+@pytest.fixture
+def cluster() -> ClusterProfile:
+    return cluster_from_name("2x8xH100-SXM-80GB")
+
+
+def test_a_document_survives_its_file(cluster: ClusterProfile, tmp_path: Path) -> None:
+    cluster.save(tmp_path / "cluster.json")
+    assert ClusterProfile.load(tmp_path / "cluster.json") == cluster
+
+
+def test_equal_documents_are_equal_bytes(cluster: ClusterProfile) -> None:
+    again = ClusterProfile.from_json(cluster.to_json())
+    assert again.to_json() == cluster.to_json()
+
+
+def test_a_misspelt_key_names_the_near_miss(cluster: ClusterProfile) -> None:
+    data = json.loads(cluster.to_json())
+    data["device"]["memory_byte"] = data["device"].pop("memory_bytes")
+    with pytest.raises(UnknownNameError) as caught:
+        ClusterProfile.build(data | {"device": data["device"]}, where="c.json")
+    assert "unknown key `memory_byte`" in str(caught.value)
+    assert "c.json: device.memory_byte" in str(caught.value)
+    assert "did you mean `memory_bytes`" in str(caught.value)
+
+
+def test_a_missing_key_and_a_wrong_type_are_named(cluster: ClusterProfile) -> None:
+    data = json.loads(cluster.to_json())
+    without = {key: value for key, value in data.items() if key != "num_nodes"}
+    with pytest.raises(InputError, match="`num_nodes` is missing"):
+        ClusterProfile.build(without, where="c.json")
+    with pytest.raises(InputError, match=r"`num_nodes` = 'two'"):
+        ClusterProfile.build(data | {"num_nodes": "two"})
+
+
+def test_another_schema_version_is_refused(cluster: ClusterProfile) -> None:
+    newer = cluster.to_json().replace('"schema_version": 1', '"schema_version": 99')
+    with pytest.raises(FileError, match="schema version 99"):
+        ClusterProfile.from_json(newer)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"), [("{", "not JSON"), ("[1]", "a JSON object is wanted, this is a list")]
+)
+def test_a_broken_file_says_so(text: str, complaint: str) -> None:
+    with pytest.raises(FileError, match=complaint):
+        ClusterProfile.from_json(text, where="c.json")
+
+
+def test_not_a_number_is_refused(cluster: ClusterProfile) -> None:
+    text = cluster.to_json().replace('"relative_error": 0.31', '"relative_error": NaN')
+    assert "NaN" in text
+    with pytest.raises(InputError, match="finite"):
+        ClusterProfile.from_json(text)
+
+
+def test_unreadable_files_say_why(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FileError, match="No such file"):
+        read_text(tmp_path / "absent")
+    with pytest.raises(FileError, match="Is a directory"):
+        read_text(tmp_path)
+    with pytest.raises(FileError, match="not UTF-8"):
+        read_text(tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [("fsync", errno.ENOSPC), ("replace", errno.EACCES), ("fsync", errno.EDQUOT)],
+)
+def test_a_refused_write_leaves_the_old_file(
+    call: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "plan.json"
+    write_text(target, "old")
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(FileError) as caught:
+        write_text(target, "new")
+    assert str(caught.value).startswith(f"cannot write `{target}`: {os.strerror(code)}")
+    assert "the old file is as it was" in str(caught.value)
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_folder_that_takes_no_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FileError, match="No such file or directory"):
+        write_text(tmp_path / "absent" / "plan.json", "new")
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("profiles.record.tempfile.mkstemp", refuse)
+    with pytest.raises(FileError, match="Permission denied"):
+        write_text(tmp_path / "plan.json", "new")
+
+
+def test_a_written_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
+    write_text(tmp_path / "ours", "x")
+    (tmp_path / "theirs").write_text("x")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "theirs").stat().st_mode

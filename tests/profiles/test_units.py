@@ -1,0 +1,110 @@
+"""Text with units to base units and back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profiles.errors import UnitError
+from profiles.units import (
+    format_bandwidth,
+    format_count,
+    format_flop_rate,
+    format_gib,
+    format_percent,
+    format_seconds,
+    parse_bandwidth,
+    parse_bytes,
+    parse_flop_rate,
+    parse_seconds,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("80 GiB", 85_899_345_920),
+        ("80 GB", 80_000_000_000),
+        ("80GB", 80_000_000_000),
+        ("512 MiB", 536_870_912),
+        ("1.5 KiB", 1536),
+        ("7 B", 7),
+        ("2e3 bytes", 2000),
+    ],
+)
+def test_binary_and_decimal_bytes_are_kept_apart(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("400 Gbit/s", 50e9),
+        ("400 Gbps", 50e9),
+        ("50 GB/s", 50e9),
+        ("100 Mbit/s", 12.5e6),
+        ("1 GiB/s", 2**30),
+    ],
+)
+def test_bits_of_a_network_card_become_bytes(text: str, bytes_per_s: float) -> None:
+    assert parse_bandwidth(text) == bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5 us", 5e-6), ("5 µs", 5e-6), ("3.2 ms", 3.2e-3), ("2 min", 120.0)]
+)
+def test_times_are_read(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+def test_flop_rates_are_read_in_both_spellings() -> None:
+    assert parse_flop_rate("989 TFLOP/s") == parse_flop_rate("989 TFLOPS") == 989e12
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "complaint"),
+    [
+        (parse_bandwidth, "400", "`400` has no unit"),
+        (parse_bandwidth, "400 GB", "`400 GB` is not a bandwidth"),
+        (parse_bytes, "80 Gbit", "`80 Gbit` is in bits, memory is in bytes"),
+        (parse_bytes, "80 apples", "`80 apples` is not an amount of memory"),
+        (parse_bytes, "lots", "`lots` is not a number with a unit"),
+        (parse_bytes, "-1 GiB", "`-1 GiB` is negative"),
+        (parse_seconds, "5", "`5` has no unit"),
+        (parse_seconds, "5 GB", "`5 GB` is not a time"),
+        (parse_flop_rate, "3 TB/s", "`3 TB/s` is not a FLOP rate"),
+    ],
+)
+def test_a_missing_or_wrong_unit_says_what_to_write(parse, text: str, complaint: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UnitError) as caught:
+        parse(text, where="cluster.toml: inter.bandwidth")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == complaint
+    assert lines[1] == "  cluster.toml: inter.bandwidth"
+    assert lines[3].startswith("hint: write ")
+
+
+@given(st.integers(min_value=0, max_value=2**50))
+def test_whole_bytes_survive_being_written_plainly(count: int) -> None:
+    assert parse_bytes(f"{count} B") == count
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (format_gib(80 * 2**30), "80.0 GiB"),
+        (format_gib(2**29), "0.500 GiB"),
+        (format_gib(9.994 * 2**30), "9.99 GiB"),
+        (format_gib(9.996 * 2**30), "10.0 GiB"),
+        (format_seconds(0.9996), "1.00 s"),
+        (format_seconds(17e-6), "17.0 us"),
+        (format_bandwidth(0.05e9), "50.0 MB/s"),
+        (format_flop_rate(989e12), "989 TFLOP/s"),
+        (format_flop_rate(128.84e9), "129 GFLOP/s"),
+        (format_count(124_439_808), "124 M"),
+        (format_percent(0.0214), "2.1%"),
+    ],
+)
+def test_numbers_are_shown_with_three_digits(shown: str, expected: str) -> None:
+    assert shown == expected

@@ -1,0 +1,123 @@
+"""The house as agreed: layers, what may import torch, start-up, public names."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = ("profiles", "engines", "advisor")
+
+# Everything else must import without torch: planning a cluster needs none.
+WITH_TORCH = {
+    "profiles.batch",
+    "profiles.bench",
+    "profiles.capture",
+    "profiles.operators",
+    "profiles.probe",
+    "profiles.torch_compat",
+    "engines.batch_norm",
+    "engines.checkpoint",
+    "engines.data",
+    "engines.ddp",
+    "engines.fsdp",
+    "engines.hybrid",
+    "engines.optimizer",
+    "engines.parallel",
+    "engines.recompute",
+    "engines.world",
+    "advisor.auto",
+}
+WITH_TORCH_PREFIXES = ("advisor.demo.", "profiles.tracing", "profiles.modules")
+
+
+def modules() -> list[str]:
+    found = []
+    for layer in LAYERS:
+        for path in sorted((ROOT / layer).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return found
+
+
+def may_import_torch(module: str) -> bool:
+    return module in WITH_TORCH or module.startswith(WITH_TORCH_PREFIXES)
+
+
+def test_modules_outside_the_list_import_without_torch() -> None:
+    torch_free = [m for m in modules() if not may_import_torch(m)]
+    code = f"""
+import sys
+sys.modules["torch"] = None  # any import of it raises
+import importlib
+for name in {torch_free!r}:
+    importlib.import_module(name)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_list_names_only_modules_that_exist() -> None:
+    assert WITH_TORCH <= set(modules())
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_public_name_can_be_imported_and_is_documented(layer: str) -> None:
+    package = importlib.import_module(layer)
+    assert package.__all__ == sorted(package.__all__)
+    for name in package.__all__:
+        assert getattr(package, name).__doc__, f"{layer}.{name}"
+    with pytest.raises(AttributeError, match="no attribute 'nothing_of_ours'"):
+        _ = package.nothing_of_ours
+
+
+def test_private_torch_names_live_in_one_file() -> None:
+    offenders = []
+    for module in modules():
+        if module == "profiles.torch_compat":
+            continue
+        path = ROOT / (module.replace(".", "/") + ".py")
+        if not path.exists():
+            path = ROOT / module.replace(".", "/") / "__init__.py"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            offenders += [
+                f"{module}: {name}"
+                for name in names
+                if name.startswith("torch") and any(p.startswith("_") for p in name.split("."))
+            ]
+    assert offenders == []
+
+
+def test_engine_files_do_not_import_each_other_but_through_the_order() -> None:
+    """The mechanisms stand side by side; only `hybrid` and `parallel` know several."""
+    mechanisms = {"batch_norm", "ddp", "fsdp", "recompute", "checkpoint", "data", "optimizer"}
+    for name in mechanisms:
+        tree = ast.parse((ROOT / "engines" / f"{name}.py").read_text())
+        imported = {
+            node.module.split(".")[1]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("engines.")
+        }
+        assert not imported & mechanisms, name
+
+
+def test_no_file_is_too_long_to_read_in_one_sitting() -> None:
+    lengths = {
+        path.relative_to(ROOT): len(path.read_text().splitlines())
+        for layer in LAYERS
+        for path in (ROOT / layer).rglob("*.py")
+    }
+    assert {str(path): n for path, n in lengths.items() if n > 450} == {}

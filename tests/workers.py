@@ -1,0 +1,158 @@
+"""A pool of gloo ranks that is kept between tests.
+
+A fresh 4-rank job costs 11-21 s on two cores, nearly all of it `import torch`. Here the processes
+stay, and every run makes a fresh process group of the size it wants among the first ranks.
+
+Every run is bounded. When a rank fails or the time is up, all ranks are killed by pid (a rank that
+waits in a collective cannot be asked to stop) and the next run starts new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+GRACE_S = 3.0
+"""How long the other ranks may take to report once one has failed."""
+
+
+class RankFailure(AssertionError):
+    """One or more ranks raised, died or did not finish; the message holds their tracebacks."""
+
+
+class Pool:
+    """`size` processes; `run` uses the first `world_size` of them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int,
+        timeout_s: float = 60.0,
+    ) -> list[Any]:
+        """Call `function(*args)` on every rank of a fresh group; results in rank order.
+
+        `function` must be importable by name and arguments picklable.
+
+        Raises:
+            RankFailure: with the traceback of every rank that failed, and the ranks that hung.
+        """
+        assert 1 <= world_size <= self.size
+        if not self._ranks:
+            self._start()
+        deadline = time.monotonic() + timeout_s
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
+                job = (function, args, rank, world_size, f"{folder}/store", timeout_s)
+                pipe.send_bytes(pickle.dumps(job))
+            return self._collect(world_size, deadline)
+
+    def _collect(self, world_size: int, deadline: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks[:world_size])}
+        while waiting and time.monotonic() < deadline:
+            for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    succeeded, value = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    succeeded, value = False, "the process died"
+                if succeeded:
+                    results[rank] = value
+                else:
+                    failures[rank] = value
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if failures or waiting:
+            self.close()
+            hung = [f"rank {rank}: did not finish" for rank in sorted(waiting.values())]
+            told = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
+            raise RankFailure("\n".join([*told, *hung]))
+        return [results[rank] for rank in range(world_size)]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        threads = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        try:
+            for _ in range(self.size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs,), daemon=True)
+                process.start()
+                theirs.close()
+                self._ranks.append((process, ours))
+        finally:
+            if threads is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = threads
+
+    def close(self) -> None:
+        """Kill and reap every rank."""
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+        for process, _ in self._ranks:
+            process.join(timeout=10)
+        self._ranks.clear()
+
+
+def _serve(pipe: Connection) -> None:
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, args, rank, world_size, store, timeout_s = pickle.loads(message)
+            for name, value in (("RANK", rank), ("WORLD_SIZE", world_size), ("LOCAL_RANK", rank)):
+                os.environ[name] = str(value)
+            os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            torch.manual_seed(0)
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        finally:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+        try:
+            pipe.send_bytes(pickle.dumps(answer))
+        except (TypeError, AttributeError, pickle.PicklingError):
+            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+
+
+def barrier_then(values: Sequence[Any]) -> Any:
+    """The value of this rank, after all ranks arrived: the smallest distributed job."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    return values[dist.get_rank()]
