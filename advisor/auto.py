@@ -32,7 +32,8 @@ from profiles.cluster import ClusterProfile
 from profiles.clusters import resolve_cluster
 from profiles.errors import InputError, RankError
 from profiles.model import ModelProfile, Numerics
-from profiles.probe import probe
+from profiles.probe import probe, resident_bytes
+from profiles.provenance import Source
 from profiles.torch_compat import default_store
 from profiles.workload import Workload
 
@@ -186,6 +187,7 @@ def look(
     profile: ModelProfile = capture(
         model, sample, loss_fn=loss_fn, numerics=numerics, name=type(model).__name__
     )
+    cluster = _with_context(cluster, model)
     workload = Workload(
         global_batch_size=global_batch_size or batch_size(sample) * cluster.world_size,
         tokens_per_sample=profile.tokens_per_sample,
@@ -193,6 +195,22 @@ def look(
         precision=wanted,
     )
     return Facts(model=profile, cluster=cluster, workload=workload)
+
+
+def _with_context(cluster: ClusterProfile, model: nn.Module) -> ClusterProfile:
+    """What this process holds besides the model, now that all libraries are loaded.
+
+    CPU ranks only: a GPU's context is not in main memory.
+    """
+    context = cluster.device.context_bytes
+    if cluster.device.kind != "cpu" or context.source is not Source.MEASURED:
+        return cluster
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == "cpu")
+    value = max(context.value, resident_bytes() - held)
+    device = cluster.device.model_copy(
+        update={"context_bytes": context.model_copy(update={"value": value})}
+    )
+    return cluster.model_copy(update={"device": device})
 
 
 def pins_of(plan: PlanLike) -> Mapping[str, Any]:

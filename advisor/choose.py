@@ -28,7 +28,7 @@ from profiles.units import format_gib, format_percent, format_seconds
 
 _DEFAULT = Policy()
 _NO_PINS: Pins = {}
-# Changes shown when nothing fits; ecosystem.md 6.5 asks for the cheapest three.
+# Changes shown when nothing fits: enough to choose from, few enough to read.
 _CHANGES_SHOWN = 3
 
 

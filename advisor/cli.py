@@ -298,7 +298,7 @@ def _machines(text: str) -> ClusterProfile:
     if text == "auto":
         from profiles.probe import probe
 
-        return probe()
+        return probe(measure=True)
     from profiles.clusters import resolve_cluster
 
     return resolve_cluster(text)

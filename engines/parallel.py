@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointError
 
 from engines import checkpoint
 from engines.data import ShardedLoader, shares
@@ -20,7 +21,7 @@ from engines.optimizer import clip_gradients, full_gradients, send_from_rank_zer
 from engines.plan import Plan
 from engines.world import World
 from profiles.batch import Batch, batch_size, call_model, loss_of, split_rows
-from profiles.errors import BatchError
+from profiles.errors import BatchError, ModelError
 from profiles.model import ModelProfile
 from profiles.torch_compat import map_tensors
 
@@ -109,7 +110,8 @@ class ParallelModel(nn.Module):
         for index, piece in enumerate(pieces):
             with self._backward_mode(last=index == len(pieces) - 1):
                 loss = self._loss(piece)
-                (loss * weights[index]).backward()
+                with _explained_recompute(self.plan):
+                    (loss * weights[index]).backward()
             total += loss.detach() * weights[index]
         return self._average(total)
 
@@ -212,17 +214,18 @@ class ParallelModel(nn.Module):
         batch = self._move(batch)
         if rows:
             self._spare = split_rows(batch, [1, rows - 1])[0]
-        if not all(sizes):
-            self._check_spare(rows)
         parts = split_rows(batch, sizes)
-        pieces = [part if size else self._spare for part, size in zip(parts, sizes, strict=True)]
+        pieces = [
+            part if size else self._borrowed(rows) for part, size in zip(parts, sizes, strict=True)
+        ]
         counts = torch.tensor(sizes, dtype=torch.float32).to(self._world.device)
         total = torch.full((), float(rows), device=self._world.device)
         if self.data_world_size > 1:
             dist.all_reduce(total)
         return pieces, counts * self.data_world_size / total
 
-    def _check_spare(self, rows: int) -> None:
+    def _borrowed(self, rows: int) -> Batch:
+        """One row for a microbatch that has none."""
         what = f"{rows} rows on rank {self._world.rank} for {self.plan.forwards} microbatches"
         hint = "drop the short batch: DataLoader(..., drop_last=True)"
         if self._spare is None:
@@ -233,6 +236,7 @@ class ParallelModel(nn.Module):
                 f" `{self._profile.batch_norms[0]}`",
                 hints=[hint],
             )
+        return self._spare
 
     def _backward_mode(self, *, last: bool) -> AbstractContextManager[None]:
         if isinstance(self.module, FSDPModule):
@@ -265,6 +269,19 @@ class ParallelModel(nn.Module):
 
     if TYPE_CHECKING:
         _runner: Callable[..., Any]
+
+
+@contextmanager
+def _explained_recompute(plan: Plan) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise ModelError(
+            "a block computes something else the second time: its forward changes state outside it"
+            " (a key/value cache, say)",
+            where=f"plan: {plan}\n{str(error).splitlines()[0]}",
+            hints=["switch the cache off (`use_cache=False`)", "or plan with recompute=none"],
+        ) from error
 
 
 def _as_fp32(tensor: Tensor) -> Tensor:

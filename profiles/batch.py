@@ -6,10 +6,10 @@ dimension of every tensor is the batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from profiles.errors import BatchError, ModelError
@@ -113,11 +113,15 @@ def split_rows(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     rows = batch_size(batch)
     if sum(sizes) != rows:
         raise BatchError(f"{rows} rows cannot be cut into {' + '.join(map(str, sizes))}")
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [
-        map_batch(lambda tensor, at=at, size=size: tensor.narrow(0, at, size), batch)
-        for at, size in zip(starts, sizes, strict=True)
-    ]
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(map_batch(functools.partial(_rows, start=start, size=size), batch))
+        start += size
+    return parts
+
+
+def _rows(tensor: Tensor, *, start: int, size: int) -> Tensor:
+    return tensor.narrow(0, start, size)
 
 
 def map_batch(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
@@ -141,6 +145,7 @@ def batch_tensors(batch: Batch) -> list[Tensor]:
 def describe(batch: Batch) -> str:
     """Names, dtypes and shapes on one line.
 
+    >>> import torch
     >>> describe({"ids": torch.zeros(2, 8, dtype=torch.long)})
     'ids: int64 (2, 8)'
     """
@@ -158,7 +163,7 @@ def _items(batch: Batch) -> list[tuple[str, object]]:
         return [("input", batch)]
     if isinstance(batch, Mapping):
         return [(str(name), value) for name, value in batch.items()]
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
+    if isinstance(batch, tuple | list):
         return [(f"element {index}", value) for index, value in enumerate(batch)]
     raise BatchError(
         f"a {type(batch).__name__} is not a batch",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from profiles.cluster import ClusterProfile, Collective, Device, Link, LinkFit
 from profiles.errors import InputError, RankError
 from profiles.fit import fit
-from profiles.provenance import Quantity, Source
+from profiles.provenance import Quantity, Source, Timing
 from profiles.torch_compat import all_gather_single, reduce_scatter_single
 from profiles.units import KIB, MIB
 
@@ -42,6 +42,7 @@ REPEATS = ((128 * KIB, 16), (2 * MIB, 4), (math.inf, 1))
 # Time that a rank may be late before the others give up, beyond the budget.
 PATIENCE_S = 60.0
 MATMUL_SHARE = 0.25
+LAUNCHES = 200  # small operations timed in a row: a clock reads no finer
 # A range that begins at 0 says nothing; a bandwidth of 0 is not possible.
 LARGEST_ERROR = 0.95
 
@@ -90,32 +91,51 @@ def bench(
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.15) -> float:
     """FLOP/s of a large square matrix product, median of at least three."""
-    size = 8192 if device.type == "cuda" else 768
+    return 2 * _matmul_size(device) ** 3 / matmul_timing(device, dtype, seconds=seconds).median_s
+
+
+def matmul_timing(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.15) -> Timing:
+    """Seconds of a large square matrix product."""
+    size = _matmul_size(device)
     left = torch.ones(size, size, device=device, dtype=dtype)
     result = torch.empty_like(left)
-    step = _median_time(lambda: torch.mm(left, left, out=result), device, seconds)
-    return 2 * size**3 / step
+    return _timing(lambda: torch.mm(left, left, out=result), device, seconds)
+
+
+def _matmul_size(device: torch.device) -> int:
+    return 8192 if device.type == "cuda" else 768
 
 
 def copy_rate(device: torch.device, *, seconds: float = 0.15) -> float:
     """Bytes read and written per second by a copy that no cache holds, median of three or more."""
-    count = (1024 if device.type == "cuda" else 64) * MIB
-    origin = torch.zeros(count, device=device, dtype=torch.uint8)
-    target = torch.zeros_like(
-        origin
-    )  # written once, so that no page is first touched in the timing
-    return 2 * count / _median_time(lambda: target.copy_(origin), device, seconds)
+    return 2 * _copy_bytes(device) / copy_timing(device, seconds=seconds).median_s
+
+
+def copy_timing(device: torch.device, *, seconds: float = 0.15) -> Timing:
+    """Seconds of a copy that no cache holds."""
+    origin = torch.zeros(_copy_bytes(device), device=device, dtype=torch.uint8)
+    target = torch.zeros_like(origin)  # written once: no page is first touched in the timing
+    return _timing(lambda: target.copy_(origin), device, seconds)
+
+
+def _copy_bytes(device: torch.device) -> int:
+    return (1024 if device.type == "cuda" else 64) * MIB
 
 
 def launch_time(device: torch.device, *, seconds: float = 0.05) -> float:
     """Seconds of one small operation among many: what launching costs."""
-    tensor, count = torch.zeros(16, device=device), 200
+    return launch_timing(device, seconds=seconds).median_s / LAUNCHES
+
+
+def launch_timing(device: torch.device, *, seconds: float = 0.05) -> Timing:
+    """Seconds of `LAUNCHES` small operations in a row."""
+    tensor = torch.zeros(16, device=device)
 
     def many() -> None:
-        for _ in range(count):
+        for _ in range(LAUNCHES):
             tensor.add_(1)
 
-    return _median_time(many, device, seconds) / count
+    return _timing(many, device, seconds)
 
 
 def _bench(cluster: ClusterProfile, *, budget_s: float, max_bytes: int) -> ClusterProfile:
@@ -144,8 +164,11 @@ def _bench(cluster: ClusterProfile, *, budget_s: float, max_bytes: int) -> Clust
         dist.destroy_process_group(everyone)
 
 
-def _median_time(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Median seconds of `work`, run for about `seconds` after one warm-up, three times at least."""
+def _timing(work: Callable[[], object], device: torch.device, seconds: float) -> Timing:
+    """Seconds of `work`, run for about `seconds` after one warm-up, three times at least.
+
+    The range is the 10th to the 90th percentile.
+    """
     work()
     _wait(device)
     times: list[float] = []
@@ -155,7 +178,14 @@ def _median_time(work: Callable[[], object], device: torch.device, seconds: floa
         work()
         _wait(device)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    times.sort()
+    tenth = len(times) // 10
+    return Timing(
+        median_s=statistics.median(times),
+        low_s=times[tenth],
+        high_s=times[-1 - tenth],
+        repeats=len(times),
+    )
 
 
 def _wait(device: torch.device) -> None:
@@ -186,27 +216,30 @@ def _same_everywhere(
 def _timed_device(
     device: Device, group: dist.ProcessGroup, here: torch.device, seconds: float
 ) -> Device:
-    """The device as the slowest rank sees it while all work; the range is the ranks' spread.
+    """The device as the slowest rank sees it while all work.
 
-    A GPU keeps its printed peaks, for utilisation is quoted against them, and gets the share that
-    was reached; elsewhere the measured rate is the peak, and its share 1.
+    The range holds the ranks' medians and the 10th to 90th percentile within each rank. A GPU keeps
+    its printed peaks, for utilisation is quoted against them, and gets the share that was reached;
+    elsewhere the measured rate is the peak, and its share 1.
     """
     dtypes = [torch.float32, torch.bfloat16]
     dist.barrier(group=group)
     slices = seconds / 8
-    times = [1 / matmul_rate(here, dtype, seconds=2 * slices) for dtype in dtypes]
-    times += [1 / copy_rate(here, seconds=2 * slices), launch_time(here, seconds=slices)]
-    slow = _slowest(times, group, here)
-    fast = [-value for value in _slowest([-value for value in times], group, here)]
-    found = [
-        _measured(1 / worst, (worst - best) / (worst + best))
-        for worst, best in zip(slow[:3], fast[:3], strict=True)
-    ]
+    timings = [matmul_timing(here, dtype, seconds=2 * slices) for dtype in dtypes]
+    timings += [copy_timing(here, seconds=2 * slices), launch_timing(here, seconds=slices)]
+    median = _slowest([timing.median_s for timing in timings], group, here)
+    high = _slowest([timing.high_s for timing in timings], group, here)
+    low = [-value for value in _slowest([-timing.low_s for timing in timings], group, here)]
+    errors = [(worst - best) / (worst + best) for worst, best in zip(high, low, strict=True)]
+    flop, moved = 2 * _matmul_size(here) ** 3, 2 * _copy_bytes(here)
     rates = {
-        str(dtype).removeprefix("torch."): rate
-        for dtype, rate in zip(dtypes, found[:2], strict=True)
+        str(dtype).removeprefix("torch."): _measured(flop / median[index], errors[index])
+        for index, dtype in enumerate(dtypes)
     }
-    update: dict[str, object] = {"memory_bandwidth_bytes_per_s": found[2]}
+    update: dict[str, object] = {
+        "memory_bandwidth_bytes_per_s": _measured(moved / median[2], errors[2]),
+        "launch_s": _measured(median[3] / LAUNCHES, errors[3]),
+    }
     if here.type == "cuda" and "bfloat16" in device.flop_per_s:
         rate = rates["bfloat16"]
         share = rate.value / (device.flop_per_s["bfloat16"].value)
@@ -214,7 +247,6 @@ def _timed_device(
     else:
         update["flop_per_s"] = device.flop_per_s | rates
         update["matmul_fraction"] = Quantity(value=1.0, source=Source.MEASURED)
-    update["launch_s"] = _measured(slow[3], (slow[3] - fast[3]) / (slow[3] + fast[3]))
     return device.model_copy(update=update)
 
 

@@ -86,7 +86,8 @@ def _copy(value: object, fakes: Fakes, copies: dict[int, object]) -> object:
         mapping.update((key, _copy(item, fakes, copies)) for key, item in value.items())
         return mapping
     if type(value) is list:
-        copies[id(value)] = sequence = []
+        sequence: list[object] = []
+        copies[id(value)] = sequence
         sequence.extend(_copy(item, fakes, copies) for item in value)
         return sequence
     if type(value) is tuple:

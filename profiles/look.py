@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from profiles.batch import Batch, call_model, describe, find_loss, loss_of, map_batch
 from profiles.errors import AdvisorError, ModelError
-from profiles.fakes import Fakes, stand_ins
+from profiles.fakes import stand_ins
 from profiles.model import LOSS, Numerics
+from profiles.places import Place
+from profiles.storages import Storages
 from profiles.subject import Subject
 from profiles.torch_compat import data_dependent_errors, storage_of, tensors_in, without_onednn
-from profiles.tracing import Place, Trace
+from profiles.tracing import Trace
 
 
 @dataclass(slots=True)
@@ -62,48 +64,49 @@ def look(subject: Subject, numerics: Numerics, *, repeats: int = 1) -> Look:
         ModelError: see `profiles.capture.capture`.
     """
     model, loss_fn = subject.model, subject.loss_fn
-    cast = torch.bfloat16 if numerics is Numerics.BF16 else None
+    low_precision = torch.bfloat16 if numerics is Numerics.BF16 else None
     is_autocast = numerics is Numerics.BF16_AUTOCAST
     modules = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
     with ExitStack() as stack:
-        fakes = stack.enter_context(stand_ins(modules, cast=cast))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        fakes = stack.enter_context(stand_ins(modules, cast=low_precision))
         # oneDNN's recurrent layers keep a workspace whose size only the kernel knows.
         stack.enter_context(without_onednn())
         batch = map_batch(lambda tensor: _rows(fakes.of(tensor), repeats), subject.sample)
-        storages = {id(t): storage_of(t) for t in (*fakes.all(), *tensors_in(batch))}
-        trace = Trace(
+        before = (storage_of(t) for t in (*fakes.all(), *tensors_in(batch)))
+        storages = Storages(
             owned={
                 storage: frozenset(subject.holders[key])
                 for key, parameter in subject.parameters.items()
                 if (storage := storage_of(fakes.of(parameter))) is not None
             },
-            known=[storage for storage in storages.values() if storage is not None],
-            cast=cast,
+            known=[storage for storage in before if storage is not None],
             casts_are_parameters=is_autocast,
         )
+        trace = Trace(storages, low_precision=low_precision)
         trace.watch(model, subject.units)
         stack.enter_context(_gradients_put_back(trace))
         with trace:
             with trace.saving(), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
                 roots, has_loss = _forward(subject, batch, trace)
-            saved, selective = trace.saved_bytes(), trace.selective_bytes()
+            saved, selective = storages.saved_bytes(), storages.selective_bytes()
             trace.begin_backward(roots)
             with _explained(subject, f"backward of `{type(model).__name__}` fails"):
                 _backward(roots)
             trace.end_backward()
         found = {key: fakes.of(parameter) for key, parameter in subject.parameters.items()}
-        ignored = _gradient_numbers(found.values(), trace)
+        ignored = _gradient_numbers(found.values(), storages)
         return Look(
-            costs=_costs(trace, saved, selective, trace.timeline.peaks(ignored=ignored)),
+            costs=_costs(trace, saved, selective, storages.timeline.peaks(ignored=ignored)),
             shared=frozenset(trace.shared),
             unused=_names(subject, found, lambda p: p.requires_grad and p.grad is None),
             sparse_gradients=_names(
                 subject, found, lambda p: p.grad is not None and p.grad.layout != torch.strided
             ),
             has_loss=has_loss,
-            peak_bytes=trace.timeline.highest(ignored=ignored),
+            peak_bytes=storages.timeline.highest(ignored=ignored),
         )
 
 
@@ -159,11 +162,11 @@ def _gradients_put_back(trace: Trace) -> Iterator[None]:
             leaf.grad = gradient
 
 
-def _gradient_numbers(parameters: Iterator[Tensor] | object, trace: Trace) -> frozenset[int]:
+def _gradient_numbers(parameters: Iterable[Tensor], storages: Storages) -> frozenset[int]:
+    """What the timeline is to leave out; the caller counts gradients by themselves."""
     gradients = (p.grad for p in parameters)
-    return frozenset(
-        number for g in gradients if g is not None and (number := trace.number_of(g)) is not None
-    )
+    numbers = (storages.number_of(g) for g in gradients if g is not None)
+    return frozenset(number for number in numbers if number is not None)
 
 
 def _names(

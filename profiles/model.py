@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from profiles.record import Document, Record
 
@@ -53,8 +53,10 @@ class UnitCost(Record):
         forward_kernels, backward_kernels: operations launched.
         activation_bytes: kept from forward to backward, parameters and the batch not counted.
         selective_activation_bytes: the same under selective recompute (matmul and attention
-            outputs are kept, all else is computed again).
-        input_bytes: the unit's floating inputs; what full recompute keeps.
+            outputs are kept, all else is computed again); of units that are no blocks what they
+            keep then.
+        input_bytes: the unit's floating inputs and masks; what full recompute keeps. A tensor that
+            several blocks take is counted in the first of them.
         output_bytes: the unit's tensors handed on.
         forward_transient_bytes: highest moment of live tensors within the unit's forward, above
             what was live when it began.
@@ -196,12 +198,3 @@ class ModelProfile(Document):
             + unit.cost(numerics).backward_flop.at(samples)
             for unit in self.units
         )
-
-
-class Timing(Record):
-    """A time that was measured several times: median and spread, in seconds."""
-
-    median_s: NonNegativeFloat
-    low_s: NonNegativeFloat
-    high_s: NonNegativeFloat
-    repeats: PositiveInt

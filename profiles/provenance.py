@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from pydantic import NonNegativeFloat, PositiveInt
+
 from profiles.record import Record
 
 
@@ -36,3 +38,12 @@ class Quantity(Record):
     @property
     def high(self) -> float:
         return self.value * (1 + self.relative_error)
+
+
+class Timing(Record):
+    """A time that was measured several times: median and spread, in seconds."""
+
+    median_s: NonNegativeFloat
+    low_s: NonNegativeFloat
+    high_s: NonNegativeFloat
+    repeats: PositiveInt

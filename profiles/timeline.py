@@ -42,7 +42,8 @@ class Timeline:
         Windows may lie in each other; one that was opened several times has its highest time.
         `ignored` allocations count nowhere.
         """
-        live, found = 0, {}
+        live = 0
+        found: dict[Hashable, int] = {}
         began: dict[Hashable, int] = {}
         top: dict[Hashable, int] = {}
         for kind, what in self._events:

@@ -6,16 +6,18 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._ops import OpOverload
 from torch.nn.parallel import DistributedDataParallel
-from torch._ops import OpOverload as Operator
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 Tree = TypeVar("Tree")
+Operator: TypeAlias = OpOverload
 
 
 def all_gather_single(
@@ -118,6 +120,17 @@ def device_query() -> Operator:
     """The operator behind `tensor.device`, which fake tensors answer like an operation."""
     query: Operator = torch.ops.prim.device.default
     return query
+
+
+def device_of(tensor: object) -> torch.device:
+    """The device a tensor claims; asking a fake tensor for `.device` is an operation of its own."""
+    claimed: torch.device = getattr(tensor, "fake_device", None) or cast(Any, tensor).device
+    return claimed
+
+
+def node_notes(node: torch.autograd.graph.Node) -> dict[str, Any]:
+    """A dict that lives as long as an autograd node (annotated in torch as a method)."""
+    return cast("dict[str, Any]", node.metadata)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

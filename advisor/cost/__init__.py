@@ -7,7 +7,12 @@ from advisor.cost.communication import communication_error, exchange
 from advisor.cost.compute import compute_error, optimizer_s, peak_flop_per_s, unit_times
 from advisor.cost.loads import Loads, loads_of
 from advisor.cost.memory import peak, shard_degree
-from advisor.cost.replay import OVERLAP_SLOWDOWN, replay
+from advisor.cost.replay import (
+    OVERLAP_SLOWDOWN,
+    OVERLAP_SLOWDOWN_HIGH,
+    OVERLAP_SLOWDOWN_LOW,
+    replay,
+)
 from advisor.facts import Facts
 from engines.legality import numerics
 from engines.plan import Plan
@@ -74,16 +79,17 @@ class CostModel:
         )
         exposed = max(0.0, played.wall_s - compute - recompute - launch)
         overlapped = max(0.0, played.sent_s - exposed) if overlaps else 0.0
+        slowed = overlapped * OVERLAP_SLOWDOWN
         time = Time(
             compute_s=compute,
             recompute_s=recompute,
             optimizer_s=update_s,
-            exposed_s=exposed,
+            exposed_s=exposed + slowed,
             overlapped_s=overlapped,
             launch_s=launch,
         )
         step_s = time.total
-        computing = step_s - exposed
+        computing = step_s - exposed - slowed
         compute_doubt = compute_error(device, dtype)
         sent_doubt = communication_error(plan, cluster)
         samples = local_samples * plan.data_degree
@@ -98,10 +104,12 @@ class CostModel:
             states_bytes=memory.states_bytes,
             host_bytes=memory.host_bytes,
             step_s=step_s,
-            step_low_s=computing * (1 - compute_doubt) + exposed * (1 - sent_doubt),
+            step_low_s=computing * (1 - compute_doubt)
+            + exposed * (1 - sent_doubt)
+            + overlapped * OVERLAP_SLOWDOWN_LOW,
             step_high_s=computing * (1 + compute_doubt)
             + exposed * (1 + sent_doubt)
-            + overlapped * OVERLAP_SLOWDOWN,
+            + overlapped * OVERLAP_SLOWDOWN_HIGH,
             time=time,
             compute_error=compute_doubt,
             communication_error=sent_doubt,

@@ -54,7 +54,7 @@ class Time(Record):
         compute_s: forward and backward.
         recompute_s: forwards run again in the backward.
         optimizer_s: the update.
-        exposed_s: communication that no computing hides.
+        exposed_s: communication that no computing hides, and by how much hidden one slows it.
         overlapped_s: communication that is hidden.
         launch_s: operations too short to keep the device busy.
     """

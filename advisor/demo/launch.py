@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 from engines.plan import Plan, parse_settings
 from profiles.errors import PlanError, RankError
@@ -31,11 +33,18 @@ def run(*, ranks: int, plan: str, steps: int | None) -> int:
             f"plan `{plan}` needs {needed} ranks, the demo starts {ranks}",
             hints=[f"`advise demo --ranks {needed} --plan '{plan}'`"],
         )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "advisor.demo.train"]
-    command += ["--plan", plan] if plan else []
-    command += ["--steps", str(steps)] if steps is not None else []
-    threads = max(1, machine_cores() // ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        exit_code = Path(folder) / "exit-code"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks), "-m", "advisor.demo.train"]
+        command += ["--exit-code", str(exit_code)]
+        command += ["--plan", plan] if plan else []
+        command += ["--steps", str(steps)] if steps is not None else []
+        failed = _wait(command, threads=max(1, machine_cores() // ranks))
+        return int(exit_code.read_text()) if exit_code.exists() else failed
+
+
+def _wait(command: list[str], *, threads: int) -> int:
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:

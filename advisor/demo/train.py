@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from advisor.decision import Decision
 from advisor.demo.gpt import GPT, SHAPES, loss
 from advisor.demo.text import ByteWindows, reference_text
 from engines.parallel import ParallelModel
-from engines.world import join_world
+from engines.world import join_world, leave_world
+from profiles.batch import Batch
 from profiles.errors import AdvisorError
 from profiles.memory import peak_memory_bytes, reset_peak_memory
 from profiles.units import format_gib, format_seconds
@@ -32,7 +34,9 @@ HELD_OUT_BATCHES = 4
 LEARNT_FRACTION = 0.55  # stop when the loss is this part of its first value: far beyond noise
 AVERAGED_STEPS = 5
 MOST_STEPS = 150
+LINE_EVERY_STEPS = 10
 WARM_UP_STEPS = 2  # first steps allocate and build communication buckets
+LEARNING_RATE = 1e-3  # nanoGPT's for this size (train_shakespeare_char.py)
 CHECKPOINT = Path("runs/demo")
 
 
@@ -50,46 +54,56 @@ class Run:
 @click.command()
 @click.option("--plan", default=None)
 @click.option("--steps", type=click.IntRange(min=WARM_UP_STEPS + 1), default=None)
-def main(plan: str | None, steps: int | None) -> None:
-    """Run one rank; started by `advise demo`."""
+@click.option("--exit-code", type=click.Path(path_type=Path), required=True)
+def main(plan: str | None, steps: int | None, exit_code: Path) -> None:
+    """Run one rank; started by `advise demo`.
+
+    What stops every rank before the training (a plan that is refused, say) is no failure of a
+    process: rank 0 says it, and leaves the code of the whole command in the file `exit_code`.
+    """
     world = join_world()
-    first = world.rank == 0
-    screen = Console(stderr=True)
+    screen = Console(stderr=True) if world.rank == 0 else None
     try:
         config = SHAPES["gpt-10m"]
-        torch.manual_seed(0)
-        model = GPT(config)
         text = reference_text()
         train = ByteWindows(text.train, length=config.context)
         held_out = ByteWindows(text.held_out, length=config.context)
-        rows = [train[i] for i in range(GLOBAL_BATCH // world.size)]
-        sample = (torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows]))
-        if first:
-            screen.print("looking at this machine and at the model ...", highlight=False)
-        parallel = auto_parallelize(
-            model,
-            sample=sample,
-            loss_fn=loss,
-            optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
-            plan=plan,
-            global_batch_size=GLOBAL_BATCH,
-            max_grad_norm=1.0,
-        )
-        assert isinstance(parallel.decision, Decision)
-        if first:
-            show_on_screen(parallel.decision, no_color=False)
-        run = _train(parallel, train, held_out, steps=steps, screen=screen if first else None)
+        try:
+            parallel = _parallel_model(GPT(config), train, plan, world.size, screen)
+        except AdvisorError as error:
+            if screen:
+                click.echo(f"error: {error}", err=True)
+                exit_code.write_text(str(error.exit_code))
+            return
+        run = _train(parallel, train, held_out, steps=steps, screen=screen)
         parallel.save(CHECKPOINT)
-        run.peak_bytes = _largest(run.peak_bytes)
-        if first:
+        if screen:
+            assert isinstance(parallel.decision, Decision)
             click.echo(comparison(parallel.decision.estimate, run, CHECKPOINT))
-    except AdvisorError as error:
-        if first:
-            click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_world()
+
+
+def _parallel_model(
+    model: GPT, train: ByteWindows, plan: str | None, ranks: int, screen: Console | None
+) -> ParallelModel:
+    """Look, decide, print the report, wrap."""
+    if screen:
+        screen.print("looking at this machine and at the model ...", highlight=False)
+    rows = [train[index] for index in range(max(1, GLOBAL_BATCH // ranks))]
+    parallel = auto_parallelize(
+        model,
+        sample=(torch.stack([tokens for tokens, _ in rows]), torch.stack([n for _, n in rows])),
+        loss_fn=loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=LEARNING_RATE),
+        plan=plan,
+        global_batch_size=GLOBAL_BATCH,
+        max_grad_norm=1.0,
+    )
+    if screen:
+        assert isinstance(parallel.decision, Decision)
+        show_on_screen(parallel.decision, no_color=False)
+    return parallel
 
 
 def _train(
@@ -111,9 +125,9 @@ def _train(
     most = steps or MOST_STEPS
     with _progress(screen, most) as advance:
         while len(run.losses) < most:
-            for inputs, targets in parallel.shard(loader):
+            for batch in parallel.shard(loader):
                 began = time.perf_counter()
-                value = parallel.train_step((inputs, targets)).item()
+                value = parallel.train_step(batch).item()
                 run.step_s.append(time.perf_counter() - began)
                 run.losses.append(value)
                 advance(value)
@@ -125,16 +139,38 @@ def _train(
                 if len(run.losses) == most or (steps is None and learnt):
                     most = len(run.losses)
                     break
-    run.peak_bytes = peak_memory_bytes(device)
+    run.peak_bytes = _largest(peak_memory_bytes(device))
     run.held_out_after = _held_out(parallel, unseen)
     return run
 
 
-def _held_out(parallel: ParallelModel, unseen: object) -> float:
+def _held_out(parallel: ParallelModel, unseen: Iterable[Batch]) -> float:
     parallel.eval()
-    losses = [parallel.eval_step(tuple(batch)).item() for batch in unseen]  # type: ignore[attr-defined]
+    losses = [parallel.eval_step(batch).item() for batch in unseen]
     parallel.train()
     return statistics.mean(losses)
+
+
+@contextmanager
+def _progress(screen: Console | None, steps: int) -> Iterator[Callable[[float], None]]:
+    """Tell each step's loss: a bar on a terminal, a line now and then elsewhere."""
+    if screen is None:
+        yield lambda value: None
+    elif screen.is_terminal:
+        loss_column = TextColumn("loss {task.fields[loss]:.2f}")
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss_column)
+        with Progress(TextColumn("training"), *columns, console=screen) as bar:
+            task = bar.add_task("", total=steps, loss=float("nan"))
+            yield lambda value: bar.update(task, advance=1, loss=value)
+    else:
+        seen: list[float] = []
+
+        def tell(value: float) -> None:
+            seen.append(value)
+            if len(seen) % LINE_EVERY_STEPS == 1:
+                screen.print(f"step {len(seen)}: loss {value:.2f}", highlight=False)
+
+        yield tell
 
 
 def comparison(estimate: Estimate, run: Run, checkpoint: Path) -> str:
@@ -144,35 +180,37 @@ def comparison(estimate: Estimate, run: Run, checkpoint: Path) -> str:
     low, high = steady[len(steady) // 10], steady[-1 - len(steady) // 10]
     step = (estimate.step_s, estimate.step_low_s, estimate.step_high_s)
     peak = (estimate.peak_bytes, estimate.peak_low_bytes, estimate.peak_high_bytes)
-    lines = [
-        "",
-        f"predicted against measured over {len(steady)} steps"
-        f" (the first {WARM_UP_STEPS} are warm-up)",
-        "               predicted (range)                measured (10th-90th percentile)",
-        f"  step time    {_range(format_seconds, *step):<33}"
-        f"{format_seconds(median)} ({format_seconds(low)} - {format_seconds(high)}){_verdict(median, *step)}",
-        f"  peak memory  {_range(format_gib, *peak):<33}"
-        f"{format_gib(run.peak_bytes)} on the fullest rank{_verdict(run.peak_bytes, *peak)}",
-        "",
-        f"loss in nats per byte: {run.losses[0]:.2f} at first,"
-        f" {statistics.mean(run.losses[-AVERAGED_STEPS:]):.2f} after {len(run.losses)} steps;"
-        f" on held-out text {run.held_out_before:.2f} -> {run.held_out_after:.2f}",
-        f"checkpoint: {checkpoint.resolve()}",
-    ]
-    return "\n".join(lines)
+    recent = statistics.mean(run.losses[-AVERAGED_STEPS:])
+    return f"""
+               predicted  (range)                 measured   (range)
+  step time    {_row(format_seconds, (median, low, high), step)}
+  peak memory  {_row(format_gib, (run.peak_bytes,), peak)}
+  measured: the median of {len(steady)} steps after {WARM_UP_STEPS} of warm-up, 10th to 90th
+  percentile; the fullest rank, interpreter and libraries included
+
+loss in nats per byte
+  training  {run.losses[0]:.2f} at first, {recent:.2f} after {len(run.losses)} steps
+  held out  {run.held_out_before:.2f} at first, {run.held_out_after:.2f} after
+checkpoint  {checkpoint.resolve()}"""
 
 
-def _range(show: object, value: float, low: float, high: float) -> str:
-    assert callable(show)
-    return f"{show(value)} ({show(low)} - {show(high)})"
-
-
-def _verdict(measured: float, predicted: float, low: float, high: float) -> str:
-    ratio = f"{measured / predicted - 1:+.0%}"
-    return f", {ratio}" if low <= measured <= high else f", {ratio}: outside the range"
+def _row(
+    show: Callable[[float], str],
+    measured: tuple[float, ...],
+    predicted: tuple[float, float, float],
+) -> str:
+    """Predicted, its range; measured, its range; by how much they differ."""
+    value, low, high = predicted
+    cells = [show(value), f"{show(low)} - {show(high)}", show(measured[0])]
+    cells.append(" - ".join(show(end) for end in measured[1:]))
+    inside = "" if low <= measured[0] <= high else ", outside the range"
+    widths = (11, 24, 11, 0)
+    row = "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
+    return f"{row}\n{'':15}measured is {measured[0] / value - 1:+.0%}{inside}"
 
 
 def _largest(value: int) -> int:
+    """Over all ranks."""
     if not dist.is_initialized():
         return value
     held = torch.tensor(float(value))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from advisor.cost import Estimate
 from advisor.cost.communication import COMMUNICATION_ERROR, HOST_LINK_BYTES_PER_S
-from advisor.cost.compute import COMPUTE_ERROR, HOST_BANDWIDTH_BYTES_PER_S
+from advisor.cost.compute import COMPUTE_ERROR, HOST_BANDWIDTH_BYTES_PER_S, matmul_fraction
 from advisor.cost.memory import ACTIVATION_ERROR
 from advisor.decision import Alternative, Decision, cuts, title
 from engines.plan import Offload, Plan
@@ -181,9 +181,12 @@ def _basis(decision: Decision) -> Iterator[Basis]:
     dtype = plan.precision.dtype
     peak = device.flop_per_s.get(dtype) or device.flop_per_s["float32"]
     yield Basis(
-        what=f"matrix products: {format_percent(device.matmul_fraction.value)} of"
+        what=f"matrix products: {format_percent(matmul_fraction(device))} of"
         f" {format_flop_rate(peak.value)} on {device.name}",
-        source=_source(device.matmul_fraction.source, device.matmul_fraction.relative_error),
+        source=_source(
+            device.matmul_fraction.source,
+            max(device.matmul_fraction.relative_error, peak.relative_error),
+        ),
     )
     bandwidth = device.memory_bandwidth_bytes_per_s
     yield Basis(

@@ -1,0 +1,168 @@
+"""The memory behind tensors in a traced run: whose it is, how long it lives, who keeps it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from profiles.places import Place
+from profiles.timeline import Timeline
+from profiles.torch_compat import Operator, storage_of, tensors_in
+
+
+@dataclass(slots=True, eq=False)
+class _Made:
+    """Memory that the run allocated; `number` is its name in the timeline.
+
+    `saved_by` keeps it for backward as the model is; `kept_by` would if blocks were recomputed
+    selectively; `is_taken`: it was among the inputs of a block already.
+    """
+
+    number: int
+    size_bytes: int
+    is_alive: bool = True
+    saved_by: Place | None = None
+    kept_by: Place | None = None
+    is_taken: bool = False
+
+
+class Storages:
+    """Follows every storage from the operation that makes it to its release.
+
+    Tensors that share memory have the same storage object, so it is known by its id.
+
+    Args:
+        owned: for the storages of parameters, the units that hold them.
+        known: further storages that were there before: buffers, the batch.
+        casts_are_parameters: a cast of a parameter is a parameter, not an activation (autocast).
+    """
+
+    def __init__(
+        self,
+        *,
+        owned: Mapping[torch.UntypedStorage, frozenset[str]],
+        known: Iterable[torch.UntypedStorage],
+        casts_are_parameters: bool,
+    ) -> None:
+        self.timeline = Timeline()
+        self._owned = {id(storage): names for storage, names in owned.items()}
+        self._known = {id(storage): storage for storage in (*owned, *known)}
+        self._casts_are_parameters = casts_are_parameters
+        self._live: dict[int, tuple[_Made, weakref.ref[torch.UntypedStorage]]] = {}
+        self._all: list[_Made] = []
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether it was there before the run."""
+        return id(storage_of(tensor)) in self._known
+
+    def holders_of(self, tensor: Tensor) -> frozenset[str]:
+        """Units that hold this parameter, or a parameter that this is a view or cast of."""
+        return self._owned.get(id(storage_of(tensor)), frozenset())
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Its name in the timeline; None if it was there before."""
+        made = self._made(tensor)
+        return made.number if made else None
+
+    def notice(
+        self, operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> bool:
+        """Note what a call made; whether it made anything."""
+        found = False
+        for tensor in outputs:
+            storage = storage_of(tensor)
+            if storage is None:  # sparse: made of tensors that were noticed on their own
+                found = True
+            elif id(storage) not in self._known and id(storage) not in self._live:
+                if operator.is_view:  # of a real tensor from outside the model
+                    self._known[id(storage)] = storage
+                    continue
+                found = True
+                if self._is_parameter_cast(operator, inputs):
+                    self._known[id(storage)] = storage
+                    self._owned[id(storage)] = self.holders_of(inputs[0])
+                else:
+                    self._make(storage)
+        return found
+
+    def save(self, tensor: Tensor, place: Place) -> None:
+        """Autograd keeps this for backward; recompute would too outside blocks."""
+        made = self._made(tensor)
+        if made is not None:
+            made.saved_by = made.saved_by or place
+            if not place.is_block:
+                made.kept_by = made.kept_by or place
+
+    def keep(self, tensor: Tensor, place: Place) -> None:
+        """Selective recompute would keep this."""
+        made = self._made(tensor)
+        if made is not None:
+            made.kept_by = made.kept_by or place
+
+    def take(self, inputs: object, place: Place, *, is_recomputed: bool) -> int:
+        """Bytes of a call's inputs, without parameters and without the integers of the batch.
+
+        A block that is computed again keeps its inputs: what several blocks take is counted in the
+        first.
+        """
+        total = 0
+        by_storage = {id(storage_of(tensor)): tensor for tensor in tensors_in(inputs)}
+        for tensor in by_storage.values():
+            made = self._made(tensor)
+            if made is None:
+                is_input = tensor.is_floating_point() and not self.holders_of(tensor)
+                total += tensor.nbytes * is_input
+            elif not (is_recomputed and made.is_taken):
+                total += made.size_bytes
+            if made is not None and is_recomputed:
+                made.is_taken = True
+                made.kept_by = made.kept_by or place
+        return total
+
+    def saved_bytes(self) -> dict[Place, int]:
+        """What autograd holds now, by the first place that saved it."""
+        return _sum((made.saved_by, made) for made in self._all if made.is_alive)
+
+    def selective_bytes(self) -> dict[Place, int]:
+        """What it would hold if blocks kept only inputs and the outputs of `kept_operators`."""
+        # What a block keeps for itself it keeps even where the plain run has let it go.
+        return _sum(
+            (made.kept_by, made)
+            for made in self._all
+            if made.is_alive or (made.kept_by is not None and made.kept_by.is_block)
+        )
+
+    def _made(self, tensor: Tensor) -> _Made | None:
+        found = self._live.get(id(storage_of(tensor)))
+        return found[0] if found else None
+
+    def _make(self, storage: torch.UntypedStorage) -> None:
+        key, size_bytes = id(storage), storage.nbytes()
+        made = _Made(self.timeline.make(size_bytes), size_bytes)
+
+        def release(_: object) -> None:
+            del self._live[key]
+            made.is_alive = False
+            self.timeline.release(made.number)
+
+        self._live[key] = made, weakref.ref(storage, release)
+        self._all.append(made)
+
+    def _is_parameter_cast(self, operator: Operator, inputs: Sequence[Tensor]) -> bool:
+        return (
+            self._casts_are_parameters
+            and operator.overloadpacket.__name__ == "_to_copy"
+            and bool(self.holders_of(inputs[0]))
+        )
+
+
+def _sum(found: Iterable[tuple[Place | None, _Made]]) -> dict[Place, int]:
+    total: dict[Place, int] = {}
+    for place, made in found:
+        if place is not None:
+            total[place] = total.get(place, 0) + made.size_bytes
+    return total

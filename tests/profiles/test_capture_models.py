@@ -1,0 +1,127 @@
+"""Models of the transformers library as they are, against real runs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from profiles.batch import Batch
+from profiles.capture import capture
+from profiles.model import Numerics
+from tests.profiles.measured import measure, missing_formulas
+
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.arange(2 * 16).reshape(2, 16) % 90 + 3  # none of the special tokens
+TOKENS: Batch = {"input_ids": IDS, "labels": IDS}
+PIXELS: Batch = {"pixel_values": torch.randn(4, 3, 64, 64), "labels": torch.tensor([1, 2, 0, 3])}
+SMALL = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=99,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_key_value_heads=2))
+
+
+def bert() -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL))
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)
+    return transformers.MixtralForCausalLM(config)
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
+        image_size=64, patch_size=8, num_labels=5,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+def swin() -> nn.Module:
+    config = transformers.SwinConfig(
+        image_size=64, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4,
+        num_labels=5,
+    )  # fmt: skip
+    return transformers.SwinForImageClassification(config)
+
+
+def resnet() -> nn.Module:
+    config = transformers.ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32, 32, 64], depths=[2, 2, 2, 2], num_labels=5
+    )
+    return transformers.ResNetForImageClassification(config)
+
+
+def test_grouped_experts_cost_what_experts_one_by_one_do() -> None:
+    torch.manual_seed(0)
+    model = mixtral()
+    profile = capture(model, TOKENS)
+    model.config._experts_implementation = "eager"
+    with FlopCounterMode(display=False, custom_mapping=missing_formulas()) as counter:
+        model(**TOKENS).loss.backward()
+    assert profile.flop(2) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("build", "batch", "blocks", "shared"),
+    [
+        (gpt2, TOKENS, 3, {"transformer.wte", "lm_head"}),
+        (llama, TOKENS, 3, set()),
+        (bert, TOKENS, 3, {"bert.embeddings", "cls"}),
+        (t5, TOKENS, 6, {"shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"}),
+        (mixtral, TOKENS, 3, set()),
+        (vit, PIXELS, 3, set()),
+        (swin, PIXELS, 4, set()),
+        (resnet, PIXELS, 8, set()),
+    ],
+)
+def test_a_real_run_takes_the_flop_and_activations_predicted(
+    build: Callable[[], nn.Module], batch: Batch, blocks: int, shared: set[str]
+) -> None:
+    torch.manual_seed(0)
+    model = build().train()
+    profile = capture(model, batch)
+    measured = measure(model, batch)
+    rows = profile.samples
+    assert profile.has_loss
+    assert profile.flop(rows) == measured.flop
+    kept = sum(u.cost(Numerics.AS_BUILT).activation_bytes.at(rows) for u in profile.units)
+    assert kept == measured.saved_bytes
+    assert profile.parameters == sum(p.numel() for p in model.parameters())
+    assert len(list(profile.blocks())) == blocks
+    assert {unit.name for unit in profile.units if unit.is_shared} == shared

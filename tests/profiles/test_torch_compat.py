@@ -1,0 +1,114 @@
+"""Each private or version-dependent name of torch, doing what we use it for."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from profiles import torch_compat as compat
+
+
+def test_fake_tensors_have_shapes_and_no_memory(capfd: pytest.CaptureFixture[str]) -> None:
+    real = torch.ones(4, 8)
+    with compat.fake_tensors():
+        huge = torch.empty(2**20, 2**20)
+        assert (huge @ huge).shape == (2**20, 2**20)
+        assert (real + torch.empty(8)).shape == (4, 8)
+        with pytest.raises(RuntimeError):
+            torch.empty(2, 3) @ torch.empty(2, 3)
+    assert capfd.readouterr().err == ""
+
+
+def test_values_of_fake_tensors_are_refused() -> None:
+    with compat.fake_tensors():
+        for look in (torch.Tensor.item, torch.nonzero, bool):
+            with pytest.raises(compat.data_dependent_errors()):
+                look(torch.empty(()) if look is not torch.nonzero else torch.empty(3))
+
+
+def test_a_constant_may_be_looked_at_even_on_fake_tensors() -> None:
+    with compat.fake_tensors():
+        assert not torch.tensor(0.5) < 0.1
+
+
+def test_tensors_are_found_in_trees_and_replaced_there() -> None:
+    one, two = torch.ones(1), torch.zeros(1)
+    assert [id(t) for t in compat.tensors_in({"a": (one, 3), "b": [two]})] == [id(one), id(two)]
+    mapped = compat.map_tensors(torch.neg, {"a": (one, "word")})
+    assert mapped["a"][0].item() == -1
+    assert mapped["a"][1] == "word"
+
+
+def test_operators_know_whether_they_write_and_whether_they_view() -> None:
+    aten = torch.ops.aten
+    assert compat.is_mutable(aten.relu_.default)
+    assert not compat.is_mutable(aten.relu.default)
+    assert aten.view.default.is_view
+    assert not aten.relu.default.is_view
+    assert aten.mm.default.overloadpacket is aten.mm
+
+
+def test_operators_that_this_torch_lacks_are_left_out() -> None:
+    assert compat.aten_operators(("mm", "no_such_operator")) == (torch.ops.aten.mm.default,)
+
+
+def test_tensors_that_share_memory_have_one_storage_object_until_it_goes() -> None:
+    with compat.fake_tensors():
+        tensor = torch.empty(4, 4)
+        view = tensor.t()
+        storage = compat.storage_of(tensor)
+        assert storage is compat.storage_of(view)
+        key, gone = id(storage), []
+        ref = weakref.ref(storage, gone.append)
+        del storage, tensor
+        assert id(compat.storage_of(view)) == key
+        assert not gone
+        del view
+        gc.collect()
+        assert gone == [ref]
+    assert compat.storage_of(torch.ones(2, 2).to_sparse()) is None
+
+
+def test_the_device_of_fake_and_real_tensors() -> None:
+    assert compat.device_of(torch.empty(1, device="meta")).type == "meta"
+    with compat.fake_tensors():
+        assert compat.device_of(torch.empty(1)).type == "cpu"
+    assert str(compat.device_query()) == "prim.device.default"
+
+
+def test_notes_stay_with_an_autograd_node() -> None:
+    output = torch.ones(1, requires_grad=True) * 2
+    compat.node_notes(output.grad_fn)["place"] = "here"
+    gc.collect()
+    assert compat.node_notes(output.grad_fn) == {"place": "here"}
+
+
+def test_onednn_is_switched_off_and_on_again() -> None:
+    before = torch._C._get_mkldnn_enabled()
+    with compat.without_onednn():
+        assert not torch._C._get_mkldnn_enabled()
+    assert torch._C._get_mkldnn_enabled() == before
+
+
+def test_views_through_which_gradients_flow() -> None:
+    tensor = torch.ones(4, requires_grad=True) * 2
+    assert compat.is_view(tensor[:2])
+    assert not compat.is_view(tensor)
+    assert not compat.is_view(torch.ones(4)[:2])
+    assert not compat.is_view("text")
+
+
+def test_batch_norms_of_every_dimension() -> None:
+    assert all(compat.is_batch_norm(kind(2)) for kind in (nn.BatchNorm1d, nn.BatchNorm3d))
+    assert not compat.is_batch_norm(nn.LayerNorm(2))
+
+
+def test_the_switch_against_buffer_broadcasts_is_one_that_ddp_has() -> None:
+    (name,) = compat.without_buffer_sync()
+    assert name in inspect.signature(DistributedDataParallel.__init__).parameters

@@ -1,0 +1,45 @@
+"""The README shows what the command prints, and counts what is there."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from advisor.cli import cli
+from profiles import catalogue
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+REPORT = re.compile(r"(<!-- report: .*? -->\n```\n)(.*?)(```\n<!-- end of report -->)", re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_report_in_the_readme_is_what_the_command_prints() -> None:
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip(f"the report was captured with torch 2.13, this is {torch.__version__}")
+    text = README.read_text()
+    command = re.search(r"`advise (gpt-7b .*?)` prints", text)
+    assert command is not None
+    run = CliRunner().invoke(cli, command[1].split(), env={"COLUMNS": "80", "NO_COLOR": "1"})
+    assert run.exit_code == 0, run.output
+    if os.environ.get("REGEN_GOLDEN") == "1":
+        text = REPORT.sub(lambda match: match[1] + run.stdout + match[3], text)
+        README.write_text(text)
+    shown = REPORT.search(text)
+    assert shown is not None
+    assert shown[2] == run.stdout
+
+
+def test_the_readme_counts_the_catalogue_as_it_is() -> None:
+    text = README.read_text()
+    assert f"{len(catalogue.accelerators())} accelerators" in text
+    assert f"{len(catalogue.links())} links" in text
+
+
+def test_files_that_the_readme_names_exist() -> None:
+    for name in re.findall(r"`((?:profiles|engines|advisor|tests)/[\w./]+)`", README.read_text()):
+        assert (README.parent / name).exists(), name
