@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engines.optimizer import OptimizerFactory
 from profiles.errors import InputError
+from profiles.operators import launches, moved_bytes
+from profiles.torch_compat import (
+    Operator,
+    TorchDispatchMode,
+    storage_of,
+    tensors_in,
+    tensors_written,
+)
 from profiles.workload import OPTIMIZERS, OptimizerProfile
 
 _SHAPE = (64, 64)  # two-dimensional, as most weights are: Adafactor and Muon treat vectors apart
@@ -18,10 +27,10 @@ _SHAPE = (64, 64)  # two-dimensional, as most weights are: Adafactor and Muon tr
 def optimizer_footprint(
     given: torch.optim.Optimizer | OptimizerFactory | None,
 ) -> OptimizerProfile:
-    """Bytes of state per element of any optimizer or factory; None is AdamW.
+    """Bytes that any optimizer or factory keeps and moves per element; None is AdamW.
 
-    One real step on 4,096 elements: what it keeps is counted, whatever its class. Moved bytes are
-    the least a step can do: parameter and states read and written once, the gradient read, fp32.
+    Two real steps on 4,096 elements: what is kept is counted after them, whatever the class, and
+    what is moved during the second, operation by operation (the first makes the states).
 
     Raises:
         InputError: the factory does not use the parameters that it is given.
@@ -38,17 +47,40 @@ def optimizer_footprint(
             hints=["write `lambda params: torch.optim.AdamW(params, lr=3e-4)`"],
         )
     optimizer.step()
+    with _Traffic() as traffic:
+        optimizer.step()
     kept = sum(
         value.numel() * value.element_size()
         for value in optimizer.state[parameter].values()
         if isinstance(value, Tensor) and value.dim() > 0
     )
-    state_bytes = kept / parameter.numel()
     return OptimizerProfile(
         name=type(optimizer).__name__,
-        state_bytes_per_element=state_bytes,
-        moved_bytes_per_element=2 * (4 + state_bytes) + 4,
+        state_bytes_per_element=kept / parameter.numel(),
+        moved_bytes_per_element=traffic.moved_bytes / parameter.numel(),
     )
+
+
+class _Traffic(TorchDispatchMode):
+    """Adds up the bytes that operations read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        inputs = tensors_in((args, kwargs or {}))
+        known = {id(storage_of(tensor)) for tensor in inputs}
+        outputs = tensors_in(result)
+        makes_storage = any(id(storage_of(tensor)) not in known for tensor in outputs)
+        if launches(func, makes_storage=makes_storage):
+            # Multi-tensor operations return nothing and write into their arguments.
+            written = outputs or tensors_written(func, args, kwargs or {})
+            self.moved_bytes += moved_bytes(func, inputs, written)
+        return result
 
 
 def _trial(

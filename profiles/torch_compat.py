@@ -116,6 +116,22 @@ def is_mutable(operator: Operator) -> bool:
     return mutable
 
 
+def tensors_written(
+    operator: Operator, args: tuple[object, ...], kwargs: dict[str, object]
+) -> list[torch.Tensor]:
+    """The arguments that a call writes into."""
+    named = {
+        **dict(zip((a.name for a in operator._schema.arguments), args, strict=False)),
+        **kwargs,
+    }
+    written = (
+        named.get(argument.name)
+        for argument in operator._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return tensors_in(list(written))
+
+
 def device_query() -> Operator:
     """The operator behind `tensor.device`, which fake tensors answer like an operation."""
     query: Operator = torch.ops.prim.device.default

@@ -32,9 +32,17 @@ def seven_billion() -> Decision:
 
 
 def test_a_model_that_fits_is_replicated() -> None:
-    decision = choose(facts(MIDDLE, gpus(1, 8), batch=64))
+    decision = choose(facts(MIDDLE, gpus(1, 8), batch=256))
     assert decision.plan.data_parallel is DataParallel.REPLICATE
     assert any("tie within the range" in reason for reason in decision.reasons)
+
+
+def test_a_model_that_fits_is_sharded_where_the_update_takes_a_large_part_of_the_step() -> None:
+    """Eight replicas update everything eight times over; ZeRO-1 divides it."""
+    decision = choose(facts(MIDDLE, gpus(1, 8), batch=64))
+    assert decision.plan.data_parallel is DataParallel.ZERO1
+    ddp = next(a for a in decision.alternatives if a.title == "DDP over 8")
+    assert "more optimizer" in ddp.because
 
 
 def test_a_model_that_does_not_fit_is_sharded(seven_billion: Decision) -> None:

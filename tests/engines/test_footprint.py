@@ -11,6 +11,7 @@ from torch import nn
 
 from engines.footprint import optimizer_footprint
 from profiles.errors import InputError
+from profiles.workload import OPTIMIZERS
 
 
 class Averaged(torch.optim.Optimizer):
@@ -46,7 +47,28 @@ def test_state_bytes_are_those_of_the_textbook(
 ) -> None:
     found = optimizer_footprint(factory)
     assert found.state_bytes_per_element == state_bytes
-    assert found.moved_bytes_per_element == 12 + 2 * state_bytes
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_the_named_optimizers_move_what_torchs_defaults_move(foreach: bool) -> None:
+    factories: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, foreach=foreach),
+        "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=foreach),
+        "adam": lambda p: torch.optim.Adam(p, foreach=foreach),
+        "adamw": lambda p: torch.optim.AdamW(p, foreach=foreach),
+    }
+    assert factories.keys() == OPTIMIZERS.keys()
+    for name, factory in factories.items():
+        found = optimizer_footprint(factory)
+        assert found.state_bytes_per_element == OPTIMIZERS[name].state_bytes_per_element
+        assert found.moved_bytes_per_element == pytest.approx(
+            OPTIMIZERS[name].moved_bytes_per_element, rel=1e-3
+        )
+
+
+def test_plain_sgd_moves_parameter_and_gradient_once() -> None:
+    # p <- p - lr g: p and g read, p written, 4 bytes each.
+    assert optimizer_footprint(lambda p: torch.optim.SGD(p, lr=0.1)).moved_bytes_per_element == 12
 
 
 def test_adafactor_keeps_a_row_and_a_column_per_matrix() -> None:
