@@ -65,7 +65,7 @@ class _Traffic(TorchDispatchMode):
     """Adds up the bytes that operations read and write."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.moved_bytes = 0
 
     def __torch_dispatch__(

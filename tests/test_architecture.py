@@ -107,19 +107,6 @@ def test_private_torch_names_live_in_one_file() -> None:
     assert offenders == []
 
 
-def test_engine_files_do_not_import_each_other_but_through_the_order() -> None:
-    """The mechanisms stand side by side; only `hybrid` and `parallel` know several."""
-    mechanisms = {"batch_norm", "ddp", "fsdp", "recompute", "checkpoint", "data", "optimizer"}
-    for name in mechanisms:
-        tree = ast.parse((ROOT / "engines" / f"{name}.py").read_text())
-        imported = {
-            node.module.split(".")[1]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("engines.")
-        }
-        assert not imported & mechanisms, name
-
-
 def test_no_file_is_too_long_to_read_in_one_sitting() -> None:
     lengths = {
         path.relative_to(ROOT): len(path.read_text().splitlines())

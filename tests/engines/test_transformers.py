@@ -10,7 +10,7 @@ from torch import nn
 
 from engines.hybrid import apply_plan
 from engines.plan import Plan
-from profiles.batch import Batch
+from profiles.batch import Batch, batch_size
 from profiles.capture import capture
 from tests.engines.cases import cpu_ranks
 from tests.engines.parity import local_rows
@@ -20,63 +20,16 @@ pytest.importorskip("transformers")
 
 
 def build(name: str) -> tuple[nn.Module, Batch]:
-    """A tiny model of the named architecture, without dropout and caches, and a batch of four."""
-    import transformers as hf
+    """A tiny model of the named architecture, without dropout and caches, and a batch."""
+    from tests import zoo
 
     torch.manual_seed(0)
-    ids = torch.randint(1, 90, (4, 12))
-    words = {"input_ids": ids, "labels": ids}
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    match name:
-        case "gpt2":  # fused qkv in Conv1D, tied head
-            model = hf.GPT2LMHeadModel(
-                hf.GPT2Config(
-                    vocab_size=99,
-                    n_embd=32,
-                    n_layer=2,
-                    n_head=4,
-                    n_positions=32,
-                    bos_token_id=1,
-                    eos_token_id=2,
-                )
-            )
-        case "llama":  # grouped-query heads, rotary positions
-            model = hf.LlamaForCausalLM(
-                hf.LlamaConfig(vocab_size=99, intermediate_size=64, num_key_value_heads=2, **small)
-            )
-        case "t5":  # one embedding in four places, position bias handed from block to block
-            model = hf.T5ForConditionalGeneration(
-                hf.T5Config(
-                    vocab_size=99,
-                    d_model=32,
-                    d_kv=8,
-                    d_ff=64,
-                    num_layers=2,
-                    num_heads=4,
-                    decoder_start_token_id=0,
-                    pad_token_id=0,
-                )
-            )
-        case "mixtral":  # routing that depends on the data
-            model = hf.MixtralForCausalLM(
-                hf.MixtralConfig(
-                    vocab_size=99,
-                    intermediate_size=64,
-                    num_key_value_heads=2,
-                    num_local_experts=4,
-                    **small,
-                )
-            )
-        case _:
-            config = hf.ViTConfig(
-                intermediate_size=64, image_size=32, patch_size=8, num_labels=5, **small
-            )
-            model = hf.ViTForImageClassification(config)
-            words = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4)}
+    model: nn.Module = getattr(zoo, name)()
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False
-    return model.eval(), words  # eval: no dropout; gradients flow all the same
+    # Evaluation mode: no dropout; gradients flow all the same.
+    return model.eval(), zoo.PIXELS if name == "vit" else zoo.TOKENS
 
 
 def difference(name: str, plan: str) -> float:
@@ -90,7 +43,7 @@ def difference(name: str, plan: str) -> float:
         profile=capture(model, batch, name=name),
         cluster=cpu_ranks(2),
     )
-    parallel.forward_backward(local_rows(parallel, batch, 4))
+    parallel.forward_backward(local_rows(parallel, batch, batch_size(batch)))
     got = parallel.full_gradients()
     wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     assert got.keys() == wanted.keys()
@@ -99,10 +52,10 @@ def difference(name: str, plan: str) -> float:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 recompute=full accumulation=2"])
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 recompute=full"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral", "vit"])
 def test_an_unmodified_model_trains_like_one_process(pool: Pool, name: str, plan: str) -> None:
-    # A microbatch's mean is over its own tokens; here all have as many, so the means agree.
+    # A rank's mean is over its own tokens; here all have as many, so the means agree.
     assert max(pool.run(difference, name, plan, world_size=2)) < 1e-5
 
 
