@@ -122,7 +122,7 @@ class ModelProfile(Document):
         tied: groups of parameter names that are one tensor.
         unused: trainable parameters that got no gradient from the sample.
         sparse_gradients: parameters whose gradients are sparse.
-        batch_norms: training-mode batch normalisation modules.
+        batch_norms: batch normalisation modules, in whatever mode they are.
         has_loss: whether the loss was part of what was looked at.
         is_proportional: the model did not run at twice the sample's batch; costs are taken to grow
             with the batch, nothing is taken to be fixed.

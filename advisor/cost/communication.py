@@ -12,10 +12,11 @@ from engines.plan import DataParallel, Offload, Plan
 from profiles.cluster import ClusterProfile, Collective
 from profiles.model import ModelProfile
 
-# DDP's default bucket (bucket_cap_mb=25), in the MiB that it means.
-BUCKET_BYTES = 25 * 2**20
-# A sample count and a loss are one fp32 number each.
-SCALAR_BYTES = 4
+# DDP's default buckets (bucket_cap_mb=25, in the MiB that it means). The first is small, so that
+# something is sent early (dist._DEFAULT_FIRST_BUCKET_BYTES).
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
+# What the ranks count is two fp64 numbers (samples, ranks that failed); a loss is one fp32 number.
+COUNT_BYTES, SCALAR_BYTES = 16, 4
 # A device's share of its own PCIe 4.0 x16 slot: 31 GB/s nominal (ml-engineering), of which eight
 # devices at once reach 24 (NVIDIA GTC S62129). Assumed: no profile measures the way to the host.
 HOST_LINK_BYTES_PER_S = 24e9
@@ -185,15 +186,20 @@ def _replicas(plan: Plan, loads: Loads, ledger: _Ledger) -> Exchange:
     A bucket's latency is shared by the units in it.
     """
     total = loads.gradient_bytes
-    buckets = max(1, ceil(total / BUCKET_BYTES))
-    one = ledger.charge(
-        Collective.ALL_REDUCE,
-        "gradients",
-        total / buckets,
-        group_size=plan.dp_replicate,
-        count=buckets,
-    )
-    seconds = tuple(one * buckets * unit.gradient_bytes / total for unit in loads.units)
+    first = min(total, FIRST_BUCKET_BYTES)
+    buckets = ceil((total - first) / BUCKET_BYTES)
+
+    def reduce(payload: float, count: int) -> float:
+        return count * ledger.charge(
+            Collective.ALL_REDUCE,
+            "gradients",
+            payload,
+            group_size=plan.dp_replicate,
+            count=count,
+        )
+
+    whole = reduce(first, 1) + (reduce((total - first) / buckets, buckets) if buckets else 0.0)
+    seconds = tuple(whole * unit.gradient_bytes / total for unit in loads.units)
     zeros = (0.0,) * len(loads.units)
     return Exchange(zeros, zeros, seconds, 0.0, 0.0, 0.0, 0.0, ())
 
@@ -260,11 +266,17 @@ def _shards(plan: Plan, loads: Loads, ledger: _Ledger, *, has_host: bool) -> Exc
 
 
 def _apart(plan: Plan, model: ModelProfile, ledger: _Ledger) -> float:
-    """Sample count and loss of every step; statistics of batch norms."""
+    """Sample count and loss of every step, what DDP asks about unused parameters, batch norms."""
     group = plan.data_degree
-    seconds = 2 * ledger.charge(
-        Collective.ALL_REDUCE, "sample count and loss", SCALAR_BYTES, group_size=group, count=2
+    seconds = sum(
+        ledger.charge(Collective.ALL_REDUCE, purpose, payload, group_size=group)
+        for purpose, payload in (("sample count", COUNT_BYTES), ("loss", SCALAR_BYTES))
     )
+    if model.unused and plan.data_parallel is DataParallel.REPLICATE:
+        # One number per parameter tensor; a profile does not count those, and latency is all of it.
+        seconds += ledger.charge(
+            Collective.ALL_REDUCE, "unused parameters", SCALAR_BYTES, group_size=group
+        )
     if not model.batch_norms or group < 2:
         return seconds
     if plan.sync_batch_norm:

@@ -1,8 +1,8 @@
 """Memory as a timeline: every moment of a step in order, and the fullest of them.
 
-Moments: the forward of each unit, the loss, the backward of each unit in reverse, the reduction of
-the root group, the optimizer step. Each is a sum of what lives then, so the peak is a real moment
-and not a sum of maxima.
+Moments: the forward of each unit, the loss, the backward of each unit in reverse and the reduction
+of its gradients, the reduction of the root group, the optimizer step. Each is a sum of what lives
+then, so the peak is a real moment and not a sum of maxima.
 """
 
 from __future__ import annotations
@@ -162,19 +162,26 @@ def _gathered(plan: Plan, loads: Loads) -> Callable[[int, int], float]:
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Gradients held by the device before, and while, unit `i` runs its backward."""
+    """Gradients held by the device before, and while, unit `i` runs its backward.
+
+    `buffers` are beside them while it runs, `reduced` when it is done and its reduction begins;
+    `carried` is the input of a microbatch's last reduction, held until the next one's first.
+    """
 
     in_forward: float
     in_backward: Callable[[int], float]
     buffers: Callable[[int], float]
+    reduced: Callable[[int], float] | None = None
+    carried: float = 0.0
 
 
 def _gradients(plan: Plan, loads: Loads, *, on_device: bool) -> _Gradients:
     """Where gradients are, by data-parallel kind; `on_device` False means shards go to the host.
 
-    DDP's live in its buckets from the start (gradient_as_bucket_view). Otherwise they appear unit
-    by unit, and after the first microbatch they are all there. ZeRO-1 adds up whole gradients until
-    the last microbatch; the other sharded kinds keep the reduced shards.
+    DDP's live in its buckets from the start (gradient_as_bucket_view); microbatches before the last
+    add up outside them, so with several there are two of each. Otherwise they appear unit by unit,
+    and after the first microbatch they are all there. ZeRO-1 adds up whole gradients until the last
+    microbatch; the other sharded kinds keep the reduced shards.
     """
     kind, several = plan.data_parallel, plan.forwards > 1
     share, degree = loads.compute_share, shard_degree(plan)
@@ -182,22 +189,34 @@ def _gradients(plan: Plan, loads: Loads, *, on_device: bool) -> _Gradients:
     total = sum(own)
     after = [total - seen + mine for seen, mine in zip(accumulate(own), own, strict=True)]
     if kind not in _WHOLE:
-        separate = [unit.gradient_bytes * unit.is_separate for unit in loads.units]
-        # What backward makes of a unit, the fp32 input of its reduction; the root group's
-        # gradients wait whole for the end of the backward.
-        buffers = [share * mine + mine for mine in separate]
+        # What backward makes of a unit, beside the fp32 input of the reduction before it, which
+        # FSDP2 holds until the unit is done; then its own. The root group's gradients wait whole
+        # for the end of the backward.
+        before = _next_separate(loads, backward=False)
+        inputs = [unit.gradient_bytes * unit.is_separate for unit in loads.units]
+        carried = (
+            next(filter(None, inputs), 0.0) if several and kind is not DataParallel.ZERO1 else 0.0
+        )
+        working = [
+            share * mine + (inputs[last] if last >= 0 else carried)
+            for mine, last in zip(inputs, before, strict=True)
+        ]
+        reduced = [share * mine + mine for mine in inputs]
         waiting = share * loads.root_gradient_bytes
         if kind is DataParallel.ZERO1 and several:
-            return _Gradients(total, lambda i: total, lambda i: buffers[i])
+            return _Gradients(total, lambda i: total, lambda i: working[i], lambda i: reduced[i])
         kept = 1 / degree if on_device else 0.0
         return _Gradients(
             total * kept if several else 0.0,
             lambda i: (total if several else after[i]) * kept,
-            lambda i: buffers[i] + waiting,
+            lambda i: working[i] + waiting,
+            lambda i: reduced[i] + waiting,
+            carried,
         )
     if kind is DataParallel.REPLICATE:
         # Autograd makes a gradient, then it is copied into its bucket.
-        return _Gradients(total, lambda i: total, lambda i: own[i])
+        held = 2 * total if several else total
+        return _Gradients(held, lambda i: held, lambda i: own[i])
     return _Gradients(
         total if several else 0.0,
         lambda i: total if several else after[i],
@@ -224,14 +243,14 @@ def _forward(plan: Plan, loads: Loads, gradients: _Gradients) -> Iterator[Moment
             phase=f"forward of {describe(unit)}",
             gradients=gradients.in_forward,
             activations=before,
-            gathered=gathered(i, following[i]),
+            gathered=gathered(i, following[i]) + gradients.carried,
             transient=unit.input_bytes + unit.forward_transient_bytes,
         )
         before += _kept(unit, plan.recompute)
 
 
 def _backward(plan: Plan, loads: Loads, gradients: _Gradients) -> Iterator[Moment]:
-    """Each unit's backward, and the forward that recompute runs before it."""
+    """Each unit's backward with the forward that recompute runs before it, and its reduction."""
     gathered, following = _gathered(plan, loads), _next_separate(loads, backward=True)
     kept = [_kept(unit, plan.recompute) for unit in loads.units]
     live = sum(kept)
@@ -251,6 +270,17 @@ def _backward(plan: Plan, loads: Loads, gradients: _Gradients) -> Iterator[Momen
             transient=unit.output_bytes + work,
         )
         live -= kept[i]
+        if gradients.reduced is not None and unit.is_separate:
+            freed = 0.0 if plan.data_parallel in _KEEPS_PARAMETERS else unit.parameter_bytes
+            yield Moment(
+                phase=f"reduction of {describe(unit)}",
+                gradients=gradients.in_backward(i),
+                activations=live,
+                gathered=gathered(i, following[i])
+                - freed * loads.compute_share
+                + gradients.reduced(i),
+                transient=unit.input_bytes,
+            )
 
 
 def _root_reduction(plan: Plan, loads: Loads, gradients: _Gradients) -> Iterator[Moment]:

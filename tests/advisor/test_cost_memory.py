@@ -77,9 +77,21 @@ def test_zero_1_adds_up_whole_gradients_and_zero_2_shards() -> None:
 
 def test_full_shard_holds_two_whole_units_and_the_gradients_in_flight() -> None:
     found = on_cpus("dp_shard=4 microbatch_size=8", ranks=4, batch=32)
-    # The unit in work and the one prefetched; its gradient, and the input of its reduction.
+    # The unit in work and the one prefetched, and its gradient; nothing was reduced before it.
     assert found.phase == "backward of `layers.3`"
+    assert found.memory.gathered == (2 + 1) * 4_000_000
+
+
+def test_full_shard_holds_the_input_of_a_reduction_through_the_next_backward() -> None:
+    model = chain(tokens=1)
+    found = estimate(
+        Plan.parse("dp_shard=4 microbatch_size=1"),
+        facts(model, cpus(4), batch=4, precision="fp32"),
+    )
+    # Units 1 and 0 whole, the gradient of 1, the fp32 gradients of 2 on their way.
+    assert found.phase == "backward of `layers.1`"
     assert found.memory.gathered == (2 + 2) * 4_000_000
+    assert found.memory.gradients == 3 * 4_000_000 / 4
 
 
 def test_bf16_gathers_half_the_bytes_and_keeps_fp32_masters() -> None:

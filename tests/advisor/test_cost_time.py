@@ -79,7 +79,7 @@ def test_a_measured_fit_takes_precedence() -> None:
     ("plan", "expected"),
     [
         # payload bytes: calls, for 4 units of 4 MB and 3 microbatches
-        ("dp_replicate=4", {("all_reduce", 16_000_000): 1}),
+        ("dp_replicate=4", {("all_reduce", 2**20): 1, ("all_reduce", 16_000_000 - 2**20): 1}),
         (
             "dp_replicate=4 zero=1",
             {("all_gather", 4_000_000): 4, ("reduce_scatter", 4_000_000): 4},
@@ -106,10 +106,12 @@ def test_collectives_of_a_step_are_those_of_the_engines(
     plan: str, expected: dict[tuple[str, int], int]
 ) -> None:
     found = on_cpus(f"{plan} microbatch_size=1 accumulation=3", ranks=4, batch=12)
-    large = {(t.kind.value, t.payload_bytes): t.count for t in found.traffic if t.payload_bytes > 4}
+    large = {
+        (t.kind.value, t.payload_bytes): t.count for t in found.traffic if t.payload_bytes > 16
+    }
     assert large == expected
-    scalars = [t for t in found.traffic if t.payload_bytes == 4]
-    assert [t.count for t in scalars] == [2]
+    small = {t.payload_bytes: t.count for t in found.traffic if t.payload_bytes <= 16}
+    assert small == {16: 1, 4: 1}  # the sample count and the loss
 
 
 def test_zero_3_sends_half_as_much_again_as_ddp_and_zero_1_as_much() -> None:
@@ -118,7 +120,7 @@ def test_zero_3_sends_half_as_much_again_as_ddp_and_zero_1_as_much() -> None:
         plan: sum(
             t.bus_bytes
             for t in on_cpus(f"{plan} microbatch_size=1", ranks=4, batch=4).traffic
-            if t.payload_bytes > 4
+            if t.payload_bytes > 16
         )
         for plan in ("dp_replicate=4", "dp_replicate=4 zero=1", "dp_shard=4")
     }

@@ -83,7 +83,7 @@ def test_offload_is_taken_when_nothing_else_fits_and_only_then() -> None:
 
 def test_the_tree_is_followed_and_contradicted_aloud() -> None:
     """Slow links and a model that barely fits: the tree says DDP, which must recompute it all."""
-    tight = facts(MIDDLE, gpus(2, 4, memory_gib=15, inter_bytes_per_s=SLOW), batch=64)
+    tight = facts(MIDDLE, gpus(2, 4, memory_gib=18, inter_bytes_per_s=SLOW), batch=64)
     decision = choose(tight)
     assert decision.trace.leaf == "replicate-across-nodes"
     assert decision.plan.data_parallel is DataParallel.REPLICATE

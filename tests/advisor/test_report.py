@@ -27,7 +27,7 @@ def decisions() -> dict[str, Decision]:
         "7b_2x8": choose(facts()),
         "middle_1x8": choose(facts(MIDDLE, gpus(1, 8), batch=64)),
         "middle_slow_network": choose(
-            facts(MIDDLE, gpus(2, 4, memory_gib=15, inter_bytes_per_s=4e9), batch=64)
+            facts(MIDDLE, gpus(2, 4, memory_gib=18, inter_bytes_per_s=4e9), batch=64)
         ),
         "offload_1": choose(facts(MIDDLE, gpus(1, 1, memory_gib=10), batch=8)),
         "chain_cpu": choose(

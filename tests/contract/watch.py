@@ -1,0 +1,140 @@
+"""What one real training step sends and holds, beside what the cost model says of it.
+
+Both watchers sit below autograd and below DTensor. Collectives that C++ starts itself (the buckets
+of DistributedDataParallel) go through the dispatcher too, so they are seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from advisor.cost import Estimate, estimate
+from advisor.facts import Facts
+from engines.parallel import ParallelModel
+from engines.plan import Plan
+from profiles.cluster import Collective
+from profiles.model import ModelProfile
+from profiles.provenance import Quantity, Source
+from profiles.workload import Workload
+from tests.engines.cases import cpu_ranks
+
+Calls = Counter[tuple[Collective, int]]
+"""How often a collective of so many payload bytes was called."""
+
+# The argument that is the payload as `Collective.bus_factor` counts it: what is reduced whole, what
+# is gathered whole, what is scattered whole.
+_PAYLOADS = {
+    "allreduce_": (Collective.ALL_REDUCE, 0),
+    "all_reduce": (Collective.ALL_REDUCE, 0),
+    "_allgather_base_": (Collective.ALL_GATHER, 0),
+    "_reduce_scatter_base_": (Collective.REDUCE_SCATTER, 1),
+}
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+class _Below(TorchDispatchMode):
+    """A dispatch mode that sees what tensor subclasses run on the tensors inside them."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self.after(func, (*args, *(kwargs or {}).values()), result)
+        return result
+
+    def after(self, func: Any, args: tuple[Any, ...], result: object) -> None:
+        """Look at an operation that has run."""
+        raise NotImplementedError
+
+
+class Collectives(_Below):
+    """Counts collectives by kind and payload. One that is not known is an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Calls = Counter()
+
+    def after(self, func: Any, args: tuple[Any, ...], result: object) -> None:
+        name = func.overloadpacket.__name__
+        if func.namespace not in ("c10d", "_c10d_functional") or name in _SILENT:
+            return
+        kind, position = _PAYLOADS[name]
+        tensors = [leaf for leaf in tree_leaves(args[position]) if isinstance(leaf, Tensor)]
+        self.calls[kind, sum(tensor.nbytes for tensor in tensors)] += 1
+
+
+class Held(_Below):
+    """The most bytes that tensors held at once, each storage once.
+
+    `before` is what is there already. FSDP2 empties and refills storages without an operation: they
+    are met in its own operations, which write into them, and sizes are read anew every time. What
+    kernels, gloo and the allocator take for themselves is not seen.
+    """
+
+    def __init__(self, before: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._enrol(before)
+
+    def now(self) -> int:
+        """Bytes held at this moment."""
+        storages = [reference() for reference in list(self._live.values())]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+    def after(self, func: Any, args: tuple[Any, ...], result: object) -> None:
+        refills = func.namespace == "fsdp"
+        met = tree_leaves((args, result)) if refills else tree_leaves(result)
+        if self._enrol(leaf for leaf in met if isinstance(leaf, Tensor)) or refills:
+            self.peak_bytes = max(self.peak_bytes, self.now())
+
+    def _enrol(self, tensors: Iterable[Tensor]) -> bool:
+        """Note storages; whether one is new."""
+        known = len(self._live)
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._live:
+                release = weakref.finalize(storage, self._live.pop, key, None)
+                release.atexit = False
+                self._live[key] = weakref.ref(storage)
+        return len(self._live) > known
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(parallel: ParallelModel) -> list[Tensor]:
+    """The gradients that are there now, the part of this rank."""
+    return [local(p.grad) for p in parallel.parameters() if p.grad is not None]
+
+
+def optimizer_states(parallel: ParallelModel) -> list[Tensor]:
+    """What this rank holds of them: moments, and a step counter for each parameter."""
+    values = [value for state in parallel.optimizer.state.values() for value in state.values()]
+    return [local(value) for value in values if isinstance(value, Tensor)]
+
+
+def prediction(plan: Plan, profile: ModelProfile) -> Estimate:
+    """The estimate for AdamW on CPU ranks that take no memory but for tensors."""
+    cluster = cpu_ranks(plan.world_size)
+    nothing = Quantity(value=0.0, source=Source.ASSUMED)
+    speeds = dict.fromkeys(("float32", "bfloat16"), cluster.device.flop_per_s["float32"])
+    device = cluster.device.model_copy(update={"context_bytes": nothing, "flop_per_s": speeds})
+    assert plan.global_batch_size is not None
+    workload = Workload(global_batch_size=plan.global_batch_size, precision=plan.precision.value)
+    cluster = cluster.model_copy(update={"device": device})
+    return estimate(plan, Facts(model=profile, cluster=cluster, workload=workload))
