@@ -107,6 +107,7 @@ def auto_parallelize(
     plan: PlanLike = None,
     global_batch_size: int | None = None,
     precision: str | None = None,
+    count: Callable[[Batch], float | Tensor] | None = None,
     max_grad_norm: float | None = None,
     objective: str = "tree",
     cluster: ClusterProfile | None = None,
@@ -127,6 +128,8 @@ def auto_parallelize(
             they name.
         global_batch_size: samples per optimizer step over all ranks; by default the sample's on
             every rank.
+        count: what a microbatch's mean loss is a mean over, where that is not its rows:
+            `lambda batch: (batch["labels"] != -100).sum()`.
         max_grad_norm: clip gradients to this norm in `train_step`.
         cluster: facts of this job's machines, where they are known.
         seed: of the shuffling in `ParallelModel.shard`.
@@ -162,6 +165,7 @@ def auto_parallelize(
         cluster=decision.facts.cluster,
         loss_fn=loss_fn,
         optimizer=optimizer,
+        count=count,
         max_grad_norm=max_grad_norm,
         world=world,
         seed=seed,

@@ -6,7 +6,7 @@ part, as plain DDP does.
 
 from __future__ import annotations
 
-import functools
+from types import MethodType
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ def synchronise_batch_norms(model: nn.Module, device: torch.device) -> nn.Module
         return converted
     for module in model.modules():
         if is_batch_norm(module):
-            module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
     return model
 
 
@@ -50,6 +50,7 @@ def _forward(norm: nn.BatchNorm2d, value: Tensor) -> Tensor:
     """Batch norm of `value`, (N, C, ...), with mean and variance over N and ... of all ranks."""
     if not norm.training:
         return type(norm).forward(norm, value)
+    given, value = value.dtype, value.float()  # bf16 cannot count, nor average many values
     dims = [0, *range(2, value.dim())]
     shape = [1, -1] + [1] * (value.dim() - 2)
     count = torch.full((1,), value.numel() / value.shape[1], dtype=value.dtype)
@@ -63,7 +64,7 @@ def _forward(norm: nn.BatchNorm2d, value: Tensor) -> Tensor:
     result = centred * torch.rsqrt(variance + norm.eps).view(shape)
     if norm.affine:
         result = result * norm.weight.view(shape) + norm.bias.view(shape)
-    return result
+    return result.to(given)
 
 
 def _all_reduce(value: Tensor) -> Tensor:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -26,33 +25,37 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from profiles.errors import FileError
+from engines.world import World, sum_over_ranks
+from profiles.errors import FileError, ModelError
 
 PathLike = str | os.PathLike[str]
 
 
-def save(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save(
+    path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer, *, world: World
+) -> None:
     """Write the folder `path`; all ranks call it.
 
     The pieces go to a folder beside it, which replaces an older `path` only when it is complete:
     an interrupted save leaves the old one.
 
     Raises:
-        FileError: the folder cannot be written.
+        FileError: the folder cannot be written; every rank raises it.
     """
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    with _files(f"cannot write `{target}`"):
-        if _is_first():
-            shutil.rmtree(partial, ignore_errors=True)
-            target.parent.mkdir(parents=True, exist_ok=True)
-        _wait_for_all()
-        state = {"model": model_state, "optimizer": optimizer_state}
+    model_state, optimizer_state = _states(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+
+    def prepare() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+
+    what = f"cannot write `{target}`"
+    _on_first_rank(prepare, what, world)
+    with _files(what):
         dcp.save(state, checkpoint_id=partial)
-        if _is_first():
-            _replace(target, partial)
-        _wait_for_all()
+    _on_first_rank(lambda: _replace(target, partial), what, world)
 
 
 def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -67,10 +70,10 @@ def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             f"`{target}` holds no complete checkpoint",
             hints=["name a folder that `parallel.save` wrote"],
         )
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = _states(model, optimizer, keep_new=True)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     with _files(f"cannot load `{target}` into this model"):
-        _require_names(target, model_state)
+        _require_names(target, model_state, optimizer_state)
         # Parameters that never got a gradient have no optimizer state in the checkpoint.
         dcp.load(
             state, checkpoint_id=target, planner=dcp.DefaultLoadPlanner(allow_partial_load=True)
@@ -89,13 +92,56 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 
 
 def set_whole_state(model: nn.Module, state: dict[str, Any], *, strict: bool) -> Any:
-    """Load whole tensors, the same on every rank, into whatever the model holds now."""
-    return set_model_state_dict(
-        model, state, options=StateDictOptions(full_state_dict=True, strict=strict)
-    )
+    """Load whole tensors, the same on every rank, into whatever the model holds now.
+
+    Returns missing and unexpected keys, as `nn.Module.load_state_dict`.
+
+    Raises:
+        ModelError: there are such keys and `strict` is set.
+    """
+    wanted = model.state_dict().keys()
+    missing = [name for name in wanted if name not in state]
+    unexpected = [name for name in state if name not in wanted]
+    if strict and (missing or unexpected):
+        raise ModelError(
+            f"the state does not fit the model: {len(missing)} tensors missing,"
+            f" {len(unexpected)} unexpected",
+            where="\n".join(
+                [f"missing: {name}" for name in missing[:1]]
+                + [f"unexpected: {name}" for name in unexpected[:1]]
+            ),
+            hints=["load it with strict=False if that is meant"],
+        )
+    known = {name: value for name, value in state.items() if name in wanted}
+    if known:
+        set_model_state_dict(
+            model, known, options=StateDictOptions(full_state_dict=True, strict=False)
+        )
+    return _IncompatibleKeys(missing, unexpected)
 
 
-def _require_names(target: Path, model_state: dict[str, Any]) -> None:
+class _IncompatibleKeys(NamedTuple):
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def _states(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, keep_new: bool = False
+) -> tuple[dict[str, Any], Any]:
+    """Model and optimizer states by original names.
+
+    torch gives an optimizer that never stepped its states by a step with zero gradients, which
+    counts as one; unless `keep_new`, they are taken away again.
+    """
+    is_new = not optimizer.state
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    if is_new and not keep_new:
+        optimizer.state.clear()
+        optimizer_state["state"] = {}
+    return model_state, optimizer_state
+
+
+def _require_names(target: Path, model_state: dict[str, Any], optimizer_state: Any) -> None:
     saved = dcp.FileSystemReader(target).read_metadata().state_dict_metadata
     there = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
     missing, extra = sorted(model_state.keys() - there), sorted(there - model_state.keys())
@@ -104,6 +150,19 @@ def _require_names(target: Path, model_state: dict[str, Any]) -> None:
             f"`{target}` belongs to another model: it has {len(there)} tensors, this model"
             f" {len(model_state)}",
             where=f"only here: {missing[0]}" if missing else f"only there: {extra[0]}",
+        )
+    _require_same_optimizer(target, saved, optimizer_state)
+
+
+def _require_same_optimizer(target: Path, saved: Iterable[str], optimizer_state: Any) -> None:
+    prefix = "optimizer.state."
+    there = {name.rpartition(".")[2] for name in saved if name.startswith(prefix)}
+    here = {key for states in optimizer_state["state"].values() for key in states}
+    if there and here and here != there:
+        raise FileError(
+            f"`{target}` was saved with another optimizer: it kept {', '.join(sorted(there))},"
+            f" this one keeps {', '.join(sorted(here))}",
+            hints=["load the weights alone: `parallel.load_state_dict(...)`"],
         )
 
 
@@ -131,10 +190,17 @@ def _files(what: str) -> Iterator[None]:
         raise FileError(f"{what}: {first.strip().splitlines()[0]}") from None
 
 
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _wait_for_all() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def _on_first_rank(work: Callable[[], None], what: str, world: World) -> None:
+    """Rank 0 does `work`; all ranks go on together, or all raise."""
+    error: FileError | None = None
+    if world.rank == 0:
+        try:
+            with _files(what):
+                work()
+        except FileError as found:
+            error = found
+    (failures,) = sum_over_ranks([float(error is not None)], world)
+    if error is not None:
+        raise error
+    if failures:
+        raise FileError(f"{what}: rank 0 could not, its output says why")

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import cast
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+)
 
 from profiles.batch import Batch, batch_size, split_rows
+from profiles.errors import InputError
 
 
 def shares(rows: int, replicas: int) -> list[int]:
@@ -29,8 +40,12 @@ class ShardedLoader:
 
     A `DataLoader` over an indexed dataset is split by index, so a rank loads only its own rows;
     anything else that yields batches is split by row after loading. Shuffling draws the same order
-    on every replica, another one each epoch. A loader that is already split by a
+    on every replica, another one each epoch: torch's, numpy's and Python's random numbers are
+    seeded while the sampler draws, and put back. A loader that is already split by a
     `DistributedSampler` passes through, with its epoch set.
+
+    Raises:
+        InputError: a shuffled loader without automatic batches, whose order cannot be shared.
     """
 
     def __init__(self, loader: Iterable[Batch], *, replica: int, replicas: int, seed: int) -> None:
@@ -39,17 +54,23 @@ class ShardedLoader:
         self._source = loader
         self._indices: _ReplicaBatches | None = None
         self._sampler: DistributedSampler[object] | None = None
-        if isinstance(loader, DataLoader):
-            if isinstance(loader.sampler, DistributedSampler):
-                self._sampler = loader.sampler
-            elif loader.batch_sampler is not None and not isinstance(
-                loader.dataset, IterableDataset
-            ):
-                self._indices = _ReplicaBatches(loader.batch_sampler, replica, replicas, seed)
-                # Its own randomness: the user's is not touched, and loading workers of different
-                # replicas augment differently.
-                own = torch.Generator().manual_seed(seed + replica)
-                self._source = _with_batches(loader, self._indices, loader.generator or own)
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return
+        inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        if isinstance(inner, DistributedSampler):
+            self._sampler = inner
+        elif loader.batch_sampler is not None:
+            self._indices = _ReplicaBatches(loader.batch_sampler, replica, replicas, seed)
+            # Its own randomness: the user's is not touched, and loading workers of different
+            # replicas augment differently.
+            own = torch.Generator().manual_seed(seed + replica)
+            self._source = _with_batches(loader, self._indices, loader.generator or own)
+        elif not isinstance(inner, SequentialSampler):
+            raise InputError(
+                "a DataLoader with batch_size=None and its own order cannot be split: ranks would"
+                " draw different orders",
+                hints=["give it a batch_size or a batch_sampler"],
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of the next pass; without it each pass takes the next epoch."""
@@ -64,9 +85,10 @@ class ShardedLoader:
             self._sampler.set_epoch(epoch)
             yield from self._source
         elif self._indices is not None:
-            rows = self._indices.draw(epoch)
-            for batch, count in zip(self._source, rows, strict=True):
-                yield batch if count else split_rows(batch, [0, batch_size(batch)])[0]
+            self._indices.begin(epoch)
+            for batch in self._source:
+                has_rows = self._indices.rows.popleft()
+                yield batch if has_rows else split_rows(batch, [0, batch_size(batch)])[0]
         else:
             for batch in self._source:
                 parts = split_rows(batch, shares(batch_size(batch), self.replicas))
@@ -74,36 +96,85 @@ class ShardedLoader:
 
 
 class _ReplicaBatches(Sampler[list[int]]):
-    """The index lists of one replica, drawn for an epoch at a time."""
+    """The index lists of one replica, drawn as they are needed.
+
+    `rows` holds how many real rows each drawn batch has that was not handed on yet: loading workers
+    run ahead of the loop.
+    """
 
     def __init__(
         self, batches: Iterable[list[int]], replica: int, replicas: int, seed: int
     ) -> None:
         self._batches, self._replica, self._replicas = batches, replica, replicas
         self._seed = seed
-        self._drawn: list[list[int]] = []
+        self._epoch = 0
+        self.rows: deque[int] = deque()
 
-    def draw(self, epoch: int) -> list[int]:
-        """Draw an epoch; how many real rows each batch has for this replica."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed + epoch)
-            whole = [list(batch) for batch in self._batches]
-        rows = []
-        self._drawn = []
-        for batch in whole:
+    def begin(self, epoch: int) -> None:
+        self._epoch = epoch
+        self.rows = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = self.rows
+        for batch in _seeded(self._batches, self._seed + self._epoch):
             sizes = shares(len(batch), self._replicas)
             first = sum(sizes[: self._replica])
             mine = batch[first : first + sizes[self._replica]]
             rows.append(len(mine))
-            # An empty list cannot be collated: load one row, the caller cuts it off again.
-            self._drawn.append(mine or batch[:1])
-        return rows
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._drawn)
+            # An empty list cannot be collated: load one row, the loop cuts it off again.
+            yield mine or batch[:1]
 
     def __len__(self) -> int:
         return len(cast(Sized, self._batches))
+
+
+def _seeded(batches: Iterable[list[int]], seed: int) -> Iterator[list[int]]:
+    """`batches` in an order that depends on `seed` alone, drawn as they go."""
+    state = _RandomState.of_seed(seed)
+    with state.installed():
+        source = iter(batches)
+    while True:
+        with state.installed():
+            try:
+                batch = list(next(source))
+            except StopIteration:
+                return
+        yield batch
+
+
+class _RandomState:
+    """Random states of torch, numpy and Python that a sampler draws from, apart from the user's."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._numpy = np.random.get_state()
+        self._python = random.getstate()
+
+    @classmethod
+    def of_seed(cls, seed: int) -> _RandomState:
+        users = cls()
+        torch.random.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        fresh = cls()
+        users._install()
+        return fresh
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        users = _RandomState()
+        self._install()
+        try:
+            yield
+        finally:
+            left_off = _RandomState()
+            vars(self).update(vars(left_off))
+            users._install()
+
+    def _install(self) -> None:
+        torch.set_rng_state(self._torch)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
 
 
 def _with_batches(

@@ -37,6 +37,27 @@ def replicate(model: nn.Module, *, profile: ModelProfile, world: World) -> Distr
     )
 
 
+def require_all_reduced(model: DistributedDataParallel, profile: ModelProfile) -> None:
+    """After a backward: every parameter that DDP waits for has a gradient.
+
+    Raises:
+        ModelError: one was not used. Its bucket was not exchanged, so gradients are wrong, and
+            DDP itself says so only in the next step.
+    """
+    if profile.unused:
+        return  # DDP then looks for unused parameters itself
+    for name, parameter in model.module.named_parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            raise ModelError(
+                f"`{name}` got no gradient in this step, it had one from the sample: DDP cannot"
+                " tell which parameters a step uses",
+                hints=[
+                    "give a sample that leaves it unused too",
+                    "or shard: `dp_shard` or `zero=1` exchange zeros for what a rank did not use",
+                ],
+            )
+
+
 def autocast(device: torch.device, *, enabled: bool) -> torch.autocast:
     """The context that runs matmuls in bf16 on fp32 parameters."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)

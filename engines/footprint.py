@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from typing import Any
 
@@ -46,9 +45,17 @@ def optimizer_footprint(
             "the optimizer factory does not use the parameters that it is given",
             hints=["write `lambda params: torch.optim.AdamW(params, lr=3e-4)`"],
         )
-    optimizer.step()
-    with _Traffic() as traffic:
+    try:
         optimizer.step()
+        with _Traffic() as traffic:
+            optimizer.step()
+    except TypeError as error:
+        raise InputError(
+            f"{type(optimizer).__name__} cannot step by itself: {error}",
+            hints=["an optimizer that wants a closure does not fit `train_step`"],
+        ) from None
+    except RuntimeError:  # sparse gradients only, say: what it keeps is taken as Adam's
+        return OPTIMIZERS["adam"].model_copy(update={"name": type(optimizer).__name__})
     kept = sum(
         value.numel() * value.element_size()
         for value in optimizer.state[parameter].values()
@@ -89,7 +96,9 @@ def _trial(
     """A second optimizer of the same settings that holds the tiny parameter only."""
     if not isinstance(given, torch.optim.Optimizer):
         return given([parameter])
-    trial = copy.copy(given)
+    # Not copy.copy: Optimizer's own copying drops what subclasses keep beside groups and state.
+    trial = object.__new__(type(given))
+    trial.__dict__.update(given.__dict__)
     trial.state = defaultdict(dict)
     trial.param_groups = [{**given.param_groups[0], "params": [parameter]}]
     return trial

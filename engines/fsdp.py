@@ -12,6 +12,9 @@ The kinds differ in *when* whole tensors exist:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,8 +27,14 @@ from torch.distributed.fsdp import (
 )
 
 from engines.plan import DataParallel, Offload, Plan
+from profiles.errors import PlanError
 from profiles.model import ModelProfile
-from profiles.torch_compat import is_view, map_tensors
+from profiles.torch_compat import (
+    forget_gradients_underway,
+    is_view,
+    map_tensors,
+    reduce_unused_parameters,
+)
 
 
 def shard(
@@ -42,22 +51,25 @@ def shard(
         if unit.name:
             module = model.get_submodule(unit.name)
             module.register_forward_hook(_own_storage)
-            fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=not keeps_parameters,
-                mp_policy=_precision(mixed),
-                offload_policy=_offload(plan, mesh),
-            )
+            with _refused(unit.name):
+                fully_shard(
+                    module,
+                    mesh=mesh,
+                    reshard_after_forward=not keeps_parameters,
+                    mp_policy=_precision(mixed),
+                    offload_policy=_offload(plan, mesh),
+                )
     model.register_forward_hook(_own_storage)
-    root = fully_shard(
-        model,
-        mesh=mesh,
-        reshard_after_forward=False,
-        mp_policy=_precision(mixed, output_dtype=torch.float32 if mixed else None),
-        offload_policy=_offload(plan, mesh),
-    )
+    with _refused(profile.name):
+        root = fully_shard(
+            model,
+            mesh=mesh,
+            reshard_after_forward=False,
+            mp_policy=_precision(mixed, output_dtype=torch.float32 if mixed else None),
+            offload_policy=_offload(plan, mesh),
+        )
     assert isinstance(root, FSDPModule)
+    reduce_unused_parameters(root)
     return root
 
 
@@ -77,11 +89,31 @@ def prepare_backward(root: FSDPModule, plan: Plan, *, last: bool) -> None:
     root.set_is_last_backward(last)
 
 
+def start_over(model: nn.Module, plan: Plan) -> None:
+    """Forget a step that broke off between its microbatches, so that the next one starts clean."""
+    if isinstance(model, FSDPModule):
+        prepare_backward(model, plan, last=True)
+        release(model)
+        forget_gradients_underway(model)
+
+
 def release(model: nn.Module) -> None:
     """Back to shards after a forward that no backward followed."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def _refused(name: str) -> Iterator[None]:
+    """FSDP2's own refusals (parameters without dimensions, not contiguous ...) as ours."""
+    try:
+        yield
+    except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
+        raise PlanError(
+            f"`{name}` cannot be sharded: {str(error).strip().splitlines()[0]}",
+            hints=["replicate it: dp_replicate without zero"],
+        ) from error
 
 
 def _own_storage(module: nn.Module, args: object, output: object) -> object:

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from engines.batch_norm import synchronise_batch_norms
 from engines.ddp import replicate
@@ -22,6 +25,7 @@ from engines.parallel import LossFn, ParallelModel
 from engines.plan import DataParallel, Plan
 from engines.recompute import recompute_blocks
 from engines.world import World, data_mesh, join_world, require_same_plan
+from profiles.batch import Batch
 from profiles.cluster import ClusterProfile
 from profiles.errors import ModelError
 from profiles.model import ModelProfile, Numerics
@@ -35,6 +39,7 @@ def apply_plan(
     cluster: ClusterProfile,
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    count: Callable[[Batch], float | Tensor] | None = None,
     max_grad_norm: float | None = None,
     world: World | None = None,
     seed: int = 0,
@@ -52,6 +57,8 @@ def apply_plan(
         loss_fn: loss_fn(output, target) for tuple batches, loss_fn(output, batch) for dicts; None
             where the model returns its loss.
         optimizer: a factory, an optimizer built on `model`, or None for AdamW.
+        count: what a microbatch's mean loss is a mean over, where that is not its rows:
+            `lambda batch: (batch["labels"] != -100).sum()`.
         max_grad_norm: clip gradients in `train_step`.
         seed: of the shuffling in `ParallelModel.shard`.
 
@@ -63,7 +70,7 @@ def apply_plan(
     world = world or join_world()
     require_same_plan(plan, world)
     require_legal(plan, profile, cluster)
-    _require_values(model)
+    _require_plain(model)
     mixed = numerics(plan, profile) is not Numerics.AS_BUILT
     names_before = names_of(model)
     model.zero_grad(set_to_none=True)  # gradients of an earlier life would be added to ours
@@ -84,6 +91,7 @@ def apply_plan(
         world=world,
         optimizer=built,
         loss_fn=loss_fn,
+        count=count,
         max_grad_norm=max_grad_norm,
         runs_autocast=mixed and not plan.data_parallel.is_sharded,
         seed=seed,
@@ -105,7 +113,13 @@ def _data_parallel(
     return model
 
 
-def _require_values(model: nn.Module) -> None:
+def _require_plain(model: nn.Module) -> None:
+    wrapped = (ParallelModel, FSDPModule, DistributedDataParallel)
+    if isinstance(model, wrapped) or any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ModelError(
+            f"the model is parallel already (a {type(model).__name__})",
+            hints=["build it anew, and apply the plan to the plain module"],
+        )
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ModelError(

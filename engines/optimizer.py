@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from profiles.errors import InputError
+from profiles.units import MIB
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Names = dict[nn.Parameter, str]
@@ -58,16 +59,17 @@ def _carry_over(optimizer: torch.optim.Optimizer, model: nn.Module, names: Names
             state = optimizer.state.pop(old, None)
             if state:
                 optimizer.state[new] = {
-                    key: _like(value, old, new) if isinstance(value, Tensor) else value
+                    key: _like(value, old, new, group) if isinstance(value, Tensor) else value
                     for key, value in state.items()
                 }
         group["params"] = fresh
 
 
-def _like(value: Tensor, old: nn.Parameter, new: nn.Parameter) -> Tensor:
+def _like(value: Tensor, old: nn.Parameter, new: nn.Parameter, group: dict[str, object]) -> Tensor:
     """A state tensor laid out as the parameter now is; every rank holds the same values."""
     if value.dim() == 0:
-        return value  # step counters stay where the optimizer put them
+        # Step counters live on the CPU, but for fused and capturable updates.
+        return value.to(new.device) if group.get("fused") or group.get("capturable") else value
     if isinstance(new, DTensor) and not isinstance(value, DTensor):
         if value.shape != old.shape:
             raise InputError(
@@ -90,6 +92,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @torch.no_grad()
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """The whole gradient of every parameter by name, on every rank; for looking and comparing.
@@ -108,8 +115,36 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def send_from_rank_zero(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Make every rank's tensors equal to rank 0's."""
+    bucket: list[Tensor] = []
     for tensor in tensors:
-        staged = tensor.detach().to(device).contiguous()
-        dist.broadcast(staged, src=0)
-        if staged.data_ptr() != tensor.data_ptr():
-            tensor.copy_(staged)
+        if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+            continue  # expanded: several elements in one place, nothing can be written there
+        bucket.append(tensor.detach())
+        if sum(t.nbytes for t in bucket) >= BUCKET_BYTES:
+            _broadcast(bucket, device)
+            bucket = []
+    _broadcast(bucket, device)
+
+
+BUCKET_BYTES = 32 * MIB  # many small tensors in one message, and a copy that is never large
+
+
+def _broadcast(tensors: list[Tensor], device: torch.device) -> None:
+    """All of `tensors` in one message of bytes, whatever their dtypes."""
+    if not tensors:
+        return
+    staged = torch.cat([_as_bytes(tensor).to(device) for tensor in tensors])
+    dist.broadcast(staged, src=0)
+    sizes = [tensor.nbytes for tensor in tensors]
+    for tensor, part in zip(tensors, staged.split(sizes), strict=True):
+        _write(tensor, part)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _write(tensor: Tensor, received: Tensor) -> None:
+    """Write received bytes into `tensor`, in its own dtype, shape and place."""
+    aligned = received.clone()  # a part of a message need not lie on the dtype's boundary
+    tensor.copy_(aligned.view(tensor.dtype).reshape(tensor.shape))

@@ -15,12 +15,12 @@ from torch.utils.checkpoint import CheckpointError
 
 from engines import checkpoint
 from engines.data import ShardedLoader, shares
-from engines.ddp import autocast
-from engines.fsdp import prepare_backward, release
-from engines.optimizer import clip_gradients, full_gradients, send_from_rank_zero
+from engines.ddp import autocast, require_all_reduced
+from engines.fsdp import prepare_backward, release, start_over
+from engines.optimizer import clip_gradients, full_gradients, local_part, send_from_rank_zero
 from engines.plan import Plan
-from engines.world import World
-from profiles.batch import Batch, batch_size, call_model, loss_of, split_rows
+from engines.world import World, sum_over_ranks
+from profiles.batch import Batch, batch_size, call_model, loss_of, map_batch, split_rows
 from profiles.errors import BatchError, ModelError
 from profiles.model import ModelProfile
 from profiles.torch_compat import map_tensors
@@ -58,6 +58,7 @@ class ParallelModel(nn.Module):
         world: World,
         optimizer: torch.optim.Optimizer,
         loss_fn: LossFn | None,
+        count: Callable[[Batch], float | Tensor] | None,
         max_grad_norm: float | None,
         runs_autocast: bool,
         seed: int,
@@ -72,6 +73,7 @@ class ParallelModel(nn.Module):
         self._profile = profile
         self._world = world
         self._loss_fn = loss_fn
+        self._counter = count
         self._max_grad_norm = max_grad_norm
         self._runs_autocast = runs_autocast
         self._seed = seed
@@ -81,14 +83,18 @@ class ParallelModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, under the plan's precision; outputs are fp32 or as built."""
-        if not self._runs_autocast:
-            return self._runner(*args, **kwargs)
-        with autocast(self._world.device, enabled=True):
+        with autocast(self._world.device, enabled=self._runs_autocast):
             output = self._runner(*args, **kwargs)
-        return map_tensors(_as_fp32, output)
+        if not torch.is_grad_enabled():
+            release(self.module)  # no backward will follow to do it
+        return map_tensors(_as_fp32, output) if self._runs_autocast else output
 
     def train_step(self, batch: Batch) -> Tensor:
         """One optimizer step on this rank's part of the global batch.
+
+        Every sample weighs the same: a microbatch's loss must be the mean over its samples. Where
+        it is the mean over something else (tokens that are not padding), give `count` to
+        `apply_plan` or `auto_parallelize`.
 
         Returns the loss averaged over all samples of all ranks: 0-d, on the device, no gradient.
 
@@ -107,12 +113,17 @@ class ParallelModel(nn.Module):
         pieces, weights = self._cut(batch)
         self._follow_rank_zero()
         total = torch.zeros((), device=self._world.device)
-        for index, piece in enumerate(pieces):
-            with self._backward_mode(last=index == len(pieces) - 1):
-                loss = self._loss(piece)
-                with _explained_recompute(self.plan):
-                    (loss * weights[index]).backward()
-            total += loss.detach() * weights[index]
+        try:
+            for index, piece in enumerate(pieces):
+                with self._backward_mode(last=index == len(pieces) - 1):
+                    loss = _weighted(self._loss(piece), weights[index])
+                    with _explained_recompute(self.plan):
+                        loss.backward()
+                total += loss.detach()
+        except BaseException:
+            start_over(self.module, self.plan)
+            raise
+        self._check_unused()
         return self._average(total)
 
     @torch.no_grad()
@@ -122,10 +133,10 @@ class ParallelModel(nn.Module):
         Call `eval()` before and `train()` after where the model distinguishes them.
         """
         pieces, weights = self._cut(batch)
+        self._follow_rank_zero()
         total = torch.zeros((), device=self._world.device)
         for piece, weight in zip(pieces, weights, strict=True):
-            total += self._loss(piece).detach() * weight
-        release(self.module)
+            total += _weighted(self._loss(piece), weight)
         return self._average(total)
 
     def shard(self, loader: Iterable[Batch]) -> ShardedLoader:
@@ -151,20 +162,32 @@ class ParallelModel(nn.Module):
         Any plan with any world size can load it. An interrupted save leaves the old folder.
         """
         release(self.module)
-        checkpoint.save(path, self.module, self.optimizer)
+        self._follow_rank_zero(every_buffer=True)
+        checkpoint.save(path, self.module, self.optimizer, world=self._world)
 
     def load(self, path: checkpoint.PathLike) -> None:
         """Read what `save` wrote under any plan; all ranks call it."""
         release(self.module)
         checkpoint.load(path, self.module, self.optimizer)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
         """Whole tensors under the unwrapped model's names, on every rank; all ranks call it.
 
-        Needs the memory of the whole model; `save` does not.
+        Needs the memory of the whole model; `save` does not. `keep_vars` has no meaning for tensors
+        that were put together here.
         """
         release(self.module)
-        return checkpoint.whole_state(self.module)
+        self._follow_rank_zero(every_buffer=True)
+        found = destination if destination is not None else {}
+        for name, value in checkpoint.whole_state(self.module).items():
+            found[prefix + name] = value
+        return found
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors, the same on every rank, as the unwrapped model would."""
@@ -198,6 +221,26 @@ class ParallelModel(nn.Module):
         whatever it got, because collectives must match: one without rows takes a spare row with
         weight 0.
         """
+        try:
+            rows, sizes, pieces = self._pieces(batch)
+            counts = [self._count(piece, size) for piece, size in zip(pieces, sizes, strict=True)]
+        except BatchError:
+            sum_over_ranks([0.0, 1.0], self._world)  # tell the others before they wait for us
+            raise
+        total, failed = sum_over_ranks([sum(counts), 0.0], self._world)
+        if failed:
+            raise BatchError(
+                f"{failed:.0f} of {self._world.size} ranks could not use their part of the batch",
+                where=f"rank {self._world.rank}, which has {rows} rows and could",
+                hints=["the output of the other ranks says why"],
+            )
+        # Nothing to count anywhere (every label is padding, say) is a step without a gradient.
+        scale = self.data_world_size / max(total, 1.0)
+        weights = torch.tensor([count * scale for count in counts], dtype=torch.float64)
+        return pieces, weights.to(self._world.device, dtype=torch.float32)
+
+    def _pieces(self, batch: Batch) -> tuple[int, list[int], list[Batch]]:
+        """Rows on this rank, rows of each microbatch, and the microbatches."""
         rows = batch_size(batch)
         sizes = shares(rows, self.plan.forwards)
         limit = self.plan.microbatch_size
@@ -212,17 +255,17 @@ class ParallelModel(nn.Module):
                 ],
             )
         batch = self._move(batch)
-        if rows:
-            self._spare = split_rows(batch, [1, rows - 1])[0]
+        if rows and self._spare is None:  # copied: a view would keep its whole batch alive
+            self._spare = map_batch(torch.clone, split_rows(batch, [1, rows - 1])[0])
         parts = split_rows(batch, sizes)
         pieces = [
             part if size else self._borrowed(rows) for part, size in zip(parts, sizes, strict=True)
         ]
-        counts = torch.tensor(sizes, dtype=torch.float32).to(self._world.device)
-        total = torch.full((), float(rows), device=self._world.device)
-        if self.data_world_size > 1:
-            dist.all_reduce(total)
-        return pieces, counts * self.data_world_size / total
+        return rows, sizes, pieces
+
+    def _count(self, piece: Batch, rows: int) -> float:
+        """What a microbatch's mean loss is a mean over; 0 for a borrowed row."""
+        return float(self._counter(piece)) if rows and self._counter else float(rows)
 
     def _borrowed(self, rows: int) -> Batch:
         """One row for a microbatch that has none."""
@@ -245,15 +288,24 @@ class ParallelModel(nn.Module):
             return self._runner.no_sync()
         return nullcontext()
 
-    def _follow_rank_zero(self) -> None:
-        """Running statistics of batch norms follow rank 0, as they do under plain DDP."""
-        if (
-            self.data_world_size > 1
-            and self._profile.batch_norms
-            and not self.plan.sync_batch_norm
-            and self.module.training
-        ):
+    def _follow_rank_zero(self, *, every_buffer: bool = False) -> None:
+        """Running statistics of batch norms follow rank 0, as they do under plain DDP.
+
+        Other buffers do so where they are written out: a checkpoint holds rank 0's.
+        """
+        has_statistics = bool(self._profile.batch_norms) and not self.plan.sync_batch_norm
+        if self.data_world_size > 1 and (every_buffer or has_statistics):
             send_from_rank_zero(self.module.buffers(), self._world.device)
+
+    def _check_unused(self) -> None:
+        if isinstance(self._runner, DistributedDataParallel):
+            require_all_reduced(self._runner, self._profile)
+        elif isinstance(self.module, FSDPModule):
+            # Zeros were exchanged for parameters that no rank uses; optimizers skip None, not 0.
+            for name in self._profile.unused:
+                parameter = self.module.get_parameter(name)
+                if parameter.grad is not None and not local_part(parameter.grad).any():
+                    parameter.grad = None
 
     def _average(self, value: Tensor) -> Tensor:
         if self.data_world_size > 1:
@@ -265,7 +317,7 @@ class ParallelModel(nn.Module):
         device = self._world.device
         if device.type == "cpu":
             return batch
-        return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+        return map_batch(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
     if TYPE_CHECKING:
         _runner: Callable[..., Any]
@@ -275,13 +327,20 @@ class ParallelModel(nn.Module):
 def _explained_recompute(plan: Plan) -> Iterator[None]:
     try:
         yield
-    except CheckpointError as error:
+    except RuntimeError as error:
+        if not isinstance(error, CheckpointError) and "has been mutated" not in str(error):
+            raise
         raise ModelError(
             "a block computes something else the second time: its forward changes state outside it"
-            " (a key/value cache, say)",
+            " or changes a kept tensor in place (a key/value cache, an in-place activation)",
             where=f"plan: {plan}\n{str(error).splitlines()[0]}",
             hints=["switch the cache off (`use_cache=False`)", "or plan with recompute=none"],
         ) from error
+
+
+def _weighted(loss: Tensor, weight: Tensor) -> Tensor:
+    """The loss's share of the global mean; without weight nothing counts, NaN neither."""
+    return torch.where(weight > 0, loss.reshape(()) * weight, torch.zeros_like(weight))
 
 
 def _as_fp32(tensor: Tensor) -> Tensor:

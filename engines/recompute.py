@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from engines.plan import Recompute
 from profiles.model import ModelProfile
 from profiles.operators import kept_operators
-from profiles.torch_compat import is_batch_norm
+from profiles.torch_compat import is_batch_norm, version_of
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
@@ -34,23 +35,25 @@ def recompute_blocks(model: nn.Module, kind: Recompute, *, profile: ModelProfile
         return
     for unit in profile.blocks():
         block = model.get_submodule(unit.name)
-        contexts = functools.partial(_contexts, kind, _batch_norms(block))
-        block.forward = _recomputed(block.forward, contexts)
+        # Bound to the block, so that a copy of the model computes with the copy's parameters.
+        block.forward = MethodType(_recomputed(block, kind), block)
 
 
-def _recomputed(
-    forward: Callable[..., object], contexts: Callable[[], Contexts]
-) -> Callable[..., object]:
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> object:
+def _recomputed(block: nn.Module, kind: Recompute) -> Callable[..., object]:
+    """A forward method for `block` that calls its own one under `checkpoint`."""
+    own = block.__dict__.get("forward")  # replaced on the instance before us
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+        forward = own if own is not None else MethodType(type(self).forward, self)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        contexts = functools.partial(_contexts, kind, self)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run
 
 
-def _contexts(kind: Recompute, batch_norms: list[nn.BatchNorm2d]) -> Contexts:
+def _contexts(kind: Recompute, block: nn.Module) -> Contexts:
     """The contexts of the first and of the second run of a block."""
     first: AbstractContextManager[None]
     second: AbstractContextManager[None]
@@ -58,7 +61,44 @@ def _contexts(kind: Recompute, batch_norms: list[nn.BatchNorm2d]) -> Contexts:
         first, second = create_selective_checkpoint_contexts(list(kept_operators()))
     else:
         first, second = nullcontext(), nullcontext()
-    return first, (_frozen_statistics(second, batch_norms) if batch_norms else second)
+    norms, others = _batch_norms(block), _other_buffers(block)
+    if others:
+        before = [(version_of(buffer), buffer.clone()) for buffer in others]
+        second = _as_before(second, others, before)
+    return first, (_frozen_statistics(second, norms) if norms else second)
+
+
+def _other_buffers(block: nn.Module) -> list[Tensor]:
+    """Buffers that a forward might change: spectral norm's vectors, counters. Masks it does not."""
+    return [
+        buffer
+        for module in block.modules()
+        if not is_batch_norm(module)
+        for buffer in module.buffers(recurse=False)
+        if buffer.is_floating_point() or buffer.numel() == 1
+    ]
+
+
+@contextmanager
+def _as_before(
+    inner: AbstractContextManager[None], buffers: list[Tensor], before: list[tuple[int, Tensor]]
+) -> Iterator[None]:
+    """The second run sees the buffers that the first one saw, and leaves them as it found them."""
+    changed = [
+        (buffer, old, buffer.clone())
+        for buffer, (version, old) in zip(buffers, before, strict=True)
+        if version_of(buffer) != version
+    ]
+    with torch.no_grad():
+        for buffer, old, _ in changed:
+            buffer.copy_(old)
+    try:
+        with inner:
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, _, new in changed:
+                buffer.copy_(new)
 
 
 def _batch_norms(block: nn.Module) -> list[nn.BatchNorm2d]:

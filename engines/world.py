@@ -129,6 +129,19 @@ def require_same_plan(plan: Plan, world: World) -> None:
         )
 
 
+def sum_over_ranks(values: list[float], world: World) -> list[float]:
+    """Element-wise sums of small host numbers over all ranks.
+
+    Travels on the CPU where the group has a CPU backend, so that a GPU is not waited for.
+    """
+    if world.size == 1:
+        return values
+    on_cpu = "gloo" in str(dist.get_backend_config())
+    tensor = torch.tensor(values, dtype=torch.float64, device="cpu" if on_cpu else world.device)
+    dist.all_reduce(tensor)
+    return [float(value) for value in tensor.tolist()]
+
+
 def data_mesh(plan: Plan, world: World) -> DeviceMesh | None:
     """The mesh of the data axes; None for a single rank that shards nothing.
 

@@ -62,9 +62,7 @@ def capture(
         tied=subject.tied(),
         unused=one.unused,
         sparse_gradients=one.sparse_gradients,
-        batch_norms=tuple(
-            path for path, m in model.named_modules() if is_batch_norm(m) and m.training
-        ),
+        batch_norms=tuple(path for path, module in model.named_modules() if is_batch_norm(module)),
         has_loss=one.has_loss,
         is_proportional=any(second is None for _, second in looks.values()),
     )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -52,9 +53,32 @@ def without_buffer_sync() -> dict[str, bool]:
     return {name: False}
 
 
+def reduce_unused_parameters(root: FSDPModule) -> None:
+    """Reduce zeros for parameters without a gradient (torch >= 2.13): else ranks that use different
+    parameters would exchange lists of different tensors."""
+    switch = getattr(root, "set_reduce_scatter_unused_params", None)
+    if switch is not None:
+        switch(True)
+
+
+def forget_gradients_underway(model: nn.Module) -> None:
+    """Drop what FSDP2 keeps between microbatches: whole gradients, and sums between groups."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group._partial_reduce_output = None
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+
+
 def is_view(value: object) -> bool:
     """Whether a tensor that gradients flow through shares the storage of another."""
     return isinstance(value, torch.Tensor) and value.requires_grad and value._base is not None
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place."""
+    return tensor._version
 
 
 def is_batch_norm(module: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
