@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from engines.world import World, sum_over_ranks
+from engines.world import World, is_lost_contact, sum_over_ranks
 from profiles.errors import FileError, ModelError
 
 PathLike = str | os.PathLike[str]
@@ -70,20 +70,32 @@ def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             f"`{target}` holds no complete checkpoint",
             hints=["name a folder that `parallel.save` wrote"],
         )
-    model_state, optimizer_state = _states(model, optimizer, keep_new=True)
+    optimizer.zero_grad(set_to_none=True)  # gradients of the weights that are replaced
+    held = dict(optimizer.state)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.requires_grad and p not in held for p in parameters):
+        optimizer.state.clear()  # torch makes places for the states of all parameters or of none
+    model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    with _files(f"cannot load `{target}` into this model"):
-        _require_names(target, model_state, optimizer_state)
-        # Parameters that never got a gradient have no optimizer state in the checkpoint.
-        dcp.load(
-            state, checkpoint_id=target, planner=dcp.DefaultLoadPlanner(allow_partial_load=True)
-        )
+    try:
+        with _files(f"cannot load `{target}` into this model"):
+            saved = dcp.FileSystemReader(target).read_metadata().state_dict_metadata.keys()
+            _require_names(target, saved, model_state)
+            _require_same_optimizer(target, saved, optimizer_state)
+            # Parameters that never got a gradient have no optimizer state in the checkpoint.
+            planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+            dcp.load(state, checkpoint_id=target, planner=planner)
+    except BaseException:
+        optimizer.state.clear()
+        optimizer.state.update(held)
+        raise
     set_state_dict(
         model,
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
+    _forget_states_not_saved(model, optimizer, saved)
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
@@ -97,9 +109,9 @@ def set_whole_state(model: nn.Module, state: dict[str, Any], *, strict: bool) ->
     Returns missing and unexpected keys, as `nn.Module.load_state_dict`.
 
     Raises:
-        ModelError: there are such keys and `strict` is set.
+        ModelError: there are such keys and `strict` is set, or a shape differs; nothing is changed.
     """
-    wanted = model.state_dict().keys()
+    wanted = model.state_dict()
     missing = [name for name in wanted if name not in state]
     unexpected = [name for name in state if name not in wanted]
     if strict and (missing or unexpected):
@@ -113,6 +125,12 @@ def set_whole_state(model: nn.Module, state: dict[str, Any], *, strict: bool) ->
             hints=["load it with strict=False if that is meant"],
         )
     known = {name: value for name, value in state.items() if name in wanted}
+    for name, value in known.items():
+        if isinstance(value, torch.Tensor) and value.shape != wanted[name].shape:
+            raise ModelError(
+                f"`{name}` is {tuple(wanted[name].shape)} in the model,"
+                f" {tuple(value.shape)} in the state"
+            )
     if known:
         set_model_state_dict(
             model, known, options=StateDictOptions(full_state_dict=True, strict=False)
@@ -125,24 +143,21 @@ class _IncompatibleKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-def _states(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, keep_new: bool = False
-) -> tuple[dict[str, Any], Any]:
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], Any]:
     """Model and optimizer states by original names.
 
     torch gives an optimizer that never stepped its states by a step with zero gradients, which
-    counts as one; unless `keep_new`, they are taken away again.
+    counts as one; they are taken away again.
     """
     is_new = not optimizer.state
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    if is_new and not keep_new:
+    if is_new:
         optimizer.state.clear()
         optimizer_state["state"] = {}
     return model_state, optimizer_state
 
 
-def _require_names(target: Path, model_state: dict[str, Any], optimizer_state: Any) -> None:
-    saved = dcp.FileSystemReader(target).read_metadata().state_dict_metadata
+def _require_names(target: Path, saved: Iterable[str], model_state: dict[str, Any]) -> None:
     there = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
     missing, extra = sorted(model_state.keys() - there), sorted(there - model_state.keys())
     if missing or extra:
@@ -151,12 +166,10 @@ def _require_names(target: Path, model_state: dict[str, Any], optimizer_state: A
             f" {len(model_state)}",
             where=f"only here: {missing[0]}" if missing else f"only there: {extra[0]}",
         )
-    _require_same_optimizer(target, saved, optimizer_state)
 
 
 def _require_same_optimizer(target: Path, saved: Iterable[str], optimizer_state: Any) -> None:
-    prefix = "optimizer.state."
-    there = {name.rpartition(".")[2] for name in saved if name.startswith(prefix)}
+    there = {key for _, key in _saved_states(saved)}
     here = {key for states in optimizer_state["state"].values() for key in states}
     if there and here and here != there:
         raise FileError(
@@ -164,6 +177,25 @@ def _require_same_optimizer(target: Path, saved: Iterable[str], optimizer_state:
             f" this one keeps {', '.join(sorted(here))}",
             hints=["load the weights alone: `parallel.load_state_dict(...)`"],
         )
+
+
+def _saved_states(saved: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(parameter, key) of every optimizer state among the names in a checkpoint."""
+    prefix = "optimizer.state."
+    for name in saved:
+        if name.startswith(prefix):
+            parameter, _, key = name.removeprefix(prefix).rpartition(".")
+            yield parameter, key
+
+
+def _forget_states_not_saved(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Iterable[str]
+) -> None:
+    """A parameter that had not been stepped when the states were saved has not been stepped now."""
+    stepped = {parameter for parameter, _ in _saved_states(saved)}
+    for name, parameter in model.named_parameters():
+        if name not in stepped:
+            optimizer.state.pop(parameter, None)
 
 
 def _replace(target: Path, partial: Path) -> None:
@@ -185,6 +217,8 @@ def _files(what: str) -> Iterator[None]:
     except FileError:
         raise
     except (dcp.CheckpointException, OSError, RuntimeError, ValueError) as error:
+        if is_lost_contact(error):
+            raise  # the folder is not to blame
         causes = getattr(error, "failures", {}) or {}
         first = next((str(cause[0]) for cause in causes.values()), str(error))
         raise FileError(f"{what}: {first.strip().splitlines()[0]}") from None

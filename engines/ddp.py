@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +29,7 @@ def replicate(model: nn.Module, *, profile: ModelProfile, world: World) -> Distr
             f"`{profile.name}` has no trainable parameter: there is nothing to train",
             hints=["set requires_grad on the parameters that should learn"],
         )
-    return DistributedDataParallel(
+    runner = DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         init_sync=False,  # hybrid.py sends rank 0's parameters to every kind of plan
@@ -35,6 +38,31 @@ def replicate(model: nn.Module, *, profile: ModelProfile, world: World) -> Distr
         gradient_as_bucket_view=True,
         find_unused_parameters=bool(profile.unused),
     )
+    _require_calls_through(runner)
+    return runner
+
+
+def _require_calls_through(runner: DistributedDataParallel) -> None:
+    """A training forward of the user's own module would exchange nothing: each rank would learn
+    from its own data alone, without a word."""
+    under_way = False
+
+    def begin(module: nn.Module, args: object) -> None:
+        nonlocal under_way
+        under_way = True
+
+    def check(module: nn.Module, args: object) -> None:
+        nonlocal under_way
+        is_copy = module is not runner.module  # a deep copy has this hook too
+        if not under_way and not is_copy and torch.is_grad_enabled() and module.training:
+            raise ModelError(
+                "the model itself was called: its backward would not exchange gradients",
+                hints=["call what `auto_parallelize` returned: `output = parallel(inputs)`"],
+            )
+        under_way = False
+
+    runner.register_forward_pre_hook(begin)
+    runner.module.register_forward_pre_hook(check)
 
 
 def require_all_reduced(model: DistributedDataParallel, profile: ModelProfile) -> None:
@@ -56,6 +84,30 @@ def require_all_reduced(model: DistributedDataParallel, profile: ModelProfile) -
                     "or shard: `dp_shard` or `zero=1` exchange zeros for what a rank did not use",
                 ],
             )
+
+
+@contextmanager
+def explained_reduction() -> Iterator[None]:
+    """Around a forward: what DDP says of the backward before it, in words that fit.
+
+    Raises:
+        ModelError: that backward did not reach every parameter, so that gradients were not
+            exchanged.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "Expected to have finished reduction" not in str(error):
+            raise
+        raise ModelError(
+            "the backward before this forward did not reach every parameter: it broke off, or the"
+            " outputs that had a loss do not depend on all of them",
+            hints=[
+                "after an exception in a backward build the model anew: DDP cannot go on",
+                "give a sample that leaves the same parameters unused",
+                "or shard: `dp_shard` or `zero=1` allow both",
+            ],
+        ) from error
 
 
 def autocast(device: torch.device, *, enabled: bool) -> torch.autocast:

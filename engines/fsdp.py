@@ -30,7 +30,7 @@ from engines.plan import DataParallel, Offload, Plan
 from profiles.errors import PlanError
 from profiles.model import ModelProfile
 from profiles.torch_compat import (
-    forget_gradients_underway,
+    forget_step_underway,
     is_view,
     map_tensors,
     reduce_unused_parameters,
@@ -90,11 +90,11 @@ def prepare_backward(root: FSDPModule, plan: Plan, *, last: bool) -> None:
 
 
 def start_over(model: nn.Module, plan: Plan) -> None:
-    """Forget a step that broke off between its microbatches, so that the next one starts clean."""
+    """Forget a step that broke off, so that the next one starts clean."""
     if isinstance(model, FSDPModule):
+        forget_step_underway(model)
         prepare_backward(model, plan, last=True)
         release(model)
-        forget_gradients_underway(model)
 
 
 def release(model: nn.Module) -> None:

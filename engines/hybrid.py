@@ -24,13 +24,14 @@ from engines.optimizer import (
 from engines.parallel import LossFn, ParallelModel
 from engines.plan import DataParallel, Plan
 from engines.recompute import recompute_blocks
-from engines.world import World, data_mesh, join_world, require_same_plan
+from engines.world import World, data_mesh, in_contact, join_world, require_same_plan
 from profiles.batch import Batch
 from profiles.cluster import ClusterProfile
 from profiles.errors import ModelError
 from profiles.model import ModelProfile, Numerics
 
 
+@in_contact("applying the plan")
 def apply_plan(
     model: nn.Module,
     plan: Plan,

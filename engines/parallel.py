@@ -15,11 +15,11 @@ from torch.utils.checkpoint import CheckpointError
 
 from engines import checkpoint
 from engines.data import ShardedLoader, shares
-from engines.ddp import autocast, require_all_reduced
+from engines.ddp import autocast, explained_reduction, require_all_reduced
 from engines.fsdp import prepare_backward, release, start_over
 from engines.optimizer import clip_gradients, full_gradients, local_part, send_from_rank_zero
 from engines.plan import Plan
-from engines.world import World, sum_over_ranks
+from engines.world import World, in_contact, sum_over_ranks
 from profiles.batch import Batch, batch_size, call_model, loss_of, map_batch, split_rows
 from profiles.errors import BatchError, ModelError
 from profiles.model import ModelProfile
@@ -81,10 +81,15 @@ class ParallelModel(nn.Module):
         # Kept out of the module tree: a wrapper must not show in names or state dicts.
         object.__setattr__(self, "_runner", runner)
 
+    @in_contact("running the model")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, under the plan's precision; outputs are fp32 or as built."""
-        with autocast(self._world.device, enabled=self._runs_autocast):
-            output = self._runner(*args, **kwargs)
+        try:
+            with explained_reduction(), autocast(self._world.device, enabled=self._runs_autocast):
+                output = self._runner(*args, **kwargs)
+        except BaseException:
+            start_over(self.module, self.plan)
+            raise
         if not torch.is_grad_enabled():
             release(self.module)  # no backward will follow to do it
         return map_tensors(_as_fp32, output) if self._runs_autocast else output
@@ -108,8 +113,12 @@ class ParallelModel(nn.Module):
         self.optimizer.zero_grad(set_to_none=True)
         return loss
 
+    @in_contact("exchanging gradients")
     def forward_backward(self, batch: Batch) -> Tensor:
-        """`train_step` without the step: gradients are left averaged over the global batch."""
+        """`train_step` without the step: gradients are left averaged over the global batch.
+
+        Where it raises it leaves no gradients, and the next call starts clean.
+        """
         pieces, weights = self._cut(batch)
         self._follow_rank_zero()
         total = torch.zeros((), device=self._world.device)
@@ -122,10 +131,12 @@ class ParallelModel(nn.Module):
                 total += loss.detach()
         except BaseException:
             start_over(self.module, self.plan)
+            self.module.zero_grad(set_to_none=True)
             raise
         self._check_unused()
         return self._average(total)
 
+    @in_contact("averaging the loss")
     @torch.no_grad()
     def eval_step(self, batch: Batch) -> Tensor:
         """The loss of this rank's part, averaged over all samples of all ranks; no gradients.
@@ -145,6 +156,7 @@ class ParallelModel(nn.Module):
             loader, replica=self.data_rank, replicas=self.data_world_size, seed=self._seed
         )
 
+    @in_contact("summing up the norms of gradients")
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global L2 norm is at most `max_norm`.
 
@@ -152,10 +164,12 @@ class ParallelModel(nn.Module):
         """
         return clip_gradients(self.module.parameters(), max_norm)
 
+    @in_contact("putting gradients together")
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients by original name, on every rank; all ranks must call it."""
         return full_gradients(self.module)
 
+    @in_contact("saving")
     def save(self, path: checkpoint.PathLike) -> None:
         """Write weights and optimizer states to the folder `path`; all ranks call it.
 
@@ -165,11 +179,13 @@ class ParallelModel(nn.Module):
         self._follow_rank_zero(every_buffer=True)
         checkpoint.save(path, self.module, self.optimizer, world=self._world)
 
+    @in_contact("loading")
     def load(self, path: checkpoint.PathLike) -> None:
         """Read what `save` wrote under any plan; all ranks call it."""
         release(self.module)
         checkpoint.load(path, self.module, self.optimizer)
 
+    @in_contact("putting the state together")
     def state_dict(  # type: ignore[override]
         self,
         *,
@@ -189,6 +205,7 @@ class ParallelModel(nn.Module):
             found[prefix + name] = value
         return found
 
+    @in_contact("spreading the state")
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors, the same on every rank, as the unwrapped model would."""
         release(self.module)

@@ -286,6 +286,21 @@ _SETTINGS_AFTER_DEGREES = (
 )
 SETTINGS = (*AXES, "ep", "zero", "data_parallel", *_SETTINGS_AFTER_DEGREES)
 """Every key that `Plan.parse` knows."""
+_SYNONYMS = {
+    "tensor": "tp",
+    "pipeline": "pp",
+    "context": "cp",
+    "expert": "ep",
+    "data": "dp_replicate",
+    "dp": "dp_replicate",
+    "ddp": "dp_replicate",
+    "fsdp": "dp_shard",
+    "dtype": "precision",
+    "checkpointing": "recompute",
+    "gradient_accumulation": "accumulation",
+    "batch_size": "microbatch_size",
+}
+"""Words that people bring along from other tools, and what they are called here."""
 _CHOICES: dict[str, type[Enum]] = {
     "data_parallel": DataParallel,
     "schedule": Schedule,
@@ -317,7 +332,10 @@ def parse_settings(text: str) -> dict[str, Any]:
                 hints=['write settings as "dp_shard=4 microbatches=2"'],
             )
         if key not in SETTINGS:
-            raise UnknownNameError("plan setting", key, SETTINGS, where=f"plan: {text}")
+            called = [f"`{key}` is called `{_SYNONYMS[key]}` here"] if key in _SYNONYMS else []
+            raise UnknownNameError(
+                "plan setting", key, SETTINGS, where=f"plan: {text}", hints=called
+            )
         if key in settings:
             raise PlanError(f"`{key}` is given twice", where=f"plan: {text}")
         settings[key] = _parse_value(key, value, text)

@@ -41,10 +41,12 @@ def recompute_blocks(model: nn.Module, kind: Recompute, *, profile: ModelProfile
 
 def _recomputed(block: nn.Module, kind: Recompute) -> Callable[..., object]:
     """A forward method for `block` that calls its own one under `checkpoint`."""
-    own = block.__dict__.get("forward")  # replaced on the instance before us
+    own = block.__dict__.get("forward", MethodType(type(block).forward, block))
+    # A method of the block runs on whoever is asked, a copy of the block say.
+    method = own.__func__ if isinstance(own, MethodType) and own.__self__ is block else None
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> object:
-        forward = own if own is not None else MethodType(type(self).forward, self)
+        forward = own if method is None else MethodType(method, self)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         contexts = functools.partial(_contexts, kind, self)

@@ -6,6 +6,8 @@ Every wait here is bounded, and a wait that runs out names the rank that was mis
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engines.plan import DataParallel, Plan
 from profiles.errors import InputError, PlanMismatchError, RankError
-from profiles.torch_compat import default_store
+from profiles.torch_compat import bound_waits, default_store
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -67,6 +69,34 @@ def join_world(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> World:
     )
 
 
+@contextmanager
+def in_contact(doing: str) -> Iterator[None]:
+    """Around code with collectives: what a broken connection raises, as an error of ours.
+
+    A rank that failed closes its connections or stops answering; the others get to know it from
+    their next collective, after the group's timeout at the latest.
+
+    Raises:
+        RankError: another rank went away or did not answer; torch's own error is the cause.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_contact(error):
+            raise
+        raise RankError(
+            f"lost contact with another rank while {doing}",
+            where=f"rank {dist.get_rank()} of {dist.get_world_size()}",
+            hints=["look at the output of the other ranks: one failed first"],
+        ) from error
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Whether a collective failed for its connection: torch's own types, or gloo's bare text."""
+    from_gloo = isinstance(error, RuntimeError) and "gloo/transport/" in str(error)
+    return isinstance(error, dist.DistError) or from_gloo
+
+
 def leave_world() -> None:
     """Leave the job that `join_world` joined; nothing to do alone."""
     if dist.is_initialized():
@@ -85,21 +115,26 @@ def _device(local_rank: int) -> torch.device:
 
 
 def require_same_plan(plan: Plan, world: World) -> None:
-    """Compare the plans of all ranks before the first collective.
+    """Compare the plans of all ranks before the first collective; see `require_same`."""
+    require_same("plan", f"{plan.fingerprint[:8]} {plan}", world)
 
-    The hashes go through the rendezvous store, not through a collective, so ranks that would run
+
+def require_same(what: str, text: str, world: World) -> None:
+    """Compare what the ranks were given: `text`, a short name for it and then its content.
+
+    It goes through the rendezvous store, not through a collective, so ranks that would run
     different collectives are found instead of hanging.
 
     Raises:
-        PlanMismatchError: names which ranks hold which plan.
+        PlanMismatchError: names which ranks hold which text.
         RankError: names the ranks that did not answer within `world.timeout_s`.
     """
     if world.size == 1:
         return
     store = default_store()
-    generation = store.add(f"advisor/plan/calls/{world.rank}", 1)
-    key = f"advisor/plan/{generation}/"
-    store.set(f"{key}{world.rank}", f"{plan.fingerprint} {plan}")
+    generation = store.add(f"advisor/{what}/calls/{world.rank}", 1)
+    key = f"advisor/{what}/{generation}/"
+    store.set(f"{key}{world.rank}", text)
     holders: dict[str, list[int]] = {}
     absent: list[int] = []
     for rank in range(world.size):
@@ -114,18 +149,20 @@ def require_same_plan(plan: Plan, world: World) -> None:
     if absent:
         raise RankError(
             f"{_ranks(absent)} did not answer within {world.timeout_s:.0f} s",
-            where=f"rank {world.rank} of {world.size}, comparing plans",
+            where=f"rank {world.rank} of {world.size}, comparing the {what}",
             hints=["look at the output of the missing ranks: they failed earlier or never started"],
         )
     if len(holders) > 1:
         raise PlanMismatchError(
-            "ranks disagree on the plan: "
+            f"ranks disagree on the {what}: "
             + ", ".join(
-                f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {text.split()[0][:8]}"
+                f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {text.split()[0]}"
                 for text, ranks in holders.items()
             ),
-            where="\n".join(f"{text.split()[0][:8]}: {text.partition(' ')[2]}" for text in holders),
-            hints=["give every rank the same plan: one plan.json on a shared path, or one string"],
+            where="\n".join(": ".join(text.split(" ", maxsplit=1)) for text in holders),
+            hints=[
+                f"give every rank the same {what}: one plan.json on a shared path, or one string"
+            ],
         )
 
 
@@ -156,14 +193,18 @@ def data_mesh(plan: Plan, world: World) -> DeviceMesh | None:
         backend = "gloo" if world.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if kind is DataParallel.HYBRID_SHARD:
-        shape, names = (plan.dp_replicate, plan.dp_shard), ("dp_replicate", "dp_shard")
+        axes = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard}
     elif kind is DataParallel.FULL_SHARD:
-        return init_device_mesh(world.device.type, (plan.dp_shard,), mesh_dim_names=("dp_shard",))
+        axes = {"dp_shard": plan.dp_shard}
     else:
-        return init_device_mesh(
-            world.device.type, (plan.dp_replicate,), mesh_dim_names=("dp_replicate",)
-        )
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+        axes = {"dp_replicate": plan.dp_replicate}
+    mesh = init_device_mesh(
+        world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes.keys())
+    )
+    for group in mesh.get_all_groups():
+        if group is not dist.group.WORLD:  # torch gives new groups its own 30 minutes
+            bound_waits(group, timedelta(seconds=world.timeout_s))
+    return mesh
 
 
 def _ranks(ranks: list[int]) -> str:

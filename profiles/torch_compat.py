@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
@@ -46,6 +47,13 @@ def default_store() -> dist.Store:
     return _get_default_store()
 
 
+def bound_waits(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let the collectives of a group that exists fail after `timeout`."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timeout, group)
+
+
 def without_buffer_sync() -> dict[str, bool]:
     """DDP's switch against sending buffers at every forward (torch < 2.13: broadcast_buffers)."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -61,14 +69,21 @@ def reduce_unused_parameters(root: FSDPModule) -> None:
         switch(True)
 
 
-def forget_gradients_underway(model: nn.Module) -> None:
-    """Drop what FSDP2 keeps between microbatches: whole gradients, and sums between groups."""
-    for module in model.modules():
+def forget_step_underway(root: FSDPModule) -> None:
+    """Drop what FSDP2 keeps of a step that broke off: its place in the forward or backward
+    (torch >= 2.13), and gradients on their way, which torch's own reset leaves."""
+    reset = getattr(root, "reset_iter_state", None)
+    if reset is not None:
+        reset()
+    for module in cast(nn.Module, root).modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 group._partial_reduce_output = None
                 for parameter in group.fsdp_params:
                     parameter.unsharded_accumulated_grad = None
+                    whole = getattr(parameter, "_unsharded_param", None)
+                    if whole is not None:
+                        whole.grad = None
 
 
 def is_view(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,25 +27,55 @@ class Parity:
     worst_gradient: str
 
 
-def parallelize(
-    name: str, plan: str, *, rows: int = 2, **options: object
-) -> tuple[Case, torch.nn.Module, ParallelModel]:
-    """The case's model under `plan`, and an equal reference that is left alone."""
-    case = CASES[name]
+KINDS = ("dp_replicate=2", "dp_replicate=2 zero=1", "dp_replicate=2 zero=2", "dp_shard=2")
+"""Every kind that two ranks can have."""
+
+HSDP = "dp_replicate=2 dp_shard=2"
+
+
+def spread(
+    case: Case, plan: str, *, rows: int = 2, **options: Any
+) -> tuple[torch.nn.Module, ParallelModel]:
+    """The case's model under `plan`, and an equal reference that is left alone.
+
+    The profile is taken from a sample of `rows` rows; the optimizer is SGD with momentum.
+    """
     torch.manual_seed(1)
     reference = case.build()
     model = copy.deepcopy(reference)
     parsed = Plan.parse(plan)
+    options.setdefault("optimizer", sgd)
     parallel = apply_plan(
         model,
         parsed,
         profile=profile_of(case, model, rows),
         cluster=cpu_ranks(parsed.world_size),
         loss_fn=case.loss_fn,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-        **options,  # type: ignore[arg-type]
+        **options,
     )
-    return case, reference, parallel
+    return reference, parallel
+
+
+def parallelize(
+    name: str, plan: str, *, rows: int = 2, **options: Any
+) -> tuple[Case, torch.nn.Module, ParallelModel]:
+    """`spread` of one of the CASES."""
+    case = CASES[name]
+    return case, *spread(case, plan, rows=rows, **options)
+
+
+def alone(name: str, **options: Any) -> tuple[torch.nn.Module, ParallelModel]:
+    """A plan of 1 in this process, without a launcher or a process group."""
+    case = CASES[name]
+    model = case.build()
+    plan = options.pop("plan", Plan())
+    options.setdefault("loss_fn", case.loss_fn)
+    profile = profile_of(case, model)
+    return model, apply_plan(model, plan, profile=profile, cluster=cpu_ranks(1), **options)
+
+
+def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 def local_rows(parallel: ParallelModel, batch: Batch, rows: int) -> Batch:
@@ -90,6 +121,21 @@ def measure(name: str, plan: str, rows: int = 8, steps: int = 3) -> Parity:
         parameter_after_steps=drift,
         worst_gradient=worst,
     )
+
+
+def gradient_error(parallel: ParallelModel, reference: torch.nn.Module) -> float:
+    """Largest gradient difference; both have run their backward. All ranks call it."""
+    got = parallel.full_gradients()
+    wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    assert got.keys() == wanted.keys(), sorted(got.keys() ^ wanted.keys())
+    return max(relative(got[n], wanted[n]) for n in wanted)
+
+
+def state_error(parallel: ParallelModel, reference: torch.nn.Module) -> float:
+    """Largest difference of parameters and floating-point buffers. All ranks call it."""
+    got, wanted = parallel.state_dict(), reference.state_dict()
+    assert list(got) == list(wanted)
+    return max(relative(got[n], wanted[n]) for n in wanted if wanted[n].is_floating_point())
 
 
 def reference_loss(model: torch.nn.Module, case: Case, batch: Batch) -> Tensor:

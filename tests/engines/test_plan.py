@@ -167,3 +167,11 @@ def test_a_broken_plan_file_says_what_and_where(tmp_path: Path, content: str, wo
     with pytest.raises(InputError, match=words) as caught:
         load_plan(path)
     assert "plan.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(("word", "ours"), [("tensor", "tp"), ("fsdp", "dp_shard")])
+def test_a_word_of_other_tools_is_translated(word: str, ours: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        Plan.parse(f"{word}=2")
+    assert f"`{word}` is called `{ours}` here" in str(caught.value)
+    Plan.parse(f"{ours}=2")

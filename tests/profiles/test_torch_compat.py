@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gc
 import inspect
+import time
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from profiles import torch_compat as compat
+from tests.workers import Pool
 
 
 def test_fake_tensors_have_shapes_and_no_memory(capfd: pytest.CaptureFixture[str]) -> None:
@@ -112,3 +117,125 @@ def test_batch_norms_of_every_dimension() -> None:
 def test_the_switch_against_buffer_broadcasts_is_one_that_ddp_has() -> None:
     (name,) = compat.without_buffer_sync()
     assert name in inspect.signature(DistributedDataParallel.__init__).parameters
+
+
+def test_versions_count_writes_in_place() -> None:
+    tensor = torch.ones(2)
+    before = compat.version_of(tensor)
+    tensor.mul_(2)
+    assert compat.version_of(tensor) == before + 1
+
+
+def test_the_arguments_that_a_call_writes_into() -> None:
+    aten = torch.ops.aten
+    one, two = torch.ones(2), torch.ones(2)
+    assert compat.tensors_written(aten.add.Tensor, (one, two), {}) == []
+    for args, kwargs, written in (
+        ((one, two), {}, [one]),
+        ((), {"self": two, "other": one}, [two]),
+    ):
+        found = compat.tensors_written(aten.add_.Tensor, args, kwargs)
+        assert [id(tensor) for tensor in found] == [id(tensor) for tensor in written]
+    lists = compat.tensors_written(aten._foreach_add_.List, ([one, two], [two, one]), {})
+    assert [id(tensor) for tensor in lists] == [id(one), id(two)]
+
+
+def _exchange() -> tuple[list[float], list[float], bytes]:
+    rank = float(dist.get_rank())
+    gathered, part = torch.empty(4), torch.empty(2)
+    compat.all_gather_single(gathered, torch.tensor([rank, 10 + rank]))
+    compat.reduce_scatter_single(part, torch.arange(4.0) + 100 * rank)
+    store = compat.default_store()
+    store.set(f"rank {dist.get_rank()}", "was here")
+    return gathered.tolist(), part.tolist(), store.get(f"rank {1 - dist.get_rank()}")
+
+
+@pytest.mark.dist
+def test_ranks_gather_scatter_and_meet_in_the_store(pool: Pool) -> None:
+    first, second = pool.run(_exchange, world_size=2)
+    assert first == ([0, 10, 1, 11], [100, 102], b"was here")  # 0+100, 1+101
+    assert second == ([0, 10, 1, 11], [104, 106], b"was here")
+
+
+def _wait_in_vain() -> float:
+    group = dist.new_group([0, 1])
+    assert isinstance(group, dist.ProcessGroup)
+    compat.bound_waits(group, timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return 0.0
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="Timed out waiting 1000ms"):
+        dist.all_reduce(torch.ones(1), group=group)
+    took_s = time.monotonic() - began
+    dist.barrier()
+    return took_s
+
+
+@pytest.mark.dist
+def test_waits_of_a_group_are_bounded(pool: Pool) -> None:
+    assert 0.9 < pool.run(_wait_in_vain, world_size=2, timeout_s=20)[0] < 5
+
+
+class Forked(nn.Module):
+    """Two layers, of which a rank uses its own one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.ways[dist.get_rank()](x).sum()
+        if self.fails:
+            raise KeyError
+        return out
+
+
+def _gradients(root: nn.Module) -> list[float]:
+    """Every weight's gradient is the same number in all places; None is -1."""
+    return [
+        -1.0 if p.grad is None else p.grad.full_tensor().mean().item()  # type: ignore[attr-defined]
+        for p in root.parameters()
+    ]
+
+
+def _unused_on_a_rank() -> list[float]:
+    root = fully_shard(Forked())
+    compat.reduce_unused_parameters(root)
+    root(torch.ones(1, 2)).backward()
+    return _gradients(root)
+
+
+@pytest.mark.dist
+def test_what_a_rank_does_not_use_counts_as_zero(pool: Pool) -> None:
+    # d(sum of outputs)/dw = 1 on the rank that uses it, 0 on the other: the mean is 1/2.
+    assert pool.run(_unused_on_a_rank, world_size=2) == [[0.5] * 4] * 2
+
+
+def _broken_off() -> list[list[float]]:
+    """A backward that leaves its gradients whole, a forward that fails, then forgetting both."""
+    root = fully_shard(Forked())
+    compat.reduce_unused_parameters(root)
+    found = []
+    for forgets in (False, True):
+        root.zero_grad()
+        root.set_requires_gradient_sync(False)
+        root(torch.ones(1, 2)).backward()
+        if forgets:
+            root.fails = True
+            with pytest.raises(KeyError):
+                root(torch.ones(1, 2))
+            root.fails = False
+            compat.forget_step_underway(root)
+        root.set_requires_gradient_sync(True)
+        root(torch.ones(1, 2)).backward()
+        found.append(_gradients(root))
+    return found
+
+
+@pytest.mark.dist
+def test_a_step_underway_is_forgotten(pool: Pool) -> None:
+    for added, forgotten in pool.run(_broken_off, world_size=2):
+        assert added == [1.0] * 4  # two backwards of 1/2
+        assert forgotten == [0.5] * 4

@@ -1,0 +1,183 @@
+"""Recompute in stateful blocks and in copies: as if nothing had run twice."""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from engines.plan import Plan
+from tests.engines.cases import CASES, Case
+from tests.engines.parity import (
+    gradient_error,
+    local_rows,
+    parallelize,
+    reference_loss,
+    relative,
+    sgd,
+    spread,
+)
+from tests.workers import Pool
+
+
+def _statistics_after_steps(plan: str) -> tuple[list[Tensor], int]:
+    case, _, parallel = parallelize("resnet-batch-norm", plan)
+    for rows in (8, 6):
+        parallel.train_step(local_rows(parallel, case.batch(rows), rows))
+    norm = parallel.module.get_submodule("stem.1")
+    assert isinstance(norm, nn.BatchNorm2d)
+    assert norm.running_mean is not None
+    assert norm.num_batches_tracked is not None
+    return [norm.running_mean], int(norm.num_batches_tracked)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_recompute_counts_batch_statistics_once(pool: Pool, recompute: str) -> None:
+    plain, _ = pool.run(_statistics_after_steps, "dp_replicate=2", world_size=2)[0]
+    found = pool.run(_statistics_after_steps, f"dp_replicate=2 recompute={recompute}", world_size=2)
+    assert found[0][1] == 2
+    assert torch.equal(found[0][0][0], plain[0])
+
+
+class Spectral(nn.Module):
+    """A power iteration moves the vectors of the norm in every training forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = spectral_norm(nn.Linear(6, 12))
+        self.out = nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.relu(self.inner(x)))
+
+
+class Scaled(nn.Module):
+    """Divides by a running scale that it updates first, and counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.ones(6))
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.scale.lerp_(x.abs().mean((0, 1)), 0.1)
+                self.forwards.add_(1)
+        return x + self.out(torch.tanh(x / self.scale))
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(kind() for _ in range(3)))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.blocks(x)[:, -1])
+        return logits
+
+
+STATEFUL = {"spectral-norm": Spectral, "running-scale": Scaled}
+
+
+def _stateful(kind: str, plan: str) -> tuple[float, list[float], list[str]]:
+    """Errors of gradients and of all states after two steps on the same rows on every rank."""
+    case = Case(lambda: Stack(STATEFUL[kind]), CASES["lstm"].batch, CASES["lstm"].loss_fn)
+    reference, parallel = spread(case, plan)
+    optimizer = sgd(list(reference.parameters()))
+    errors = []
+    for rows in (4, 3):
+        batch = case.batch(rows)
+        reference_loss(reference, case, batch).backward()
+        parallel.forward_backward(batch)  # the same rows everywhere: buffers are one process's
+        errors.append(gradient_error(parallel, reference))
+        for each in (optimizer, parallel.optimizer):
+            each.step()
+            each.zero_grad()
+    got, wanted = parallel.state_dict(), reference.state_dict()
+    assert list(got) == list(wanted)
+    counters = [n for n in wanted if not wanted[n].is_floating_point()]
+    wrong = [n for n in counters if not torch.equal(got[n], wanted[n])]
+    return max(errors), [relative(got[n], wanted[n]) for n in wanted if n not in counters], wrong
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("kind", STATEFUL)
+@pytest.mark.parametrize("plan", ["dp_replicate=1", "dp_replicate=2", "dp_shard=2"])
+def test_blocks_that_change_their_buffers_compute_the_same_twice(
+    pool: Pool, plan: str, kind: str, recompute: str
+) -> None:
+    size = Plan.parse(plan).world_size
+    found = pool.run(_stateful, kind, f"{plan} recompute={recompute}", world_size=size)
+    for gradient, states, wrong_counters in found:
+        assert gradient < 1e-5
+        assert max(states) < 1e-5
+        assert wrong_counters == []
+
+
+def _dropout(recompute: str) -> dict[str, Tensor]:
+    class Dropping(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(6, 6), nn.Dropout(0.3), nn.GELU())
+
+    case = Case(lambda: Stack(Dropping), CASES["lstm"].batch, CASES["lstm"].loss_fn)
+    _, parallel = spread(case, f"dp_replicate=1 recompute={recompute}")
+    torch.manual_seed(5)
+    parallel.forward_backward(case.batch(8))
+    return parallel.full_gradients()
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_dropout_draws_the_same_numbers_both_times(recompute: str) -> None:
+    plain, found = _dropout("none"), _dropout(recompute)
+    assert all(torch.equal(found[n], plain[n]) for n in plain)
+
+
+class Patched(nn.Module):
+    """Its forward was replaced on the instance, as wrapping libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+        self.forward = MethodType(_patched, self)  # type: ignore[method-assign]
+
+
+def _patched(self: Patched, x: Tensor) -> Tensor:
+    return x + torch.tanh(self.out(x))
+
+
+COPIED = {
+    "gpt": CASES["gpt"],
+    "patched": Case(lambda: Stack(Patched), CASES["lstm"].batch, CASES["lstm"].loss_fn),
+}
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("name", COPIED)
+def test_a_copy_computes_with_its_own_parameters(name: str, recompute: str) -> None:
+    case = COPIED[name]
+    _, parallel = spread(case, f"dp_replicate=1 recompute={recompute}")
+    model = parallel.module
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.5)
+    plain = case.build()
+    plain.load_state_dict(twin.state_dict())
+
+    batch = case.batch(4)
+    reference_loss(plain, case, batch).backward()
+    reference_loss(twin, case, batch).backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for (path, got), wanted in zip(twin.named_parameters(), plain.parameters(), strict=True):
+        assert got.grad is not None, path
+        assert wanted.grad is not None
+        assert relative(got.grad, wanted.grad) < 1e-5

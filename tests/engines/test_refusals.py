@@ -1,0 +1,109 @@
+"""What cannot be done is refused with the reason, before any work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.hybrid import apply_plan
+from engines.plan import Plan
+from profiles.errors import InputError, ModelError, PlanError
+from profiles.model import ModelProfile
+from tests.engines.cases import CASES, Case, cpu_ranks, profile_of
+from tests.engines.parity import alone, local_rows, parallelize, spread
+from tests.workers import Pool
+
+
+def test_a_model_on_the_meta_device_is_refused_with_the_remedy() -> None:
+    case = CASES["gpt"]
+    with torch.device("meta"):
+        model = case.build()
+    with pytest.raises(ModelError, match="on the meta device"):
+        apply_plan(model, Plan(), profile=profile_of(case, model), cluster=cpu_ranks(1))
+
+
+def test_a_plan_for_another_world_is_refused_before_any_work() -> None:
+    with pytest.raises(PlanError, match=r"needs 4 ranks \(dp_shard=4\).* has 1"):
+        alone("gpt", plan=Plan.parse("dp_shard=4"))
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    stranger = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
+    with pytest.raises(InputError, match=r"shape \(3, 3\) that is not in the model"):
+        alone("gpt", optimizer=stranger)
+
+
+def _all_frozen() -> str:
+    case, model = CASES["gpt"], CASES["gpt"].build()
+    profile: ModelProfile = profile_of(case, model)
+    model.requires_grad_(False)
+    try:
+        apply_plan(model, Plan.parse("dp_replicate=2"), profile=profile, cluster=cpu_ranks(2))
+    except ModelError as error:
+        return error.what
+    return "no error"
+
+
+@pytest.mark.dist
+def test_a_model_with_nothing_to_train_is_refused(pool: Pool) -> None:
+    assert "no trainable parameter" in pool.run(_all_frozen, world_size=2)[0]
+
+
+def _parallel_already(plan: str) -> list[str]:
+    """Applying the plan to what a plan was applied to: the wrapper, the module, DDP itself."""
+    case, _, parallel = parallelize("gpt", plan)
+    given: list[nn.Module] = [parallel]
+    if "shard" in plan:
+        given.append(parallel.module)
+    else:
+        given.append(parallel._runner)  # type: ignore[arg-type]
+    told = []
+    profile = profile_of(case, case.build())
+    for model in given:
+        try:
+            apply_plan(model, Plan.parse(plan), profile=profile, cluster=cpu_ranks(2))
+        except ModelError as error:
+            told.append(error.what)
+    return told
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
+def test_a_model_that_is_parallel_already_is_refused(pool: Pool, plan: str) -> None:
+    for wrapper, module in pool.run(_parallel_already, plan, world_size=2):
+        assert wrapper == "the model is parallel already (a ParallelModel)"
+        kind = "FSDPTinyGPT" if "shard" in plan else "DistributedDataParallel"
+        assert module == f"the model is parallel already (a {kind})"
+
+
+class Gain(nn.Module):
+    """A parameter without dimensions, which FSDP2 cannot cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 5)
+        self.gain = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x[:, -1]) * self.gain
+        return logits
+
+
+def _cannot_be_cut(plan: str) -> str:
+    case = Case(Gain, CASES["lstm"].batch, CASES["lstm"].loss_fn)
+    try:
+        _, parallel = spread(case, plan)
+    except PlanError as error:
+        return str(error)
+    parallel.train_step(local_rows(parallel, case.batch(4), 4))
+    return "no error"
+
+
+@pytest.mark.dist
+def test_what_fsdp_refuses_is_refused_as_a_plan(pool: Pool) -> None:
+    for text in pool.run(_cannot_be_cut, "dp_shard=2", world_size=2):
+        assert text.startswith("`Gain` cannot be sharded: ")
+        assert "scalar" in text
+        assert "hint: replicate it: dp_replicate without zero" in text
+    assert pool.run(_cannot_be_cut, "dp_replicate=2", world_size=2) == ["no error"] * 2
