@@ -5,7 +5,9 @@ The only file of this package that touches modules.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import math
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from os import PathLike
@@ -23,14 +25,14 @@ from engines.footprint import optimizer_footprint
 from engines.hybrid import apply_plan
 from engines.optimizer import OptimizerFactory
 from engines.parallel import ParallelModel
-from engines.plan import Plan, Precision, load_plan, parse_settings
-from engines.world import DEFAULT_TIMEOUT_S, World, join_world
+from engines.plan import AXES, Plan, Precision, load_plan, parse_settings
+from engines.world import DEFAULT_TIMEOUT_S, World, join_world, require_same
 from profiles.batch import Batch, batch_size
 from profiles.bench import bench
 from profiles.capture import capture
 from profiles.cluster import ClusterProfile
 from profiles.clusters import resolve_cluster
-from profiles.errors import InputError, RankError
+from profiles.errors import InputError, PlanError, RankError
 from profiles.model import ModelProfile, Numerics
 from profiles.probe import probe, resident_bytes
 from profiles.provenance import Source
@@ -86,6 +88,7 @@ def advise(
     machines = resolve_cluster(cluster) if isinstance(cluster, str) and cluster != "auto" else None
     if isinstance(cluster, ClusterProfile):
         machines = cluster
+    pins = pins_of(plan)
     facts = look(
         model,
         sample,
@@ -93,9 +96,9 @@ def advise(
         cluster=machines or probe(measure=True),
         global_batch_size=global_batch_size,
         optimizer=optimizer,
-        precision=precision,
+        precision=precision or pins.get("precision"),
     )
-    return choose(facts, policy=_policy(objective), pins=pins_of(plan))
+    return choose(facts, policy=_policy(objective), pins=pins)
 
 
 def auto_parallelize(
@@ -143,6 +146,8 @@ def auto_parallelize(
     """
     pins = pins_of(plan)
     world = join_world(timeout_s=timeout_s)
+    _require_same_request(pins, world, global_batch_size, precision, objective)
+    _require_ranks(pins, world)
     machines = cluster or _bench(world)
 
     def decide() -> Decision:
@@ -153,7 +158,7 @@ def auto_parallelize(
             cluster=machines,
             global_batch_size=global_batch_size,
             optimizer=optimizer,
-            precision=precision,
+            precision=precision or pins.get("precision"),
         )
         return choose(facts, policy=_policy(objective), pins=pins)
 
@@ -201,8 +206,14 @@ def look(
         tokens_per_sample=profile.tokens_per_sample,
         optimizer=optimizer_footprint(optimizer),
         precision=wanted,
+        given=_given(global_batch_size=global_batch_size, optimizer=optimizer, precision=precision),
     )
     return Facts(model=profile, cluster=cluster, workload=workload)
+
+
+def _given(**arguments: object) -> tuple[str, ...]:
+    """The fields of a workload that the caller named."""
+    return tuple(name for name, value in arguments.items() if value is not None)
 
 
 def _with_context(cluster: ClusterProfile, model: nn.Module) -> ClusterProfile:
@@ -238,6 +249,38 @@ def pins_of(plan: PlanLike) -> Mapping[str, Any]:
     settings = {name: getattr(whole, name) for name in Plan.model_fields}
     del settings["schema_version"]
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def _require_same_request(
+    pins: Mapping[str, Any],
+    world: World,
+    global_batch_size: int | None,
+    precision: str | None,
+    objective: str,
+) -> None:
+    """Rank 0 decides for all; a rank that was asked for something else must not go unheard."""
+    asked = {
+        **pins,
+        "global_batch_size": global_batch_size,
+        "precision": precision,
+        "objective": objective,
+    }
+    words = " ".join(f"{key}={value}" for key, value in sorted(asked.items()) if value is not None)
+    require_same("settings", f"{hashlib.sha256(words.encode()).hexdigest()[:8]} {words}", world)
+
+
+def _require_ranks(pins: Mapping[str, Any], world: World) -> None:
+    """Before anything is timed: the degrees that are fixed can multiply to the number of ranks."""
+    degrees = {axis: int(pins[axis]) for axis in AXES if axis in pins}
+    needed = math.prod(degrees.values())
+    is_whole = len(degrees) == len(AXES)
+    if world.size % needed or (is_whole and needed != world.size):
+        words = " ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+        raise PlanError(
+            f"{words or 'a plan of one device'} needs {'' if is_whole else 'a multiple of '}"
+            f"{needed} rank{'s' if needed > 1 else ''}, this job has {world.size}",
+            hints=[f"start {needed} ranks, or leave the degrees open"],
+        )
 
 
 def _bench(world: World) -> ClusterProfile:

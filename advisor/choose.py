@@ -7,20 +7,16 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from advisor.candidates import Pins, legal_plans, refuse
+from advisor.comparison import best_of, compare, nearest_miss, shape, title
 from advisor.cost import CostModel
-from advisor.decision import (
-    Alternative,
-    Decision,
-    best_of,
-    compare,
-    nearest_miss,
-    title,
-)
+from advisor.decision import Alternative, Decision
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
-from advisor.rules import Candidate, margin_s, preferred, simplicity, weigh
-from advisor.tree import Trace, in_leaf, walk
-from engines.plan import DataParallel, Offload, Plan, Recompute
+from advisor.reasons import reasons
+from advisor.rules import Candidate, host_bytes_per_node, margin_s, preferred, simplicity, weigh
+from advisor.tree import Trace, in_leaf
+from advisor.walk import walk
+from engines.plan import DataParallel, Offload, Plan
 from profiles.errors import InputError, NoPlanError
 from profiles.model import Numerics
 from profiles.provenance import Quantity, Source
@@ -67,7 +63,7 @@ def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) ->
         facts=facts,
         policy=policy,
         pins=dict(pins),
-        reasons=tuple(_reasons(winner, weighed, pool, costs, policy, trace)),
+        reasons=tuple(reasons(winner, weighed, pool, facts, policy, trace)),
         trace=trace,
         alternatives=tuple(others[: policy.alternatives]),
         weighed=len(weighed),
@@ -94,7 +90,7 @@ def _alternatives(
     """The best plan of every other kind, and of the winner's kind with other degrees."""
     kinds: dict[tuple[DataParallel, Offload], list[Candidate]] = {}
     for candidate in weighed:
-        if _shape(candidate.plan) != _shape(winner.plan):
+        if shape(candidate.plan) != shape(winner.plan):
             key = candidate.plan.data_parallel, candidate.plan.offload
             kinds.setdefault(key, []).append(candidate)
     found = []
@@ -121,89 +117,6 @@ def _strongest(group: list[Candidate], policy: Policy) -> Candidate:
     if policy.objective is Objective.TREE:
         policy = policy.model_copy(update={"objective": Objective.TIME})
     return best_of(group, policy)
-
-
-def _shape(plan: Plan) -> tuple[DataParallel, int, int, Offload]:
-    return plan.data_parallel, plan.dp_replicate, plan.dp_shard, plan.offload
-
-
-def _reasons(
-    winner: Candidate,
-    weighed: Sequence[Candidate],
-    pool: Sequence[Candidate],
-    costs: CostModel,
-    policy: Policy,
-    trace: Trace,
-) -> Iterator[str]:
-    """The argument: what the states need, the path, and why this plan among its like."""
-    facts = costs.facts
-    usable = format_gib(policy.usable_bytes(facts.cluster.device))
-    whole = facts.model.parameter_bytes + facts.model.gradient_bytes
-    whole += round(
-        facts.model.trainable_parameters * facts.workload.optimizer.state_bytes_per_element
-    )
-    share = format_gib(winner.estimate.states_bytes)
-    waits = winner.plan.offload is Offload.STATES
-    yield (
-        f"One copy of the model states needs {format_gib(whole)}; a device has {usable} usable, and"
-        f" {'keeps its' if waits else 'holds'} {share} of them"
-        f" {'in main memory' if waits else 'under this plan'}"
-    )
-    for step in trace.steps[1:]:
-        yield f"{step.question} {_capitalised(step.answer)}: {step.because}"
-    yield _leaf_reason(winner, policy, trace)
-    yield from _recompute_reason(winner, weighed)
-    yield from _runner_up_reason(winner, pool, policy)
-
-
-def _leaf_reason(winner: Candidate, policy: Policy, trace: Trace) -> str:
-    advice = f"The tree says: {trace.advice}"
-    if trace.not_built:
-        advice += f" (not built yet: {', '.join(trace.not_built)})"
-    if policy.objective is not Objective.TREE:
-        wanted = "fastest" if policy.objective is Objective.TIME else "smallest"
-        return f"{advice}; the {wanted} plan was asked for, wherever it stands"
-    if not in_leaf(winner.plan, trace):
-        return f"{advice}; of the families that are built, none of these fits here"
-    return advice
-
-
-def _recompute_reason(winner: Candidate, weighed: Sequence[Candidate]) -> Iterator[str]:
-    if winner.plan.recompute is Recompute.NONE:
-        return
-    same = winner.plan.model_copy(update={"recompute": Recompute.NONE})
-    plain = next((c for c in weighed if c.plan == same), None)
-    if plain is None or plain.fits:
-        return
-    saved = plain.estimate.peak_high_bytes - winner.estimate.peak_high_bytes
-    yield (
-        f"{_capitalised(winner.plan.recompute)} recompute saves {format_gib(saved)} and costs"
-        f" {format_seconds(winner.estimate.time.recompute_s)} a step; without it this"
-        " microbatch does not fit"
-    )
-
-
-def _runner_up_reason(
-    winner: Candidate, pool: Sequence[Candidate], policy: Policy
-) -> Iterator[str]:
-    """By how much the winner wins over other shapes, or that it is a tie."""
-    others = [c for c in pool if _shape(c.plan) != _shape(winner.plan)]
-    if not others:
-        return
-    other = min(others, key=lambda c: (c.estimate.step_s, simplicity(c.plan), str(c.plan)))
-    mine, theirs = winner.estimate.step_s, other.estimate.step_s
-    percent = format_percent(abs(theirs - mine) / mine)
-    name = title(other.plan)
-    if policy.objective is Objective.MEMORY:
-        smallest = min(others, key=lambda c: (c.estimate.peak_high_bytes, str(c.plan)))
-        more = smallest.estimate.peak_high_bytes - winner.estimate.peak_high_bytes
-        yield f"Runner-up {title(smallest.plan)} needs {format_gib(more)} more"
-    elif theirs < mine:
-        yield f"{name} is {percent} faster, a tie within the range: the simpler plan is taken"
-    elif theirs - mine <= margin_s(winner.estimate, other.estimate, policy):
-        yield f"Runner-up {name} is {percent} slower, a tie within the range; this one is simpler"
-    else:
-        yield f"Runner-up {name} is {percent} slower"
 
 
 def _dissent(
@@ -279,7 +192,7 @@ def _more_memory(facts: Facts, policy: Policy, pins: Pins, nearest: Candidate) -
     """Devices (or nodes, for offloaded states) with as much memory as the nearest miss needs."""
     cluster, device = facts.cluster, facts.cluster.device
     if nearest.finding is not None and nearest.finding.rule == "fits-host":
-        needed = nearest.estimate.host_bytes * cluster.devices_per_node
+        needed = host_bytes_per_node(nearest.estimate, cluster)
         needed /= 1 - policy.host_headroom_fraction
         memory = Quantity(value=needed, source=Source.ASSUMED)
         larger = cluster.model_copy(update={"host_memory_bytes": memory})
@@ -319,7 +232,3 @@ def _verified(change: str, facts: Facts, policy: Policy, pins: Pins) -> Iterator
             f" {format_gib(best.estimate.peak_high_bytes)},"
             f" step {format_seconds(best.estimate.step_s)}"
         )
-
-
-def _capitalised(words: str) -> str:
-    return words[:1].upper() + words[1:]

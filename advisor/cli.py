@@ -18,6 +18,7 @@ from advisor.command import (
     one_of,
     say,
     show_on_screen,
+    writable,
     write,
 )
 
@@ -117,13 +118,14 @@ def plan(
     from engines.plan import parse_settings
 
     settings = parse_settings(pins)
+    writable(output)
     facts = _facts(
         model,
         cluster=cluster,
         global_batch=global_batch,
         sequence_length=seq,
         optimizer=optimizer,
-        precision=precision,
+        precision=precision or settings.get("precision"),
     )
     from advisor.choose import choose
     from advisor.policy import Objective, Policy
@@ -154,6 +156,7 @@ def show(file: str, form: str, output: str | None, no_color: bool) -> None:
     """The report of a decision that `advise plan -o FILE` wrote."""
     from advisor.decision import Decision
 
+    writable(output)
     decision = Decision.load(file)
     if form == "text" and output is None:
         show_on_screen(decision, no_color=no_color)
@@ -192,6 +195,7 @@ def probe(output: str | None, bench: bool, no_color: bool) -> None:
     from profiles.probe import launcher
     from profiles.probe import probe as look
 
+    writable(output)
     job = launcher()
     machines = look(launcher=job, measure=bench)
     if bench and job.world_size > 1:
@@ -220,6 +224,7 @@ def profile(model: str, seq: int | None, output: str | None, as_json: bool, no_c
     from advisor.models import profile_model
     from profiles.model import Numerics
 
+    writable(output)
     found = profile_model(model, samples=1, sequence_length=seq, numerics=tuple(Numerics))
     if as_json:
         click.echo(found.to_json(), nl=False)
@@ -290,8 +295,22 @@ def _facts(
         tokens_per_sample=found.tokens_per_sample,
         optimizer=optimizer_facts,
         precision=precision or built_in,
+        given=_given(),
     )
     return Facts(model=found, cluster=machines, workload=workload)
+
+
+def _given() -> tuple[str, ...]:
+    """The fields of the workload that were named on the command line."""
+    options = {
+        "global_batch_size": "global_batch",
+        "tokens_per_sample": "seq",
+        "optimizer": "optimizer",
+        "precision": "precision",
+    }
+    source_of = click.get_current_context().get_parameter_source
+    typed = click.core.ParameterSource.COMMANDLINE
+    return tuple(field for field, option in options.items() if source_of(option) is typed)
 
 
 def _machines(text: str) -> ClusterProfile:

@@ -136,7 +136,15 @@ def show_on_screen(renderable: RenderableType, *, no_color: bool) -> None:
 
     console = Console(no_color=no_color or None, highlight=False)
     console.width = min(console.width, COLUMNS)
-    console.print(renderable)
+    console.print(renderable, crop=False)
+
+
+def writable(path: str | None) -> None:
+    """Before the work, not after it: a file that is to be written can be."""
+    from profiles.record import require_writable
+
+    if path is not None:
+        require_writable(path)
 
 
 def write(path: str, text: str) -> None:

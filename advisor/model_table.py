@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from profiles.model import ModelProfile, Numerics, UnitProfile
+from profiles.model import GLUE, LOSS, ModelProfile, Numerics, UnitProfile
 from profiles.units import format_count, format_gib
 
 
 def model_table(profile: ModelProfile) -> RenderableType:
-    """Parameters, FLOP and kept activations of one sample; runs of equal units share a line."""
+    """Parameters, FLOP and kept activations of one sample; runs of equal units share a line.
+
+    Notes below explain what is not a module of the model.
+    """
     table = Table(box=None, pad_edge=False, show_footer=True)
     table.add_column("unit", "all", overflow="fold")
     table.add_column("kind", overflow="fold")
@@ -33,7 +37,19 @@ def model_table(profile: ModelProfile) -> RenderableType:
             format_count(sum(_flop(unit) for unit in units)),
             format_gib(sum(_activation_bytes(unit) for unit in units)),
         )
-    return Group(Text(_headline(profile)), Text(), table)
+    notes = [Text(note) for note in _notes(profile)]
+    return Group(Text(_headline(profile)), Text(), table, Text(), *notes)
+
+
+def _notes(profile: ModelProfile) -> Iterator[str]:
+    names = {unit.name for unit in profile.units}
+    if GLUE in names:
+        yield f"{GLUE}: operations of the model outside all units, as the sum of two embeddings"
+    if LOSS in names:
+        yield f"{LOSS}: the loss function, and what follows the last unit"
+    if profile.tied:
+        yield "a weight that several units share is counted in the first of them"
+    yield "activations: kept from forward to backward, without temporaries"
 
 
 def _headline(profile: ModelProfile) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 from advisor import user_code
+from advisor.command import say
 from profiles.errors import FileError, InputError, ModelError, UnknownNameError
 from profiles.model import ModelProfile, Numerics
 from profiles.record import read_text
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from profiles.batch import Batch, LossFn
 KINDS = "a bundled name, `pkg.module:factory`, a Hugging Face config.json, or a saved profile"
+USUAL_SEQUENCE = 2048  # only an example in a hint
 RETURN = "let it return (Module, sample) or (Module, sample, loss_fn); sample is one local batch"
 
 
@@ -152,12 +154,24 @@ def _from_hugging_face(path: Path, samples: int, sequence_length: int | None) ->
         model_class = named or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with torch.device("meta"):
             module = model_class(config)  # float32, whatever dtype the weights were saved in
+    longest = getattr(config, "max_position_embeddings", None)
     if sequence_length is None:
-        longest = getattr(config, "max_position_embeddings", None)
         raise InputError(
             f"`{path}` does not say how long a training sequence is",
-            hints=["add `--seq 2048`" + (f" (positions go to {longest})" if longest else "")],
+            hints=[
+                f"add `--seq {min(USUAL_SEQUENCE, longest or USUAL_SEQUENCE)}`"
+                + (f" (positions go to {longest})" if longest else "")
+            ],
         )
+    if longest and sequence_length > longest:
+        raise InputError(
+            f"`--seq {sequence_length}`, but the positions of this model go to {longest}",
+            where=f"{path}: max_position_embeddings",
+            hints=[f"`--seq {longest}`, or raise `max_position_embeddings` in the file"],
+        )
+    saved = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if saved != "float32":
+        say(f"note: {path} names {saved}; parameters are taken as fp32, for training")
     ids = _ids(samples, sequence_length)
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     return LoadedModel(module, {"input_ids": ids, "labels": ids}, None, name)
@@ -168,6 +182,12 @@ def _from_factory(text: str, samples: int, sequence_length: int | None) -> Loade
     if not module_name or not attribute:
         raise ModelError(
             f"`{text}` is not `pkg.module:factory`", hints=["for example `train:build_model`"]
+        )
+    if module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").replace("/", ".").strip(".")
+        raise ModelError(
+            f"`{module_name}` is a file, MODEL names a module",
+            hints=[f"did you mean `{dotted}:{attribute}`?"],
         )
     found = user_code.attribute(user_code.import_module(module_name), attribute)
     from torch import nn

@@ -48,3 +48,7 @@ class Policy(Record):
     def usable_bytes(self, device: Device) -> float:
         """What a plan may take of a device's memory."""
         return device.memory_bytes.value * (1 - self.headroom_fraction)
+
+    def usable_host_bytes(self, host_memory_bytes: float) -> float:
+        """What offloaded states may take of a node's main memory."""
+        return host_memory_bytes * (1 - self.host_headroom_fraction)

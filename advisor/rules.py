@@ -12,6 +12,7 @@ from advisor.cost import CostModel, Estimate
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from engines.plan import DataParallel, Offload, Plan, Recompute
+from profiles.cluster import ClusterProfile
 from profiles.record import Record
 from profiles.units import format_gib
 
@@ -58,7 +59,7 @@ def fits_host(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> F
     """Offloaded states of all devices of a node stay within its main memory."""
     if not estimate.host_bytes:
         return None
-    needed = estimate.host_bytes * facts.cluster.devices_per_node
+    needed = host_bytes_per_node(estimate, facts.cluster)
     memory = facts.cluster.host_memory_bytes
     if memory is None:
         return Finding(
@@ -66,7 +67,7 @@ def fits_host(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> F
             because=f"needs {format_gib(needed)} of main memory per node, which is not known here",
             missing_bytes=needed,
         )
-    usable = memory.value * (1 - policy.host_headroom_fraction)
+    usable = policy.usable_host_bytes(memory.value)
     if needed <= usable:
         return None
     return Finding(
@@ -75,6 +76,11 @@ def fits_host(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> F
         " memory per node",
         missing_bytes=needed - usable,
     )
+
+
+def host_bytes_per_node(estimate: Estimate, cluster: ClusterProfile) -> float:
+    """Main memory that the offloaded states of a node's devices take."""
+    return estimate.host_bytes * cluster.devices_per_node
 
 
 RULES: tuple[Rule, ...] = (fits_device, fits_host)
@@ -102,6 +108,11 @@ _KINDS = (
     DataParallel.HYBRID_SHARD,
 )
 _TRICKS = tuple(Recompute)
+# `simplicity` in words.
+SIMPLER_FIRST = (
+    "states on the device, then DDP before ZeRO-1, ZeRO-2, FSDP and HSDP, then less recompute, then"
+    " fewer microbatches"
+)
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
@@ -128,10 +139,11 @@ def margin_s(one: Estimate, other: Estimate, policy: Policy) -> float:
         abs(mine.compute_s - theirs.compute_s)
         + abs(mine.recompute_s - theirs.recompute_s)
         + abs(mine.optimizer_s - theirs.optimizer_s)
-        + abs(mine.launch_s - theirs.launch_s)
     )
-    exposed = abs(mine.exposed_s - theirs.exposed_s)
-    own = one.compute_error * computing + one.communication_error * exposed
+    launching = abs(mine.launch_s - theirs.launch_s)
+    sent = abs(mine.exposed_s - theirs.exposed_s) + abs(mine.host_s - theirs.host_s)
+    own = one.compute_error * computing
+    own += one.launch_error * launching + one.communication_error * sent
     return max(own, policy.simplicity_margin * min(one.step_s, other.step_s))
 
 

@@ -8,13 +8,11 @@ import inspect
 import os
 import pkgutil
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 
 from profiles.errors import AdvisorError, ModelError, near_misses
+from profiles.frames import shown_path, summary, user_line
 
 
 def import_module(name: str) -> ModuleType:
@@ -35,7 +33,7 @@ def import_module(name: str) -> ModuleType:
                 raise _no_module(name, missing) from None
             raise ModelError(
                 f"`{name}` does not import: no module named `{missing}`",
-                where=place(error),
+                where=user_line(error),
                 hints=[f"install `{missing}` where `advise` is installed"],
             ) from None
 
@@ -97,32 +95,11 @@ def guarded(doing: str) -> Iterator[None]:
     except AdvisorError:
         raise
     except (Exception, SystemExit) as error:
-        first, *_ = str(error).strip().splitlines() or [""]
-        kind = type(error).__name__
         raise ModelError(
-            f"{doing}: {kind}: {first}" if first else f"{doing}: {kind}",
-            where=place(error),
+            f"{doing}: {summary(error)}",
+            where=user_line(error),
             hints=["`--debug` shows the traceback"],
         ) from error
-
-
-def place(error: BaseException) -> str | None:
-    """file:line of the innermost frame that is the user's own, or of the syntax error."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{shown_path(error.filename)}:{error.lineno}"
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if _is_user(frame.filename)
-    ]
-    return f"{shown_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else None
-
-
-def shown_path(path: str | None) -> str | None:
-    """A path relative to the current folder where it lies in it."""
-    if path is None:
-        return None
-    here = Path.cwd()
-    full = Path(path).absolute()
-    return str(full.relative_to(here) if full.is_relative_to(here) else full)
 
 
 def _no_module(name: str, missing: str) -> ModelError:
@@ -143,12 +120,3 @@ def _is_candidate(name: str, value: object, module: ModuleType) -> bool:
         and callable(value)
         and getattr(value, "__module__", None) == module.__name__
     )
-
-
-def _is_user(filename: str) -> bool:
-    """Neither Python's library, nor an installed package, nor this project."""
-    ours = Path(__file__).resolve().parents[1]
-    libraries = [Path(sysconfig.get_path(key)) for key in ("stdlib", "purelib", "platlib")]
-    owned = [*libraries, *(ours / package for package in ("advisor", "engines", "profiles"))]
-    path = Path(filename)
-    return path.is_absolute() and not any(path.is_relative_to(folder) for folder in owned)

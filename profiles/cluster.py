@@ -140,12 +140,23 @@ class ClusterProfile(Document):
         Inside a node: the link's. Across nodes the node's cards are shared: a group with k of a
         node's n ranks gets k/n of them, and never more than the links inside the node carry.
         """
-        tier = self.link(group_size, stride)
-        if not self.crosses_nodes(group_size, stride):
-            return tier.bandwidth_bytes_per_s
-        per_node = self.ranks_per_node(group_size, stride)
+        tier = self.bottleneck(group_size, stride)
         quantity = tier.bandwidth_bytes_per_s
-        value = quantity.value * per_node / self.devices_per_node
-        if self.intra is not None and per_node > 1:
-            value = min(value, self.intra.bandwidth_bytes_per_s.value)
-        return quantity.model_copy(update={"value": value})
+        if tier is self.intra:
+            return quantity
+        part = self._part(group_size, stride)
+        return quantity.model_copy(update={"value": quantity.value * part})
+
+    def bottleneck(self, group_size: int, stride: int = 1) -> Link:
+        """The tier whose bandwidth `group_bandwidth` is, the slower one of those on the way."""
+        tier = self.link(group_size, stride)
+        if self.intra is None or self.ranks_per_node(group_size, stride) < 2:
+            return tier
+        if not self.crosses_nodes(group_size, stride):
+            return tier
+        between = tier.bandwidth_bytes_per_s.value * self._part(group_size, stride)
+        return self.intra if self.intra.bandwidth_bytes_per_s.value < between else tier
+
+    def _part(self, group_size: int, stride: int) -> float:
+        """The part of a node's cards that one of the groups of an axis gets."""
+        return self.ranks_per_node(group_size, stride) / self.devices_per_node

@@ -58,14 +58,13 @@ def _lines(cluster: ClusterProfile) -> Iterator[str]:
     for dtype, quantity in device.flop_per_s.items():
         key = dtype if dtype.isidentifier() and dtype.isascii() else _text(dtype)
         yield f"{key} = {_written(quantity, parse_flop_rate, _FLOPS)}"
-    if cluster.intra is not None:
+    for tier, between, link in (
+        ("intra", "the devices of a node: one direction, per device", cluster.intra),
+        ("inter", "nodes: one direction, all network cards of a node together", cluster.inter),
+    ):
         yield ""
-        yield "# Between the devices of a node: one direction, per device."
-        yield from _link_lines("intra", cluster.intra)
-    if cluster.inter is not None:
-        yield ""
-        yield "# Between nodes: one direction, all network cards of a node together."
-        yield from _link_lines("inter", cluster.inter)
+        yield f"# Between {between}."
+        yield from _link_lines(tier, link) if link else _link_example(tier)
 
 
 def _link_lines(tier: str, link: Link) -> Iterator[str]:
@@ -79,6 +78,18 @@ def _link_lines(tier: str, link: Link) -> Iterator[str]:
         yield f"latency = {_text(_exact(fit.latency_s, parse_seconds, _TIMES))}"
         yield f"bandwidth = {_text(_exact(fit.busbw_bytes_per_s, parse_bandwidth, _RATES))}"
         yield f"relative_residual = {fit.relative_residual!r}"
+
+
+def _link_example(tier: str) -> Iterator[str]:
+    """What to write once there are more devices or nodes, as comments."""
+    count, link = {"intra": ("devices_per_node", "nvlink4"), "inter": ("nodes", "ethernet-100")}[
+        tier
+    ]
+    yield f"# There is one; with more {count} write the link's name in the catalogue, or its rates:"
+    yield f"# [{tier}]"
+    yield f'# link = "{link}"'
+    yield '# bandwidth = "10 GB/s"'
+    yield '# latency = "20 us"'
 
 
 def _written(quantity: Quantity, parse: Callable[[str], float], units: _Units) -> str:

@@ -31,7 +31,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
 from profiles import catalogue
 from profiles.cluster import ClusterProfile, Collective, Device, Link, LinkFit
 from profiles.cluster_text import to_toml
-from profiles.errors import FileError, InputError, UnknownNameError
+from profiles.errors import FileError, InputError, UnknownNameError, near_misses
 from profiles.provenance import Quantity, Source
 from profiles.record import Record, read_text
 from profiles.units import (
@@ -208,6 +208,9 @@ def _accelerator_named(name: str, text: str) -> str:
         return catalogue.find_name("accelerator", name, catalogue.accelerators())
     except UnknownNameError as error:
         names = [*catalogue.accelerators(), *catalogue.systems()]
+        short = {accelerator.split("-")[0] for accelerator in catalogue.accelerators()}
+        if near_misses(name, short):
+            names = sorted(short)  # "H1000": nearer to H100 than to any whole name
         where = f"cluster `{text}`" if text != name else None
         raise UnknownNameError(
             "accelerator", error.name, names, where=where, hints=[_EXAMPLES]
@@ -293,17 +296,16 @@ def _device(accelerator: str | None, table: _DeviceTable | None, where: str | No
     if known is not None:
         update["flop_per_s"] = known.flop_per_s | (table.flop_rate or {})
         return known.model_copy(update=update)
-    if not table.flop_rate:
-        raise _missing("device.flop_rate", where)
-    for key in ("memory", "memory_bandwidth"):
-        if getattr(table, key) is None:
-            raise _missing(f"device.{key}", where)
     kind = table.kind or "cuda"
     if kind == "cuda":
         update = {"launch_s": catalogue.LAUNCH, "context_bytes": catalogue.CONTEXT} | update
-    for key, field in (("launch", "launch_s"), ("context", "context_bytes")):
-        if field not in update:
-            raise _missing(f"device.{key}", where)
+    wanted = ["memory", "memory_bandwidth", "flop_rate"]
+    wanted += ["launch", "context"] if kind != "cuda" else []
+    missing = [f"device.{key}" for key in wanted if not getattr(table, key)]
+    if missing:
+        raise _missing(
+            missing, where, hint="write it, or name an `accelerator` or `system` of the catalogue"
+        )
     fraction = Quantity(
         value=catalogue.MATMUL_FRACTION,
         source=Source.ASSUMED,
@@ -315,20 +317,21 @@ def _device(accelerator: str | None, table: _DeviceTable | None, where: str | No
 
 def _link(table: _LinkTable | None, default: Link | None, tier: str, where: str | None) -> Link:
     """The file's link; the catalogue's, by name or by default, lends what the file leaves out."""
-    if table is None:
-        if default is None:
-            raise _missing(f"{tier}.bandwidth", where)
-        return default
+    table = table or _LinkTable()
     named = None
     if table.link is not None:
         named = catalogue.link(table.link, where=_at(where, f"{tier}.link"))
     base = named or default
     bandwidth = table.bandwidth or (base.bandwidth_bytes_per_s if base else None)
     latency = table.latency or (base.latency_s if base else None)
-    if bandwidth is None:
-        raise _missing(f"{tier}.bandwidth", where)
-    if latency is None:
-        raise _missing(f"{tier}.latency", where)
+    if bandwidth is None or latency is None:
+        given = {"bandwidth": bandwidth, "latency": latency}
+        raise _missing(
+            [f"{tier}.{key}" for key, value in given.items() if value is None],
+            where,
+            hint=f'write them in a table `[{tier}]`, or name a `link` there: "nvlink4", "pcie4",'
+            ' "ib-ndr-1x400" ...',
+        )
     if bandwidth.value <= 0:
         raise InputError("a link needs a bandwidth above 0", where=_at(where, f"{tier}.bandwidth"))
     for collective in table.fits:
@@ -372,11 +375,10 @@ def assumed_network(accelerator: str | None, devices_per_node: int) -> Link:
     return link.model_copy(update={"bandwidth_bytes_per_s": bandwidth})
 
 
-def _missing(key: str, where: str | None) -> InputError:
+def _missing(keys: list[str], where: str | None, *, hint: str) -> InputError:
+    named = " and ".join(f"`{key}`" for key in keys)
     return InputError(
-        f"`{key}` is missing",
-        where=where,
-        hints=["write it, or name an `accelerator` or `system` of the catalogue"],
+        f"{named} {'is' if len(keys) == 1 else 'are'} missing", where=where, hints=[hint]
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from profiles.batch import Batch, call_model, describe, find_loss, loss_of, map_batch
 from profiles.errors import AdvisorError, ModelError
 from profiles.fakes import stand_ins
+from profiles.frames import summary, user_line
 from profiles.model import LOSS, Numerics
 from profiles.places import Place
 from profiles.storages import Storages
@@ -219,13 +220,24 @@ def _explained(subject: Subject, what: str) -> Iterator[None]:
             ],
         ) from error
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        said = lines[0] if lines else type(error).__name__
-        raise ModelError(f"{what}: {said}", where=_where(subject, error)) from error
+        raise ModelError(
+            f"{what}: {summary(error)}",
+            where=_where(subject, error),
+            hints=tuple(_way_out(subject, error)),
+        ) from error
+
+
+def _way_out(subject: Subject, error: Exception) -> Iterator[str]:
+    sample, has_loss = subject.sample, subject.loss_fn is not None
+    if isinstance(error, TypeError) and isinstance(sample, tuple | list) and not has_loss:
+        yield (
+            f"without a loss_fn all {len(sample)} elements of the sample are inputs; with one the"
+            " last is its target"
+        )
 
 
 def _where(subject: Subject, error: Exception) -> str:
-    """The innermost module of the traceback, and the sample."""
+    """The line of the user's code, the innermost module of the traceback, and the sample."""
     paths = {id(module): path for path, module in subject.model.named_modules()}
     lines = [f"sample: {describe(subject.sample)}"]
     innermost: object = None
@@ -237,4 +249,7 @@ def _where(subject: Subject, error: Exception) -> str:
     if innermost is not None:
         path = paths[id(innermost)]
         lines.insert(0, f"in `{path or '(the model itself)'}`, a {type(innermost).__name__}")
+    line = user_line(error)
+    if line is not None:
+        lines.insert(0, line)
     return "\n".join(lines)

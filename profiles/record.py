@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -112,11 +113,30 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     except OSError as error:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
-        kept = "; the old file is as it was" if target.is_file() else ""
-        raise FileError(
-            f"cannot write `{path}`: {error.strerror}{kept}",
-            hints=["name another place with `-o`"],
-        ) from None
+        raise _unwritable(target, error) from None
+
+
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Find out before long work, not after it, that `write_text` would be refused.
+
+    Raises:
+        FileError: no right, no such folder, or `path` is a folder.
+    """
+    target = Path(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
+            pass
+    except OSError as error:
+        raise _unwritable(target, error) from None
+
+
+def _unwritable(target: Path, error: OSError) -> FileError:
+    kept = "; the old file is as it was" if target.is_file() else ""
+    return FileError(
+        f"cannot write `{target}`: {error.strerror}{kept}", hints=["name another place with `-o`"]
+    )
 
 
 def _umask() -> int:

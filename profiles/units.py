@@ -95,24 +95,37 @@ def parse_seconds(text: str, *, where: str | None = None) -> float:
 def format_gib(count: float, *, unit: bool = True) -> str:
     """Memory as the report shows it: GiB, one decimal (two below 10 GiB, three below 1).
 
-    >>> format_gib(44.1 * 2**30)
-    '44.1 GiB'
+    Below 0.1 GiB in MiB, KiB or bytes; without its unit always in GiB.
+
+    >>> format_gib(44.1 * 2**30), format_gib(4.2 * 2**20)
+    ('44.1 GiB', '4.20 MiB')
     """
     value = count / GIB
+    if unit and abs(value) < 0.09995:
+        return _format_small(count)
     digits = 1 if abs(value) >= 9.995 else 2 if abs(value) >= 0.9995 else 3
     return f"{value:.{digits}f}" + (" GiB" if unit else "")
 
 
+def _format_small(count: float) -> str:
+    for scale, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if abs(count) >= 0.9995 * scale:
+            return f"{_three_digits(count / scale)} {name}"
+    return f"{count:.0f} B"
+
+
 def format_seconds(seconds: float, *, unit: bool = True) -> str:
-    """Time with three significant digits: "8.31 s", "412 ms", "17.0 us".
+    """Time with three significant digits: "8.31 s", "412 ms", "17.0 us", "250 ns".
 
     >>> format_seconds(0.4117)
     '412 ms'
     """
-    for scale, name in ((1.0, "s"), (1e-3, "ms")):
+    for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= 0.9995 * scale:
             return _three_digits(seconds / scale) + (f" {name}" if unit else "")
-    return _three_digits(seconds * 1e6) + (" us" if unit else "")
+    if not seconds:
+        return "0" + (" s" if unit else "")
+    return f"{seconds * 1e9:.0f}" + (" ns" if unit else "")
 
 
 def format_bandwidth(bytes_per_s: float) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import NonNegativeFloat, PositiveInt
+from typing import Any
+
+from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
 from profiles.errors import UnknownNameError
 from profiles.record import Record
@@ -44,12 +46,22 @@ class Workload(Record):
         optimizer: bytes it keeps and moves.
         precision: "fp32" or "bf16" as in `Plan.precision`; numerics are the user's choice, the
             advisor never changes them.
+        given: the fields that somebody named; the others are defaults. What the record is built
+            with, unless said.
     """
 
     global_batch_size: PositiveInt
     tokens_per_sample: PositiveInt | None = None
     optimizer: OptimizerProfile = OPTIMIZERS["adamw"]
     precision: str = "fp32"
+    given: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _note_what_is_given(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "given" not in data:
+            return {**data, "given": tuple(name for name in cls.model_fields if name in data)}
+        return data
 
 
 def optimizer_profile(name: str) -> OptimizerProfile:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from advisor.cost.breakdown import Estimate, Memory, Time, Traffic
 from advisor.cost.communication import communication_error, exchange
-from advisor.cost.compute import compute_error, optimizer_s, peak_flop_per_s, unit_times
+from advisor.cost.compute import (
+    compute_error,
+    launch_error,
+    optimizer_s,
+    peak_flop_per_s,
+    unit_times,
+)
 from advisor.cost.loads import Loads, loads_of
 from advisor.cost.memory import peak, shard_degree
 from advisor.cost.replay import (
@@ -80,18 +86,21 @@ class CostModel:
         exposed = max(0.0, played.wall_s - compute - recompute - launch)
         overlapped = max(0.0, played.sent_s - exposed) if overlaps else 0.0
         slowed = overlapped * OVERLAP_SLOWDOWN
+        # Both wait in the same queue, so what is exposed is shared out by their lengths.
+        to_host = min(1.0, exchanged.host_s / played.sent_s) if played.sent_s else 0.0
         time = Time(
             compute_s=compute,
             recompute_s=recompute,
             optimizer_s=update_s,
-            exposed_s=exposed + slowed,
+            exposed_s=(exposed + slowed) * (1 - to_host),
+            host_s=(exposed + slowed) * to_host,
             overlapped_s=overlapped,
             launch_s=launch,
         )
         step_s = time.total
-        computing = step_s - exposed - slowed
-        compute_doubt = compute_error(device, dtype)
-        sent_doubt = communication_error(plan, cluster)
+        computing = compute + recompute + update_s
+        compute_doubt, launch_doubt = compute_error(device, dtype), launch_error(device)
+        sent_doubt = min(1.0, communication_error(plan, cluster))
         samples = local_samples * plan.data_degree
         flop = model.flop(local_samples, kind)
         tokens = self.facts.tokens_per_sample
@@ -105,13 +114,16 @@ class CostModel:
             host_bytes=memory.host_bytes,
             step_s=step_s,
             step_low_s=computing * (1 - compute_doubt)
+            + launch * (1 - launch_doubt)
             + exposed * (1 - sent_doubt)
             + overlapped * OVERLAP_SLOWDOWN_LOW,
             step_high_s=computing * (1 + compute_doubt)
+            + launch * (1 + launch_doubt)
             + exposed * (1 + sent_doubt)
             + overlapped * OVERLAP_SLOWDOWN_HIGH,
             time=time,
             compute_error=compute_doubt,
+            launch_error=launch_doubt,
             communication_error=sent_doubt,
             mfu=flop / step_s / peak_flop_per_s(device, dtype).value,
             samples_per_s=samples / step_s,

@@ -55,7 +55,8 @@ class Time(Record):
         recompute_s: forwards run again in the backward.
         optimizer_s: the update.
         exposed_s: communication that no computing hides, and by how much hidden one slows it.
-        overlapped_s: communication that is hidden.
+        host_s: the same for transfers between device and main memory.
+        overlapped_s: communication and transfers that are hidden.
         launch_s: operations too short to keep the device busy.
     """
 
@@ -63,12 +64,20 @@ class Time(Record):
     recompute_s: float = 0.0
     optimizer_s: float = 0.0
     exposed_s: float = 0.0
+    host_s: float = 0.0
     overlapped_s: float = 0.0
     launch_s: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute_s + self.recompute_s + self.optimizer_s + self.exposed_s + self.launch_s
+        return (
+            self.compute_s
+            + self.recompute_s
+            + self.optimizer_s
+            + self.exposed_s
+            + self.host_s
+            + self.launch_s
+        )
 
 
 class Traffic(Record):
@@ -106,10 +115,12 @@ class Estimate(Record):
         memory: at the fullest moment of the step.
         phase: that moment, in words.
         peak_bytes, peak_low_bytes, peak_high_bytes: prediction and range.
-        states_bytes: parameters, gradients and optimizer states held between steps.
+        states_bytes: parameters, gradients and optimizer states held when the optimizer steps.
         host_bytes: main memory that one rank's offloaded states take.
         step_s, step_low_s, step_high_s: one optimizer step.
         time: where it goes.
+        compute_error, launch_error, communication_error: half-widths of the ranges of its parts, as
+            fractions; communication_error holds for transfers to the host too.
         mfu: model FLOP (no recompute) over the peak of the dtype.
         samples_per_s, tokens_per_s: of the whole job; tokens None where samples are not text.
         traffic: the collectives that were charged.
@@ -128,6 +139,7 @@ class Estimate(Record):
     step_high_s: float
     time: Time
     compute_error: float
+    launch_error: float = 0.0
     communication_error: float
     mfu: float
     samples_per_s: float

@@ -1,11 +1,12 @@
-"""Communication: the collectives of a step and their seconds."""
+"""Communication: what a plan sends in a step, unit by unit, and the seconds of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, hypot, log2
+from math import ceil, hypot
 
 from advisor.cost.breakdown import Traffic
+from advisor.cost.collective import collective_s
 from advisor.cost.loads import Loads
 from advisor.cost.memory import shard_degree
 from engines.plan import DataParallel, Offload, Plan
@@ -24,65 +25,6 @@ HOST_LINK_BYTES_PER_S = 24e9
 # Published busbw of one link differs by this much between ring and tree (8 H200: 367 and 480 GB/s
 # of all-reduce; ml-engineering network).
 COMMUNICATION_ERROR = 0.25
-
-
-def collective_s(
-    cluster: ClusterProfile,
-    kind: Collective,
-    payload_bytes: float,
-    *,
-    group_size: int,
-    stride: int = 1,
-) -> float:
-    """Seconds of one collective: latency + bus_factor * bytes / bus bandwidth.
-
-    A measured fit of this collective takes precedence. Otherwise a ring pays one latency for each
-    of its steps, over the tier that the step uses; an all-reduce takes two rings or, where cheaper,
-    a tree over the nodes (NCCL's two shapes).
-    """
-    if group_size < 2:
-        return 0.0
-    link = cluster.link(group_size, stride)
-    bandwidth = cluster.group_bandwidth(group_size, stride).value
-    bus_bytes = kind.bus_factor(group_size) * payload_bytes
-    fit = link.fits.get(kind)
-    if fit is not None:
-        # The fit saw all ranks of a node share its cards; a sparser group gets its part of them.
-        part = min(1.0, bandwidth / cluster.group_bandwidth(cluster.world_size).value)
-        part = part if cluster.crosses_nodes(group_size, stride) else 1.0
-        return fit.latency_s + bus_bytes / (fit.busbw_bytes_per_s * part)
-    per_node = cluster.ranks_per_node(group_size, stride)
-    nodes = ceil(group_size / per_node)
-    inside = cluster.intra.latency_s.value if cluster.intra is not None else 0.0
-    between = cluster.inter.latency_s.value if cluster.inter is not None else 0.0
-    # A ring enters each node once; its other steps stay inside.
-    ring = (group_size - nodes) * inside + (nodes - 1) * between
-    if kind is Collective.ALL_REDUCE:
-        rings_s = 2 * ring + bus_bytes / bandwidth
-        return min(rings_s, _tree_s(cluster, payload_bytes, per_node=per_node, nodes=nodes))
-    if kind is Collective.SEND_RECV:
-        ring = between if nodes > 1 else inside
-    return ring + bus_bytes / bandwidth
-
-
-def _tree_s(cluster: ClusterProfile, payload_bytes: float, *, per_node: int, nodes: int) -> float:
-    """An all-reduce over a tree of nodes: what is sent between them does not grow with the ranks.
-
-    A ring of n ranks puts 2(n-1)/n of the payload on a node's cards, double binary trees over N
-    nodes 2(N-1)/N: on two nodes of eight 1 instead of 1.9, which is why published two-node figures
-    exceed the rate of the cards.
-    """
-    latency = inside_s = between_s = 0.0
-    if cluster.intra is not None:
-        latency += 2 * (per_node - 1) * cluster.intra.latency_s.value
-        inside = cluster.intra.bandwidth_bytes_per_s.value
-        inside_s = Collective.ALL_REDUCE.bus_factor(per_node) * payload_bytes / inside
-    if cluster.inter is not None and nodes > 1:
-        latency += 2 * log2(nodes) * cluster.inter.latency_s.value
-        share = per_node / cluster.devices_per_node
-        between = cluster.inter.bandwidth_bytes_per_s.value * share
-        between_s = Collective.ALL_REDUCE.bus_factor(nodes) * payload_bytes / between
-    return latency + max(inside_s, between_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +50,11 @@ class Exchange:
     apart_s: float
     traffic: tuple[Traffic, ...]
     host_bytes: float = 0.0
+
+    @property
+    def host_s(self) -> float:
+        """Seconds of a step that transfers to and from main memory take, hidden or not."""
+        return self.host_bytes / HOST_LINK_BYTES_PER_S
 
 
 class _Ledger:

@@ -133,3 +133,8 @@ def compute_error(device: Device, dtype: str) -> float:
         peak_flop_per_s(device, dtype).relative_error, device.matmul_fraction.relative_error
     )
     return hypot(COMPUTE_ERROR, max(matmul, device.memory_bandwidth_bytes_per_s.relative_error))
+
+
+def launch_error(device: Device) -> float:
+    """Half-width of the range of launching time, as a fraction."""
+    return min(1.0, hypot(COMPUTE_ERROR, device.launch_s.relative_error))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from advisor.command import show_on_screen
 from advisor.cost.breakdown import Estimate
 from advisor.decision import Decision
 from advisor.demo.gpt import GPT, SHAPES, loss
+from advisor.demo.launch import GLOBAL_BATCH
 from advisor.demo.text import ByteWindows, reference_text
 from engines.parallel import ParallelModel
 from engines.world import join_world, leave_world
@@ -29,7 +32,6 @@ from profiles.errors import AdvisorError
 from profiles.memory import peak_memory_bytes, reset_peak_memory
 from profiles.units import format_gib, format_seconds
 
-GLOBAL_BATCH = 16
 HELD_OUT_BATCHES = 4
 LEARNT_FRACTION = 0.55  # stop when the loss is this part of its first value: far beyond noise
 AVERAGED_STEPS = 5
@@ -38,6 +40,7 @@ LINE_EVERY_STEPS = 10
 WARM_UP_STEPS = 2  # first steps allocate and build communication buckets
 LEARNING_RATE = 1e-3  # nanoGPT's for this size (train_shakespeare_char.py)
 CHECKPOINT = Path("runs/demo")
+WATCH_EVERY_S = 0.5
 
 
 @dataclass
@@ -61,27 +64,52 @@ def main(plan: str | None, steps: int | None, exit_code: Path) -> None:
     What stops every rank before the training (a plan that is refused, say) is no failure of a
     process: rank 0 says it, and leaves the code of the whole command in the file `exit_code`.
     """
+    with _ended_with(exit_code.parent):
+        try:
+            _demo(plan, steps, exit_code)
+        finally:
+            leave_world()
+
+
+def _demo(plan: str | None, steps: int | None, exit_code: Path) -> None:
     world = join_world()
     screen = Console(stderr=True) if world.rank == 0 else None
+    config = SHAPES["gpt-10m"]
+    text = reference_text()
+    train = ByteWindows(text.train, length=config.context)
+    held_out = ByteWindows(text.held_out, length=config.context)
     try:
-        config = SHAPES["gpt-10m"]
-        text = reference_text()
-        train = ByteWindows(text.train, length=config.context)
-        held_out = ByteWindows(text.held_out, length=config.context)
-        try:
-            parallel = _parallel_model(GPT(config), train, plan, world.size, screen)
-        except AdvisorError as error:
-            if screen:
-                click.echo(f"error: {error}", err=True)
-                exit_code.write_text(str(error.exit_code))
-            return
-        run = _train(parallel, train, held_out, steps=steps, screen=screen)
-        parallel.save(CHECKPOINT)
+        parallel = _parallel_model(GPT(config), train, plan, world.size, screen)
+    except AdvisorError as error:
         if screen:
-            assert isinstance(parallel.decision, Decision)
-            click.echo(comparison(parallel.decision.estimate, run, CHECKPOINT))
+            click.echo(f"error: {error}", err=True)
+            exit_code.write_text(str(error.exit_code))
+        return
+    run = _train(parallel, train, held_out, steps=steps, screen=screen)
+    parallel.save(CHECKPOINT)
+    if screen:
+        assert isinstance(parallel.decision, Decision)
+        click.echo(comparison(parallel.decision.estimate, run, CHECKPOINT))
+
+
+@contextmanager
+def _ended_with(folder: Path) -> Iterator[None]:
+    """`advise demo` removes its folder when it ends, however it ends. Ranks whose launcher was
+    killed would wait for each other; this ends them."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(WATCH_EVERY_S):
+            if not folder.is_dir():
+                os._exit(1)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
     finally:
-        leave_world()
+        is_over.set()
+        watcher.join()
 
 
 def _parallel_model(

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 WIDTH = 80
+# Below it the reasons of the table go under their plans, and the bar is left out.
+_NARROW = 72
+# Nothing is laid out for less; a terminal wraps what is wider than it.
+_LEAST = 40
 _BAR = 20
 _LABEL = 12  # "  plan      "
 _TITLE, _STEP, _MEMORY = 30, 9, 11
@@ -37,7 +41,8 @@ class Report:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        for line in lines(self._view, blocks=not options.ascii_only):
+        width = max(_LEAST, min(WIDTH, options.max_width))
+        for line in lines(self._view, blocks=not options.ascii_only, width=width):
             said = line.text
             if options.ascii_only:
                 said = said.encode("ascii", "replace").decode()
@@ -49,66 +54,74 @@ def text(view: ReportView) -> str:
     return "\n".join(line.text for line in lines(view, blocks=False))
 
 
-def lines(view: ReportView, *, blocks: bool) -> Iterator[Line]:
-    """The report, line by line."""
-    yield from _heading(view)
+def lines(view: ReportView, *, blocks: bool, width: int = WIDTH) -> Iterator[Line]:
+    """The report, line by line; `blocks` for the bar, in at most `width` columns."""
+    memory = view.memory
+    if width >= _NARROW:
+        memory += f"  {_bar(view.memory_share, blocks)}"
+    yield from _heading(view, width)
     yield Line("")
-    yield from _labelled("plan", (_sides(view.plan[0], view.devices), *view.plan[1:]))
-    yield from _labelled("step", (f"{view.step}    {view.rate}",))
-    yield from _labelled("memory", (f"{view.memory}  {_bar(view.memory_share, blocks)}",))
-    yield from _section("why")
+    yield from _labelled("plan", (_sides(view.plan[0], view.devices, width), *view.plan[1:]), width)
+    yield from _labelled("step", (f"{view.step}    {view.rate}",), width)
+    yield from _labelled("memory", filter(None, (memory, view.main_memory)), width)
+    yield from _section("why", width)
     for number, reason in enumerate(view.reasons, start=1):
-        yield from _hanging(f"  {number}. ", reason)
+        yield from _hanging(f"  {number}. ", reason, width)
     if view.dissent:
-        yield from _hanging("  but: ", view.dissent, style="yellow")
-    yield from _section(view.memory_title)
-    yield from _parts(view.memory_parts)
-    yield from _section(view.time_title)
-    yield from _parts(view.time_parts)
-    yield from _others(view)
-    yield from _basis(view)
+        yield from _hanging("  but: ", view.dissent, width, style="yellow")
+    yield from _section(view.memory_title, width)
+    yield from _parts(view.memory_parts, width)
+    yield from _section(view.time_title, width)
+    yield from _parts(view.time_parts, width)
+    yield from _others(view, width)
+    yield from _basis(view, width)
     yield Line("")
     for hint in view.hints:
-        yield from _hanging("hint: ", hint)
-    yield from _hanging("next: ", view.next_command, style="green")
+        yield from _hanging("hint: ", hint, width)
+    yield from _hanging("next: ", view.next_command, width, style="green")
 
 
-def _heading(view: ReportView) -> Iterator[Line]:
+def _heading(view: ReportView, width: int) -> Iterator[Line]:
     name = f"advise: {view.title}"
-    room = WIDTH - len(view.verdict) - 2
-    first, *rest = wrap(name, room) or [""]
-    yield Line(f"{first}{view.verdict:>{WIDTH - len(first)}}", "bold")
+    room = width - len(view.verdict) - 2
+    first, *rest = _wrapped(name, room)
+    yield Line(f"{first}{view.verdict:>{width - len(first)}}", "bold")
     for more in rest:
         yield Line(more, "bold")
 
 
-def _section(title: str) -> Iterator[Line]:
+def _section(title: str, width: int) -> Iterator[Line]:
     yield Line("")
-    for line in wrap(title, WIDTH):
+    for line in _wrapped(title, width):
         yield Line(line, "bold")
 
 
-def _sides(left: str, right: str) -> str:
-    room = WIDTH - _LABEL
+def _sides(left: str, right: str, width: int) -> str:
+    room = width - _LABEL
     if len(left) + len(right) + 2 > room:
         return f"{left}  {right}"
     return f"{left}{right:>{room - len(left)}}"
 
 
-def _labelled(label: str, texts: Iterable[str]) -> Iterator[Line]:
+def _labelled(label: str, texts: Iterable[str], width: int) -> Iterator[Line]:
     head = f"  {label}".ljust(_LABEL)
     for said in texts:
         # What fits keeps its columns; only what does not is wrapped.
-        short = len(head) + len(said) <= WIDTH
-        for part in [said] if short else wrap(said, WIDTH - _LABEL):
+        short = len(head) + len(said) <= width
+        for part in [said] if short else _wrapped(said, width - _LABEL):
             yield Line(f"{head}{part}")
             head = " " * _LABEL
 
 
-def _hanging(head: str, said: str, *, style: str = "") -> Iterator[Line]:
-    indent = " " * len(head)
-    for line in wrap(said, WIDTH, initial_indent=head, subsequent_indent=indent):
-        yield Line(line, style)
+def _hanging(head: str, said: str, width: int, *, style: str = "") -> Iterator[Line]:
+    for line in _wrapped(said, width - len(head)):
+        yield Line(f"{head}{line}", style)
+        head = " " * len(head)
+
+
+def _wrapped(said: str, width: int) -> list[str]:
+    """Broken between words; a word that is wider is cut, a hyphen (ZeRO-1) is no end of a word."""
+    return wrap(said, width, break_on_hyphens=False) or [""]
 
 
 def _bar(share: float, blocks: bool) -> str:
@@ -117,44 +130,66 @@ def _bar(share: float, blocks: bool) -> str:
     return f"{full * filled}{empty * (_BAR - filled)} {share:.0%}"
 
 
-def _parts(parts: Iterable[Part]) -> Iterator[Line]:
+def _parts(parts: Iterable[Part], width: int) -> Iterator[Line]:
     """ "name value" pieces, as many to a line as fit."""
     line = " "
     for part in parts:
         piece = f" {part.name} {part.value} "
-        if len(line) + len(piece.rstrip()) > WIDTH:
+        if line.strip() and len(line) + len(piece.rstrip()) > width:
             yield Line(line.rstrip())
             line = " "
         line += piece
     yield Line(line.rstrip())
 
 
-def _columns(cells: Iterable[tuple[str, int]], last: str, *, style: str = "") -> Iterator[Line]:
-    """Cells of given widths, then a last one with the rest; long ones are wrapped in place."""
-    stacks = [(wrap(cell, width - 1) or [""], width) for cell, width in cells]
-    room = WIDTH - 2 - sum(width for _, width in stacks)
-    stacks.append((wrap(last, room) or [""], room))
+def _columns(
+    cells: Iterable[tuple[str, int]], last: str, width: int, *, style: str = ""
+) -> Iterator[Line]:
+    """Cells of given widths, then a last one with the rest; long ones are wrapped in place.
+
+    A line break in a cell is kept.
+    """
+    stacks = [(_stack(cell, size - 1), size) for cell, size in cells]
+    room = width - 2 - sum(size for _, size in stacks)
+    stacks.append((_stack(last, room), room))
     for row in zip_longest(*(stack for stack, _ in stacks), fillvalue=""):
-        padded = (cell.ljust(width) for cell, (_, width) in zip(row, stacks, strict=True))
+        padded = (cell.ljust(size) for cell, (_, size) in zip(row, stacks, strict=True))
         yield Line(f"  {''.join(padded)}".rstrip(), style)
 
 
-def _others(view: ReportView) -> Iterator[Line]:
+def _stack(cell: str, width: int) -> list[str]:
+    return [line for part in cell.split("\n") for line in _wrapped(part, width)]
+
+
+def _others(view: ReportView, width: int) -> Iterator[Line]:
     yield Line("")
+    below = width < _NARROW
+    title_width = width - 2 - _STEP - _MEMORY if below else _TITLE
     if view.others:
-        yield from _columns(
-            [("other plans", _TITLE), ("step", _STEP), ("memory", _MEMORY)], "why not", style="bold"
-        )
+        head = ("other plans (mb = microbatch)", "step", "memory", "why not")
+        yield from _row(head, title_width, width, below=below, style="bold")
         for row in view.others:
-            cells = [(row.title, _TITLE), (row.step, _STEP), (row.memory, _MEMORY)]
-            yield from _columns(cells, row.why)
-    for said in filter(None, (view.not_built, view.weighed)):
-        yield from _hanging("  ", said)
+            cells = (f"{row.title}\n  {row.cut}", row.step, row.memory, row.why)
+            yield from _row(cells, title_width, width, below=below)
+    for said in filter(None, (view.ties, view.not_built, view.weighed)):
+        yield from _hanging("  ", said, width)
 
 
-def _basis(view: ReportView) -> Iterator[Line]:
+def _row(
+    row: tuple[str, str, str, str], title_width: int, width: int, *, below: bool, style: str = ""
+) -> Iterator[Line]:
+    title, step, memory, why = row
+    cells = [(title, title_width), (step, _STEP)]
+    if below:
+        yield from _columns(cells, memory, width, style=style)
+        yield from _hanging("      ", why, width, style=style)
+    else:
+        yield from _columns([*cells, (memory, _MEMORY)], why, width, style=style)
+
+
+def _basis(view: ReportView, width: int) -> Iterator[Line]:
     yield Line("")
-    room = WIDTH - 2 - _SOURCE
-    yield from _columns([("rests on", room)], "source", style="bold")
+    room = width - 2 - _SOURCE
+    yield from _columns([("rests on", room)], "source", width, style="bold")
     for basis in view.basis:
-        yield from _columns([(basis.what, room)], basis.source)
+        yield from _columns([(basis.what, room)], basis.source, width)

@@ -143,9 +143,10 @@ def test_a_plan_given_by_file_is_obeyed(pool: Pool, tmp_path: Path) -> None:
     assert plan.recompute == "full"
 
 
-def _impossible() -> str:
+def _refused(*plans: str) -> str:
+    """What a rank is told; `plans` one for each rank, or one for all."""
     try:
-        _train("dp_shard=3")
+        _train(plans[torch.distributed.get_rank() % len(plans)])
     except AdvisorError as error:
         return f"{type(error).__name__} {error.what}"
     return "no error"
@@ -153,6 +154,37 @@ def _impossible() -> str:
 
 @pytest.mark.dist
 def test_an_error_of_rank_zero_reaches_every_rank_instead_of_a_hang(pool: Pool) -> None:
-    first, second = pool.run(_impossible, world_size=2, timeout_s=60)
+    first, second = pool.run(_refused, "tp=2", world_size=2, timeout_s=60)
     assert first.startswith("PlanError")
     assert second.startswith("InputError rank 0 found no plan")
+
+
+@pytest.mark.dist
+def test_a_plan_for_another_world_is_refused_before_anything_is_timed(
+    pool: Pool, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    Plan.parse("dp_shard=4").save(path)
+    texts = pool.run(_refused, str(path), world_size=2, timeout_s=60)
+    assert texts == ["PlanError dp_shard=4 needs 4 ranks, this job has 2"] * 2
+    texts = pool.run(_refused, "dp_shard=3", world_size=2, timeout_s=60)
+    assert texts == ["PlanError dp_shard=3 needs a multiple of 3 ranks, this job has 2"] * 2
+
+
+@pytest.mark.dist
+def test_ranks_that_ask_for_different_plans_are_told_so(pool: Pool) -> None:
+    first, second = pool.run(_refused, "zero=1", "zero=2", world_size=2, timeout_s=60)
+    assert first == second
+    assert first.startswith("PlanMismatchError ranks disagree on the settings: rank 0 has ")
+
+
+def test_a_precision_in_the_plan_is_looked_at_too() -> None:
+    case = CASES["gpt"]
+    decision = advise(
+        case.build(),
+        sample=case.batch(4),
+        loss_fn=token_loss,
+        cluster="2xH100-SXM-80GB",
+        plan="precision=bf16",
+    )
+    assert decision.plan.precision == "bf16"

@@ -176,10 +176,18 @@ class TestProfile:
 
     def test_shows_equal_units_on_one_line_and_the_totals(self, saved: str) -> None:
         lines = advise("profile", saved).stdout.splitlines()
-        assert lines[0] == "chain: 3.00 M parameters in float32 (0.011 GiB)"
-        numbers = ["3.00", "M", "9.22", "B", "0.006", "GiB"]
-        assert lines[-2].split() == ["layers.0", "...", "layers.2", "3", "x", "Linear", *numbers]
-        assert lines[-1].split() == ["all", *numbers]
+        assert lines[0] == "chain: 3.00 M parameters in float32 (11.4 MiB)"
+        numbers = ["3.00", "M", "9.22", "B", "5.86", "MiB"]
+        assert lines[-4].split() == ["layers.0", "...", "layers.2", "3", "x", "Linear", *numbers]
+        assert lines[-3].split() == ["all", *numbers]
+
+    def test_explains_what_is_no_module_of_the_model(self, saved: str, tmp_path: Path) -> None:
+        assert "(glue)" not in advise("profile", saved).stdout
+        first, *rest = self.PROFILE.units
+        glue = first.model_copy(update={"name": "(glue)", "is_block": False})
+        self.PROFILE.model_copy(update={"units": (glue, *rest)}).save(tmp_path / "glue.json")
+        shown = advise("profile", str(tmp_path / "glue.json")).stdout
+        assert "(glue): operations of the model outside all units" in shown
 
     def test_names_are_not_markup(self, tmp_path: Path) -> None:
         units = [unit.model_copy(update={"name": "[bold]wte"}) for unit in self.PROFILE.units]
@@ -229,6 +237,19 @@ class TestPlan:
         words = [sys.executable, "-c", code]
         run = subprocess.run(words, capture_output=True, text=True, check=True)
         assert run.stdout.splitlines()[-1] == "0 False"
+
+    def test_what_was_not_typed_is_a_default(self) -> None:
+        given = json.loads(self.plan("--json").stdout)["facts"]["workload"]["given"]
+        assert given == ["global_batch_size"]
+        typed = self.plan("--json", "--optimizer", "adamw", "--precision", "bf16").stdout
+        found = json.loads(typed)["facts"]["workload"]["given"]
+        assert found == ["global_batch_size", "optimizer", "precision"]
+
+    def test_an_explanation_in_a_pipe_is_not_broken(self) -> None:
+        plan = json.loads(self.plan("--json", "-o", "plan.json").stdout)
+        shown = advise("explain", "plan.json").stdout.splitlines()
+        for step in plan["trace"]["steps"]:
+            assert f"  {step['because']}" in shown
 
     def test_pins_are_kept(self) -> None:
         plan = json.loads(self.plan("--json", "--plan", "dp_replicate=2 dp_shard=16").stdout)[

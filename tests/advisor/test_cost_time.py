@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from advisor.candidates import legal_plans
 from advisor.cost import Estimate, estimate
-from advisor.cost.communication import Exchange, collective_s
+from advisor.cost.collective import collective_s
+from advisor.cost.communication import Exchange
 from advisor.cost.compute import UnitTime, size_efficiency
 from advisor.cost.replay import replay
 from engines.plan import Plan
@@ -164,6 +165,43 @@ def test_on_processors_everything_takes_its_turn() -> None:
     exchanged = sent(3, gather_s=4, reduce_s=3)
     found = replay(plan, units(3, 10, 20), exchanged, overlaps=False)
     assert found.wall_s == pytest.approx(3 * 30 + 6 * 4 + 3 * 3)
+
+
+def test_transfers_to_the_host_are_counted_apart_from_collectives() -> None:
+    """ZeRO-1 on one device: all fp32 parameters come once, all fp32 gradients go once."""
+    small = transformer(name="small", layers=3, hidden=256, ffn=512, vocab=1000, tokens=64)
+    plan = Plan.parse("zero=1 microbatch_size=2 accumulation=2 precision=bf16 offload=states")
+    found = estimate(plan, facts(small, gpus(1, 1), batch=4))
+    moved = 2 * 4 * small.parameters
+    assert found.host_traffic_bytes == moved
+    assert found.time.exposed_s == pytest.approx(0, abs=1e-12)
+    # 24 GB/s of PCIe; what is hidden slows computing by a fifth of its length.
+    hidden = found.time.overlapped_s
+    assert found.time.host_s == pytest.approx(moved / 24e9 - hidden + 0.2 * hidden)
+
+
+def test_devices_that_also_talk_to_each_other_have_both() -> None:
+    plan = Plan.parse("dp_shard=8 microbatch_size=1 precision=bf16 offload=states")
+    slow = facts(transformer(layers=4), gpus(1, 8, intra_bytes_per_s=24e9), batch=8)
+    found = estimate(plan, slow)
+    sent = sum(traffic.seconds for traffic in found.traffic)
+    # One queue: what is not hidden is shared out as the seconds that wait in it.
+    transfers = found.host_traffic_bytes / 24e9
+    assert found.time.host_s / found.time.exposed_s == pytest.approx(transfers / sent)
+    assert found.time.total == pytest.approx(found.step_s)
+
+
+def test_the_range_of_a_step_holds_the_doubt_of_its_launches() -> None:
+    """Launches that may take half as long again: a step of nothing but them may too."""
+    launched = cpus(1)
+    wide = launched.device.launch_s.model_copy(update={"relative_error": 0.5, "value": 100.0})
+    device = launched.device.model_copy(update={"launch_s": wide})
+    whole = facts(
+        chain(), launched.model_copy(update={"device": device}), batch=1, precision="fp32"
+    )
+    found = estimate(Plan.parse("microbatch_size=1"), whole)
+    # With the 15 % of the model itself, as independent errors add: sqrt(0.5^2 + 0.15^2).
+    assert found.step_high_s / found.step_s == pytest.approx(1.522, abs=0.001)
 
 
 def test_accumulation_exchanges_ddp_gradients_once() -> None:

@@ -44,6 +44,19 @@ def load_weights():
     return torch.load("weights.pt")
 
 
+class Broken(nn.Linear):
+    def forward(self, x):
+        return {"logits": x}["output"]
+
+
+def forward_raises():
+    return Broken(16, 4), torch.zeros(8, 16)
+
+
+def no_loss():
+    return nn.Linear(16, 4), batch(16)
+
+
 def settings():
     return {"width": 16}
 """
@@ -96,6 +109,15 @@ class TestModel:
 
     def test_is_not_a_module(self) -> None:
         refused("model_is_not_a_module", "train:settings", *EIGHT)
+
+    def test_is_named_by_its_file(self) -> None:
+        refused("model_is_a_file", "train.py:build_model", *EIGHT)
+
+    def test_raises_in_its_forward(self) -> None:
+        refused("model_forward_raises", "train:forward_raises", *EIGHT)
+
+    def test_takes_the_target_for_an_input(self) -> None:
+        refused("model_without_loss", "train:no_loss", *EIGHT)
 
     def test_raises(self) -> None:
         refused("model_raises", "train:load_weights", *EIGHT)
@@ -157,7 +179,7 @@ class TestUsage:
 
 
 class TestOutput:
-    """The report was worked for and stays on stdout; only the file could not be written."""
+    """What can be known is known before the work; a report that was worked for is still shown."""
 
     def written(self, name: str, output: str) -> None:
         result = advise("model.json", *EIGHT, *BATCH, "-o", output)
@@ -167,10 +189,10 @@ class TestOutput:
 
     def test_is_a_folder(self, folder: Path) -> None:
         (folder / "out").mkdir()
-        self.written("output_is_a_folder", "out")
+        refused("output_is_a_folder", "model.json", *EIGHT, *BATCH, "-o", "out")
 
     def test_is_in_no_folder(self) -> None:
-        self.written("output_in_no_folder", "runs/plan.json")
+        refused("output_in_no_folder", "model.json", *EIGHT, *BATCH, "-o", "runs/plan.json")
 
     @pytest.mark.parametrize(
         ("name", "number"), [("no_space", errno.ENOSPC), ("no_right", errno.EACCES)]

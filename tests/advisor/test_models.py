@@ -97,8 +97,23 @@ class TestHuggingFace:
     def test_the_sequence_length_is_asked_for(self, write: Write) -> None:
         pytest.importorskip("transformers")
         write("config.json", json.dumps(LLAMA))
-        with pytest.raises(InputError, match=r"add `--seq 2048` \(positions go to 128\)"):
+        with pytest.raises(InputError, match=r"add `--seq 128` \(positions go to 128\)"):
             load("config.json")
+
+    def test_a_sequence_beyond_the_positions_is_refused_with_the_limit(self, write: Write) -> None:
+        pytest.importorskip("transformers")
+        write("config.json", json.dumps(LLAMA))
+        with pytest.raises(InputError, match="`--seq 256`, but the positions of this model go"):
+            load("config.json", seq=256)
+
+    def test_another_dtype_of_the_weights_is_told(
+        self, write: Write, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("transformers")
+        write("config.json", json.dumps({**LLAMA, "dtype": "bfloat16"}))
+        loaded = load("config.json", seq=16)
+        assert {p.dtype for p in loaded.module.parameters()} == {torch.float32}
+        assert "config.json names bfloat16; parameters are taken as fp32" in capsys.readouterr().err
 
     def test_a_vision_model_needs_a_factory(self, write: Write) -> None:
         pytest.importorskip("transformers")

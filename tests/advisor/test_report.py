@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from advisor.choose import choose
-from advisor.decision import Decision
+from advisor.decision import Decision, WhyNot
 from advisor.report.html import page
-from advisor.report.terminal import WIDTH
+from advisor.report.terminal import WIDTH, lines
 from advisor.report.view import view_of
 from profiles.model import ModelProfile
 from tests.factories import chain, cpus, exact, facts, gpus, transformer
@@ -50,10 +50,10 @@ def test_no_line_is_wider_than_80_columns(name: str) -> None:
     assert max(map(len, str(DECISIONS[name]).splitlines())) <= WIDTH
 
 
-def printed(decision: Decision, **options: object) -> str:
+def printed(decision: Decision | WhyNot, *, columns: int = 80, **options: object) -> str:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=str(options.pop("encoding", "utf-8")))
-    console = Console(file=stream, width=80, highlight=False, **options)  # type: ignore[arg-type]
-    console.print(decision)
+    console = Console(file=stream, width=columns, highlight=False, **options)  # type: ignore[arg-type]
+    console.print(decision, crop=False)
     stream.flush()
     stream.seek(0)
     return stream.read()
@@ -110,12 +110,13 @@ def test_the_page_says_what_the_terminal_says(name: str) -> None:
     said = [view.step, view.rate, view.memory, view.memory_title, view.weighed, view.next_command]
     said += [*view.reasons, *view.hints, *view.plan, view.devices]
     said += [part.value for part in (*view.memory_parts, *view.time_parts)]
+    said += filter(None, (view.main_memory, view.ties))
     for sentence in said:
         sentence = " ".join(sentence.split())
         assert sentence in found
         assert sentence in shown
     for row in view.others:
-        assert " ".join((row.title, row.step, row.memory, row.why)) in found
+        assert " ".join((row.title, row.cut, row.step, row.memory, row.why)) in found
 
 
 def test_the_notebook_gets_the_same_body_as_the_page() -> None:
@@ -140,6 +141,114 @@ def hostile() -> ModelProfile:
     return model.model_copy(
         update={"name": "<b>bold</b>", "units": (first, *rest[:-3], last, *rest[-2:])}
     )
+
+
+def gib(words: str) -> float:
+    number, unit = words.split()
+    return float(number) * {"GiB": 1.0, "MiB": 2**-10, "KiB": 2**-20}[unit]
+
+
+def seconds(words: str) -> float:
+    number, unit = words.split()
+    return float(number) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[unit]
+
+
+AMOUNT = r"[\d.]+ (?:GiB|MiB|KiB)"
+SPAN = r"[\d.]+ (?:s|ms|us|ns)\b"
+
+
+@each
+def test_states_in_the_sentence_are_the_states_in_the_table(name: str) -> None:
+    view = view_of(DECISIONS[name])
+    if "wait" in view.reasons[0]:
+        said = re.search(rf"holds ({AMOUNT}) of gradients", view.reasons[0])
+    else:
+        said = re.search(rf"({AMOUNT}) at the step's peak", view.reasons[0])
+        said = said or re.search(rf"holds ({AMOUNT}) of them$", view.reasons[0])
+    assert said is not None
+    states = ("parameters", "gradients", "optimizer")
+    table = sum(gib(part.value) for part in view.memory_parts if part.name in states)
+    assert gib(said[1]) == pytest.approx(table, rel=0.01)
+
+
+@each
+def test_the_parts_that_a_plan_loses_add_up_to_its_step(name: str) -> None:
+    decision = DECISIONS[name]
+    for row in view_of(decision).others:
+        if not row.why.startswith("+"):
+            continue
+        lost = seconds(row.step) - decision.estimate.step_s
+        total = re.match(rf"\+[\d.]+%, ({SPAN}):", row.why)
+        assert total is not None
+        signs = {"more": 1, "less": -1}
+        parts = re.findall(rf"({SPAN}) (more|less)", row.why)
+        assert seconds(total[1]) == pytest.approx(lost, abs=0.006 * seconds(row.step))
+        added = sum(signs[sign] * seconds(part) for part, sign in parts)
+        assert added == pytest.approx(seconds(total[1]), rel=0.06)
+
+
+@each
+@pytest.mark.parametrize("width", [40, 60, 71, 72])
+def test_a_narrow_terminal_gets_the_same_words_in_its_width(name: str, width: int) -> None:
+    view = view_of(DECISIONS[name])
+    narrow = [line.text for line in lines(view, blocks=False, width=width)]
+    assert max(map(len, narrow)) <= width
+    assert set("".join(str(DECISIONS[name]).split())) - {"#"} <= set("".join(narrow))
+    words = " ".join(" ".join(narrow).split())
+    for sentence in (*view.reasons, *view.hints, view.weighed, view.rate):
+        assert " ".join(sentence.split()) in words
+    if width < 72:
+        for row in view.others:
+            assert " ".join(row.why.split()) in words
+
+
+def test_a_pipe_gets_plans_in_one_piece_and_a_terminal_whole_words() -> None:
+    answer = DECISIONS["7b_2x8"].why_not("zero=0")
+    assert answer.plan is not None
+    line = f"  best plan with it: {answer.plan}"
+    assert line in printed(answer, columns=50).splitlines()
+    narrow = printed(answer, columns=50, force_terminal=True).splitlines()
+    assert max(map(len, narrow)) <= 50
+    assert set(str(answer.plan).split()) <= set(" ".join(narrow).split())
+
+
+def test_offloaded_states_are_weighed_against_main_memory_and_their_way_has_a_name() -> None:
+    text = str(DECISIONS["offload_1"])
+    # 16 bytes for each of 0.54 B parameters; a third of 2,048 GiB is left free.
+    needed = 16 * MIDDLE.parameters / 2**30
+    assert f"main memory per node: {needed:.2f} GiB of 1365.3 GiB usable" in text
+    assert "transfers to the host 1" in text
+    assert "communication" not in text
+
+
+def test_the_other_plans_say_how_they_cut_the_batch() -> None:
+    decision = DECISIONS["middle_slow_network"]
+    for row, other in zip(view_of(decision).others, decision.alternatives, strict=True):
+        size, trick = other.plan.microbatch_size, other.plan.recompute
+        assert row.cut.startswith(f"mb {size}")
+        assert row.cut.endswith(f", {trick} recompute") == (trick != "none")
+
+
+def test_small_numbers_are_not_rounded_to_nothing() -> None:
+    tiny = transformer(name="tiny", layers=2, hidden=64, ffn=128, vocab=100, tokens=16)
+    text = str(choose(facts(tiny, gpus(1, 2), batch=2)))
+    assert not re.search(r"\b0\.0+ (GiB|MiB|KiB|us|ms|s)\b", text)
+    assert re.search(r"parameters [\d.]+ (KiB|MiB)", text)
+
+
+def test_only_what_was_said_is_called_yours() -> None:
+    said = {basis.source: basis.what for basis in view_of(DECISIONS["7b_2x8"]).basis}
+    assert said["you"] == "global batch 128, bf16"
+    assert said["the model's sample"] == "4096 tokens a sample"
+    assert said["default"] == "adamw"
+
+
+def test_more_ranks_than_cores_are_pointed_out() -> None:
+    crowded = cpus(4).model_copy(update={"cores": 2})
+    text = " ".join(str(choose(facts(chain(), crowded, batch=8, precision="fp32"))).split())
+    assert "4 ranks take turns on 2 cores" in text
+    roomy = cpus(4).model_copy(update={"cores": 4})
+    assert "take turns" not in str(choose(facts(chain(), roomy, batch=8, precision="fp32")))
 
 
 def test_names_of_modules_are_text_and_nothing_else() -> None:

@@ -7,7 +7,7 @@ import re
 import networkx as nx
 import pytest
 
-from advisor import tree
+from advisor import tree, walk
 from advisor.choose import choose
 from advisor.facts import Facts
 from advisor.tree import NOT_BUILT, Family
@@ -27,7 +27,7 @@ def test_the_tree_is_one_tree_with_a_family_at_every_leaf() -> None:
 
 def test_every_question_can_be_answered() -> None:
     asked = {question.name for question in tree.QUESTIONS}
-    assert asked == set(tree._ANSWERS)
+    assert asked == set(walk._ANSWERS)
     assert asked == {start for start, _, _ in tree.EDGES}
 
 
@@ -80,11 +80,27 @@ def test_each_answer_carries_the_number_that_decided_it() -> None:
     assert "not built yet: compressed or local-SGD synchronisation" in text
 
 
+def test_a_link_is_named_with_its_own_number() -> None:
+    """Eight cards of 50 GB/s are more than one device's 360 GB/s inside the node: both are said."""
+    found = choose(facts(MIDDLE, gpus(2, 8), batch=64)).trace
+    assert "InfiniBand gives 400 GB/s and, on the way inside the node, NVLink 360 GB/s" in str(
+        found
+    )
+    assert gpus(2, 8).bottleneck(16).name == "NVLink"
+    # One rank of every node leaves the node at once: its eighth of the cards, and no NVLink.
+    assert gpus(2, 8).bottleneck(2, stride=8).name == "InfiniBand"
+    assert gpus(2, 8).group_bandwidth(2, stride=8).value == 50e9
+
+
+def test_the_trace_says_how_ties_are_settled() -> None:
+    assert "DDP before ZeRO-1, ZeRO-2, FSDP and HSDP" in str(choose(facts(MIDDLE)).trace)
+
+
 def test_the_needed_bandwidth_is_the_one_derived_by_hand() -> None:
     """bytes per parameter sent / (FLOP per parameter and token x tokens / FLOP/s): P cancels."""
     whole = facts(MIDDLE, gpus(1, 8, memory_gib=40), batch=8)
     found = choose(whole, pins={"zero": 3, "recompute": "none"})
-    needed = tree.needed_bytes_per_s(found.estimate)
+    needed = walk.needed_bytes_per_s(found.estimate)
     # Two bf16 gathers and one fp32 reduction, 7/8 of them on the bus: 8 bytes x 7/8 a parameter.
     # The root is gathered once; nothing is in it here but the embedding and head are units too.
     rate = whole.model.flop(1, whole.model.numerics[1]) / found.estimate.time.compute_s

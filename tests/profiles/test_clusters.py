@@ -92,6 +92,15 @@ hint: did you mean `H100-SXM-80GB` or `H800-SXM-80GB`?
 hint: write "4x8xH100-SXM-80GB" (nodes x devices x accelerator), "2xdgx-h100" or a file""",
         ),
         (
+            "8xH1000",
+            """\
+unknown accelerator `H1000`
+  cluster `8xH1000`
+
+hint: did you mean `H100` or `V100`?
+hint: write "4x8xH100-SXM-80GB" (nodes x devices x accelerator), "2xdgx-h100" or a file""",
+        ),
+        (
             "0x8xh200",
             """\
 cluster `0x8xh200` has no devices
@@ -267,6 +276,19 @@ H200 = 'nodes = 2\naccelerator = "h200"\n'
             "hint: write it, or name an `accelerator` or `system` of the catalogue",
         ),
         (
+            '[device]\nkind = "cpu"\nmemory = "3 GiB"',
+            "`device.memory_bandwidth` and `device.flop_rate` and `device.launch` and"
+            " `device.context` are missing\n  cluster.toml\n\n"
+            "hint: write it, or name an `accelerator` or `system` of the catalogue",
+        ),
+        (
+            'devices_per_node = 2\n[device]\nmemory = "3 GiB"\nmemory_bandwidth = "1 GB/s"\n'
+            'flop_rate = { float32 = "1 TFLOP/s" }',
+            "`intra.bandwidth` and `intra.latency` are missing\n  cluster.toml\n\n"
+            'hint: write them in a table `[intra]`, or name a `link` there: "nvlink4", "pcie4",'
+            ' "ib-ndr-1x400" ...',
+        ),
+        (
             "nodes = = 2",
             "not TOML: Invalid value (at line 1, column 9)\n  cluster.toml",
         ),
@@ -303,6 +325,18 @@ def test_names_toml_and_json_files_all_resolve(tmp_path: Path) -> None:
 def test_every_named_cluster_survives_its_file(text: str, tmp_path: Path) -> None:
     cluster = cluster_from_name(text)
     assert load_cluster(written(tmp_path, to_toml(cluster))) == cluster
+
+
+def test_a_file_of_one_device_shows_what_more_devices_need(tmp_path: Path) -> None:
+    text = to_toml(cluster_from_name("h200"))
+    for count, link in (("devices_per_node = 1", "nvlink4"), ("nodes = 1", "ethernet-100")):
+        assert f'# link = "{link}"' in text
+        text = text.replace(count, count.replace("1", "2"))
+    for commented in ("[intra]", "[inter]", 'link = "nvlink4"', 'link = "ethernet-100"'):
+        text = text.replace(f"# {commented}", commented)
+    cluster = load_cluster(written(tmp_path, text))
+    assert cluster.intra == catalogue.link("nvlink4")
+    assert cluster.inter == catalogue.link("ethernet-100")
 
 
 def test_the_file_reads_as_people_write_it() -> None:

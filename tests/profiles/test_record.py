@@ -12,7 +12,7 @@ import pytest
 from profiles.cluster import ClusterProfile
 from profiles.clusters import cluster_from_name
 from profiles.errors import FileError, InputError, UnknownNameError
-from profiles.record import read_text, write_text
+from profiles.record import read_text, require_writable, write_text
 
 
 @pytest.fixture
@@ -114,6 +114,15 @@ def test_a_folder_that_takes_no_file_is_named(
     monkeypatch.setattr("profiles.record.tempfile.mkstemp", refuse)
     with pytest.raises(FileError, match="Permission denied"):
         write_text(tmp_path / "plan.json", "new")
+
+
+def test_what_a_write_would_be_refused_for_is_known_before_it(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="No such file or directory"):
+        require_writable(tmp_path / "absent" / "plan.json")
+    with pytest.raises(FileError, match="Is a directory"):
+        require_writable(tmp_path)
+    require_writable(tmp_path / "plan.json")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_written_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:

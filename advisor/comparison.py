@@ -1,0 +1,185 @@
+"""Plans beside each other: what they are called, and how one stands against another, in words."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from advisor.cost import Estimate
+from advisor.policy import Objective, Policy
+from advisor.rules import Candidate, margin_s, preferred, simplicity
+from advisor.tree import Trace, in_leaf
+from engines.plan import DataParallel, Offload, Plan, Recompute
+from profiles.units import format_gib, format_percent, format_seconds
+
+
+class Verdict(StrEnum):
+    """How another plan stands against the one that was taken."""
+
+    CHOSEN = "chosen"
+    NOT_LEGAL = "not legal"
+    NO_FIT = "does not fit"
+    SLOWER = "slower"
+    LARGER = "more memory"
+    TIE = "tie"
+    OUTSIDE = "outside the tree's families"
+    RULED_OUT = "ruled out by the settings that were given"
+
+
+def title(plan: Plan) -> str:
+    """A plan's way of spreading, in words.
+
+    >>> title(Plan.parse("dp_replicate=2 dp_shard=8"))
+    'HSDP, shard 8 x replicate 2'
+    """
+    replicate, shard = plan.dp_replicate, plan.dp_shard
+    words = {
+        DataParallel.NONE: "one device",
+        DataParallel.THREADS: "threads",
+        DataParallel.REPLICATE: "DDP",
+        DataParallel.ZERO1: "ZeRO-1",
+        DataParallel.ZERO2: "ZeRO-2",
+        DataParallel.FULL_SHARD: "FSDP",
+        DataParallel.HYBRID_SHARD: f"HSDP, shard {shard} x replicate {replicate}",
+    }[plan.data_parallel]
+    if plan.data_degree > 1 and plan.data_parallel is not DataParallel.HYBRID_SHARD:
+        words += f" over {plan.data_degree}"
+    return words + (", CPU offload" if plan.offload is Offload.STATES else "")
+
+
+def cuts(plan: Plan) -> str:
+    """How a replica's batch is cut and run, in words."""
+    words = f"microbatch {plan.microbatch_size}"
+    if plan.forwards > 1:
+        words += f" x {plan.forwards} accumulation"
+    return f"{words}{_recomputed(plan)}, {plan.precision}"
+
+
+def short_cuts(plan: Plan) -> str:
+    """The same where there is little room; precision, which all plans share, is left out.
+
+    >>> short_cuts(Plan.parse("microbatch_size=1 accumulation=8 recompute=full"))
+    'mb 1 x 8, full recompute'
+    """
+    words = f"mb {plan.microbatch_size}"
+    if plan.forwards > 1:
+        words += f" x {plan.forwards}"
+    return words + _recomputed(plan)
+
+
+def _recomputed(plan: Plan) -> str:
+    return f", {plan.recompute} recompute" if plan.recompute is not Recompute.NONE else ""
+
+
+def shape(plan: Plan) -> tuple[DataParallel, int, int, Offload]:
+    """What two plans share that differ only in how the batch is cut and run."""
+    return plan.data_parallel, plan.dp_replicate, plan.dp_shard, plan.offload
+
+
+def best_of(candidates: list[Candidate], policy: Policy) -> Candidate:
+    """The preferred plan that fits; where none does, the one that misses by least."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    return preferred(fitting, policy) if fitting else nearest_miss(candidates)
+
+
+def nearest_miss(candidates: list[Candidate]) -> Candidate:
+    """The plan that needs least above what there is."""
+    return min(
+        candidates,
+        key=lambda c: (
+            c.finding.missing_bytes if c.finding else 0.0,
+            simplicity(c.plan),
+            str(c.plan),
+        ),
+    )
+
+
+def compare(
+    other: Candidate,
+    chosen: Candidate,
+    policy: Policy,
+    trace: Trace,
+    *,
+    was_open: bool = True,
+) -> tuple[Verdict, str]:
+    """How `other` stands against the choice, with the numbers.
+
+    `was_open` says that the choice was free to take it: no setting that was given stood against it.
+    """
+    if other.plan == chosen.plan:
+        return Verdict.CHOSEN, "it is the plan that was taken"
+    if other.finding is not None:
+        return Verdict.NO_FIT, other.finding.because
+    mine, theirs = chosen.estimate, other.estimate
+    if policy.objective is Objective.MEMORY:
+        more = theirs.peak_high_bytes - mine.peak_high_bytes
+        if more < 0:
+            return Verdict.RULED_OUT, f"needs {format_gib(-more)} less, but other settings are kept"
+        return Verdict.LARGER, f"needs {format_gib(more)} more"
+    difference = theirs.step_s - mine.step_s
+    faster_by = signed_percent(difference / mine.step_s)
+    tied = abs(difference) <= margin_s(mine, theirs, policy)
+    margin = margin_percent(mine, theirs, policy)
+    follows = policy.objective is Objective.TREE
+    outside = follows and in_leaf(chosen.plan, trace) and not in_leaf(other.plan, trace)
+    if tied and not follows:
+        return Verdict.TIE, f"tie: {faster_by}, margin {margin}"
+    if tied and simplicity(other.plan) >= simplicity(chosen.plan):
+        return Verdict.TIE, f"tie: {faster_by}, margin {margin}; not simpler"
+    if difference <= 0:
+        if outside:
+            return Verdict.OUTSIDE, f"{faster_by}, but outside the tree's leaf"
+        if tied:
+            return Verdict.TIE, f"tie: {faster_by}, margin {margin}"
+        return Verdict.RULED_OUT, f"{faster_by}, but other settings are kept"
+    if outside and tied:
+        return Verdict.OUTSIDE, f"{faster_by}, and outside the tree's leaf"
+    because = f"{faster_by}, {format_seconds(difference)}: {causes(theirs, mine)}"
+    if tied and was_open:
+        because += "; simpler, but no tie with the fastest plan"
+    return Verdict.SLOWER, because
+
+
+def margin_percent(chosen: Estimate, other: Estimate, policy: Policy) -> str:
+    """`margin_s` as a part of the chosen plan's step."""
+    return format_percent(margin_s(chosen, other, policy) / chosen.step_s)
+
+
+def signed_percent(fraction: float) -> str:
+    """With its sign, also where it is rounded to nothing.
+
+    >>> signed_percent(-0.014)
+    '-1.4%'
+    """
+    return ("-" if fraction < 0 else "+") + format_percent(abs(fraction))
+
+
+_PARTS = {
+    "compute_s": "computing",
+    "recompute_s": "recompute",
+    "optimizer_s": "optimizer",
+    "exposed_s": "exposed communication",
+    "host_s": "transfers to the host",
+    "launch_s": "launching",
+}
+# Parts are named until less than this of a difference is left: about what rounding hides.
+_UNNAMED = 0.05
+
+
+def causes(slower: Estimate, faster: Estimate) -> str:
+    """The parts of the step in which `slower` loses or gains, largest first.
+
+    What is left unnamed is less than 5 % of the difference, so that the numbers add up.
+    """
+    differences = {
+        name: getattr(slower.time, part) - getattr(faster.time, part)
+        for part, name in _PARTS.items()
+    }
+    rest = difference = slower.step_s - faster.step_s
+    said = []
+    for name in sorted(differences, key=lambda name: (-abs(differences[name]), name)):
+        if abs(rest) <= _UNNAMED * abs(difference):
+            break
+        change = differences[name]
+        said.append(f"{format_seconds(abs(change))} {'more' if change > 0 else 'less'} {name}")
+        rest -= change
+    return ", ".join(said)

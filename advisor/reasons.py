@@ -1,0 +1,156 @@
+"""Reasons: the argument for a plan, in sentences with their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from advisor.comparison import causes, margin_percent, shape, title
+from advisor.facts import Facts
+from advisor.policy import Objective, Policy
+from advisor.rules import Candidate, margin_s, simplicity
+from advisor.tree import Trace, in_leaf
+from engines.legality import numerics
+from engines.plan import DataParallel, Offload, Recompute
+from profiles.model import Numerics
+from profiles.units import format_gib, format_percent, format_seconds
+
+# What makes up more than this part of a difference is called its cause.
+_CAUSE = 0.5
+# States at the peak that differ by less from those at the optimizer step are said once.
+_SAME = 0.01
+
+
+def reasons(
+    winner: Candidate,
+    weighed: Sequence[Candidate],
+    pool: Sequence[Candidate],
+    facts: Facts,
+    policy: Policy,
+    trace: Trace,
+) -> Iterator[str]:
+    """What the states need, the path through the tree, and why this plan among its like.
+
+    `weighed` are all plans, `pool` those that fit and that the winner was taken from.
+    """
+    yield _states_reason(winner, facts, policy)
+    for step in trace.steps[1:]:
+        yield f"{step.question} {_capitalised(step.answer)}: {step.because}"
+    yield _leaf_reason(winner, policy, trace)
+    yield from _recompute_reason(winner, weighed)
+    yield from _runner_up_reason(winner, pool, policy)
+    yield from _whole_reason(winner, pool, facts, policy)
+
+
+def _states_reason(winner: Candidate, facts: Facts, policy: Policy) -> str:
+    """Where the model states are; at the peak it is what the table of memory adds up to."""
+    model, memory = facts.model, winner.estimate.memory
+    held = winner.estimate.states_bytes
+    whole = model.parameter_bytes + model.gradient_bytes
+    whole += round(model.trainable_parameters * facts.workload.optimizer.state_bytes_per_element)
+    usable = format_gib(policy.usable_bytes(facts.cluster.device))
+    needs = f"One copy of the model states needs {format_gib(whole)}; a device has {usable} usable"
+    if winner.plan.offload is Offload.STATES:
+        share = f"Its share of {format_gib(held)} waits in main memory, where the optimizer runs"
+        at_peak = f"; at its peak the device holds {format_gib(memory.gradients)} of gradients"
+        return f"{needs}. {share}{at_peak if memory.gradients else ''}"
+    sentence = f"{needs} and holds {format_gib(held)} of them"
+    if abs(memory.states - held) <= _SAME * held:
+        return sentence
+    sentence += f" when the optimizer steps, and {format_gib(memory.states)} at the step's peak"
+    gradients_then = held - memory.parameters - memory.optimizer
+    more = memory.gradients > gradients_then * (1 + _SAME)
+    if more and winner.plan.data_parallel is DataParallel.ZERO1:
+        sentence += " (gradients stay whole until the last microbatch)"
+    if more and winner.plan.data_parallel is DataParallel.REPLICATE:
+        sentence += " (accumulating, DDP holds gradients twice)"
+    return sentence
+
+
+def _leaf_reason(winner: Candidate, policy: Policy, trace: Trace) -> str:
+    advice = f"The tree says: {trace.advice}"
+    if trace.not_built:
+        advice += f" (not built yet: {', '.join(trace.not_built)})"
+    if policy.objective is not Objective.TREE:
+        wanted = "fastest" if policy.objective is Objective.TIME else "smallest"
+        return f"{advice}; the {wanted} plan was asked for, wherever it stands"
+    if not in_leaf(winner.plan, trace):
+        return f"{advice}; of the families that are built, none of these fits here"
+    return advice
+
+
+def _recompute_reason(winner: Candidate, weighed: Sequence[Candidate]) -> Iterator[str]:
+    if winner.plan.recompute is Recompute.NONE:
+        return
+    same = winner.plan.model_copy(update={"recompute": Recompute.NONE})
+    plain = next((c for c in weighed if c.plan == same), None)
+    if plain is None or plain.fits:
+        return
+    saved = plain.estimate.peak_high_bytes - winner.estimate.peak_high_bytes
+    yield (
+        f"{_capitalised(winner.plan.recompute)} recompute saves {format_gib(saved)} and costs"
+        f" {format_seconds(winner.estimate.time.recompute_s)} a step; without it this"
+        " microbatch does not fit"
+    )
+
+
+def _runner_up_reason(
+    winner: Candidate, pool: Sequence[Candidate], policy: Policy
+) -> Iterator[str]:
+    """By how much the winner wins over other shapes, or that it is a tie."""
+    others = [c for c in pool if shape(c.plan) != shape(winner.plan)]
+    if not others:
+        return
+    if policy.objective is Objective.MEMORY:
+        smallest = min(others, key=lambda c: (c.estimate.peak_high_bytes, str(c.plan)))
+        more = smallest.estimate.peak_high_bytes - winner.estimate.peak_high_bytes
+        yield f"Runner-up {title(smallest.plan)} needs {format_gib(more)} more"
+        return
+    other = _fastest(others)
+    mine, theirs = winner.estimate.step_s, other.estimate.step_s
+    percent = format_percent(abs(theirs - mine) / mine)
+    name = title(other.plan)
+    margin = margin_percent(winner.estimate, other.estimate, policy)
+    tied = abs(theirs - mine) <= margin_s(winner.estimate, other.estimate, policy)
+    simpler = policy.objective is Objective.TREE and (
+        simplicity(winner.plan) < simplicity(other.plan)
+    )
+    if theirs < mine:
+        yield f"{name} is {percent} faster, a tie (margin {margin}): the simpler plan is taken"
+    elif tied:
+        ending = "; this one is simpler" if simpler else ""
+        loses = "equally fast" if percent == format_percent(0.0) else f"{percent} slower"
+        yield f"Runner-up {name} is {loses}, a tie (margin {margin}){ending}"
+    else:
+        yield f"Runner-up {name} is {percent} slower"
+
+
+def _whole_reason(
+    winner: Candidate, pool: Sequence[Candidate], facts: Facts, policy: Policy
+) -> Iterator[str]:
+    """Why a model that fits whole is not just replicated."""
+    whole = [c for c in pool if not c.plan.data_parallel.is_sharded]
+    if policy.objective is not Objective.TREE or not whole or winner in whole:
+        return
+    simple, fastest = _fastest(whole), _fastest(pool)
+    lost = simple.estimate.step_s - fastest.estimate.step_s
+    than = "" if fastest.plan == winner.plan else f" than {title(fastest.plan)}, the fastest"
+    sentence = (
+        f"{title(simple.plan)} is simpler and fits, but is"
+        f" {format_percent(lost / fastest.estimate.step_s)} slower{than}, beyond the margin of"
+        f" {margin_percent(fastest.estimate, simple.estimate, policy)}:"
+        f" {causes(simple.estimate, fastest.estimate)}"
+    )
+    if numerics(simple.plan, facts.model) is Numerics.BF16_AUTOCAST:
+        mine, best = simple.estimate.time, fastest.estimate.time
+        casts = mine.compute_s + mine.launch_s - best.compute_s - best.launch_s
+        if casts > _CAUSE * lost:
+            sentence += " (autocast casts weights and inputs one by one, FSDP a unit at once)"
+    yield sentence
+
+
+def _fastest(candidates: Sequence[Candidate]) -> Candidate:
+    return min(candidates, key=lambda c: (c.estimate.step_s, simplicity(c.plan), str(c.plan)))
+
+
+def _capitalised(words: str) -> str:
+    return words[:1].upper() + words[1:]

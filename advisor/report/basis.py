@@ -1,0 +1,161 @@
+"""What a report rests on: every source of its numbers, and hints to better ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from advisor.cost.communication import COMMUNICATION_ERROR, HOST_LINK_BYTES_PER_S
+from advisor.cost.compute import COMPUTE_ERROR, HOST_BANDWIDTH_BYTES_PER_S, matmul_fraction
+from advisor.cost.memory import ACTIVATION_ERROR
+from advisor.decision import Decision
+from engines.plan import Offload, Plan
+from profiles.cluster import ClusterProfile, Link
+from profiles.provenance import Source
+from profiles.record import Record
+from profiles.units import (
+    format_bandwidth,
+    format_flop_rate,
+    format_gib,
+    format_percent,
+    format_seconds,
+)
+
+
+class Basis(Record):
+    """Something that the report rests on, and where it is from."""
+
+    what: str
+    source: str
+
+
+def basis(decision: Decision) -> Iterator[Basis]:
+    """Machines first, then our own models, then what was asked for."""
+    yield from _machines(decision)
+    yield from _models(decision)
+    yield from _asked(decision)
+
+
+def _machines(decision: Decision) -> Iterator[Basis]:
+    cluster, device = decision.facts.cluster, decision.facts.cluster.device
+    peak = device.flop_per_s.get(decision.plan.precision.dtype) or device.flop_per_s["float32"]
+    yield Basis(
+        what=f"matrix products: {format_percent(matmul_fraction(device))} of"
+        f" {format_flop_rate(peak.value)} on {device.name}",
+        source=_source(
+            device.matmul_fraction.source,
+            max(device.matmul_fraction.relative_error, peak.relative_error),
+        ),
+    )
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    yield Basis(
+        what=f"device memory: {format_bandwidth(bandwidth.value)}",
+        source=_source(bandwidth.source, bandwidth.relative_error),
+    )
+    for where, link in (("in the node", cluster.intra), ("between nodes", cluster.inter)):
+        if link is not None:
+            yield Basis(what=_link_words(link, where), source=_link_source(link))
+    if decision.plan.offload is Offload.STATES:
+        memory = cluster.host_memory_bytes
+        if memory is not None:
+            yield Basis(
+                what=f"main memory of a node: {format_gib(memory.value)}",
+                source=_source(memory.source, memory.relative_error),
+            )
+        yield Basis(
+            what=f"way to the host {format_bandwidth(HOST_LINK_BYTES_PER_S)} a device, update at"
+            f" {format_bandwidth(HOST_BANDWIDTH_BYTES_PER_S)} a node",
+            source=str(Source.ASSUMED),
+        )
+
+
+def _models(decision: Decision) -> Iterator[Basis]:
+    yield Basis(
+        what="activations: counted from the model, operation by operation",
+        source=_source(Source.DERIVED, ACTIVATION_ERROR),
+    )
+    yield Basis(
+        what="model of computing: roofline of unfused operations",
+        source=_source(Source.ASSUMED, COMPUTE_ERROR),
+    )
+    if decision.estimate.traffic:
+        yield Basis(
+            what="model of communication: latency and bandwidth, one unit prefetched",
+            source=_source(Source.ASSUMED, COMMUNICATION_ERROR),
+        )
+
+
+def _asked(decision: Decision) -> Iterator[Basis]:
+    """The work, apart by who said it."""
+    workload, tokens = decision.facts.workload, decision.facts.tokens_per_sample
+    given = {*workload.given, *decision.pins}
+    words = {
+        "global_batch_size": f"global batch {workload.global_batch_size}",
+        "tokens_per_sample": f"{tokens} tokens a sample" if tokens else "",
+        "optimizer": workload.optimizer.name,
+        "precision": str(decision.plan.precision),
+    }
+    sources = {name: _said_by(name, given) for name, said in words.items() if said}
+    for source in dict.fromkeys(sources.values()):
+        said = [words[name] for name, found in sources.items() if found == source]
+        yield Basis(what=", ".join(said), source=source)
+    kept = " ".join(
+        f"{key}={value}"
+        for key, value in decision.pins.items()
+        if key not in Plan.model_fields or value != Plan.model_fields[key].default
+    )
+    if kept:
+        yield Basis(what=f"kept as given: {kept}", source=str(Source.USER))
+
+
+def _said_by(name: str, given: Collection[str]) -> str:
+    if name in given:
+        return str(Source.USER)
+    return "the model's sample" if name == "tokens_per_sample" else "default"
+
+
+def _link_words(link: Link, where: str) -> str:
+    if link.fits:
+        rates = [fit.busbw_bytes_per_s for fit in link.fits.values()]
+        low, high = format_bandwidth(min(rates)), format_bandwidth(max(rates))
+        return f"links {where}: {link.name}, {low if low == high else f'{low} to {high}'}"
+    return f"links {where}: {link.name}, {format_bandwidth(link.bandwidth_bytes_per_s.value)}"
+
+
+def _link_source(link: Link) -> str:
+    if link.fits:
+        worst = max(fit.relative_residual for fit in link.fits.values())
+        return _source(Source.MEASURED, worst)
+    return _source(link.bandwidth_bytes_per_s.source, link.bandwidth_bytes_per_s.relative_error)
+
+
+def _source(source: Source, error: float) -> str:
+    return f"{source} +-{format_percent(error)}" if error else str(source)
+
+
+def hints(decision: Decision) -> Iterator[str]:
+    """What would make the report better, or the training other than it says."""
+    facts, estimate = decision.facts, decision.estimate
+    if set(facts.cluster.sources.values()) - {Source.MEASURED, Source.USER}:
+        yield (
+            "`advise probe --bench` on the nodes replaces rates of data sheets by measured ones"
+            f" and narrows {format_seconds(estimate.step_low_s)} to"
+            f" {format_seconds(estimate.step_high_s)}"
+        )
+    yield from _crowded(facts.cluster)
+    norms = facts.model.batch_norms
+    if norms and decision.plan.forwards > 1:
+        yield (
+            f"`{norms[0]}` is a batch norm: its statistics are of microbatches of"
+            f" {decision.plan.microbatch_size}, not of the batch; `accumulation=1` keeps them whole"
+        )
+
+
+def _crowded(cluster: ClusterProfile) -> Iterator[str]:
+    """More processor ranks than cores: what is not in any estimate."""
+    ranks, cores = cluster.devices_per_node, cluster.cores
+    if cluster.device.kind == "cpu" and cores is not None and ranks > cores:
+        yield (
+            f"{ranks} ranks take turns on {cores} cores: each waits for the others' turns, which no"
+            f" estimate here counts, so a step may take longer than its range; at most {cores}"
+            f" rank{'s' if cores > 1 else ''} can be predicted"
+        )

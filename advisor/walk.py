@@ -1,0 +1,161 @@
+"""The walk through the decision tree: each question is answered by numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from advisor.cost import CostModel, Estimate
+from advisor.facts import Facts
+from advisor.policy import Policy
+from advisor.rules import Candidate
+from advisor.tree import EDGES, LEAVES, NOT_BUILT, QUESTIONS, ROOT, Trace, TraceStep
+from engines.plan import DataParallel, Recompute
+from profiles.cluster import ClusterProfile
+from profiles.model import UnitProfile
+from profiles.units import format_bandwidth, format_gib
+
+
+def walk(costs: CostModel, policy: Policy, probes: Sequence[Candidate]) -> Trace:
+    """The path of these facts.
+
+    `probes` are weighed plans, no pins kept: the questions are about the model and the machines,
+    not about what a user fixed.
+    """
+    situation = _Situation(costs.facts, policy, probes)
+    steps, name = [], ROOT
+    leaves = {leaf.name: leaf for leaf in LEAVES}
+    while name not in leaves:
+        question = next(q for q in QUESTIONS if q.name == name)
+        answer, because = _ANSWERS[name](situation)
+        steps.append(TraceStep(question=question.text, answer=answer, because=because))
+        name = next(end for start, said, end in EDGES if (start, said) == (name, answer))
+    leaf = leaves[name]
+    return Trace(
+        steps=tuple(steps),
+        leaf=leaf.name,
+        advice=leaf.text,
+        families=tuple(family.value for family in leaf.families),
+        not_built=tuple(family.value for family in leaf.families if family in NOT_BUILT),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Situation:
+    facts: Facts
+    policy: Policy
+    probes: Sequence[Candidate]
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.policy.usable_bytes(self.facts.cluster.device)
+
+
+Answer = tuple[str, str]
+
+
+def _devices(situation: _Situation) -> Answer:
+    cluster = situation.facts.cluster
+    if cluster.world_size == 1:
+        return "one", f"one {cluster.device.name}"
+    if cluster.num_nodes == 1:
+        return "one node, several devices", f"{cluster.devices_per_node} x {cluster.device.name}"
+    return (
+        "several nodes",
+        f"{cluster.num_nodes} nodes of {cluster.devices_per_node} x {cluster.device.name}",
+    )
+
+
+def _fits(situation: _Situation) -> Answer:
+    """Whole on every device, at the microbatch that needs least."""
+    whole = [c for c in situation.probes if not c.plan.data_parallel.is_sharded]
+    usable = situation.usable_bytes
+    if not whole:
+        return "no", "no plan keeps the whole model on a device"
+    plain = [c for c in whole if c.plan.recompute is Recompute.NONE]
+    shown = min(plain or whole, key=lambda c: (c.estimate.peak_high_bytes, str(c.plan)))
+    if not shown.estimate.fits(usable):
+        shown = min(whole, key=lambda c: (c.estimate.peak_high_bytes, str(c.plan)))
+    recompute = shown.plan.recompute
+    trick = f", {'no' if recompute is Recompute.NONE else recompute} recompute"
+    needed = shown.estimate.peak_high_bytes
+    return (
+        "yes" if shown.estimate.fits(usable) else "no",
+        f"whole it needs up to {format_gib(needed)} (microbatch {shown.plan.microbatch_size}"
+        f"{trick}), a device has {format_gib(usable)} usable",
+    )
+
+
+def _layer_fits(situation: _Situation) -> Answer:
+    """The largest unit with its own states, whole on one device: what only TP could cut."""
+    facts = situation.facts
+    unit = facts.model.largest_unit
+    needed = _unit_bytes(unit, facts) + facts.cluster.device.context_bytes.high
+    usable = situation.usable_bytes
+    return (
+        "yes" if needed <= usable else "no",
+        f"`{unit.name}` with its states needs {format_gib(needed)} of {format_gib(usable)} usable",
+    )
+
+
+def _unit_bytes(unit: UnitProfile, facts: Facts) -> float:
+    states = unit.trainable_parameters * facts.workload.optimizer.state_bytes_per_element
+    activations = max(cost.activation_bytes.at(1) for cost in unit.costs.values())
+    return unit.parameter_bytes + unit.gradient_bytes + states + activations
+
+
+def _links_in_node(situation: _Situation) -> Answer:
+    return _links(situation, "in the node")
+
+
+def _links_between_nodes(situation: _Situation) -> Answer:
+    return _links(situation, "between nodes")
+
+
+def _links(situation: _Situation, where: str) -> Answer:
+    """Fast: what ZeRO-3 puts on the link in a step can hide behind this model's computing.
+
+    At the largest microbatch that fits, which sends least for what it computes.
+    """
+    cluster = situation.facts.cluster
+    sharded = [c for c in situation.probes if c.plan.data_parallel is DataParallel.FULL_SHARD]
+    given = cluster.group_bandwidth(cluster.world_size).value
+    if not sharded:
+        return "slow", "the model cannot be sharded here: see the problems of `zero=3`"
+    fitting = [c for c in sharded if c.estimate.fits(situation.usable_bytes)] or sharded
+    least = min(fitting, key=lambda c: (needed_bytes_per_s(c.estimate), str(c.plan)))
+    needed = needed_bytes_per_s(least.estimate)
+    answer = "fast" if needed <= given else "slow"
+    return (
+        answer,
+        f"ZeRO-3 needs {format_bandwidth(needed)} {where} to hide behind computing (microbatch"
+        f" {least.plan.microbatch_size}), {_given(cluster)}",
+    )
+
+
+def _given(cluster: ClusterProfile) -> str:
+    """What each tier on the way of a ring over all devices gives; the slowest one decides."""
+    link = cluster.link(cluster.world_size)
+    words = f"{link.name} gives {format_bandwidth(link.bandwidth_bytes_per_s.value)}"
+    slowest = cluster.bottleneck(cluster.world_size)
+    if slowest is link:
+        return words
+    rate = format_bandwidth(slowest.bandwidth_bytes_per_s.value)
+    return f"{words} and, on the way inside the node, {slowest.name} {rate}"
+
+
+def needed_bytes_per_s(estimate: Estimate) -> float:
+    """Bus bandwidth at which the plan's gathers and reductions take as long as its computing."""
+    busy = estimate.time.compute_s + estimate.time.recompute_s + estimate.time.launch_s
+    return sum(traffic.bus_bytes for traffic in estimate.traffic) / busy
+
+
+_ANSWERS: dict[str, Callable[[_Situation], Answer]] = {
+    "devices": _devices,
+    "fits-one": _fits,
+    "fits-node": _fits,
+    "layer-fits": _layer_fits,
+    "links-in-node": _links_in_node,
+    "links-between-nodes": _links_between_nodes,
+    "fits-slow": _fits,
+}
