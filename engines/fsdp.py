@@ -29,12 +29,8 @@ from torch.distributed.fsdp import (
 from engines.plan import DataParallel, Offload, Plan
 from profiles.errors import PlanError
 from profiles.model import ModelProfile
-from profiles.torch_compat import (
-    forget_step_underway,
-    is_view,
-    map_tensors,
-    reduce_unused_parameters,
-)
+from profiles.torch_compat import is_view, map_tensors
+from profiles.torch_compat_fsdp import forget_step_underway, reduce_unused_parameters
 
 
 def shard(

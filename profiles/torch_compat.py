@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -48,10 +47,9 @@ def default_store() -> dist.Store:
 
 
 def bound_waits(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let the collectives of a group that exists fail after `timeout`."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(timeout, group)
+    """Let the collectives of a group that exists fail after `timeout` (public since torch 2.15)."""
+    name = "set_timeout" if hasattr(dist, "set_timeout") else "_set_pg_timeout"
+    getattr(dist.distributed_c10d, name)(timeout, group)
 
 
 def without_buffer_sync() -> dict[str, bool]:
@@ -59,31 +57,6 @@ def without_buffer_sync() -> dict[str, bool]:
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return {name: False}
-
-
-def reduce_unused_parameters(root: FSDPModule) -> None:
-    """Reduce zeros for parameters without a gradient (torch >= 2.13): else ranks that use different
-    parameters would exchange lists of different tensors."""
-    switch = getattr(root, "set_reduce_scatter_unused_params", None)
-    if switch is not None:
-        switch(True)
-
-
-def forget_step_underway(root: FSDPModule) -> None:
-    """Drop what FSDP2 keeps of a step that broke off: its place in the forward or backward
-    (torch >= 2.13), and gradients on their way, which torch's own reset leaves."""
-    reset = getattr(root, "reset_iter_state", None)
-    if reset is not None:
-        reset()
-    for module in cast(nn.Module, root).modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                group._partial_reduce_output = None
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    whole = getattr(parameter, "_unsharded_param", None)
-                    if whole is not None:
-                        whole.grad = None
 
 
 def is_view(value: object) -> bool:

@@ -1,0 +1,84 @@
+"""What FSDP2 does of itself from torch 2.13 on, for older ones too; private names, each tested."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def reduce_unused_parameters(root: FSDPModule) -> None:
+    """Reduce zeros for parameters without a gradient: else ranks that use different parameters
+    would exchange lists of different tensors."""
+    switch = getattr(root, "set_reduce_scatter_unused_params", None)
+    if switch is not None:
+        switch(True)
+        return
+    for _, group in _groups(root):
+        group.post_backward = functools.partial(_with_zeros, group, group.post_backward)
+
+
+def forget_step_underway(root: FSDPModule) -> None:
+    """Drop what FSDP2 keeps of a step that broke off: its place in the forward or backward, and
+    gradients on their way, which torch's own reset leaves."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        _reset_iteration(root)
+    for _, group in _groups(root):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            if "unsharded_accumulated_grad" in vars(parameter):  # torch < 2.15
+                parameter.unsharded_accumulated_grad = None
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
+
+
+def _groups(root: FSDPModule) -> Iterator[tuple[Any, Any]]:
+    """Each state with each of its parameter groups (torch < 2.13: one or none)."""
+    for module in cast(nn.Module, root).modules():
+        if isinstance(module, FSDPModule):
+            state = cast(Any, module._get_fsdp_state())
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                if group is not None:
+                    yield state, group
+
+
+def _with_zeros(group: Any, post_backward: Callable[[], None], *_: object) -> None:
+    if group.reduce_grads:
+        for parameter in group.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is None or not whole.requires_grad:
+                continue
+            if whole.grad is None and parameter.unsharded_accumulated_grad is None:
+                whole.grad = torch.zeros_like(whole)
+    post_backward()
+
+
+def _reset_iteration(root: FSDPModule) -> None:
+    """As `FSDPModule.reset_iter_state` of torch 2.13, by the names of 2.11."""
+    top = cast(Any, root._get_fsdp_state())
+    for state in top._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = _idle(state)
+    for _, group in _groups(root):
+        group._wait_for_post_backward()
+        group.finalize_backward()
+        group._reshard_after_forward_event = None
+        group._training_state = _idle(group)
+        group._to_sharded()
+    top._comm_ctx.all_gather_state = None
+    top._comm_ctx.reduce_scatter_state = None
+    top._comm_ctx.post_forward_order.clear()
+    top._state_ctx.iter_forward_root = None
+    top._state_ctx.post_backward_final_callback_queued = False
+
+
+def _idle(holder: Any) -> object:
+    return type(holder._training_state).IDLE
