@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from profiles.batch import Batch, LossFn, batch_size, batch_tensors
 from profiles.errors import ModelError
+from profiles.flow import Flow, Value
 from profiles.look import Cost, Look, look
 from profiles.model import GLUE, LOSS, Affine, ModelProfile, Numerics, UnitCost, UnitProfile
 from profiles.subject import Subject, dtype_name
@@ -22,6 +23,7 @@ def capture(
     loss_fn: LossFn | None = None,
     numerics: Sequence[Numerics] = (Numerics.AS_BUILT,),
     name: str | None = None,
+    every_block: bool = False,
 ) -> ModelProfile:
     """Profile one forward and backward of `model` without running it.
 
@@ -41,6 +43,8 @@ def capture(
             model returns its loss. Without any loss, backward starts at the sum of the outputs.
         numerics: how numbers are held; one set of costs for each.
         name: of the profile; the class name if None.
+        every_block: run each block. Else two of those that are equal run, and the rest are taken to
+            be as the second.
 
     Raises:
         BatchError: tensors of the sample differ in their first dimension, or a target is missing.
@@ -48,8 +52,8 @@ def capture(
     """
     subject = Subject(model, sample, loss_fn)
     samples = batch_size(sample)
-    looks = {kind: _look_twice(subject, kind) for kind in numerics}
-    one = next(iter(looks.values()))[0]
+    looks = {kind: _look_twice(subject, kind, every_block=every_block) for kind in numerics}
+    one, two = next(iter(looks.values()))
     costs = {kind: _fit(first, second, samples) for kind, (first, second) in looks.items()}
     shared = subject.holders_of_tied().union(*(first.shared for first, _ in looks.values()))
     return ModelProfile(
@@ -65,16 +69,55 @@ def capture(
         batch_norms=tuple(path for path, module in model.named_modules() if is_batch_norm(module)),
         has_loss=one.has_loss,
         is_proportional=any(second is None for _, second in looks.values()),
+        flow=_flow(one.flow, two.flow if two is not None else None, samples),
     )
 
 
-def _look_twice(subject: Subject, numerics: Numerics) -> tuple[Look, Look | None]:
+def _look_twice(
+    subject: Subject, numerics: Numerics, *, every_block: bool
+) -> tuple[Look, Look | None]:
     """At the sample, and at twice its batch; not every model takes that."""
-    first = look(subject, numerics)
+    first = _look(subject, numerics, every_block=every_block)
     try:
-        return first, look(subject, numerics, repeats=2)
+        return first, _look(subject, numerics, repeats=2, every_block=every_block)
     except ModelError:
         return first, None
+
+
+def _look(subject: Subject, numerics: Numerics, *, repeats: int = 1, every_block: bool) -> Look:
+    """Where blocks that seem equal do more than they hand on, all of them are run."""
+    if not every_block:
+        try:
+            found = look(subject, numerics, repeats=repeats, every_block=False)
+        except ModelError:  # of the model, or of what it misses
+            pass
+        else:
+            if not found.has_escaped:
+                return found
+    return look(subject, numerics, repeats=repeats)
+
+
+def _flow(one: Flow, two: Flow | None, samples: int) -> Flow:
+    """With the sizes of values at all batch sizes, from two of them."""
+    if two is not None and (one.edges, _units(one)) != (two.edges, _units(two)):
+        two = None
+    calls = []
+    for number, call in enumerate(one.calls):
+        twice = two.calls[number].values if two is not None else (None,) * len(call.values)
+        values = [
+            value.model_copy(update={"bytes": _line(value, other, samples)})
+            for value, other in zip(call.values, twice, strict=True)
+        ]
+        calls.append(call.model_copy(update={"values": tuple(values)}))
+    return one.model_copy(update={"calls": tuple(calls)})
+
+
+def _line(one: Value, two: Value | None, samples: int) -> Affine:
+    return affine(int(one.bytes.fixed), int(two.bytes.fixed) if two else None, samples)
+
+
+def _units(flow: Flow) -> list[tuple[str, int]]:
+    return [(call.unit, len(call.values)) for call in flow.calls]
 
 
 def _fit(first: Look, second: Look | None, samples: int) -> dict[str, UnitCost]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from profiles.batch import Batch, call_model, describe, find_loss, loss_of, map_batch
 from profiles.errors import AdvisorError, ModelError
 from profiles.fakes import stand_ins
+from profiles.flow import Flow
 from profiles.frames import summary, user_line
 from profiles.model import LOSS, Numerics
 from profiles.places import Place
+from profiles.repeats import Repeats
 from profiles.storages import Storages
 from profiles.subject import Subject
 from profiles.torch_compat import data_dependent_errors, storage_of, tensors_in, without_onednn
@@ -47,7 +49,10 @@ class Look:
         costs: by unit, in the order of first calls.
         shared: units with a parameter that code outside them uses.
         unused, sparse_gradients: names of parameters without a gradient, and with a sparse one.
-        peak_bytes: most that was live at once beside parameters, their gradients, buffers, batch.
+        peak_bytes: most that was live at once beside parameters, their gradients, buffers, batch;
+            where every block ran.
+        flow: see `ModelProfile`.
+        has_escaped: equal blocks were not what they seemed; look at every one.
     """
 
     costs: dict[str, Cost]
@@ -56,10 +61,17 @@ class Look:
     sparse_gradients: tuple[str, ...]
     has_loss: bool
     peak_bytes: int
+    flow: Flow
+    has_escaped: bool
 
 
-def look(subject: Subject, numerics: Numerics, *, repeats: int = 1) -> Look:
+def look(
+    subject: Subject, numerics: Numerics, *, repeats: int = 1, every_block: bool = True
+) -> Look:
     """Follow one forward and backward over the sample's rows, `repeats` times over.
+
+    Args:
+        every_block: run all blocks; else two of those that are equal, see `Repeats`.
 
     Raises:
         ModelError: see `profiles.capture.capture`.
@@ -88,6 +100,8 @@ def look(subject: Subject, numerics: Numerics, *, repeats: int = 1) -> Look:
         )
         trace = Trace(storages, low_precision=low_precision)
         trace.watch(model, subject.units)
+        if not every_block:
+            Repeats(trace, subject.units)
         stack.enter_context(_gradients_put_back(trace))
         with trace:
             with trace.saving(), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
@@ -98,16 +112,26 @@ def look(subject: Subject, numerics: Numerics, *, repeats: int = 1) -> Look:
                 _backward(roots)
             trace.end_backward()
         found = {key: fakes.of(parameter) for key, parameter in subject.parameters.items()}
+        looked_at = _looked_at(subject, trace)
         ignored = _gradient_numbers(found.values(), storages)
         return Look(
             costs=_costs(trace, saved, selective, storages.timeline.peaks(ignored=ignored)),
             shared=frozenset(trace.shared),
-            unused=_names(subject, found, lambda p: p.requires_grad and p.grad is None),
-            sparse_gradients=_names(
-                subject, found, lambda p: p.grad is not None and p.grad.layout != torch.strided
+            unused=tuple(
+                subject.names[key][0]
+                for key, fake in found.items()
+                if fake.requires_grad and found[looked_at.get(key, key)].grad is None
+            ),
+            sparse_gradients=tuple(
+                subject.names[key][0]
+                for key in found
+                if (gradient := found[looked_at.get(key, key)].grad) is not None
+                and gradient.layout != torch.strided
             ),
             has_loss=has_loss,
             peak_bytes=storages.timeline.highest(ignored=ignored),
+            flow=trace.flow.flow(),
+            has_escaped=trace.flow.has_escaped,
         )
 
 
@@ -170,10 +194,16 @@ def _gradient_numbers(parameters: Iterable[Tensor], storages: Storages) -> froze
     return frozenset(number for number in numbers if number is not None)
 
 
-def _names(
-    subject: Subject, found: Mapping[int, Tensor], wanted: Callable[[Tensor], bool]
-) -> tuple[str, ...]:
-    return tuple(subject.names[key][0] for key, fake in found.items() if wanted(fake))
+def _looked_at(subject: Subject, trace: Trace) -> dict[int, int]:
+    """For parameters of blocks that others stood for, by id: the parameter in its place."""
+    stood_for = {place.name: place.stands_for.name for place in trace.places if place.stands_for}
+    keys = {name: key for key, names in subject.names.items() for name in names}
+    found = {}
+    for block, other in stood_for.items():
+        if all(place.stands_for for place in trace.places if place.name == block):
+            parts = {n.removeprefix(f"{block}.") for n in keys if n.startswith(f"{block}.")}
+            found.update({keys[f"{block}.{part}"]: keys[f"{other}.{part}"] for part in parts})
+    return found
 
 
 def _costs(
@@ -184,8 +214,9 @@ def _costs(
 ) -> dict[str, Cost]:
     """All calls of a unit together; of transients the highest."""
     found: dict[str, Cost] = {}
-    for place in trace.places:
-        cost = found.setdefault(place.name, Cost())
+    for called in trace.places:
+        cost = found.setdefault(called.name, Cost())
+        place = called.stands_for or called
         cost.forward_flop += place.forward.flop
         cost.backward_flop += place.backward.flop
         cost.forward_moved_bytes += place.forward.moved_bytes

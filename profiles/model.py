@@ -7,12 +7,11 @@ from enum import StrEnum
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from profiles.affine import Affine as Affine
+from profiles.flow import GLUE as GLUE
+from profiles.flow import LOSS as LOSS
+from profiles.flow import Flow
 from profiles.record import Document, Record
-
-GLUE = "(glue)"
-"""The pseudo-unit of operations that run outside every unit: residual sums, views, masks."""
-LOSS = "(loss)"
-"""The pseudo-unit of the loss function."""
 
 # A unit smaller than this share of the largest one is not sharded on its own: its gather would cost
 # a full latency and free next to nothing. It stays with the root group.
@@ -25,19 +24,6 @@ class Numerics(StrEnum):
     AS_BUILT = "as_built"  # parameters and inputs as the user made them
     BF16 = "bf16"  # parameters and inputs cast to bfloat16 for forward and backward (FSDP)
     BF16_AUTOCAST = "bf16_autocast"  # torch.autocast chooses per operation (DDP)
-
-
-class Affine(Record):
-    """A quantity that grows with the microbatch: `fixed + per_sample * samples`."""
-
-    fixed: float = 0.0
-    per_sample: float = 0.0
-
-    def at(self, samples: float) -> float:
-        return self.fixed + self.per_sample * samples
-
-    def __add__(self, other: Affine) -> Affine:
-        return Affine(fixed=self.fixed + other.fixed, per_sample=self.per_sample + other.per_sample)
 
 
 class UnitCost(Record):
@@ -126,6 +112,7 @@ class ModelProfile(Document):
         has_loss: whether the loss was part of what was looked at.
         is_proportional: the model did not run at twice the sample's batch; costs are taken to grow
             with the batch, nothing is taken to be fixed.
+        flow: which calls feed which, `AS_BUILT`.
     """
 
     name: str
@@ -140,6 +127,7 @@ class ModelProfile(Document):
     batch_norms: tuple[str, ...] = ()
     has_loss: bool = False
     is_proportional: bool = False
+    flow: Flow = Flow()
 
     @property
     def parameters(self) -> int:

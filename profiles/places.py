@@ -18,7 +18,9 @@ class Work:
 class Place:
     """One call of a unit, or a stretch of code between two calls.
 
-    `is_block` is true inside a block, also for units that it calls.
+    Attributes:
+        is_block: true inside a block, also for units that it calls.
+        stands_for: an equal call that ran in full; what was run here is what was run there.
     """
 
     name: str
@@ -27,3 +29,4 @@ class Place:
     backward: Work = field(default_factory=Work)
     input_bytes: int = 0
     output_bytes: int = 0
+    stands_for: Place | None = None

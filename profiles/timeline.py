@@ -27,6 +27,11 @@ class Timeline:
         self._events.append(("make", len(self._bytes) - 1))
         return len(self._bytes) - 1
 
+    @property
+    def next_number(self) -> int:
+        """What the next allocation will be known by."""
+        return len(self._bytes)
+
     def release(self, number: int) -> None:
         self._events.append(("release", number))
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Tree = TypeVar("Tree")
 Operator: TypeAlias = OpOverload
@@ -85,6 +85,16 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Tree) ->
 def tensors_in(tree: object) -> list[torch.Tensor]:
     """The tensors in tuples, lists, dicts and registered data classes, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def flatten(tree: object) -> tuple[list[object], object]:
+    """The leaves of tuples, lists, dicts and registered data classes, and how they lay."""
+    return tree_flatten(tree)
+
+
+def unflatten(leaves: Iterable[object], structure: object) -> object:
+    """The reverse of `flatten`."""
+    return tree_unflatten(leaves, cast(Any, structure))
 
 
 @contextmanager

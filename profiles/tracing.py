@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from profiles.flow_trace import FlowTrace, Trail
 from profiles.model import GLUE
 from profiles.modules import Unit
 from profiles.operators import (
@@ -26,9 +27,11 @@ from profiles.torch_compat import (
     TorchDispatchMode,
     device_of,
     device_query,
+    is_mutable,
     map_tensors,
     node_notes,
     tensors_in,
+    tensors_written,
 )
 
 _PLACE = "place"  # key among the notes of autograd nodes
@@ -49,6 +52,7 @@ class Trace(TorchDispatchMode):
     def __init__(self, storages: Storages, *, low_precision: torch.dtype | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = storages
+        self.flow = FlowTrace(storages)
         self.place = Place(GLUE)
         self.places = [self.place]
         self.shared: set[str] = set()
@@ -77,6 +81,9 @@ class Trace(TorchDispatchMode):
         is_outermost = not self._callers
         if is_outermost:
             self._timeline.close((self.place, False))
+            self.flow.begin(place.name, inputs)
+        else:
+            self.flow.begin_inside(place.name)
         place.is_block = place.is_block or self.place.is_block
         self._callers.append(self.place)
         self._go_to(place)
@@ -93,7 +100,19 @@ class Trace(TorchDispatchMode):
         if self._callers:
             self.place = caller
         else:
+            self.flow.end(output)
             self._go_to(Place(GLUE))
+
+    def stand_for(self, place: Place, trail: Trail) -> None:
+        """The call that is going on does what an earlier one did."""
+        self.place.stands_for = place
+        assert self.flow.current is not None
+        self.flow.current.uses_parameters = trail.uses_parameters
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether calls of units are recomputation."""
+        return self._in_backward
 
     def as_float32(self, output: object) -> object:
         """A model's output as the loss gets it: in float32 again if inputs were cast."""
@@ -217,6 +236,8 @@ class Trace(TorchDispatchMode):
             work.flop += formula(*args, **kwargs, out_val=result)
         if self._in_backward:
             return
+        written = tensors_written(operator, args, kwargs) if is_mutable(operator) else []
+        self.flow.operation(inputs, outputs, written)
         for tensor in inputs:
             holders = self.storages.holders_of(tensor)
             if holders and self.place.name not in holders:
