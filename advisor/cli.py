@@ -13,6 +13,7 @@ import click
 
 from advisor.command import (
     Advise,
+    Command,
     common_options,
     count,
     one_of,
@@ -23,6 +24,8 @@ from advisor.command import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from advisor.facts import Facts
     from profiles.cluster import ClusterProfile
 
@@ -40,6 +43,19 @@ pins_option = click.option(
     default="",
     help='Settings that are fixed, as in "dp_shard=4 recompute=full"; the rest is decided.',
 )
+
+
+def format_option(text: str) -> Callable[[Command], Command]:
+    """`--format text|mermaid`, explained by `text`."""
+    return click.option(
+        "--format",
+        "form",
+        metavar="[text|mermaid]",
+        callback=one_of("text", "mermaid"),
+        default="text",
+        show_default=True,
+        help=text,
+    )
 
 
 @click.group("advise", cls=Advise, context_settings={"max_content_width": 100})
@@ -217,9 +233,12 @@ def probe(output: str | None, bench: bool, no_color: bool) -> None:
 @click.argument("model")
 @sequence_option
 @click.option("-o", "--output", metavar="FILE", help="Write the profile here, as JSON.")
+@format_option("mermaid draws which unit feeds which, with the bytes of one sample.")
 @json_option
 @common_options
-def profile(model: str, seq: int | None, output: str | None, as_json: bool, no_color: bool) -> None:
+def profile(
+    model: str, seq: int | None, output: str | None, form: str, as_json: bool, no_color: bool
+) -> None:
     """What MODEL needs: parameters, FLOP and activations, unit by unit."""
     from advisor.models import profile_model
     from profiles.model import Numerics
@@ -228,6 +247,8 @@ def profile(model: str, seq: int | None, output: str | None, as_json: bool, no_c
     found = profile_model(model, samples=1, sequence_length=seq, numerics=tuple(Numerics))
     if as_json:
         click.echo(found.to_json(), nl=False)
+    elif form == "mermaid":
+        click.echo(found.flow.mermaid())
     else:
         from advisor.model_table import model_table
 
@@ -237,15 +258,7 @@ def profile(model: str, seq: int | None, output: str | None, as_json: bool, no_c
 
 
 @cli.command()
-@click.option(
-    "--format",
-    "form",
-    metavar="[text|mermaid]",
-    callback=one_of("text", "mermaid"),
-    default="text",
-    show_default=True,
-    help="mermaid is drawn by GitHub and by notebooks.",
-)
+@format_option("mermaid is drawn by GitHub and by notebooks.")
 @common_options
 def tree(form: str, no_color: bool) -> None:
     """The decision tree: every question, before any model is looked at."""

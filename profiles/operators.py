@@ -113,10 +113,19 @@ def _grouped_matmul_flop(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
 
 
 def _attention_flop(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    return int(sdpa_flop_count(query.shape, *_with_heads_of(query, key, value)))
 
 
 def _attention_backward_flop(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
 ) -> int:
-    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+    key_shape, value_shape = _with_heads_of(query, key, value)
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key_shape, value_shape))
+
+
+def _with_heads_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[torch.Size, torch.Size]:
+    """Grouped queries share keys and values, and each is multiplied all the same; torch 2.11's
+    formulas want as many of them as queries."""
+    shapes = ((*query.shape[:-2], *tensor.shape[-2:]) for tensor in (key, value))
+    key_shape, value_shape = map(torch.Size, shapes)
+    return key_shape, value_shape

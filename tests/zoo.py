@@ -234,7 +234,9 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "Cohere": (_of("CohereForCausalLM", GROUPED), TOKENS),
     "ConvNeXt": (
         _of(
-            "ConvNextForImageClassification", {"depths": [4] * 4, "hidden_sizes": [16, 32, 32, 64]}
+            "ConvNextForImageClassification",
+            {"depths": [4] * 4, "num_labels": 5},
+            hidden_sizes=[16, 32, 32, 64],
         ),
         PIXELS,
     ),
@@ -321,6 +323,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
             "ResNetForImageClassification",
             {"embedding_size": 16, "depths": [4] * 4},
             hidden_sizes=[16, 32, 32, 64],
+            num_labels=5,
         ),
         PIXELS,
     ),
@@ -342,6 +345,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
             {"image_size": 64, "embed_dim": 16, "depths": [4, 4]},
             num_heads=[2, 4],
             window_size=4,
+            num_labels=5,
         ),
         PIXELS,
     ),

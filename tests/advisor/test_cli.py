@@ -15,7 +15,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from advisor.cli import cli
+from profiles.affine import Affine
 from profiles.clusters import resolve_cluster
+from profiles.flow import Call, Edge, Flow, Value
 from profiles.model import ModelProfile
 from tests.factories import chain, transformer
 
@@ -197,6 +199,18 @@ class TestProfile:
 
     def test_json_is_the_profile_and_nothing_else(self, saved: str) -> None:
         assert ModelProfile.from_json(advise("profile", saved, "--json").stdout) == self.PROFILE
+
+    def test_mermaid_draws_which_unit_feeds_which(self, tmp_path: Path) -> None:
+        value = Value(shape=(1, 8), dtype="float32", bytes=Affine(per_sample=32))
+        calls = (Call(unit="wte", values=(value,)), Call(unit="head"))
+        flow = Flow(calls=calls, edges=(Edge(source=0, value=0, target=1),))
+        self.PROFILE.model_copy(update={"flow": flow}).save(tmp_path / "wired.json")
+        shown = advise("profile", str(tmp_path / "wired.json"), "--format", "mermaid").stdout
+        assert shown.splitlines()[1:] == [
+            '    u0["wte"]',
+            '    u1["head"]',
+            '    u0 -->|"32 B"| u1',
+        ]
 
     def test_is_written_where_asked_and_said_on_stderr(self, saved: str, tmp_path: Path) -> None:
         result = advise("profile", saved, "--json", "-o", str(tmp_path / "copy.json"))

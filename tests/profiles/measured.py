@@ -79,12 +79,18 @@ def _count(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> tuple[int,
 def missing_formulas() -> dict[object, object]:
     """torch's counter knows attention on GPUs only, and no grouped matmuls."""
     aten = torch.ops.aten
+
+    def each(q: torch.Size, shape: torch.Size) -> torch.Size:  # grouped queries, torch 2.11
+        return torch.Size((*q[:-2], *shape[-2:]))
+
     return {
         aten._scaled_dot_product_flash_attention_for_cpu: (
-            lambda q, k, v, *a, out_shape=None, **kw: sdpa_flop_count(q, k, v)
+            lambda q, k, v, *a, out_shape=None, **kw: sdpa_flop_count(q, each(q, k), each(q, v))
         ),
         aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-            lambda g, q, k, v, *a, out_shape=None, **kw: sdpa_backward_flop_count(g, q, k, v)
+            lambda g, q, k, v, *a, out_shape=None, **kw: sdpa_backward_flop_count(
+                g, q, each(q, k), each(q, v)
+            )
         ),
         aten._grouped_mm: lambda x, y, *a, out_shape=None, **kw: 2 * x[-2] * x[-1] * y[-1],
     }
@@ -92,7 +98,7 @@ def missing_formulas() -> dict[object, object]:
 
 def _allocations(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> int:
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:
         _loss(model, batch, loss_fn).backward()
     live = highest = 0
