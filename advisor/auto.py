@@ -33,8 +33,9 @@ from profiles.capture import capture
 from profiles.cluster import ClusterProfile
 from profiles.clusters import resolve_cluster
 from profiles.errors import InputError, PlanError, RankError
+from profiles.host import resident_bytes
 from profiles.model import ModelProfile, Numerics
-from profiles.probe import probe, resident_bytes
+from profiles.probe import probe
 from profiles.provenance import Source
 from profiles.torch_compat import default_store
 from profiles.workload import Workload

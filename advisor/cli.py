@@ -208,7 +208,7 @@ def explain(file: str, why_not: str | None, no_color: bool) -> None:
 def probe(output: str | None, bench: bool, no_color: bool) -> None:
     """Look at this machine, or at the job that `advise` was started in."""
     from profiles.clusters import to_toml
-    from profiles.probe import launcher
+    from profiles.launcher import launcher
     from profiles.probe import probe as look
 
     writable(output)

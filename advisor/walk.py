@@ -140,8 +140,10 @@ def _given(cluster: ClusterProfile) -> str:
     slowest = cluster.bottleneck(cluster.world_size)
     if slowest is link:
         return words
-    rate = format_bandwidth(slowest.bandwidth_bytes_per_s.value)
-    return f"{words} and, on the way inside the node, {slowest.name} {rate}"
+    rate = format_bandwidth(cluster.group_bandwidth(cluster.world_size).value)
+    inside = cluster.topology.share(cluster.world_size).tier.is_inside
+    where = "inside the node" if inside else "between nodes"
+    return f"{words} and, on the way {where}, {slowest.name} {rate}"
 
 
 def needed_bytes_per_s(estimate: Estimate) -> float:

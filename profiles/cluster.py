@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from math import inf
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from profiles.provenance import Quantity, Source
 from profiles.record import Document, Record
+from profiles.topology import Tier, Topology
 
 
 class Collective(StrEnum):
@@ -49,12 +52,31 @@ class Link(Record):
             (all its network cards together).
         latency_s: of a small message.
         fits: measured collectives, where a bench was run; they take precedence.
+        wiring: inside a node: "switch", where any device reaches any other at the full rate; or
+            "mesh", where each pair has its own part of it, so that a group of k of n devices gets
+            (k - 1) / (n - 1).
     """
 
     name: str
+    wiring: Literal["switch", "mesh"] = "switch"
     bandwidth_bytes_per_s: Quantity
     latency_s: Quantity
     fits: dict[Collective, LinkFit] = Field(default_factory=dict)
+
+
+class HostBridge(Record):
+    """The PCIe bridge or switch under which devices of a node sit, and its way to the host.
+
+    Attributes:
+        link: its way to the host, one direction, for all its devices together.
+        devices: how many devices sit under one.
+        peer_to_peer: whether devices reach each other and network cards without the host; off on
+            most consumer cards: all that they exchange goes through main memory.
+    """
+
+    link: Link
+    devices: PositiveInt
+    peer_to_peer: bool = True
 
 
 class Device(Record):
@@ -86,13 +108,25 @@ class ClusterProfile(Document):
     Attributes:
         intra: between the devices of a node; None where a node has one device.
         inter: between nodes; None where there is one node.
+        pair: a bridge that joins devices 2i and 2i + 1 of a node, beside `intra`.
+        host_bridge: where the devices of a node are joined by PCIe, and share it.
+        network_cards: of a node; None: unknown, planned as one a device.
+        oversubscription: of the switch between nodes: what comes down over what goes up, 2 for 2:1.
+        nodes_per_switch: nodes under one such switch; None: unknown, planned as 1.
+        notes: what is special, or could not be found out; shown in every report.
         host_memory_bytes: main memory of a node.
         cores: processor cores of a node.
     """
 
     name: str
+    notes: tuple[str, ...] = ()
     num_nodes: PositiveInt
     devices_per_node: PositiveInt
+    network_cards: PositiveInt | None = None
+    oversubscription: Annotated[float, Field(ge=1)] = 1.0
+    nodes_per_switch: PositiveInt | None = None
+    pair: Link | None = None
+    host_bridge: HostBridge | None = None
     device: Device
     intra: Link | None
     inter: Link | None
@@ -114,8 +148,15 @@ class ClusterProfile(Document):
         return parts
 
     def crosses_nodes(self, group_size: int, stride: int = 1) -> bool:
-        """Whether a mesh axis of `group_size` ranks, `stride` ranks apart, spans nodes."""
-        return (group_size - 1) * stride >= self.devices_per_node
+        """Whether a mesh axis of `group_size` ranks, `stride` ranks apart, spans nodes.
+
+        Some of its groups do where its blocks of ranks do not divide the devices of a node.
+        """
+        if group_size < 2:
+            return False
+        if (group_size - 1) * stride >= self.devices_per_node:
+            return True
+        return self.num_nodes > 1 and self.devices_per_node % (group_size * stride) != 0
 
     def ranks_per_node(self, group_size: int, stride: int = 1) -> int:
         """How many ranks of one such group share a node."""
@@ -137,26 +178,57 @@ class ClusterProfile(Document):
     def group_bandwidth(self, group_size: int, stride: int = 1) -> Quantity:
         """Bus bandwidth of each such group when all groups of the axis talk at once, bytes/s.
 
-        Inside a node: the link's. Across nodes the node's cards are shared: a group with k of a
-        node's n ranks gets k/n of them, and never more than the links inside the node carry.
+        Routed through `topology`. In plain nodes: inside one the link's; across nodes, whose cards
+        are shared, a group with k of a node's n ranks gets k/n of them, and never more than the
+        links inside the node carry.
         """
-        tier = self.bottleneck(group_size, stride)
-        quantity = tier.bandwidth_bytes_per_s
-        if tier is self.intra:
-            return quantity
-        part = self._part(group_size, stride)
-        return quantity.model_copy(update={"value": quantity.value * part})
+        self.link(group_size, stride)  # refuses what there is no link for
+        share = self.topology.share(group_size, stride)
+        quantity = self._tier(share.tier).bandwidth_bytes_per_s
+        return quantity.model_copy(update={"value": share.bytes_per_s})
 
     def bottleneck(self, group_size: int, stride: int = 1) -> Link:
-        """The tier whose bandwidth `group_bandwidth` is, the slower one of those on the way."""
-        tier = self.link(group_size, stride)
-        if self.intra is None or self.ranks_per_node(group_size, stride) < 2:
-            return tier
-        if not self.crosses_nodes(group_size, stride):
-            return tier
-        between = tier.bandwidth_bytes_per_s.value * self._part(group_size, stride)
-        return self.intra if self.intra.bandwidth_bytes_per_s.value < between else tier
+        """The link whose share `group_bandwidth` is, the slowest of those on the way."""
+        self.link(group_size, stride)
+        return self._tier(self.topology.share(group_size, stride).tier)
 
-    def _part(self, group_size: int, stride: int) -> float:
-        """The part of a node's cards that one of the groups of an axis gets."""
-        return self.ranks_per_node(group_size, stride) / self.devices_per_node
+    @property
+    def topology(self) -> Topology:
+        """How devices, cards and switches are joined.
+
+        Rates that a bench measured hold already what bridges and switches take from them.
+        """
+        intra, inter = self.intra, self.inter
+        timed_inside = intra is not None and bool(intra.fits)
+        timed_between = inter is not None and bool(inter.fits)
+        bridge = None if timed_inside else self.host_bridge
+        pair = self.pair.bandwidth_bytes_per_s.value if self.pair and not timed_inside else None
+        return Topology(
+            num_nodes=self.num_nodes,
+            devices_per_node=self.devices_per_node,
+            device_bytes_per_s=intra.bandwidth_bytes_per_s.value if intra else inf,
+            node_bytes_per_s=inter.bandwidth_bytes_per_s.value if inter else inf,
+            mesh=intra is not None and intra.wiring == "mesh",
+            cards=self.network_cards or self.devices_per_node,
+            oversubscription=1.0 if timed_between else self.oversubscription,
+            nodes_per_switch=self.nodes_per_switch or 1,
+            pair_bytes_per_s=pair,
+            host_bytes_per_s=bridge.link.bandwidth_bytes_per_s.value if bridge else None,
+            devices_per_bridge=bridge.devices if bridge else 1,
+            peer_to_peer=bridge.peer_to_peer if bridge else True,
+        )
+
+    def _tier(self, tier: Tier) -> Link:
+        links = {
+            Tier.INTER: self.inter,
+            Tier.SPINE: self.inter,
+            Tier.INTRA: self.intra,
+            Tier.PAIR: self.pair,
+            Tier.HOST: self.host_bridge.link if self.host_bridge else None,
+        }
+        link = links[tier]
+        assert link is not None, f"{self.name} has no {tier}"
+        if tier is Tier.SPINE:
+            name = f"{link.name}, {self.oversubscription:g}:1 oversubscribed"
+            return link.model_copy(update={"name": name})
+        return link

@@ -37,18 +37,28 @@ def _lines(cluster: ClusterProfile) -> Iterator[str]:
     yield f"name = {_text(cluster.name)}"
     yield f"nodes = {cluster.num_nodes}"
     yield f"devices_per_node = {cluster.devices_per_node}"
+    if cluster.network_cards is not None:
+        yield f"network_cards = {cluster.network_cards}  # of a node"
+    if cluster.oversubscription > 1:
+        yield f"oversubscription = {cluster.oversubscription!r}  # of the switch between nodes"
+    if cluster.nodes_per_switch is not None:
+        yield f"nodes_per_switch = {cluster.nodes_per_switch}"
     if cluster.host_memory_bytes is not None:
         yield f"host_memory = {_written(cluster.host_memory_bytes, parse_bytes, _BYTES)}"
     if cluster.cores is not None:
         yield f"cores = {cluster.cores}"
+    if cluster.notes:
+        yield "notes = ["
+        yield from (f"    {_text(note)}," for note in cluster.notes)
+        yield "]"
     device = cluster.device
     yield ""
     yield "# One device, or one CPU rank's share of a machine."
     yield "[device]"
     yield f"name = {_text(device.name)}"
     yield f"kind = {_text(device.kind)}"
-    yield f"memory = {_written(device.memory_bytes, parse_bytes, _BYTES)}"
-    rate = _written(device.memory_bandwidth_bytes_per_s, parse_bandwidth, _RATES)
+    yield f"memory = {_written(device.memory_bytes, parse_bytes, _BYTES, plain=False)}"
+    rate = _written(device.memory_bandwidth_bytes_per_s, parse_bandwidth, _RATES, plain=False)
     yield f"memory_bandwidth = {rate}"
     yield f"matmul_fraction = {_written(device.matmul_fraction, float, ())}"
     yield f"launch = {_written(device.launch_s, parse_seconds, _TIMES)}"
@@ -65,12 +75,30 @@ def _lines(cluster: ClusterProfile) -> Iterator[str]:
         yield ""
         yield f"# Between {between}."
         yield from _link_lines(tier, link) if link else _link_example(tier)
+    if cluster.pair is not None:
+        yield ""
+        yield "# A bridge between devices 2i and 2i + 1 of a node."
+        yield from _link_lines("pair", cluster.pair)
+    bridge = cluster.host_bridge
+    if bridge is not None:
+        yield ""
+        yield "# The way of a PCIe bridge to the host: one direction, all its devices together."
+        yield from _link_lines(
+            "host_bridge",
+            bridge.link,
+            f"devices = {bridge.devices}",
+            f"peer_to_peer = {str(bridge.peer_to_peer).lower()}",
+        )
 
 
-def _link_lines(tier: str, link: Link) -> Iterator[str]:
+def _link_lines(tier: str, link: Link, *more: str) -> Iterator[str]:
     yield f"[{tier}]"
     yield f"name = {_text(link.name)}"
-    yield f"bandwidth = {_written(link.bandwidth_bytes_per_s, parse_bandwidth, _RATES)}"
+    yield from more
+    if link.wiring != "switch":
+        yield f"wiring = {_text(link.wiring)}"
+    rate = _written(link.bandwidth_bytes_per_s, parse_bandwidth, _RATES, plain=False)
+    yield f"bandwidth = {rate}"
     yield f"latency = {_written(link.latency_s, parse_seconds, _TIMES)}"
     for collective, fit in link.fits.items():
         yield ""
@@ -92,14 +120,17 @@ def _link_example(tier: str) -> Iterator[str]:
     yield '# latency = "20 us"'
 
 
-def _written(quantity: Quantity, parse: Callable[[str], float], units: _Units) -> str:
+def _written(
+    quantity: Quantity, parse: Callable[[str], float], units: _Units, *, plain: bool = True
+) -> str:
+    """Without its source where that is the user; `plain`: where a bare number is not questioned."""
     value = _text(_exact(quantity.value, parse, units)) if units else repr(quantity.value)
     parts = [f"value = {value}", f"source = {_text(quantity.source.value)}"]
     if quantity.relative_error:
         parts.append(f"relative_error = {quantity.relative_error!r}")
     if quantity.origin:
         parts.append(f"origin = {_text(quantity.origin)}")
-    is_plain = len(parts) == 2 and quantity.source is Source.USER
+    is_plain = plain and len(parts) == 2 and quantity.source is Source.USER
     return value if is_plain else "{ " + ", ".join(parts) + " }"
 
 

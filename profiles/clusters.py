@@ -14,14 +14,27 @@ printed rate, name the card instead (`link = "ib-ndr-1x400"`, see catalogue/link
 may also be a table that says where it is from:
 
     bandwidth = { value = "47 GB/s", source = "measured", relative_error = 0.1 }
+
+Such a table is taken as it is; a bare number that is likely to mix up bits and bytes is refused
+(profiles/mixups.py). Nodes of different kinds are tables of their own, with the keys of a file:
+
+    [[node]]
+    count = 2
+    system = "dgx-h100"
+
+    [[node]]
+    system = "dgx-a100-80gb"
+
+`network_cards`, `oversubscription`, `nodes_per_switch`, `[pair]` and `[host_bridge]` say how nodes
+are wired: see `ClusterProfile`.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,8 +43,12 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
 
 from profiles import catalogue
 from profiles.cluster import ClusterProfile, Collective, Device, Link, LinkFit
+from profiles.cluster import HostBridge as Bridge
+from profiles.cluster_names import parts_of_name
 from profiles.cluster_text import to_toml
-from profiles.errors import FileError, InputError, UnknownNameError, near_misses
+from profiles.errors import FileError, InputError, UnknownNameError
+from profiles.mixed import slowest_of
+from profiles.mixups import require_likely
 from profiles.provenance import Quantity, Source
 from profiles.record import Record, read_text
 from profiles.units import (
@@ -42,7 +59,6 @@ from profiles.units import (
 )
 
 __all__ = [
-    "assumed_network",
     "cluster_from_name",
     "load_cluster",
     "resolve_cluster",
@@ -50,12 +66,6 @@ __all__ = [
 ]
 
 DTYPES = ("float64", "float32", "tfloat32", "float16", "bfloat16", "float8_e4m3fn")
-# Nothing is known of the network of a cluster that is only named and whose accelerator comes in no
-# usual node: what an office or cloud machine has.
-FALLBACK_NETWORK = "ethernet-100"
-
-_NAME = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", re.IGNORECASE)
-_EXAMPLES = 'write "4x8xH100-SXM-80GB" (nodes x devices x accelerator), "2xdgx-h100" or a file'
 
 
 def _quantity(parse: Callable[[str], float], data: object) -> object:
@@ -93,6 +103,12 @@ class _LinkTable(Record):
     bandwidth: _Bandwidth = None
     latency: _Time = None
     fits: dict[str, _FitTable] = Field(default_factory=dict)
+    wiring: Literal["switch", "mesh"] | None = None
+
+
+class _BridgeTable(_LinkTable):
+    devices: PositiveInt | None = None
+    peer_to_peer: bool = True
 
 
 class _DeviceTable(Record):
@@ -113,7 +129,15 @@ class _ClusterTable(Record):
     system: str | None = None
     accelerator: str | None = None
     nodes: PositiveInt = 1
+    count: PositiveInt | None = None  # of nodes, in a table `[[node]]`
+    node: list[_ClusterTable] = Field(default_factory=list)
+    notes: tuple[str, ...] = ()
     devices_per_node: PositiveInt | None = None
+    network_cards: PositiveInt | None = None
+    oversubscription: Annotated[float, Field(ge=1)] = 1.0
+    nodes_per_switch: PositiveInt | None = None
+    pair: _LinkTable | None = None
+    host_bridge: _BridgeTable | None = None
     host_memory: _Memory = None
     cores: PositiveInt | None = None
     device: _DeviceTable | None = None
@@ -139,6 +163,9 @@ def resolve_cluster(text: str) -> ClusterProfile:
 def cluster_from_name(text: str) -> ClusterProfile:
     """Nodes x devices x accelerator; one count is devices of one node, none is one device.
 
+    Different nodes are joined by "+": "8xH100-SXM-80GB+8xA100-SXM-80GB" is two, and the slowest of
+    each quantity counts.
+
     A system name (`dgx-h100`, `p5-48xlarge`) brings its own devices: "2xdgx-h100" is two nodes.
     What a bare accelerator leaves open is assumed and marked so: as many network cards, processor
     cores and bytes of main memory per device as the node it usually comes in (an H100: one 400
@@ -150,33 +177,12 @@ def cluster_from_name(text: str) -> ClusterProfile:
 
     Raises:
         UnknownNameError: no such accelerator or system; the near miss is named.
-        InputError: a count of 0, or a short name that fits several.
+        InputError: a count of 0, a short name that fits several, or nodes of unequal counts.
     """
-    match = _NAME.fullmatch(text.strip())
-    if match is None:
-        raise InputError("the cluster has no name", hints=[_EXAMPLES])
-    name = match[3]
-    numbers = [int(count) for count in match.group(1, 2) if count is not None]
-    if 0 in numbers:
-        raise InputError(f"cluster `{text}` has no devices", hints=[_EXAMPLES])
-    system = _system_named(name)
-    if system is None:
-        nodes, devices = [1, 1, *numbers][-2:]
-        accelerator = _accelerator_named(name, text)
-        return _assemble(
-            _ClusterTable(
-                name=text.strip(), nodes=nodes, devices_per_node=devices, accelerator=accelerator
-            ),
-            where=None,
-        )
-    if len(numbers) > 1:
-        entry = catalogue.systems()[system]
-        raise InputError(
-            f"cluster `{text}` counts devices, but `{system}` already has {entry.devices}",
-            hints=[f"write `{numbers[0]}x{system}` for {numbers[0]} nodes"],
-        )
-    nodes = numbers[0] if numbers else 1
-    return _assemble(_ClusterTable(name=text.strip(), nodes=nodes, system=system), where=None)
+    parts = parts_of_name(text)
+    single = text.strip() if len(parts) == 1 else None
+    tables = [_ClusterTable(name=single, **asdict(part)) for part in parts]
+    return _together(tables, name=text.strip(), places=[None] * len(parts))
 
 
 def load_cluster(path: str | os.PathLike[str]) -> ClusterProfile:
@@ -192,32 +198,51 @@ def load_cluster(path: str | os.PathLike[str]) -> ClusterProfile:
         data = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise FileError(f"not TOML: {error}", where=where) from None
-    return _assemble(_ClusterTable.build(data, where=where), where=where)
+    cluster = _read(_ClusterTable.build(data, where=where), where)
+    require_likely(data, where=where)
+    return cluster
 
 
-def _system_named(name: str) -> str | None:
-    """Systems are asked for by their whole name, so that "h100" stays an accelerator."""
-    for key, entry in catalogue.systems().items():
-        if name.lower() in (key, entry.title.lower()):
-            return key
-    return None
+def _read(table: _ClusterTable, where: str) -> ClusterProfile:
+    if table.node:
+        places = [f"{where}: node.{index}" for index in range(len(table.node))]
+        kinds = [_of_kind(table, *node) for node in zip(table.node, places, strict=True)]
+        return _together(kinds, name=table.name or "", places=places)
+    if table.count is not None:
+        raise UnknownNameError("key", "count", ["nodes"], where=where)
+    return _assemble(table, where=where)
 
 
-def _accelerator_named(name: str, text: str) -> str:
-    try:
-        return catalogue.find_name("accelerator", name, catalogue.accelerators())
-    except UnknownNameError as error:
-        names = [*catalogue.accelerators(), *catalogue.systems()]
-        short = {accelerator.split("-")[0] for accelerator in catalogue.accelerators()}
-        if near_misses(name, short):
-            names = sorted(short)  # "H1000": nearer to H100 than to any whole name
-        where = f"cluster `{text}`" if text != name else None
-        raise UnknownNameError(
-            "accelerator", error.name, names, where=where, hints=[_EXAMPLES]
-        ) from None
+def _of_kind(whole: _ClusterTable, node: _ClusterTable, where: str) -> _ClusterTable:
+    """A `[[node]]` table as a file of its own: what it leaves out, the file says for all nodes."""
+    if node.node or "nodes" in node.model_fields_set or "nodes" in whole.model_fields_set:
+        raise InputError(
+            "nodes of several kinds are counted by `count` in each table `[[node]]`",
+            where=where,
+            hints=["leave `nodes` out, and write one `[[node]]` for each kind"],
+        )
+    own = {key: getattr(node, key) for key in node.model_fields_set}
+    return whole.model_copy(update={"name": None, "node": [], **own, "nodes": node.count or 1})
 
 
-def _assemble(table: _ClusterTable, *, where: str | None) -> ClusterProfile:
+def _together(
+    tables: Sequence[_ClusterTable], *, name: str, places: Sequence[str | None]
+) -> ClusterProfile:
+    if len(tables) == 1:
+        return _assemble(tables[0], where=places[0])
+    counts = [table.nodes for table in tables]
+    kinds = [
+        _assemble(table, where=where, num_nodes=sum(counts))
+        for table, where in zip(tables, places, strict=True)
+    ]
+    return slowest_of(kinds, nodes=counts, name=name)
+
+
+def _assemble(
+    table: _ClusterTable, *, where: str | None, num_nodes: int | None = None
+) -> ClusterProfile:
+    """The profile of one kind of node; `num_nodes` counts those of other kinds too."""
+    num_nodes = num_nodes or table.nodes
     system_name = None
     if table.system is not None:
         titles = {key: entry.title for key, entry in catalogue.systems().items()}
@@ -239,12 +264,19 @@ def _assemble(table: _ClusterTable, *, where: str | None) -> ClusterProfile:
     if per_node > 1 or table.intra is not None:
         known = system.intra if system else entry.intra if entry else None
         intra = _link(table.intra, catalogue.link(known) if known else None, "intra", where)
-    if table.nodes > 1 or table.inter is not None:
+    if num_nodes > 1 or table.inter is not None:
         if system is not None:
             default = catalogue.link(system.inter)
         else:
-            default = assumed_network(accelerator, per_node)
+            default = catalogue.assumed_network(accelerator, per_node)
         inter = _link(table.inter, default, "inter", where)
+
+    pair = _link(table.pair, None, "pair", where) if table.pair else None
+    bridge = _bridge(table.host_bridge, intra, per_node, where) if table.host_bridge else None
+    named = (table.inter.link if table.inter else None) or (system.inter if system else None)
+    cards = table.network_cards
+    if cards is None and inter is not None and named is not None:
+        cards = catalogue.link_entry(named).cards
 
     host = table.host_memory
     cores = table.cores
@@ -259,8 +291,14 @@ def _assemble(table: _ClusterTable, *, where: str | None) -> ClusterProfile:
         cores = max(1, donor.cores * per_node // donor.devices)
     return ClusterProfile(
         name=table.name or f"{table.nodes}x{per_node}x{device.name}",
-        num_nodes=table.nodes,
+        notes=table.notes,
+        num_nodes=num_nodes,
         devices_per_node=per_node,
+        network_cards=cards,
+        oversubscription=table.oversubscription,
+        nodes_per_switch=table.nodes_per_switch,
+        pair=pair,
+        host_bridge=bridge,
         device=device,
         intra=intra,
         inter=inter,
@@ -342,6 +380,7 @@ def _link(table: _LinkTable | None, default: Link | None, tier: str, where: str 
     lent = named or (default if table.bandwidth is None else None)
     return Link(
         name=table.name or (lent.name if lent else tier),
+        wiring=table.wiring or (base.wiring if base else "switch"),
         bandwidth_bytes_per_s=bandwidth,
         latency_s=latency,
         fits={
@@ -355,24 +394,14 @@ def _link(table: _LinkTable | None, default: Link | None, tier: str, where: str 
     )
 
 
-def assumed_network(accelerator: str | None, devices_per_node: int) -> Link:
-    """The network of nodes that nobody described: see `cluster_from_name`."""
-    entry = catalogue.accelerators().get(accelerator or "")
-    usual = catalogue.systems()[entry.system] if entry and entry.system else None
-    if usual is None:
-        link, share = catalogue.link(FALLBACK_NETWORK), 1.0
-        reason = f"assumed: one {link.name} card a node"
-    else:
-        link, share = catalogue.link(usual.inter), devices_per_node / usual.devices
-        reason = f"assumed: as many network cards a device as {usual.title}"
-    bandwidth = link.bandwidth_bytes_per_s.model_copy(
-        update={
-            "value": link.bandwidth_bytes_per_s.value * share,
-            "source": Source.ASSUMED,
-            "origin": f"{reason}; {link.bandwidth_bytes_per_s.origin}",
-        }
+def _bridge(table: _BridgeTable, default: Link | None, per_node: int, where: str | None) -> Bridge:
+    """Without rates of its own the way to the host is as fast as a device's."""
+    usual = default.model_copy(update={"wiring": "switch"}) if default else None
+    return Bridge(
+        link=_link(table, usual, "host_bridge", where),
+        devices=table.devices or per_node,
+        peer_to_peer=table.peer_to_peer,
     )
-    return link.model_copy(update={"bandwidth_bytes_per_s": bandwidth})
 
 
 def _missing(keys: list[str], where: str | None, *, hint: str) -> InputError:

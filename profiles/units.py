@@ -39,8 +39,11 @@ def parse_bytes(text: str, *, where: str | None = None) -> int:
     example = 'write "80 GiB" (binary) or "80 GB" (decimal)'
     number, unit = _split(text, where, example)
     if unit.endswith(("bit", "b")):
+        meant = text.strip().removesuffix("bit").removesuffix("b") + "B"
         raise UnitError(
-            f"`{text}` is in bits, memory is in bytes", where=where, hints=[example]
+            f"`{text}` is in bits, memory is in bytes",
+            where=where,
+            hints=[f'write "{meant}", in bytes', example],
         ) from None
     for suffix in ("bytes", "byte", "B"):
         prefix = unit.removesuffix(suffix)

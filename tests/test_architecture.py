@@ -20,6 +20,7 @@ WITH_TORCH = {
     "profiles.capture",
     "profiles.fakes",
     "profiles.flow_trace",
+    "profiles.gpus",
     "profiles.look",
     "profiles.memory",
     "profiles.operators",

@@ -40,13 +40,16 @@ def collective_s(
     ring = (group_size - nodes) * inside + (nodes - 1) * between
     if kind is Collective.ALL_REDUCE:
         rings_s = 2 * ring + bus_bytes / bandwidth
-        return min(rings_s, _tree_s(cluster, payload_bytes, per_node=per_node, nodes=nodes))
+        shape = {"per_node": per_node, "nodes": nodes, "stride": stride}
+        return min(rings_s, _tree_s(cluster, payload_bytes, **shape))
     if kind is Collective.SEND_RECV:
         ring = between if nodes > 1 else inside
     return ring + bus_bytes / bandwidth
 
 
-def _tree_s(cluster: ClusterProfile, payload_bytes: float, *, per_node: int, nodes: int) -> float:
+def _tree_s(
+    cluster: ClusterProfile, payload_bytes: float, *, per_node: int, nodes: int, stride: int
+) -> float:
     """An all-reduce over a tree of nodes: what is sent between them does not grow with the ranks.
 
     A ring of n ranks puts 2(n-1)/n of the payload on a node's cards, double binary trees over N
@@ -54,13 +57,14 @@ def _tree_s(cluster: ClusterProfile, payload_bytes: float, *, per_node: int, nod
     exceed the rate of the cards.
     """
     latency = inside_s = between_s = 0.0
-    if cluster.intra is not None:
+    if cluster.intra is not None and per_node > 1:
         latency += 2 * (per_node - 1) * cluster.intra.latency_s.value
-        inside = cluster.intra.bandwidth_bytes_per_s.value
+        inside = cluster.group_bandwidth(per_node, stride).value
         inside_s = Collective.ALL_REDUCE.bus_factor(per_node) * payload_bytes / inside
     if cluster.inter is not None and nodes > 1:
         latency += 2 * log2(nodes) * cluster.inter.latency_s.value
-        share = per_node / cluster.devices_per_node
-        between = cluster.inter.bandwidth_bytes_per_s.value * share
+        # What one rank of every node gets while its neighbours talk too, times those of the group.
+        apart = max(stride, cluster.devices_per_node)
+        between = per_node * cluster.group_bandwidth(nodes, apart).value
         between_s = Collective.ALL_REDUCE.bus_factor(nodes) * payload_bytes / between
     return latency + max(inside_s, between_s)

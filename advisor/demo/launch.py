@@ -15,7 +15,7 @@ from types import FrameType
 from advisor.command import say
 from engines.plan import Plan, parse_settings
 from profiles.errors import InputError, PlanError, RankError
-from profiles.probe import machine_cores, machine_memory_bytes
+from profiles.host import machine_cores, machine_memory_bytes
 from profiles.units import GIB, format_gib
 
 GLOBAL_BATCH = 16

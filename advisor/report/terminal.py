@@ -76,6 +76,8 @@ def lines(view: ReportView, *, blocks: bool, width: int = WIDTH) -> Iterator[Lin
     yield from _others(view, width)
     yield from _basis(view, width)
     yield Line("")
+    for note in view.notes:
+        yield from _hanging("note: ", note, width)
     for hint in view.hints:
         yield from _hanging("hint: ", hint, width)
     yield from _hanging("next: ", view.next_command, width, style="green")

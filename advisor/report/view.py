@@ -57,6 +57,7 @@ class ReportView(Record):
     not_built: str | None
     weighed: str
     basis: tuple[Basis, ...]
+    notes: tuple[str, ...]
     hints: tuple[str, ...]
     next_command: str
     trace: tuple[str, ...]
@@ -94,6 +95,7 @@ def view_of(decision: Decision) -> ReportView:
         not_built=f"not built yet: {', '.join(built)}" if built else None,
         weighed=_weighed(decision),
         basis=tuple(basis(decision)),
+        notes=facts.cluster.notes,
         hints=tuple(hints(decision)),
         next_command=_command(plan, facts.cluster),
         trace=tuple(str(decision.trace).splitlines()),

@@ -36,6 +36,17 @@ CONTEXT = Quantity(
     relative_error=0.45,
     origin="ml-engineering: CUDA context 0.47-0.92 GiB, NCCL 1-2 GiB",
 )
+# A small eager operation on a processor: dispatch and allocation, a few microseconds.
+CPU_LAUNCH = Quantity(
+    value=5e-6, source=Source.ASSUMED, relative_error=0.8, origin="eager dispatch and allocation"
+)
+# The interpreter and torch: 0.3 to 0.4 GiB of a small training process (measured, torch 2.13).
+CPU_CONTEXT = Quantity(
+    value=358 * 2**20,
+    source=Source.ASSUMED,
+    relative_error=0.3,
+    origin="interpreter and torch in a small training process",
+)
 # Share of the printed memory bandwidth that large streaming operations reach: 0.9 from 100 MB on
 # (Calculon, systems/a100_80g.json), 0.7 on average over a model's operations (AutoParallel).
 MEMORY_BANDWIDTH_FRACTION, MEMORY_BANDWIDTH_ERROR = 0.9, 0.2
@@ -48,6 +59,9 @@ MATMUL_PUBLISHED_ERROR = 0.15
 MEMORY_FRACTION, MEMORY_ERROR = 0.96, 0.05
 # The lowest and highest totals seen of one part differ by up to 1.7 % (2080 Ti: 10.57, 10.75 GiB).
 MEMORY_REPORTED_ERROR = 0.02
+# Nothing is known of the network of a cluster that is only named and whose accelerator comes in no
+# usual node: what an office or cloud machine has.
+FALLBACK_NETWORK = "ethernet-100"
 
 
 Entry = TypeVar("Entry", bound=Record)
@@ -56,6 +70,7 @@ Entry = TypeVar("Entry", bound=Record)
 class AcceleratorEntry(Record):
     """One table of accelerators.toml; its head explains the keys."""
 
+    kind: Literal["cuda", "cpu"] = "cuda"
     runtime_name: str | None = None
     printed_memory: str
     memory: str | None = None
@@ -73,6 +88,8 @@ class LinkEntry(Record):
 
     title: str
     scope: Literal["intra", "inter", "host"]
+    wiring: Literal["switch", "mesh"] = "switch"
+    cards: PositiveInt | None = None
     nominal: str
     achieved: NonNegativeFloat
     achieved_source: Source
@@ -125,7 +142,7 @@ def accelerator(name: str, *, where: str | None = None) -> Device:
     entry = accelerators()[full]
     return Device(
         name=full,
-        kind="cuda",
+        kind=entry.kind,
         memory_bytes=_memory(entry),
         memory_bandwidth_bytes_per_s=Quantity(
             value=MEMORY_BANDWIDTH_FRACTION * parse_bandwidth(entry.memory_bandwidth),
@@ -140,8 +157,8 @@ def accelerator(name: str, *, where: str | None = None) -> Device:
             for dtype, text in entry.flop_rate.items()
         },
         matmul_fraction=_matmul_fraction(entry),
-        launch_s=LAUNCH,
-        context_bytes=CONTEXT,
+        launch_s=LAUNCH if entry.kind == "cuda" else CPU_LAUNCH,
+        context_bytes=CONTEXT if entry.kind == "cuda" else CPU_CONTEXT,
     )
 
 
@@ -155,13 +172,11 @@ def link(name: str, *, where: str | None = None) -> Link:
         UnknownNameError: no such link.
         InputError: a short name that fits several.
     """
-    full = find_name(
-        "link", name, {key: entry.title for key, entry in links().items()}, where=where
-    )
-    entry = links()[full]
+    entry = link_entry(name, where=where)
     origin = f"{entry.achieved:.2f} of {entry.nominal} nominal: {entry.source}"
     return Link(
         name=entry.title,
+        wiring=entry.wiring,
         bandwidth_bytes_per_s=Quantity(
             value=entry.achieved * parse_bandwidth(entry.nominal),
             source=entry.achieved_source,
@@ -175,6 +190,32 @@ def link(name: str, *, where: str | None = None) -> Link:
             origin="one ring step: NCCL's constants and published small-message times",
         ),
     )
+
+
+def link_entry(name: str, *, where: str | None = None) -> LinkEntry:
+    """The table of links.toml that `link` reads."""
+    titles = {key: entry.title for key, entry in links().items()}
+    return links()[find_name("link", name, titles, where=where)]
+
+
+def assumed_network(accelerator: str | None, devices_per_node: int) -> Link:
+    """The network of nodes that nobody described: see `clusters.cluster_from_name`."""
+    entry = accelerators().get(accelerator or "")
+    usual = systems()[entry.system] if entry and entry.system else None
+    if usual is None:
+        network, share = link(FALLBACK_NETWORK), 1.0
+        reason = f"assumed: one {network.name} card a node"
+    else:
+        network, share = link(usual.inter), devices_per_node / usual.devices
+        reason = f"assumed: as many network cards a device as {usual.title}"
+    bandwidth = network.bandwidth_bytes_per_s.model_copy(
+        update={
+            "value": network.bandwidth_bytes_per_s.value * share,
+            "source": Source.ASSUMED,
+            "origin": f"{reason}; {network.bandwidth_bytes_per_s.origin}",
+        }
+    )
+    return network.model_copy(update={"bandwidth_bytes_per_s": bandwidth})
 
 
 def accelerator_from_runtime(name: str, memory_bytes: int) -> str | None:

@@ -258,3 +258,13 @@ def test_the_parts_add_up_to_the_step_and_lie_in_its_range() -> None:
         assert found.time.total == pytest.approx(found.step_s)
         assert found.step_low_s < found.step_s < found.step_high_s
         assert 0 < found.mfu < 1
+
+
+def test_neither_ring_nor_tree_outruns_an_oversubscribed_switch() -> None:
+    """Two nodes at 400 GB/s, 4:1: an all-reduce of 8 GB sends 8 GB up from each, at 100 GB/s."""
+    crowded = gpus(2, 8).model_copy(update={"oversubscription": 4.0})
+    found = collective_s(crowded, Collective.ALL_REDUCE, 8e9, group_size=16)
+    assert found == pytest.approx(8e9 / 100e9, rel=0.01)
+    # One rank of each node: an eighth of the way up for each of the eight groups.
+    strided = collective_s(crowded, Collective.ALL_REDUCE, 8e9, group_size=2, stride=8)
+    assert strided == pytest.approx(8e9 / 12.5e9, rel=0.01)

@@ -134,6 +134,23 @@ class TestCluster:
         (folder / "cluster.toml").write_text(CLUSTER.replace("400 Gbit/s", "400"))
         refused("unit_missing", "train:build_model", "--cluster", "cluster.toml")
 
+    def test_bits_written_as_bytes(self, folder: Path) -> None:
+        card = CLUSTER.replace("[inter]", '[inter]\nlink = "ib-ndr-1x400"')
+        (folder / "cluster.toml").write_text(card.replace("Gbit/s", "GB/s"))
+        refused("bits_for_bytes", "train:build_model", "--cluster", "cluster.toml")
+
+    def test_both_directions_added_up(self, folder: Path) -> None:
+        (folder / "cluster.toml").write_text(CLUSTER + '[intra]\nbandwidth = "900 GB/s"\n')
+        refused("both_directions", "train:build_model", "--cluster", "cluster.toml")
+
+    def test_memory_in_bits(self, folder: Path) -> None:
+        (folder / "cluster.toml").write_text(CLUSTER + '[device]\nmemory = "80 Gb"\n')
+        refused("memory_in_bits", "train:build_model", "--cluster", "cluster.toml")
+
+    def test_nodes_of_unequal_counts(self) -> None:
+        nodes = "8xH100-SXM-80GB+4xA100-SXM-80GB"
+        refused("unequal_nodes", "train:build_model", "--cluster", nodes)
+
     def test_unknown_key(self, folder: Path) -> None:
         (folder / "cluster.toml").write_text(CLUSTER.replace("devices_per", "device_per"))
         refused("unknown_key", "train:build_model", "--cluster", "cluster.toml")

@@ -280,3 +280,12 @@ def test_batch_norms_in_microbatches_are_pointed_out() -> None:
     assert "its statistics are of microbatches of 1" in " ".join(
         str(DECISIONS["chain_cpu"]).split()
     )
+
+
+def test_notes_on_the_machines_are_in_every_form() -> None:
+    said = "nodes differ: the slowest counts & <is> said"
+    noted = gpus(1, 8).model_copy(update={"notes": (said,)})
+    decision = choose(facts(MIDDLE, noted, batch=64))
+    assert f"note: {said}\n" in str(decision)
+    assert f"<p>note: {html.escape(said)}</p>" in page(decision)
+    assert Decision.from_json(decision.to_json()).facts.cluster.notes == (said,)

@@ -92,6 +92,15 @@ def test_a_link_is_named_with_its_own_number() -> None:
     assert gpus(2, 8).group_bandwidth(2, stride=8).value == 50e9
 
 
+def test_an_oversubscribed_switch_is_named_with_what_it_leaves() -> None:
+    crowded = gpus(2, 8).model_copy(update={"oversubscription": 4.0})
+    said = str(choose(facts(MIDDLE, crowded, batch=64)).trace)
+    assert (
+        "InfiniBand gives 400 GB/s and, on the way between nodes, InfiniBand, 4:1 oversubscribed"
+        " 100 GB/s" in " ".join(said.split())
+    )
+
+
 def test_the_trace_says_how_ties_are_settled() -> None:
     assert "DDP before ZeRO-1, ZeRO-2, FSDP and HSDP" in str(choose(facts(MIDDLE)).trace)
 

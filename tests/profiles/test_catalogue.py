@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from profiles import catalogue
 from profiles.catalogue import accelerator, accelerator_from_runtime, find_name, link
+from profiles.clusters import cluster_from_name
 from profiles.errors import InputError, UnknownNameError
 from profiles.provenance import Quantity, Source
 from profiles.units import GIB, parse_bandwidth, parse_bytes
@@ -56,6 +58,76 @@ def test_every_published_link_is_there_with_its_nominal_rate(shared: Path) -> No
         assert entry.scope == row["scope"], row["link"]
         nominal = float(row["nominal_GBps_per_direction"]) * 1e9
         assert parse_bandwidth(entry.nominal) == pytest.approx(nominal), row["link"]
+
+
+# NVLink of these joins pairs of cards by a bridge (or was sold so); a node of them talks over PCIe.
+BRIDGED = {
+    "TITAN-RTX-24GB",
+    "RTX-2080Ti-11GB",
+    "RTX-3090-24GB",
+    "RTX-A6000-48GB",
+    "A30-24GB",
+    "A40-48GB",
+    "Quadro-RTX-8000-48GB",
+    "Quadro-RTX-6000-24GB",
+    "RTX-A5500-24GB",
+    "RTX-A5000-24GB",
+    "RTX-A4500-20GB",
+    "A100-PCIe-40GB",
+    "A100-PCIe-80GB",
+    "H100-PCIe-80GB",
+    "H100-NVL-94GB",
+}
+
+
+def test_every_accelerator_has_the_link_that_its_data_sheet_prints(shared: Path) -> None:
+    bridged = set()
+    for row in table(shared, "gpu_specs.csv"):
+        name, both_ways = row["gpu_type"], float(row["nvlink_or_xgmi_bidir_GBps"])
+        entry = catalogue.accelerators()[name]
+        if entry.intra.startswith("pcie"):
+            assert entry.intra == f"pcie{row['pcie_gen']}", name
+            if both_ways:
+                bridged.add(name)
+        else:
+            nominal = parse_bandwidth(catalogue.links()[entry.intra].nominal)
+            assert nominal == pytest.approx(both_ways / 2 * 1e9), name
+    assert bridged == BRIDGED
+
+
+def test_a_mesh_gives_a_pair_what_was_measured_on_two_devices(shared: Path) -> None:
+    measured = {
+        row["n_gpus"]: float(row["busbw_GBps"]) * 1e9
+        for row in table(shared, "interconnect_measured.csv")
+        if row["system"] == "8xMI300X node"
+    }
+    node = cluster_from_name("mi300x-8")
+    for ranks in ("2", "8"):
+        found = node.group_bandwidth(int(ranks))
+        assert found.low <= measured[ranks] <= found.high, ranks
+    assert node.group_bandwidth(2).value == pytest.approx(measured["2"], rel=0.1)
+
+
+def test_the_cards_of_a_network_add_up_to_its_rate() -> None:
+    for name, entry in catalogue.links().items():
+        if entry.scope == "inter" and not name.startswith("gloo"):
+            assert entry.cards is not None, name
+            gbit = parse_bandwidth(entry.nominal) * 8 / 1e9 / entry.cards
+            assert gbit in (10, 25, 50, 100, 200, 400, 800), name
+            printed = re.search(r"(\d+)x(\d+)Gb", entry.title)
+            if printed is not None:
+                assert (entry.cards, gbit) == (int(printed[1]), int(printed[2])), name
+
+
+def test_a_machine_without_accelerators_can_be_named() -> None:
+    cluster = cluster_from_name("4xm7i-48xlarge")
+    assert (cluster.world_size, cluster.device.kind, cluster.cores) == (8, "cpu", 96)
+    # 48 cores x 64 float32 operations a cycle x 3.2 GHz; 8 channels x 8 bytes x 4.8 GHz, of 0.9.
+    assert cluster.device.flop_per_s["float32"].value == pytest.approx(48 * 64 * 3.2e9, rel=0.01)
+    bandwidth = cluster.device.memory_bandwidth_bytes_per_s.value
+    assert bandwidth == pytest.approx(0.9 * 8 * 8 * 4.8e9)
+    assert cluster.intra == link("gloo-local")
+    assert cluster.inter == link("gloo-tcp")
 
 
 def test_matmul_shares_are_those_found_by_search(shared: Path) -> None:

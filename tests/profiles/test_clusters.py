@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profiles import catalogue
-from profiles.cluster import ClusterProfile, Collective, Device, Link, LinkFit
+from profiles.cluster import ClusterProfile, Collective, Device, HostBridge, Link, LinkFit
 from profiles.clusters import cluster_from_name, load_cluster, resolve_cluster, to_toml
 from profiles.errors import AdvisorError, FileError, InputError
 from profiles.provenance import Quantity, Source
@@ -204,6 +204,48 @@ latency = "9 us"
     assert cluster.intra.latency_s.value == pytest.approx(9e-6)
 
 
+def test_a_file_describes_how_a_node_is_wired(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        """\
+nodes = 4
+devices_per_node = 4
+accelerator = "RTX-3090-24GB"
+network_cards = 1
+oversubscription = 2.0
+nodes_per_switch = 2
+notes = ["borrowed until May"]
+
+[pair]
+link = "nvlink-bridge"
+
+[host_bridge]
+peer_to_peer = false
+""",
+    )
+    cluster = load_cluster(path)
+    assert cluster.pair == catalogue.link("nvlink-bridge")
+    # What is not said: all devices under one bridge, as fast upwards as a device's own slot.
+    assert cluster.host_bridge == HostBridge(
+        link=catalogue.link("pcie4"), devices=4, peer_to_peer=False
+    )
+    assert cluster.bottleneck(2).name == "NVLink bridge (RTX 3090/A6000)"
+    assert (
+        cluster.group_bandwidth(4).value == catalogue.link("pcie4").bandwidth_bytes_per_s.value / 2
+    )
+    assert cluster.notes == ("borrowed until May",)
+    # Rings 0 2 and 1 3 leave their switch with every hop: 10 GB/s down, 2 x 10 / 2 up for 8 rings.
+    assert cluster.group_bandwidth(2, 8).value == 1.25e9
+    assert load_cluster(written(tmp_path, to_toml(cluster))) == cluster
+
+
+def test_the_cards_of_a_named_network_are_counted(tmp_path: Path) -> None:
+    assert cluster_from_name("2xp5-48xlarge").network_cards == 32
+    assert cluster_from_name("2x8xH100-SXM-80GB").network_cards is None
+    text = 'nodes = 2\ndevices_per_node = 8\naccelerator = "h200"\n[inter]\nlink = "ib-ndr-1x400"'
+    assert load_cluster(written(tmp_path, text)).network_cards == 1
+
+
 H200 = 'nodes = 2\naccelerator = "h200"\n'
 
 
@@ -368,6 +410,7 @@ times = amounts(st.floats(min_value=0, max_value=1e4))
 links = st.builds(
     Link,
     name=texts.filter(bool),
+    wiring=st.sampled_from(["switch", "mesh"]),
     bandwidth_bytes_per_s=amounts(rates),
     latency_s=times,
     fits=st.dictionaries(
@@ -384,6 +427,18 @@ clusters = st.builds(
     ClusterProfile,
     schema_version=st.just(1),
     name=texts.filter(bool),
+    notes=st.lists(texts, max_size=2).map(tuple),
+    network_cards=st.none() | st.integers(min_value=1, max_value=32),
+    oversubscription=st.floats(min_value=1, max_value=64),
+    nodes_per_switch=st.none() | st.integers(min_value=1, max_value=32),
+    pair=st.none() | links,
+    host_bridge=st.none()
+    | st.builds(
+        HostBridge,
+        link=links,
+        devices=st.integers(min_value=1, max_value=16),
+        peer_to_peer=st.booleans(),
+    ),
     num_nodes=st.just(2),
     devices_per_node=st.just(2),
     device=st.builds(
@@ -406,6 +461,7 @@ clusters = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(cluster=clusters)
 def test_any_profile_survives_its_file(
     cluster: ClusterProfile, tmp_path_factory: pytest.TempPathFactory

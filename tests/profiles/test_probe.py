@@ -1,160 +1,22 @@
-"""What launchers say, what containers allow, and this machine as a profile."""
+"""This machine, or this rank's share of a job, as a profile."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from profiles import catalogue
-from profiles import probe as probe_module
+from profiles import catalogue, gpus
 from profiles.errors import InputError
-from profiles.probe import (
-    Launcher,
-    launcher,
-    machine_cores,
-    machine_memory_bytes,
-    probe,
-    resident_bytes,
-)
+from profiles.host import machine_cores, machine_memory_bytes
+from profiles.launcher import Launcher
+from profiles.probe import probe
 from profiles.provenance import Source
 from profiles.units import GIB
 
 ALONE = Launcher("plain")
-TORCHRUN = {
-    "RANK": "11",
-    "WORLD_SIZE": "16",
-    "LOCAL_RANK": "3",
-    "LOCAL_WORLD_SIZE": "8",
-    "GROUP_WORLD_SIZE": "2",
-}
-SRUN = {
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "16",
-    "SLURM_STEP_NUM_NODES": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x4)",
-}
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, Launcher("plain", 0, 1, 0, 1, 1)),
-        (TORCHRUN, Launcher("torchrun", 11, 16, 3, 8, 2)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, Launcher("torchrun", 1, 2, 1, 2, 1)),
-        (SRUN, Launcher("slurm", 5, 16, 1, 4, 4)),
-        (TORCHRUN | SRUN, Launcher("torchrun", 11, 16, 3, 8, 2)),
-        # A batch script outside srun: the job has 16 tasks, this process is none of them.
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, Launcher("plain")),
-        (
-            {
-                "OMPI_COMM_WORLD_RANK": "2",
-                "OMPI_COMM_WORLD_SIZE": "4",
-                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            },
-            Launcher("mpi", 2, 4, 0, 2, 2),
-        ),
-        (
-            {
-                "PMI_RANK": "3",
-                "PMI_SIZE": "4",
-                "MPI_LOCALRANKID": "3",
-                "MPI_LOCALNRANKS": "4",
-            },
-            Launcher("mpi", 3, 4, 3, 4, 1),
-        ),
-    ],
-)
-def test_the_launcher_is_read_from_its_variables(
-    environment: dict[str, str], expected: Launcher
-) -> None:
-    assert launcher(environment=environment) == expected
-
-
-def test_slurm_s_short_form_gives_each_node_its_own_count() -> None:
-    uneven = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8,3(x2),2", "SLURM_NODEID": "2"}
-    assert launcher(environment=uneven).local_world_size == 3
-
-
-@pytest.mark.parametrize(
-    ("environment", "complaint"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "two"}, "`WORLD_SIZE` = 'two' is not a whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2"),
-        (TORCHRUN | {"LOCAL_RANK": "8"}, r"local 8 of\s+8"),
-    ],
-)
-def test_contradictory_variables_are_refused(environment: dict[str, str], complaint: str) -> None:
-    with pytest.raises(InputError, match=complaint):
-        launcher(environment=environment)
-
-
-def fake_root(tmp_path: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return tmp_path
-
-
-def test_a_version_2_limit_above_the_group_counts(tmp_path: Path) -> None:
-    root = fake_root(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/pod/container\n",
-            "sys/fs/cgroup/pod/memory.max": "1073741824\n",
-            "sys/fs/cgroup/pod/container/memory.max": "max\n",
-            "sys/fs/cgroup/pod/container/cpu.max": "100000 100000\n",
-        },
-    )
-    assert machine_memory_bytes(root=root) == GIB
-    assert machine_cores(root=root) == 1
-
-
-def test_a_version_1_limit_seen_from_inside_the_container_counts(tmp_path: Path) -> None:
-    root = fake_root(
-        tmp_path,
-        {
-            # The host's path, which does not exist inside; the mount is the container's own group.
-            "proc/self/cgroup": "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "2147483648\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-        },
-    )
-    assert machine_memory_bytes(root=root) == 2 * GIB
-    assert machine_cores(root=root) == 1
-
-
-def test_no_limit_leaves_the_whole_machine(tmp_path: Path) -> None:
-    root = fake_root(
-        tmp_path,
-        {
-            "proc/self/cgroup": "5:memory:/\n4:cpu,cpuacct:/\n0::/\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-            "sys/fs/cgroup/memory.max": "max\n",
-            "sys/fs/cgroup/cpu.max": "max 100000\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-        },
-    )
-    everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert machine_memory_bytes(root=root) == everything
-    assert machine_memory_bytes(root=tmp_path / "nothing") == everything
-    assert machine_cores(root=root) == len(os.sched_getaffinity(0))
-
-
-def test_resident_memory_grows_with_what_is_touched() -> None:
-    before = resident_bytes()
-    held = torch.ones(64 * 2**20, dtype=torch.uint8)
-    assert 60 * 2**20 < resident_bytes() - before < 100 * 2**20
-    del held
 
 
 @pytest.fixture
@@ -201,6 +63,46 @@ def test_a_job_s_ranks_share_their_node() -> None:
     assert cluster.intra is not None
     assert cluster.inter is not None
     assert cluster.device.memory_bytes.value == machine_memory_bytes() // 4
+
+
+def interface(root: Path, name: str, speed: str) -> None:
+    folder = root / "sys/class/net" / name
+    (folder / "device").mkdir(parents=True)
+    (folder / "operstate").write_text("up\n")
+    (folder / "speed").write_text(f"{speed}\n")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_slow_card_bounds_what_gloo_can_send(tmp_path: Path) -> None:
+    interface(tmp_path, "eth0", "1000")
+    cluster = probe(launcher=Launcher("torchrun", 0, 4, 0, 2, 2), root=tmp_path)
+    assert cluster.inter is not None
+    rate = cluster.inter.bandwidth_bytes_per_s
+    assert rate.value == pytest.approx(0.8 * 1e9 / 8)  # sockets reach 0.8 of a line
+    assert rate.source is Source.DERIVED
+    assert cluster.notes == ()
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_fast_card_leaves_gloo_as_slow_as_it_is(tmp_path: Path) -> None:
+    interface(tmp_path, "eth0", "100000")
+    cluster = probe(launcher=Launcher("torchrun", 0, 4, 0, 2, 2), root=tmp_path)
+    assert cluster.inter == catalogue.link("gloo-tcp")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_what_cannot_be_found_is_said(tmp_path: Path) -> None:
+    interface(tmp_path, "eth0", "-1")
+    for index in (0, 1):
+        node = tmp_path / f"sys/devices/system/node/node{index}"
+        node.mkdir(parents=True)
+        (node / "cpulist").write_text(f"{index}\n")
+    open_ = Launcher("torchrun", 0, 2, 0, 1, 2, notes=("only this pod is described",))
+    assert probe(launcher=open_, root=tmp_path).notes == (
+        "only this pod is described",
+        "2 NUMA nodes, 1 rank: a rank that spans several reaches a part of its memory more slowly",
+        "the driver gives no rated speed of eth0",
+    )
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -260,8 +162,8 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 def test_an_unknown_gpu_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = SimpleNamespace(name="NVIDIA Z999", total_memory=32 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: shown)
-    monkeypatch.setattr(probe_module, "matmul_rate", lambda *_: 3e14)
-    monkeypatch.setattr(probe_module, "copy_rate", lambda *_: 2e12)
+    monkeypatch.setattr(gpus, "matmul_rate", lambda *_: 3e14)
+    monkeypatch.setattr(gpus, "copy_rate", lambda *_: 2e12)
     device = probe(launcher=ALONE).device
     assert device.name == "NVIDIA Z999"
     assert device.flop_per_s["bfloat16"].value == 3e14

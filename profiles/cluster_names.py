@@ -1,0 +1,78 @@
+"""What a cluster's name says: "4x8xH100-SXM-80GB", "2xdgx-h100", or several joined by "+"."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from profiles import catalogue
+from profiles.errors import InputError, UnknownNameError, near_misses
+
+EXAMPLES = 'write "4x8xH100-SXM-80GB" (nodes x devices x accelerator), "2xdgx-h100" or a file'
+
+_NAME = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedNodes:
+    """Equal nodes: of so many accelerators, or of a system, which brings its own devices."""
+
+    nodes: int
+    devices_per_node: int | None = None
+    accelerator: str | None = None
+    system: str | None = None
+
+
+def parts_of_name(text: str) -> tuple[NamedNodes, ...]:
+    """The kinds of nodes that a name joins with "+", with whole catalogue names.
+
+    Raises:
+        UnknownNameError: no such accelerator or system; the near miss is named.
+        InputError: a count of 0, or a short name that fits several.
+    """
+    return tuple(_part(part, text.strip()) for part in text.split("+"))
+
+
+def _part(part: str, text: str) -> NamedNodes:
+    match = _NAME.fullmatch(part.strip())
+    if match is None:
+        raise InputError("the cluster has no name", hints=[EXAMPLES])
+    name = match[3]
+    numbers = [int(count) for count in match.group(1, 2) if count is not None]
+    if 0 in numbers:
+        raise InputError(f"cluster `{text}` has no devices", hints=[EXAMPLES])
+    system = _system_named(name)
+    if system is None:
+        nodes, devices = [1, 1, *numbers][-2:]
+        return NamedNodes(
+            nodes, devices_per_node=devices, accelerator=_accelerator_named(name, text)
+        )
+    if len(numbers) > 1:
+        entry = catalogue.systems()[system]
+        raise InputError(
+            f"cluster `{text}` counts devices, but `{system}` already has {entry.devices}",
+            hints=[f"write `{numbers[0]}x{system}` for {numbers[0]} nodes"],
+        )
+    return NamedNodes(numbers[0] if numbers else 1, system=system)
+
+
+def _system_named(name: str) -> str | None:
+    """Systems are asked for by their whole name, so that "h100" stays an accelerator."""
+    for key, entry in catalogue.systems().items():
+        if name.lower() in (key, entry.title.lower()):
+            return key
+    return None
+
+
+def _accelerator_named(name: str, text: str) -> str:
+    try:
+        return catalogue.find_name("accelerator", name, catalogue.accelerators())
+    except UnknownNameError as error:
+        names = [*catalogue.accelerators(), *catalogue.systems()]
+        short = {accelerator.split("-")[0] for accelerator in catalogue.accelerators()}
+        if near_misses(name, short):
+            names = sorted(short)  # "H1000": nearer to H100 than to any whole name
+        where = f"cluster `{text}`" if text != name else None
+        raise UnknownNameError(
+            "accelerator", error.name, names, where=where, hints=[EXAMPLES]
+        ) from None
