@@ -7,12 +7,18 @@ import importlib
 import inspect
 import os
 import pkgutil
+import socket
 import sys
+import urllib.error
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
 from profiles.errors import AdvisorError, ModelError, near_misses
 from profiles.frames import shown_path, summary, user_line
+
+_NETWORK = (ConnectionError, TimeoutError, socket.gaierror, urllib.error.URLError)
+# Of huggingface_hub and httpx, which need not be installed.
+_NETWORK_NAMES = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError")
 
 
 def import_module(name: str) -> ModuleType:
@@ -98,8 +104,21 @@ def guarded(doing: str) -> Iterator[None]:
         raise ModelError(
             f"{doing}: {summary(error)}",
             where=user_line(error),
-            hints=["`--debug` shows the traceback"],
+            hints=[*_way_out(error), "`--debug` shows the traceback"],
         ) from error
+
+
+def _way_out(error: BaseException) -> Iterator[str]:
+    """A hint where the code wanted the network: shapes are all that is needed."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, _NETWORK) or type(link).__name__ in _NETWORK_NAMES:
+            yield (
+                "it wants the network; weights are not looked at: build the model from its"
+                " configuration, as in `AutoModelForCausalLM.from_config(config)`"
+            )
+            return
+        link = link.__cause__ or link.__context__
 
 
 def _no_module(name: str, missing: str) -> ModelError:

@@ -23,6 +23,8 @@ BATCH = ("--global-batch", "64")
 FOUR = ("--cluster", "4xH100-SXM-80GB")
 
 TRAIN = """
+from urllib.error import URLError
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -42,6 +44,10 @@ def batch(width):
 
 def load_weights():
     return torch.load("weights.pt")
+
+
+def download_weights():
+    raise URLError("no route to the host")
 
 
 class Broken(nn.Linear):
@@ -121,6 +127,9 @@ class TestModel:
 
     def test_raises(self) -> None:
         refused("model_raises", "train:load_weights", *EIGHT)
+
+    def test_wants_the_network(self) -> None:
+        refused("model_wants_the_network", "train:download_weights", *EIGHT)
 
     def test_does_not_fit_its_sample(self) -> None:
         refused("sample_does_not_fit", "train:wrong_sample", *EIGHT)
