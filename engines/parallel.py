@@ -20,7 +20,16 @@ from engines.fsdp import prepare_backward, release, start_over
 from engines.optimizer import clip_gradients, full_gradients, local_part, send_from_rank_zero
 from engines.plan import Plan
 from engines.world import World, in_contact, sum_over_ranks
-from profiles.batch import Batch, batch_size, call_model, loss_of, map_batch, split_rows
+from profiles.batch import (
+    Batch,
+    batch_size,
+    batch_tensors,
+    call_model,
+    describe,
+    loss_of,
+    map_batch,
+    split_rows,
+)
 from profiles.errors import BatchError, ModelError
 from profiles.model import ModelProfile
 from profiles.torch_compat import map_tensors
@@ -331,9 +340,14 @@ class ParallelModel(nn.Module):
         return value
 
     def _move(self, batch: Batch) -> Batch:
+        """The batch on this rank's device, from whatever device it is on."""
+        if any(tensor.is_meta for tensor in batch_tensors(batch)):
+            raise BatchError(
+                "a tensor of the batch is on the meta device: it has a shape and no values",
+                where=describe(batch),
+                hints=["a meta sample is enough to plan; train on real batches"],
+            )
         device = self._world.device
-        if device.type == "cpu":
-            return batch
         return map_batch(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
     if TYPE_CHECKING:

@@ -30,6 +30,13 @@ def test_more_rows_than_the_plan_holds_are_refused_with_the_limit() -> None:
         parallel.train_step(CASES["gpt"].batch(5))
 
 
+def test_a_batch_without_values_is_refused() -> None:
+    _, parallel = alone("gpt", plan=Plan())
+    inputs, targets = CASES["gpt"].batch(4)
+    with pytest.raises(BatchError, match="on the meta device"):
+        parallel.train_step((inputs.to("meta"), targets))
+
+
 def _bad_on_one_rank(plan: str) -> list[str]:
     """Rank 1 gets 3 inputs and 4 targets; what the ranks are told by each kind of step."""
     case, reference, parallel = parallelize("gpt", plan)
