@@ -5,6 +5,7 @@ The only file of this package that touches modules.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -32,11 +33,12 @@ from profiles.bench import bench
 from profiles.capture import capture
 from profiles.cluster import ClusterProfile
 from profiles.clusters import resolve_cluster
-from profiles.errors import InputError, PlanError, RankError
+from profiles.errors import AdvisorError, InputError, PlanError, RankError
 from profiles.host import resident_bytes
 from profiles.model import ModelProfile, Numerics
 from profiles.probe import probe
 from profiles.provenance import Source
+from profiles.stopwatch import with_times
 from profiles.torch_compat import default_store
 from profiles.workload import Workload
 
@@ -62,6 +64,7 @@ def advise(
     precision: str | None = None,
     plan: PlanLike = None,
     objective: str = "tree",
+    timed: bool = False,
 ) -> Decision:
     """How to spread `model`, and why. Looks, changes nothing, allocates nothing.
 
@@ -80,8 +83,11 @@ def advise(
         precision: "fp32" or "bf16"; by default what the model is built in.
         plan: settings that are fixed ("tp=2", a Plan, a file); the rest is decided.
         objective: "tree", "time" or "memory".
+        timed: run the model's blocks on this machine, one at a time, and decide by their times in
+            place of the roofline; kept for the next time. Takes some ten seconds and memory.
 
     Raises:
+        InputError: `timed`, and the cluster's devices are not this machine's.
         NoPlanError: nothing fits.
         PlanError: the fixed settings allow no legal plan.
         ModelError: the model cannot be run on the sample.
@@ -98,6 +104,7 @@ def advise(
         global_batch_size=global_batch_size,
         optimizer=optimizer,
         precision=precision or pins.get("precision"),
+        timed=timed,
     )
     return choose(facts, policy=_policy(objective), pins=pins)
 
@@ -115,6 +122,7 @@ def auto_parallelize(
     max_grad_norm: float | None = None,
     objective: str = "tree",
     cluster: ClusterProfile | None = None,
+    timed: bool = False,
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> ParallelModel:
@@ -125,7 +133,8 @@ def auto_parallelize(
     unless `cluster` says what they are.
 
     Args:
-        model, sample, loss_fn, precision, objective: as for `advise`.
+        model, sample, loss_fn, precision, objective, timed: as for `advise`; all ranks time their
+            blocks at the same moment, as they will train.
         optimizer: a factory `lambda params: torch.optim.AdamW(params)`, or an optimizer already
             built on the model, which is carried over; None is AdamW.
         plan: None decides everything. A Plan, its file, or settings such as "dp_shard=4" fix what
@@ -151,8 +160,8 @@ def auto_parallelize(
     _require_ranks(pins, world)
     machines = cluster or _bench(world)
 
-    def decide() -> Decision:
-        facts = look(
+    def facts() -> Facts:
+        return look(
             model,
             sample,
             loss_fn=loss_fn,
@@ -160,9 +169,15 @@ def auto_parallelize(
             global_batch_size=global_batch_size,
             optimizer=optimizer,
             precision=precision or pins.get("precision"),
+            timed=timed,
         )
-        return choose(facts, policy=_policy(objective), pins=pins)
 
+    def decide() -> Decision:
+        return choose(facts(), policy=_policy(objective), pins=pins)
+
+    if timed and world.rank > 0:
+        with contextlib.suppress(AdvisorError):  # rank 0 meets it too, and tells all
+            facts()
     decision = _from_rank_zero(decide, world)
     parallel = apply_plan(
         model,
@@ -191,6 +206,7 @@ def look(
     global_batch_size: int | None = None,
     optimizer: Optimizer | None = None,
     precision: str | None = None,
+    timed: bool = False,
 ) -> Facts:
     """What there is to know before deciding."""
     dtype = _dtype(model)
@@ -201,15 +217,39 @@ def look(
     profile: ModelProfile = capture(
         model, sample, loss_fn=loss_fn, numerics=numerics, name=type(model).__name__
     )
+    if timed:
+        profile = _with_times(model, sample, loss_fn, profile, cluster)
     cluster = _with_context(cluster, model)
     workload = Workload(
         global_batch_size=global_batch_size or batch_size(sample) * cluster.world_size,
         tokens_per_sample=profile.tokens_per_sample,
-        optimizer=optimizer_footprint(optimizer),
+        optimizer=optimizer_footprint(
+            optimizer,
+            model,
+            units=[unit.name for unit in profile.units],
+            device_kind=cluster.device.kind,
+        ),
         precision=wanted,
         given=_given(global_batch_size=global_batch_size, optimizer=optimizer, precision=precision),
     )
     return Facts(model=profile, cluster=cluster, workload=workload)
+
+
+def _with_times(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFn | None,
+    profile: ModelProfile,
+    cluster: ClusterProfile,
+) -> ModelProfile:
+    here, wanted = probe().device.name, cluster.device.name
+    if here != wanted:
+        raise InputError(
+            f"blocks are timed on this machine's {here}, the cluster has {wanted}",
+            where="timed=True",
+            hints=["leave `timed` out, or run this on the cluster"],
+        )
+    return with_times(model, sample, profile, device_name=wanted, loss_fn=loss_fn)
 
 
 def _given(**arguments: object) -> tuple[str, ...]:

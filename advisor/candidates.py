@@ -57,7 +57,7 @@ def why_illegal(facts: Facts, pins: Pins) -> list[Problem]:
         plan = _filled(facts, pins)
     except InputError as error:
         return [Problem(rule="settings", what=error.what, hint=" ".join(error.hints))]
-    found = problems(plan, facts.model, facts.cluster)
+    found = _problems(plan, facts)
     if not found and not captured(plan, facts.model):
         found.append(
             Problem(
@@ -210,7 +210,12 @@ def _precision(facts: Facts, pins: Pins) -> Precision:
 
 
 def _is_legal(plan: Plan, facts: Facts) -> bool:
-    return not problems(plan, facts.model, facts.cluster) and captured(plan, facts.model)
+    return not _problems(plan, facts) and captured(plan, facts.model)
+
+
+def _problems(plan: Plan, facts: Facts) -> list[Problem]:
+    whole_because = facts.workload.optimizer.whole_because
+    return problems(plan, facts.model, facts.cluster, whole_because=whole_because)
 
 
 def _filled(facts: Facts, pins: Pins) -> Plan:

@@ -19,6 +19,7 @@ from advisor.walk import walk
 from engines.plan import DataParallel, Offload, Plan
 from profiles.errors import InputError, NoPlanError
 from profiles.model import Numerics
+from profiles.optimizers import OPTIMIZERS
 from profiles.provenance import Quantity, Source
 from profiles.units import format_gib, format_percent, format_seconds
 
@@ -160,6 +161,13 @@ def _changes(facts: Facts, policy: Policy, pins: Pins, nearest: Candidate) -> It
         changed = _try_facts(facts, workload=workload)
         if changed is not None:
             yield from _verified("compute in bf16 (`--precision bf16`)", changed, policy, pins)
+    if facts.workload.optimizer.whole_because:
+        workload = facts.workload.model_copy(update={"optimizer": OPTIMIZERS["adamw"]})
+        changed = _try_facts(facts, workload=workload)
+        if changed is not None:
+            name = facts.workload.optimizer.name
+            words = f"step with AdamW, which can be sharded, in place of {name}"
+            yield from _verified(words, changed, policy, pins)
     yield from _more_devices(facts, policy, pins)
     yield from _more_memory(facts, policy, pins, nearest)
 

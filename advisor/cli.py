@@ -92,7 +92,7 @@ def cli() -> None:
     default="adamw",
     show_default=True,
     metavar="NAME",
-    help="Whose states take memory.",
+    help="Whose states take memory: sgd, adamw, adafactor, muon, adamw-8bit, ...",
 )
 @click.option(
     "--precision",
@@ -232,19 +232,28 @@ def probe(output: str | None, bench: bool, no_color: bool) -> None:
 @cli.command()
 @click.argument("model")
 @sequence_option
+@click.option("--time", "timed", is_flag=True, help="Run its blocks here, and take their times.")
 @click.option("-o", "--output", metavar="FILE", help="Write the profile here, as JSON.")
 @format_option("mermaid draws which unit feeds which, with the bytes of one sample.")
 @json_option
 @common_options
 def profile(
-    model: str, seq: int | None, output: str | None, form: str, as_json: bool, no_color: bool
+    model: str,
+    seq: int | None,
+    timed: bool,
+    output: str | None,
+    form: str,
+    as_json: bool,
+    no_color: bool,
 ) -> None:
     """What MODEL needs: parameters, FLOP and activations, unit by unit."""
     from advisor.models import profile_model
     from profiles.model import Numerics
 
     writable(output)
-    found = profile_model(model, samples=1, sequence_length=seq, numerics=tuple(Numerics))
+    found = profile_model(
+        model, samples=1, sequence_length=seq, numerics=tuple(Numerics), timed=timed
+    )
     if as_json:
         click.echo(found.to_json(), nl=False)
     elif form == "mermaid":
@@ -293,7 +302,8 @@ def _facts(
     from advisor.models import profile_model
     from engines.plan import Precision
     from profiles.model import Numerics
-    from profiles.workload import Workload, optimizer_profile
+    from profiles.optimizers import optimizer_profile
+    from profiles.workload import Workload
 
     optimizer_facts = optimizer_profile(optimizer)
     machines = _machines(cluster)

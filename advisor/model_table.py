@@ -10,7 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from profiles.model import GLUE, LOSS, ModelProfile, Numerics, UnitProfile
-from profiles.units import format_count, format_gib
+from profiles.provenance import Timing
+from profiles.times import BlockTimes
+from profiles.units import (
+    format_count,
+    format_flop_rate,
+    format_gib,
+    format_percent,
+    format_seconds,
+)
 
 
 def model_table(profile: ModelProfile) -> RenderableType:
@@ -38,7 +46,37 @@ def model_table(profile: ModelProfile) -> RenderableType:
             format_gib(sum(_activation_bytes(unit) for unit in units)),
         )
     notes = [Text(note) for note in _notes(profile)]
-    return Group(Text(_headline(profile)), Text(), table, Text(), *notes)
+    times = [part for times in profile.times for part in (Text(), *_times(profile, times))]
+    return Group(Text(_headline(profile)), Text(), table, Text(), *notes, *times)
+
+
+def _times(profile: ModelProfile, times: BlockTimes) -> Iterator[RenderableType]:
+    """What was measured: medians, the spread of eight runs in ten, and the FLOP/s reached."""
+    threads = f", {times.threads} thread{'s' if times.threads > 1 else ''}"
+    yield Text(
+        f"measured on {times.device} ({times.processor}{threads}), {times.numerics},"
+        f" {times.samples} sample{'s' if times.samples > 1 else ''}:"
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("unit", overflow="fold")
+    for name in ("forward", "backward", "reached"):
+        table.add_column(name, justify="right")
+    timed = [unit for unit in profile.units if unit.name in times.units]
+    for timing, run in groupby(timed, key=lambda unit: times.units[unit.name]):
+        units = list(run)
+        table.add_row(
+            Text(units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}"),
+            _spread(timing.forward),
+            _spread(timing.backward),
+            format_flop_rate(timing.flop_per_s) if timing.flop_per_s else "",
+        )
+    yield table
+    for name, reason in times.left_out.items():
+        yield Text(f"{name} is not timed: {reason}")
+
+
+def _spread(timing: Timing) -> str:
+    return f"{format_seconds(timing.median_s)} +-{format_percent(timing.relative_error)}"
 
 
 def _notes(profile: ModelProfile) -> Iterator[str]:

@@ -46,7 +46,12 @@ class LoadedModel:
 
 
 def profile_model(
-    text: str, *, samples: int, sequence_length: int | None, numerics: Sequence[Numerics] = ()
+    text: str,
+    *,
+    samples: int,
+    sequence_length: int | None,
+    numerics: Sequence[Numerics] = (),
+    timed: bool = False,
 ) -> ModelProfile:
     """What MODEL needs: read from a saved profile (no torch then), or looked at now.
 
@@ -54,9 +59,11 @@ def profile_model(
         samples, sequence_length: of the sample where it is made here; see `load_model`.
         numerics: kinds to capture beside `AS_BUILT`; those that the model's dtype rules out are
             left out.
+        timed: run its blocks on this machine too, and add their times.
 
     Raises:
-        InputError: a saved profile of another sequence length; else as `load_model`.
+        InputError: a saved profile of another sequence length, or that is to be timed; else as
+            `load_model`.
     """
     path = _json_path(text)
     if path is not None and "units" in _read_object(path):
@@ -68,13 +75,19 @@ def profile_model(
                 where=str(path),
                 hints=[f"profile again: `advise profile MODEL --seq {sequence_length} -o {path}`"],
             )
+        if timed:
+            raise InputError(
+                "a saved profile has no code to run",
+                where=str(path),
+                hints=[f"name the model itself: `advise profile MODEL --time -o {path}`"],
+            )
         return profile
     loaded = load_model(text, samples=samples, sequence_length=sequence_length)
     from profiles.capture import capture
 
     wanted = (Numerics.AS_BUILT, *numerics) if _has_float32(loaded.module) else (Numerics.AS_BUILT,)
     try:
-        return capture(
+        profile = capture(
             loaded.module,
             loaded.sample,
             loss_fn=loaded.loss_fn,
@@ -85,6 +98,19 @@ def profile_model(
         if ":" in text:
             error.hints = (*error.hints, RETURN)
         raise
+    return _timed(loaded, profile) if timed else profile
+
+
+def _timed(loaded: LoadedModel, profile: ModelProfile) -> ModelProfile:
+    """With the times of its blocks on this machine's device, in all numerics of the profile."""
+    from profiles.probe import probe
+    from profiles.stopwatch import with_times
+
+    name = probe().device.name
+    say(f"timing the blocks of {loaded.name} on {name} ...")
+    return with_times(
+        loaded.module, loaded.sample, profile, device_name=name, loss_fn=loaded.loss_fn
+    )
 
 
 def load_model(text: str, *, samples: int, sequence_length: int | None) -> LoadedModel:

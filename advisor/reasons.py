@@ -12,6 +12,7 @@ from advisor.tree import Trace, in_leaf
 from engines.legality import numerics
 from engines.plan import DataParallel, Offload, Recompute
 from profiles.model import Numerics
+from profiles.optimizers import upkeep
 from profiles.units import format_gib, format_percent, format_seconds
 
 # What makes up more than this part of a difference is called its cause.
@@ -46,7 +47,7 @@ def _states_reason(winner: Candidate, facts: Facts, policy: Policy) -> str:
     model, memory = facts.model, winner.estimate.memory
     held = winner.estimate.states_bytes
     whole = model.parameter_bytes + model.gradient_bytes
-    whole += round(model.trainable_parameters * facts.workload.optimizer.state_bytes_per_element)
+    whole += round(upkeep(facts.workload.optimizer, model.units).state_bytes)
     usable = format_gib(policy.usable_bytes(facts.cluster.device))
     needs = f"One copy of the model states needs {format_gib(whole)}; a device has {usable} usable"
     if winner.plan.offload is Offload.STATES:

@@ -83,6 +83,11 @@ def host_bytes_per_node(estimate: Estimate, cluster: ClusterProfile) -> float:
     return estimate.host_bytes * cluster.devices_per_node
 
 
+def load_bytes_per_node(estimate: Estimate, cluster: ClusterProfile) -> float:
+    """Main memory that a node's ranks take while they load: the engines want the model whole."""
+    return estimate.load_bytes * cluster.devices_per_node
+
+
 RULES: tuple[Rule, ...] = (fits_device, fits_host)
 
 

@@ -13,6 +13,7 @@ from advisor.tree import EDGES, LEAVES, NOT_BUILT, QUESTIONS, ROOT, Trace, Trace
 from engines.plan import DataParallel, Recompute
 from profiles.cluster import ClusterProfile
 from profiles.model import UnitProfile
+from profiles.optimizers import upkeep
 from profiles.units import format_bandwidth, format_gib
 
 
@@ -99,7 +100,7 @@ def _layer_fits(situation: _Situation) -> Answer:
 
 
 def _unit_bytes(unit: UnitProfile, facts: Facts) -> float:
-    states = unit.trainable_parameters * facts.workload.optimizer.state_bytes_per_element
+    states = upkeep(facts.workload.optimizer, [unit]).state_bytes
     activations = max(cost.activation_bytes.at(1) for cost in unit.costs.values())
     return unit.parameter_bytes + unit.gradient_bytes + states + activations
 

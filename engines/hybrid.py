@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engines.batch_norm import synchronise_batch_norms
 from engines.ddp import replicate
+from engines.footprint import whole_because
 from engines.fsdp import shard
 from engines.legality import numerics, require_legal
 from engines.optimizer import (
@@ -70,7 +71,8 @@ def apply_plan(
     """
     world = world or join_world()
     require_same_plan(plan, world)
-    require_legal(plan, profile, cluster)
+    whole = whole_because(optimizer) if plan.data_parallel.is_sharded else ""
+    require_legal(plan, profile, cluster, whole_because=whole)
     _require_plain(model)
     mixed = numerics(plan, profile) is not Numerics.AS_BUILT
     names_before = names_of(model)

@@ -28,14 +28,22 @@ class Problem(Record):
 Rule = Callable[[Plan, ModelProfile, ClusterProfile], Iterator[Problem]]
 
 
-def problems(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> list[Problem]:
-    """Everything that stands in the way of `plan`, in the order of `RULES`; empty if legal."""
-    return [problem for rule in RULES for problem in rule(plan, model, cluster)]
+def problems(
+    plan: Plan, model: ModelProfile, cluster: ClusterProfile, *, whole_because: str = ""
+) -> list[Problem]:
+    """Everything that stands in the way of `plan`, in the order of `RULES`; empty if legal.
+
+    `whole_because`: why the optimizer cannot step shards, as in its profile; empty if it can.
+    """
+    found = [problem for rule in RULES for problem in rule(plan, model, cluster)]
+    return [*found, *whole_matrices(plan, whole_because)]
 
 
-def require_legal(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> None:
+def require_legal(
+    plan: Plan, model: ModelProfile, cluster: ClusterProfile, *, whole_because: str = ""
+) -> None:
     """Raise a `PlanError` that lists every problem of `plan`."""
-    found = problems(plan, model, cluster)
+    found = problems(plan, model, cluster, whole_because=whole_because)
     if found:
         raise PlanError(
             found[0].what,
@@ -192,6 +200,17 @@ def recompute(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Itera
             rule="recompute-without-blocks",
             what=f"recompute={plan.recompute} works on repeated blocks, {model.name} has none",
             hint="set recompute=none",
+        )
+
+
+def whole_matrices(plan: Plan, whole_because: str) -> Iterator[Problem]:
+    """An optimizer steps the shards of a parameter as it would step the whole."""
+    if whole_because and plan.data_parallel.is_sharded:
+        yield Problem(
+            rule="optimizer-whole",
+            what=f"{whole_because}; data_parallel is {plan.data_parallel}",
+            hint="replicate (dp_replicate without zero), or take an optimizer that goes element by"
+            " element, as AdamW",
         )
 
 

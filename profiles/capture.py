@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from torch import Tensor, nn
@@ -11,7 +12,16 @@ from profiles.batch import Batch, LossFn, batch_size, batch_tensors
 from profiles.errors import ModelError
 from profiles.flow import Flow, Value
 from profiles.look import Cost, Look, look
-from profiles.model import GLUE, LOSS, Affine, ModelProfile, Numerics, UnitCost, UnitProfile
+from profiles.model import (
+    GLUE,
+    LOSS,
+    Affine,
+    ModelProfile,
+    Numerics,
+    Shape,
+    UnitCost,
+    UnitProfile,
+)
 from profiles.subject import Subject, dtype_name
 from profiles.torch_compat import is_batch_norm
 
@@ -189,12 +199,19 @@ def _unit_profiles(
             gradient_bytes=sum(p.nbytes for p in trainable),
             buffer_bytes=subject.buffer_bytes_of(name),
             dtypes=tuple(sorted({dtype_name(p) for p in parameters})),
+            shapes=tuple(_shapes(trainable)),
             is_shared=name in shared,
             costs={kind: by_name.get(name, UnitCost()) for kind, by_name in costs.items()},
         )
         is_empty = not profile.parameters and not profile.buffer_bytes
         if name != GLUE or not is_empty or any(c != UnitCost() for c in profile.costs.values()):
             yield profile
+
+
+def _shapes(parameters: Iterable[Tensor]) -> Iterator[Shape]:
+    counts = Counter((tuple(p.shape), p.element_size()) for p in parameters)
+    for (sizes, element_bytes), count in counts.items():
+        yield Shape(sizes=sizes, element_bytes=element_bytes, count=count)
 
 
 def _kind(subject: Subject, name: str) -> str:

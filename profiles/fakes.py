@@ -56,7 +56,7 @@ def stand_ins(modules: Sequence[nn.Module], *, cast: torch.dtype | None = None) 
     """
     every = {id(part): part for module in modules for part in module.modules()}
     kept = [(module, module.__dict__) for module in every.values()]
-    with fake_tensors(), _random_state_kept():
+    with fake_tensors(), random_state_kept():
         fakes = Fakes(cast=cast)
         try:
             copies: dict[int, object] = {}
@@ -98,10 +98,14 @@ def _copy(value: object, fakes: Fakes, copies: dict[int, object]) -> object:
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
+    """What is drawn inside leaves no trace: Python's, NumPy's and torch's generators.
+
+    `devices`: numbers of the CUDA devices whose generators are drawn from.
+    """
     python, array = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=list(devices)):
             yield
     finally:
         random.setstate(python)

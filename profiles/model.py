@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from math import prod
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -12,6 +13,7 @@ from profiles.flow import GLUE as GLUE
 from profiles.flow import LOSS as LOSS
 from profiles.flow import Flow
 from profiles.record import Document, Record
+from profiles.times import BlockTimes
 
 # A unit smaller than this share of the largest one is not sharded on its own: its gather would cost
 # a full latency and free next to nothing. It stays with the root group.
@@ -63,6 +65,24 @@ class UnitCost(Record):
     backward_transient_bytes: Affine = Affine()
 
 
+class Shape(Record):
+    """Trainable parameters of one shape: what an optimizer may make its states from."""
+
+    sizes: tuple[NonNegativeInt, ...]
+    element_bytes: PositiveInt
+    count: PositiveInt = 1
+
+    @property
+    def elements(self) -> int:
+        """Of one of them."""
+        return prod(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of one of them."""
+        return self.elements * self.element_bytes
+
+
 class UnitProfile(Record):
     """A module treated as one piece: an element of a repeated list of blocks, or a module outside.
 
@@ -75,6 +95,7 @@ class UnitProfile(Record):
         parameter_bytes: of those parameters as built.
         gradient_bytes: of the trainable ones, as built.
         dtypes: the parameters' dtypes, sorted.
+        shapes: of the trainable parameters, equal ones together; empty where they are not known.
         is_shared: a parameter of the unit is tied to, or used by code of, another place; the unit
             cannot be gathered and released on its own.
         costs: per kind of numerics that was captured.
@@ -89,11 +110,17 @@ class UnitProfile(Record):
     gradient_bytes: NonNegativeInt = 0
     buffer_bytes: NonNegativeInt = 0
     dtypes: tuple[str, ...] = ()
+    shapes: tuple[Shape, ...] = ()
     is_shared: bool = False
     costs: dict[Numerics, UnitCost]
 
     def cost(self, numerics: Numerics) -> UnitCost:
         return self.costs[numerics]
+
+    def flop(self, samples: float, numerics: Numerics = Numerics.AS_BUILT) -> float:
+        """Model FLOP of one forward and backward over `samples`, without recompute."""
+        cost = self.cost(numerics)
+        return cost.forward_flop.at(samples) + cost.backward_flop.at(samples)
 
 
 class ModelProfile(Document):
@@ -110,6 +137,7 @@ class ModelProfile(Document):
         sparse_gradients: parameters whose gradients are sparse.
         batch_norms: batch normalisation modules, in whatever mode they are.
         has_loss: whether the loss was part of what was looked at.
+        times: measured times of the units, by device, numerics and microbatch.
         is_proportional: the model did not run at twice the sample's batch; costs are taken to grow
             with the batch, nothing is taken to be fixed.
         flow: which calls feed which, `AS_BUILT`.
@@ -126,6 +154,7 @@ class ModelProfile(Document):
     sparse_gradients: tuple[str, ...] = ()
     batch_norms: tuple[str, ...] = ()
     has_loss: bool = False
+    times: tuple[BlockTimes, ...] = ()
     is_proportional: bool = False
     flow: Flow = Flow()
 
@@ -181,8 +210,4 @@ class ModelProfile(Document):
 
     def flop(self, samples: float, numerics: Numerics = Numerics.AS_BUILT) -> float:
         """Model FLOP of one forward and backward over `samples`, without recompute."""
-        return sum(
-            unit.cost(numerics).forward_flop.at(samples)
-            + unit.cost(numerics).backward_flop.at(samples)
-            for unit in self.units
-        )
+        return sum(unit.flop(samples, numerics) for unit in self.units)

@@ -47,3 +47,8 @@ class Timing(Record):
     low_s: NonNegativeFloat
     high_s: NonNegativeFloat
     repeats: PositiveInt
+
+    @property
+    def relative_error(self) -> float:
+        """Half of the range, as a fraction of the median."""
+        return (self.high_s - self.low_s) / (2 * self.median_s) if self.median_s else 0.0

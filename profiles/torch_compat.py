@@ -82,6 +82,12 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Tree) ->
     return result
 
 
+def map_leaves(function: Callable[[object], object], tree: Tree) -> Tree:
+    """`tree` with every leaf of its tuples, lists, dicts and registered classes replaced."""
+    result: Tree = tree_map(function, tree)
+    return result
+
+
 def tensors_in(tree: object) -> list[torch.Tensor]:
     """The tensors in tuples, lists, dicts and registered data classes, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
@@ -152,6 +158,12 @@ def tensors_written(
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     return tensors_in(list(written))
+
+
+def scalar_query() -> Operator:
+    """The operator behind `tensor.item()`."""
+    query: Operator = torch.ops.aten._local_scalar_dense.default
+    return query
 
 
 def device_query() -> Operator:

@@ -17,6 +17,7 @@ LAYERS = ("profiles", "engines", "advisor")
 WITH_TORCH = {
     "profiles.batch",
     "profiles.bench",
+    "profiles.calls",
     "profiles.capture",
     "profiles.fakes",
     "profiles.flow_trace",
@@ -26,6 +27,7 @@ WITH_TORCH = {
     "profiles.operators",
     "profiles.probe",
     "profiles.repeats",
+    "profiles.stopwatch",
     "profiles.storages",
     "profiles.subject",
     "profiles.torch_compat",

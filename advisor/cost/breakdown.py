@@ -116,11 +116,16 @@ class Estimate(Record):
         phase: that moment, in words.
         peak_bytes, peak_low_bytes, peak_high_bytes: prediction and range.
         states_bytes: parameters, gradients and optimizer states held when the optimizer steps.
+        loss_bytes: what the loss holds of the peak: the logits in fp32, what is kept of them for
+            the backward, their gradient. 0 where the peak is at another moment.
         host_bytes: main memory that one rank's offloaded states take.
+        load_bytes: main memory that one rank takes while the model is loaded.
         step_s, step_low_s, step_high_s: one optimizer step.
         time: where it goes.
         compute_error, launch_error, communication_error: half-widths of the ranges of its parts, as
             fractions; communication_error holds for transfers to the host too.
+        measured_share: of the time that forward and backward compute, what rests on measured times
+            of the model's own blocks.
         mfu: model FLOP (no recompute) over the peak of the dtype.
         samples_per_s, tokens_per_s: of the whole job; tokens None where samples are not text.
         traffic: the collectives that were charged.
@@ -133,7 +138,9 @@ class Estimate(Record):
     peak_low_bytes: float
     peak_high_bytes: float
     states_bytes: float
+    loss_bytes: float = 0.0
     host_bytes: float = 0.0
+    load_bytes: float = 0.0
     step_s: float
     step_low_s: float
     step_high_s: float
@@ -141,6 +148,7 @@ class Estimate(Record):
     compute_error: float
     launch_error: float = 0.0
     communication_error: float
+    measured_share: float = 0.0
     mfu: float
     samples_per_s: float
     tokens_per_s: float | None = None

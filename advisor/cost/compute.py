@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from math import hypot
+from math import hypot, log
 
 from advisor.cost.loads import Loads, UnitLoad
 from engines.plan import Offload, Plan, Recompute
-from profiles.cluster import Device
+from profiles.cluster import ClusterProfile, Device
+from profiles.model import ModelProfile, Numerics
+from profiles.optimizers import Upkeep
 from profiles.provenance import Quantity, Source
-from profiles.workload import OptimizerProfile
+from profiles.times import BlockTimes, UnitTiming
 
 # Efficiency of a matrix product by its size, as a fraction of what large ones reach. Calculon,
 # systems/a100_80g.json: 0.95 from 128 GFLOP on, 0.9 at 16, 0.6 at 1, 0.1 at 0. Read as *time at
@@ -30,6 +32,13 @@ SUSTAINED_FRACTION = 0.80
 # How far a roofline over unfused operations is from a real step, beside the errors of its inputs.
 # Assumed until runs of our own bound it: the same size as the error of published matmul rates.
 COMPUTE_ERROR = 0.15
+# Blocks timed one by one are not a step: their weights stay in caches, their gradients go nowhere.
+# Three small GPTs on a shared processor, forward and backward in turns with their blocks: medians
+# of 1.02, 1.07 and 1.13 of the sum.
+MEASURED_ERROR = 0.15
+# A time at another microbatch is the measured one times what the roofline says of the two. Assumed:
+# half of what a roofline alone is trusted with.
+SCALED_ERROR = COMPUTE_ERROR / 2
 # CPU Adam works through the node's memory channels, which its devices share. One socket with eight
 # channels of DDR4-3200 (25.6 GB/s each) has 205 GB/s; streaming reaches about half when reading and
 # writing are mixed. Assumed: no profile measures it.
@@ -46,6 +55,20 @@ class UnitTime:
     forward_launch_s: float
     backward_launch_s: float
     recompute_launch_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """Every unit's times, and how far the whole is to be trusted.
+
+    Attributes:
+        error: half-width of the range of computing time, as a fraction.
+        measured_share: of the seconds, what rests on measured times.
+    """
+
+    times: tuple[UnitTime, ...]
+    error: float
+    measured_share: float = 0.0
 
 
 def peak_flop_per_s(device: Device, dtype: str) -> Quantity:
@@ -80,6 +103,87 @@ def unit_times(
     """Every unit of `loads` on `device`."""
     peak = peak_flop_per_s(device, dtype).value
     return tuple(_unit_time(unit, recompute, device, peak) for unit in loads.units)
+
+
+def block_times(
+    model: ModelProfile, cluster: ClusterProfile, kind: Numerics, *, samples: int
+) -> BlockTimes | None:
+    """The measured times that a plan of these numerics rests on: the nearest microbatch's."""
+    device = cluster.device
+    fitting = [
+        times
+        for times in model.times
+        if times.numerics == kind
+        and times.is_of(
+            device=device.name,
+            kind=device.kind,
+            ranks=cluster.devices_per_node,
+            cores=cluster.cores,
+        )
+    ]
+    return min(fitting, key=lambda times: abs(log(times.samples / samples)), default=None)
+
+
+def with_measured(
+    times: tuple[UnitTime, ...],
+    loads: Loads,
+    *,
+    measured: BlockTimes,
+    at_measured: tuple[UnitTime, ...],
+    error: float,
+) -> Computing:
+    """`times` with measured seconds in place of the roofline's, where there are some.
+
+    Args:
+        measured: of this device, at a microbatch that may be another one.
+        at_measured: the roofline at that microbatch.
+        error: of the roofline.
+    """
+    found, seconds, doubts, known = [], 0.0, 0.0, 0.0
+    for unit, time, then in zip(loads.units, times, at_measured, strict=True):
+        timing = measured.units.get(unit.name)
+        doubt = error
+        if timing is not None:
+            time = _measured_time(time, then, timing)
+            doubt = hypot(MEASURED_ERROR, _spread(timing))
+            if measured.samples != loads.samples:
+                doubt = hypot(doubt, SCALED_ERROR)
+        found.append(time)
+        busy = time.forward_s + time.backward_s + time.recompute_s
+        seconds += busy
+        doubts += doubt * busy
+        known += busy * (timing is not None)
+    return Computing(
+        times=tuple(found),
+        error=min(1.0, doubts / seconds) if seconds else error,
+        measured_share=known / seconds if seconds else 0.0,
+    )
+
+
+def _measured_time(time: UnitTime, then: UnitTime, timing: UnitTiming) -> UnitTime:
+    """Launching is in what was measured."""
+    forward, backward = time.forward_s + time.forward_launch_s, time.backward_s
+    backward += time.backward_launch_s
+    again = time.recompute_s + time.recompute_launch_s
+    was_forward = then.forward_s + then.forward_launch_s
+    was_backward = then.backward_s + then.backward_launch_s
+    forward_s = timing.forward.median_s * (forward / was_forward if was_forward else 1.0)
+    backward_s = timing.backward.median_s * (backward / was_backward if was_backward else 1.0)
+    return UnitTime(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        recompute_s=forward_s * again / forward if forward else 0.0,
+        forward_launch_s=0.0,
+        backward_launch_s=0.0,
+        recompute_launch_s=0.0,
+    )
+
+
+def _spread(timing: UnitTiming) -> float:
+    """Half of the range over the median, forward and backward together."""
+    parts = (timing.forward, timing.backward)
+    median = sum(part.median_s for part in parts)
+    return sum(part.high_s - part.low_s for part in parts) / (2 * median) if median else 0.0
 
 
 def _unit_time(unit: UnitLoad, recompute: Recompute, device: Device, peak: float) -> UnitTime:
@@ -117,14 +221,16 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, device: Device, peak: float
     )
 
 
-def optimizer_s(
-    plan: Plan, *, elements: float, optimizer: OptimizerProfile, device: Device, ranks: int
-) -> float:
-    """The update of a rank's `elements`: bound by memory, on the host when states are there."""
-    moved = elements * optimizer.moved_bytes_per_element
+def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> float:
+    """The update of a rank's parameters: on the host when states are there.
+
+    It moves bytes; the few optimizers that multiply matrices do that in bf16, on large ones.
+    """
     if plan.offload is Offload.STATES and device.kind != "cpu":
-        return moved / (HOST_BANDWIDTH_BYTES_PER_S / ranks)
-    return moved / device.memory_bandwidth_bytes_per_s.value
+        return update.moved_bytes / (HOST_BANDWIDTH_BYTES_PER_S / ranks)
+    moving = update.moved_bytes / device.memory_bandwidth_bytes_per_s.value
+    reached = peak_flop_per_s(device, "bfloat16").value * matmul_fraction(device)
+    return moving + update.flop / reached
 
 
 def compute_error(device: Device, dtype: str) -> float:

@@ -48,7 +48,6 @@ class Loads:
     gradient_bytes: float
     root_parameter_bytes: float
     root_gradient_bytes: float
-    trainable_elements: int
     buffer_bytes: float
 
     @property
@@ -93,7 +92,6 @@ def loads_of(model: ModelProfile, *, numerics: Numerics, samples: int) -> Loads:
         gradient_bytes=sum(unit.gradient_bytes for unit in units),
         root_parameter_bytes=sum(unit.parameter_bytes for unit in root),
         root_gradient_bytes=sum(unit.gradient_bytes for unit in root),
-        trainable_elements=model.trainable_parameters,
         buffer_bytes=model.buffer_bytes,
     )
 

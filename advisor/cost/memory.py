@@ -15,7 +15,8 @@ from advisor.cost.breakdown import Memory
 from advisor.cost.loads import Loads, UnitLoad, describe
 from engines.plan import DataParallel, Offload, Plan, Recompute
 from profiles.cluster import Device
-from profiles.workload import OptimizerProfile
+from profiles.model import LOSS
+from profiles.optimizers import Upkeep
 
 # What the allocator holds over what is allocated: 1.08 to 1.10 in Mist's README. The upper end is
 # charged to the upper end of the range, the estimate itself carries none.
@@ -34,13 +35,17 @@ _KEEPS_PARAMETERS = (DataParallel.ZERO1, DataParallel.ZERO2)
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What lives at one point of a step, in bytes, beside what always lives."""
+    """What lives at one point of a step, in bytes, beside what always lives.
+
+    `loss` says how much of it is the loss's, at the moments that are its own.
+    """
 
     phase: str
     gradients: float = 0.0
     activations: float = 0.0
     gathered: float = 0.0
     transient: float = 0.0
+    loss: float = 0.0
 
     @property
     def total(self) -> float:
@@ -57,6 +62,7 @@ class Peak:
     high_bytes: float
     states_bytes: float
     host_bytes: float
+    loss_bytes: float
 
 
 def shard_degree(plan: Plan) -> int:
@@ -70,18 +76,19 @@ def peak(
     plan: Plan,
     loads: Loads,
     *,
-    optimizer: OptimizerProfile,
+    update: Upkeep,
     device: Device,
     batch_bytes: float,
 ) -> Peak:
     """The fullest moment of a step under `plan` on one rank.
 
-    `batch_bytes` is the rank's whole part of the batch: it is on the device for the whole step.
+    `update` is of the rank's part of the parameters. `batch_bytes` is the rank's whole part of the
+    batch: it is on the device for the whole step.
     """
     degree = shard_degree(plan)
     parameters = loads.parameter_bytes / degree
     gradients = loads.gradient_bytes / degree
-    states = loads.trainable_elements * optimizer.state_bytes_per_element / degree
+    states = update.state_bytes
     held = parameters + gradients + states
     offloaded = plan.offload is Offload.STATES and device.kind != "cpu"
 
@@ -92,7 +99,7 @@ def peak(
         *_root_reduction(plan, loads, gradients_of),
     ]
     if not offloaded:
-        moments.append(_optimizer_step(plan, loads, optimizer, device))
+        moments.append(_optimizer_step(plan, loads, update, device))
     fullest = max(moments, key=lambda moment: moment.total)
 
     memory = Memory(
@@ -115,6 +122,7 @@ def peak(
         high_bytes=(allocated + doubt + ahead) * (1 + ALLOCATOR_SLACK) + device.context_bytes.high,
         states_bytes=held,
         host_bytes=held if offloaded else 0.0,
+        loss_bytes=fullest.loss,
     )
 
 
@@ -239,12 +247,14 @@ def _forward(plan: Plan, loads: Loads, gradients: _Gradients) -> Iterator[Moment
     gathered, following = _gathered(plan, loads), _next_separate(loads, backward=False)
     before = 0.0
     for i, unit in enumerate(loads.units):
+        work = unit.input_bytes + unit.forward_transient_bytes
         yield Moment(
             phase=f"forward of {describe(unit)}",
             gradients=gradients.in_forward,
             activations=before,
             gathered=gathered(i, following[i]) + gradients.carried,
-            transient=unit.input_bytes + unit.forward_transient_bytes,
+            transient=work,
+            loss=work * (unit.name == LOSS),
         )
         before += _kept(unit, plan.recompute)
 
@@ -268,6 +278,7 @@ def _backward(plan: Plan, loads: Loads, gradients: _Gradients) -> Iterator[Momen
             activations=live,
             gathered=gathered(i, following[i]) + gradients.buffers(i),
             transient=unit.output_bytes + work,
+            loss=(kept[i] + unit.output_bytes + work) * (unit.name == LOSS),
         )
         live -= kept[i]
         if gradients.reduced is not None and unit.is_separate:
@@ -295,20 +306,14 @@ def _root_reduction(plan: Plan, loads: Loads, gradients: _Gradients) -> Iterator
     )
 
 
-def _optimizer_step(
-    plan: Plan, loads: Loads, optimizer: OptimizerProfile, device: Device
-) -> Moment:
+def _optimizer_step(plan: Plan, loads: Loads, update: Upkeep, device: Device) -> Moment:
     """The update's temporaries.
 
     torch's default on accelerators is foreach: for Adam one list of tensors as large as all local
-    parameters (`_foreach_sqrt` in torch/optim/adam.py), for SGD with weight decay as large as all
-    gradients. On the CPU it goes tensor by tensor; no tensor is larger than its unit.
+    parameters (`_foreach_sqrt` in torch/optim/adam.py). On the CPU it goes tensor by tensor.
     """
-    degree = shard_degree(plan)
-    largest = max(unit.gradient_bytes for unit in loads.units)
-    working = largest if device.kind == "cpu" else loads.gradient_bytes
     return Moment(
-        phase=f"{optimizer.name} step",
-        gradients=loads.gradient_bytes / degree,
-        transient=working / degree,
+        phase=f"{update.name} step",
+        gradients=loads.gradient_bytes / shard_degree(plan),
+        transient=update.loop_bytes if device.kind == "cpu" else update.list_bytes,
     )

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from advisor.cost.communication import COMMUNICATION_ERROR, HOST_LINK_BYTES_PER_S
-from advisor.cost.compute import COMPUTE_ERROR, HOST_BANDWIDTH_BYTES_PER_S, matmul_fraction
-from advisor.cost.memory import ACTIVATION_ERROR
+from advisor.cost.compute import (
+    COMPUTE_ERROR,
+    HOST_BANDWIDTH_BYTES_PER_S,
+    block_times,
+    matmul_fraction,
+)
+from advisor.cost.memory import ACTIVATION_ERROR, shard_degree
 from advisor.decision import Decision
+from advisor.rules import load_bytes_per_node
+from engines.legality import numerics
 from engines.plan import Offload, Plan
 from profiles.cluster import ClusterProfile, Link
+from profiles.loading import Loading, load_memory
 from profiles.provenance import Source
 from profiles.record import Record
 from profiles.units import (
@@ -19,6 +27,8 @@ from profiles.units import (
     format_percent,
     format_seconds,
 )
+
+_ALL = 0.995  # the rest would be shown as 0 %
 
 
 class Basis(Record):
@@ -54,13 +64,13 @@ def _machines(decision: Decision) -> Iterator[Basis]:
     for where, link in (("in the node", cluster.intra), ("between nodes", cluster.inter)):
         if link is not None:
             yield Basis(what=_link_words(link, where), source=_link_source(link))
+    memory = cluster.host_memory_bytes
+    if memory is not None:
+        yield Basis(
+            what=f"main memory of a node: {format_gib(memory.value)}",
+            source=_source(memory.source, memory.relative_error),
+        )
     if decision.plan.offload is Offload.STATES:
-        memory = cluster.host_memory_bytes
-        if memory is not None:
-            yield Basis(
-                what=f"main memory of a node: {format_gib(memory.value)}",
-                source=_source(memory.source, memory.relative_error),
-            )
         yield Basis(
             what=f"way to the host {format_bandwidth(HOST_LINK_BYTES_PER_S)} a device, update at"
             f" {format_bandwidth(HOST_BANDWIDTH_BYTES_PER_S)} a node",
@@ -73,14 +83,34 @@ def _models(decision: Decision) -> Iterator[Basis]:
         what="activations: counted from the model, operation by operation",
         source=_source(Source.DERIVED, ACTIVATION_ERROR),
     )
-    yield Basis(
-        what="model of computing: roofline of unfused operations",
-        source=_source(Source.ASSUMED, COMPUTE_ERROR),
-    )
+    yield from _computing(decision)
     if decision.estimate.traffic:
         yield Basis(
             what="model of communication: latency and bandwidth, one unit prefetched",
             source=_source(Source.ASSUMED, COMMUNICATION_ERROR),
+        )
+
+
+def _computing(decision: Decision) -> Iterator[Basis]:
+    """Blocks that were timed, and the roofline for the rest."""
+    facts, plan, share = decision.facts, decision.plan, decision.estimate.measured_share
+    if share:
+        kind = numerics(plan, facts.model)
+        samples = plan.microbatch_size or 1
+        times = block_times(facts.model, facts.cluster, kind, samples=samples)
+        assert times is not None
+        threads = f", {times.threads} thread{'s' if times.threads > 1 else ''}"
+        scaled = "" if times.samples == samples else f", scaled to {samples}"
+        yield Basis(
+            what=f"{format_percent(share)} of computing: blocks timed at {times.samples}"
+            f" sample{'s' if times.samples > 1 else ''}{scaled} on {times.processor}"
+            + (threads if facts.cluster.device.kind == "cpu" else ""),
+            source=_source(Source.MEASURED, decision.estimate.compute_error),
+        )
+    if share < _ALL:
+        yield Basis(
+            what="model of computing: roofline of unfused operations",
+            source=_source(Source.ASSUMED, COMPUTE_ERROR),
         )
 
 
@@ -135,6 +165,7 @@ def _source(source: Source, error: float) -> str:
 def hints(decision: Decision) -> Iterator[str]:
     """What would make the report better, or the training other than it says."""
     facts, estimate = decision.facts, decision.estimate
+    yield from _too_large_to_load(decision)
     if set(facts.cluster.sources.values()) - {Source.MEASURED, Source.USER}:
         yield (
             "`advise probe --bench` on the nodes replaces rates of data sheets by measured ones"
@@ -148,6 +179,29 @@ def hints(decision: Decision) -> Iterator[str]:
             f"`{norms[0]}` is a batch norm: its statistics are of microbatches of"
             f" {decision.plan.microbatch_size}, not of the batch; `accumulation=1` keeps them whole"
         )
+
+
+def _too_large_to_load(decision: Decision) -> Iterator[str]:
+    """All ranks of a node build the model at the same time; nothing of it is in any plan."""
+    facts, estimate = decision.facts, decision.estimate
+    memory, ranks = facts.cluster.host_memory_bytes, facts.cluster.devices_per_node
+    if memory is None:
+        return
+    usable = decision.policy.usable_host_bytes(memory.value)
+    needed = load_bytes_per_node(estimate, facts.cluster)
+    if needed <= usable:
+        return
+    fitting = int(usable // estimate.load_bytes)
+    enough = format_gib(needed / (1 - decision.policy.host_headroom_fraction))
+    fewer = f"start {fitting} rank{'s' if fitting > 1 else ''} a node, or " if fitting else ""
+    shards = shard_degree(decision.plan)
+    sharded = load_memory(facts.model, Loading.SHARDS, ranks_per_node=ranks, shards=shards)
+    yield (
+        f"loading does not fit: {ranks} ranks build the whole model, {format_gib(needed)} of"
+        f" {format_gib(usable)} usable main memory a node; {fewer}take nodes with {enough} (shards"
+        f" alone, from the meta device, would be {format_gib(sharded.per_node_bytes)}; no engine"
+        " loads that way)"
+    )
 
 
 def _crowded(cluster: ClusterProfile) -> Iterator[str]:

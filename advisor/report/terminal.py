@@ -63,7 +63,7 @@ def lines(view: ReportView, *, blocks: bool, width: int = WIDTH) -> Iterator[Lin
     yield Line("")
     yield from _labelled("plan", (_sides(view.plan[0], view.devices, width), *view.plan[1:]), width)
     yield from _labelled("step", (f"{view.step}    {view.rate}",), width)
-    yield from _labelled("memory", filter(None, (memory, view.main_memory)), width)
+    yield from _labelled("memory", (memory, *view.main_memory), width)
     yield from _section("why", width)
     for number, reason in enumerate(view.reasons, start=1):
         yield from _hanging(f"  {number}. ", reason, width)
@@ -71,6 +71,8 @@ def lines(view: ReportView, *, blocks: bool, width: int = WIDTH) -> Iterator[Lin
         yield from _hanging("  but: ", view.dissent, width, style="yellow")
     yield from _section(view.memory_title, width)
     yield from _parts(view.memory_parts, width)
+    if view.memory_note:
+        yield from _hanging("  ", view.memory_note, width)
     yield from _section(view.time_title, width)
     yield from _parts(view.time_parts, width)
     yield from _others(view, width)

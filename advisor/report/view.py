@@ -9,7 +9,7 @@ from advisor.cost import Estimate
 from advisor.decision import Alternative, Decision
 from advisor.policy import Objective
 from advisor.report.basis import Basis, basis, hints
-from advisor.rules import SIMPLER_FIRST, host_bytes_per_node
+from advisor.rules import SIMPLER_FIRST, host_bytes_per_node, load_bytes_per_node
 from engines.plan import Plan
 from profiles.cluster import ClusterProfile
 from profiles.record import Record
@@ -45,11 +45,12 @@ class ReportView(Record):
     rate: str
     memory: str
     memory_share: float
-    main_memory: str | None
+    main_memory: tuple[str, ...]
     reasons: tuple[str, ...]
     dissent: str | None
     memory_title: str
     memory_parts: tuple[Part, ...]
+    memory_note: str | None
     time_title: str
     time_parts: tuple[Part, ...]
     others: tuple[Row, ...]
@@ -83,11 +84,12 @@ def view_of(decision: Decision) -> ReportView:
         f" {format_gib(estimate.peak_high_bytes, unit=False)})"
         f" of {format_gib(usable, unit=False)} usable",
         memory_share=estimate.peak_bytes / usable,
-        main_memory=_main_memory(decision),
+        main_memory=tuple(_main_memory(decision)),
         reasons=decision.reasons,
         dissent=decision.dissent,
         memory_title=f"memory per device at its peak ({estimate.phase})",
         memory_parts=tuple(_memory_parts(estimate)),
+        memory_note=_loss_note(decision),
         time_title="time per step",
         time_parts=tuple(_time_parts(estimate)),
         others=tuple(_row(other) for other in decision.alternatives),
@@ -105,6 +107,8 @@ def view_of(decision: Decision) -> ReportView:
 
 # Parts of a sum that are smaller than this share of it are not shown; nor is less of a peak rate.
 _SHOWN = 0.0005
+# What the loss holds is pointed out from this part of the peak.
+_MATTERS = 0.1
 _DEGREES = frozenset({"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "data_parallel"})
 
 
@@ -157,14 +161,31 @@ def _time_parts(estimate: Estimate) -> Iterator[Part]:
         yield Part(name=name, value=f"{format_seconds(hidden)})", share=0.0)
 
 
-def _main_memory(decision: Decision) -> str | None:
-    """What offloaded states need of a node's main memory, and what there is."""
-    memory = decision.facts.cluster.host_memory_bytes
-    if not decision.estimate.host_bytes or memory is None:
+def _loss_note(decision: Decision) -> str | None:
+    """What of the peak the loss holds, where it is a part that matters."""
+    estimate = decision.estimate
+    if estimate.loss_bytes < _MATTERS * estimate.memory.total:
         return None
-    needed = host_bytes_per_node(decision.estimate, decision.facts.cluster)
-    usable = decision.policy.usable_host_bytes(memory.value)
-    return f"main memory per node: {format_gib(needed)} of {format_gib(usable)} usable"
+    parts = "what it keeps for the backward, and the gradient of its input"
+    if decision.facts.tokens_per_sample:
+        parts = "copies of the logits in fp32 (log-softmax, gradient)"
+    return f"of it the loss holds {format_gib(estimate.loss_bytes)}: {parts}"
+
+
+def _main_memory(decision: Decision) -> Iterator[str]:
+    """What loading, and then offloaded states, need of a node's main memory, and what there is."""
+    estimate, cluster = decision.estimate, decision.facts.cluster
+    memory = cluster.host_memory_bytes
+    of = ""
+    if memory is not None:
+        of = f" of {format_gib(decision.policy.usable_host_bytes(memory.value))} usable"
+    ranks = cluster.devices_per_node
+    copies = f"{ranks} copies" if ranks > 1 else "one copy"
+    needed = format_gib(load_bytes_per_node(estimate, cluster))
+    yield f"main memory a node to load {copies}: {needed}{of}"
+    if estimate.host_bytes and memory is not None:
+        needed = format_gib(host_bytes_per_node(estimate, cluster))
+        yield f"main memory per node: {needed}{of}"
 
 
 def _ties(decision: Decision) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -188,3 +190,27 @@ def test_a_precision_in_the_plan_is_looked_at_too() -> None:
         plan="precision=bf16",
     )
     assert decision.plan.precision == "bf16"
+
+
+def _timed(plan: str, folder: str) -> tuple[float, int, int]:
+    case = CASES["gpt"]
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": folder}):
+        parallel = auto_parallelize(
+            case.build(),
+            sample=case.batch(4),
+            loss_fn=token_loss,
+            optimizer=sgd,
+            plan=plan,
+            timed=True,
+        )
+    assert isinstance(parallel.decision, Decision)
+    (times,) = parallel.decision.facts.model.times
+    kept = len(list((Path(folder) / "parallel-advisor").iterdir()))
+    return parallel.decision.estimate.measured_share, times.threads, kept
+
+
+@pytest.mark.dist
+def test_ranks_time_their_blocks_and_keep_them(pool: Pool, tmp_path: Path) -> None:
+    for share, threads, kept in pool.run(_timed, "dp_replicate=2", str(tmp_path), world_size=2):
+        assert share > 0.5
+        assert (threads, kept) == (1, 1)

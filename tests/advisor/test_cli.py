@@ -38,6 +38,7 @@ OPTIONS = {
     "--ranks",
     "--seq",
     "--steps",
+    "--time",
     "--version",
     "--why-not",
 }
@@ -216,6 +217,54 @@ class TestProfile:
         result = advise("profile", saved, "--json", "-o", str(tmp_path / "copy.json"))
         assert ModelProfile.load(tmp_path / "copy.json") == self.PROFILE
         assert result.stderr == f"wrote {tmp_path / 'copy.json'}\n"
+
+
+class TestTimedProfile:
+    @pytest.fixture(autouse=True)
+    def place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def test_blocks_are_timed_shown_and_saved_with_the_profile(self) -> None:
+        result = advise("profile", "gpt-10m", "--seq", "16", "--time", "-o", "model.json")
+        assert result.exit_code == 0, result.stderr
+        assert "timing the blocks of gpt-10m on" in result.stderr
+        found = ModelProfile.load("model.json")
+        assert [times.numerics for times in found.times] == list(found.numerics)
+        blocks = {times.units["blocks.0"] for times in found.times}
+        assert len(blocks) == len(found.times)
+        assert f"measured on {found.times[0].device} (" in result.stdout
+        rows = [line for line in result.stdout.splitlines() if " +-" in line]
+        assert sum("blocks.0 ... blocks.5" in row for row in rows) == len(found.times)
+        assert max(map(len, result.stdout.splitlines())) <= 80
+        (times, *_) = (Path("cache") / "parallel-advisor").iterdir()
+        assert times.name.startswith("times-")
+
+    def test_a_saved_profile_cannot_be_timed(self) -> None:
+        chain().save("model.json")
+        result = advise("profile", "model.json", "--time")
+        assert result.exit_code == 2
+        assert "a saved profile has no code to run" in result.stderr
+        assert "advise profile MODEL --time -o model.json" in result.stderr
+
+    def test_an_optimizer_of_shapes_works_on_a_saved_profile(self) -> None:
+        advise("profile", "gpt-125m", "--seq", "64", "-o", "model.json")
+        words = ("model.json", "--cluster", "H100-SXM-80GB", "--global-batch", "1", "--json")
+        held = {}
+        for name in ("adamw", "adafactor", "muon", "adamw-8bit"):
+            found = json.loads(advise(*words, "--optimizer", name).stdout)["estimate"]["memory"]
+            held[name] = found["optimizer"]
+        # Rows and columns beside two moments; one moment in blocks; a byte for each, with scales.
+        assert held["adafactor"] < 0.01 * held["adamw"]
+        assert 0.5 * held["adamw"] < held["muon"] < held["adamw"]
+        assert held["adamw-8bit"] == pytest.approx(held["adamw"] * (2 + 8 / 256) / 8, rel=0.01)
+
+    def test_an_optimizer_of_shapes_asks_an_old_profile_for_them(self) -> None:
+        chain().save("model.json")
+        words = ("model.json", "--cluster", "H100-SXM-80GB", "--global-batch", "1")
+        result = advise(*words, "--optimizer", "adafactor")
+        assert result.exit_code == 2
+        assert "follows the shapes of parameters" in result.stderr
 
 
 class TestPlan:

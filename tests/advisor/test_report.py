@@ -110,7 +110,7 @@ def test_the_page_says_what_the_terminal_says(name: str) -> None:
     said = [view.step, view.rate, view.memory, view.memory_title, view.weighed, view.next_command]
     said += [*view.reasons, *view.hints, *view.plan, view.devices]
     said += [part.value for part in (*view.memory_parts, *view.time_parts)]
-    said += filter(None, (view.main_memory, view.ties))
+    said += filter(None, (*view.main_memory, view.memory_note, view.ties))
     for sentence in said:
         sentence = " ".join(sentence.split())
         assert sentence in found
@@ -219,6 +219,32 @@ def test_offloaded_states_are_weighed_against_main_memory_and_their_way_has_a_na
     assert f"main memory per node: {needed:.2f} GiB of 1365.3 GiB usable" in text
     assert "transfers to the host 1" in text
     assert "communication" not in text
+
+
+def test_loading_is_weighed_against_main_memory_with_the_way_out() -> None:
+    assert "main memory a node to load 8 copies: 16.0 GiB of 1365.3 GiB usable" in str(
+        DECISIONS["middle_1x8"]
+    )
+    whole = MIDDLE.parameter_bytes
+    # Two thirds are usable: room for three of eight copies.
+    cluster = gpus(1, 8).model_copy(update={"host_memory_bytes": exact(3.5 * whole * 3 / 2)})
+    (hint,) = [h for h in view_of(choose(facts(MIDDLE, cluster, batch=64))).hints if "load" in h]
+    assert "8 ranks build the whole model, 16.0 GiB of 6.99 GiB usable" in hint
+    assert "start 3 ranks a node" in hint
+    assert f"take nodes with {8 * whole * 1.5 / 2**30:.1f} GiB" in hint
+    enough = cluster.model_copy(update={"host_memory_bytes": exact(8 * whole * 3 / 2 + 8)})
+    assert not any("load" in h for h in view_of(choose(facts(MIDDLE, enough, batch=64))).hints)
+
+
+def test_the_logits_are_named_where_they_are_a_part_of_the_peak() -> None:
+    decision = DECISIONS["middle_1x8"]
+    note = view_of(decision).memory_note
+    assert decision.estimate.phase == "forward of the loss"
+    assert note is not None
+    # MIDDLE's loss takes bf16 logits of 32,000 words and makes two copies in fp32.
+    logits = (decision.plan.microbatch_size or 0) * 4096 * 32000 * 4
+    assert f"the loss holds {2.5 * logits / 2**30:.2f} GiB: copies of the logits" in note
+    assert view_of(DECISIONS["7b_2x8"]).memory_note is None
 
 
 def test_the_other_plans_say_how_they_cut_the_batch() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from engines.hybrid import apply_plan
 from engines.plan import Plan
 from profiles.errors import InputError
+from profiles.model import ModelProfile
 from tests.engines.cases import CASES, cpu_ranks, profile_of
 from tests.engines.parity import (
     KINDS,
@@ -157,17 +159,36 @@ def test_every_implementation_of_adam_goes_on_where_it_was(
         assert error < 1e-4
 
 
-def _whole_matrix_states() -> str:
-    """Adafactor keeps rows and columns, which cannot be cut as the parameter is."""
+class RowMeans(torch.optim.Optimizer):
+    """Steps element by element, and remembers the mean of every row."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["rows"] = parameter.grad.flatten(1).mean(1)
+                    parameter -= 0.1 * parameter.grad
+
+
+def _carried_row_means() -> str:
+    """States that cannot be cut as the parameter is."""
     case = CASES["gpt"]
     model = case.build()
     profile = profile_of(case, model)
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
+    optimizer = RowMeans([p for p in model.parameters() if p.dim() > 1])
     _steps(case, model, optimizer, range(1))
+    return _refused("dp_shard=2", model, profile, optimizer)
+
+
+def _refused(plan: str, model: nn.Module, profile: ModelProfile, optimizer: Any) -> str:
     try:
         apply_plan(
             model,
-            Plan.parse("dp_shard=2"),
+            Plan.parse(plan),
             profile=profile,
             cluster=cpu_ranks(2),
             optimizer=optimizer,
@@ -179,6 +200,78 @@ def _whole_matrix_states() -> str:
 
 @pytest.mark.dist
 def test_states_that_cannot_be_cut_are_refused_with_the_remedy(pool: Pool) -> None:
-    for text in pool.run(_whole_matrix_states, world_size=2):
+    for text in pool.run(_carried_row_means, world_size=2):
         assert "cannot be sharded with it" in text
         assert "pass a factory" in text
+
+
+def _adafactor(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=1e-3)  # a step changes parameters by 1e-3 of them
+
+
+def _muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.02)
+
+
+WHOLE = {"adafactor": _adafactor, "muon": _muon}
+
+
+def _refuse_whole(name: str, plan: str) -> str:
+    case = CASES["gpt"]
+    model = case.build()
+    return _refused(plan, model, profile_of(case, model), WHOLE[name])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("plan", [kind for kind in KINDS if kind != "dp_replicate=2"])
+def test_optimizers_of_whole_matrices_are_refused_on_shards(
+    pool: Pool, name: str, plan: str
+) -> None:
+    for text in pool.run(_refuse_whole, name, plan, world_size=2):
+        assert "looks at a whole matrix at a time" in text
+        assert "dp_replicate without zero" in text
+
+
+def _on_shards(name: str) -> float | str:
+    """What torch itself makes of the refused: error against one process, or its own error."""
+    case = CASES["gpt"]
+    torch.manual_seed(1)
+    model = case.build()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    optimizers = [WHOLE[name](list(module.parameters())) for module in (reference, model)]
+    batch = case.batch(4)
+    for module in (reference, model):
+        reference_loss(module, case, batch).backward()
+    try:
+        for optimizer in optimizers:
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(relative(mine.full_tensor(), theirs) for mine, theirs in pairs)
+
+
+@pytest.mark.dist
+def test_torch_itself_does_not_step_them_on_shards_as_on_one_process(pool: Pool) -> None:
+    for found in pool.run(_on_shards, "muon", world_size=2):
+        assert found > 1e-4  # ten times what parity asks for
+    for found in pool.run(_on_shards, "adafactor", world_size=2):
+        assert "in-place operations that require placement changes" in found
+
+
+def _replicated(name: str) -> float:
+    case, reference, parallel = parallelize("gpt", "dp_replicate=2", optimizer=WHOLE[name])
+    optimizer = WHOLE[name](list(reference.parameters()))
+    for step in range(3):
+        batch = case.batch(4 + step)
+        parallel.train_step(local_rows(parallel, batch, 4 + step))
+    _steps(case, reference, optimizer, range(3))
+    return state_error(parallel, reference)
+
+
+@pytest.mark.dist
+def test_adafactor_on_replicas_steps_as_on_one_process(pool: Pool) -> None:
+    for error in pool.run(_replicated, "adafactor", world_size=2):
+        assert error < 1e-5

@@ -1,0 +1,72 @@
+"""Documents that are kept between runs, in the user's cache folder: few, and never relied on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+from profiles.errors import AdvisorError, FileError
+from profiles.record import Document
+
+log = logging.getLogger(__name__)
+
+DISTRIBUTION = "parallel-advisor"
+# A file is some KiB: a hundred are a megabyte, and more models than one person works on.
+MOST_FILES = 100
+
+Kept = TypeVar("Kept", bound=Document)
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/parallel-advisor, else ~/.cache/parallel-advisor."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG base directory specification: a path that is not absolute is ignored.
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / DISTRIBUTION
+
+
+def our_version() -> str:
+    """Of this distribution; "unknown" in a checkout that is not installed."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def kept_path(kind: str, *content: object) -> Path:
+    """Where a document of this kind is kept that follows from `content` (JSON values) alone."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / f"{kind}-{digest[:24]}.json"
+
+
+def recall(path: Path, document: type[Kept]) -> Kept | None:
+    """What was kept there; None where there is nothing. What cannot be read is noted and left."""
+    if not path.is_file():
+        return None
+    try:
+        found = document.load(path)
+    except AdvisorError as error:
+        log.warning("%s is not used and will be written anew: %s", path, error.what)
+        return None
+    with suppress(OSError):
+        path.touch()  # the oldest are removed first
+    return found
+
+
+def keep(path: Path, document: Document) -> None:
+    """Write it for later runs, and remove the oldest of its kind; what cannot be done is noted."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        document.save(path)
+        kind = path.name.split("-")[0]
+        files = sorted(path.parent.glob(f"{kind}-*.json"), key=lambda file: file.stat().st_mtime)
+        for old in files[:-MOST_FILES]:
+            old.unlink(missing_ok=True)
+    except (OSError, FileError) as error:
+        log.warning("nothing is kept for the next run: %s", error)
