@@ -2,32 +2,30 @@
 
 MODEL is a bundled name, `pkg.module:factory`, a Hugging Face config.json, or a saved profile. A
 factory runs as it is, with the rights and the devices it takes; bundled and Hugging Face models are
-built on the meta device, where parameters take no memory.
+built on the meta device, where parameters take no memory. Without torch or transformers a config
+is profiled in closed form: see `profiles.families`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
-from advisor import user_code
+from advisor import hugging_face, user_code
 from advisor.command import say
-from profiles.errors import FileError, InputError, ModelError, UnknownNameError
+from advisor.user_code import RETURN
+from profiles.errors import InputError, ModelError, UnknownNameError
 from profiles.model import ModelProfile, Numerics
-from profiles.record import read_text
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from profiles.batch import Batch, LossFn
 KINDS = "a bundled name, `pkg.module:factory`, a Hugging Face config.json, or a saved profile"
-USUAL_SEQUENCE = 2048  # only an example in a hint
-RETURN = "let it return (Module, sample) or (Module, sample, loss_fn); sample is one local batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ def profile_model(
             `load_model`.
     """
     path = _json_path(text)
-    if path is not None and "units" in _read_object(path):
+    if path is not None and "units" in hugging_face.read_object(path):
         profile = ModelProfile.load(path)
         if sequence_length not in (None, profile.tokens_per_sample):
             raise InputError(
@@ -82,6 +80,20 @@ def profile_model(
                 hints=[f"name the model itself: `advise profile MODEL --time -o {path}`"],
             )
         return profile
+    missing = hugging_face.missing_package() if path is not None else None
+    if path is not None and missing is not None:
+        if timed:
+            raise ModelError(
+                f"`{path}` cannot be timed: its blocks run only where {missing} is installed",
+                hints=["leave `--time` out: the closed form counts, and a roofline gives times"],
+            )
+        return hugging_face.profile_in_closed_form(
+            path,
+            missing=missing,
+            samples=samples,
+            sequence_length=sequence_length,
+            numerics=(Numerics.AS_BUILT, *numerics),
+        )
     loaded = load_model(text, samples=samples, sequence_length=sequence_length)
     from profiles.capture import capture
 
@@ -127,7 +139,8 @@ def load_model(text: str, *, samples: int, sequence_length: int | None) -> Loade
     """
     path = _json_path(text)
     if path is not None:
-        return _from_hugging_face(path, samples, sequence_length)
+        module, batch = hugging_face.build(path, samples=samples, sequence_length=sequence_length)
+        return LoadedModel(module, batch, None, hugging_face.name_of(path))
     if ":" in text:
         return _from_factory(text, samples, sequence_length)
     return _bundled(text, samples, sequence_length)
@@ -147,60 +160,6 @@ def _bundled(name: str, samples: int, sequence_length: int | None) -> LoadedMode
         module = GPT(config)
     ids = _ids(samples, length)
     return LoadedModel(module, (ids, ids), loss, name)
-
-
-def _from_hugging_face(path: Path, samples: int, sequence_length: int | None) -> LoadedModel:
-    content = _read_object(path)
-    if "model_type" not in content:
-        raise FileError(
-            "neither a model profile (`units`) nor a Hugging Face config (`model_type`)",
-            where=str(path),
-            hints=["`advise profile MODEL -o model.json` writes a profile"],
-        )
-    import torch
-
-    try:
-        import transformers
-    except ImportError:
-        raise ModelError(
-            f"`{path}` is a Hugging Face config, and transformers is not installed",
-            hints=["`pip install 'parallel-advisor[hf]'`"],
-        ) from None
-    with user_code.guarded(f"`{path}` cannot be built"):
-        config = transformers.AutoConfig.from_pretrained(path)
-        architecture = next(iter(getattr(config, "architectures", None) or ()), None)
-        if not hasattr(config, "vocab_size"):
-            raise ModelError(
-                f"`{architecture or config.model_type}` does not take token ids alone",
-                where=str(path),
-                hints=["write a factory for `pkg.module:factory`", RETURN],
-            )
-        config.use_cache = False  # keys and values are kept for generation, not for training
-        named = getattr(transformers, architecture or "", None)
-        model_class = named or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        with torch.device("meta"):
-            module = model_class(config)  # float32, whatever dtype the weights were saved in
-    longest = getattr(config, "max_position_embeddings", None)
-    if sequence_length is None:
-        raise InputError(
-            f"`{path}` does not say how long a training sequence is",
-            hints=[
-                f"add `--seq {min(USUAL_SEQUENCE, longest or USUAL_SEQUENCE)}`"
-                + (f" (positions go to {longest})" if longest else "")
-            ],
-        )
-    if longest and sequence_length > longest:
-        raise InputError(
-            f"`--seq {sequence_length}`, but the positions of this model go to {longest}",
-            where=f"{path}: max_position_embeddings",
-            hints=[f"`--seq {longest}`, or raise `max_position_embeddings` in the file"],
-        )
-    saved = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    if saved != "float32":
-        say(f"note: {path} names {saved}; parameters are taken as fp32, for training")
-    ids = _ids(samples, sequence_length)
-    name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return LoadedModel(module, {"input_ids": ids, "labels": ids}, None, name)
 
 
 def _from_factory(text: str, samples: int, sequence_length: int | None) -> LoadedModel:
@@ -298,16 +257,3 @@ def _json_path(text: str) -> Path | None:
     """The file that MODEL names; None where it is a name or a factory."""
     path = Path(text)
     return path if path.suffix == ".json" else None
-
-
-def _read_object(path: Path) -> dict[str, object]:
-    try:
-        content = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        place = f"{path}, line {error.lineno}, column {error.colno}"
-        raise FileError(f"not JSON: {error.msg}", where=place) from None
-    if not isinstance(content, dict):
-        raise FileError(
-            f"a JSON object is wanted, this is a {type(content).__name__}", where=str(path)
-        )
-    return content

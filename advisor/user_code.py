@@ -16,6 +16,9 @@ from types import ModuleType
 from profiles.errors import AdvisorError, ModelError, near_misses
 from profiles.frames import shown_path, summary, user_line
 
+RETURN = "let it return (Module, sample) or (Module, sample, loss_fn); sample is one local batch"
+"""The hint that tells what a factory may return."""
+
 _NETWORK = (ConnectionError, TimeoutError, socket.gaierror, urllib.error.URLError)
 # Of huggingface_hub and httpx, which need not be installed.
 _NETWORK_NAMES = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError")

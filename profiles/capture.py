@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 
 from torch import Tensor, nn
 
 from profiles.batch import Batch, LossFn, batch_size, batch_tensors
 from profiles.errors import ModelError
 from profiles.flow import Flow, Value
-from profiles.look import Cost, Look, look
+from profiles.look import Look, look
 from profiles.model import (
     GLUE,
     LOSS,
@@ -23,6 +22,7 @@ from profiles.model import (
     UnitProfile,
 )
 from profiles.subject import Subject, dtype_name
+from profiles.tally import affine, fitted
 from profiles.torch_compat import is_batch_norm
 
 
@@ -64,7 +64,10 @@ def capture(
     samples = batch_size(sample)
     looks = {kind: _look_twice(subject, kind, every_block=every_block) for kind in numerics}
     one, two = next(iter(looks.values()))
-    costs = {kind: _fit(first, second, samples) for kind, (first, second) in looks.items()}
+    costs = {
+        kind: fitted(first.costs, second.costs if second else None, samples)
+        for kind, (first, second) in looks.items()
+    }
     shared = subject.holders_of_tied().union(*(first.shared for first, _ in looks.values()))
     return ModelProfile(
         name=name or type(model).__name__,
@@ -130,47 +133,6 @@ def _units(flow: Flow) -> list[tuple[str, int]]:
     return [(call.unit, len(call.values)) for call in flow.calls]
 
 
-def _fit(first: Look, second: Look | None, samples: int) -> dict[str, UnitCost]:
-    found = {}
-    for name, cost in first.costs.items():
-        twice = second.costs.get(name, Cost()) if second is not None else None
-        found[name] = _unit_cost(cost, twice, samples)
-    return found
-
-
-def _unit_cost(one: Cost, two: Cost | None, samples: int) -> UnitCost:
-    values: dict[str, Affine | int] = {}
-    for field in fields(Cost):
-        value = getattr(one, field.name)
-        if field.name.endswith("_kernels"):
-            values[field.name] = value
-        else:
-            values[field.name] = affine(
-                value, None if two is None else getattr(two, field.name), samples
-            )
-    return UnitCost.model_validate(values)
-
-
-def affine(one: int, two: int | None, samples: int) -> Affine:
-    """The line through `one` at `samples` and `two` at twice as many; never below zero.
-
-    Without a second point, and where the line would be negative at one sample, it is proportional
-    (to the larger batch, which is the larger figure per sample then). What shrinks counts as fixed.
-
-    >>> affine(30, 50, samples=2)
-    Affine(fixed=10.0, per_sample=10.0)
-    """
-    if two is None:
-        return Affine(per_sample=one / samples)
-    if two < one:
-        return Affine(fixed=one)
-    per_sample = (two - one) / samples
-    fixed = 2 * one - two
-    if fixed + per_sample < 0:
-        return Affine(per_sample=two / (2 * samples))
-    return Affine(fixed=fixed, per_sample=per_sample)
-
-
 def _unit_profiles(
     subject: Subject,
     costs: Mapping[Numerics, Mapping[str, UnitCost]],
@@ -210,7 +172,7 @@ def _unit_profiles(
 
 def _shapes(parameters: Iterable[Tensor]) -> Iterator[Shape]:
     counts = Counter((tuple(p.shape), p.element_size()) for p in parameters)
-    for (sizes, element_bytes), count in counts.items():
+    for (sizes, element_bytes), count in sorted(counts.items()):
         yield Shape(sizes=sizes, element_bytes=element_bytes, count=count)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -19,26 +19,9 @@ from profiles.places import Place
 from profiles.repeats import Repeats
 from profiles.storages import Storages
 from profiles.subject import Subject
+from profiles.tally import Cost, tally
 from profiles.torch_compat import data_dependent_errors, storage_of, tensors_in, without_onednn
 from profiles.tracing import Trace
-
-
-@dataclass(slots=True)
-class Cost:
-    """Of one unit at one batch size; the fields of `UnitCost`."""
-
-    forward_flop: int = 0
-    backward_flop: int = 0
-    forward_moved_bytes: int = 0
-    backward_moved_bytes: int = 0
-    forward_kernels: int = 0
-    backward_kernels: int = 0
-    activation_bytes: int = 0
-    selective_activation_bytes: int = 0
-    input_bytes: int = 0
-    output_bytes: int = 0
-    forward_transient_bytes: int = 0
-    backward_transient_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -115,7 +98,12 @@ def look(
         looked_at = _looked_at(subject, trace)
         ignored = _gradient_numbers(found.values(), storages)
         return Look(
-            costs=_costs(trace, saved, selective, storages.timeline.peaks(ignored=ignored)),
+            costs=tally(
+                trace.places,
+                saved=saved,
+                selective=selective,
+                peaks=storages.timeline.peaks(ignored=ignored),
+            ),
             shared=frozenset(trace.shared),
             unused=tuple(
                 subject.names[key][0]
@@ -203,33 +191,6 @@ def _looked_at(subject: Subject, trace: Trace) -> dict[int, int]:
         if all(place.stands_for for place in trace.places if place.name == block):
             parts = {n.removeprefix(f"{block}.") for n in keys if n.startswith(f"{block}.")}
             found.update({keys[f"{block}.{part}"]: keys[f"{other}.{part}"] for part in parts})
-    return found
-
-
-def _costs(
-    trace: Trace,
-    saved: Mapping[Place, int],
-    selective: Mapping[Place, int],
-    peaks: Mapping[object, int],
-) -> dict[str, Cost]:
-    """All calls of a unit together; of transients the highest."""
-    found: dict[str, Cost] = {}
-    for called in trace.places:
-        cost = found.setdefault(called.name, Cost())
-        place = called.stands_for or called
-        cost.forward_flop += place.forward.flop
-        cost.backward_flop += place.backward.flop
-        cost.forward_moved_bytes += place.forward.moved_bytes
-        cost.backward_moved_bytes += place.backward.moved_bytes
-        cost.forward_kernels += place.forward.kernels
-        cost.backward_kernels += place.backward.kernels
-        cost.activation_bytes += saved.get(place, 0)
-        cost.selective_activation_bytes += selective.get(place, 0)
-        cost.input_bytes += place.input_bytes
-        cost.output_bytes += place.output_bytes
-        forward, backward = peaks.get((place, False), 0), peaks.get((place, True), 0)
-        cost.forward_transient_bytes = max(cost.forward_transient_bytes, forward)
-        cost.backward_transient_bytes = max(cost.backward_transient_bytes, backward)
     return found
 
 

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from profiles.capture import affine, capture
+from profiles.capture import capture
 from profiles.look import look
 from profiles.model import GLUE, LOSS, ModelProfile, Numerics, UnitCost
 from profiles.subject import Subject
+from profiles.tally import affine
 from tests.engines.cases import CASES, Block, TinyGPT, token_loss
 from tests.profiles.measured import measure
 

@@ -1,0 +1,187 @@
+"""A Hugging Face config.json: its model built by transformers, or profiled without it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from advisor import user_code
+from advisor.command import say
+from advisor.user_code import RETURN
+from profiles.errors import FileError, InputError, ModelError
+from profiles.model import ModelProfile, Numerics
+from profiles.record import read_text
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+USUAL_SEQUENCE = 2048  # only an example in a hint
+
+
+def build(
+    path: Path, *, samples: int, sequence_length: int | None
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model of a config on the meta device, and a batch with labels: it makes its own loss.
+
+    Raises:
+        FileError: the file is no such config.
+        ModelError: transformers is missing, or does not build it, or it takes something else.
+        InputError: a sequence length is wanted, or too long.
+    """
+    read_config(path)
+    import torch
+
+    try:
+        import transformers
+    except ImportError:
+        raise ModelError(
+            f"`{path}` is a Hugging Face config, and transformers is not installed",
+            hints=["`pip install 'parallel-advisor[hf]'`"],
+        ) from None
+    with user_code.guarded(f"`{path}` cannot be built"):
+        config = transformers.AutoConfig.from_pretrained(path)
+        architecture = next(iter(getattr(config, "architectures", None) or ()), None) or ""
+        takes_images = architecture.endswith("ForImageClassification")
+        if not hasattr(config, "vocab_size") and not takes_images:
+            raise ModelError(
+                f"`{architecture or config.model_type}` does not take token ids alone",
+                where=str(path),
+                hints=["write a factory for `pkg.module:factory`", RETURN],
+            )
+        config.use_cache = False  # keys and values are kept for generation, not for training
+        named = getattr(transformers, architecture, None)
+        model_class = named or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        with torch.device("meta"):
+            module = model_class(config)  # float32, whatever dtype the weights were saved in
+    if takes_images:
+        _refuse_length(path, sequence_length)
+        size = config.image_size
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        batch = {
+            "pixel_values": torch.zeros(samples, config.num_channels, height, width),
+            "labels": torch.zeros(samples, dtype=torch.long),
+        }
+    else:
+        longest = getattr(config, "max_position_embeddings", None)
+        length = _sequence_length(path, sequence_length, longest)
+        ids = torch.zeros(samples, length, dtype=torch.long)
+        batch = {"input_ids": ids, "labels": ids}
+    _tell_dtype(path, getattr(config, "dtype", None))
+    return module, batch
+
+
+def profile_in_closed_form(
+    path: Path,
+    *,
+    missing: str,
+    samples: int,
+    sequence_length: int | None,
+    numerics: Sequence[Numerics],
+) -> ModelProfile:
+    """The profile of a config without the package that would build its model, `missing`.
+
+    Raises:
+        FileError, InputError: see `profiles.families.profile_from_config`.
+    """
+    from profiles.families import family_of, profile_from_config
+
+    content = read_config(path)
+    family = family_of(content, where=str(path))
+    if family.takes_tokens:
+        sequence_length = _sequence_length(path, sequence_length, family.longest)
+    else:
+        _refuse_length(path, sequence_length)
+    say(
+        f"note: without {missing}, {family.kind} is profiled in closed form: parameters, FLOP,"
+        " activations and memory traffic of training as transformers runs it"
+    )
+    _tell_dtype(path, content.get("dtype") or content.get("torch_dtype"))
+    return profile_from_config(
+        content,
+        samples=samples,
+        sequence_length=sequence_length,
+        name=name_of(path),
+        numerics=tuple(dict.fromkeys(numerics)),
+        where=str(path),
+    )
+
+
+def missing_package() -> str | None:
+    """What is needed to build a model from a config, and cannot be imported."""
+    for package in ("torch", "transformers"):
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            return package
+    return None
+
+
+def name_of(path: Path) -> str:
+    """What a model is called by its file: the folder of a config.json."""
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """The content of a config.
+
+    Raises:
+        FileError: it cannot be read, or is something else.
+    """
+    content = read_object(path)
+    if "model_type" not in content:
+        raise FileError(
+            "neither a model profile (`units`) nor a Hugging Face config (`model_type`)",
+            where=str(path),
+            hints=["`advise profile MODEL -o model.json` writes a profile"],
+        )
+    return content
+
+
+def read_object(path: Path) -> dict[str, object]:
+    """A JSON object; `FileError` with the place where it is broken."""
+    try:
+        content = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        place = f"{path}, line {error.lineno}, column {error.colno}"
+        raise FileError(f"not JSON: {error.msg}", where=place) from None
+    if not isinstance(content, dict):
+        raise FileError(
+            f"a JSON object is wanted, this is a {type(content).__name__}", where=str(path)
+        )
+    return content
+
+
+def _sequence_length(path: Path, given: int | None, longest: int | None) -> int:
+    if given is None:
+        raise InputError(
+            f"`{path}` does not say how long a training sequence is",
+            hints=[
+                f"add `--seq {min(USUAL_SEQUENCE, longest or USUAL_SEQUENCE)}`"
+                + (f" (positions go to {longest})" if longest else "")
+            ],
+        )
+    if longest and given > longest:
+        raise InputError(
+            f"`--seq {given}`, but the positions of this model go to {longest}",
+            where=f"{path}: max_position_embeddings",
+            hints=[f"`--seq {longest}`, or raise `max_position_embeddings` in the file"],
+        )
+    return given
+
+
+def _refuse_length(path: Path, given: int | None) -> None:
+    if given is not None:
+        raise InputError(
+            f"`--seq {given}`, but this model takes images",
+            where=str(path),
+            hints=["leave `--seq` out"],
+        )
+
+
+def _tell_dtype(path: Path, dtype: object) -> None:
+    saved = str(dtype or "float32").removeprefix("torch.")
+    if saved != "float32":
+        say(f"note: {path} names {saved}; parameters are taken as fp32, for training")

@@ -1,0 +1,215 @@
+"""Attention as transformers and torch run it on a CPU: masks, rotary positions, kernels.
+
+The attention implementation is `sdpa`. torch has one fused CPU kernel; dropout, or a mask that
+needs a gradient, takes the unfused path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from profiles.families import kernels
+from profiles.families import operations as ops
+from profiles.families.arrays import Array, DType, dense
+from profiles.families.network import Network, Unit
+
+# Positions and masks
+
+
+def positions(network: Network) -> Array:
+    """0, 1, ... for one sequence: (1, length)."""
+    tape, shape = network.tape, (network.length,)
+    counted = tape.run([], shape, DType.INT64)
+    return ops.reshape(tape.run([counted], shape, DType.INT64), 1, -1)
+
+
+def packed_causal_mask(network: Network, position_ids: Array, *, is_window: bool = False) -> Array:
+    """Which keys a query sees, as a mask in memory: (samples, 1, length, length) of bool.
+
+    transformers cannot know without values that no sequences are packed into one row, so it finds
+    out where positions start over, and compares every pair. `is_window`: also which lie within
+    the sliding window.
+    """
+    batch, length = network.samples, network.length
+    tape = network.tape
+
+    def integers(*shape: int, of: Sequence[Array] = ()) -> Array:
+        return tape.run(of, shape, DType.INT64)
+
+    def truth(*shape: int, of: Sequence[Array] = ()) -> Array:
+        return tape.run(of, shape, DType.BOOL)
+
+    rows = ops.expand(position_ids, batch, length)
+    first = ops.narrow(rows, 1, 1)
+    padded = integers(batch, length + 1, of=[integers(batch, 1, of=[first]), rows])
+    shifted = ops.narrow(padded, 1, length)
+    starts = truth(batch, length, of=[integers(batch, length, of=[shifted, shifted])])
+    del padded, shifted
+    sequence = integers(batch, length, of=[starts])
+    del starts
+    grid = [integers(batch), integers(1)]  # of samples, heads, queries and keys
+    grid += [integers(length, of=[integers(length)]) for _ in range(2)]
+    batches, _, queries, keys = grid
+
+    def pick(table: Array, index: Array, *shape: int) -> Array:
+        size = batch * length * DType.INT64.size_bytes
+        read = min(table.occupied_bytes, size) + batches.size_bytes + index.size_bytes
+        return tape.run([table, batches, index], shape, DType.INT64, read_bytes=read)
+
+    def pairs(*of: Array) -> Array:
+        return truth(batch, 1, length, length, of=of)
+
+    def same_sequence() -> Array:
+        return pairs(
+            pick(sequence, queries, batch, 1, length, 1), pick(sequence, keys, batch, 1, 1, length)
+        )
+
+    def not_later() -> Array:
+        query = pick(rows, queries, batch, 1, length, 1)
+        key = pick(rows, keys, batch, 1, 1, length)
+        if not is_window:
+            return pairs(key, query)
+        near = pairs(truth(of=[query]), pairs(key, integers(*query.shape, of=[query])))
+        return pairs(near, pairs(key, query))
+
+    seen = pairs(truth(of=[queries]), same_sequence())
+    return pairs(seen, not_later())
+
+
+def additive(mask: Array, dtype: DType) -> Array:
+    """A boolean mask as numbers to be added, which torch makes in every call."""
+    tape = mask.tape
+    zero, infinity = (tape.run([], (), dtype) for _ in range(2))
+    return tape.run([mask, zero, infinity], mask.shape, dtype)
+
+
+# Rotary positions
+
+
+def rotary_table(
+    unit: Unit, hidden: Array, position_ids: Array, *, width: int
+) -> tuple[Array, Array]:
+    """Cosines and sines in `hidden`'s dtype, (1, length, width)."""
+    frequencies = unit.buffer(width // 2)
+    unit.buffer(width // 2)  # the frequencies before any scaling
+    length = position_ids.shape[1]
+    columns = ops.reshape(position_ids, 1, length, 1)
+    angle = ops.mul(ops.cast(columns, DType.FLOAT32), frequencies)
+    angles = ops.cat([angle, angle])
+    cosine = ops.mul_number(ops.mul_number(angles))  # cos, then the scaling of attention
+    sine = ops.mul_number(ops.mul_number(angles))
+    return ops.cast(cosine, hidden.dtype), ops.cast(sine, hidden.dtype)
+
+
+def rotate(x: Array, cosine: Array, sine: Array) -> Array:
+    """Turn pairs of a head's (samples, heads, length, width) by its position."""
+    cosine, sine = (ops.reshape(table, 1, *table.shape) for table in (cosine, sine))
+    half = x.shape[-1] // 2
+    straight = ops.mul(x, cosine)
+    first, second = ops.narrow(x, -1, half), ops.narrow(x, -1, x.shape[-1] - half)
+    turned = ops.cat([ops.neg(second), first])
+    return ops.add(straight, ops.mul(turned, sine))
+
+
+def rotate_partly(x: Array, cosine: Array, sine: Array) -> Array:
+    """Turn the first part of a head, as wide as the table, and put the rest beside it."""
+    width = cosine.shape[-1]
+    first, rest = ops.narrow(x, -1, width), ops.narrow(x, -1, x.shape[-1] - width)
+    return ops.cat([rotate(first, cosine, sine), rest])
+
+
+# Heads
+
+
+def heads(x: Array, width: int) -> Array:
+    """(samples, length, heads * width) to (samples, heads, length, width)."""
+    return ops.transpose(ops.reshape(x, *x.shape[:-1], -1, width), 1, 2)
+
+
+def repeated(x: Array, times: int) -> Array:
+    """Each head of keys or values `times` over, for the queries that share it."""
+    if times == 1:
+        return x
+    batch, count, length, width = x.shape
+    apart = ops.reshape(x, batch, count, 1, length, width)
+    apart = ops.expand(apart, batch, count, times, length, width)
+    return ops.reshape(apart, batch, count * times, length, width)
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None = None,
+    *,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+) -> Array:
+    """Heads in (samples, heads, length, width), heads side by side out.
+
+    Without a mask and with `is_causal` the kernel leaves out later keys by itself.
+    """
+    lower = query.tape.lowered
+    bias = mask and lower(mask, ops.cast)
+    lowered = [lower(x, ops.cast) for x in (value, key, query)][::-1]
+    if dropout or (bias and bias.needs_gradient):
+        out = _unfused(lowered, bias, dropout, is_causal=is_causal)
+    else:
+        bias = additive(bias, lowered[0].dtype) if bias and bias.dtype is DType.BOOL else bias
+        out = _fused(lowered, bias)
+    out = ops.contiguous_copy(ops.transpose(out, 1, 2))
+    return ops.reshape(out, *out.shape[:2], -1)
+
+
+def _fused(inputs: Sequence[Array], mask: Array | None) -> Array:
+    """2 matrix products forward, 5 backward, as `torch.utils.flop_counter` counts them."""
+    query, key, value = inputs
+    tape = query.tape
+    batch, count, length, width = query.shape
+    product = 2 * batch * count * length * key.shape[2] * width
+    operands = [query, key, value, *([mask] if mask else [])]
+    saved = [tape.save(x) for x in operands]
+    out = tape.empty(query.shape, query.dtype, dense(query.shape, query.strides))
+    weights = tape.empty((batch, count, length), DType.FLOAT32)
+    tape.launch(operands, [out, weights], flop=2 * product, is_kept=True)
+    saved += [tape.save(out), tape.save(weights)]
+
+    def backward(gradient: Array) -> list[Array]:
+        found = [_by_position(x) for x in saved[:3]]
+        tape.launch([gradient, *saved], found, flop=5 * product)
+        return found
+
+    tape.record([out], [query, key, value], backward)
+    return out
+
+
+def _by_position(x: Array) -> Array:
+    """A gradient as the kernel lays it out: heads of one position side by side."""
+    _, count, length, width = x.shape
+    strides = (count * length * width, width, count * width, 1)
+    return x.tape.empty(x.shape, x.dtype, strides)
+
+
+def _unfused(
+    inputs: Sequence[Array], mask: Array | None, dropout: float, *, is_causal: bool
+) -> Array:
+    """Scores are made, kept and dropped out in memory, in fp32."""
+    query, key, _ = inputs
+    dtype = query.dtype
+    if mask and mask.dtype is DType.BOOL:
+        mask = additive(mask, dtype)
+    exact = [ops.cast(x, DType.FLOAT32) for x in inputs]
+    scaled = ops.mul_number(exact[0])
+    if mask is None and is_causal:
+        size = (query.shape[2], key.shape[2])
+        everywhere = query.tape.run([], size, DType.BOOL)
+        mask = additive(query.tape.run([everywhere], size, DType.BOOL), DType.FLOAT32)
+        del everywhere
+    weights = kernels.batched(scaled, ops.mul_number(ops.transpose(exact[1], 2, 3)))
+    weights = ops.add(weights, mask) if mask else weights
+    weights = ops.softmax(weights)
+    weights = ops.dropout(weights, dropout)
+    handed_back = ops.cast(weights, dtype)  # and not used
+    out = ops.cast(kernels.batched(weights, exact[2]), dtype)
+    del handed_back
+    return out

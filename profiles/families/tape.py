@@ -1,0 +1,307 @@
+"""One forward and backward on arrays without values: torch's autograd in small.
+
+It does what `profiles.tracing` and `profiles.storages` watch torch do: operations read, write and
+launch, nodes save what their backward needs, gradients flow in autograd's order, memory is released
+when the last reference goes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from profiles.families.arrays import Array, DType, Made, Shape, Storage, contiguous
+from profiles.model import GLUE, Numerics
+from profiles.places import Place
+from profiles.timeline import Timeline
+
+Gradient = Array | None
+Backward = Callable[..., Sequence[Gradient]]
+"""Gradients of a node's outputs to gradients of its inputs."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """An operation of the forward that gradients pass, or a parameter where they end.
+
+    Attributes:
+        sequence: of two nodes whose gradients are complete the later goes first.
+        backward: None for a parameter.
+        parents: for each input the node and output it came from.
+        outputs: shape and dtype that gradients have to have.
+        gradients: what has arrived, by output.
+        waiting: how many gradients are yet to come.
+    """
+
+    sequence: float
+    place: Place
+    backward: Backward | None
+    parents: list[tuple[Node, int] | None]
+    outputs: list[tuple[Shape, DType]]
+    gradients: list[Gradient] = field(default_factory=list)
+    waiting: int = 0
+
+
+class Tape:
+    """What a run does, put down to places: see `profiles.tracing.Trace`."""
+
+    def __init__(self, numerics: Numerics) -> None:
+        self.numerics = numerics
+        self.timeline = Timeline()
+        self.place = Place(GLUE)
+        self.places = [self.place]
+        self.shared: set[str] = set()
+        self._made: list[Made] = []
+        self._in_backward = False
+        self._sequence = itertools.count()
+        self._casts: dict[Node, Array] = {}
+        self.timeline.open((self.place, False))
+
+    # Memory
+
+    def empty(self, shape: Shape, dtype: DType, strides: Shape | None = None) -> Array:
+        """Memory for an array."""
+        size_bytes = math.prod(shape) * dtype.size_bytes
+        made = Made(self.timeline.make(size_bytes), size_bytes)
+        self._made.append(made)
+        storage = Storage(made, self.timeline)
+        return Array(self, shape, strides or contiguous(shape), dtype, storage)
+
+    def known(
+        self, shape: Shape, dtype: DType, *, holders: Iterable[str] = (), trainable: bool = False
+    ) -> Array:
+        """An array that is there before the run: a parameter, a buffer, the batch."""
+        made = Made(None, math.prod(shape) * dtype.size_bytes, holders=frozenset(holders))
+        array = Array(self, shape, contiguous(shape), dtype, Storage(made, self.timeline))
+        if trainable:
+            array.node = Node(float("inf"), self.place, None, [], [(shape, dtype)])
+        return array
+
+    def save(self, array: Array) -> Array:
+        """What autograd keeps for backward; recompute would too outside blocks."""
+        made = array.storage.made
+        if made.number is not None and not self._in_backward:
+            made.saved_by = made.saved_by or self.place
+            if not self.place.is_block:
+                made.kept_by = made.kept_by or self.place
+        return array.detached()
+
+    def saved_bytes(self) -> dict[Place, int]:
+        """What is kept now, by the first place that saved it."""
+        return _sum((made.saved_by, made) for made in self._made if made.is_alive)
+
+    def selective_bytes(self) -> dict[Place, int]:
+        """What would be if blocks kept only their inputs and what matrix products gave."""
+        return _sum(
+            (made.kept_by, made)
+            for made in self._made
+            if made.is_alive or (made.kept_by is not None and made.kept_by.is_block)
+        )
+
+    # Operations
+
+    def run(
+        self,
+        inputs: Sequence[Array],
+        shape: Shape,
+        dtype: DType,
+        strides: Shape | None = None,
+        *,
+        flop: int = 0,
+        read_bytes: int | None = None,
+    ) -> Array:
+        """One kernel with one output, outside the graph."""
+        out = self.empty(shape, dtype, strides)
+        self.launch(inputs, [out], flop=flop, read_bytes=read_bytes)
+        return out
+
+    def launch(
+        self,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        *,
+        flop: int = 0,
+        read_bytes: int | None = None,
+        is_kept: bool = False,
+    ) -> None:
+        """One kernel: reads its inputs, writes its outputs.
+
+        `is_kept`: an operation whose outputs selective recompute keeps.
+        """
+        work = self.place.backward if self._in_backward else self.place.forward
+        work.kernels += 1
+        work.flop += flop
+        if read_bytes is None:
+            read_bytes = sum(array.occupied_bytes for array in inputs)
+        work.moved_bytes += read_bytes + sum(array.occupied_bytes for array in outputs)
+        if self._in_backward:
+            return
+        for array in inputs:
+            holders = array.storage.made.holders
+            if holders and self.place.name not in holders:
+                self.shared |= holders
+        if is_kept and self.place.is_block:
+            for array in outputs:
+                array.storage.made.kept_by = array.storage.made.kept_by or self.place
+
+    def record(self, outputs: Sequence[Array], inputs: Sequence[Array], backward: Backward) -> None:
+        """Put an operation into the graph, if a gradient can pass it."""
+        if self._in_backward or all(array.node is None for array in inputs):
+            return
+        node = Node(
+            next(self._sequence),
+            self.place,
+            backward,
+            [(array.node, array.index) if array.node else None for array in inputs],
+            [(array.shape, array.dtype) for array in outputs],
+        )
+        for index, array in enumerate(outputs):
+            array.node, array.index = node, index
+
+    def lowered(self, array: Array, cast: Callable[[Array, DType], Array]) -> Array:
+        """`array` as autocast gives it to a matrix product; parameters are cast once."""
+        if self.numerics is not Numerics.BF16_AUTOCAST or array.dtype is not DType.FLOAT32:
+            return array
+        node = array.node
+        if node is None or node.backward is not None:
+            return cast(array, DType.BFLOAT16)
+        if node not in self._casts:
+            self._casts[node] = cast(array, DType.BFLOAT16)
+        return self._casts[node]
+
+    # Calls
+
+    def enter(self, name: str, inputs: Sequence[Array], *, is_block: bool) -> None:
+        """A unit is called with these inputs."""
+        self.timeline.close((self.place, False))
+        self._go_to(Place(name, is_block))
+        self.place.input_bytes = self._take(inputs)
+
+    def leave(self, outputs: Sequence[Array]) -> None:
+        """The unit returns."""
+        self.place.output_bytes += sum({id(a): a.size_bytes for a in outputs}.values())
+        self.timeline.close((self.place, False))
+        self._go_to(Place(GLUE))
+
+    def _go_to(self, place: Place) -> None:
+        self.place = place
+        self.places.append(place)
+        self.timeline.open((place, False))
+
+    def _take(self, inputs: Sequence[Array]) -> int:
+        """Bytes of a call's inputs; what several blocks take is counted in the first."""
+        total = 0
+        for array in {id(array.storage): array for array in inputs}.values():
+            made = array.storage.made
+            if made.number is None:
+                total += array.size_bytes * (array.dtype.is_floating and not made.holders)
+            elif not (self.place.is_block and made.is_taken):
+                total += made.size_bytes
+            if made.number is not None and self.place.is_block:
+                made.is_taken = True
+                made.kept_by = made.kept_by or self.place
+        return total
+
+    # Backward
+
+    def backward(self, root: Array, adapt: Callable[[Array, Shape, DType], Array]) -> None:
+        """Gradients of the scalar `root`, down to the parameters.
+
+        `adapt` brings a gradient to the shape and dtype of what it belongs to.
+        """
+        assert root.node is not None
+        self.timeline.close((self.place, False))
+        self.place = root.node.place
+        self._in_backward = True
+        self.timeline.open((self.place, True))
+        one = self.run([], (), root.dtype)
+        node = root.node
+        _prepare(node)
+        node.gradients[root.index] = one
+        del root
+        ready = [(-node.sequence, node)]
+        while ready:
+            node = heapq.heappop(ready)[1]
+            self._run(node, ready, adapt)
+        self.timeline.close((self.place, True))
+
+    def _run(
+        self,
+        node: Node,
+        ready: list[tuple[float, Node]],
+        adapt: Callable[[Array, Shape, DType], Array],
+    ) -> None:
+        assert node.backward is not None
+        if node.place is not self.place:
+            self.timeline.close((self.place, True))
+            self.place = node.place
+            self.timeline.open((self.place, True))
+        arrived, node.gradients = node.gradients, []
+        gradients = list(node.backward(*arrived))
+        for index, (gradient, parent) in enumerate(zip(gradients, node.parents, strict=True)):
+            if gradient is not None and parent is not None:
+                gradients[index] = adapt(gradient, *parent[0].outputs[parent[1]])
+        gradient = None
+        arrived.clear()
+        node.backward = None  # what it saved goes
+        twice = {id(g) for g in gradients if gradients.count(g) > 1}
+        for index, parent in enumerate(node.parents):
+            if parent is None:
+                continue
+            (target, output), gradient = parent, gradients[index]
+            gradients[index] = None
+            if gradient is not None and target.backward is None and id(gradient) in twice:
+                # A parameter's gradient is its own: what another node holds is copied.
+                gradient = self.run([gradient], gradient.shape, gradient.dtype)
+            if gradient is not None:
+                self._add(target, output, gradient)
+            gradient = None
+            target.waiting -= 1
+            if not target.waiting and target.backward is not None:
+                heapq.heappush(ready, (-target.sequence, target))
+        node.parents = []
+
+    def _add(self, node: Node, output: int, gradient: Array) -> None:
+        before = node.gradients[output]
+        if before is not None:
+            gradient = self.run([before, gradient], before.shape, before.dtype, before.strides)
+        node.gradients[output] = gradient
+
+
+def has_gradient(parameter: Array) -> bool:
+    """Whether a gradient arrived at a parameter."""
+    return parameter.node is not None and any(parameter.node.gradients)
+
+
+def gradient_number(parameter: Array) -> int | None:
+    """What a parameter's gradient is called in the timeline, after backward."""
+    gradients = parameter.node.gradients if parameter.node else []
+    gradient = gradients[0] if gradients else None
+    return None if gradient is None else gradient.storage.made.number
+
+
+def _prepare(root: Node) -> None:
+    """Make room for gradients and count those to come, in every node behind `root`."""
+    root.gradients = [None] * len(root.outputs)
+    seen, found = {root}, [root]
+    while found:
+        for parent in found.pop().parents:
+            if parent is None:
+                continue
+            node = parent[0]
+            if node not in seen:
+                seen.add(node)
+                found.append(node)
+                node.gradients = [None] * len(node.outputs)
+            node.waiting += 1
+
+
+def _sum(found: Iterable[tuple[Place | None, Made]]) -> dict[Place, int]:
+    total: dict[Place, int] = {}
+    for place, made in found:
+        if place is not None:
+            total[place] = total.get(place, 0) + made.size_bytes
+    return total

@@ -1,0 +1,104 @@
+"""What places took, put together by unit; and two runs fitted to costs that grow with the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+from profiles.model import Affine, UnitCost
+from profiles.places import Place
+
+
+@dataclass(slots=True)
+class Cost:
+    """Of one unit at one batch size; the fields of `UnitCost`."""
+
+    forward_flop: int = 0
+    backward_flop: int = 0
+    forward_moved_bytes: int = 0
+    backward_moved_bytes: int = 0
+    forward_kernels: int = 0
+    backward_kernels: int = 0
+    activation_bytes: int = 0
+    selective_activation_bytes: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    forward_transient_bytes: int = 0
+    backward_transient_bytes: int = 0
+
+
+def tally(
+    places: Iterable[Place],
+    *,
+    saved: Mapping[Place, int],
+    selective: Mapping[Place, int],
+    peaks: Mapping[object, int],
+) -> dict[str, Cost]:
+    """All calls of a unit together, in the order of first calls; of transients the highest.
+
+    Args:
+        saved, selective: bytes that each place keeps for backward, as it is and under selective
+            recompute.
+        peaks: of the windows (place, is_backward).
+    """
+    found: dict[str, Cost] = {}
+    for called in places:
+        cost = found.setdefault(called.name, Cost())
+        place = called.stands_for or called
+        cost.forward_flop += place.forward.flop
+        cost.backward_flop += place.backward.flop
+        cost.forward_moved_bytes += place.forward.moved_bytes
+        cost.backward_moved_bytes += place.backward.moved_bytes
+        cost.forward_kernels += place.forward.kernels
+        cost.backward_kernels += place.backward.kernels
+        cost.activation_bytes += saved.get(place, 0)
+        cost.selective_activation_bytes += selective.get(place, 0)
+        cost.input_bytes += place.input_bytes
+        cost.output_bytes += place.output_bytes
+        forward, backward = peaks.get((place, False), 0), peaks.get((place, True), 0)
+        cost.forward_transient_bytes = max(cost.forward_transient_bytes, forward)
+        cost.backward_transient_bytes = max(cost.backward_transient_bytes, backward)
+    return found
+
+
+def fitted(
+    once: Mapping[str, Cost], twice: Mapping[str, Cost] | None, samples: int
+) -> dict[str, UnitCost]:
+    """Costs by unit from a run over `samples`, and one over twice as many if there is one."""
+    return {
+        name: _unit_cost(cost, None if twice is None else twice.get(name, Cost()), samples)
+        for name, cost in once.items()
+    }
+
+
+def _unit_cost(one: Cost, two: Cost | None, samples: int) -> UnitCost:
+    values: dict[str, Affine | int] = {}
+    for field in fields(Cost):
+        value = getattr(one, field.name)
+        if field.name.endswith("_kernels"):
+            values[field.name] = value
+        else:
+            values[field.name] = affine(
+                value, None if two is None else getattr(two, field.name), samples
+            )
+    return UnitCost.model_validate(values)
+
+
+def affine(one: int, two: int | None, samples: int) -> Affine:
+    """The line through `one` at `samples` and `two` at twice as many; never below zero.
+
+    Without a second point, and where the line would be negative at one sample, it is proportional
+    (to the larger batch, which is the larger figure per sample then). What shrinks counts as fixed.
+
+    >>> affine(30, 50, samples=2)
+    Affine(fixed=10.0, per_sample=10.0)
+    """
+    if two is None:
+        return Affine(per_sample=one / samples)
+    if two < one:
+        return Affine(fixed=one)
+    per_sample = (two - one) / samples
+    fixed = 2 * one - two
+    if fixed + per_sample < 0:
+        return Affine(per_sample=two / (2 * samples))
+    return Affine(fixed=fixed, per_sample=per_sample)

@@ -1,0 +1,130 @@
+"""A config.json with transformers and without: one answer, and where it came from is said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from advisor.models import load_model, profile_model
+from profiles.errors import InputError, UnknownNameError
+from profiles.model import ModelProfile, Numerics
+from tests.profiles.test_families import LLAMA_3_8B, VIT, assert_equal
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA = {**LLAMA_3_8B, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3} | {
+    "vocab_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(LLAMA))
+    return path
+
+
+def profiled(path: Path, tokens: int | None = 16) -> ModelProfile:
+    return profile_model(
+        str(path), samples=1, sequence_length=tokens, numerics=(Numerics.BF16, Numerics.BF16)
+    )
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_the_closed_form_gives_what_transformers_gives_and_says_so(
+    config: Path,
+    missing: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("transformers")
+    expected = profiled(config)
+    assert "closed form" not in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, missing, None)
+    found = profiled(config)
+    said = capsys.readouterr().err
+    assert f"note: without {missing}, LlamaForCausalLM is profiled in closed form" in said
+    assert "names bfloat16; parameters are taken as fp32" in said
+    assert found.name == "tiny"
+    assert found.numerics == (Numerics.AS_BUILT, Numerics.BF16)
+    assert_equal(found, expected)
+
+
+def test_a_classifier_of_images_is_profiled_either_way(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    config.write_text(json.dumps(VIT))
+    expected = profiled(config, None)
+    assert expected.tokens_per_sample is None
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert_equal(profiled(config, None), expected)
+    with pytest.raises(InputError, match="`--seq 16`, but this model takes images"):
+        profiled(config, 16)
+
+
+def test_a_classifier_of_images_takes_no_length_with_transformers_too(config: Path) -> None:
+    pytest.importorskip("transformers")
+    config.write_text(json.dumps(VIT))
+    with pytest.raises(InputError, match="leave `--seq` out"):
+        load_model(str(config), samples=1, sequence_length=16)
+
+
+@pytest.mark.usefixtures("no_transformers")
+class TestWithoutTransformers:
+    @pytest.fixture
+    def no_transformers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+
+    def test_the_sequence_length_is_asked_for(self, config: Path) -> None:
+        with pytest.raises(InputError, match=r"add `--seq 2048` \(positions go to 8192\)"):
+            profiled(config, None)
+
+    def test_a_sequence_beyond_the_positions_is_refused(self, config: Path) -> None:
+        with pytest.raises(InputError, match="`--seq 8193`, but the positions of this model"):
+            profiled(config, 8193)
+
+    def test_a_family_without_a_closed_form_is_told_what_installs_it(self, config: Path) -> None:
+        config.write_text(json.dumps({**LLAMA, "model_type": "mixtrall"}))
+        with pytest.raises(UnknownNameError, match="did you mean `mixtral`") as caught:
+            profiled(config)
+        assert caught.value.where == str(config)
+        assert "pip install 'parallel-advisor[hf]'" in str(caught.value)
+
+
+BLOCKED = """
+import sys, time
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Blocked())
+from advisor.cli import main
+try:
+    main()
+finally:
+    print("cpu seconds:", time.process_time(), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_advise_answers_at_once_where_torch_cannot_be_imported(
+    config: Path, precision: str | None
+) -> None:
+    config.write_text(json.dumps(LLAMA_3_8B))
+    command = [sys.executable, "-c", BLOCKED, str(config), "--cluster", "8xH100-SXM-80GB"]
+    command += ["--global-batch", "64", "--seq", "2048", "--json"]
+    command += ["--precision", precision] if precision else []
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    decision = json.loads(run.stdout)
+    assert "without torch, LlamaForCausalLM is profiled in closed form" in run.stderr
+    seconds = float(run.stderr.rpartition("cpu seconds:")[2])
+    assert seconds < 1
+    assert decision["plan"]["precision"] == (precision or "fp32")
