@@ -29,7 +29,7 @@ from engines.parallel import ParallelModel
 from engines.plan import AXES, Plan, Precision, load_plan, parse_settings
 from engines.world import DEFAULT_TIMEOUT_S, World, join_world, require_same
 from profiles.batch import Batch, batch_size
-from profiles.bench import bench
+from profiles.bench import recall_or_bench
 from profiles.capture import capture
 from profiles.cluster import ClusterProfile
 from profiles.clusters import resolve_cluster
@@ -129,8 +129,8 @@ def auto_parallelize(
     """Decide how to spread `model` over the ranks of this job, and do it.
 
     Start the script with `torchrun --nproc-per-node N`; alone it is a plan of one device. Rank 0
-    looks and decides, the others take its plan. The links are timed for a few seconds first,
-    unless `cluster` says what they are.
+    looks and decides, the others take its plan. Devices and links are timed for 20 seconds first,
+    unless an equal job did so before (see `profiles.bench.cache`) or `cluster` says what they are.
 
     Args:
         model, sample, loss_fn, precision, objective, timed: as for `advise`; all ranks time their
@@ -158,7 +158,9 @@ def auto_parallelize(
     world = join_world(timeout_s=timeout_s)
     _require_same_request(pins, world, global_batch_size, precision, objective)
     _require_ranks(pins, world)
-    machines = cluster or _bench(world)
+    if cluster is None:
+        cluster = recall_or_bench(probe()) if world.size > 1 else probe(measure=True)
+    machines = cluster
 
     def facts() -> Facts:
         return look(
@@ -322,10 +324,6 @@ def _require_ranks(pins: Mapping[str, Any], world: World) -> None:
             f"{needed} rank{'s' if needed > 1 else ''}, this job has {world.size}",
             hints=[f"start {needed} ranks, or leave the degrees open"],
         )
-
-
-def _bench(world: World) -> ClusterProfile:
-    return bench(probe()) if world.size > 1 else probe(measure=True)
 
 
 def _from_rank_zero(decide: Callable[[], Decision], world: World) -> Decision:

@@ -22,12 +22,13 @@ from advisor.command import (
     writable,
     write,
 )
+from advisor.machines import look, resolve, timed_here
+from profiles.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from advisor.facts import Facts
-    from profiles.cluster import ClusterProfile
 
 sequence_option = click.option(
     "--seq",
@@ -110,6 +111,7 @@ def cli() -> None:
     help="Follow the decision tree; or take the fastest, or the smallest plan.",
 )
 @click.option("-o", "--output", metavar="FILE", help="Write the decision here, as JSON.")
+@click.option("--no-bench", is_flag=True, help="Under torchrun, time nothing: take usual speeds.")
 @json_option
 @common_options
 def plan(
@@ -122,6 +124,7 @@ def plan(
     pins: str,
     objective: str,
     output: str | None,
+    no_bench: bool,
     as_json: bool,
     no_color: bool,
 ) -> None:
@@ -129,7 +132,8 @@ def plan(
 
     MODEL is a bundled name (gpt-10m, gpt-125m, gpt-1.3b, gpt-7b, gpt-13b, gpt-70b),
     pkg.module:factory, a Hugging Face config.json, or a profile written by `advise profile`.
-    Nothing is downloaded.
+    Nothing is downloaded. Under torchrun `--cluster auto` is the job: its devices and links are
+    timed for 20 seconds, once (see `advise probe --bench`), and rank 0 answers.
     """
     from engines.plan import parse_settings
 
@@ -138,6 +142,7 @@ def plan(
     facts = _facts(
         model,
         cluster=cluster,
+        bench=not no_bench,
         global_batch=global_batch,
         sequence_length=seq,
         optimizer=optimizer,
@@ -203,26 +208,37 @@ def explain(file: str, why_not: str | None, no_color: bool) -> None:
 
 @cli.command()
 @click.option("-o", "--output", metavar="FILE", help="Write it here, as TOML for `--cluster`.")
-@click.option("--bench", is_flag=True, help="Time matrix products and, under torchrun, the links.")
+@click.option("--bench", is_flag=True, help="Time the device and, under torchrun, all links.")
+@click.option(
+    "--nccl-tests",
+    "logs",
+    multiple=True,
+    metavar="LOG",
+    help="The machines of this nccl-tests output, not this one; may be repeated.",
+)
 @common_options
-def probe(output: str | None, bench: bool, no_color: bool) -> None:
-    """Look at this machine, or at the job that `advise` was started in."""
+def probe(output: str | None, bench: bool, logs: tuple[str, ...], no_color: bool) -> None:
+    """Look at this machine, or at the job that `advise` was started in.
+
+    \b
+      torchrun --nproc-per-node 8 -m advisor probe --bench -o cluster.toml
+      advise probe --nccl-tests all_reduce.log --nccl-tests all_gather.log -o cluster.toml
+
+    With `--bench` under torchrun every mesh axis is timed, in 20 seconds; start it on all nodes.
+    Logs are those of all_reduce_perf, all_gather_perf, reduce_scatter_perf, alltoall_perf and
+    sendrecv_perf; they tell the nodes and devices too.
+    """
     from profiles.clusters import to_toml
-    from profiles.launcher import launcher
-    from profiles.probe import probe as look
 
     writable(output)
-    job = launcher()
-    machines = look(launcher=job, measure=bench)
-    if bench and job.world_size > 1:
-        from engines.world import join_world, leave_world
-        from profiles.bench import bench as measure
+    if logs:
+        if bench:
+            raise InputError("`--bench` times this job, `--nccl-tests` reads of others: take one")
+        from profiles.nccl_tests import cluster_of_logs
 
-        join_world()
-        machines = measure(machines)
-        leave_world()
-    if job.rank > 0:
-        return
+        machines = cluster_of_logs(logs)
+    else:
+        machines = timed_here() if bench else look()
     if output is None:
         click.echo(to_toml(machines), nl=False)
     else:
@@ -292,6 +308,7 @@ def _facts(
     model: str,
     *,
     cluster: str,
+    bench: bool,
     global_batch: int | None,
     sequence_length: int | None,
     optimizer: str,
@@ -306,7 +323,7 @@ def _facts(
     from profiles.workload import Workload
 
     optimizer_facts = optimizer_profile(optimizer)
-    machines = _machines(cluster)
+    machines = resolve(cluster, bench=bench)
     reduced = (Numerics.BF16, Numerics.BF16_AUTOCAST) if precision == "bf16" else ()
     found = profile_model(model, samples=1, sequence_length=sequence_length, numerics=reduced)
     if global_batch is None:
@@ -334,16 +351,6 @@ def _given() -> tuple[str, ...]:
     source_of = click.get_current_context().get_parameter_source
     typed = click.core.ParameterSource.COMMANDLINE
     return tuple(field for field, option in options.items() if source_of(option) is typed)
-
-
-def _machines(text: str) -> ClusterProfile:
-    if text == "auto":
-        from profiles.probe import probe
-
-        return probe(measure=True)
-    from profiles.clusters import resolve_cluster
-
-    return resolve_cluster(text)
 
 
 def main() -> None:

@@ -11,9 +11,10 @@ from advisor.policy import Policy
 from advisor.rules import Candidate
 from advisor.tree import EDGES, LEAVES, NOT_BUILT, QUESTIONS, ROOT, Trace, TraceStep
 from engines.plan import DataParallel, Recompute
-from profiles.cluster import ClusterProfile
+from profiles.cluster import ClusterProfile, Collective, Link
 from profiles.model import UnitProfile
 from profiles.optimizers import upkeep
+from profiles.provenance import Source
 from profiles.units import format_bandwidth, format_gib
 
 
@@ -82,8 +83,9 @@ def _fits(situation: _Situation) -> Answer:
     needed = shown.estimate.peak_high_bytes
     return (
         "yes" if shown.estimate.fits(usable) else "no",
-        f"whole it needs up to {format_gib(needed)} (microbatch {shown.plan.microbatch_size}"
-        f"{trick}), a device has {format_gib(usable)} usable",
+        f"whole it needs up to {format_gib(needed)} (derived; microbatch"
+        f" {shown.plan.microbatch_size}{trick}), a device has {format_gib(usable)} usable"
+        f" ({_memory_source(situation)})",
     )
 
 
@@ -95,8 +97,13 @@ def _layer_fits(situation: _Situation) -> Answer:
     usable = situation.usable_bytes
     return (
         "yes" if needed <= usable else "no",
-        f"`{unit.name}` with its states needs {format_gib(needed)} of {format_gib(usable)} usable",
+        f"`{unit.name}` with its states needs {format_gib(needed)} (derived) of"
+        f" {format_gib(usable)} usable ({_memory_source(situation)})",
     )
+
+
+def _memory_source(situation: _Situation) -> Source:
+    return situation.facts.cluster.device.memory_bytes.source
 
 
 def _unit_bytes(unit: UnitProfile, facts: Facts) -> float:
@@ -120,7 +127,7 @@ def _links(situation: _Situation, where: str) -> Answer:
     """
     cluster = situation.facts.cluster
     sharded = [c for c in situation.probes if c.plan.data_parallel is DataParallel.FULL_SHARD]
-    given = cluster.group_bandwidth(cluster.world_size).value
+    given = given_bytes_per_s(cluster)
     if not sharded:
         return "slow", "the model cannot be sharded here: see the problems of `zero=3`"
     fitting = [c for c in sharded if c.estimate.fits(situation.usable_bytes)] or sharded
@@ -129,22 +136,47 @@ def _links(situation: _Situation, where: str) -> Answer:
     answer = "fast" if needed <= given else "slow"
     return (
         answer,
-        f"ZeRO-3 needs {format_bandwidth(needed)} {where} to hide behind computing (microbatch"
-        f" {least.plan.microbatch_size}), {_given(cluster)}",
+        f"ZeRO-3 needs {format_bandwidth(needed)} {where} to hide behind computing (derived;"
+        f" microbatch {least.plan.microbatch_size}), {_given(cluster)}",
     )
 
 
+def given_bytes_per_s(cluster: ClusterProfile) -> float:
+    """Bus bandwidth of ZeRO-3's traffic over all devices: as timed, else of the links."""
+    return _timed_bytes_per_s(cluster) or cluster.group_bandwidth(cluster.world_size).value
+
+
+def _timed_bytes_per_s(cluster: ClusterProfile) -> float | None:
+    """Of two gathers and a reduction of equal size, where a bench timed them over all devices."""
+    gather = cluster.measured(Collective.ALL_GATHER, cluster.world_size)
+    reduce = cluster.measured(Collective.REDUCE_SCATTER, cluster.world_size)
+    if gather is None or reduce is None:
+        return None
+    return 3 / (2 / gather.busbw_bytes_per_s + 1 / reduce.busbw_bytes_per_s)
+
+
 def _given(cluster: ClusterProfile) -> str:
-    """What each tier on the way of a ring over all devices gives; the slowest one decides."""
+    """What the ranks were timed to reach; else what each tier on the way of a ring over all devices
+    gives, of which the slowest one decides."""
+    timed = _timed_bytes_per_s(cluster)
+    if timed:
+        name = cluster.link(cluster.world_size).name
+        return f"{name} gave {format_bandwidth(timed)} ({Source.MEASURED})"
     link = cluster.link(cluster.world_size)
-    words = f"{link.name} gives {format_bandwidth(link.bandwidth_bytes_per_s.value)}"
+    words = f"{link.name} gives {_rate(link)}"
     slowest = cluster.bottleneck(cluster.world_size)
     if slowest is link:
         return words
     rate = format_bandwidth(cluster.group_bandwidth(cluster.world_size).value)
     inside = cluster.topology.share(cluster.world_size).tier.is_inside
     where = "inside the node" if inside else "between nodes"
-    return f"{words} and, on the way {where}, {slowest.name} {rate}"
+    source = slowest.bandwidth_bytes_per_s.source
+    return f"{words} and, on the way {where}, {slowest.name} {rate} ({source})"
+
+
+def _rate(link: Link) -> str:
+    bandwidth = link.bandwidth_bytes_per_s
+    return f"{format_bandwidth(bandwidth.value)} ({bandwidth.source})"
 
 
 def needed_bytes_per_s(estimate: Estimate) -> float:

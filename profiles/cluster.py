@@ -44,6 +44,31 @@ class LinkFit(Record):
     relative_residual: NonNegativeFloat = 0.0
 
 
+class AxisFits(Record):
+    """What the groups of one mesh axis measured while all of them talked at once.
+
+    Attributes:
+        group_size, stride: the axis: groups of `group_size` ranks, `stride` ranks apart.
+        fits: each group's own; bandwidth is not summed over the groups of a node.
+    """
+
+    group_size: PositiveInt
+    stride: PositiveInt
+    fits: dict[Collective, LinkFit]
+
+
+class Overlap(Record):
+    """How many times longer each takes while computing and communication run at once; 1: as long.
+
+    Attributes:
+        computing: of a matrix product, while the ranks exchange tensors.
+        communication: of an all-reduce over all ranks, while they compute.
+    """
+
+    computing: Quantity
+    communication: Quantity
+
+
 class Link(Record):
     """A tier of links: what joins the devices of a node, or the nodes.
 
@@ -90,6 +115,8 @@ class Device(Record):
         matmul_fraction: share of the peak that large matrix products reach.
         launch_s: time below which no operation goes.
         context_bytes: taken by runtime, libraries and process group before the first tensor.
+        matmul_efficiency: by edge n, what an n x n x n product reaches as a share of what large
+            ones do; where a bench was run.
     """
 
     name: str
@@ -100,6 +127,7 @@ class Device(Record):
     matmul_fraction: Quantity
     launch_s: Quantity
     context_bytes: Quantity
+    matmul_efficiency: dict[PositiveInt, Quantity] = Field(default_factory=dict)
 
 
 class ClusterProfile(Document):
@@ -116,6 +144,8 @@ class ClusterProfile(Document):
         notes: what is special, or could not be found out; shown in every report.
         host_memory_bytes: main memory of a node.
         cores: processor cores of a node.
+        axes: measured mesh axes, where a bench was run; the one that fits takes precedence.
+        overlap: measured, where a bench was run.
     """
 
     name: str
@@ -132,6 +162,8 @@ class ClusterProfile(Document):
     inter: Link | None
     host_memory_bytes: Quantity | None = None
     cores: PositiveInt | None = None
+    axes: tuple[AxisFits, ...] = ()
+    overlap: Overlap | None = None
 
     @property
     def world_size(self) -> int:
@@ -174,6 +206,13 @@ class ClusterProfile(Document):
         if tier is None:
             raise ValueError(f"{self.name} has no link for {group_size} ranks {stride} apart")
         return tier
+
+    def measured(self, kind: Collective, group_size: int, stride: int = 1) -> LinkFit | None:
+        """The fit of this collective on exactly this axis, if a bench timed it."""
+        for axis in self.axes:
+            if (axis.group_size, axis.stride) == (group_size, stride):
+                return axis.fits.get(kind)
+        return None
 
     def group_bandwidth(self, group_size: int, stride: int = 1) -> Quantity:
         """Bus bandwidth of each such group when all groups of the axis talk at once, bytes/s.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 
-from profiles.cluster import ClusterProfile, Link
+from profiles.cluster import ClusterProfile, Link, LinkFit
 from profiles.provenance import Quantity, Source
 from profiles.units import (
     GIB,
@@ -33,6 +33,7 @@ def _lines(cluster: ClusterProfile) -> Iterator[str]:
     yield "# A cluster, for `--cluster`. `relative_error` is half the width of a number's range, as"
     yield "# a fraction of it. Sources, most trusted first: measured on these machines; derived"
     yield '# from other facts; datasheet (printed or published); assumed; "you", who wrote it.'
+    yield "# Counts are counted, and `fits` measured, unless you wrote them."
     yield ""
     yield f"name = {_text(cluster.name)}"
     yield f"nodes = {cluster.num_nodes}"
@@ -68,6 +69,12 @@ def _lines(cluster: ClusterProfile) -> Iterator[str]:
     for dtype, quantity in device.flop_per_s.items():
         key = dtype if dtype.isidentifier() and dtype.isascii() else _text(dtype)
         yield f"{key} = {_written(quantity, parse_flop_rate, _FLOPS)}"
+    if device.matmul_efficiency:
+        yield ""
+        yield "# What an n x n x n matrix product reaches, as a share of what large ones do."
+        yield "[device.matmul_efficiency]"
+        for edge, quantity in device.matmul_efficiency.items():
+            yield f"{edge} = {_written(quantity, float, ())}"
     for tier, between, link in (
         ("intra", "the devices of a node: one direction, per device", cluster.intra),
         ("inter", "nodes: one direction, all network cards of a node together", cluster.inter),
@@ -89,6 +96,20 @@ def _lines(cluster: ClusterProfile) -> Iterator[str]:
             f"devices = {bridge.devices}",
             f"peer_to_peer = {str(bridge.peer_to_peer).lower()}",
         )
+    if cluster.overlap is not None:
+        yield ""
+        yield "# How many times longer each takes while computing and communication run at once."
+        yield "[overlap]"
+        yield f"computing = {_written(cluster.overlap.computing, float, ())}"
+        yield f"communication = {_written(cluster.overlap.communication, float, ())}"
+    for axis in cluster.axes:
+        yield ""
+        yield f"# Groups of {axis.group_size} ranks, {axis.stride} apart, all of them at once."
+        yield "[[axes]]"
+        yield f"group_size = {axis.group_size}"
+        yield f"stride = {axis.stride}"
+        for collective, fit in axis.fits.items():
+            yield f"fits.{collective.value} = {{ {', '.join(_fit_parts(fit))} }}"
 
 
 def _link_lines(tier: str, link: Link, *more: str) -> Iterator[str]:
@@ -103,9 +124,13 @@ def _link_lines(tier: str, link: Link, *more: str) -> Iterator[str]:
     for collective, fit in link.fits.items():
         yield ""
         yield f"[{tier}.fits.{collective.value}]"
-        yield f"latency = {_text(_exact(fit.latency_s, parse_seconds, _TIMES))}"
-        yield f"bandwidth = {_text(_exact(fit.busbw_bytes_per_s, parse_bandwidth, _RATES))}"
-        yield f"relative_residual = {fit.relative_residual!r}"
+        yield from _fit_parts(fit)
+
+
+def _fit_parts(fit: LinkFit) -> Iterator[str]:
+    yield f"latency = {_text(_exact(fit.latency_s, parse_seconds, _TIMES))}"
+    yield f"bandwidth = {_text(_exact(fit.busbw_bytes_per_s, parse_bandwidth, _RATES))}"
+    yield f"relative_residual = {fit.relative_residual!r}"
 
 
 def _link_example(tier: str) -> Iterator[str]:

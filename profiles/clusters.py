@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,15 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
 
 from profiles import catalogue
-from profiles.cluster import ClusterProfile, Collective, Device, Link, LinkFit
+from profiles.cluster import (
+    AxisFits,
+    ClusterProfile,
+    Collective,
+    Device,
+    Link,
+    LinkFit,
+    Overlap,
+)
 from profiles.cluster import HostBridge as Bridge
 from profiles.cluster_names import parts_of_name
 from profiles.cluster_text import to_toml
@@ -88,6 +96,7 @@ _Memory = Annotated[Quantity | None, BeforeValidator(partial(_quantity, parse_by
 _Bandwidth = Annotated[Quantity | None, BeforeValidator(partial(_quantity, parse_bandwidth))]
 _Time = Annotated[Quantity | None, BeforeValidator(partial(_quantity, parse_seconds))]
 _Fraction = Annotated[Quantity | None, BeforeValidator(partial(_quantity, float))]
+_Factor = Annotated[Quantity, BeforeValidator(partial(_quantity, float))]
 _FlopRate = Annotated[Quantity, BeforeValidator(partial(_quantity, parse_flop_rate))]
 
 
@@ -95,6 +104,17 @@ class _FitTable(Record):
     latency: Annotated[NonNegativeFloat, BeforeValidator(partial(_plain, parse_seconds))]
     bandwidth: Annotated[float, BeforeValidator(partial(_plain, parse_bandwidth))]
     relative_residual: NonNegativeFloat = 0.0
+
+
+class _AxisTable(Record):
+    group_size: PositiveInt
+    stride: PositiveInt
+    fits: dict[str, _FitTable] = Field(default_factory=dict)
+
+
+class _OverlapTable(Record):
+    computing: _Factor
+    communication: _Factor
 
 
 class _LinkTable(Record):
@@ -120,6 +140,7 @@ class _DeviceTable(Record):
     matmul_fraction: _Fraction = None
     launch: _Time = None
     context: _Memory = None
+    matmul_efficiency: dict[PositiveInt, _Factor] | None = None
 
 
 class _ClusterTable(Record):
@@ -143,6 +164,8 @@ class _ClusterTable(Record):
     device: _DeviceTable | None = None
     intra: _LinkTable | None = None
     inter: _LinkTable | None = None
+    overlap: _OverlapTable | None = None
+    axes: list[_AxisTable] = Field(default_factory=list)
 
 
 def resolve_cluster(text: str) -> ClusterProfile:
@@ -304,6 +327,15 @@ def _assemble(
         inter=inter,
         host_memory_bytes=host,
         cores=cores,
+        axes=tuple(
+            AxisFits(
+                group_size=axis.group_size,
+                stride=axis.stride,
+                fits=_fits(axis.fits, _at(where, f"axes.{index}.fits")),
+            )
+            for index, axis in enumerate(table.axes)
+        ),
+        overlap=Overlap.build(table.overlap.model_dump()) if table.overlap else None,
     )
 
 
@@ -329,6 +361,7 @@ def _device(accelerator: str | None, table: _DeviceTable | None, where: str | No
         "matmul_fraction": table.matmul_fraction,
         "launch_s": table.launch,
         "context_bytes": table.context,
+        "matmul_efficiency": table.matmul_efficiency,
     }
     update: dict[str, object] = {key: value for key, value in given.items() if value is not None}
     if known is not None:
@@ -372,25 +405,13 @@ def _link(table: _LinkTable | None, default: Link | None, tier: str, where: str 
         )
     if bandwidth.value <= 0:
         raise InputError("a link needs a bandwidth above 0", where=_at(where, f"{tier}.bandwidth"))
-    for collective in table.fits:
-        if collective not in list(Collective):
-            raise UnknownNameError(
-                "collective", collective, list(Collective), where=_at(where, f"{tier}.fits")
-            )
     lent = named or (default if table.bandwidth is None else None)
     return Link(
         name=table.name or (lent.name if lent else tier),
         wiring=table.wiring or (base.wiring if base else "switch"),
         bandwidth_bytes_per_s=bandwidth,
         latency_s=latency,
-        fits={
-            Collective(collective): LinkFit(
-                latency_s=fit.latency,
-                busbw_bytes_per_s=fit.bandwidth,
-                relative_residual=fit.relative_residual,
-            )
-            for collective, fit in table.fits.items()
-        },
+        fits=_fits(table.fits, _at(where, f"{tier}.fits")),
     )
 
 
@@ -402,6 +423,20 @@ def _bridge(table: _BridgeTable, default: Link | None, per_node: int, where: str
         devices=table.devices or per_node,
         peer_to_peer=table.peer_to_peer,
     )
+
+
+def _fits(tables: Mapping[str, _FitTable], where: str | None) -> dict[Collective, LinkFit]:
+    for collective in tables:
+        if collective not in list(Collective):
+            raise UnknownNameError("collective", collective, list(Collective), where=where)
+    return {
+        Collective(collective): LinkFit(
+            latency_s=fit.latency,
+            busbw_bytes_per_s=fit.bandwidth,
+            relative_residual=fit.relative_residual,
+        )
+        for collective, fit in tables.items()
+    }
 
 
 def _missing(keys: list[str], where: str | None, *, hint: str) -> InputError:

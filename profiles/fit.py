@@ -66,5 +66,11 @@ def _line(points: _Points, weights: Sequence[float]) -> tuple[float, float]:
         traffic, seconds = max(points)
         return 0.0, seconds / traffic
     if latency < 0:
-        return 0.0, right / squares
+        # Times that grow faster than the size. The small messages still take what they take: the
+        # line goes through the smallest, and near the others.
+        traffic, seconds = min(points)
+        slope = right / squares
+        latency = max(0.0, seconds - slope * traffic)
+        fixed = right - latency * mixed
+        return (latency, fixed / squares) if fixed > 0 else (0.0, slope)
     return latency, slope

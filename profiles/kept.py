@@ -39,10 +39,14 @@ def our_version() -> str:
         return "unknown"
 
 
-def kept_path(kind: str, *content: object) -> Path:
-    """Where a document of this kind is kept that follows from `content` (JSON values) alone."""
+def kept_path(kind: str, *content: object, folder: Path | None = None) -> Path:
+    """Where a document of this kind is kept that follows from `content` (JSON values) alone.
+
+    Args:
+        folder: None is the user's cache folder.
+    """
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / f"{kind}-{digest[:24]}.json"
+    return (folder or cache_folder()) / f"{kind}-{digest[:24]}.json"
 
 
 def recall(path: Path, document: type[Kept]) -> Kept | None:

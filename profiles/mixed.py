@@ -62,6 +62,8 @@ def slowest_of(
             "oversubscription": max(profile.oversubscription for profile in profiles),
             "host_memory_bytes": _smallest([profile.host_memory_bytes for profile in profiles]),
             "cores": _least([profile.cores for profile in profiles]),
+            "axes": (),  # what was timed, was timed of one kind
+            "overlap": None,
         }
     )
     return merged.model_copy(update={"notes": (*_said(profiles, merged, nodes), *notes)})

@@ -46,6 +46,15 @@ def default_store() -> dist.Store:
     return _get_default_store()
 
 
+def second_line(store: dist.Store) -> dist.Store:
+    """The same store over a connection of its own, for another thread: a wait on one blocks it.
+
+    (`Store.clone`, which torch's stubs do not have.)
+    """
+    line: dist.Store = cast(Any, store).clone()
+    return line
+
+
 def bound_waits(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Let the collectives of a group that exists fail after `timeout` (public since torch 2.15)."""
     name = "set_timeout" if hasattr(dist, "set_timeout") else "_set_pg_timeout"

@@ -45,7 +45,7 @@ WITH_TORCH = {
     "engines.world",
     "advisor.auto",
 }
-WITH_TORCH_PREFIXES = ("advisor.demo.", "profiles.tracing", "profiles.modules")
+WITH_TORCH_PREFIXES = ("advisor.demo.", "profiles.bench.", "profiles.tracing", "profiles.modules")
 
 
 def modules() -> list[str]:

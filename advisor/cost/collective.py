@@ -17,15 +17,18 @@ def collective_s(
 ) -> float:
     """Seconds of one collective: latency + bus_factor * bytes / bus bandwidth.
 
-    A measured fit of this collective takes precedence. Otherwise a ring pays one latency for each
-    of its steps, over the tier that the step uses; an all-reduce takes two rings or, where cheaper,
-    a tree over the nodes (NCCL's two shapes).
+    A measured fit of this collective takes precedence: of exactly this axis, then of the tier.
+    Otherwise a ring pays one latency for each of its steps, over the tier that the step uses; an
+    all-reduce takes two rings or, where cheaper, a tree over the nodes (NCCL's two shapes).
     """
     if group_size < 2:
         return 0.0
+    bus_bytes = kind.bus_factor(group_size) * payload_bytes
+    exact = cluster.measured(kind, group_size, stride)
+    if exact is not None:
+        return exact.latency_s + bus_bytes / exact.busbw_bytes_per_s
     link = cluster.link(group_size, stride)
     bandwidth = cluster.group_bandwidth(group_size, stride).value
-    bus_bytes = kind.bus_factor(group_size) * payload_bytes
     fit = link.fits.get(kind)
     if fit is not None:
         # The fit saw all ranks of a node share its cards; a sparser group gets its part of them.

@@ -251,6 +251,18 @@ def communication_error(plan: Plan, cluster: ClusterProfile) -> float:
         if size < 2:
             continue
         link = cluster.link(size, stride)
-        fits = [fit.relative_residual for fit in link.fits.values()]
-        errors.append(max(fits) if fits else link.bandwidth_bytes_per_s.relative_error)
+        fits = [
+            cluster.measured(kind, size, stride) or link.fits.get(kind) for kind in _sent_by(plan)
+        ]
+        misses = [fit.relative_residual for fit in fits if fit is not None]
+        errors.append(max(misses) if misses else link.bandwidth_bytes_per_s.relative_error)
     return hypot(COMMUNICATION_ERROR, max(errors, default=0.0))
+
+
+def _sent_by(plan: Plan) -> tuple[Collective, ...]:
+    """What moves a plan's parameters and gradients."""
+    if plan.data_parallel is DataParallel.REPLICATE:
+        return (Collective.ALL_REDUCE,)
+    rings = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    is_hybrid = plan.data_parallel is DataParallel.HYBRID_SHARD
+    return (*rings, Collective.ALL_REDUCE) if is_hybrid else rings

@@ -97,6 +97,24 @@ def size_efficiency(flop: float, peak: float) -> float:
     return 1.0
 
 
+def product_efficiency(device: Device, flop: float, peak: float) -> float:
+    """`size_efficiency` as it was measured on an accelerator, else the curve.
+
+    Between the measured sizes along the logarithm of their FLOP. Not on processors: there a small
+    product's time is mostly that of launching it, which is charged by itself.
+    """
+    if not device.matmul_efficiency or device.kind == "cpu":
+        return size_efficiency(flop, peak)
+    points = [(2.0 * edge**3, share.value) for edge, share in device.matmul_efficiency.items()]
+    points.sort()
+    if flop <= points[0][0]:
+        return points[0][1]
+    for (small, low), (large, high) in pairwise(points):
+        if flop < large:
+            return low + (high - low) * log(flop / small) / log(large / small)
+    return points[-1][1]
+
+
 def unit_times(
     loads: Loads, *, recompute: Recompute, device: Device, dtype: str
 ) -> tuple[UnitTime, ...]:
@@ -199,7 +217,7 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, device: Device, peak: float
         """
         busy = moved_bytes / bandwidth
         if flop:
-            busy += flop / (reached * size_efficiency(flop / products, peak))
+            busy += flop / (reached * product_efficiency(device, flop / products, peak))
         launch = kernels * device.launch_s.value
         # An accelerator works while the host launches; a processor does both itself.
         return busy, launch if device.kind == "cpu" else max(0.0, launch - busy)

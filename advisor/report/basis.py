@@ -12,13 +12,14 @@ from advisor.cost.compute import (
     matmul_fraction,
 )
 from advisor.cost.memory import ACTIVATION_ERROR, shard_degree
+from advisor.cost.replay import USUAL_OVERLAP
 from advisor.decision import Decision
 from advisor.rules import load_bytes_per_node
 from engines.legality import numerics
 from engines.plan import Offload, Plan
 from profiles.cluster import ClusterProfile, Link
 from profiles.loading import Loading, load_memory
-from profiles.provenance import Source
+from profiles.provenance import Quantity, Source
 from profiles.record import Record
 from profiles.units import (
     format_bandwidth,
@@ -51,24 +52,44 @@ def _machines(decision: Decision) -> Iterator[Basis]:
     yield Basis(
         what=f"matrix products: {format_percent(matmul_fraction(device))} of"
         f" {format_flop_rate(peak.value)} on {device.name}",
-        source=_source(
-            device.matmul_fraction.source,
-            max(device.matmul_fraction.relative_error, peak.relative_error),
-        ),
+        source=_sources(device.matmul_fraction, peak),
     )
-    bandwidth = device.memory_bandwidth_bytes_per_s
+    bandwidth, launch = device.memory_bandwidth_bytes_per_s, device.launch_s
     yield Basis(
-        what=f"device memory: {format_bandwidth(bandwidth.value)}",
-        source=_source(bandwidth.source, bandwidth.relative_error),
+        what=f"memory bandwidth: {format_bandwidth(bandwidth.value)}", source=_sources(bandwidth)
+    )
+    yield Basis(
+        what=f"device memory: {format_gib(device.memory_bytes.value)}",
+        source=_sources(device.memory_bytes),
+    )
+    yield Basis(
+        what=f"context of a process: {format_gib(device.context_bytes.value)}",
+        source=_sources(device.context_bytes),
+    )
+    yield Basis(
+        what=f"launching an operation: {format_seconds(launch.value)}", source=_sources(launch)
     )
     for where, link in (("in the node", cluster.intra), ("between nodes", cluster.inter)):
         if link is not None:
             yield Basis(what=_link_words(link, where), source=_link_source(link))
+            latency = link.latency_s
+            yield Basis(
+                what=f"a small message {where}: {format_seconds(latency.value)}",
+                source=_sources(latency),
+            )
     memory = cluster.host_memory_bytes
     if memory is not None:
         yield Basis(
-            what=f"main memory of a node: {format_gib(memory.value)}",
-            source=_source(memory.source, memory.relative_error),
+            what=f"main memory of a node: {format_gib(memory.value)}", source=_sources(memory)
+        )
+    yield from _axes(decision)
+    if decision.estimate.time.overlapped_s:
+        overlap = cluster.overlap or USUAL_OVERLAP
+        computing, sending = overlap.computing, overlap.communication
+        yield Basis(
+            what=f"at once, computing takes {computing.value:.2f} times as long, sending"
+            f" {sending.value:.2f} times",
+            source=_sources(computing, sending),
         )
     if decision.plan.offload is Offload.STATES:
         yield Basis(
@@ -76,6 +97,20 @@ def _machines(decision: Decision) -> Iterator[Basis]:
             f" {format_bandwidth(HOST_BANDWIDTH_BYTES_PER_S)} a node",
             source=str(Source.ASSUMED),
         )
+
+
+def _axes(decision: Decision) -> Iterator[Basis]:
+    """The collectives of this plan that were timed on exactly its groups."""
+    sent = decision.estimate.traffic
+    for kind, size, stride in dict.fromkeys((t.kind, t.group_size, t.stride) for t in sent):
+        fit = decision.facts.cluster.measured(kind, size, stride)
+        if fit is not None:
+            apart = f", {stride} apart" if stride > 1 else ""
+            yield Basis(
+                what=f"{kind.value} over {size} ranks{apart}:"
+                f" {format_bandwidth(fit.busbw_bytes_per_s)} after {format_seconds(fit.latency_s)}",
+                source=_source(Source.MEASURED, fit.relative_residual),
+            )
 
 
 def _models(decision: Decision) -> Iterator[Basis]:
@@ -89,6 +124,10 @@ def _models(decision: Decision) -> Iterator[Basis]:
             what="model of communication: latency and bandwidth, one unit prefetched",
             source=_source(Source.ASSUMED, COMMUNICATION_ERROR),
         )
+    yield Basis(
+        what="steps, rates and memory of plans, and what they need: from all of this",
+        source=str(Source.DERIVED),
+    )
 
 
 def _computing(decision: Decision) -> Iterator[Basis]:
@@ -147,15 +186,25 @@ def _link_words(link: Link, where: str) -> str:
     if link.fits:
         rates = [fit.busbw_bytes_per_s for fit in link.fits.values()]
         low, high = format_bandwidth(min(rates)), format_bandwidth(max(rates))
-        return f"links {where}: {link.name}, {low if low == high else f'{low} to {high}'}"
-    return f"links {where}: {link.name}, {format_bandwidth(link.bandwidth_bytes_per_s.value)}"
+        span = low if low == high else f"{low} to {high}"
+        return f"links {where}: {link.name}, {span}"
+    rate = format_bandwidth(link.bandwidth_bytes_per_s.value)
+    return f"links {where}: {link.name}, {rate}"
 
 
 def _link_source(link: Link) -> str:
     if link.fits:
         worst = max(fit.relative_residual for fit in link.fits.values())
         return _source(Source.MEASURED, worst)
-    return _source(link.bandwidth_bytes_per_s.source, link.bandwidth_bytes_per_s.relative_error)
+    return _sources(link.bandwidth_bytes_per_s)
+
+
+def _sources(first: Quantity, *others: Quantity) -> str:
+    """The source of numbers that go together, the least trusted one's, and the widest range."""
+    numbers = (first, *others)
+    order = list(Source)
+    worst = max((number.source for number in numbers), key=order.index)
+    return _source(worst, max(number.relative_error for number in numbers))
 
 
 def _source(source: Source, error: float) -> str:

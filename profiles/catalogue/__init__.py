@@ -25,14 +25,12 @@ from profiles.units import parse_bandwidth, parse_bytes, parse_flop_rate, parse_
 
 # Time of the shortest kernel: 7 us launch floor (AutoParallel, compute_estimation.py); CUDA graphs
 # and long kernels hide part of it, Python-heavy models exceed it.
-LAUNCH = Quantity(
-    value=7e-6, source=Source.DATASHEET, relative_error=0.5, origin="AutoParallel docs"
-)
+LAUNCH = Quantity(value=7e-6, source=Source.ASSUMED, relative_error=0.5, origin="AutoParallel docs")
 # CUDA context 0.47 (lazy) to 0.92 GiB and NCCL 1 to 2 GiB; 2.00 GiB after the first barrier
 # (ml-engineering, measured with torch 2.1): 1.5 to 2.9 GiB in all.
 CONTEXT = Quantity(
     value=2.0 * 2**30,
-    source=Source.DATASHEET,
+    source=Source.ASSUMED,
     relative_error=0.45,
     origin="ml-engineering: CUDA context 0.47-0.92 GiB, NCCL 1-2 GiB",
 )

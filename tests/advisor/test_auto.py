@@ -205,7 +205,7 @@ def _timed(plan: str, folder: str) -> tuple[float, int, int]:
         )
     assert isinstance(parallel.decision, Decision)
     (times,) = parallel.decision.facts.model.times
-    kept = len(list((Path(folder) / "parallel-advisor").iterdir()))
+    kept = len(list((Path(folder) / "parallel-advisor").glob("times-*.json")))
     return parallel.decision.estimate.measured_share, times.threads, kept
 
 

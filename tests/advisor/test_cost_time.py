@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from advisor.candidates import legal_plans
 from advisor.cost import Estimate, estimate
 from advisor.cost.collective import collective_s
-from advisor.cost.communication import Exchange
-from advisor.cost.compute import UnitTime, size_efficiency
-from advisor.cost.replay import replay
+from advisor.cost.communication import COMMUNICATION_ERROR, Exchange, communication_error
+from advisor.cost.compute import UnitTime, product_efficiency, size_efficiency
+from advisor.cost.replay import replay, slowdown
 from engines.plan import Plan
-from profiles.cluster import Collective, LinkFit
+from profiles.cluster import AxisFits, Collective, LinkFit, Overlap
 from profiles.errors import PlanError
+from profiles.provenance import Quantity, Source
 from tests.factories import chain, cpus, facts, gpus, transformer
 
 
@@ -74,6 +75,81 @@ def test_a_measured_fit_takes_precedence() -> None:
     measured = cluster.model_copy(update={"intra": link})
     found = collective_s(measured, Collective.ALL_REDUCE, 1e6, group_size=2)
     assert found == pytest.approx(1e-3 + 1e6 / 2e9)
+
+
+def test_a_measured_axis_takes_precedence_over_the_tier_and_only_on_itself() -> None:
+    exact = LinkFit(latency_s=2e-3, busbw_bytes_per_s=3e9)
+    axis = AxisFits(group_size=2, stride=2, fits={Collective.ALL_GATHER: exact})
+    cluster = cpus(4).model_copy(update={"axes": (axis,)})
+    there = collective_s(cluster, Collective.ALL_GATHER, 1e6, group_size=2, stride=2)
+    assert there == pytest.approx(2e-3 + 0.5e6 / 3e9)
+    for elsewhere in ({"group_size": 2}, {"group_size": 4}):
+        known = collective_s(cpus(4), Collective.ALL_GATHER, 1e6, **elsewhere)
+        assert collective_s(cluster, Collective.ALL_GATHER, 1e6, **elsewhere) == known
+
+
+def test_the_range_of_communication_is_that_of_what_the_plan_sends() -> None:
+    def fit(residual: float) -> LinkFit:
+        return LinkFit(latency_s=1e-3, busbw_bytes_per_s=1e9, relative_residual=residual)
+
+    fits = {
+        Collective.ALL_REDUCE: fit(0.3),
+        Collective.ALL_GATHER: fit(0.1),
+        Collective.REDUCE_SCATTER: fit(0.2),
+        Collective.ALL_TO_ALL: fit(0.9),
+    }
+    cluster = cpus(2).model_copy(update={"axes": (AxisFits(group_size=2, stride=1, fits=fits),)})
+    for plan, residual in (("dp_replicate=2", 0.3), ("dp_shard=2", 0.2)):
+        error = communication_error(Plan.parse(plan), cluster)
+        assert error == pytest.approx((COMMUNICATION_ERROR**2 + residual**2) ** 0.5)
+
+
+def times_as_long(value: float, error: float = 0.0) -> Quantity:
+    return Quantity(value=value, source=Source.MEASURED, relative_error=error)
+
+
+@pytest.mark.parametrize("sent_s", [0.1, 10.0])
+def test_contention_of_both_alike_adds_what_each_is_slowed_by(sent_s: float) -> None:
+    """Galvatron's 1.1 to 1.3, where nobody measured."""
+    assumed = slowdown(None, computing_s=1.0, sent_s=sent_s)
+    assert assumed.low == pytest.approx(0.1)
+    assert assumed.middle == pytest.approx(0.2)
+    assert assumed.high == pytest.approx(0.3)
+
+
+def test_measured_contention_is_that_of_two_queues_worked_out_by_hand() -> None:
+    overlap = Overlap(computing=times_as_long(1.5), communication=times_as_long(3.0))
+    # One second of sending takes 3 beside 10 of computing, which does 2 of its own meanwhile: the
+    # other 8 follow. 3 + 8 = 11: a second more.
+    assert slowdown(overlap, computing_s=10, sent_s=1).middle == pytest.approx(3 + 8 - 10)
+    # A second of computing takes 1.5 beside 10 of sending, which does 0.5 meanwhile: 1.5 + 9.5.
+    assert slowdown(overlap, computing_s=1, sent_s=10).middle == pytest.approx(1.5 + 9.5 - 10)
+
+
+def test_a_machine_without_contention_is_faster_than_the_usual_one() -> None:
+    none = Overlap(computing=times_as_long(1), communication=times_as_long(1))
+    usual = estimate(Plan.parse("dp_shard=8 microbatch_size=1"), facts(cluster=gpus(1, 8)))
+    free = estimate(
+        Plan.parse("dp_shard=8 microbatch_size=1"),
+        facts(cluster=gpus(1, 8).model_copy(update={"overlap": none})),
+    )
+    assert usual.time.overlapped_s > 0
+    assert usual.step_s - free.step_s == pytest.approx(0.2 * usual.time.overlapped_s)
+
+
+def test_measured_efficiency_of_products_replaces_the_curve_on_accelerators() -> None:
+    shares = {512: 0.1, 1024: 0.5, 8192: 1.0}
+    found = {edge: times_as_long(share) for edge, share in shares.items()}
+    device = gpus(1, 1).device.model_copy(update={"matmul_efficiency": found})
+    for edge, share in shares.items():
+        assert product_efficiency(device, 2.0 * edge**3, 1e15) == pytest.approx(share)
+    # Half-way on the logarithm of the FLOP, and no further than what was measured.
+    between = 2.0 * (512 * 1024) ** 1.5
+    assert product_efficiency(device, between, 1e15) == pytest.approx(0.3)
+    assert product_efficiency(device, 1.0, 1e15) == pytest.approx(0.1)
+    assert product_efficiency(device, 1e18, 1e15) == pytest.approx(1.0)
+    cpu = cpus(1).device.model_copy(update={"matmul_efficiency": found})
+    assert product_efficiency(cpu, 1e9, 1e12) == size_efficiency(1e9, 1e12)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from advisor import tree, walk
 from advisor.choose import choose
 from advisor.facts import Facts
 from advisor.tree import NOT_BUILT, Family
+from profiles.cluster import AxisFits, Collective, LinkFit
 from tests.factories import cpus, facts, gpus, transformer
 
 MIDDLE = transformer(name="middle", layers=8, hidden=2048, ffn=5504, tokens=4096)
@@ -83,8 +84,9 @@ def test_each_answer_carries_the_number_that_decided_it() -> None:
 def test_a_link_is_named_with_its_own_number() -> None:
     """Eight cards of 50 GB/s are more than one device's 360 GB/s inside the node: both are said."""
     found = choose(facts(MIDDLE, gpus(2, 8), batch=64)).trace
-    assert "InfiniBand gives 400 GB/s and, on the way inside the node, NVLink 360 GB/s" in str(
-        found
+    assert (
+        "InfiniBand gives 400 GB/s (datasheet) and, on the way inside the node, NVLink 360 GB/s"
+        " (datasheet)" in str(found)
     )
     assert gpus(2, 8).bottleneck(16).name == "NVLink"
     # One rank of every node leaves the node at once: its eighth of the cards, and no NVLink.
@@ -96,9 +98,32 @@ def test_an_oversubscribed_switch_is_named_with_what_it_leaves() -> None:
     crowded = gpus(2, 8).model_copy(update={"oversubscription": 4.0})
     said = str(choose(facts(MIDDLE, crowded, batch=64)).trace)
     assert (
-        "InfiniBand gives 400 GB/s and, on the way between nodes, InfiniBand, 4:1 oversubscribed"
-        " 100 GB/s" in " ".join(said.split())
+        "InfiniBand gives 400 GB/s (datasheet) and, on the way between nodes, InfiniBand,"
+        " 4:1 oversubscribed 100 GB/s (datasheet)" in " ".join(said.split())
     )
+
+
+def test_what_was_timed_over_all_devices_decides_and_is_called_measured() -> None:
+    """Two gathers and a reduction of equal size at 100 and 50 GB/s: 3 / (2/100 + 1/50) = 75."""
+    rates = {Collective.ALL_GATHER: 100e9, Collective.REDUCE_SCATTER: 50e9}
+    fits = {kind: LinkFit(latency_s=1e-5, busbw_bytes_per_s=rate) for kind, rate in rates.items()}
+    axis = AxisFits(group_size=16, stride=1, fits=fits)
+    timed = gpus(2, 8).model_copy(update={"axes": (axis,)})
+    assert walk.given_bytes_per_s(timed) == pytest.approx(75e9)
+    assert "InfiniBand gave 75.0 GB/s (measured)" in str(
+        choose(facts(MIDDLE, timed, batch=64)).trace
+    )
+    assert walk.given_bytes_per_s(gpus(2, 8)) == 360e9
+
+
+@pytest.mark.parametrize(("gb_per_s", "answer"), [(2, "slow"), (200, "fast")])
+def test_the_verdict_follows_what_was_timed(gb_per_s: float, answer: str) -> None:
+    """The middle model needs some 10 GB/s between nodes (see the report on a slow network)."""
+    fit = LinkFit(latency_s=1e-5, busbw_bytes_per_s=gb_per_s * 1e9)
+    fits = {Collective.ALL_GATHER: fit, Collective.REDUCE_SCATTER: fit}
+    timed = gpus(2, 8).model_copy(update={"axes": (AxisFits(group_size=16, stride=1, fits=fits),)})
+    steps = choose(facts(MIDDLE, timed, batch=64)).trace.steps
+    assert next(s.answer for s in steps if "between nodes" in s.question) == answer
 
 
 def test_the_trace_says_how_ties_are_settled() -> None:

@@ -16,10 +16,13 @@ import pytest
 import torch
 
 from profiles.bench import bench, copy_rate, matmul_rate
+from profiles.bench.axes import MOST_GROUPS, Axis, mesh_axes
+from profiles.bench.cache import keep, recall
 from profiles.cluster import ClusterProfile, Collective
 from profiles.errors import InputError
 from profiles.fit import fit
-from profiles.probe import Launcher, probe
+from profiles.launcher import Launcher
+from profiles.probe import probe
 from profiles.provenance import Source
 from profiles.units import KIB, MIB
 
@@ -88,6 +91,25 @@ def test_published_curves_are_fitted_to_their_plateaus(shared: Path) -> None:
     assert checked >= 10  # all NVSwitch nodes, most of the network and MI200 curves
 
 
+def test_axes_are_those_of_every_mesh_of_two() -> None:
+    # By hand for 12 ranks: every divisor as the inner axis, what is left as the outer one.
+    inner = {(2, 1), (3, 1), (4, 1), (6, 1), (12, 1)}
+    outer = {(6, 2), (4, 3), (3, 4), (2, 6)}
+    found = mesh_axes(num_nodes=3, devices_per_node=4)
+    assert {(axis.size, axis.stride) for axis in found} == inner | outer
+    assert found[:3] == [Axis(4, 1), Axis(3, 4), Axis(12, 1)]  # the tiers and the world first
+    for axis in found:
+        ranks = sorted(rank for group in axis.groups(12) for rank in group)
+        assert ranks == list(range(12))
+
+
+def test_a_large_job_times_what_its_groups_allow_but_always_the_tiers() -> None:
+    found = mesh_axes(num_nodes=512, devices_per_node=8)
+    assert {Axis(8, 1), Axis(512, 8), Axis(4096, 1)} <= set(found)
+    others = set(found) - {Axis(8, 1), Axis(512, 8), Axis(4096, 1)}
+    assert sum(4096 // axis.size for axis in others) <= MOST_GROUPS
+
+
 def test_rates_are_those_of_an_independent_count() -> None:
     """A product of n x n is n^2 sums of n multiply-adds; a copy reads and writes each byte."""
     size = 768
@@ -124,6 +146,7 @@ from pathlib import Path
 warnings.simplefilter("error")
 import torch, torch.distributed as dist
 from profiles.bench import bench
+from profiles.bench.cache import keep, recall, recall_or_bench
 from profiles.errors import InputError
 from profiles.probe import probe
 
@@ -131,28 +154,50 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=40))
 torch.manual_seed(0)
 rank, folder = dist.get_rank(), Path(sys.argv[1])
 cluster = probe()
+# The four ranks of this machine as two nodes of two: both tiers, and groups across them.
+cluster = cluster.model_copy(
+    update={"num_nodes": 2, "devices_per_node": 2, "inter": cluster.intra}
+)
+told = []
 (folder / f"before{rank}.json").write_text(cluster.to_json())
-(folder / f"{rank}.json").write_text(bench(cluster, budget_s=3, max_bytes=16 * 2**20).to_json())
+timed = bench(cluster, budget_s=4, max_bytes=4 * 2**20, tell=told.append)
+(folder / f"{rank}.json").write_text(timed.to_json())
+(folder / f"told{rank}.txt").write_text("\\n".join(told))
 try:
     bench(cluster.model_copy(update={"num_nodes": 3}))
 except InputError as error:
     (folder / f"refused{rank}.txt").write_text(str(error))
-# The same two ranks as two nodes of one: the tier between nodes.
-nodes = cluster.model_copy(
-    update={"num_nodes": 2, "devices_per_node": 1, "intra": None, "inter": cluster.intra}
+
+# Only rank 0 has the folder in which benches are kept; all have to take the same way.
+mine = folder / "kept" if rank == 0 else folder / "nowhere"
+states = [recall(cluster, folder=mine) is None]
+keep(timed, folder=mine)
+states.append(recall(cluster, folder=mine).cluster == timed)
+notes = []
+again = recall_or_bench(cluster, folder=mine, note=notes.append)
+states += [again == timed, len(notes) == 1 and notes[0].startswith("speeds as timed on 20")]
+less = cluster.device.model_copy(update={"memory_bytes": timed.device.launch_s})
+states.append(
+    recall(cluster.model_copy(update={"device": less}), folder=mine).cluster.device.memory_bytes
+    == timed.device.launch_s
 )
-(folder / f"nodes{rank}.json").write_text(bench(nodes, budget_s=1, max_bytes=2**20).to_json())
+if rank == 0:
+    path, = mine.iterdir()
+    path.write_text(path.read_text()[:1000])  # cut in half
+states.append(recall(cluster, folder=mine) is None)
+keep(timed, folder=mine)
+torch.set_num_threads(3)  # another job
+states.append(recall(cluster, folder=mine) is None)
+(folder / f"states{rank}.txt").write_text(repr(states))
 dist.destroy_process_group()
 """
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One launch of two gloo ranks that bench and leave their profiles in a folder."""
-    folder = tmp_path_factory.mktemp("bench")
-    (folder / "program.py").write_text(RANK_PROGRAM)
+def run_ranks(folder: Path, program: str, ranks: int) -> None:
+    """One launch of gloo ranks that leave what they found in `folder`."""
+    (folder / "program.py").write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(folder / "program.py"), str(folder)]
+    command += ["--nproc-per-node", str(ranks), str(folder / "program.py"), str(folder)]
     root = Path(__file__).parents[2]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     process = subprocess.Popen(
@@ -164,12 +209,19 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
     )
     try:
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     assert process.returncode == 0, output
+    (folder / "output.txt").write_text(output)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    run_ranks(folder, RANK_PROGRAM, 4)
     return folder
 
 
@@ -178,28 +230,37 @@ def loaded(folder: Path, name: str) -> ClusterProfile:
 
 
 def test_every_rank_returns_the_same_profile(ran: Path) -> None:
-    assert (ran / "0.json").read_bytes() == (ran / "1.json").read_bytes()
-    assert (ran / "nodes0.json").read_bytes() == (ran / "nodes1.json").read_bytes()
+    assert len({(ran / f"{rank}.json").read_bytes() for rank in range(4)}) == 1
 
 
-def test_every_collective_is_measured_with_a_plausible_line(ran: Path) -> None:
-    intra = loaded(ran, "0").intra
-    assert intra is not None
-    assert set(intra.fits) == {
-        Collective.ALL_REDUCE,
-        Collective.ALL_GATHER,
-        Collective.REDUCE_SCATTER,
-        Collective.SEND_RECV,
-    }
-    for fit_ in intra.fits.values():
-        # Shared memory of one machine: between a bad network and the memory's own bandwidth.
-        assert 10e6 < fit_.busbw_bytes_per_s < 200e9
-        assert fit_.latency_s < 0.1
-    rates = [f.busbw_bytes_per_s for k, f in intra.fits.items() if k is not Collective.SEND_RECV]
-    bandwidth = intra.bandwidth_bytes_per_s
-    assert bandwidth.source is Source.MEASURED
-    assert 0 < bandwidth.low <= min(rates) * 1.000001
-    assert bandwidth.high >= max(rates) * 0.999999
+def test_every_axis_of_a_mesh_of_two_is_measured_in_every_collective(ran: Path) -> None:
+    cluster = loaded(ran, "0")
+    # Meshes of four ranks: 4; 2 x 2, whose inner axis has neighbours and whose outer one has not.
+    assert [(axis.group_size, axis.stride) for axis in cluster.axes] == [(2, 1), (2, 2), (4, 1)]
+    for axis in cluster.axes:
+        assert set(axis.fits) == set(Collective)
+        for fit_ in axis.fits.values():
+            # Shared memory of one machine: between a bad network and the memory's own bandwidth.
+            assert 1e6 < fit_.busbw_bytes_per_s < 200e9
+            assert fit_.latency_s < 0.5
+
+
+def test_the_tiers_are_those_of_their_axes(ran: Path) -> None:
+    cluster = loaded(ran, "0")
+    assert cluster.intra is not None
+    assert cluster.inter is not None
+    rings = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    # A node's cards were shared by the two groups that went through them.
+    for link, stride, groups in ((cluster.intra, 1, 1), (cluster.inter, 2, 2)):
+        for kind, found in link.fits.items():
+            measured = cluster.measured(kind, 2, stride)
+            assert measured is not None
+            assert found.busbw_bytes_per_s == pytest.approx(groups * measured.busbw_bytes_per_s)
+        rates = [link.fits[kind].busbw_bytes_per_s for kind in rings]
+        bandwidth = link.bandwidth_bytes_per_s
+        assert bandwidth.source is Source.MEASURED
+        assert bandwidth.value == pytest.approx(max(rates), rel=1e-3)
+        assert 0 < bandwidth.low <= max(min(rates), 0.05 * max(rates)) * 1.001
 
 
 def test_the_devices_are_timed_and_the_rest_is_kept(ran: Path) -> None:
@@ -214,44 +275,78 @@ def test_the_devices_are_timed_and_the_rest_is_kept(ran: Path) -> None:
     ):
         assert quantity.source is Source.MEASURED
         assert 0 < quantity.low <= quantity.value
+    assert list(device.matmul_efficiency) == [64, 128, 256, 512, 768]
+    assert all(0 < share.value <= 1 for share in device.matmul_efficiency.values())
     assert device.memory_bytes == before.device.memory_bytes
-    assert (after.name, after.cores, after.inter) == (before.name, before.cores, None)
+    assert (after.name, after.cores) == (before.name, before.cores)
 
 
-def test_the_links_between_nodes_are_measured_too(ran: Path) -> None:
-    cluster = loaded(ran, "nodes0")
-    assert cluster.intra is None
-    assert cluster.inter is not None
-    assert cluster.inter.bandwidth_bytes_per_s.source is Source.MEASURED
-    assert len(cluster.inter.fits) == 4
+def test_computing_and_communication_slow_each_other(ran: Path) -> None:
+    overlap = loaded(ran, "0").overlap
+    assert overlap is not None
+    assert 1 <= overlap.computing.value < 50
+    assert 1 <= overlap.communication.value < 50
+    # Four ranks and their gloo threads on at most as many cores: something has to give way.
+    assert overlap.computing.value + overlap.communication.value > 2
+
+
+def test_what_is_timed_is_told(ran: Path) -> None:
+    told = (ran / "told0.txt").read_text()
+    assert told.startswith("matrix products and memory\ncomputing and communication at once\n")
+    assert "groups of 2 ranks, 2 apart, 1 KiB" in told
+    assert "groups of 4 ranks, round 3" in told
 
 
 def test_a_cluster_of_another_size_is_refused(ran: Path) -> None:
     text = (ran / "refused1.txt").read_text()
-    assert text.startswith("the cluster has 6 devices, this job 2 ranks")
+    assert text.startswith("the cluster has 6 devices, this job 4 ranks")
+
+
+def test_a_kept_bench_is_recalled_by_all_ranks_or_by_none(ran: Path) -> None:
+    for rank in range(4):
+        assert (ran / f"states{rank}.txt").read_text() == repr([True] * 7)
+    output = (ran / "output.txt").read_text()
+    assert output.count("will be written anew: not JSON") == 1
+
+
+def test_a_folder_that_cannot_be_written_costs_the_cache_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    alone = probe(launcher=Launcher("plain"), ranks=1)
+    keep(alone, folder=tmp_path / "file")
+    assert "nothing is kept for the next run: " in caplog.text
+    assert recall(alone, folder=tmp_path / "file") is None
+
+
+def test_one_rank_without_a_process_group_times_its_device() -> None:
+    alone = bench(probe(launcher=Launcher("plain"), ranks=1), budget_s=1)
+    assert alone.device.flop_per_s["float32"].source is Source.MEASURED
+    assert (alone.axes, alone.overlap, alone.intra) == ((), None, None)
 
 
 DYING_PROGRAM = """
-import os, sys
+import os, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from profiles import bench as module
+from profiles.bench import bench, measure
 from profiles.errors import RankError
 from profiles.probe import probe
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-if dist.get_rank() == 1:
-    module.copy_timing = lambda *_, **__: os._exit(3)
+if dist.get_rank() == 2:
+    measure.contention = lambda *_, **__: os._exit(3)
 try:
-    module.bench(probe(), budget_s=0.5, max_bytes=2**18)
+    bench(probe(), budget_s=0.5, max_bytes=2**18)
 except RankError as error:
     print(error)
     sys.stdout.flush()
+    time.sleep(4)  # the others have had time to look
     os._exit(error.exit_code)
 """
 
 
-def test_a_rank_that_dies_is_an_error_on_the_others_not_a_hang(tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_named_on_the_others_and_nobody_hangs(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(DYING_PROGRAM)
     with socket.socket() as probe_socket:
         probe_socket.bind(("127.0.0.1", 0))
@@ -260,7 +355,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others_not_a_hang(tmp_path: Path) -
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": "3",
         "OMP_NUM_THREADS": "1",
     }
     ranks = [
@@ -270,7 +365,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others_not_a_hang(tmp_path: Path) -
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(3)
     ]
     try:
         outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
@@ -278,6 +373,9 @@ def test_a_rank_that_dies_is_an_error_on_the_others_not_a_hang(tmp_path: Path) -
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert [rank.returncode for rank in ranks] == [2, 3]
-    assert outputs[0].startswith("the bench broke off after ")
-    assert "\n  rank 0 of 2\n" in outputs[0]
+    assert [rank.returncode for rank in ranks] == [2, 2, 3]
+    for survivor in range(2):
+        first, where, *_ = outputs[survivor].splitlines()
+        assert first.startswith("the bench broke off after ")
+        assert first.endswith(" s: rank 2 went silent")
+        assert where.startswith(f"  rank {survivor} of 3: ")

@@ -9,9 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profiles import catalogue
-from profiles.cluster import ClusterProfile, Collective, Device, HostBridge, Link, LinkFit
+from profiles.cluster import (
+    AxisFits,
+    ClusterProfile,
+    Collective,
+    Device,
+    HostBridge,
+    Link,
+    LinkFit,
+    Overlap,
+)
 from profiles.clusters import cluster_from_name, load_cluster, resolve_cluster, to_toml
-from profiles.errors import AdvisorError, FileError, InputError
+from profiles.errors import AdvisorError, FileError, InputError, UnknownNameError
 from profiles.provenance import Quantity, Source
 from profiles.units import GIB
 
@@ -381,6 +390,36 @@ def test_a_file_of_one_device_shows_what_more_devices_need(tmp_path: Path) -> No
     assert cluster.inter == catalogue.link("ethernet-100")
 
 
+def test_a_bench_reads_as_people_write_it(tmp_path: Path) -> None:
+    text = """
+accelerator = "h200"
+devices_per_node = 4
+overlap = { computing = 1.1, communication = { value = 1.3, source = "measured" } }
+
+[device.matmul_efficiency]
+512 = 0.2
+
+[[axes]]
+group_size = 2
+stride = 2
+fits.all_gather = { latency = "1 ms", bandwidth = "250 GB/s" }
+"""
+    cluster = load_cluster(written(tmp_path, text))
+    assert cluster.measured(Collective.ALL_GATHER, 2, 2) == LinkFit(
+        latency_s=1e-3, busbw_bytes_per_s=250e9
+    )
+    assert cluster.measured(Collective.ALL_GATHER, 2) is None
+    assert cluster.measured(Collective.ALL_REDUCE, 2, 2) is None
+    assert cluster.device.matmul_efficiency[512] == Quantity(value=0.2, source=Source.USER)
+    assert cluster.overlap is not None
+    assert cluster.overlap.computing.source is Source.USER
+    assert cluster.overlap.communication.source is Source.MEASURED
+    with pytest.raises(UnknownNameError, match="unknown collective `all_gathr`") as caught:
+        load_cluster(written(tmp_path, text.replace("all_gather", "all_gathr")))
+    assert caught.value.where is not None
+    assert caught.value.where.endswith("cluster.toml: axes.0.fits")
+
+
 def test_the_file_reads_as_people_write_it() -> None:
     text = to_toml(cluster_from_name("2xdgx-h100"))
     assert 'name = "2xdgx-h100"\nnodes = 2\ndevices_per_node = 8\n' in text
@@ -407,22 +446,25 @@ def amounts(values: st.SearchStrategy[float]) -> st.SearchStrategy[Quantity]:
 
 sizes = amounts(st.integers(min_value=0, max_value=2**50).map(float))
 times = amounts(st.floats(min_value=0, max_value=1e4))
+fits = st.dictionaries(
+    st.sampled_from(Collective),
+    st.builds(
+        LinkFit,
+        latency_s=st.floats(min_value=0, max_value=1),
+        busbw_bytes_per_s=rates,
+        relative_residual=st.floats(min_value=0, max_value=2),
+    ),
+)
 links = st.builds(
     Link,
     name=texts.filter(bool),
     wiring=st.sampled_from(["switch", "mesh"]),
     bandwidth_bytes_per_s=amounts(rates),
     latency_s=times,
-    fits=st.dictionaries(
-        st.sampled_from(Collective),
-        st.builds(
-            LinkFit,
-            latency_s=st.floats(min_value=0, max_value=1),
-            busbw_bytes_per_s=rates,
-            relative_residual=st.floats(min_value=0, max_value=2),
-        ),
-    ),
+    fits=fits,
 )
+counts = st.integers(min_value=1, max_value=2**16)
+factors = amounts(st.floats(min_value=0, max_value=1e3))
 clusters = st.builds(
     ClusterProfile,
     schema_version=st.just(1),
@@ -453,11 +495,16 @@ clusters = st.builds(
         matmul_fraction=amounts(st.floats(min_value=0, max_value=1)),
         launch_s=times,
         context_bytes=sizes,
+        matmul_efficiency=st.dictionaries(counts, factors, max_size=3),
     ),
     intra=links,
     inter=links,
     host_memory_bytes=st.none() | sizes,
     cores=st.none() | st.integers(min_value=1, max_value=512),
+    axes=st.lists(st.builds(AxisFits, group_size=counts, stride=counts, fits=fits), max_size=3).map(
+        tuple
+    ),
+    overlap=st.none() | st.builds(Overlap, computing=factors, communication=factors),
 )
 
 

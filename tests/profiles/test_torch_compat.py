@@ -174,3 +174,14 @@ def _wait_in_vain() -> float:
 @pytest.mark.dist
 def test_waits_of_a_group_are_bounded(pool: Pool) -> None:
     assert 0.9 < pool.run(_wait_in_vain, world_size=2, timeout_s=20)[0] < 5
+
+
+def test_a_second_line_sees_the_same_store_and_waits_by_itself() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
+    line = compat.second_line(store)
+    line.set_timeout(timedelta(milliseconds=50))
+    line.set("there", "1")
+    assert store.get("there") == b"1"
+    with pytest.raises(dist.DistError):
+        line.get("nowhere")
+    assert store.timeout == timedelta(seconds=5)

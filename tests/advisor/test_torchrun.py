@@ -1,0 +1,141 @@
+"""The `advise` command started by torchrun: all ranks time the job, rank 0 answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from click.testing import CliRunner
+
+from advisor.cli import cli
+from profiles.cluster import ClusterProfile
+from profiles.clusters import resolve_cluster
+from profiles.provenance import Source
+
+# One command; a shorter bench than a user's.
+PROGRAM = """
+import os, sys
+from advisor.cli import cli
+from profiles.bench import bench
+
+bench.__kwdefaults__.update(budget_s=2.0, max_bytes=2**20)
+place, *words = sys.argv[1:]
+rank = os.environ["RANK"]
+with open(os.path.dirname(place) + f"/{rank}.pid", "w") as pid:
+    pid.write(str(os.getpid()))
+place += rank
+with open(place + ".out", "w") as out, open(place + ".err", "w") as err:
+    sys.stdout, sys.stderr = out, err
+    try:
+        cli(words)
+    except SystemExit as end:
+        print(end.code, file=err)
+"""
+PLAN = ["gpt-10m", "--cluster", "auto", "--global-batch", "4", "--json"]
+
+
+class Said(NamedTuple):
+    """What a rank printed; what it said beside, with its exit code at the end."""
+
+    out: str
+    err: str
+
+
+def said(folder: Path, name: str, rank: int = 0) -> Said:
+    return Said(*((folder / f"{name}{rank}.{kind}").read_text() for kind in ("out", "err")))
+
+
+def torchrun(folder: Path, name: str, words: list[str]) -> None:
+    """Run `advise WORDS` on two ranks; what they say is in files named `name`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(folder / "program.py"), str(folder / name), *words]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
+    launcher = subprocess.Popen(
+        command,
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = launcher.communicate(timeout=60)
+    finally:
+        for rank in range(2) if launcher.poll() is None else ():
+            if (pid := folder / f"{rank}.pid").exists():
+                os.kill(int(pid.read_text()), signal.SIGKILL)
+        launcher.kill()
+        launcher.wait()
+    assert launcher.returncode == 0, output
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("torchrun")
+    (folder / "program.py").write_text(PROGRAM)
+    torchrun(folder, "first", PLAN)
+    for bench in (folder / "cache/parallel-advisor").iterdir():
+        bench.unlink()
+    torchrun(folder, "bench", ["probe", "--bench"])
+    torchrun(folder, "kept", PLAN)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["bench", "first", "kept"])
+def test_only_rank_0_answers_and_all_end_well(ran: Path, name: str) -> None:
+    assert said(ran, name).out
+    assert said(ran, name).err.endswith("0\n")
+    assert said(ran, name, rank=1) == ("", "0\n")
+
+
+def test_a_bench_is_a_cluster_file(ran: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(said(ran, "bench").out)
+    cluster = resolve_cluster(str(path))
+    assert set(cluster.sources.values()) == {Source.MEASURED}
+    assert cluster.overlap is not None
+    assert [axis.group_size for axis in cluster.axes] == [2]
+
+
+def test_a_plan_times_the_job_and_recalls_what_was_timed_before(ran: Path, tmp_path: Path) -> None:
+    first, kept = (
+        json.loads(said(ran, name).out)["facts"]["cluster"] for name in ("first", "kept")
+    )
+    assert [axis["group_size"] for axis in first["axes"]] == [2]
+    (tmp_path / "cluster.toml").write_text(said(ran, "bench").out)
+    timed = resolve_cluster(str(tmp_path / "cluster.toml"))
+    recalled = ClusterProfile.build(kept)
+    assert (recalled.axes, recalled.overlap, recalled.intra) == (
+        timed.axes,
+        timed.overlap,
+        timed.intra,
+    )
+    assert "speeds as timed on" not in said(ran, "first").err
+    assert "note: speeds as timed on 20" in said(ran, "kept").err
+    assert len(list((ran / "cache/parallel-advisor").iterdir())) == 1
+
+
+def test_without_a_bench_nobody_is_waited_for_and_links_are_assumed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The variables of a job whose other rank never came."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(cli, [*PLAN, "--no-bench"])
+    cluster = json.loads(result.stdout)["facts"]["cluster"]
+    assert cluster["devices_per_node"] == 2
+    assert cluster["axes"] == []
+    assert cluster["intra"]["bandwidth_bytes_per_s"]["source"] == "assumed"
+    monkeypatch.setenv("RANK", "1")
+    silent = CliRunner().invoke(cli, [*PLAN, "--no-bench"])
+    assert (silent.exit_code, silent.output) == (0, "")

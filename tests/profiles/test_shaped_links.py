@@ -1,0 +1,93 @@
+"""The bench on two real nodes (network namespaces) whose link has a known rate."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.namespaces import torchrun, two_nodes, why_not
+from tests.validation.shaped_links import REPORT, Report, Row, measure, table
+
+# From the formula's upper bound of what ZeRO-3 needs to its lower one (see `needed_by_formula`).
+LOWER = 3.0
+# Of the line, to ZeRO-3 over both nodes: two gathers at the line's rate, and a reduction at half of
+# it (gloo's is an all-reduce): 3 / (2 + 2).
+OF_LINE = 0.75
+
+
+@pytest.fixture(scope="module")
+def _namespaces() -> None:
+    missing = why_not()
+    if missing:
+        pytest.skip(missing)
+
+
+def require_agreement(rows: tuple[Row, ...]) -> None:
+    """What has to hold for the committed report, and for a new one."""
+    slow, fast, free = rows
+    for row in (slow, fast):
+        assert row.line_bytes_per_s is not None
+        # TCP over Ethernet frames: at most 1448 of 1514 bytes are payload.
+        assert row.inter_bytes_per_s == pytest.approx(row.line_bytes_per_s, rel=0.1)
+    assert free.inter_bytes_per_s > 1.5 * fast.inter_bytes_per_s
+    for row in (slow, fast):  # inside a node nothing changed
+        assert free.intra_low_bytes_per_s <= row.intra_high_bytes_per_s
+        assert row.intra_low_bytes_per_s <= free.intra_high_bytes_per_s
+        assert row.intra_bytes_per_s > 2 * row.inter_bytes_per_s
+    for row in rows:
+        assert row.verdict == (
+            "fast" if row.needed_bytes_per_s <= row.given_bytes_per_s else "slow"
+        )
+        assert row.needed_bytes_per_s <= row.formula_needed_bytes_per_s
+        assert row.needed_bytes_per_s >= row.formula_needed_bytes_per_s / LOWER
+    # The formula is certain at both rates, so the verdict has to flip between them.
+    assert slow.formula_needed_bytes_per_s / LOWER > OF_LINE * 12.5e6
+    assert fast.formula_needed_bytes_per_s < OF_LINE * 125e6
+    assert (slow.verdict, fast.verdict, free.verdict) == ("slow", "fast", "fast")
+
+
+def test_the_committed_report_says_what_it_should() -> None:
+    report = Report.load(REPORT)
+    require_agreement(report.rows)
+    assert table(report).count("\n") == 1 + len(report.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_namespaces")
+def test_the_rate_of_the_line_is_found_and_the_verdict_follows() -> None:
+    require_agreement(measure().rows)
+
+
+@pytest.mark.usefixtures("_namespaces")
+def test_namespaces_and_their_processes_are_gone_after_a_failure() -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    names: list[str] = []
+
+    def fail() -> None:
+        with two_nodes(rate_bytes_per_s=12.5e6) as nodes:
+            names.extend(node.name for node in nodes)
+            started.append(subprocess.Popen(nodes[0].command("sleep", "600")))
+            program = ["-m", "tests.no_such_module"]
+            exits = torchrun(nodes[:1], program, ranks_per_node=1, timeout_s=60)
+            assert exits[0].code != 0
+            assert "no_such_module" in exits[0].output
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert started[0].wait(timeout=5) == -signal.SIGKILL
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert len(names) == 2
+    assert all(name not in left.stdout for name in names)
+
+
+@pytest.mark.usefixtures("_namespaces")
+def test_a_node_that_hangs_is_ended_in_time() -> None:
+    began = time.monotonic()
+    with two_nodes(rate_bytes_per_s=None) as nodes:
+        alone = torchrun(nodes[:1], ["-m", "timeit"], ranks_per_node=1, timeout_s=0.5)
+    assert alone[0].code == -signal.SIGKILL
+    assert time.monotonic() - began < 20
