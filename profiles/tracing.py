@@ -35,6 +35,7 @@ from profiles.torch_compat import (
 )
 
 _PLACE = "place"  # key among the notes of autograd nodes
+_ONES = ("ones", "ones_like", "new_ones")
 
 
 class Trace(TorchDispatchMode):
@@ -62,6 +63,7 @@ class Trace(TorchDispatchMode):
         self._low_precision = low_precision
         self._in_backward = False
         self._callers: list[Place] = []
+        self._ones: set[int] = set()
         self._formulas = flop_formulas()
         self._kept_operators = frozenset(kept_operators())
         self._device_query = device_query()
@@ -221,6 +223,10 @@ class Trace(TorchDispatchMode):
         self._note(func, args, kwargs, result)
         return result
 
+    def is_all_ones(self, tensor: Tensor) -> bool:
+        """Whether the forward made it of ones, or cast it from such; what is given is not known."""
+        return self.storages.number_of(tensor) in self._ones
+
     def _note(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
     ) -> None:
@@ -238,6 +244,7 @@ class Trace(TorchDispatchMode):
             return
         written = tensors_written(operator, args, kwargs) if is_mutable(operator) else []
         self.flow.operation(inputs, outputs, written)
+        self._note_ones(operator, inputs, outputs, written)
         for tensor in inputs:
             holders = self.storages.holders_of(tensor)
             if holders and self.place.name not in holders:
@@ -245,6 +252,20 @@ class Trace(TorchDispatchMode):
         if self.place.is_block and operator in self._kept_operators:
             for tensor in outputs:
                 self.storages.keep(tensor, self.place)
+
+    def _note_ones(
+        self,
+        operator: Operator,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        written: Sequence[Tensor],
+    ) -> None:
+        name = operator.overloadpacket.__name__
+        if name in _ONES or (name == "_to_copy" and self.is_all_ones(inputs[0])):
+            numbers = (self.storages.number_of(tensor) for tensor in outputs)
+            self._ones.update(number for number in numbers if number is not None)
+        elif self._ones:
+            self._ones.difference_update(self.storages.number_of(tensor) for tensor in written)
 
 
 def _flat(values: Iterable[object]) -> list[Tensor]:

@@ -224,6 +224,14 @@ def _of(name: str, settings: dict[str, object], **further: object) -> Callable[[
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _PLAIN = {"vocab_size": 99, "hidden_size": 32}
+_GPT2 = {
+    "vocab_size": 99,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "ALBERT": (_of("AlbertForMaskedLM", DEEP, embedding_size=16), TOKENS),
     "BART": (_bart, TOKENS),
@@ -261,27 +269,17 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     ),
     "Gemma 2": (_of("Gemma2ForCausalLM", HEADS_OF_8, sliding_window=8), TOKENS),
     "Gemma 3": (_of("Gemma3ForCausalLM", HEADS_OF_8, sliding_window=8), TOKENS),
-    "GPT-2": (
-        _of(
-            "GPT2LMHeadModel",
-            {
-                "vocab_size": 99,
-                "n_embd": 32,
-                "n_layer": 4,
-                "n_head": 4,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-            },
-        ),
-        TOKENS,
-    ),
+    "GPT-2": (_of("GPT2LMHeadModel", _GPT2), TOKENS),
+    "GPT-2, no cache": (_of("GPT2LMHeadModel", _GPT2, use_cache=False), TOKENS),
     "GPT-NeoX": (_of("GPTNeoXForCausalLM", DEEP), TOKENS),
+    "GPT-NeoX, no cache": (_of("GPTNeoXForCausalLM", DEEP, use_cache=False), TOKENS),
     "GPT-OSS": (
         _of("GptOssForCausalLM", HEADS_OF_8, num_local_experts=4, num_experts_per_tok=2),
         TOKENS,
     ),
     "Jamba": (_jamba, TOKENS),
     "Llama": (_of("LlamaForCausalLM", GROUPED), TOKENS),
+    "Llama, no cache": (_of("LlamaForCausalLM", GROUPED, use_cache=False), TOKENS),
     "Llama, checkpointed": (_checkpointed, TOKENS),
     "Mamba": (
         _of(
@@ -291,6 +289,14 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     ),
     "Mamba 2": (_mamba2, TOKENS),
     "Mistral": (_of("MistralForCausalLM", GROUPED, sliding_window=8), TOKENS),
+    "Mistral, no cache": (
+        _of("MistralForCausalLM", GROUPED, sliding_window=8, use_cache=False),
+        TOKENS,
+    ),
+    "Mistral, no cache, wide window": (
+        _of("MistralForCausalLM", GROUPED, sliding_window=17, use_cache=False),
+        TOKENS,
+    ),
     "Mixtral": (_of("MixtralForCausalLM", GROUPED, num_local_experts=4), TOKENS),
     "Mixtral, router loss": (
         _of("MixtralForCausalLM", GROUPED, num_local_experts=4, output_router_logits=True),
@@ -318,6 +324,10 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "Phi 3": (_of("Phi3ForCausalLM", GROUPED), TOKENS),
     "Qwen 3": (_of("Qwen3ForCausalLM", HEADS_OF_8), TOKENS),
     "Qwen 3 MoE": (_of("Qwen3MoeForCausalLM", HEADS_OF_8, **_EXPERTS), TOKENS),
+    "Qwen 3 MoE, no cache": (
+        _of("Qwen3MoeForCausalLM", HEADS_OF_8, **_EXPERTS, use_cache=False),
+        TOKENS,
+    ),
     "ResNet": (
         _of(
             "ResNetForImageClassification",

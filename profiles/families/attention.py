@@ -23,57 +23,44 @@ def positions(network: Network) -> Array:
     return ops.reshape(tape.run([counted], shape, DType.INT64), 1, -1)
 
 
-def packed_causal_mask(network: Network, position_ids: Array, *, is_window: bool = False) -> Array:
-    """Which keys a query sees, as a mask in memory: (samples, 1, length, length) of bool.
+def look_for_packing(network: Network, position_ids: Array) -> None:
+    """Before it makes any mask transformers asks where positions start over; here they do not."""
+    tape, batch, length = network.tape, network.samples, network.length
 
-    transformers cannot know without values that no sequences are packed into one row, so it finds
-    out where positions start over, and compares every pair. `is_window`: also which lie within
-    the sliding window.
+    def integers(width: int, *of: Array) -> Array:
+        return tape.run(of, (batch, width), DType.INT64)
+
+    rows = ops.expand(position_ids, batch, length)
+    padded = integers(length + 1, integers(1, ops.narrow(rows, 1, 1)), rows)
+    shifted = ops.narrow(padded, 1, length)
+    starts = tape.run([integers(length, shifted, shifted)], (batch, length), DType.BOOL)
+    integers(length, starts)
+
+
+def causal_mask(network: Network, position_ids: Array, *, window: int | None) -> Array | None:
+    """Which keys a query sees, (samples, 1, length, length) of bool; None where all before it.
+
+    The kernel leaves out later keys by itself. Only a sliding window of as many tokens as the
+    sequence has, or fewer, takes a mask in memory, one for all samples.
     """
-    batch, length = network.samples, network.length
-    tape = network.tape
+    look_for_packing(network, position_ids)
+    length, tape = network.length, network.tape
+    if window is None or window > length:
+        return None
 
     def integers(*shape: int, of: Sequence[Array] = ()) -> Array:
         return tape.run(of, shape, DType.INT64)
 
-    def truth(*shape: int, of: Sequence[Array] = ()) -> Array:
-        return tape.run(of, shape, DType.BOOL)
-
-    rows = ops.expand(position_ids, batch, length)
-    first = ops.narrow(rows, 1, 1)
-    padded = integers(batch, length + 1, of=[integers(batch, 1, of=[first]), rows])
-    shifted = ops.narrow(padded, 1, length)
-    starts = truth(batch, length, of=[integers(batch, length, of=[shifted, shifted])])
-    del padded, shifted
-    sequence = integers(batch, length, of=[starts])
-    del starts
-    grid = [integers(batch), integers(1)]  # of samples, heads, queries and keys
-    grid += [integers(length, of=[integers(length)]) for _ in range(2)]
-    batches, _, queries, keys = grid
-
-    def pick(table: Array, index: Array, *shape: int) -> Array:
-        size = batch * length * DType.INT64.size_bytes
-        read = min(table.occupied_bytes, size) + batches.size_bytes + index.size_bytes
-        return tape.run([table, batches, index], shape, DType.INT64, read_bytes=read)
-
     def pairs(*of: Array) -> Array:
-        return truth(batch, 1, length, length, of=of)
+        return tape.run(of, (1, 1, length, length), DType.BOOL)
 
-    def same_sequence() -> Array:
-        return pairs(
-            pick(sequence, queries, batch, 1, length, 1), pick(sequence, keys, batch, 1, 1, length)
-        )
-
-    def not_later() -> Array:
-        query = pick(rows, queries, batch, 1, length, 1)
-        key = pick(rows, keys, batch, 1, 1, length)
-        if not is_window:
-            return pairs(key, query)
-        near = pairs(truth(of=[query]), pairs(key, integers(*query.shape, of=[query])))
-        return pairs(near, pairs(key, query))
-
-    seen = pairs(truth(of=[queries]), same_sequence())
-    return pairs(seen, not_later())
+    grid = [integers(network.samples), integers(1)]  # of samples, heads, queries and keys
+    grid += [integers(length, of=[integers(length)]) for _ in range(2)]
+    queries, keys = ops.reshape(grid[2], 1, 1, -1, 1), ops.reshape(grid[3], 1, 1, 1, -1)
+    everywhere = tape.run([queries], (), DType.BOOL)
+    seen = pairs(everywhere, pairs(keys, integers(*queries.shape, of=[queries])))
+    seen = pairs(seen, pairs(keys, queries))
+    return ops.expand(seen, network.samples, 1, length, length)
 
 
 def additive(mask: Array, dtype: DType) -> Array:
@@ -107,8 +94,7 @@ def rotate(x: Array, cosine: Array, sine: Array) -> Array:
     half = x.shape[-1] // 2
     straight = ops.mul(x, cosine)
     first, second = ops.narrow(x, -1, half), ops.narrow(x, -1, x.shape[-1] - half)
-    turned = ops.cat([ops.neg(second), first])
-    return ops.add(straight, ops.mul(turned, sine))
+    return ops.add(straight, ops.mul(ops.cat([ops.neg(second), first]), sine))
 
 
 def rotate_partly(x: Array, cosine: Array, sine: Array) -> Array:
@@ -147,7 +133,8 @@ def attend(
 ) -> Array:
     """Heads in (samples, heads, length, width), heads side by side out.
 
-    Without a mask and with `is_causal` the kernel leaves out later keys by itself.
+    Without a mask and with `is_causal` the kernel leaves out later keys by itself. Without a mask
+    keys and values may have fewer heads, each for as many queries.
     """
     lower = query.tape.lowered
     bias = mask and lower(mask, ops.cast)
@@ -194,7 +181,7 @@ def _unfused(
     inputs: Sequence[Array], mask: Array | None, dropout: float, *, is_causal: bool
 ) -> Array:
     """Scores are made, kept and dropped out in memory, in fp32."""
-    query, key, _ = inputs
+    query, key, value = inputs
     dtype = query.dtype
     if mask and mask.dtype is DType.BOOL:
         mask = additive(mask, dtype)
@@ -205,11 +192,12 @@ def _unfused(
         everywhere = query.tape.run([], size, DType.BOOL)
         mask = additive(query.tape.run([everywhere], size, DType.BOOL), DType.FLOAT32)
         del everywhere
-    weights = kernels.batched(scaled, ops.mul_number(ops.transpose(exact[1], 2, 3)))
+    key, value = (repeated(x, query.shape[1] // x.shape[1]) for x in exact[1:])
+    weights = kernels.batched(scaled, ops.mul_number(ops.transpose(key, 2, 3)))
     weights = ops.add(weights, mask) if mask else weights
     weights = ops.softmax(weights)
     weights = ops.dropout(weights, dropout)
     handed_back = ops.cast(weights, dtype)  # and not used
-    out = ops.cast(kernels.batched(weights, exact[2]), dtype)
+    out = ops.cast(kernels.batched(weights, value), dtype)
     del handed_back
     return out

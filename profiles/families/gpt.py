@@ -8,7 +8,7 @@ from profiles.families.arrays import Array, DType
 from profiles.families.attention import (
     attend,
     heads,
-    packed_causal_mask,
+    look_for_packing,
     positions,
     rotary_table,
     rotate_partly,
@@ -40,23 +40,23 @@ def gpt2(fields: Fields) -> Family:
         places = table(lambda unit, ids: unit.embedding(ids, "", longest, width), position_ids)
         embedded = hidden
         hidden = ops.add(embedded, places)
-        mask = packed_causal_mask(network, position_ids)
+        look_for_packing(network, position_ids)
         drop = network.unit("transformer.drop", "Dropout")
         hidden = drop(lambda unit, x: ops.dropout(x, drop_embedding), hidden)
         for layer in network.layers("transformer.h", ["block"] * layers):
             block = network.unit(f"transformer.h.{layer}", "GPT2Block", is_block=True)
-            hidden = block(one_layer, hidden, mask, position_ids)
+            hidden = block(one_layer, hidden, position_ids)
         norm = network.unit("transformer.ln_f", "LayerNorm")
         hidden = norm(lambda unit, x: unit.layer_norm(x, ""), hidden)
         logits = head(network, hidden, vocab, tokens if is_tied else None)
         return next_token_loss(network, logits), logits
 
-    def one_layer(unit: Unit, hidden: Array, mask: Array, position_ids: Array) -> Array:
+    def one_layer(unit: Unit, hidden: Array, position_ids: Array) -> Array:
         residual = hidden
         hidden = unit.layer_norm(hidden, "ln_1")
         fused = conv1d(unit, hidden, "attn.c_attn", 3 * width)
         query, key, value = (heads(x, width // count) for x in ops.split(fused, [width] * 3))
-        attended = attend(query, key, value, mask, dropout=drop_attention)
+        attended = attend(query, key, value, dropout=drop_attention, is_causal=True)
         attended = conv1d(unit, attended, "attn.c_proj", width)
         del query, key, value, fused
         attended = ops.dropout(attended, drop_residual)
@@ -102,23 +102,23 @@ def gpt_neox(fields: Fields) -> Family:
         tokens = network.unit("gpt_neox.embed_in", "Embedding")
         embedded = tokens(lambda unit, ids: unit.embedding(ids, "", vocab, width), network.ids())
         position_ids = positions(network)
-        mask = packed_causal_mask(network, position_ids)
+        look_for_packing(network, position_ids)
         drop = network.unit("gpt_neox.emb_dropout", "Dropout")
         hidden = drop(lambda unit, x: ops.dropout(x, drop_hidden), embedded)
         rotary = network.unit("gpt_neox.rotary_emb", "GPTNeoXRotaryEmbedding")
         cosine, sine = rotary(rotary_table, hidden, position_ids, width=rotary_width)
         for layer in network.layers("gpt_neox.layers", ["layer"] * layers):
             block = network.unit(f"gpt_neox.layers.{layer}", "GPTNeoXLayer", is_block=True)
-            hidden = block(one_layer, hidden, mask, position_ids, cosine, sine)
+            hidden = block(one_layer, hidden, position_ids, cosine, sine)
         norm = network.unit("gpt_neox.final_layer_norm", "LayerNorm")
         hidden = norm(lambda unit, x: unit.layer_norm(x, ""), hidden)
         logits = head(network, hidden, vocab, tokens if is_tied else None)
         return next_token_loss(network, logits), logits
 
     def one_layer(
-        unit: Unit, hidden: Array, mask: Array, position_ids: Array, cosine: Array, sine: Array
+        unit: Unit, hidden: Array, position_ids: Array, cosine: Array, sine: Array
     ) -> Array:
-        attended = attention(unit, unit.layer_norm(hidden, "input_layernorm"), mask, cosine, sine)
+        attended = attention(unit, unit.layer_norm(hidden, "input_layernorm"), cosine, sine)
         attended = ops.dropout(attended, drop_hidden)
         if is_parallel:
             wide = feed_forward(unit, unit.layer_norm(hidden, "post_attention_layernorm"))
@@ -127,11 +127,11 @@ def gpt_neox(fields: Fields) -> Family:
         wide = feed_forward(unit, unit.layer_norm(attended, "post_attention_layernorm"))
         return ops.add(wide, attended)
 
-    def attention(unit: Unit, hidden: Array, mask: Array, cosine: Array, sine: Array) -> Array:
+    def attention(unit: Unit, hidden: Array, cosine: Array, sine: Array) -> Array:
         fused = unit.linear(hidden, "attention.query_key_value", 3 * width, bias=bias)
         query, key, value = ops.split(heads(fused, 3 * width // count), [width // count] * 3)
         query, key = rotate_partly(query, cosine, sine), rotate_partly(key, cosine, sine)
-        attended = attend(query, key, value, mask, dropout=drop_attention)
+        attended = attend(query, key, value, dropout=drop_attention, is_causal=True)
         return unit.linear(attended, "attention.dense", width, bias=bias)
 
     def feed_forward(unit: Unit, hidden: Array) -> Array:
@@ -143,7 +143,7 @@ def gpt_neox(fields: Fields) -> Family:
 
 
 def opt(fields: Fields) -> Family:
-    """OPT: learned positions, norms before or (350m) after; no mask, the kernel is causal."""
+    """OPT: learned positions, norms before or (350m) after."""
     kind = fields.architecture("OPTForCausalLM", default="OPTForCausalLM")
     fields.only("layerdrop", 0, 0.0, None)
     fields.only("layer_norm_elementwise_affine", True)

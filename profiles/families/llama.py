@@ -9,8 +9,8 @@ from profiles.families import operations as ops
 from profiles.families.arrays import Array, DType
 from profiles.families.attention import (
     attend,
+    causal_mask,
     heads,
-    packed_causal_mask,
     positions,
     repeated,
     rotary_table,
@@ -34,6 +34,9 @@ _PREFIXES = {
 # What transformers takes where the file names nothing and it is not the plain rule.
 _KEY_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "gemma": 16, "mixtral": 8, "qwen3_moe": 4}
 _HEAD_WIDTH = {"qwen3": 128, "gemma": 256}
+# Widest heads of which transformers leaves it to the kernel to share keys and values (5.23,
+# `use_gqa_in_sdpa`); with a mask it never does.
+_GROUPED = 256
 _POSITIONS = {
     "llama": 2048,
     "mistral": 131_072,
@@ -54,8 +57,7 @@ class Shape:
         prefix: of the class names of modules ("Llama").
         inner: width of the gated layer.
         head: width of a head.
-        windows: for each layer whether its mask is that of a sliding window; how wide it is
-            changes nothing, the mask is in memory whole.
+        windows: for each layer how many tokens it sees, where that is bounded.
         rotary: how much of a head is turned.
         has_head_norms: queries and keys are normalised head by head (Qwen3).
         is_fused: one matrix for queries, keys and values, one for gate and up (Phi-3).
@@ -70,7 +72,7 @@ class Shape:
     key_heads: int
     head: int
     activation: str
-    windows: tuple[bool, ...]
+    windows: tuple[int | None, ...]
     input_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -150,20 +152,24 @@ def read(fields: Fields) -> Shape:
     )
 
 
-def _windows(fields: Fields, layers: int) -> tuple[bool, ...]:
+def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     kind = fields.family
     if kind in ("mistral", "phi3", "mixtral"):
         width = fields.optional_size("sliding_window", 4096 if kind == "mistral" else None)
-        return (width is not None,) * layers
+        return (width,) * layers
     slides = kind.startswith("qwen") and fields.flag("use_sliding_window", False)
-    slides = slides and fields.optional_size("sliding_window", 4096) is not None
+    width = fields.optional_size("sliding_window", 4096) if slides else None
     if kind not in ("qwen2", "qwen3"):
-        return (slides,) * layers
+        return (width,) * layers
     types = fields.words("layer_types", layers)
+    if "sliding_attention" in types and width is None:
+        raise fields.refusal(
+            "layer_types", "sliding_attention", "`use_sliding_window`, `sliding_window` are wanted"
+        )
     if types:
-        return tuple(name == "sliding_attention" for name in types)
+        return tuple(width if name == "sliding_attention" else None for name in types)
     first = fields.size("max_window_layers", 28, least=0)
-    return tuple(slides and layer >= first for layer in range(layers))
+    return tuple(width if layer >= first else None for layer in range(layers))
 
 
 def _rotary(fields: Fields) -> float:
@@ -179,15 +185,15 @@ def _run(
     )
     hidden = embedding(_embed, network.ids(), shape=shape)
     position_ids = positions(network)
+    always = (None,) if shape.prefix in ("Qwen2", "Qwen3") else ()
     masks = {
-        slides: packed_causal_mask(network, position_ids, is_window=slides)
-        for slides in (False, True)
-        if slides in shape.windows or (not slides and shape.prefix in ("Qwen2", "Qwen3"))
+        window: causal_mask(network, position_ids, window=window)
+        for window in dict.fromkeys((*always, *shape.windows))
     }
     rotary = network.unit("model.rotary_emb", f"{shape.prefix}RotaryEmbedding")
     width = int(shape.head * shape.rotary)
     cosine, sine = rotary(rotary_table, hidden, position_ids, width=width)
-    kinds = [(slides, kind_of(layer)) for layer, slides in enumerate(shape.windows)]
+    kinds = [(window, kind_of(layer)) for layer, window in enumerate(shape.windows)]
     for layer in network.layers("model.layers", kinds):
         block = network.unit(f"model.layers.{layer}", f"{shape.prefix}DecoderLayer", is_block=True)
         hidden = block(
@@ -217,7 +223,7 @@ def _embed(unit: Unit, ids: Array, *, shape: Shape) -> Array:
 def _layer(
     unit: Unit,
     hidden: Array,
-    mask: Array,
+    mask: Array | None,
     cosine: Array,
     sine: Array,
     position_ids: Array,
@@ -237,7 +243,7 @@ def _layer(
 
 
 def _attention(
-    unit: Unit, shape: Shape, hidden: Array, mask: Array, cosine: Array, sine: Array
+    unit: Unit, shape: Shape, hidden: Array, mask: Array | None, cosine: Array, sine: Array
 ) -> Array:
     widths = [count * shape.head for count in (shape.heads, shape.key_heads, shape.key_heads)]
     if shape.is_fused:
@@ -251,13 +257,11 @@ def _attention(
             for name, width in zip("qkv", widths, strict=True)
         )
         query, key = (rotate(x, cosine, sine) for x in (query, key))
-    times = shape.heads // shape.key_heads
+    if mask or shape.head > _GROUPED:
+        times = shape.heads // shape.key_heads
+        key, value = repeated(key, times), repeated(value, times)
     hidden = attend(
-        query,
-        repeated(key, times),
-        repeated(value, times),
-        mask,
-        dropout=shape.attention_dropout,
+        query, key, value, mask, dropout=shape.attention_dropout, is_causal=mask is None
     )
     return unit.linear(hidden, "self_attn.o_proj", shape.hidden, bias=shape.output_bias)
 

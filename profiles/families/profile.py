@@ -44,10 +44,10 @@ def profile_from_config(
     It is assumed, as `capture` of such a model does: training mode, with dropout as the file says;
     attention by torch's `scaled_dot_product_attention` on a CPU (fused without dropout, written out
     with); `use_cache` off; parameters built in fp32 whatever dtype the file names; no attention
-    mask in the batch, so that sequences are full; the loss computed by the model from `labels`;
-    experts as one grouped matrix product. Rotary positions are those of the plain kind: other
-    kinds (Llama 3's, YaRN) change frequencies and no size; the dozen launches by which LongRoPE
-    chooses between two sets of them are not counted.
+    mask and no positions in the batch, so that rows are full and of one sequence each; the loss
+    computed by the model from `labels`; experts as one grouped matrix product. Rotary positions are
+    those of the plain kind: other kinds (Llama 3's, YaRN) change frequencies and no size; the dozen
+    launches by which LongRoPE chooses between two sets of them are not counted.
 
     Args:
         config: the content of the file.

@@ -100,18 +100,55 @@ CONFIGS: dict[str, Config] = {
         "mlp_bias": True,
         "attention_dropout": 0.1,
     },
+    "llama, grouped, with dropout": {
+        **GROUPED,
+        "model_type": "llama",
+        "attention_dropout": 0.1,
+    },
     "mistral": {**GROUPED, "model_type": "mistral"},
     "mistral without a window": {**GROUPED, "model_type": "mistral", "sliding_window": None},
+    "mistral, a window shorter than the sequence": {
+        **GROUPED,
+        "model_type": "mistral",
+        "sliding_window": TOKENS - 1,
+    },
+    "mistral, a window as long as the sequence": {
+        **GROUPED,
+        "model_type": "mistral",
+        "sliding_window": TOKENS,
+        "attention_dropout": 0.1,
+    },
+    "mistral, a window longer than the sequence": {
+        **GROUPED,
+        "model_type": "mistral",
+        "sliding_window": TOKENS + 1,
+    },
     "qwen2, windows from a layer on": {
         **GROUPED,
         "model_type": "qwen2",
         "num_hidden_layers": 6,
         "use_sliding_window": True,
+        "sliding_window": 8,
         "max_window_layers": 3,
     },
+    "qwen2, windows that bound nothing": {
+        **GROUPED,
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+    },
     "qwen3": {**GROUPED, "model_type": "qwen3", "head_dim": 16},
+    "qwen3, a window in one layer": {
+        **GROUPED,
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
     "gemma": {**GROUPED, "model_type": "gemma", "head_dim": 16},
+    "gemma, heads too wide to be shared": {**GROUPED, "model_type": "gemma", "head_dim": 258},
     "phi3": {**GROUPED, "model_type": "phi3"},
+    "phi3, a window": {**GROUPED, "model_type": "phi3", "sliding_window": 8},
     "phi3, part of a head turned": {
         **GROUPED,
         "model_type": "phi3",
@@ -174,7 +211,16 @@ CONFIGS: dict[str, Config] = {
     "qwen3_moe": {**QWEN3_MOE, "norm_topk_prob": True},
 }
 # Of layers that are alike two and the last are run in closed form; the deeper ones have more.
-ONE_OF_EACH = ("llama", "gpt2", "bert", "t5", "vit", "mixtral")
+ONE_OF_EACH = (
+    "llama",
+    "llama, grouped, with dropout",
+    "mistral, a window shorter than the sequence",
+    "gpt2",
+    "bert",
+    "t5",
+    "vit",
+    "mixtral",
+)
 
 
 def tokens_of(config: Config) -> int | None:
@@ -452,6 +498,12 @@ class TestRefusals:
     ) -> None:
         with pytest.raises(InputError, match="no closed form here"):
             family_of({**CONFIGS[name], field: value})
+
+    def test_windows_without_a_width_are_refused_as_transformers_does(self) -> None:
+        types = ["full_attention", "full_attention", "sliding_attention"]
+        config = {**CONFIGS["qwen3"], "layer_types": types, "sliding_window": 8}
+        with pytest.raises(InputError, match="`use_sliding_window`, `sliding_window` are wanted"):
+            family_of(config)
 
     def test_one_class_is_a_regression_and_refused(self) -> None:
         with pytest.raises(InputError, match="`num_labels` = 1: two or more are wanted"):
