@@ -1,5 +1,6 @@
 # make demo    train a small GPT on two local ranks and compare prediction with measurement
 # make test    the tests
+# make timed   the tests that compare clocks, for a machine that does nothing else
 # make check   formatting, lint, types, layers, spelling
 #
 # Every target sets itself up: a virtual environment in .venv, CPU build of torch, this project.
@@ -13,7 +14,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test check format clean
+.PHONY: help demo test timed check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -30,8 +31,12 @@ demo: $(STAMP)
 	@start=$$SECONDS; $(BIN)/advise demo $(DEMO); echo "== demo took $$((SECONDS - start)) s"
 
 test: $(STAMP)
-	@echo "== tests: about 5 minutes on 2 cores"
+	@echo "== tests: about 7 minutes on 2 cores"
 	@start=$$SECONDS; $(BIN)/python -m pytest $(TESTS); echo "== tests took $$((SECONDS - start)) s"
+
+timed: $(STAMP)
+	@echo "== tests that compare clocks: about 4 minutes on 2 cores that do nothing else"
+	@start=$$SECONDS; $(BIN)/python -m pytest -m timed; echo "== tests took $$((SECONDS - start)) s"
 
 check: $(STAMP)
 	@echo "== static checks: half a minute"

@@ -147,6 +147,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@pytest.mark.timed
 def test_a_real_step_lies_within_the_range_predicted_from_block_times(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:

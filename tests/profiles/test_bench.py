@@ -110,6 +110,7 @@ def test_a_large_job_times_what_its_groups_allow_but_always_the_tiers() -> None:
     assert sum(4096 // axis.size for axis in others) <= MOST_GROUPS
 
 
+@pytest.mark.timed
 def test_rates_are_those_of_an_independent_count() -> None:
     """A product of n x n is n^2 sums of n multiply-adds; a copy reads and writes each byte."""
     size = 768
@@ -281,13 +282,20 @@ def test_the_devices_are_timed_and_the_rest_is_kept(ran: Path) -> None:
     assert (after.name, after.cores) == (before.name, before.cores)
 
 
-def test_computing_and_communication_slow_each_other(ran: Path) -> None:
+def test_what_computing_and_communication_do_to_each_other_is_told_as_factors(ran: Path) -> None:
     overlap = loaded(ran, "0").overlap
     assert overlap is not None
     assert 1 <= overlap.computing.value < 50
     assert 1 <= overlap.communication.value < 50
-    # Four ranks and their gloo threads on at most as many cores: something has to give way.
-    assert overlap.computing.value + overlap.communication.value > 2
+    assert overlap.computing.source is overlap.communication.source is Source.MEASURED
+
+
+@pytest.mark.timed
+@pytest.mark.skipif((os.cpu_count() or 1) > 4, reason="four ranks have a core each")
+def test_computing_and_communication_slow_each_other_on_shared_cores(ran: Path) -> None:
+    overlap = loaded(ran, "0").overlap
+    assert overlap is not None
+    assert overlap.computing.value + overlap.communication.value > 2.2
 
 
 def test_what_is_timed_is_told(ran: Path) -> None:

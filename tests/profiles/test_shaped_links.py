@@ -55,7 +55,7 @@ def test_the_committed_report_says_what_it_should() -> None:
     assert table(report).count("\n") == 1 + len(report.rows)
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.usefixtures("_namespaces")
 def test_the_rate_of_the_line_is_found_and_the_verdict_follows() -> None:
     require_agreement(measure().rows)

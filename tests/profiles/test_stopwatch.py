@@ -85,6 +85,7 @@ def test_times_are_medians_of_several_runs_with_their_spread() -> None:
     assert times.units[LOSS].backward.median_s > 0
 
 
+@pytest.mark.timed
 def test_twice_the_width_takes_longer() -> None:
     narrow = timed(*gpt(width=128, layers=2, rows=8), loss)[1].units["blocks.0"]
     wide = timed(*gpt(width=256, layers=2, rows=8), loss)[1].units["blocks.0"]
@@ -93,6 +94,7 @@ def test_twice_the_width_takes_longer() -> None:
     assert wide.backward.low_s > 1.5 * narrow.backward.low_s
 
 
+@pytest.mark.timed
 def test_no_block_is_faster_than_the_machine_multiplies() -> None:
     profile, times = timed(*gpt(width=256, layers=2, rows=16), loss, budget_s=1.0)
     block = times.units["blocks.0"]
@@ -102,6 +104,7 @@ def test_no_block_is_faster_than_the_machine_multiplies() -> None:
     assert block.forward_flop + block.backward_flop == profile.units[3].flop(16)
 
 
+@pytest.mark.timed
 def test_the_times_of_units_add_up_to_the_step_of_the_model() -> None:
     model, sample = gpt(width=192, layers=3, rows=8)
     assert isinstance(sample, tuple)
@@ -213,6 +216,7 @@ class Shared(nn.Module):
         return out
 
 
+@pytest.mark.timed
 def test_a_unit_called_three_times_counts_three_times() -> None:
     profile, times = timed(Shared(), torch.randn(64, 256), None)
     for unit in profile.units:

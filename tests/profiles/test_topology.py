@@ -326,11 +326,11 @@ def test_what_was_measured_is_not_taken_from_again() -> None:
 
 def test_a_thousand_devices_take_no_longer_than_a_blink() -> None:
     big = Topology(128, 8, device_bytes_per_s=369e9, node_bytes_per_s=372e9, cards=7)
-    begin = time.perf_counter()
+    begin = time.process_time()
     for size in range(1, 11):
         for stride in range(11 - size):
             big.share(2**size, 2**stride)
-    assert time.perf_counter() - begin < 1.0
+    assert time.process_time() - begin < 1.0
 
 
 def test_both_drawings_show_the_first_node_and_its_way_out() -> None:
