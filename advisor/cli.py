@@ -22,7 +22,7 @@ from advisor.command import (
     writable,
     write,
 )
-from advisor.machines import look, resolve, timed_here
+from advisor.machines import look, only_first_rank, resolve, timed_here
 from profiles.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from advisor.facts import Facts
 
+OF_A_JOB = ("plan", "probe")  # all its ranks may have to work for these
 sequence_option = click.option(
     "--seq",
     callback=count,
@@ -61,7 +62,8 @@ def format_option(text: str) -> Callable[[Command], Command]:
 
 @click.group("advise", cls=Advise, context_settings={"max_content_width": 100})
 @click.version_option(package_name="parallel-advisor", prog_name="advise")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """How to spread a PyTorch model over devices, whether it fits, how fast it will be, and why.
 
     \b
@@ -70,6 +72,8 @@ def cli() -> None:
 
     `advise MODEL` is short for `advise plan MODEL`; its options: `advise plan --help`.
     """
+    if ctx.invoked_subcommand not in OF_A_JOB:
+        only_first_rank()
 
 
 @cli.command()
@@ -234,6 +238,7 @@ def probe(output: str | None, bench: bool, logs: tuple[str, ...], no_color: bool
     if logs:
         if bench:
             raise InputError("`--bench` times this job, `--nccl-tests` reads of others: take one")
+        only_first_rank()
         from profiles.nccl_tests import cluster_of_logs
 
         machines = cluster_of_logs(logs)
@@ -316,13 +321,15 @@ def _facts(
 ) -> Facts:
     """What is known, from the options; what is cheap to check comes first."""
     from advisor.facts import Facts
-    from advisor.models import profile_model
+    from advisor.models import profile_model, require_model
     from engines.plan import Precision
     from profiles.model import Numerics
     from profiles.optimizers import optimizer_profile
     from profiles.workload import Workload
 
     optimizer_facts = optimizer_profile(optimizer)
+    if cluster == "auto":
+        require_model(model)  # before a job is timed for it
     machines = resolve(cluster, bench=bench)
     reduced = (Numerics.BF16, Numerics.BF16_AUTOCAST) if precision == "bf16" else ()
     found = profile_model(model, samples=1, sequence_length=sequence_length, numerics=reduced)

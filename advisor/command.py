@@ -2,25 +2,30 @@
 
 stdout carries the report or JSON, stderr progress, notes and errors. Exit codes: 0 a plan was
 found, 1 the question was valid and the answer is no, 2 bad usage or input, 101 a mistake of ours.
+Under torchrun what all ranks would say is said once.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from profiles.errors import AdvisorError, InputError, UnknownNameError, near_misses
+from profiles.errors import AdvisorError, FileError, InputError, UnknownNameError, near_misses
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 OUR_MISTAKE = 101  # as ruff and cargo: neither a success, nor an answer, nor the user's mistake
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
+# Ranks of a node start within seconds of each other; torchrun ends all 0.1 s after one has failed.
+FIRST_WORD_S = 5.0
 COLUMNS = 80
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -47,13 +52,33 @@ class Advise(click.Group):
         try:
             code = super().main(words, *rest, **settings)
         except click.Abort:
-            say("interrupted")
+            if not local_rank():
+                say("interrupted")
             sys.exit(INTERRUPTED)
         except Exception as error:
+            _let_the_first_speak()
             if "--debug" in words:
                 traceback.print_exception(error)
             sys.exit(_report(error, colour="--no-color" not in words))
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def local_rank() -> int:
+    """Which process of a node torchrun started this one as; 0 without it."""
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _let_the_first_speak() -> None:
+    """All ranks meet the same mistake in the same words: the first of a node says it.
+
+    torchrun ends the others as soon as it left. One that still lives then has a mistake of its own.
+    """
+    if rank := local_rank():
+        try:
+            time.sleep(FIRST_WORD_S + rank / 2)  # of those too, the first is enough
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
 
 
 def _report(error: Exception, *, colour: bool) -> int:
@@ -63,6 +88,8 @@ def _report(error: Exception, *, colour: bool) -> int:
             shown = error
         case click.ClickException():
             shown = _usage_error(error)
+        case OSError(errno=errno.ENOSPC):
+            shown = FileError(f"cannot write: {error.strerror}")
         case _:
             first, *_ = str(error).splitlines() or [""]
             shown = AdvisorError(
@@ -100,12 +127,12 @@ def _usage_error(error: click.ClickException) -> InputError:
 
 
 def one_of(*known: str) -> Callback[str]:
-    """A callback for an option with a closed list of values; its error names the near miss."""
+    """A callback for an option with a closed list of values, in any case."""
 
     def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-        if value is not None and value not in known:
-            raise UnknownNameError("choice", value, known, where=param.opts[-1])
-        return value
+        if value is None or value.lower() in known:
+            return value and value.lower()
+        raise UnknownNameError("choice", value, known, where=param.opts[-1])
 
     return convert
 

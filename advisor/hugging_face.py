@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from advisor import user_code
 from advisor.command import say
 from advisor.user_code import RETURN
-from profiles.errors import FileError, InputError, ModelError
+from profiles.errors import FileError, InputError, ModelError, UnknownNameError, near_misses
 from profiles.model import ModelProfile, Numerics
 from profiles.record import read_text
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import PreTrainedConfig
 
 USUAL_SEQUENCE = 2048  # only an example in a hint
+# As transformers calls them for all models; `attribute_map` has a model's own names.
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_MISSPELT = 0.9  # one letter of ten; less alike are fields of other versions
 
 
 def build(
@@ -31,7 +37,7 @@ def build(
         ModelError: transformers is missing, or does not build it, or it takes something else.
         InputError: a sequence length is wanted, or too long.
     """
-    read_config(path)
+    content = read_config(path)
     import torch
 
     try:
@@ -41,6 +47,9 @@ def build(
             f"`{path}` is a Hugging Face config, and transformers is not installed",
             hints=["`pip install 'parallel-advisor[hf]'`"],
         ) from None
+    kind = str(content["model_type"])
+    if kind not in transformers.CONFIG_MAPPING and near_misses(kind, transformers.CONFIG_MAPPING):
+        raise UnknownNameError("`model_type`", kind, transformers.CONFIG_MAPPING, where=str(path))
     with user_code.guarded(f"`{path}` cannot be built"):
         config = transformers.AutoConfig.from_pretrained(path)
         architecture = next(iter(getattr(config, "architectures", None) or ()), None) or ""
@@ -51,6 +60,7 @@ def build(
                 where=str(path),
                 hints=["write a factory for `pkg.module:factory`", RETURN],
             )
+        _require_sizes(path, content, config)
         config.use_cache = False  # keys and values are kept for generation, not for training
         named = getattr(transformers, architecture, None)
         model_class = named or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -71,6 +81,35 @@ def build(
         batch = {"input_ids": ids, "labels": ids}
     _tell_dtype(path, getattr(config, "dtype", None))
     return module, batch
+
+
+def _require_sizes(path: Path, content: Mapping[str, object], config: PreTrainedConfig) -> None:
+    """What a file leaves out transformers fills in, with the shape of some published model.
+
+    Of a size that is a surprise, and refused; of a field that is misspelt it is said.
+    """
+    fields = inspect.signature(type(config)).parameters
+    mapped = {config.attribute_map.get(name, name): name for name in _SIZES}
+    missing = [
+        own
+        for own, name in mapped.items()
+        if own in fields and content.get(own) is None and content.get(name) is None
+    ]
+    unknown = [name for name in content if name not in fields and name not in _SIZES]
+    misspelt = [
+        (name, meant)
+        for name in unknown
+        for meant in difflib.get_close_matches(name, fields.keys() - content.keys(), 1, _MISSPELT)
+    ]
+    if missing:
+        raise FileError(
+            f"{', '.join(f'`{name}`' for name in missing)} {'is' if len(missing) == 1 else 'are'}"
+            f" missing, without which a `{config.model_type}` model has no shape",
+            where=str(path),
+            hints=[f"`{name}` is not a field: `{meant}` is" for name, meant in misspelt],
+        )
+    for name, meant in misspelt:
+        say(f"note: `{name}` in {path} is not a field, and not looked at: `{meant}` is one")
 
 
 def profile_in_closed_form(

@@ -25,6 +25,7 @@ def resolve(text: str, *, bench: bool) -> ClusterProfile:
     if text != "auto":
         from profiles.clusters import resolve_cluster
 
+        only_first_rank()
         return resolve_cluster(text)
     if not bench:
         return look(measure=True)
@@ -42,6 +43,14 @@ def resolve(text: str, *, bench: bool) -> ClusterProfile:
 
     with _joined(job.rank):
         return recall_or_bench(probe(launcher=job), note=_note if job.rank == 0 else _silence)
+
+
+def only_first_rank() -> None:
+    """Where every rank of a job would give the same answer, rank 0 does; the others end here."""
+    from profiles.launcher import launcher
+
+    if launcher().rank > 0:
+        sys.exit(0)
 
 
 def look(*, measure: bool = False) -> ClusterProfile:

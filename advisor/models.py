@@ -24,7 +24,10 @@ from profiles.model import ModelProfile, Numerics
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from advisor.demo.gpt import GPTConfig
     from profiles.batch import Batch, LossFn
+
+CONFIG = "config.json"
 KINDS = "a bundled name, `pkg.module:factory`, a Hugging Face config.json, or a saved profile"
 
 
@@ -113,6 +116,21 @@ def profile_model(
     return _timed(loaded, profile) if timed else profile
 
 
+def require_model(text: str) -> None:
+    """Whether MODEL names anything, as far as that is known without running somebody's code.
+
+    Raises:
+        UnknownNameError, ModelError, FileError: as `load_model`.
+    """
+    path = _json_path(text)
+    if path is not None:
+        hugging_face.read_object(path)
+    elif ":" in text:
+        _factory_name(text)
+    else:
+        _shape(text)
+
+
 def _timed(loaded: LoadedModel, profile: ModelProfile) -> ModelProfile:
     """With the times of its blocks on this machine's device, in all numerics of the profile."""
     from profiles.probe import probe
@@ -149,20 +167,30 @@ def load_model(text: str, *, samples: int, sequence_length: int | None) -> Loade
 def _bundled(name: str, samples: int, sequence_length: int | None) -> LoadedModel:
     import torch
 
-    from advisor.demo.gpt import GPT, SHAPES, loss
+    from advisor.demo.gpt import GPT, loss
 
-    if name not in SHAPES:
-        raise UnknownNameError("model", name, SHAPES, hints=[f"MODEL is {KINDS}"])
-    length = sequence_length or SHAPES[name].context
+    shape = _shape(name)
+    length = sequence_length or shape.context
     # Learned positions: a longer sequence needs a longer table, nothing else changes.
-    config = dataclasses.replace(SHAPES[name], context=max(length, SHAPES[name].context))
+    config = dataclasses.replace(shape, context=max(length, shape.context))
     with torch.device("meta"):
         module = GPT(config)
     ids = _ids(samples, length)
     return LoadedModel(module, (ids, ids), loss, name)
 
 
-def _from_factory(text: str, samples: int, sequence_length: int | None) -> LoadedModel:
+def _shape(name: str) -> GPTConfig:
+    from advisor.demo.gpt import SHAPES
+
+    if name in SHAPES:
+        return SHAPES[name]
+    folder = Path(name)
+    inside = [f"did you mean `{folder / CONFIG}`?"] if (folder / CONFIG).is_file() else []
+    raise UnknownNameError("model", name, SHAPES, hints=[*inside, f"MODEL is {KINDS}"])
+
+
+def _factory_name(text: str) -> tuple[str, str]:
+    """Module and attribute of `pkg.module:factory`."""
     module_name, _, attribute = text.partition(":")
     if not module_name or not attribute:
         raise ModelError(
@@ -174,6 +202,11 @@ def _from_factory(text: str, samples: int, sequence_length: int | None) -> Loade
             f"`{module_name}` is a file, MODEL names a module",
             hints=[f"did you mean `{dotted}:{attribute}`?"],
         )
+    return module_name, attribute
+
+
+def _from_factory(text: str, samples: int, sequence_length: int | None) -> LoadedModel:
+    module_name, attribute = _factory_name(text)
     found = user_code.attribute(user_code.import_module(module_name), attribute)
     from torch import nn
 

@@ -121,7 +121,7 @@ def precision(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Itera
         yield Problem(
             rule="precision-device",
             what=f"{cluster.device.name} has no {wanted} (it has {known})",
-            hint="set precision=fp32",
+            hint=_known_precision(model, cluster),
         )
     if (
         numerics(plan, model) is Numerics.BF16
@@ -235,6 +235,15 @@ def numerics(plan: Plan, model: ModelProfile) -> Numerics:
     if plan.precision.dtype == model.dtype:
         return Numerics.AS_BUILT
     return Numerics.BF16 if plan.data_parallel.is_sharded else Numerics.BF16_AUTOCAST
+
+
+def _known_precision(model: ModelProfile, cluster: ClusterProfile) -> str:
+    """What to change where the device lacks the dtype of a plan."""
+    runs = {model.dtype, "bfloat16"} if model.dtype == "float32" else {model.dtype}
+    known = [p.value for p in Precision if p.dtype in runs & set(cluster.device.flop_per_s)]
+    if known:
+        return f"set precision={known[0]}"
+    return f"build the model in another dtype, or give the device a rate of {model.dtype}"
 
 
 def _precision_of(dtype: str) -> str:

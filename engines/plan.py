@@ -325,6 +325,12 @@ def parse_settings(text: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for word in text.split():
         key, equals, value = word.partition("=")
+        if "=" in value:
+            raise PlanError(
+                f"`{word}` is several settings",
+                where=f"plan: {text}",
+                hints=[f'separate them by spaces: "{word.replace(",", " ")}"'],
+            )
         if not equals or not value:
             raise PlanError(
                 f"`{word}` is not a setting",

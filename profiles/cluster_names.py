@@ -10,7 +10,7 @@ from profiles.errors import InputError, UnknownNameError, near_misses
 
 EXAMPLES = 'write "4x8xH100-SXM-80GB" (nodes x devices x accelerator), "2xdgx-h100" or a file'
 
-_NAME = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(.+)", re.IGNORECASE)
+_NAME = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?(.+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,12 @@ def _part(part: str, text: str) -> NamedNodes:
 
 
 def _system_named(name: str) -> str | None:
-    """Systems are asked for by their whole name, so that "h100" stays an accelerator."""
+    """Systems are asked for by their whole name, so that "h100" stays an accelerator.
+
+    A cloud's own name is one: "p5.48xlarge" is our "p5-48xlarge".
+    """
     for key, entry in catalogue.systems().items():
-        if name.lower() in (key, entry.title.lower()):
+        if name.lower().replace(".", "-") == key or name.lower() == entry.title.lower():
             return key
     return None
 
@@ -71,7 +74,8 @@ def _accelerator_named(name: str, text: str) -> str:
         names = [*catalogue.accelerators(), *catalogue.systems()]
         short = {accelerator.split("-")[0] for accelerator in catalogue.accelerators()}
         if near_misses(name, short):
-            names = sorted(short)  # "H1000": nearer to H100 than to any whole name
+            # "H1000" is nearer to H100 than to any accelerator's whole name.
+            names = sorted({*short, *catalogue.systems()})
         where = f"cluster `{text}`" if text != name else None
         raise UnknownNameError(
             "accelerator", error.name, names, where=where, hints=[EXAMPLES]

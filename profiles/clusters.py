@@ -33,15 +33,14 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from profiles import catalogue
+from profiles import catalogue, written
 from profiles.cluster import (
     AxisFits,
     ClusterProfile,
@@ -59,12 +58,7 @@ from profiles.mixed import slowest_of
 from profiles.mixups import require_likely
 from profiles.provenance import Quantity, Source
 from profiles.record import Record, read_text
-from profiles.units import (
-    parse_bandwidth,
-    parse_bytes,
-    parse_flop_rate,
-    parse_seconds,
-)
+from profiles.units import parse_bytes
 
 __all__ = [
     "cluster_from_name",
@@ -76,52 +70,28 @@ __all__ = [
 DTYPES = ("float64", "float32", "tfloat32", "float16", "bfloat16", "float8_e4m3fn")
 
 
-def _quantity(parse: Callable[[str], float], data: object) -> object:
-    """A written number, or a table with its source, as the fields of a `Quantity`."""
-    if isinstance(data, Quantity) or data is None:
-        return data
-    fields: dict[str, object] = dict(data) if isinstance(data, dict) else {"value": data}
-    value = fields.get("value")
-    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        fields["value"] = parse(str(value))
-    return {"source": Source.USER} | fields
-
-
-def _plain(parse: Callable[[str], float], data: object) -> object:
-    is_number = isinstance(data, (str, int, float)) and not isinstance(data, bool)
-    return parse(str(data)) if is_number else data
-
-
-_Memory = Annotated[Quantity | None, BeforeValidator(partial(_quantity, parse_bytes))]
-_Bandwidth = Annotated[Quantity | None, BeforeValidator(partial(_quantity, parse_bandwidth))]
-_Time = Annotated[Quantity | None, BeforeValidator(partial(_quantity, parse_seconds))]
-_Fraction = Annotated[Quantity | None, BeforeValidator(partial(_quantity, float))]
-_Factor = Annotated[Quantity, BeforeValidator(partial(_quantity, float))]
-_FlopRate = Annotated[Quantity, BeforeValidator(partial(_quantity, parse_flop_rate))]
-
-
 class _FitTable(Record):
-    latency: Annotated[NonNegativeFloat, BeforeValidator(partial(_plain, parse_seconds))]
-    bandwidth: Annotated[float, BeforeValidator(partial(_plain, parse_bandwidth))]
+    latency: written.PlainTime
+    bandwidth: written.PlainBandwidth
     relative_residual: NonNegativeFloat = 0.0
 
 
 class _AxisTable(Record):
-    group_size: PositiveInt
+    group_size: Annotated[int, Field(ge=2)]
     stride: PositiveInt
     fits: dict[str, _FitTable] = Field(default_factory=dict)
 
 
 class _OverlapTable(Record):
-    computing: _Factor
-    communication: _Factor
+    computing: written.Factor
+    communication: written.Factor
 
 
 class _LinkTable(Record):
     link: str | None = None
     name: str | None = None
-    bandwidth: _Bandwidth = None
-    latency: _Time = None
+    bandwidth: written.Bandwidth = None
+    latency: written.Time = None
     fits: dict[str, _FitTable] = Field(default_factory=dict)
     wiring: Literal["switch", "mesh"] | None = None
 
@@ -134,13 +104,13 @@ class _BridgeTable(_LinkTable):
 class _DeviceTable(Record):
     name: str | None = None
     kind: Literal["cuda", "cpu"] | None = None
-    memory: _Memory = None
-    memory_bandwidth: _Bandwidth = None
-    flop_rate: dict[str, _FlopRate] | None = None
-    matmul_fraction: _Fraction = None
-    launch: _Time = None
-    context: _Memory = None
-    matmul_efficiency: dict[PositiveInt, _Factor] | None = None
+    memory: written.Capacity = None
+    memory_bandwidth: written.Bandwidth = None
+    flop_rate: dict[str, written.FlopRate] | None = None
+    matmul_fraction: written.Fraction = None
+    launch: written.Time = None
+    context: written.Memory = None
+    matmul_efficiency: dict[PositiveInt, written.Factor] | None = None
 
 
 class _ClusterTable(Record):
@@ -159,7 +129,7 @@ class _ClusterTable(Record):
     nodes_per_switch: PositiveInt | None = None
     pair: _LinkTable | None = None
     host_bridge: _BridgeTable | None = None
-    host_memory: _Memory = None
+    host_memory: written.Memory = None
     cores: PositiveInt | None = None
     device: _DeviceTable | None = None
     intra: _LinkTable | None = None
@@ -273,6 +243,12 @@ def _assemble(
             "system", table.system, titles, where=_at(where, "system")
         )
     system = catalogue.systems()[system_name] if system_name else None
+    if table.accelerator is not None and system is not None:
+        raise InputError(
+            f"`{system_name}` brings its own devices, {system.accelerator}",
+            where=_at(where, "accelerator"),
+            hints=["leave `accelerator` out, or `system`"],
+        )
     accelerator = table.accelerator or (system.accelerator if system else None)
     if accelerator is not None:
         accelerator = catalogue.find_name(
@@ -403,8 +379,6 @@ def _link(table: _LinkTable | None, default: Link | None, tier: str, where: str 
             hint=f'write them in a table `[{tier}]`, or name a `link` there: "nvlink4", "pcie4",'
             ' "ib-ndr-1x400" ...',
         )
-    if bandwidth.value <= 0:
-        raise InputError("a link needs a bandwidth above 0", where=_at(where, f"{tier}.bandwidth"))
     lent = named or (default if table.bandwidth is None else None)
     return Link(
         name=table.name or (lent.name if lent else tier),

@@ -18,12 +18,14 @@ def user_line(error: BaseException) -> str | None:
 
 
 def summary(error: BaseException) -> str:
-    """An exception's class and the first line of what it says.
+    """An exception's class and the first line of what it says; two where that ends in a colon.
 
     >>> summary(KeyError("width"))
     "KeyError: 'width'"
     """
-    first, *_ = str(error).strip().splitlines() or [""]
+    first, *more = str(error).strip().splitlines() or [""]
+    if first.endswith(":") and more:
+        first = f"{first} {more[0].strip()}"
     kind = type(error).__name__
     return f"{kind}: {first}" if first else kind
 

@@ -18,6 +18,8 @@ from profiles.units import format_bandwidth, format_gib, parse_bandwidth, parse_
 BEYOND = 1.5
 # Bits for bytes is a factor of 8; what large collectives reach is 0.6 to 1.2 of the printed rate.
 BITS_PER_BYTE, NEAR = 8, (0.6, 1.3)
+# gloo is software: as fast as the processor, and rated by nobody. Less than bits for bytes.
+BEYOND_GLOO = BITS_PER_BYTE / 2
 
 _Table = Mapping[str, object]
 
@@ -58,10 +60,12 @@ def _require_link(table: _Table, tier: str, where: str) -> None:
         whose, rated = known.title, parse_bandwidth(known.nominal)
         if _in_bits(text) and NEAR[0] <= given * BITS_PER_BYTE / rated <= NEAR[1]:
             raise _doubt(text, f"an eighth of what {whose} is rated for", rated, where)
+        beyond = BEYOND_GLOO if whose.startswith("gloo") else BEYOND
         whose += " is"
     else:
+        beyond = BEYOND
         whose, rated = _fastest(table, tier)
-    if given <= BEYOND * rated:
+    if given <= beyond * rated:
         return
     times = f"{given / rated:.3g} times what {whose} rated for"
     # A link that is named is used nearly to its rate; what is only possible may be far below it.

@@ -149,7 +149,7 @@ def _friendly(error: ValidationError, cls: type[BaseModel], where: str | None) -
     # A misspelt key is also a missing one: the misspelling is the cause.
     found = error.errors()
     first = next((item for item in found if item["type"] == "extra_forbidden"), found[0])
-    key = ".".join(str(part) for part in first["loc"])
+    key = ".".join(str(part) for part in first["loc"] if part != "[key]")
     place = f"{where}: {key}" if where and key else where or key or None
     if first["type"] == "extra_forbidden":
         known = _keys_at(cls, first["loc"][:-1])
@@ -162,7 +162,8 @@ def _friendly(error: ValidationError, cls: type[BaseModel], where: str | None) -
         return cause
     value = first.get("input")
     shown = f"`{key}` = {value!r}: " if isinstance(value, (str, int, float, bool)) else ""
-    return InputError(shown + first["msg"].removeprefix("Value error, "), where=place)
+    told = first["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
+    return InputError(shown + told, where=place)
 
 
 def _keys_at(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:

@@ -202,15 +202,15 @@ class _Part:
 def _share(topology: Topology, group_size: int, stride: int) -> Share:
     if group_size < 2:
         raise ValueError("a group of one rank uses no link")
-    on_node, ways = _parts(topology, group_size, stride)
+    on_node = _parts(topology, group_size, stride)
     slowest: list[tuple[float, int, Tier]] = []
     edges = _edges(topology)
     for parts in on_node:
         for edge, load in _loads(topology, parts).items():
             rate, tier = edges[edge]
             slowest.append((rate / float(load), list(Tier).index(tier), tier))
-    if topology.oversubscription > 1 and ways:
-        most = max(_leaf_loads(topology, ways).values())
+    if topology.oversubscription > 1:
+        most = max(_leaf_loads(topology, _ways(topology, group_size, stride)).values(), default=0)
         if most:
             up = topology.leaf_bytes_per_s / most
             slowest.append((up, list(Tier).index(Tier.SPINE), Tier.SPINE))
@@ -218,30 +218,49 @@ def _share(topology: Topology, group_size: int, stride: int) -> Share:
     return Share(rate, tier)
 
 
-def _parts(
-    topology: Topology, group_size: int, stride: int
-) -> tuple[set[tuple[_Part, ...]], list[list[int]]]:
-    """The different ways in which nodes are shared, and the nodes of each group that crosses some.
+def _parts(topology: Topology, group_size: int, stride: int) -> set[tuple[_Part, ...]]:
+    """The different ways in which nodes are shared.
 
     Nodes that the groups share in the same way carry the same, so one of each kind is enough.
     Groups are those of a mesh: blocks of `group_size * stride` ranks, from the first rank on.
     """
     per_node, block = topology.devices_per_node, group_size * stride
-    world = max(topology.num_nodes * per_node // block, 1) * block
+    world = _ranks(topology, block)
+    if block % per_node == 0 and (per_node % stride == 0 or stride % per_node == 0):
+        world = per_node  # nodes lie in whole strides or strides in whole nodes: all alike
     held: dict[int, dict[int, list[int]]] = {}
-    ways: dict[int, list[int]] = {}
     for rank in range(world):
-        group = rank // block * stride + rank % stride
         node, device = divmod(rank, per_node)
-        held.setdefault(node, {}).setdefault(group, []).append(device)
-        way = ways.setdefault(group, [])
-        if not way or way[-1] != node:
-            way.append(node)
-    kinds = {
-        tuple(_Part(tuple(devices), len(ways[group]) > 1) for group, devices in groups.items())
+        held.setdefault(node, {}).setdefault(_group(rank, block, stride), []).append(device)
+
+    def goes_on(group: int) -> bool:
+        first = group // stride * block + group % stride
+        return first // per_node != (first + block - stride) // per_node
+
+    return {
+        tuple(_Part(tuple(devices), goes_on(group)) for group, devices in groups.items())
         for groups in held.values()
     }
-    return kinds, [way for way in ways.values() if len(way) > 1]
+
+
+def _ways(topology: Topology, group_size: int, stride: int) -> list[list[int]]:
+    """The nodes of each group, in the ring's order."""
+    ways: dict[int, list[int]] = {}
+    for rank in range(_ranks(topology, group_size * stride)):
+        way = ways.setdefault(_group(rank, group_size * stride, stride), [])
+        node = rank // topology.devices_per_node
+        if not way or way[-1] != node:
+            way.append(node)
+    return list(ways.values())
+
+
+def _ranks(topology: Topology, block: int) -> int:
+    """Those in whole blocks; one block at least."""
+    return max(topology.num_nodes * topology.devices_per_node // block, 1) * block
+
+
+def _group(rank: int, block: int, stride: int) -> int:
+    return rank // block * stride + rank % stride
 
 
 def _loads(topology: Topology, parts: tuple[_Part, ...]) -> dict[_Edge, Fraction]:

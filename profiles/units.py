@@ -7,6 +7,7 @@ Inside the project everything is bytes, seconds, FLOP, FLOP/s and bytes/s. Files
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from profiles.errors import UnitError
 
@@ -14,7 +15,19 @@ KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY = {"Ki": float(KIB), "Mi": float(MIB), "Gi": float(GIB), "Ti": float(TIB)}
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+# Decimal: "767.4 us" is the float 767.4e-6; 767.4 * 1e-6 is the one above it.
+_SECONDS = {
+    unit: Decimal(scale)
+    for unit, scale in {
+        "ns": "1e-9",
+        "us": "1e-6",
+        "µs": "1e-6",
+        "ms": "1e-3",
+        "s": "1",
+        "min": "60",
+        "h": "3600",
+    }.items()
+}
 _NUMBER = re.compile(r"^\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*?)\s*$")
 
 
@@ -92,7 +105,7 @@ def parse_seconds(text: str, *, where: str | None = None) -> float:
     number, unit = _split(text, where, example)
     if unit not in _SECONDS:
         raise UnitError(f"`{text}` is not a time", where=where, hints=[example])
-    return number * _SECONDS[unit]
+    return float(Decimal(repr(number)) * _SECONDS[unit])
 
 
 def format_gib(count: float, *, unit: bool = True) -> str:

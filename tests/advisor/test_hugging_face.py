@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from advisor.models import load_model, profile_model
-from profiles.errors import InputError, UnknownNameError
+from profiles.errors import FileError, InputError, ModelError, UnknownNameError
 from profiles.model import ModelProfile, Numerics
 from tests.profiles.test_families import LLAMA_3_8B, VIT, assert_equal
 
@@ -128,3 +128,52 @@ def test_advise_answers_at_once_where_torch_cannot_be_imported(
     seconds = float(run.stderr.rpartition("cpu seconds:")[2])
     assert seconds < 1
     assert decision["plan"]["precision"] == (precision or "fp32")
+
+
+def test_a_size_that_transformers_would_make_up_is_asked_for(config: Path) -> None:
+    """`LlamaConfig` takes 4096 where `hidden_size` is missing, as of Llama 7B."""
+    pytest.importorskip("transformers")
+    renamed = {"hiden_size" if key == "hidden_size" else key: LLAMA[key] for key in LLAMA}
+    config.write_text(json.dumps(renamed))
+    with pytest.raises(FileError) as caught:
+        load_model(str(config), samples=1, sequence_length=16)
+    assert str(caught.value) == (
+        "`hidden_size` is missing, without which a `llama` model has no shape\n"
+        f"  {config}\n\nhint: `hiden_size` is not a field: `hidden_size` is"
+    )
+
+
+def test_a_model_s_own_names_of_sizes_are_sizes(config: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32}
+    config.write_text(json.dumps({"model_type": "gpt2", "n_inner": 48} | sizes))
+    module = load_model(str(config), samples=1, sequence_length=16).module
+    assert sum(1 for name, _ in module.named_modules() if name.endswith(".attn")) == 2
+
+
+def test_a_field_that_is_misspelt_is_said(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    config.write_text(
+        json.dumps(
+            {key: LLAMA[key] for key in LLAMA if key != "num_key_value_heads"}
+            | {"num_key_value_head": 2}
+        )
+    )
+    load_model(str(config), samples=1, sequence_length=16)
+    said = capsys.readouterr().err
+    assert f"note: `num_key_value_head` in {config} is not a field" in said
+    assert "`num_key_value_heads` is one" in said
+
+
+def test_a_misspelt_family_names_the_near_one(config: Path) -> None:
+    pytest.importorskip("transformers")
+    config.write_text(json.dumps(LLAMA | {"model_type": "lama"}))
+    with pytest.raises(UnknownNameError, match=r"did you mean `llama`"):
+        load_model(str(config), samples=1, sequence_length=16)
+
+
+def test_what_transformers_refuses_is_told_with_its_reason(config: Path) -> None:
+    pytest.importorskip("transformers")
+    config.write_text(json.dumps(LLAMA | {"hidden_size": "32"}))
+    with pytest.raises(ModelError, match=r"'hidden_size'.*'32'"):
+        load_model(str(config), samples=1, sequence_length=16)

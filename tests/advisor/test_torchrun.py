@@ -91,6 +91,15 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of a job's second rank."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+
+
 @pytest.mark.parametrize("name", ["bench", "first", "kept"])
 def test_only_rank_0_answers_and_all_end_well(ran: Path, name: str) -> None:
     assert said(ran, name).out
@@ -139,3 +148,38 @@ def test_without_a_bench_nobody_is_waited_for_and_links_are_assumed(
     monkeypatch.setenv("RANK", "1")
     silent = CliRunner().invoke(cli, [*PLAN, "--no-bench"])
     assert (silent.exit_code, silent.output) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["tree"], ["show", "plan.json"], ["gpt-10m", "--cluster", "8xh200"]],
+    ids=["tree", "show", "plan for other machines"],
+)
+def test_what_every_rank_would_answer_alike_is_not_repeated(words: list[str], second: None) -> None:
+    silent = CliRunner().invoke(cli, words)
+    assert (silent.exit_code, silent.output) == (0, "")
+
+
+def test_a_mistake_is_said_once_and_ends_the_job_at_once(tmp_path: Path) -> None:
+    """The model is looked for before the job is timed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", "-m", "advisor", "gpt-10", "--cluster", "auto"]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1  # torchrun's own
+    assert ended.stderr.count("error: unknown model `gpt-10`") == 1
+    assert ended.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_of_one_rank_alone_is_said_by_it(
+    second: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("advisor.command.FIRST_WORD_S", 0.01)
+    result = CliRunner().invoke(cli, ["probe", "-o", "no/such/folder.toml"])
+    assert result.exit_code == 2
+    assert "error: cannot write `no/such/folder.toml`" in result.stderr

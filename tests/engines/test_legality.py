@@ -88,6 +88,14 @@ def test_a_device_without_bf16_is_not_given_bf16() -> None:
     assert rules("precision=bf16", model(), gpus(1, "float32", "bfloat16")) == []
 
 
+def test_a_device_s_own_dtype_is_the_way_out() -> None:
+    alone = gpus(1, "bfloat16")
+    (problem,) = problems(Plan.parse("precision=fp32"), model(), alone)
+    assert problem.hint == "set precision=bf16"
+    (problem,) = problems(Plan.parse("precision=fp32"), model(), gpus(1, "float64"))
+    assert problem.hint == "build the model in another dtype, or give the device a rate of float32"
+
+
 def test_sharded_units_hold_one_dtype() -> None:
     mixed = model(unit("b.0", dtypes=("bfloat16", "float32")), unit("b.1"))
     assert rules("dp_shard=2", mixed, cpu_ranks(2)) == ["mixed-dtypes"]

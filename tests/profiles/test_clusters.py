@@ -42,6 +42,8 @@ def written(tmp_path: Path, text: str) -> Path:
         ("2xdgx-h100", 2, 8, "H100-SXM-80GB"),
         ("dgx-a100-40gb", 1, 8, "A100-SXM-40GB"),
         ("3xmi300x-8", 3, 8, "MI300X"),
+        ("2xp5.48xlarge", 2, 8, "H100-SXM-80GB"),
+        ("2 x 8 x H100-SXM-80GB", 2, 8, "H100-SXM-80GB"),
     ],
 )
 def test_a_name_counts_nodes_and_devices(text: str, nodes: int, devices: int, name: str) -> None:
@@ -107,6 +109,14 @@ unknown accelerator `H1000`
   cluster `8xH1000`
 
 hint: did you mean `H100` or `V100`?
+hint: write "4x8xH100-SXM-80GB" (nodes x devices x accelerator), "2xdgx-h100" or a file""",
+        ),
+        (
+            "DGXH100",
+            """\
+unknown accelerator `DGXH100`
+
+hint: did you mean `dgx-h100` or `dgx-h200`?
 hint: write "4x8xH100-SXM-80GB" (nodes x devices x accelerator), "2xdgx-h100" or a file""",
         ),
         (
@@ -310,7 +320,41 @@ H200 = 'nodes = 2\naccelerator = "h200"\n'
         ),
         (
             H200 + '[inter]\nbandwidth = "0 GB/s"',
-            "a link needs a bandwidth above 0\n  cluster.toml: inter.bandwidth",
+            "0 is given where a number above 0 is wanted\n  cluster.toml: inter.bandwidth",
+        ),
+        (
+            H200 + '[device]\nmemory_bandwidth = "0 GB/s"',
+            "0 is given where a number above 0 is wanted\n  cluster.toml: device.memory_bandwidth",
+        ),
+        (
+            H200 + '[device]\nflop_rate = { float32 = "0 TFLOP/s" }',
+            "0 is given where a number above 0 is wanted\n  cluster.toml: device.flop_rate.float32",
+        ),
+        (
+            H200 + "[device]\nmatmul_fraction = 80",
+            "80 is not a share: above 0, and about 1 at most\n"
+            "  cluster.toml: device.matmul_fraction\n\n"
+            "hint: 80 % is 0.8",
+        ),
+        (
+            H200 + "[device]\nmatmul_fraction = 0",
+            "0 is not a share: above 0, and about 1 at most\n"
+            "  cluster.toml: device.matmul_fraction",
+        ),
+        (
+            H200 + '[inter]\nbandwidth = { value = "4 GB/s", source = "you", relative_error = 10 }',
+            "`relative_error` = 10 is not half a range: a fraction of the value, 1 at most\n"
+            "  cluster.toml: inter.bandwidth\n\nhint: 0.1 is +-10 %",
+        ),
+        (
+            H200 + "[[axes]]\ngroup_size = 1\nstride = 1",
+            "`axes.0.group_size` = 1: Input should be greater than or equal to 2\n"
+            "  cluster.toml: axes.0.group_size",
+        ),
+        (
+            'system = "dgx-h100"\naccelerator = "A100-SXM-80GB"',
+            "`dgx-h100` brings its own devices, H100-SXM-80GB\n  cluster.toml: accelerator\n\n"
+            "hint: leave `accelerator` out, or `system`",
         ),
         (
             'accelerator = "h200"\nnodes = 0',
@@ -444,7 +488,7 @@ def amounts(values: st.SearchStrategy[float]) -> st.SearchStrategy[Quantity]:
     )
 
 
-sizes = amounts(st.integers(min_value=0, max_value=2**50).map(float))
+sizes = amounts(st.integers(min_value=1, max_value=2**50).map(float))
 times = amounts(st.floats(min_value=0, max_value=1e4))
 fits = st.dictionaries(
     st.sampled_from(Collective),
@@ -464,7 +508,7 @@ links = st.builds(
     fits=fits,
 )
 counts = st.integers(min_value=1, max_value=2**16)
-factors = amounts(st.floats(min_value=0, max_value=1e3))
+factors = amounts(st.floats(min_value=1e-3, max_value=1e3))
 clusters = st.builds(
     ClusterProfile,
     schema_version=st.just(1),
@@ -492,7 +536,7 @@ clusters = st.builds(
         flop_per_s=st.dictionaries(
             st.sampled_from(["float32", "bfloat16"]), amounts(rates), min_size=1
         ),
-        matmul_fraction=amounts(st.floats(min_value=0, max_value=1)),
+        matmul_fraction=amounts(st.floats(min_value=1e-3, max_value=1)),
         launch_s=times,
         context_bytes=sizes,
         matmul_efficiency=st.dictionaries(counts, factors, max_size=3),
@@ -501,9 +545,10 @@ clusters = st.builds(
     inter=links,
     host_memory_bytes=st.none() | sizes,
     cores=st.none() | st.integers(min_value=1, max_value=512),
-    axes=st.lists(st.builds(AxisFits, group_size=counts, stride=counts, fits=fits), max_size=3).map(
-        tuple
-    ),
+    axes=st.lists(
+        st.builds(AxisFits, group_size=counts.map(lambda n: n + 1), stride=counts, fits=fits),
+        max_size=3,
+    ).map(tuple),
     overlap=st.none() | st.builds(Overlap, computing=factors, communication=factors),
 )
 

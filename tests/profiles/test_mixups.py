@@ -177,6 +177,19 @@ def test_a_wrong_name_is_still_told_with_its_place(text: str, place: str, tmp_pa
     assert caught.value.where == f"{path}: {place}"
 
 
+def test_a_measured_rate_of_gloo_may_be_written_by_hand(tmp_path: Path) -> None:
+    """What fast processors reach is several times what the catalogue assumes."""
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        '[device]\nkind = "cpu"\nmemory = "8 GiB"\nmemory_bandwidth = "9 GB/s"\n'
+        'flop_rate = { float32 = "90 GFLOP/s" }\nlaunch = "5 us"\ncontext = "1 GiB"\n'
+        '[intra]\nname = "gloo on one machine"\nbandwidth = "20 Gbit/s"\nlatency = "100 us"\n'
+    )
+    cluster = load_cluster(path)
+    assert cluster.intra is not None
+    assert cluster.intra.bandwidth_bytes_per_s.value == 2.5e9
+
+
 @pytest.mark.parametrize("name", list(catalogue.links()))
 def test_no_rate_of_the_catalogue_is_taken_for_a_mixup(name: str, tmp_path: Path) -> None:
     """Each link's printed rate, in bits and in bytes, is accepted for it; an eighth more is not."""

@@ -333,6 +333,17 @@ def test_a_thousand_devices_take_no_longer_than_a_blink() -> None:
     assert time.process_time() - begin < 1.0
 
 
+def test_a_hundred_thousand_nodes_share_as_four_do_and_as_fast() -> None:
+    rates = {"device_bytes_per_s": 369e9, "node_bytes_per_s": 400e9, "cards": 8}
+    few, many = Topology(4, 8, **rates), Topology(100_000, 8, **rates)
+    begin = time.perf_counter()
+    assert many.share(100_000, 8) == few.share(4, 8) == Share(50e9, Tier.INTER)
+    assert many.share(800_000) == few.share(32) == Share(369e9, Tier.INTRA)
+    assert many.share(8) == few.share(8) == Share(369e9, Tier.INTRA)
+    assert many.share(100_000 * 4, 2) == few.share(4 * 4, 2)
+    assert time.perf_counter() - begin < 0.5
+
+
 def test_both_drawings_show_the_first_node_and_its_way_out() -> None:
     cluster: ClusterProfile = gpus(2, 2, inter_bytes_per_s=100 * GB)
     text = cluster.topology.text()

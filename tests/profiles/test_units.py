@@ -58,6 +58,13 @@ def test_times_are_read(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("number", [3, 5, 7, 17, 102.8, 767.4])
+def test_times_are_rounded_once(number: float) -> None:
+    """The nearest float of the decimal number, as Python reads it."""
+    assert parse_seconds(f"{number} us") == float(f"{number}e-6")
+    assert parse_seconds(f"{number} ns") == float(f"{number}e-9")
+
+
 def test_flop_rates_are_read_in_both_spellings() -> None:
     assert parse_flop_rate("989 TFLOP/s") == parse_flop_rate("989 TFLOPS") == 989e12
 
