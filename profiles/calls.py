@@ -65,6 +65,9 @@ def calls_of(
 
         return hook
 
+    def after(*_: object) -> None:
+        inside.pop()
+
     modules = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
     with (
         torch.inference_mode(False),
@@ -77,7 +80,7 @@ def calls_of(
         numbers |= {id(fakes.of(t)): number for number, t in enumerate(batch_tensors(sample))}
         for unit in find_units(model):
             unit.module.register_forward_pre_hook(before(unit), with_kwargs=True)
-            unit.module.register_forward_hook(lambda *_: inside.pop() and None)
+            unit.module.register_forward_hook(after, always_call=True)
         try:
             output = call_model(model, batch, has_target=loss_fn is not None)
         except AdvisorError:

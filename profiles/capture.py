@@ -93,22 +93,22 @@ def _look_twice(
     """At the sample, and at twice its batch; not every model takes that."""
     first = _look(subject, numerics, every_block=every_block)
     try:
-        return first, _look(subject, numerics, repeats=2, every_block=every_block)
+        return first, _look(subject, numerics, times=2, every_block=every_block)
     except ModelError:
         return first, None
 
 
-def _look(subject: Subject, numerics: Numerics, *, repeats: int = 1, every_block: bool) -> Look:
+def _look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: bool) -> Look:
     """Where blocks that seem equal do more than they hand on, all of them are run."""
     if not every_block:
         try:
-            found = look(subject, numerics, repeats=repeats, every_block=False)
+            found = look(subject, numerics, times=times, every_block=False)
         except ModelError:  # of the model, or of what it misses
             pass
         else:
-            if not found.has_escaped:
+            if found.is_sound:
                 return found
-    return look(subject, numerics, repeats=repeats)
+    return look(subject, numerics, times=times)
 
 
 def _flow(one: Flow, two: Flow | None, samples: int) -> Flow:

@@ -31,6 +31,7 @@ class Value(Record):
         is_overwritten: later code changes it in place (an in-place ReLU on a residual).
         needs_gradient: a gradient comes back for it.
         depends_on_parameters: else it follows from the batch alone (rotary tables, masks).
+        is_returned: else the call left it behind in an attribute, a buffer or an argument.
     """
 
     shape: tuple[NonNegativeInt, ...]
@@ -39,11 +40,13 @@ class Value(Record):
     is_overwritten: bool = False
     needs_gradient: bool = True
     depends_on_parameters: bool = True
+    is_returned: bool = True
 
 
 class Call(Record):
     """One call of a unit, in the order of the forward.
 
+    Its values are the tensors that it returns, in order, then what it left behind for later code.
     A unit that is called by another one is part of that one's call. `GLUE` stands for code between
     units that uses parameters; its values are those parameters.
     """

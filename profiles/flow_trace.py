@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from profiles.affine import Affine
@@ -22,6 +24,7 @@ class Trail:
     Attributes:
         taken: what its arguments are made of.
         first_made: number of the first memory that it makes.
+        changed: memories that were there before, which it wrote to.
         uses_parameters: its own code does, or what it takes depends on some.
         is_closed: so far it took nothing but its arguments, changed nothing that it did not make,
             and called no other unit: what it does follows from its module and its arguments.
@@ -32,14 +35,31 @@ class Trail:
     first_made: int
     uses_parameters: bool = False
     is_closed: bool = True
+    changed: set[int] = field(default_factory=set)
     values: list[Value] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Elements of a memory."""
+
+    start: int
+    steps: tuple[tuple[int, int], ...]  # (stride, size), largest stride first
+
+    def holds(self, element: int) -> bool:
+        rest = element - self.start
+        for stride, size in self.steps:
+            rest -= stride * min(max(rest, 0) // stride, size - 1)
+        return rest == 0
 
 
 class FlowTrace:
     """Where the contents of each memory come from.
 
     Glue hands on what it is made of: a sum of two outputs stands for both. Memory is known by its
-    number in the timeline, which is never given twice, so views stand for what they are views of.
+    number (`Storages.memory_of`), which is never given twice, so views stand for what they are
+    views of. What a call leaves behind without returning it (in an attribute, in a buffer, in an
+    argument that it writes to) becomes a value of it when later code takes it.
 
     Attributes:
         has_escaped: a tensor made in a call that was `close`d was used outside it.
@@ -51,6 +71,11 @@ class FlowTrace:
         self._calls: list[Trail] = []
         self._edges: dict[Edge, None] = {}
         self._sources: dict[int, frozenset[Source]] = {}
+        self._values: dict[int, frozenset[Source]] = {}  # those that lie in a memory
+        self._parts: dict[int, dict[Source, _Region]] = {}  # where in it, as they were returned
+        self._left: dict[int, int] = {}  # memory that a call changed and did not return, its number
+        self._finished: list[int] = []  # calls of units that are over
+        self._ends: list[int] = []  # of those
         self._inside: dict[tuple[str, str], None] = {}
         self._current: Trail | None = None
         self._glue: Trail | None = None  # the stretch of glue that used parameters
@@ -78,11 +103,22 @@ class FlowTrace:
         """The current call hands on `output`."""
         assert self._current is not None
         number, call = len(self._calls) - 1, self._current
+        returned: dict[int, dict[int, Tensor]] = {}
         for tensor in tensors_in(output):
-            call.values.append(_value(tensor, depends_on_parameters=call.uses_parameters))
-            memory = self._storages.number_of(tensor)
-            if memory is not None:
-                self._sources[memory] = frozenset({(number, len(call.values) - 1)})
+            holders = self._storages.holders_of(tensor)
+            call.values.append(
+                _value(tensor, depends_on_parameters=call.uses_parameters or bool(holders))
+            )
+            memory = self._storages.memory_of(tensor)
+            # What was there before and is handed through as it was, comes from where it came from.
+            if memory is not None and (memory >= 0 or memory in call.changed or holders):
+                returned.setdefault(memory, {})[len(call.values) - 1] = tensor
+        for memory, tensors in returned.items():
+            self._put(memory, [(number, value) for value in tensors])
+            self._parts[memory] = {(number, v): _region(t) for v, t in tensors.items()}
+        self._left |= dict.fromkeys(call.changed - set(returned), number)
+        self._finished.append(number)
+        self._ends.append(self._storages.timeline.next_number)
         self._current = None
 
     def operation(
@@ -99,9 +135,10 @@ class FlowTrace:
         for tensor in written:
             self._overwrite(tensor)
         for tensor in (*outputs, *written):
-            number = self._storages.number_of(tensor)
-            if number is not None:
-                self._sources[number] = self._sources.get(number, frozenset()) | made_of
+            memory = self._storages.memory_of(tensor)
+            is_written = memory is not None and (memory >= 0 or _is_in(tensor, written))
+            if memory is not None and is_written:
+                self._sources[memory] = self._sources.get(memory, frozenset()) | made_of
 
     def close(self, call: Trail, outputs: Sequence[Tensor]) -> None:
         """The current call is at its end: what it made beside its outputs is its own affair."""
@@ -127,10 +164,12 @@ class FlowTrace:
         if not call.uses_parameters:
             call.uses_parameters = any(self._storages.holders_of(tensor) for tensor in inputs)
         for tensor in written:
-            number = self._storages.number_of(tensor)
-            if number is None or number < call.first_made:
+            memory = self._storages.memory_of(tensor)
+            if memory is None or memory < call.first_made:
                 call.is_closed = False
                 self._overwrite(tensor)
+                if memory is not None:
+                    call.changed.add(memory)
 
     def _take(self, sources: Iterable[Source]) -> None:
         call, target = self._calls[-1], len(self._calls) - 1
@@ -145,13 +184,49 @@ class FlowTrace:
         return found
 
     def _from(self, tensor: Tensor) -> frozenset[Source]:
-        number = self._storages.number_of(tensor)
-        return self._sources.get(number, frozenset()) if number is not None else frozenset()
+        memory = self._storages.memory_of(tensor)
+        if memory is None:
+            return frozenset()
+        maker = self._left_by(memory)
+        if maker is not None:
+            self._left.pop(memory, None)
+            call = self._calls[maker]
+            value = _value(tensor, depends_on_parameters=call.uses_parameters)
+            call.values.append(value.model_copy(update={"is_returned": False}))
+            self._put(memory, [(maker, len(call.values) - 1)])
+        found = self._sources.get(memory, frozenset())
+        parts = self._parts.get(memory, {})
+        if len(parts) > 1 and found == frozenset(parts):  # one of the chunks that a call returned
+            start = int(tensor.storage_offset())
+            within = frozenset(part for part, region in parts.items() if region.holds(start))
+            found = within if len(within) == 1 else found
+        return frozenset(source for source in found if not self._is_own(memory, source[0]))
+
+    def _left_by(self, memory: int) -> int | None:
+        """The call that made or changed this and did not return it, unless that is known."""
+        maker = self._left.get(memory)
+        if maker is None and memory >= 0 and memory not in self._sources:
+            position = bisect.bisect_right(self._ends, memory)
+            maker = self._finished[position] if position < len(self._ends) else None
+            if maker is not None and memory < self._calls[maker].first_made:
+                return None
+        return None if maker is None or self._is_own(memory, maker) else maker
+
+    def _is_own(self, memory: int, number: int) -> bool:
+        """What a unit keeps from call to call in a buffer of its own stays with it."""
+        current = self._current
+        return memory < 0 and current is not None and self._calls[number].unit == current.unit
+
+    def _put(self, memory: int, values: Iterable[Source]) -> None:
+        """The memory holds these values now; what it held before may be part of them."""
+        self._sources[memory] = frozenset(values)
+        self._values[memory] = self._values.get(memory, frozenset()) | self._sources[memory]
+        self._parts.pop(memory, None)
 
     def _made_of(self, inputs: Sequence[Tensor]) -> frozenset[Source]:
         found = self._all_from(inputs)
         for tensor in inputs:
-            if self._storages.holders_of(tensor):
+            if self._storages.holders_of(tensor) and not self._from(tensor):
                 found |= {self._glue_with(tensor)}
         return found
 
@@ -163,9 +238,23 @@ class FlowTrace:
         return len(self._calls) - 1, len(self._glue.values) - 1
 
     def _overwrite(self, tensor: Tensor) -> None:
-        for call, value in self._from(tensor):
+        memory = self._storages.memory_of(tensor)
+        for call, value in self._values.get(memory, ()) if memory is not None else ():
             values = self._calls[call].values
             values[value] = values[value].model_copy(update={"is_overwritten": True})
+
+
+def _region(tensor: Tensor) -> _Region:
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return _Region(-1, ())
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    return _Region(
+        int(tensor.storage_offset()), tuple(sorted((s for s in steps if s[0] > 0), reverse=True))
+    )
+
+
+def _is_in(tensor: Tensor, tensors: Iterable[Tensor]) -> bool:
+    return any(tensor is other for other in tensors)
 
 
 def _value(tensor: Tensor, *, depends_on_parameters: bool) -> Value:

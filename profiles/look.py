@@ -36,7 +36,7 @@ class Look:
         peak_bytes: most that was live at once beside parameters, their gradients, buffers, batch;
             where every block ran.
         flow: see `ModelProfile`.
-        has_escaped: equal blocks were not what they seemed; look at every one.
+        is_sound: else equal blocks were not what they seemed; look at every one.
     """
 
     costs: dict[str, Cost]
@@ -46,13 +46,11 @@ class Look:
     has_loss: bool
     peak_bytes: int
     flow: Flow
-    has_escaped: bool
+    is_sound: bool
 
 
-def look(
-    subject: Subject, numerics: Numerics, *, repeats: int = 1, every_block: bool = True
-) -> Look:
-    """Follow one forward and backward over the sample's rows, `repeats` times over.
+def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: bool = True) -> Look:
+    """Follow one forward and backward over the sample's rows, `times` times over.
 
     Args:
         every_block: run all blocks; else two of those that are equal, see `Repeats`.
@@ -71,7 +69,7 @@ def look(
         fakes = stack.enter_context(stand_ins(modules, cast=low_precision))
         # oneDNN's recurrent layers keep a workspace whose size only the kernel knows.
         stack.enter_context(without_onednn())
-        batch = map_batch(lambda tensor: _rows(fakes.of(tensor), repeats), subject.sample)
+        batch = map_batch(lambda tensor: _rows(fakes.of(tensor), times), subject.sample)
         before = (storage_of(t) for t in (*fakes.all(), *tensors_in(batch)))
         storages = Storages(
             owned={
@@ -84,8 +82,7 @@ def look(
         )
         trace = Trace(storages, low_precision=low_precision)
         trace.watch(model, subject.units)
-        if not every_block:
-            Repeats(trace, subject.units)
+        repeats = None if every_block else Repeats(trace, subject.units)
         stack.enter_context(_gradients_put_back(trace))
         given = {id(storage_of(tensor)) for tensor in tensors_in(batch)}
         stack.enter_context(
@@ -127,13 +124,13 @@ def look(
             has_loss=has_loss,
             peak_bytes=storages.timeline.highest(ignored=ignored),
             flow=trace.flow.flow(),
-            has_escaped=trace.flow.has_escaped,
+            is_sound=repeats is None or repeats.is_sound(),
         )
 
 
-def _rows(fake: Tensor, repeats: int) -> Tensor:
+def _rows(fake: Tensor, times: int) -> Tensor:
     """The rows of a stand-in, one after another, as a leaf."""
-    return torch.cat([fake.detach()] * repeats).requires_grad_(fake.requires_grad)
+    return torch.cat([fake.detach()] * times).requires_grad_(fake.requires_grad)
 
 
 def _forward(subject: Subject, batch: Batch, trace: Trace) -> tuple[list[Tensor], bool]:

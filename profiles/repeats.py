@@ -1,62 +1,41 @@
 """Equal blocks: run twice, stood in for from then on.
 
-Two blocks are equal if their modules are (classes, attributes, shapes of parameters) and so are
-their arguments. The ends of a list differ in cost from its middle (the first block keeps what
-several blocks take, the last is the first to give it a gradient), so the second stands for all but
-the ends.
+Two calls are equal if the blocks are (classes, settings, shapes of parameters, state at that
+moment) and so are their arguments and the modes of torch. The ends of a list differ in cost from
+its middle (the first block keeps what several blocks take, the last is the first to give it a
+gradient), so the second stands for all but the ends. Where calls that are equal turn out to differ,
+or do more than they hand on, every block has to run: `is_sound`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import random
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from profiles.double import Gradients, Run, double_of, run_of
 from profiles.flow_trace import Trail
 from profiles.modules import Unit
-from profiles.places import Place
-from profiles.torch_compat import flatten, tensors_in, unflatten
+from profiles.state import PLAIN, Position, State, state_of
+from profiles.torch_compat import flatten, storage_of, tensors_in
 from profiles.tracing import Trace
 
-_PLAIN = int | float | str | bool | torch.dtype | torch.device | None
-# Attributes that every module has: modules, tensors and hooks, looked at elsewhere or not at all.
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 RUNS = 2  # of equal blocks that run in full
-
-
-@dataclass(slots=True)
-class _Run:
-    """A block that ran in full, as those after it need it.
-
-    Attributes:
-        outputs: the leaves of what it returned: for a tensor the position of the argument that it
-            is, or what to make; else the leaf itself.
-    """
-
-    place: Place
-    trail: Trail
-    outputs: list[object]
-    structure: object
+_SETTINGS = PLAIN | torch.dtype | torch.device
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """A tensor that a block returns."""
+class _Call:
+    """What decides what a call does (`key`), and what it is charged for (`standing`)."""
 
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    needs_gradient: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Argument:
-    """A block returns what it took."""
-
-    position: int
+    key: Hashable
+    standing: Hashable
 
 
 class Repeats:
@@ -64,79 +43,180 @@ class Repeats:
 
     def __init__(self, trace: Trace, units: Sequence[Unit]) -> None:
         self._trace = trace
-        self._count: dict[Hashable, int] = {}
-        self._runs: dict[Hashable, _Run] = {}
-        last = {unit.name.rpartition(".")[0]: unit.name for unit in units if unit.is_block}
+        self._count: Counter[Hashable] = Counter()
+        self._work: dict[Hashable, tuple[int, int]] = {}
+        self._runs: dict[_Call, Run] = {}
+        self._doubles: list[tuple[Run, Gradients]] = []
+        self._involved: set[str] = set()
+        self._is_even = True  # calls that are equal did the same work
+        # Whether the latest call ran in full: of each list, and of those that take a memory.
+        self._latest_ran: dict[str, bool] = {}
+        self._takers: dict[int, tuple[int, bool]] = {}
+        lists: dict[str, list[Unit]] = {}
         for unit in units:
-            if unit.is_block and unit.name not in last.values():
-                attributes = unit.module.__dict__  # a copy that goes
-                attributes["forward"] = self._instead(unit, unit.module.forward)
+            if unit.is_block:
+                lists.setdefault(_list_of(unit), []).append(unit)
+        for blocks in lists.values():
+            numbered = _numbered(blocks)
+            for block in blocks:
+                attributes = block.module.__dict__  # a copy that goes
+                attributes["forward"] = self._instead(
+                    block, block.module.forward, numbered, is_last=block is blocks[-1]
+                )
 
-    def _instead(self, unit: Unit, forward: Callable[..., object]) -> Callable[..., object]:
-        kind = _signature(unit.module, unit.name.rpartition(".")[2])
+    def is_sound(self) -> bool:
+        """Whether those that ran tell what the others would have done; asked after backward."""
+        calls = Counter(call.unit for call in self._trace.flow.flow().calls)
+        return (
+            self._is_even
+            and not self._trace.flow.has_escaped
+            and all(self._latest_ran.values())
+            # The last to take a tensor is the first to give it a gradient, others add to that;
+            # so it is with the parameters of a block that is called again.
+            and all(ran for count, ran in self._takers.values() if count > 1)
+            and all(calls[unit] == 1 for unit in self._involved)
+            and not self._involved & self._trace.shared
+            and all(run.given == given for run, given in self._doubles)
+        )
 
+    def _instead(
+        self,
+        unit: Unit,
+        forward: Callable[..., object],
+        numbered: Iterable[tuple[str, str]],
+        *,
+        is_last: bool,
+    ) -> Callable[..., object]:
         def instead(*args: Any, **kwargs: Any) -> object:
-            taken, structure = flatten((args, kwargs))
-            arguments = _describe(taken)
-            if arguments is None or self._trace.in_backward:
-                return forward(*args, **kwargs)
             trail = self._trace.flow.current
-            if trail is None or trail.unit != unit.name:  # called within another unit
+            # Recomputation, and calls within another unit, are part of calls that run.
+            if self._trace.in_backward or trail is None or trail.unit != unit.name:
                 return forward(*args, **kwargs)
-            key = (kind, str(structure), arguments)
-            known = self._runs.get(key)
-            if known is not None:
-                self._trace.stand_for(known.place, known.trail)
-                return _stand_in(known, taken, unit.module)
-            place = self._trace.place
-            output = forward(*args, **kwargs)
-            self._remember(key, place, trail, taken, output)
-            return output
+            taken, structure = flatten((args, kwargs))
+            with _without_number(unit, numbered) as number:
+                call = self._call(unit, forward, taken, structure)
+                run = self._runs.get(call) if call is not None and not is_last else None
+                self._note_call(unit, taken, ran=run is None)
+                if run is not None:
+                    return self._stand_in(run, unit, taken)
+                if call is None or is_last:
+                    number.put_back()
+                state, draws = state_of(unit.module, forward), _draws()
+                output = forward(*args, **kwargs)
+                if call is None:
+                    return output
+                self._compare(call.key)
+                is_repeatable = (
+                    trail.is_closed
+                    and state is not None
+                    and state.is_still(unit.module, forward)
+                    and draws == _draws()
+                )
+                if is_repeatable and not is_last:
+                    self._remember(call, trail, taken, output)
+                return output
 
         return instead
 
-    def _remember(
-        self, key: Hashable, place: Place, trail: Trail, taken: Sequence[object], output: object
-    ) -> None:
-        leaves, structure = flatten(output)
-        outputs = _outputs(leaves, taken, self._trace)
-        if outputs is None or not trail.is_closed:
+    def _call(
+        self, unit: Unit, forward: Callable[..., object], taken: Sequence[object], structure: object
+    ) -> _Call | None:
+        """What is to be known of the call that is going on; None if it may be like no other."""
+        state, arguments = state_of(unit.module, forward), _describe(taken)
+        if state is None or arguments is None or not self._trace.is_saving:
+            return None
+        if self._holds_shared(unit.module):
+            return None
+        key = state.kind, str(structure), arguments, _modes()
+        return _Call(key, self._standing(state, taken))
+
+    def _note_call(self, unit: Unit, taken: Sequence[object], *, ran: bool) -> None:
+        self._latest_ran[_list_of(unit)] = ran
+        memories = {
+            self._trace.storages.memory_of(leaf)
+            for leaf in taken
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        }
+        for memory in memories:
+            if memory is not None:
+                self._takers[memory] = self._takers.get(memory, (0, True))[0] + 1, ran
+
+    def _holds_shared(self, module: nn.Module) -> bool:
+        holders = self._trace.storages.holders_of
+        return any(len(holders(parameter)) > 1 for parameter in module.parameters())
+
+    def _standing(self, state: State, taken: Sequence[object]) -> Hashable:
+        """What is kept already, of all that a call takes; and which of its arguments are one."""
+        leaves = [leaf for leaf in taken if isinstance(leaf, Tensor)]
+        tensors = [tensor for reference in state.tensors if (tensor := reference()) is not None]
+        first: dict[int, int] = {}
+        same = tuple(first.setdefault(id(storage_of(t)), n) for n, t in enumerate(leaves))
+        standing = self._trace.storages.standing
+        own = tuple(None if isinstance(t, nn.Parameter) else standing(t) for t in tensors)
+        trail = self._trace.flow.current
+        depends = trail is not None and trail.uses_parameters
+        return same, own, tuple(map(standing, leaves)), depends
+
+    def _compare(self, key: Hashable) -> None:
+        """Blocks that look at what cannot be seen from here (globals) do work of their own."""
+        work = self._trace.place.forward.flop, self._trace.place.forward.kernels
+        self._is_even &= self._work.setdefault(key, work) == work
+
+    def _remember(self, call: _Call, trail: Trail, taken: Sequence[object], output: object) -> None:
+        run = run_of(self._trace, trail, taken, output)
+        if run is None:
             return
-        self._trace.flow.close(trail, tensors_in(leaves))
-        self._count[key] = self._count.get(key, 0) + 1
-        if self._count[key] == RUNS:
-            self._runs[key] = _Run(place, trail, outputs, structure)
+        self._trace.flow.close(trail, tensors_in(output))
+        self._count[call.key] += 1
+        if self._count[call.key] >= RUNS:
+            self._runs[call] = run
+            self._involved.add(run.place.name)
+
+    def _stand_in(self, run: Run, unit: Unit, taken: Sequence[object]) -> object:
+        self._involved.add(unit.name)
+        self._trace.stand_for(run.place, run.trail)
+        parameter = next((p for p in unit.module.parameters() if p.requires_grad), None)
+        output, given = double_of(run, self._trace, taken, parameter)
+        self._doubles.append((run, given))
+        return output
 
 
-def _signature(module: nn.Module, position: str) -> Hashable:
-    """What decides what a module does, apart from where it stands.
-
-    A number that is the block's own `position` in its list is left out: blocks know their place,
-    and those that act on it differ in something else too.
-    """
-    return tuple(
-        (name, type(part), _attributes(part, position), _tensors(part))
-        for name, part in module.named_modules(remove_duplicate=False)
-    )
-
-
-def _attributes(module: nn.Module, position: str) -> Hashable:
-    """Names and values; objects that are more than values have to be the same ones."""
-    found: list[tuple[str, str]] = []
-    for name, value in vars(module).items():
-        if name in _OF_MODULES:
-            continue
-        if isinstance(value, _PLAIN | tuple | list | dict):
-            is_position = type(value) is int and str(value) == position
-            found.append((name, "position" if is_position else repr(value)))
-        elif not isinstance(value, Tensor):
-            found.append((name, f"object {id(value)}"))
-    return tuple(sorted(found))
+def _numbered(blocks: Sequence[Unit]) -> set[tuple[str, str]]:
+    """Attributes, with the path of their module, in which each block has its number in the list."""
+    names = [
+        {
+            (path, name)
+            for path, part in unit.module.named_modules()
+            for name, value in vars(part).items()
+            if type(value) is int and str(value) == unit.name.rpartition(".")[2]
+        }
+        for unit in blocks
+    ]
+    return set.intersection(*names) if len(names) > RUNS else set()
 
 
-def _tensors(module: nn.Module) -> Hashable:
-    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    return tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in own)
+class _without_number:
+    """Inside, the attributes of a block that are its number are a `Position`."""
+
+    def __init__(self, unit: Unit, numbered: Iterable[tuple[str, str]]) -> None:
+        attributes = [(vars(unit.module.get_submodule(path)), name) for path, name in numbered]
+        self._numbers = [(part, name, part[name]) for part, name in attributes]
+
+    def __enter__(self) -> _without_number:
+        for part, name, _ in self._numbers:
+            part[name] = Position()
+        return self
+
+    def put_back(self) -> None:
+        for part, name, number in self._numbers:
+            part[name] = number
+
+    def __exit__(self, *_: object) -> None:
+        self.put_back()
+
+
+def _list_of(unit: Unit) -> str:
+    return unit.name.rpartition(".")[0]
 
 
 def _describe(leaves: Sequence[object]) -> Hashable | None:
@@ -151,78 +231,30 @@ def _describe(leaves: Sequence[object]) -> Hashable | None:
             if leaf.layout is not torch.strided:
                 return None
             same = first.setdefault(id(leaf), position)
-            found.append((same, tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
-        elif isinstance(leaf, _PLAIN):
-            found.append((type(leaf), leaf))
+            form = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+            found.append((same, type(leaf), *form))
+        elif isinstance(leaf, _SETTINGS):
+            found.append((type(leaf), repr(leaf)))
         else:
             return None
     return tuple(found)
 
 
-def _outputs(
-    leaves: Sequence[object], taken: Sequence[object], trace: Trace
-) -> list[object] | None:
-    """How to make these again from other arguments; None where they share memory."""
-    positions = {id(leaf): index for index, leaf in enumerate(taken) if isinstance(leaf, Tensor)}
-    memories: set[int] = set()
-    found: list[object] = []
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            if not isinstance(leaf, _PLAIN):
-                return None
-            found.append(leaf)
-        elif id(leaf) in positions:
-            found.append(_Argument(positions[id(leaf)]))
-        else:
-            number = trace.storages.number_of(leaf)
-            if number is None or number in memories:
-                return None
-            memories.add(number)
-            found.append(_Made(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
-    return found
+def _modes() -> Hashable:
+    """What torch does differently around a call."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+    )
 
 
-def _stand_in(known: _Run, taken: Sequence[object], module: nn.Module) -> object:
-    made = [output for output in known.outputs if isinstance(output, _Made)]
-    # A parameter makes the outputs need a gradient where no argument does.
-    parameter = next((p for p in module.parameters() if p.requires_grad), None)
-    tensors = [leaf for leaf in taken if isinstance(leaf, Tensor)]
-    apply = cast(Callable[..., tuple[Tensor, ...]], _StandIn.apply)
-    results = iter(apply(made, parameter, *tensors) if made else ())
-    leaves = [
-        next(results)
-        if isinstance(output, _Made)
-        else taken[output.position]
-        if isinstance(output, _Argument)
-        else output
-        for output in known.outputs
-    ]
-    return unflatten(leaves, known.structure)
-
-
-class _StandIn(torch.autograd.Function):
-    """Makes tensors like those of the block, and gradients for what it took."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, made: Sequence[_Made], parameter: Tensor | None, *taken: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.taken = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in taken]
-        results = tuple(torch.empty_strided(m.shape, m.stride, dtype=m.dtype) for m in made)
-        still = [t for t, m in zip(results, made, strict=True) if not m.needs_gradient]
-        ctx.mark_non_differentiable(*still)
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        # Along a residual the layout of a gradient goes on from block to block.
-        layouts = {gradient.shape: gradient.stride() for gradient in given}
-        gradients = (
-            torch.empty_strided(shape, layouts.get(shape, stride), dtype=dtype)
-            if is_needed
-            else None
-            for (shape, stride, dtype), is_needed in zip(
-                ctx.taken, ctx.needs_input_grad[2:], strict=True
-            )
-        )
-        return (None, None, *gradients)
+def _draws() -> Hashable:
+    """Where the generators of numbers that code can look at are."""
+    state: dict[str, Any] = np.random.get_state(legacy=False)
+    return random.getstate(), state["state"]["key"].tobytes(), state["state"]["pos"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ from profiles.torch_compat import Operator, storage_of, tensors_in
 class _Made:
     """Memory that the run allocated; `number` is its name in the timeline.
 
-    `saved_by` keeps it for backward as the model is; `kept_by` would if blocks were recomputed
-    selectively; `is_taken`: it was among the inputs of a block already.
+    `savers` keep it for backward as the model is, it is put down to the first; `kept_by` would if
+    blocks were recomputed selectively; `is_taken`: it was among the inputs of a block already.
     """
 
     number: int
     size_bytes: int
     is_alive: bool = True
-    saved_by: Place | None = None
+    savers: list[Place] = field(default_factory=list)
     kept_by: Place | None = None
     is_taken: bool = False
 
@@ -72,6 +72,32 @@ class Storages:
         made = self._made(tensor)
         return made.number if made else None
 
+    def memory_of(self, tensor: Tensor) -> int | None:
+        """`number_of`, and for what was there before a number below zero; None where it has no
+        memory of its own (sparse)."""
+        made = self._made(tensor)
+        if made is not None:
+            return made.number
+        storage = storage_of(tensor)
+        return -id(storage) if id(storage) in self._known else None
+
+    def standing(self, tensor: Tensor) -> Hashable:
+        """All that decides what a call that takes it is charged for: alike for tensors alike."""
+        storage, made = storage_of(tensor), self._made(tensor)
+        size_bytes = storage.nbytes() if storage is not None else None
+        if made is None:
+            return size_bytes, self.holders_of(tensor), id(storage) in self._known
+        return size_bytes, bool(made.savers), made.kept_by is not None, made.is_taken
+
+    def is_saved_by(self, tensor: Tensor, place: Place) -> bool:
+        made = self._made(tensor)
+        return made is not None and place in made.savers
+
+    def is_kept_by(self, tensor: Tensor, place: Place) -> bool:
+        """Whether it would be, under selective recompute."""
+        made = self._made(tensor)
+        return made is not None and made.kept_by is place
+
     def notice(
         self, operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> bool:
@@ -97,7 +123,8 @@ class Storages:
         """Autograd keeps this for backward; recompute would too outside blocks."""
         made = self._made(tensor)
         if made is not None:
-            made.saved_by = made.saved_by or place
+            if place not in made.savers:
+                made.savers.append(place)
             if not place.is_block:
                 made.kept_by = made.kept_by or place
 
@@ -129,7 +156,7 @@ class Storages:
 
     def saved_bytes(self) -> dict[Place, int]:
         """What autograd holds now, by the first place that saved it."""
-        return _sum((made.saved_by, made) for made in self._all if made.is_alive)
+        return _sum((made.savers[0], made) for made in self._all if made.is_alive and made.savers)
 
     def selective_bytes(self) -> dict[Place, int]:
         """What it would hold if blocks kept only inputs and the outputs of `kept_operators`."""

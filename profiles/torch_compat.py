@@ -12,13 +12,14 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Tree = TypeVar("Tree")
 Operator: TypeAlias = OpOverload
+OperatorPacket: TypeAlias = OpOverloadPacket
 
 
 def all_gather_single(
@@ -190,6 +191,12 @@ def device_of(tensor: object) -> torch.device:
 def node_notes(node: torch.autograd.graph.Node) -> dict[str, Any]:
     """A dict that lives as long as an autograd node (annotated in torch as a method)."""
     return cast("dict[str, Any]", node.metadata)
+
+
+def saving_hook() -> object | None:
+    """What packs the tensors that autograd saves now; None if they are kept as they are."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks[0] if hooks else None
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -30,6 +30,7 @@ from profiles.torch_compat import (
     is_mutable,
     map_tensors,
     node_notes,
+    saving_hook,
     tensors_in,
     tensors_written,
 )
@@ -68,6 +69,13 @@ class Trace(TorchDispatchMode):
         self._kept_operators = frozenset(kept_operators())
         self._device_query = device_query()
 
+        def pack(tensor: Tensor) -> Tensor:
+            if not self._in_backward:
+                self.storages.save(tensor, self.place)
+            return tensor
+
+        self._pack = pack
+
     # Calls of units
 
     def watch(self, model: nn.Module, units: Sequence[Unit]) -> None:
@@ -75,7 +83,8 @@ class Trace(TorchDispatchMode):
         model.register_forward_pre_hook(self._lower, with_kwargs=True)
         for unit in units:
             unit.module.register_forward_pre_hook(self._before(unit), with_kwargs=True)
-            unit.module.register_forward_hook(self._after, with_kwargs=True)
+            # Also after one that raises: a model may catch that and go on.
+            unit.module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def enter(self, place: Place, inputs: object) -> None:
         """Begin a call with these inputs."""
@@ -115,6 +124,12 @@ class Trace(TorchDispatchMode):
     def in_backward(self) -> bool:
         """Whether calls of units are recomputation."""
         return self._in_backward
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether what autograd saves is noted now, and not handled by a hook of the model's own
+        (checkpoints, offloading)."""
+        return saving_hook() is self._pack
 
     def as_float32(self, output: object) -> object:
         """A model's output as the loss gets it: in float32 again if inputs were cast."""
@@ -157,12 +172,7 @@ class Trace(TorchDispatchMode):
     def saving(self) -> saved_tensors_hooks:
         """A context in which what autograd saves is noted."""
 
-        def pack(tensor: Tensor) -> Tensor:
-            if not self._in_backward:
-                self.storages.save(tensor, self.place)
-            return tensor
-
-        return saved_tensors_hooks(pack, lambda tensor: tensor)
+        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def begin_backward(self, roots: Sequence[Tensor]) -> None:
         """The forward is over; autograd goes back from `roots`, beginning where they were made."""
@@ -184,7 +194,7 @@ class Trace(TorchDispatchMode):
             if node is None or _PLACE in node_notes(node):
                 continue
             node_notes(node)[_PLACE] = self.place
-            if node.name() == "torch::autograd::AccumulateGrad":
+            if _is_leaf(node):
                 self._meet(cast(Any, node).variable)
                 continue
             node.register_prehook(functools.partial(self._arrive, self.place))
@@ -195,8 +205,35 @@ class Trace(TorchDispatchMode):
         if not self.storages.is_known(leaf):
             self.strangers[id(leaf)] = (leaf, leaf.grad)
 
+    def sources_of(self, output: Tensor, taken: Sequence[object]) -> tuple[int, ...]:
+        """Which of the tensors that a call took its output has a gradient for, by position.
+
+        Asked before the call is left, while the nodes that it made have no mark.
+        """
+        ends: dict[tuple[object, int], int] = {}
+        for position, leaf in enumerate(taken):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                ends[leaf.grad_fn or id(leaf), leaf.output_nr] = position
+        found: set[int] = set()
+        seen: set[Node] = set()
+        nodes = [output.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen or _PLACE in node_notes(node):
+                continue
+            seen.add(node)
+            for parent, number in node.next_functions:
+                is_leaf = parent is not None and _is_leaf(parent)
+                end = id(cast(Any, parent).variable) if is_leaf else parent
+                if (end, number) in ends:
+                    found.add(ends[end, number])
+                else:
+                    nodes.append(parent)
+        return tuple(sorted(found))
+
     def _arrive(self, place: Place, gradients: object) -> None:
-        if place is not self.place:
+        # A gradient may also be asked for in the forward: then it is work of whoever asks.
+        if self._in_backward and place is not self.place:
             self._timeline.close((self.place, True))
             self.place = place
             self._timeline.open((place, True))
@@ -266,6 +303,10 @@ class Trace(TorchDispatchMode):
             self._ones.update(number for number in numbers if number is not None)
         elif self._ones:
             self._ones.difference_update(self.storages.number_of(tensor) for tensor in written)
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.name() == "torch::autograd::AccumulateGrad"
 
 
 def _flat(values: Iterable[object]) -> list[Tensor]:

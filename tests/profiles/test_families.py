@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ SAMPLES, TOKENS = 2, 24
 # unit also depends on when Python and C++ let go of what they no longer need, expression by
 # expression; most are exact too, and none may be off by more than this.
 TRANSIENT_TOLERANCE = 0.02
+
+# The closed forms hold for the kernels of torch 2.13, to the byte. Other versions move a little
+# more or less, all else being the same: 2.11 0.03 % less in the backward of experts, 2.15 8 bytes
+# less where T5 shifts its labels.
+EXACT_IN = "2.13."
+MOVED_TOLERANCE, MOVED_BYTES = 0.001, 16
 
 DECODER: Config = {
     "vocab_size": 100,
@@ -266,7 +273,27 @@ def without_transients(profile: ModelProfile) -> ModelProfile:
     return profile.model_copy(update={"units": units})
 
 
+def with_moved_of(found: ModelProfile, expected: ModelProfile) -> ModelProfile:
+    """`found` with the moved bytes of `expected`, after a check that they are about the same."""
+    units = []
+    for ours, theirs in zip(found.units, expected.units, strict=True):
+        costs = {}
+        for kind, cost in ours.costs.items():
+            names = ("forward_moved_bytes", "backward_moved_bytes")
+            moved = {name: getattr(theirs.costs[kind], name) for name in names}
+            for name, wanted in moved.items():
+                close = pytest.approx(
+                    wanted.at(expected.samples), rel=MOVED_TOLERANCE, abs=MOVED_BYTES
+                )
+                assert getattr(cost, name).at(found.samples) == close, (ours.name, kind, name)
+            costs[kind] = cost.model_copy(update=moved)
+        units.append(ours.model_copy(update={"costs": costs}))
+    return found.model_copy(update={"units": tuple(units)})
+
+
 def assert_equal(found: ModelProfile, expected: ModelProfile) -> None:
+    if not version("torch").startswith(EXACT_IN):
+        found = with_moved_of(found, expected)
     plain, wanted = without_transients(found), without_transients(expected)
     for ours, theirs in zip(plain.units, wanted.units, strict=True):
         assert ours == theirs

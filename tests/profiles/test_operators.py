@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -45,6 +46,7 @@ class Blocks(nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11, of itself
 def test_selective_recompute_holds_after_the_forward_what_was_predicted() -> None:
     batch = torch.randn(3, 12, 32)
     model = Blocks(recomputes=True)

@@ -17,7 +17,9 @@ from advisor.demo.gpt import GPT, GPTConfig, loss
 from profiles import stopwatch
 from profiles.batch import Batch, LossFn
 from profiles.bench import matmul_rate
+from profiles.calls import calls_of
 from profiles.capture import capture
+from profiles.laps import FEWEST
 from profiles.model import LOSS, ModelProfile, Numerics
 from profiles.stopwatch import recall_or_time, time_blocks
 from profiles.times import BlockTimes
@@ -56,13 +58,13 @@ def timed(
 
 def test_equal_blocks_are_run_once_and_share_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
     run: list[str] = []
-    inner = stopwatch._time_unit
+    inner = stopwatch.time_unit
 
     def watched(subject: object, *rest: object) -> object:
         run.append(type(subject).__name__)
         return inner(subject, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stopwatch, "_time_unit", watched)
+    monkeypatch.setattr(stopwatch, "time_unit", watched)
     profile, times = timed(*gpt(layers=5), loss)
     assert sorted(run) == ["Block", "Embedding", "Embedding", "LayerNorm", "Linear", "function"]
     assert times.left_out == {}
@@ -78,7 +80,7 @@ def test_times_are_medians_of_several_runs_with_their_spread() -> None:
     _, times = timed(*gpt(), loss)
     for unit in times.units.values():
         for timing in (unit.forward, unit.backward):
-            assert timing.repeats >= stopwatch.FEWEST
+            assert timing.repeats >= FEWEST
             assert timing.low_s <= timing.median_s <= timing.high_s
         assert unit.forward.median_s > 0
     assert times.units["blocks.0"].backward.median_s > 0
@@ -300,3 +302,12 @@ def test_on_a_gpu_the_devices_own_clock_is_read() -> None:
     best = max(matmul_rate(device, torch.float32) for _ in range(3))
     assert 0 < times.units["blocks.0"].flop_per_s < 1.2 * best
     assert next(model.parameters()).device.type == "cpu"
+
+
+def test_a_model_that_is_one_unit_hands_its_output_to_the_loss() -> None:
+    calls, left_out = calls_of(
+        nn.Linear(4, 2), (torch.randn(3, 4), torch.zeros(3, 2)), nn.functional.mse_loss
+    )
+    assert left_out == {}
+    (output, _target), _ = calls[LOSS][0].args, calls[LOSS][0].kwargs
+    assert output.shape == (3, 2)
