@@ -25,7 +25,7 @@ def main() -> None:
         "again: units called more than once; changed: values overwritten after they were handed on"
     )
     print(
-        f"{'architecture':22} {'units':>5} {'blocks':>6} {'calls':>5} {'edges':>5} {'again':>5}"
+        f"{'architecture':30} {'units':>5} {'blocks':>6} {'calls':>5} {'edges':>5} {'again':>5}"
         f" {'changed':>7} {'tied':>4} {'FLOP':>9} {'kept':>9} {'time':>7}"
     )
     for name, (build, batch) in ARCHITECTURES.items():
@@ -35,7 +35,7 @@ def main() -> None:
         try:
             profile = capture(model, batch)
         except AdvisorError as error:
-            print(f"{name:22} {error}")
+            print(f"{name:30} {error}")
             continue
         seconds = time.perf_counter() - start
         measured = measure(model, batch)
@@ -44,7 +44,7 @@ def main() -> None:
         flow = profile.flow
         changed = sum(value.is_overwritten for call in flow.calls for value in call.values)
         print(
-            f"{name:22} {len(profile.units):5} {len(list(profile.blocks())):6}"
+            f"{name:30} {len(profile.units):5} {len(list(profile.blocks())):6}"
             f" {len(flow.calls):5} {len(flow.edges):5} {len(flow.called_again()):5}"
             f" {changed:7} {len(profile.tied):4}"
             f" {profile.flop(profile.samples) / measured.flop - 1:+8.2%}"
