@@ -271,6 +271,8 @@ def profile(
     from advisor.models import profile_model
     from profiles.model import Numerics
 
+    if as_json and form == "mermaid":
+        raise InputError("`--json` and `--format mermaid` both want stdout: take one")
     writable(output)
     found = profile_model(
         model, samples=1, sequence_length=seq, numerics=tuple(Numerics), timed=timed

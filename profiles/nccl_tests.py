@@ -35,6 +35,8 @@ _RANK = re.compile(
     r"#\s+Rank\s+\d+\s+(?:Group\s+(?P<group>\d+)\s+)?Pid\s+\d+ on\s+(?P<host>\S+)"
     r" device\s+\d+ \[[^]]*\] (?P<device>.+)"
 )
+# What `mpirun --tag-output` puts before every line.
+_MPI_TAG = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:\s?")
 _PROGRAM = re.compile("|".join(PROGRAMS))
 _ROW = re.compile(r"\s*\d+\s+\d+\s+\D")  # size, count, type
 # Rates are printed with two decimals, times with three digits or more: a row's own numbers agree
@@ -82,7 +84,7 @@ def read_log(path: str | os.PathLike[str]) -> Log:
         FileError: not such an output, or one that is cut, or has wrong results; with the line.
     """
     where, text = str(path), read_text(path)
-    lines = text.splitlines()
+    lines = [_MPI_TAG.sub("", line) for line in text.splitlines()]
     header = next((i for i, line in enumerate(lines) if _is_header(line)), None)
     if header is None:
         what = "is empty" if not text.strip() else "is no output of nccl-tests"

@@ -217,6 +217,11 @@ class TestProfile:
             '    u0 -->|"32 B"| u1',
         ]
 
+    def test_two_forms_at_once_are_refused(self, saved: str) -> None:
+        result = advise("profile", saved, "--json", "--format", "mermaid")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "both want stdout" in result.stderr
+
     def test_is_written_where_asked_and_said_on_stderr(self, saved: str, tmp_path: Path) -> None:
         result = advise("profile", saved, "--json", "-o", str(tmp_path / "copy.json"))
         assert ModelProfile.load(tmp_path / "copy.json") == self.PROFILE

@@ -111,6 +111,15 @@ def test_the_line_of_every_program_is_found_again(
     assert fit.relative_residual < 0.005
 
 
+def test_tags_of_mpirun_are_left_out(tmp_path: Path) -> None:
+    plain = write(tmp_path, "all_reduce_perf")
+    tagged = "".join(f"[1,0]<stdout>:{line}\n" for line in plain.read_text().splitlines())
+    (tmp_path / "tagged").mkdir()
+    assert read_log(write(tmp_path / "tagged", "all_reduce_perf", tagged)).fit() == (
+        read_log(plain).fit()
+    )
+
+
 def test_logs_of_one_node_and_of_two_make_a_cluster(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
