@@ -14,6 +14,13 @@ from profiles.errors import InputError, PlanError
 Pins = Mapping[str, Any]
 """Settings that a search must keep, as `engines.plan.parse_settings` returns them."""
 
+# The engine is there; what a pipeline takes is not in the costs.
+_NO_PIPELINES = Problem(
+    rule="not-planned",
+    what="pipelines have an engine, and no costs here yet: they cannot be compared",
+    hint="give a whole plan to `engines.apply_plan`, or plan the data-parallel family:"
+    " dp_replicate, dp_shard, zero",
+)
 _OTHER_AXES = ("pp", "cp", "tp")
 # Settings that are not searched: pinned or default.
 _CARRIED = ("pp", "cp", "tp", "ep", "sync_batch_norm", "schedule", "stages", "tensor_styles")
@@ -214,6 +221,8 @@ def _is_legal(plan: Plan, facts: Facts) -> bool:
 
 
 def _problems(plan: Plan, facts: Facts) -> list[Problem]:
+    if plan.pp > 1:
+        return [_NO_PIPELINES]
     whole_because = facts.workload.optimizer.whole_because
     return problems(plan, facts.model, facts.cluster, whole_because=whole_because)
 

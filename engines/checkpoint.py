@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -31,10 +32,20 @@ from profiles.errors import FileError, ModelError
 PathLike = str | os.PathLike[str]
 
 
+Names = Callable[[str], bool]
+
+
 def save(
-    path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer, *, world: World
+    path: PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    world: World,
+    owned: Names | None = None,
 ) -> None:
     """Write the folder `path`; all ranks call it.
+
+    `owned`: the names that this rank writes, where others have what it has not; each is one rank's.
 
     The pieces go to a folder beside it, which replaces an older `path` only when it is complete:
     an interrupted save leaves the old one.
@@ -45,6 +56,13 @@ def save(
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
     model_state, optimizer_state = _states(model, optimizer)
+    if owned is not None:
+        model_state = {name: value for name, value in model_state.items() if owned(name)}
+        states = optimizer_state["state"]
+        optimizer_state = {
+            "state": {name: value for name, value in states.items() if owned(name)},
+            "param_groups": _whole_groups(optimizer_state["param_groups"], model),
+        }
     state = {"model": model_state, "optimizer": optimizer_state}
 
     def prepare() -> None:
@@ -58,8 +76,16 @@ def save(
     _on_first_rank(lambda: _replace(target, partial), what, world)
 
 
-def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(
+    path: PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    held: Names | None = None,
+) -> None:
     """Read a folder written by `save`, under any plan, into the shards of this one.
+
+    `held`: the names that this rank has a place for; None if it has one for all.
 
     Raises:
         FileError: there is no complete checkpoint, or it belongs to another model.
@@ -71,30 +97,38 @@ def load(path: PathLike, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             hints=["name a folder that `parallel.save` wrote"],
         )
     optimizer.zero_grad(set_to_none=True)  # gradients of the weights that are replaced
-    held = dict(optimizer.state)
+    before = dict(optimizer.state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p.requires_grad and p not in held for p in parameters):
+    if any(p.requires_grad and p not in before for p in parameters):
         optimizer.state.clear()  # torch makes places for the states of all parameters or of none
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = _raw_states(model, optimizer)
+    names = list(model_state)
+    if held is not None:
+        model_state = {name: value for name, value in model_state.items() if held(name)}
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     try:
         with _files(f"cannot load `{target}` into this model"):
             saved = dcp.FileSystemReader(target).read_metadata().state_dict_metadata.keys()
-            _require_names(target, saved, model_state)
+            _require_names(target, saved, names)
             _require_same_optimizer(target, saved, optimizer_state)
             # Parameters that never got a gradient have no optimizer state in the checkpoint.
             planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
             dcp.load(state, checkpoint_id=target, planner=planner)
     except BaseException:
         optimizer.state.clear()
-        optimizer.state.update(held)
+        optimizer.state.update(before)
         raise
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
+    options = StateDictOptions(strict=held is None)
+    if _is_of(optimizer, model):
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=options,
+        )
+    else:
+        set_model_state_dict(model, state["model"], options=options)
     _forget_states_not_saved(model, optimizer, saved)
 
 
@@ -103,8 +137,16 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-def set_whole_state(model: nn.Module, state: dict[str, Any], *, strict: bool) -> Any:
+def set_whole_state(
+    model: nn.Module,
+    state: dict[str, Any],
+    *,
+    strict: bool,
+    held: Names | None = None,
+) -> Any:
     """Load whole tensors, the same on every rank, into whatever the model holds now.
+
+    `held`: whether this rank has a tensor of that name at all; None if it has all of them.
 
     Returns missing and unexpected keys, as `nn.Module.load_state_dict`.
 
@@ -131,6 +173,8 @@ def set_whole_state(model: nn.Module, state: dict[str, Any], *, strict: bool) ->
                 f"`{name}` is {tuple(wanted[name].shape)} in the model,"
                 f" {tuple(value.shape)} in the state"
             )
+    if held is not None:
+        known = {name: value for name, value in known.items() if held(name)}
     if known:
         set_model_state_dict(
             model, known, options=StateDictOptions(full_state_dict=True, strict=False)
@@ -150,20 +194,48 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
     counts as one; they are taken away again.
     """
     is_new = not optimizer.state
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = _raw_states(model, optimizer)
     if is_new:
         optimizer.state.clear()
         optimizer_state["state"] = {}
     return model_state, optimizer_state
 
 
-def _require_names(target: Path, saved: Iterable[str], model_state: dict[str, Any]) -> None:
+def _raw_states(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As torch gives them; no optimizer states where nothing of the model is stepped here."""
+    if _is_of(optimizer, model):
+        return get_state_dict(model, optimizer)
+    return get_model_state_dict(model), {"state": {}, "param_groups": []}
+
+
+def _is_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    known = set(model.parameters())
+    return all(p in known for group in optimizer.param_groups for p in group["params"])
+
+
+def _whole_groups(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups over all ranks; settings are those of the first rank that has the group."""
+    every: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, groups)
+    order = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+    merged = []
+    for number in range(max(map(len, every))):
+        parts = [found[number] for found in every if number < len(found)]
+        names = {name for part in parts for name in part["params"]}
+        merged.append({**parts[0], "params": sorted(names, key=lambda name: order[name])})
+    return merged
+
+
+def _require_names(target: Path, saved: Iterable[str], names: Iterable[str]) -> None:
+    here = set(names)
     there = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
-    missing, extra = sorted(model_state.keys() - there), sorted(there - model_state.keys())
+    missing, extra = sorted(here - there), sorted(there - here)
     if missing or extra:
         raise FileError(
             f"`{target}` belongs to another model: it has {len(there)} tensors, this model"
-            f" {len(model_state)}",
+            f" {len(here)}",
             where=f"only here: {missing[0]}" if missing else f"only there: {extra[0]}",
         )
 

@@ -23,6 +23,7 @@ from engines.optimizer import (
     send_from_rank_zero,
 )
 from engines.parallel import LossFn, ParallelModel
+from engines.pipeline.pipeline import Pipeline
 from engines.plan import DataParallel, Plan
 from engines.recompute import recompute_blocks
 from engines.world import World, data_mesh, in_contact, join_world, require_same_plan
@@ -84,7 +85,9 @@ def apply_plan(
         model = synchronise_batch_norms(model, world.device)
     recompute_blocks(model, plan.recompute, profile=profile)
     runner = _data_parallel(model, plan, profile=profile, world=world, mixed=mixed)
-    built = build_optimizer(optimizer, model=model, names_before=names_before)
+    pipeline = _pipeline(model, plan, profile=profile, world=world, loss_fn=loss_fn)
+    kept = pipeline.kept if pipeline is not None else None
+    built = build_optimizer(optimizer, model=model, names_before=names_before, kept=kept)
 
     return ParallelModel(
         model,
@@ -98,7 +101,17 @@ def apply_plan(
         max_grad_norm=max_grad_norm,
         runs_autocast=mixed and not plan.data_parallel.is_sharded,
         seed=seed,
+        pipeline=pipeline,
     )
+
+
+def _pipeline(
+    model: nn.Module, plan: Plan, *, profile: ModelProfile, world: World, loss_fn: LossFn | None
+) -> Pipeline | None:
+    """This rank's stages; the parameters of the others are freed."""
+    if plan.pp == 1:
+        return None
+    return Pipeline(model, plan, flow=profile.flow, device=world.device, loss_fn=loss_fn)
 
 
 def _data_parallel(

@@ -7,23 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from engines.pipeline.legality import pipeline
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute
+from engines.problem import Problem as Problem
 from profiles.cluster import ClusterProfile
 from profiles.errors import PlanError
 from profiles.model import ModelProfile, Numerics
-from profiles.record import Record
-
-
-class Problem(Record):
-    """Why a plan is not possible: the rule, what is wrong with numbers, and the way out."""
-
-    rule: str
-    what: str
-    hint: str = ""
-
-    def __str__(self) -> str:
-        return self.what
-
 
 Rule = Callable[[Plan, ModelProfile, ClusterProfile], Iterator[Problem]]
 
@@ -71,7 +60,7 @@ def world_size(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iter
 
 def built(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
     """The engines that exist."""
-    names = {"pp": "pipeline", "tp": "tensor", "cp": "context", "ep": "expert"}
+    names = {"tp": "tensor", "cp": "context", "ep": "expert"}
     for axis, name in names.items():
         if getattr(plan, axis) > 1:
             yield Problem(
@@ -218,6 +207,7 @@ RULES: tuple[Rule, ...] = (
     world_size,
     built,
     stages,
+    pipeline,
     precision,
     sharding,
     hybrid_inside_node,

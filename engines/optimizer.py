@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import torch
 import torch.distributed as dist
@@ -26,21 +26,30 @@ def build_optimizer(
     *,
     model: nn.Module,
     names_before: Names,
+    kept: Container[str] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of the wrapped parameters.
 
     A factory is called on the trainable parameters of `model`. An optimizer that was built on the
     parameters before wrapping is carried over in place: same object, groups, hyper-parameters and
     states, so learning-rate schedulers that hold it go on working. None means AdamW with torch's
-    defaults.
+    defaults. `kept`: names of the parameters that this rank steps, where that is not all of them.
 
     Raises:
         InputError: the optimizer holds a parameter that is not of this model.
     """
     if isinstance(given, torch.optim.Optimizer):
         _carry_over(given, model, names_before)
+        if kept is not None:
+            _drop(given, {p for name, p in model.named_parameters() if name not in kept})
         return given
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and (kept is None or name in kept)
+    ]
+    if not trainable and kept is not None:
+        trainable = [nn.Parameter(torch.zeros(0))]  # optimizers refuse to be built on nothing
     return given(trainable) if given is not None else torch.optim.AdamW(trainable)
 
 
@@ -63,6 +72,13 @@ def _carry_over(optimizer: torch.optim.Optimizer, model: nn.Module, names: Names
                     for key, value in state.items()
                 }
         group["params"] = fresh
+
+
+def _drop(optimizer: torch.optim.Optimizer, others: set[nn.Parameter]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p not in others]
+    for parameter in others:
+        optimizer.state.pop(parameter, None)
 
 
 def _like(value: Tensor, old: nn.Parameter, new: nn.Parameter, group: dict[str, object]) -> Tensor:

@@ -18,6 +18,7 @@ from engines.data import ShardedLoader, shares
 from engines.ddp import autocast, explained_reduction, require_all_reduced
 from engines.fsdp import prepare_backward, release, start_over
 from engines.optimizer import clip_gradients, full_gradients, local_part, send_from_rank_zero
+from engines.pipeline.pipeline import Pipeline
 from engines.plan import Plan
 from engines.world import World, in_contact, sum_over_ranks
 from profiles.batch import (
@@ -30,7 +31,7 @@ from profiles.batch import (
     map_batch,
     split_rows,
 )
-from profiles.errors import BatchError, ModelError
+from profiles.errors import BatchError, ModelError, PlanError
 from profiles.model import ModelProfile
 from profiles.torch_compat import map_tensors
 
@@ -71,6 +72,7 @@ class ParallelModel(nn.Module):
         max_grad_norm: float | None,
         runs_autocast: bool,
         seed: int,
+        pipeline: Pipeline | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -87,12 +89,23 @@ class ParallelModel(nn.Module):
         self._runs_autocast = runs_autocast
         self._seed = seed
         self._spare: Batch | None = None
+        self._pipeline = pipeline
         # Kept out of the module tree: a wrapper must not show in names or state dicts.
         object.__setattr__(self, "_runner", runner)
 
     @in_contact("running the model")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward, under the plan's precision; outputs are fp32 or as built."""
+        """The model's own forward, under the plan's precision; outputs are fp32 or as built.
+
+        Raises:
+            PlanError: in a pipeline no rank has the whole model.
+        """
+        if self._pipeline is not None:
+            raise PlanError(
+                "a pipeline cannot be called: a rank has its own stages only",
+                where=f"plan: {self.plan}",
+                hints=["use `train_step(batch)` and `eval_step(batch)`, on all ranks"],
+            )
         try:
             with explained_reduction(), autocast(self._world.device, enabled=self._runs_autocast):
                 output = self._runner(*args, **kwargs)
@@ -132,6 +145,10 @@ class ParallelModel(nn.Module):
         self._follow_rank_zero()
         total = torch.zeros((), device=self._world.device)
         try:
+            if self._pipeline is not None:
+                with _explained_recompute(self.plan):
+                    total += self._pipeline.forward_backward(pieces, weights.unbind())
+                pieces = []
             for index, piece in enumerate(pieces):
                 with self._backward_mode(last=index == len(pieces) - 1):
                     loss = _weighted(self._loss(piece), weights[index])
@@ -155,6 +172,8 @@ class ParallelModel(nn.Module):
         pieces, weights = self._cut(batch)
         self._follow_rank_zero()
         total = torch.zeros((), device=self._world.device)
+        if self._pipeline is not None:
+            return self._average(self._pipeline.evaluate(pieces, weights.unbind()))
         for piece, weight in zip(pieces, weights, strict=True):
             total += _weighted(self._loss(piece), weight)
         return self._average(total)
@@ -171,11 +190,15 @@ class ParallelModel(nn.Module):
 
         Returns the norm before clipping, over all shards, the same on every rank.
         """
+        if self._pipeline is not None:
+            return self._pipeline.clip(max_norm)
         return clip_gradients(self.module.parameters(), max_norm)
 
     @in_contact("putting gradients together")
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients by original name, on every rank; all ranks must call it."""
+        if self._pipeline is not None:
+            return self._pipeline.full_gradients()
         return full_gradients(self.module)
 
     @in_contact("saving")
@@ -186,13 +209,15 @@ class ParallelModel(nn.Module):
         """
         release(self.module)
         self._follow_rank_zero(every_buffer=True)
-        checkpoint.save(path, self.module, self.optimizer, world=self._world)
+        owned = self._pipeline.owns if self._pipeline is not None else None
+        checkpoint.save(path, self.module, self.optimizer, world=self._world, owned=owned)
 
     @in_contact("loading")
     def load(self, path: checkpoint.PathLike) -> None:
         """Read what `save` wrote under any plan; all ranks call it."""
         release(self.module)
-        checkpoint.load(path, self.module, self.optimizer)
+        held = self._pipeline.holds if self._pipeline is not None else None
+        checkpoint.load(path, self.module, self.optimizer, held=held)
 
     @in_contact("putting the state together")
     def state_dict(  # type: ignore[override]
@@ -210,7 +235,9 @@ class ParallelModel(nn.Module):
         release(self.module)
         self._follow_rank_zero(every_buffer=True)
         found = destination if destination is not None else {}
-        for name, value in checkpoint.whole_state(self.module).items():
+        pipeline = self._pipeline
+        state = pipeline.whole_state() if pipeline else checkpoint.whole_state(self.module)
+        for name, value in state.items():
             found[prefix + name] = value
         return found
 
@@ -218,13 +245,18 @@ class ParallelModel(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors, the same on every rank, as the unwrapped model would."""
         release(self.module)
-        return checkpoint.set_whole_state(self.module, dict(state_dict), strict=strict)
+        held = self._pipeline.holds if self._pipeline is not None else None
+        return checkpoint.set_whole_state(self.module, dict(state_dict), strict=strict, held=held)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Original names; what this rank holds."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+        found = self.module.named_parameters(prefix, recurse, remove_duplicate)
+        if self._pipeline is None:
+            return found
+        start = len(prefix) + 1 if prefix else 0
+        return ((name, p) for name, p in found if self._pipeline.holds(name[start:]))
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -250,6 +282,8 @@ class ParallelModel(nn.Module):
         try:
             rows, sizes, pieces = self._pieces(batch)
             counts = [self._count(piece, size) for piece, size in zip(pieces, sizes, strict=True)]
+            if self._pipeline is not None:
+                self._pipeline.require_equal_pieces(pieces)
         except BatchError:
             sum_over_ranks([0.0, 1.0], self._world)  # tell the others before they wait for us
             raise
@@ -260,6 +294,7 @@ class ParallelModel(nn.Module):
                 where=f"rank {self._world.rank}, which has {rows} rows and could",
                 hints=["the output of the other ranks says why"],
             )
+        total *= self.data_world_size / self._world.size  # the ranks of a replica have the same
         # Nothing to count anywhere (every label is padding, say) is a step without a gradient.
         scale = self.data_world_size / max(total, 1.0)
         weights = torch.tensor([count * scale for count in counts], dtype=torch.float64)
@@ -334,7 +369,8 @@ class ParallelModel(nn.Module):
                     parameter.grad = None
 
     def _average(self, value: Tensor) -> Tensor:
-        if self.data_world_size > 1:
+        """Over replicas; the ranks of a pipeline that have no loss hold zero."""
+        if self._world.size > 1:
             dist.all_reduce(value)
             value /= self.data_world_size
         return value

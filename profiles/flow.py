@@ -49,10 +49,15 @@ class Call(Record):
     Its values are the tensors that it returns, in order, then what it left behind for later code.
     A unit that is called by another one is part of that one's call. `GLUE` stands for code between
     units that uses parameters; its values are those parameters.
+
+    Attributes:
+        parameters: names of parameters that it uses and its unit does not hold; those of `GLUE`
+            are named in the order of its values.
     """
 
     unit: str
     values: tuple[Value, ...] = ()
+    parameters: tuple[str, ...] = ()
 
 
 class Edge(Record):
@@ -77,20 +82,35 @@ class Flow(Record):
     def value(self, edge: Edge) -> Value:
         return self.calls[edge.source].values[edge.value]
 
+    @property
+    def hidden(self) -> tuple[tuple[int, int], ...]:
+        """(source, target): calls that take what an earlier one left behind. No cut fits."""
+        found = {(e.source, e.target) for e in self.edges if not self.value(e).is_returned}
+        return tuple(sorted(found))
+
+    def first_call(self, unit: str) -> int | None:
+        """Number of the first call of `unit`; None if it is not called by itself."""
+        return next((n for n, call in enumerate(self.calls) if call.unit == unit), None)
+
     def crossing(self, position: int) -> tuple[Value, ...]:
         """What crosses a cut before call `position`: each value once, however many take it.
 
         Parameters that glue uses do not cross, whoever needs one keeps a copy; nor does what
         depends on no parameter, it is made anew on the other side.
         """
+        found = self.crossing_keys(position)
+        return tuple(self.calls[source].values[value] for source, value in found)
+
+    def crossing_keys(self, position: int) -> tuple[tuple[int, int], ...]:
+        """(call, value) of each tensor in `crossing`, in the same order."""
         found = {
-            (edge.source, edge.value): self.value(edge)
+            (edge.source, edge.value)
             for edge in self.edges
             if edge.source < position <= edge.target
             and self.calls[edge.source].unit != GLUE
             and self.value(edge).depends_on_parameters
         }
-        return tuple(found[key] for key in sorted(found))
+        return tuple(sorted(found))
 
     def called_again(self) -> tuple[str, ...]:
         """Units with more than one call, in the order of their first."""

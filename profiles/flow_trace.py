@@ -37,6 +37,7 @@ class Trail:
     is_closed: bool = True
     changed: set[int] = field(default_factory=set)
     values: list[Value] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,10 @@ class FlowTrace:
         number, call = len(self._calls) - 1, self._current
         returned: dict[int, dict[int, Tensor]] = {}
         for tensor in tensors_in(output):
+            passed = self._storages.number_of(tensor)
+            if passed is not None and passed < call.first_made:
+                self._depend(call, self._from(tensor))
+        for tensor in tensors_in(output):
             holders = self._storages.holders_of(tensor)
             call.values.append(
                 _value(tensor, depends_on_parameters=call.uses_parameters or bool(holders))
@@ -149,7 +154,10 @@ class FlowTrace:
     def flow(self) -> Flow:
         """All that was followed."""
         return Flow(
-            calls=tuple(Call(unit=call.unit, values=tuple(call.values)) for call in self._calls),
+            calls=tuple(
+                Call(unit=call.unit, values=tuple(call.values), parameters=tuple(call.parameters))
+                for call in self._calls
+            ),
             edges=tuple(sorted(self._edges, key=lambda e: (e.target, e.source, e.value))),
             inside=tuple(self._inside),
         )
@@ -161,8 +169,13 @@ class FlowTrace:
         if not sources <= call.taken:
             call.is_closed = False
             self._take(sources)
-        if not call.uses_parameters:
-            call.uses_parameters = any(self._storages.holders_of(tensor) for tensor in inputs)
+        self._depend(call, sources)
+        for tensor in inputs:
+            holders = self._storages.holders_of(tensor)
+            call.uses_parameters |= bool(holders)
+            if holders and call.unit not in holders:
+                call.is_closed = False
+                self._borrow(call, tensor)
         for tensor in written:
             memory = self._storages.memory_of(tensor)
             if memory is None or memory < call.first_made:
@@ -172,10 +185,15 @@ class FlowTrace:
                     call.changed.add(memory)
 
     def _take(self, sources: Iterable[Source]) -> None:
-        call, target = self._calls[-1], len(self._calls) - 1
+        target = len(self._calls) - 1
         for source, value in sources:
             self._edges.setdefault(Edge(source=source, value=value, target=target))
-            call.uses_parameters |= self._calls[source].values[value].depends_on_parameters
+
+    def _depend(self, call: Trail, sources: Iterable[Source]) -> None:
+        """What the call hands on follows from these: taking something is not yet using it."""
+        call.uses_parameters |= any(
+            self._calls[source].values[value].depends_on_parameters for source, value in sources
+        )
 
     def _all_from(self, tensors: Iterable[Tensor]) -> frozenset[Source]:
         found: frozenset[Source] = frozenset()
@@ -235,7 +253,13 @@ class FlowTrace:
             self._glue = Trail(GLUE, frozenset(), self._storages.timeline.next_number)
             self._calls.append(self._glue)
         self._glue.values.append(_value(parameter, depends_on_parameters=True))
+        self._glue.parameters.append(self._storages.parameter_name(parameter))
         return len(self._calls) - 1, len(self._glue.values) - 1
+
+    def _borrow(self, call: Trail, parameter: Tensor) -> None:
+        name = self._storages.parameter_name(parameter)
+        if name not in call.parameters:
+            call.parameters.append(name)
 
     def _overwrite(self, tensor: Tensor) -> None:
         memory = self._storages.memory_of(tensor)

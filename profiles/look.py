@@ -71,12 +71,14 @@ def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: b
         stack.enter_context(without_onednn())
         batch = map_batch(lambda tensor: _rows(fakes.of(tensor), times), subject.sample)
         before = (storage_of(t) for t in (*fakes.all(), *tensors_in(batch)))
+        held = {
+            storage: key
+            for key, parameter in subject.parameters.items()
+            if (storage := storage_of(fakes.of(parameter))) is not None
+        }
         storages = Storages(
-            owned={
-                storage: frozenset(subject.holders[key])
-                for key, parameter in subject.parameters.items()
-                if (storage := storage_of(fakes.of(parameter))) is not None
-            },
+            owned={storage: frozenset(subject.holders[key]) for storage, key in held.items()},
+            names={storage: subject.names[key][0] for storage, key in held.items()},
             known=[storage for storage in before if storage is not None],
             casts_are_parameters=is_autocast,
         )
@@ -151,7 +153,10 @@ def _forward(subject: Subject, batch: Batch, trace: Trace) -> tuple[list[Tensor]
     found = find_loss(output)
     if found is not None:
         trace.place.name = LOSS  # what the model does after its last unit makes the loss
-        return [loss_of(output, batch, None)], True
+        loss = loss_of(output, batch, None)
+        trace.flow.begin(LOSS, loss)
+        trace.flow.end(loss)
+        return [loss], True
     roots = [t for t in tensors_in(output) if t.requires_grad]
     if not roots and any(p.requires_grad for p in subject.parameters.values()):
         raise ModelError(

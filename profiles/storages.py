@@ -37,6 +37,7 @@ class Storages:
 
     Args:
         owned: for the storages of parameters, the units that hold them.
+        names: of the parameters in these storages.
         known: further storages that were there before: buffers, the batch.
         casts_are_parameters: a cast of a parameter is a parameter, not an activation (autocast).
     """
@@ -45,11 +46,13 @@ class Storages:
         self,
         *,
         owned: Mapping[torch.UntypedStorage, frozenset[str]],
+        names: Mapping[torch.UntypedStorage, str],
         known: Iterable[torch.UntypedStorage],
         casts_are_parameters: bool,
     ) -> None:
         self.timeline = Timeline()
-        self._owned = {id(storage): names for storage, names in owned.items()}
+        self._owned = {id(storage): holders for storage, holders in owned.items()}
+        self._names = {id(storage): name for storage, name in names.items()}
         self._known = {id(storage): storage for storage in (*owned, *known)}
         self._casts_are_parameters = casts_are_parameters
         self._live: dict[int, tuple[_Made, weakref.ref[torch.UntypedStorage]]] = {}
@@ -66,6 +69,10 @@ class Storages:
     def holders_of(self, tensor: Tensor) -> frozenset[str]:
         """Units that hold this parameter, or a parameter that this is a view or cast of."""
         return self._owned.get(id(storage_of(tensor)), frozenset())
+
+    def parameter_name(self, tensor: Tensor) -> str:
+        """First name of the parameter that this is, or is a view or cast of."""
+        return self._names[id(storage_of(tensor))]
 
     def number_of(self, tensor: Tensor) -> int | None:
         """Its name in the timeline; None if it was there before."""
@@ -115,6 +122,7 @@ class Storages:
                 if self._is_parameter_cast(operator, inputs):
                     self._known[id(storage)] = storage
                     self._owned[id(storage)] = self.holders_of(inputs[0])
+                    self._names[id(storage)] = self.parameter_name(inputs[0])
                 else:
                     self._make(storage)
         return found

@@ -15,18 +15,15 @@ from profiles.model import GLUE
 from profiles.modules import Unit
 from profiles.operators import (
     flop_formulas,
-    grouped_matmul,
     kept_operators,
     launches,
     moved_bytes,
 )
 from profiles.places import Place
+from profiles.pretence import Pretence
 from profiles.storages import Storages
 from profiles.torch_compat import (
     Operator,
-    TorchDispatchMode,
-    device_of,
-    device_query,
     is_mutable,
     map_tensors,
     node_notes,
@@ -39,7 +36,7 @@ _PLACE = "place"  # key among the notes of autograd nodes
 _ONES = ("ones", "ones_like", "new_ones")
 
 
-class Trace(TorchDispatchMode):
+class Trace(Pretence):
     """Watches operations below autograd, calls of units, and what autograd saves.
 
     A forward operation belongs to the unit that is being called; a backward operation to the unit
@@ -52,7 +49,7 @@ class Trace(TorchDispatchMode):
     """
 
     def __init__(self, storages: Storages, *, low_precision: torch.dtype | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.storages = storages
         self.flow = FlowTrace(storages)
         self.place = Place(GLUE)
@@ -67,7 +64,6 @@ class Trace(TorchDispatchMode):
         self._ones: set[int] = set()
         self._formulas = flop_formulas()
         self._kept_operators = frozenset(kept_operators())
-        self._device_query = device_query()
 
         def pack(tensor: Tensor) -> Tensor:
             if not self._in_backward:
@@ -240,33 +236,14 @@ class Trace(TorchDispatchMode):
 
     # Operations
 
-    def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
-        if func is self._device_query:
-            return device_of(args[0])
-        name = func.overloadpacket.__name__
-        if name == "rand" and args[0] == []:
-            # One random number decides whether a layer is dropped. A constant, so that code may
-            # look at it; in the middle, so that layers are kept.
-            return torch.tensor(0.5)
-        run = grouped_matmul if name == "_grouped_mm" else func
-        result = run(*args, **kwargs)
-        self._note(func, args, kwargs, result)
-        return result
-
     def is_all_ones(self, tensor: Tensor) -> bool:
         """Whether the forward made it of ones, or cast it from such; what is given is not known."""
         return self.storages.number_of(tensor) in self._ones
 
-    def _note(
+    def note(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
     ) -> None:
+        """Put an operation down to the place where it was run."""
         inputs, outputs = _flat((args, tuple(kwargs.values()))), _flat((result,))
         makes_storage = self.storages.notice(operator, inputs, outputs)
         if not launches(operator, makes_storage=makes_storage):

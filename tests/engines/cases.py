@@ -118,6 +118,63 @@ class TinyResNet(nn.Module):
         return out
 
 
+class TinyUNet(nn.Module):
+    """Down and up again; each level's output skips to its mirror, past the bottom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(1, 8, 3, padding=1)
+        self.down = nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.bottom = nn.Conv2d(16, 16, 3, padding=1)
+        self.up = nn.ConvTranspose2d(32, 8, 2, stride=2)
+        self.leave = nn.Conv2d(16, 10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        high = self.enter(x).relu()
+        low = self.down(high).relu()
+        up = self.up(torch.cat([self.bottom(low), low], 1))
+        out: Tensor = self.leave(torch.cat([up, high], 1)).mean((2, 3))
+        return out
+
+
+class Siamese(nn.Module):
+    """One trunk for both halves of an image, and a table of its own between the units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(32, 16)
+        self.middle = nn.Linear(16, 32)
+        self.head = nn.Linear(32, 10)
+        self.table = nn.Parameter(torch.randn(16) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x.flatten(1).chunk(2, dim=1)
+        first = self.trunk(left) + self.table
+        second = self.trunk(self.middle(first) + right) * self.table
+        out: Tensor = self.head(torch.cat([first, second], 1))
+        return out
+
+
+class Overwriting(nn.Module):
+    """Outputs of units are changed in place between units, after others took them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 16)
+        self.second = nn.Linear(16, 16)
+        self.third = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.first(x.flatten(1))
+        kept.add_(1.0)
+        y = kept + self.second(kept)
+        kept = self.third(y)
+        kept.mul_(0.5)
+        out: Tensor = self.head(y + kept)
+        return out
+
+
 class TinyLSTM(nn.Module):
     """A recurrent classifier: no blocks at all."""
 
@@ -178,6 +235,9 @@ CASES = {
     "tied-frozen-unused": Case(TiedFrozenGPT, _tokens, token_loss),
     "resnet-batch-norm": Case(lambda: TinyResNet(nn.BatchNorm2d), _images),
     "resnet-group-norm": Case(lambda: TinyResNet(_group_norm), _images),
+    "unet": Case(TinyUNet, _images),
+    "siamese": Case(Siamese, _images),
+    "overwriting": Case(Overwriting, _images),
     "lstm": Case(TinyLSTM, _series),
     "loss-inside": Case(LossInside, _keywords, None),
 }

@@ -84,8 +84,11 @@ def local_rows(parallel: ParallelModel, batch: Batch, rows: int) -> Batch:
     return parts[parallel.data_rank]
 
 
-def measure(name: str, plan: str, rows: int = 8, steps: int = 3) -> Parity:
-    """Loss and gradients of one step, then parameters after `steps` steps of SGD with momentum."""
+def measure(name: str, plan: str, rows: int = 8, steps: int = 3, more: int = 1) -> Parity:
+    """Loss and gradients of one step, then parameters after `steps` steps of SGD with momentum.
+
+    Every step has `more` rows than the one before.
+    """
     case, reference, parallel = parallelize(name, plan)
     trainable = [p for p in reference.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=0.05, momentum=0.9)
@@ -103,8 +106,9 @@ def measure(name: str, plan: str, rows: int = 8, steps: int = 3) -> Parity:
     parallel.optimizer.zero_grad()
     optimizer.zero_grad()
     for step in range(steps):
-        batch = case.batch(rows + step)
-        parallel.train_step(local_rows(parallel, batch, rows + step))
+        count = rows + step * more
+        batch = case.batch(count)
+        parallel.train_step(local_rows(parallel, batch, count))
         optimizer.zero_grad()
         reference_loss(reference, case, batch).backward()
         optimizer.step()

@@ -66,7 +66,7 @@ def test_degrees_must_multiply_to_the_world() -> None:
     assert "has 8" in found[0].what
 
 
-@pytest.mark.parametrize("plan", ["pp=4", "tp=4", "cp=4", "data_parallel=threads dp_replicate=4"])
+@pytest.mark.parametrize("plan", ["tp=4", "cp=4", "data_parallel=threads dp_replicate=4"])
 def test_families_without_an_engine_are_refused_by_name(plan: str) -> None:
     assert rules(plan, model(), cpu_ranks(4)) == ["not-built"]
 

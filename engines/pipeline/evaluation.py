@@ -1,0 +1,46 @@
+"""Forwards alone, microbatch after microbatch; torch's schedules of several stages have no such."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.pipeline.recording import Recording
+from engines.pipeline.stage import Stage, buffers
+
+
+@torch.no_grad()
+def forward_only(
+    stages: Sequence[Stage],
+    recording: Recording,
+    *,
+    microbatches: int,
+    rank_of_stage: Callable[[int], int],
+    device: torch.device,
+) -> Tensor:
+    """The sum of the losses of the round, 0-d; zero where the last stage is not.
+
+    Ranks wait only for what they receive, so different microbatches are on their way at once.
+    """
+    total = torch.zeros((), device=device)
+    for number in torch.arange(microbatches).split(1):
+        here: tuple[Tensor, ...] = ()
+        for stage in stages:
+            index, rank = stage.part.index, rank_of_stage(stage.part.index)
+            source = rank_of_stage(index - 1) if index else rank
+            if source != rank:
+                here = buffers(stage.part.received, recording, device)
+                for tensor in here:
+                    dist.recv(tensor, src=source)
+            output = stage(*here, microbatch=number)
+            if isinstance(output, Tensor):
+                total += output.reshape(())
+                continue
+            here, target = output, rank_of_stage(index + 1)
+            if target != rank:
+                for tensor in here:
+                    dist.send(tensor, dst=target)
+    return total

@@ -1,0 +1,101 @@
+"""Which calls, values and parameters belong to which stage: the plan's borders on the flow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from engines.plan import Plan, Schedule
+from profiles.flow import GLUE, LOSS, Call, Flow
+
+Key = tuple[int, int]
+"""(call, value): a tensor that a call of the flow hands on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Calls [first, last) of the flow, as one stage of a pipeline.
+
+    Attributes:
+        index, count: which stage this is, and of how many.
+        received: what arrives from the stage before, in order; some of it only passes through.
+        sent: what leaves for the stage after.
+        parameters: names of what its calls need; a tied parameter by its first name.
+    """
+
+    index: int
+    count: int
+    first: int
+    last: int
+    received: tuple[Key, ...]
+    sent: tuple[Key, ...]
+    parameters: frozenset[str]
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
+def parts_of(plan: Plan, flow: Flow, model: nn.Module) -> tuple[Part, ...]:
+    """The stages of a legal plan, in order. A parameter that no call needs is the first one's."""
+    starts = [flow.first_call(unit) for unit in plan.stages]
+    borders = [0, *(start for start in starts if start is not None), len(flow.calls)]
+    needed = [_needed(flow, model, *ends) for ends in pairwise(borders)]
+    everywhere = {name for name, _ in model.named_parameters()}
+    needed[0] |= everywhere.difference(*needed)
+    return tuple(
+        Part(
+            index=index,
+            count=len(needed),
+            first=first,
+            last=last,
+            received=flow.crossing_keys(first),
+            sent=flow.crossing_keys(last),
+            parameters=frozenset(needed[index]),
+        )
+        for index, (first, last) in enumerate(pairwise(borders))
+    )
+
+
+def stages_of_rank(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The stages that rank `rank` of the pipeline drives, in order.
+
+    They go round the ranks; under ZBV down and up again, so that the first rank has the loss.
+    """
+    count = len(plan.stages) + 1
+    if plan.schedule is Schedule.ZBV:
+        return rank, count - 1 - rank
+    return tuple(range(rank, count, plan.pp))
+
+
+def rank_of_stage(plan: Plan, stage: int) -> int:
+    """The rank of the pipeline that drives `stage`."""
+    return next(rank for rank in range(plan.pp) if stage in stages_of_rank(plan, rank))
+
+
+def is_unit(call: Call) -> bool:
+    """Whether a module is called, and not code between modules."""
+    return call.unit not in (GLUE, LOSS)
+
+
+def unit_calls(flow: Flow) -> tuple[int, ...]:
+    """Numbers of the calls that a replay meets, in order."""
+    return tuple(number for number, call in enumerate(flow.calls) if is_unit(call))
+
+
+def _needed(flow: Flow, model: nn.Module, first: int, last: int) -> set[str]:
+    """Names of the parameters that calls [first, last) use: own, borrowed, and through glue."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    called = {call.unit for call in flow.calls[first:last] if is_unit(call)}
+    called |= {unit for unit, caller in flow.inside if caller in called}
+    found = {names[p] for unit in called for p in model.get_submodule(unit).parameters()}
+    for call in flow.calls[first:last]:
+        if call.unit != GLUE:
+            found.update(call.parameters)
+    for edge in flow.edges:
+        source = flow.calls[edge.source]
+        if source.unit == GLUE and first <= edge.target < last:
+            found.add(source.parameters[edge.value])
+    return found

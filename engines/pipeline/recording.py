@@ -1,0 +1,210 @@
+"""What the calls of one microbatch return, so that a stage can do without running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.pipeline.parts import Key, unit_calls
+from profiles.batch import Batch, call_model, describe, map_batch
+from profiles.errors import ModelError
+from profiles.fakes import stand_ins
+from profiles.flow import Flow
+from profiles.pretence import Pretence
+from profiles.torch_compat import data_dependent_errors, flatten, storage_of, without_onednn
+
+_PLAIN = int | float | str | bool | torch.dtype | torch.device | None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that a call returns.
+
+    Attributes:
+        value: its number among the tensors of the output.
+        argument: the leaf of the call's arguments that it is, if it is one handed through.
+    """
+
+    value: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+    argument: int | None = None
+
+    def blank(self, device: torch.device) -> Tensor:
+        """Zeros, laid out as the tensor was."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """An object among the leaves: `argument` if it is handed through, else it cannot be had again
+    without running the unit."""
+
+    kind: str
+    argument: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """One call of a unit.
+
+    Attributes:
+        number: of the call in the flow.
+        leaves: `Made`, `Opaque`, or a plain value as it is; `structure` is how they lay.
+    """
+
+    unit: str
+    number: int
+    leaves: tuple[object, ...]
+    structure: object
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The calls of one forward, in order."""
+
+    calls: tuple[Returned, ...]
+
+    def made(self, key: Key) -> Made:
+        """Layout of value `key` of the flow."""
+        call = next(call for call in self.calls if call.number == key[0])
+        return next(leaf for leaf in call.leaves if isinstance(leaf, Made) and leaf.value == key[1])
+
+
+def record(model: nn.Module, flow: Flow, batch: Batch, *, has_target: bool) -> Recording:
+    """Follow one forward over `batch` on fake tensors; nothing is allocated, computed or changed.
+
+    Raises:
+        ModelError: the model does not run on the batch, or calls other units than the flow says.
+    """
+    numbers = unit_calls(flow)
+    names = tuple(dict.fromkeys(flow.calls[number].unit for number in numbers))
+    calls: list[Returned] = []
+
+    def note(unit: str, run: Callable[..., object], args: Any, kwargs: Any) -> object:
+        output = run(*args, **kwargs)
+        number = numbers[len(calls)] if len(calls) < len(numbers) else -1
+        leaves, structure = flatten(output)
+        arguments, _ = flatten((args, kwargs))
+        found = tuple(_leaves(leaves, arguments, known))
+        calls.append(Returned(unit, number, found, structure))
+        return output
+
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.compiler.set_stance("force_eager"),
+        stand_ins([model]) as fakes,
+    ):
+        fake = map_batch(lambda tensor: fakes.of(tensor.detach()), batch)
+        known = {id(storage_of(tensor)) for tensor in fakes.all()}
+        with Pretence(), without_onednn(), intercepted(model, names, note), _explained(batch):
+            call_model(model, fake, has_target=has_target)
+    found, expected = [c.unit for c in calls], [flow.calls[number].unit for number in numbers]
+    if found != expected:
+        raise ModelError(
+            f"on this batch the model makes {len(found)} calls of its units, on the sample that was"
+            f" looked at it made {len(expected)}",
+            where=f"{_first_difference(found, expected)}\nbatch: {describe(batch)}",
+            hints=["a pipeline needs a forward that takes the same path for every batch"],
+        )
+    return Recording(tuple(calls))
+
+
+@contextmanager
+def intercepted(
+    model: nn.Module,
+    units: Sequence[str],
+    instead: Callable[[str, Callable[..., object], Any, Any], object],
+) -> Iterator[None]:
+    """Inside, a call of a unit is `instead(name, its own forward, args, kwargs)`.
+
+    A unit that is called within another one just runs: it is part of that one's call.
+    """
+    depth = 0
+
+    def replace(name: str, own: Callable[..., object]) -> Callable[..., object]:
+        def forward(*args: Any, **kwargs: Any) -> object:
+            nonlocal depth
+            if depth:
+                return own(*args, **kwargs)
+            depth += 1
+            try:
+                return instead(name, own, args, kwargs)
+            finally:
+                depth -= 1
+
+        return forward
+
+    replaced: list[tuple[dict[str, object], object]] = []
+    try:
+        for name in units:
+            unit = model.get_submodule(name)
+            attributes: dict[str, object] = unit.__dict__
+            replaced.append((attributes, attributes.get("forward")))
+            attributes["forward"] = replace(name, unit.forward)
+        yield
+    finally:
+        for attributes, before in replaced:
+            if before is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = before
+
+
+def _leaves(
+    leaves: Sequence[object], arguments: Sequence[object], known: Container[int]
+) -> Iterator[object]:
+    """`known`: ids of storages of the batch, parameters and buffers: the flow does not follow a
+    part of those, so a stub cannot tell what it should be."""
+    positions = {id(a): n for n, a in enumerate(arguments) if not isinstance(a, _PLAIN)}
+    value = -1
+    for leaf in leaves:
+        value += isinstance(leaf, Tensor)
+        argument = positions.get(id(leaf))
+        if isinstance(leaf, Tensor) and (argument is not None or id(storage_of(leaf)) not in known):
+            stride = _own_stride(leaf)
+            yield Made(value, leaf.shape, stride, leaf.dtype, leaf.requires_grad, argument)
+        elif isinstance(leaf, _PLAIN):
+            yield leaf
+        elif isinstance(leaf, Tensor):
+            yield Opaque("part of the batch or of a buffer")
+        else:
+            yield Opaque(type(leaf).__name__, argument)
+
+
+def _own_stride(tensor: Tensor) -> tuple[int, ...]:
+    """As it is; contiguous where several elements lie in one place, so that it can be written."""
+    if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        return torch.empty(tensor.shape, device="meta").stride()
+    return tensor.stride()
+
+
+def _first_difference(found: Sequence[str], expected: Sequence[str]) -> str:
+    number = next(
+        (n for n, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b),
+        min(len(found), len(expected)),
+    )
+    here, there = (names[number : number + 1] or ["the end"] for names in (found, expected))
+    return f"call {number} is `{here[0]}`, it was `{there[0]}`"
+
+
+@contextmanager
+def _explained(batch: Batch) -> Iterator[None]:
+    try:
+        yield
+    except ModelError:
+        raise
+    except data_dependent_errors() as error:
+        raise ModelError(
+            "the forward looks at values of tensors, which a recording of shapes does not have",
+            where=f"{error}\nbatch: {describe(batch)}",
+            hints=["take branches and sizes from shapes, not from values"],
+        ) from error

@@ -1,0 +1,60 @@
+"""Whether the backward of a stage may be split: gradients of inputs first, of weights later.
+
+torch's split (`stage_backward_input`, `stage_backward_weight`) finds the weights by the inputs that
+they meet on their way to the output. A weight whose output does not depend on what the stage
+received is left out without a word (the decoder's embedding beside the end of an encoder), and one
+that is used in several places is counted twice or fails (T5's table of relative positions).
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from engines.pipeline.parts import Part, is_unit
+from profiles.flow import GLUE, Flow
+
+
+def can_split(part: Part, flow: Flow, model: nn.Module) -> bool:
+    """Whether every call of `part` that has weights turns what was received into one output.
+
+    The first stage always can: it has no inputs to serve first, and does all of its backward later.
+    """
+    if part.index == 0:
+        return True
+    own = range(part.first, part.last)
+    if any(flow.calls[n].parameters for n in own if flow.calls[n].unit != GLUE):
+        return False
+    if any(flow.calls[e.source].unit == GLUE and e.target in own for e in flow.edges):
+        return False
+    units = [flow.calls[n].unit for n in own if is_unit(flow.calls[n])]
+    if {caller for _, caller in flow.inside} & set(units) or not _used_once(units, model):
+        return False
+    fed = {(n, v) for n, v in part.received if flow.calls[n].values[v].needs_gradient}
+    for number in own:
+        call = flow.calls[number]
+        takes = any((e.source, e.value) in fed for e in flow.edges if e.target == number)
+        outputs = [v for v, value in enumerate(call.values) if value.needs_gradient]
+        if is_unit(call) and _trainable(call.unit, model) and (not takes or len(outputs) > 1):
+            return False
+        if takes:
+            fed.update((number, value) for value in outputs)
+    return True
+
+
+def _trainable(unit: str, model: nn.Module) -> bool:
+    return any(p.requires_grad for p in model.get_submodule(unit).parameters())
+
+
+def _used_once(units: list[str], model: nn.Module) -> bool:
+    """Whether no parameter is in two places, nor its unit called twice."""
+    found = [
+        id(parameter)
+        for unit in units
+        for parameter in _every_parameter(model.get_submodule(unit))
+        if parameter.requires_grad
+    ]
+    return len(found) == len(set(found))
+
+
+def _every_parameter(unit: nn.Module) -> list[nn.Parameter]:
+    return [p for _, p in unit.named_parameters(remove_duplicate=False)]

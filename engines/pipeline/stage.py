@@ -1,0 +1,117 @@
+"""A replayed part as torch.distributed.pipelining wants it: tensors in, tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from engines.pipeline.parts import Key, Part
+from engines.pipeline.recording import Recording
+from engines.pipeline.replay import Replay
+from profiles.batch import Batch, LossFn, call_model, loss_of
+
+
+@dataclass(slots=True)
+class Round:
+    """The microbatches that are on their way through the pipeline, the same on every stage.
+
+    `weights`: the share of each one's mean loss in the loss of the step.
+    """
+
+    pieces: Sequence[Batch] = ()
+    weights: Sequence[Tensor] = field(default_factory=tuple)
+
+
+class Stage(nn.Module):
+    """One part of a model. Its parameters are those of the part.
+
+    torch's schedules cut the arguments of a step into microbatches by rows. What they cut here is
+    a list of numbers, (n,) int64, and the stage takes its whole microbatch from the `Round`: so a
+    batch may hold anything, and every stage sees the model's own inputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        replay: Replay,
+        *,
+        round: Round,
+        loss_fn: LossFn | None,
+    ) -> None:
+        super().__init__()
+        for number, name in enumerate(sorted(replay.part.parameters)):
+            self.register_parameter(f"p{number}", model.get_parameter(name))
+        self._replay = replay
+        self._round = round
+        self._loss_fn = loss_fn
+        object.__setattr__(self, "_model", model)  # its modules are not this one's
+
+    def forward(self, *received: Tensor, microbatch: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """What is sent on, or the loss of the last stage, (1,), as its share in the step's loss.
+
+        Args:
+            received: as `Part.received`.
+            microbatch: (1,), its number in the round.
+        """
+        number = int(microbatch)
+        piece, has_target = self._round.pieces[number], self._loss_fn is not None
+        model = self._model
+        output = self._replay.run(received, lambda: call_model(model, piece, has_target=has_target))
+        if not self.part.is_last:
+            assert isinstance(output, tuple)
+            return output
+        loss = loss_of(output, piece, self._loss_fn)
+        weight = self._round.weights[number]
+        # Without weight nothing counts, NaN neither.
+        return torch.where(weight > 0, loss.reshape(1) * weight, torch.zeros_like(weight))
+
+    @property
+    def part(self) -> Part:
+        return self._replay.part
+
+    if TYPE_CHECKING:
+        _model: nn.Module
+
+
+def pipeline_stage(
+    stage: Stage,
+    recording: Recording,
+    *,
+    device: torch.device,
+    can_split: bool,
+) -> PipelineStage:
+    """`stage` with the shapes of what it receives and sends, so that torch need not try it out.
+
+    A tensor that a gradient comes back for is marked so on both sides: else the sender's backward
+    would get none. Unless `can_split`, the backward runs as one where a schedule would split it,
+    and the second half has nothing left to do.
+    """
+    part = stage.part
+    loss = torch.empty(1, device=device, requires_grad=True)
+    return PipelineStage(
+        stage,
+        part.index,
+        part.count,
+        device,
+        input_args=buffers(part.received, recording, device),
+        output_args=(loss,) if part.is_last else buffers(part.sent, recording, device),
+        dw_builder=None if can_split else lambda: _nothing,
+    )
+
+
+def _nothing() -> None:
+    """The weights' half of a backward that ran as one."""
+
+
+def buffers(keys: Sequence[Key], recording: Recording, device: torch.device) -> tuple[Tensor, ...]:
+    """Contiguous tensors without values, of the recorded shapes."""
+    made = [recording.made(key) for key in keys]
+    return tuple(
+        torch.empty(m.shape, dtype=m.dtype, device=device).requires_grad_(m.needs_gradient)
+        for m in made
+    )

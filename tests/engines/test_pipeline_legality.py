@@ -1,0 +1,83 @@
+"""Which pipelines are refused before any work, and what each refusal says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.legality import problems
+from engines.plan import Plan
+from profiles.capture import capture
+from tests.engines.cases import CASES, cpu_ranks, profile_of
+
+GPT = profile_of(CASES["gpt"], CASES["gpt"].build())
+
+
+@pytest.mark.parametrize(
+    ("plan", "rule", "words"),
+    [
+        ("pp=2 schedule=gpipe stages=block.1", "stage-unknown", "`block.1` is not a unit"),
+        ("pp=2 schedule=gpipe stages=embed", "stage-empty", "stage 0 would have nothing to do"),
+        ("pp=3 schedule=gpipe stages=norm,blocks.1", "stage-order", "`blocks.1` is not after"),
+        ("pp=2 schedule=gpipe", "stage-count", "pp=2 needs 1 borders, `stages` names 0"),
+        ("pp=2 schedule=gpipe stages=blocks.0,norm", "stage-count", "one stage a rank"),
+        ("pp=2 schedule=zbv microbatches=2 stages=blocks.0,norm", "stage-count", "3 borders"),
+        ("pp=2 schedule=interleaved microbatches=2 stages=blocks.0,norm", "stage-count", "makes 3"),
+        ("pp=8 schedule=gpipe", "stages-too-many", "needs 8 units, the model calls 6"),
+        ("pp=2 stages=norm", "pipeline-without-schedule", "needs a schedule"),
+        ("pp=2 schedule=1f1b stages=norm", "pipeline-microbatches", "microbatches=1, pp=2"),
+        (
+            "pp=2 schedule=interleaved microbatches=3 stages=blocks.0,blocks.1,norm",
+            "pipeline-microbatches",
+            "microbatches=3 is no multiple of pp=2",
+        ),
+        ("pp=2 dp_replicate=2 schedule=gpipe stages=norm", "not-built", "data parallelism"),
+        ("pp=2 schedule=gpipe stages=norm precision=bf16", "not-built", "as it was built"),
+    ],
+)
+def test_an_impossible_pipeline_is_refused_by_its_rule(plan: str, rule: str, words: str) -> None:
+    parsed = Plan.parse(plan)
+    found = problems(parsed, GPT, cpu_ranks(parsed.world_size))
+    assert [problem.rule for problem in found] == [rule]
+    assert words in found[0].what
+    assert found[0].hint
+
+
+def test_a_pipeline_needs_a_loss() -> None:
+    profile = capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(2, 4),))
+    found = problems(Plan.parse("pp=2 schedule=gpipe stages=1"), profile, cpu_ranks(2))
+    assert [problem.rule for problem in found] == ["pipeline-without-loss"]
+
+
+class Remembering(nn.Module):
+    """The first unit leaves something in a list, and the loss takes it from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Keeper(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.kept.clear()
+        y = self.second(self.first(x))
+        return y.sum() + self.first.kept[0].sum()
+
+
+class Keeper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.linear(x)
+        self.kept.append(made * 2)
+        out: Tensor = made.relu()
+        return out
+
+
+def test_a_border_between_a_hidden_value_and_its_use_is_refused() -> None:
+    profile = capture(Remembering(), (torch.randn(2, 4),))
+    found = problems(Plan.parse("pp=2 schedule=gpipe stages=second"), profile, cpu_ranks(2))
+    assert [problem.rule for problem in found] == ["stage-hidden-value"]
+    assert "`(loss)` takes something that `first` made and does not return" in found[0].what
