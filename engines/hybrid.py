@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from engines.optimizer import (
     send_from_rank_zero,
 )
 from engines.parallel import LossFn, ParallelModel
-from engines.pipeline.pipeline import Pipeline
 from engines.plan import DataParallel, Plan
 from engines.recompute import recompute_blocks
 from engines.world import World, data_mesh, in_contact, join_world, require_same_plan
@@ -31,6 +31,9 @@ from profiles.batch import Batch
 from profiles.cluster import ClusterProfile
 from profiles.errors import ModelError
 from profiles.model import ModelProfile, Numerics
+
+if TYPE_CHECKING:
+    from engines.pipeline.pipeline import Pipeline
 
 
 @in_contact("applying the plan")
@@ -84,8 +87,8 @@ def apply_plan(
     if plan.sync_batch_norm and world.size > 1:
         model = synchronise_batch_norms(model, world.device)
     recompute_blocks(model, plan.recompute, profile=profile)
-    runner = _data_parallel(model, plan, profile=profile, world=world, mixed=mixed)
     pipeline = _pipeline(model, plan, profile=profile, world=world, loss_fn=loss_fn)
+    runner = _data_parallel(model, plan, profile=profile, world=world, mixed=mixed)
     kept = pipeline.kept if pipeline is not None else None
     built = build_optimizer(optimizer, model=model, names_before=names_before, kept=kept)
 
@@ -108,10 +111,19 @@ def apply_plan(
 def _pipeline(
     model: nn.Module, plan: Plan, *, profile: ModelProfile, world: World, loss_fn: LossFn | None
 ) -> Pipeline | None:
-    """This rank's stages; the parameters of the others are freed."""
+    """This rank's stages. Those of the others are freed here, before anything is moved."""
     if plan.pp == 1:
         return None
-    return Pipeline(model, plan, flow=profile.flow, device=world.device, loss_fn=loss_fn)
+    from engines.pipeline.pipeline import Pipeline  # torch's pipelining takes a while to import
+
+    return Pipeline(
+        model,
+        plan,
+        flow=profile.flow,
+        device=world.device,
+        timeout_s=world.timeout_s,
+        loss_fn=loss_fn,
+    )
 
 
 def _data_parallel(

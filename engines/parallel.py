@@ -18,7 +18,6 @@ from engines.data import ShardedLoader, shares
 from engines.ddp import autocast, explained_reduction, require_all_reduced
 from engines.fsdp import prepare_backward, release, start_over
 from engines.optimizer import clip_gradients, full_gradients, local_part, send_from_rank_zero
-from engines.pipeline.pipeline import Pipeline
 from engines.plan import Plan
 from engines.world import World, in_contact, sum_over_ranks
 from profiles.batch import (
@@ -34,6 +33,9 @@ from profiles.batch import (
 from profiles.errors import BatchError, ModelError, PlanError
 from profiles.model import ModelProfile
 from profiles.torch_compat import map_tensors
+
+if TYPE_CHECKING:
+    from engines.pipeline.pipeline import Pipeline
 
 LossFn = Callable[..., Tensor]
 

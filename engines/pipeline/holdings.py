@@ -40,16 +40,17 @@ def buffer_owners(
 
 
 @torch.no_grad()
-def release_others(model: nn.Module, kept: Iterable[str]) -> None:
+def release_others(model: nn.Module, kept: Iterable[str], *, device: torch.device) -> None:
     """Free the parameters that are not in `kept` (first names), in place.
 
-    They stay the same objects with the same shape, dtype and device, so code that asks for those
-    goes on working; their memory is one element, which reads as zero everywhere.
+    They stay the same objects with the same shape and dtype, on the device that the others will be
+    on, so code that asks for those goes on working; their memory is one element, which reads as
+    zero everywhere.
     """
     kept = frozenset(kept)
     for name, parameter in model.named_parameters():
         if name not in kept:
-            one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+            one = torch.zeros((), dtype=parameter.dtype, device=device)
             parameter.data = one.expand(parameter.shape)
             parameter.grad = None
 

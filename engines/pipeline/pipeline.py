@@ -23,7 +23,6 @@ from engines.plan import Plan, Schedule
 from profiles.batch import Batch, LossFn, batch_size, describe
 from profiles.errors import BatchError
 from profiles.flow import Flow
-from profiles.torch_compat import tensors_in
 
 RECORDINGS_KEPT = 16
 """Batches of other shapes are recorded anew; a data set has a few lengths, not hundreds."""
@@ -45,6 +44,7 @@ class Pipeline:
         *,
         flow: Flow,
         device: torch.device,
+        timeout_s: float,
         loss_fn: LossFn | None,
     ) -> None:
         self._model = model
@@ -62,8 +62,10 @@ class Pipeline:
         self._buffer_owners = buffer_owners(plan, parts, flow, model)
         self.kept = frozenset().union(*(part.parameters for part in self._parts))
         trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-        self._ties = ties_of(self._owners, world_size=plan.pp, trainable=trainable)
-        release_others(model, self.kept)
+        self._ties = ties_of(
+            self._owners, world_size=plan.pp, trainable=trainable, timeout_s=timeout_s
+        )
+        release_others(model, self.kept, device=device)
 
     def require_equal_pieces(self, pieces: Sequence[Batch]) -> None:
         """Stages exchange tensors whose shapes they know beforehand.
@@ -222,9 +224,9 @@ class Pipeline:
 
     def _key(self, piece: Batch) -> str:
         """What a recording depends on: shapes, values that are no tensors, the mode."""
-        values = piece if isinstance(piece, Mapping) else {}
-        others = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
-        return f"{describe(piece)} {others} {self._model.training} {len(tensors_in(piece))}"
+        values = piece.values() if isinstance(piece, Mapping) else piece
+        others = [] if isinstance(piece, Tensor) else [v for v in values if not _is_tensor(v)]
+        return f"{describe(piece)} {others} {self._model.training}"
 
     def _first_owners(self) -> dict[str, int]:
         return {name: ranks[0] for name, ranks in self._owners.items()}
@@ -234,3 +236,7 @@ class Pipeline:
         first = {parameter: name for name, parameter in self._model.named_parameters()}
         every = self._model.named_parameters(remove_duplicate=False)
         return {name: first[parameter] for name, parameter in every}
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,15 @@ from profiles.errors import ModelError
 from profiles.fakes import stand_ins
 from profiles.flow import Flow
 from profiles.pretence import Pretence
-from profiles.torch_compat import data_dependent_errors, flatten, storage_of, without_onednn
+from profiles.torch_compat import (
+    Operator,
+    data_dependent_errors,
+    flatten,
+    is_mutable,
+    storage_of,
+    tensors_written,
+    without_onednn,
+)
 
 _PLAIN = int | float | str | bool | torch.dtype | torch.device | None
 
@@ -82,7 +90,8 @@ def record(model: nn.Module, flow: Flow, batch: Batch, *, has_target: bool) -> R
     """Follow one forward over `batch` on fake tensors; nothing is allocated, computed or changed.
 
     Raises:
-        ModelError: the model does not run on the batch, or calls other units than the flow says.
+        ModelError: the model looks at values, changes parameters, or calls other units than the
+            flow says.
     """
     numbers = unit_calls(flow)
     names = tuple(dict.fromkeys(flow.calls[number].unit for number in numbers))
@@ -105,7 +114,8 @@ def record(model: nn.Module, flow: Flow, batch: Batch, *, has_target: bool) -> R
     ):
         fake = map_batch(lambda tensor: fakes.of(tensor.detach()), batch)
         known = {id(storage_of(tensor)) for tensor in fakes.all()}
-        with Pretence(), without_onednn(), intercepted(model, names, note), _explained(batch):
+        names_of = {id(storage_of(p)): name for name, p in model.named_parameters()}
+        with _Watch(names_of), without_onednn(), intercepted(model, names, note), _explained(batch):
             call_model(model, fake, has_target=has_target)
     found, expected = [c.unit for c in calls], [flow.calls[number].unit for number in numbers]
     if found != expected:
@@ -157,6 +167,30 @@ def intercepted(
                 del attributes["forward"]
             else:
                 attributes["forward"] = before
+
+
+class _Watch(Pretence):
+    """Refuses a forward that writes to parameters: those of other stages are not there.
+
+    `parameters`: names by the ids of their storages.
+    """
+
+    def __init__(self, parameters: Mapping[int, str]) -> None:
+        super().__init__()
+        self._parameters = parameters
+
+    def note(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
+    ) -> None:
+        written = tensors_written(operator, args, kwargs) if is_mutable(operator) else []
+        for tensor in written:
+            name = self._parameters.get(id(storage_of(tensor)))
+            if name is not None:
+                raise ModelError(
+                    f"the forward changes its own parameter `{name}`: in a pipeline other ranks"
+                    " may hold it",
+                    hints=["change parameters in the optimizer's step, or set pp=1"],
+                )
 
 
 def _leaves(

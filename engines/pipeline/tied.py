@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,11 @@ class Tie:
 
 
 def ties_of(
-    owners: Mapping[str, Sequence[int]], *, world_size: int, trainable: Iterable[str]
+    owners: Mapping[str, Sequence[int]],
+    *,
+    world_size: int,
+    trainable: Iterable[str],
+    timeout_s: float,
 ) -> tuple[Tie, ...]:
     """The parameters with several owners, by who owns them; all ranks call it.
 
@@ -28,6 +33,7 @@ def ties_of(
 
     Args:
         owners: ascending global ranks by name of parameter.
+        timeout_s: of the collectives of these groups.
     """
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name in trainable:
@@ -35,7 +41,9 @@ def ties_of(
             by_ranks.setdefault(tuple(owners[name]), []).append(name)
     found = []
     for ranks, names in sorted(by_ranks.items()):
-        group = None if len(ranks) == world_size else dist.new_group(list(ranks))
+        group = None
+        if len(ranks) < world_size:
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
         if dist.get_rank() in ranks:
             found.append(Tie(tuple(names), group))
     return tuple(found)

@@ -235,12 +235,17 @@ CASES = {
     "tied-frozen-unused": Case(TiedFrozenGPT, _tokens, token_loss),
     "resnet-batch-norm": Case(lambda: TinyResNet(nn.BatchNorm2d), _images),
     "resnet-group-norm": Case(lambda: TinyResNet(_group_norm), _images),
-    "unet": Case(TinyUNet, _images),
-    "siamese": Case(Siamese, _images),
-    "overwriting": Case(Overwriting, _images),
     "lstm": Case(TinyLSTM, _series),
     "loss-inside": Case(LossInside, _keywords, None),
 }
+
+
+WIRINGS = {
+    "unet": Case(TinyUNet, _images),
+    "siamese": Case(Siamese, _images),
+    "overwriting": Case(Overwriting, _images),
+}
+"""What is awkward about these is what crosses a cut of them."""
 
 
 def profile_of(case: Case, model: nn.Module, rows: int = 2) -> ModelProfile:

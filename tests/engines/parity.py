@@ -14,7 +14,7 @@ from engines.hybrid import apply_plan
 from engines.parallel import ParallelModel
 from engines.plan import Plan
 from profiles.batch import Batch, call_model, loss_of, split_rows
-from tests.engines.cases import CASES, Case, cpu_ranks, profile_of
+from tests.engines.cases import CASES, WIRINGS, Case, cpu_ranks, profile_of
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def spread(
 def parallelize(
     name: str, plan: str, *, rows: int = 2, **options: Any
 ) -> tuple[Case, torch.nn.Module, ParallelModel]:
-    """`spread` of one of the CASES."""
-    case = CASES[name]
+    """`spread` of one of the CASES or WIRINGS."""
+    case = {**CASES, **WIRINGS}[name]
     return case, *spread(case, plan, rows=rows, **options)
 
 

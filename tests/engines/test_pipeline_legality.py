@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from engines.legality import problems
+from engines.pipeline.recording import record
 from engines.plan import Plan
 from profiles.capture import capture
+from profiles.errors import ModelError
 from tests.engines.cases import CASES, cpu_ranks, profile_of
 
 GPT = profile_of(CASES["gpt"], CASES["gpt"].build())
@@ -81,3 +83,39 @@ def test_a_border_between_a_hidden_value_and_its_use_is_refused() -> None:
     found = problems(Plan.parse("pp=2 schedule=gpipe stages=second"), profile, cpu_ranks(2))
     assert [problem.rule for problem in found] == ["stage-hidden-value"]
     assert "`(loss)` takes something that `first` made and does not return" in found[0].what
+
+
+class Shrinking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.first.weight.mul_(0.9)
+        return self.second(self.first(x)).sum()
+
+
+def test_a_forward_that_changes_its_own_parameters_is_refused_when_it_is_recorded() -> None:
+    model, batch = Shrinking(), (torch.randn(2, 4),)
+    before = model.first.weight.clone()
+    with pytest.raises(ModelError, match=r"changes its own parameter `first\.weight`"):
+        record(model, capture(model, batch).flow, batch, has_target=False)
+    assert torch.equal(model.first.weight, before)
+
+
+def test_a_forward_that_takes_another_path_than_the_sample_is_refused() -> None:
+    class Deeper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return (self.second(y) if len(x) < 3 else y).sum()
+
+    model = Deeper()
+    flow = capture(model, (torch.randn(1, 4),)).flow
+    with pytest.raises(ModelError, match="makes 1 calls of its units") as caught:
+        record(model, flow, (torch.randn(4, 4),), has_target=False)
+    assert "call 1 is `the end`, it was `second`" in str(caught.value)

@@ -152,8 +152,7 @@ def test_the_highest_moment_is_the_allocators_to_the_byte(name: str) -> None:
     assert seen.peak_bytes == measure(model, batch, case.loss_fn).peak_bytes
 
 
-# In so small a U-Net the scratch memory of transposed convolutions is a third of the peak.
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("lstm", "unet")])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "lstm"])
 def test_the_peak_put_together_from_units_is_the_allocators(name: str) -> None:
     case, samples = CASES[name], 16
     torch.manual_seed(0)
@@ -163,9 +162,7 @@ def test_the_peak_put_together_from_units_is_the_allocators(name: str) -> None:
     # Above by no more than an input counted twice; below by the scratch memory of convolutions,
     # which no tensor shows (padded channels: 12 of 16 are used here).
     lowest = 0.9 if name.startswith("resnet") else 0.999
-    # Units that are called twice are put together as one, as if both calls went on at once.
-    highest = 1.3 if name == "siamese" else 1.04
-    assert lowest < peak_of(profile, samples) / measured.peak_bytes < highest
+    assert lowest < peak_of(profile, samples) / measured.peak_bytes < 1.04
 
 
 def test_the_peak_in_the_middle_of_a_backward_is_found_too() -> None:

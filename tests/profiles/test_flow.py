@@ -493,3 +493,75 @@ def test_a_call_that_raised_and_was_caught_is_over() -> None:
     flow = flow_of(Catches())
     assert names(flow) == [("first", "second")]
     assert flow.inside == ()
+
+
+def test_parameters_that_glue_uses_are_named_in_the_order_of_its_values() -> None:
+    (glue,) = (call for call in flow_of(Positions()).calls if call.unit == GLUE)
+    assert glue.parameters == ("table",)
+
+
+def test_a_loss_that_the_model_returns_is_the_last_call() -> None:
+    class WithLoss(Twice):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).mean()
+
+    flow = flow_of(WithLoss())
+    assert [call.unit for call in flow.calls] == ["shared", "between", "shared", LOSS]
+    assert names(flow)[-1] == ("shared", LOSS)
+
+
+class Keeping(nn.Module):
+    """Hands on one tensor, and leaves another one in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.linear(x)
+        self.kept[:] = [made * 2]
+        out: Tensor = made.relu()
+        return out
+
+
+def test_what_a_call_makes_and_keeps_back_is_seen_where_it_is_taken() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Keeping(), nn.Linear(WIDTH, WIDTH)
+            self.third = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.second(self.first(x))
+            out: Tensor = self.third(y + self.first.kept[0])
+            return out
+
+    flow = flow_of(Whole())
+    assert flow.hidden == ((0, 2),)
+    assert names(flow) == [("first", "second"), ("first", "third"), ("second", "third")]
+    assert [value.is_returned for value in flow.calls[0].values] == [True, False]
+
+
+def test_a_unit_that_takes_a_value_for_its_type_alone_does_not_depend_on_it() -> None:
+    class Typed(Clock):
+        def forward(self, x: Tensor) -> Tensor:
+            return (torch.arange(WIDTH) * self.rate).to(x.dtype)
+
+    class Whole(Positions):
+        def __init__(self) -> None:
+            super().__init__()
+            self.clock = Typed()
+
+        def forward(self, x: Tensor) -> Tensor:
+            entered = self.enter(x)
+            ticks = self.clock(entered)
+            out: Tensor = self.leave(entered + ticks)
+            return out
+
+    flow = flow_of(Whole())
+    assert [value.depends_on_parameters for call in flow.calls[:2] for value in call.values] == [
+        True,
+        False,
+    ]
+    assert flow.crossing_keys(2) == ((0, 0),)
