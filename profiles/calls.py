@@ -15,8 +15,8 @@ from profiles.fakes import stand_ins
 from profiles.frames import summary
 from profiles.model import LOSS, Numerics
 from profiles.modules import Unit, find_units
-from profiles.operators import grouped_matmul
-from profiles.torch_compat import Operator, TorchDispatchMode, map_leaves, map_tensors
+from profiles.pretence import Pretence
+from profiles.torch_compat import map_leaves, map_tensors
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,6 @@ def calls_of(
         torch.enable_grad(),
         torch.compiler.set_stance("force_eager"),
         stand_ins(modules) as fakes,
-        _Shapes(),
     ):
         batch = map_batch(lambda tensor: fakes.of(tensor), sample)
         numbers |= {id(fakes.of(t)): number for number, t in enumerate(batch_tensors(sample))}
@@ -82,7 +81,8 @@ def calls_of(
             unit.module.register_forward_pre_hook(before(unit), with_kwargs=True)
             unit.module.register_forward_hook(after, always_call=True)
         try:
-            output = call_model(model, batch, has_target=loss_fn is not None)
+            with Pretence().on(batch):
+                output = call_model(model, batch, has_target=loss_fn is not None)
         except AdvisorError:
             raise
         except Exception as error:
@@ -93,22 +93,6 @@ def calls_of(
             target = batch if isinstance(batch, Mapping) else batch[-1]
             found[LOSS] = [Call(*map_tensors(spec, ((output, target), {})))]
     return {name: calls for name, calls in found.items() if name not in left_out}, left_out
-
-
-class _Shapes(TorchDispatchMode):
-    """What `profiles.tracing.Trace` does for stand-ins that torch's own rules do not."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Operator, types: object, args: Any = (), kwargs: Any = None
-    ) -> object:
-        name = func.overloadpacket.__name__
-        if name == "rand" and args[0] == []:
-            return torch.tensor(0.5)
-        run = grouped_matmul if name == "_grouped_mm" else func
-        return run(*args, **(kwargs or {}))
 
 
 def inputs_of(

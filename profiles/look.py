@@ -22,7 +22,6 @@ from profiles.subject import Subject
 from profiles.tally import Cost, tally
 from profiles.torch_compat import data_dependent_errors, storage_of, tensors_in, without_onednn
 from profiles.tracing import Trace
-from profiles.transformers_compat import masks_of_a_real_run
 
 
 @dataclass(slots=True)
@@ -86,14 +85,7 @@ def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: b
         trace.watch(model, subject.units)
         repeats = None if every_block else Repeats(trace, subject.units)
         stack.enter_context(_gradients_put_back(trace))
-        given = {id(storage_of(tensor)) for tensor in tensors_in(batch)}
-        stack.enter_context(
-            masks_of_a_real_run(
-                is_unpacked=lambda ids: storages.knows(ids) and id(storage_of(ids)) not in given,
-                is_all_ones=trace.is_all_ones,
-            )
-        )
-        with trace:
+        with trace.on(batch):
             with trace.saving(), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
                 roots, has_loss = _forward(subject, batch, trace)
             saved, selective = storages.saved_bytes(), storages.selective_bytes()

@@ -62,10 +62,6 @@ class Storages:
         """Whether it was there before the run."""
         return id(storage_of(tensor)) in self._known
 
-    def knows(self, tensor: Tensor) -> bool:
-        """Whether it was there before the run, or the run made it; else it is a stranger."""
-        return self.is_known(tensor) or self.number_of(tensor) is not None
-
     def holders_of(self, tensor: Tensor) -> frozenset[str]:
         """Units that hold this parameter, or a parameter that this is a view or cast of."""
         return self._owned.get(id(storage_of(tensor)), frozenset())

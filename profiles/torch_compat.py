@@ -131,6 +131,13 @@ def fake_tensors() -> Iterator[None]:
         log.disabled = was_disabled
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made inside `fake_tensors`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """What fake tensors raise where code looks at a tensor's values, or makes shapes of them."""
     from torch._subclasses.fake_tensor import (

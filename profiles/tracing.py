@@ -33,7 +33,6 @@ from profiles.torch_compat import (
 )
 
 _PLACE = "place"  # key among the notes of autograd nodes
-_ONES = ("ones", "ones_like", "new_ones")
 
 
 class Trace(Pretence):
@@ -61,7 +60,6 @@ class Trace(Pretence):
         self._low_precision = low_precision
         self._in_backward = False
         self._callers: list[Place] = []
-        self._ones: set[int] = set()
         self._formulas = flop_formulas()
         self._kept_operators = frozenset(kept_operators())
 
@@ -236,10 +234,6 @@ class Trace(Pretence):
 
     # Operations
 
-    def is_all_ones(self, tensor: Tensor) -> bool:
-        """Whether the forward made it of ones, or cast it from such; what is given is not known."""
-        return self.storages.number_of(tensor) in self._ones
-
     def note(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
     ) -> None:
@@ -258,7 +252,6 @@ class Trace(Pretence):
             return
         written = tensors_written(operator, args, kwargs) if is_mutable(operator) else []
         self.flow.operation(inputs, outputs, written)
-        self._note_ones(operator, inputs, outputs, written)
         for tensor in inputs:
             holders = self.storages.holders_of(tensor)
             if holders and self.place.name not in holders:
@@ -266,20 +259,6 @@ class Trace(Pretence):
         if self.place.is_block and operator in self._kept_operators:
             for tensor in outputs:
                 self.storages.keep(tensor, self.place)
-
-    def _note_ones(
-        self,
-        operator: Operator,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        written: Sequence[Tensor],
-    ) -> None:
-        name = operator.overloadpacket.__name__
-        if name in _ONES or (name == "_to_copy" and self.is_all_ones(inputs[0])):
-            numbers = (self.storages.number_of(tensor) for tensor in outputs)
-            self._ones.update(number for number in numbers if number is not None)
-        elif self._ones:
-            self._ones.difference_update(self.storages.number_of(tensor) for tensor in written)
 
 
 def _is_leaf(node: Node) -> bool:

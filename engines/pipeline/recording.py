@@ -115,7 +115,12 @@ def record(model: nn.Module, flow: Flow, batch: Batch, *, has_target: bool) -> R
         fake = map_batch(lambda tensor: fakes.of(tensor.detach()), batch)
         known = {id(storage_of(tensor)) for tensor in fakes.all()}
         names_of = {id(storage_of(p)): name for name, p in model.named_parameters()}
-        with _Watch(names_of), without_onednn(), intercepted(model, names, note), _explained(batch):
+        with (
+            _Watch(names_of).on(fake),
+            without_onednn(),
+            intercepted(model, names, note),
+            _explained(batch),
+        ):
             call_model(model, fake, has_target=has_target)
     found, expected = [c.unit for c in calls], [flow.calls[number].unit for number in numbers]
     if found != expected:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from profiles.batch import Batch
+from profiles.calls import calls_of
 from profiles.capture import capture
 from profiles.errors import ModelError
 from profiles.model import ModelProfile, Numerics
@@ -164,3 +165,11 @@ def test_without_such_a_transformers_nothing_happens(
     with masks_of_a_real_run(is_unpacked=lambda ids: True, is_all_ones=lambda mask: True):
         assert sys.modules.get("transformers.masking_utils") is module
         assert names is None or set(vars(module)) == names
+
+
+def test_blocks_that_are_timed_get_no_mask_that_a_real_run_leaves_out() -> None:
+    calls, _ = calls_of(LLAMA(), TOKENS, None)
+    (call,) = calls["model.layers.1"]
+    assert call.kwargs["attention_mask"] is None
+    windowed, _ = calls_of(ARCHITECTURES["Mistral, no cache"][0](), TOKENS, None)
+    assert windowed["model.layers.1"][0].kwargs["attention_mask"].shape[-2:] == (16, 16)
