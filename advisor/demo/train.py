@@ -28,8 +28,10 @@ from advisor.demo.text import ByteWindows, reference_text
 from engines.parallel import ParallelModel
 from engines.world import join_world, leave_world
 from profiles.batch import Batch
+from profiles.bench import bench, progress
 from profiles.errors import AdvisorError
 from profiles.memory import peak_memory_bytes, reset_peak_memory
+from profiles.probe import probe
 from profiles.units import format_gib, format_seconds
 
 HELD_OUT_BATCHES = 4
@@ -41,6 +43,7 @@ WARM_UP_STEPS = 2  # first steps allocate and build communication buckets
 LEARNING_RATE = 1e-3  # nanoGPT's for this size (train_shakespeare_char.py)
 CHECKPOINT = Path("runs/demo")
 WATCH_EVERY_S = 0.5
+BENCH_S = 10.0
 
 
 @dataclass
@@ -119,6 +122,10 @@ def _parallel_model(
     if screen:
         screen.print("looking at this machine and at the model ...", highlight=False)
     rows = [train[index] for index in range(max(1, GLOBAL_BATCH // ranks))]
+    cluster = None
+    if ranks > 1:  # timed now: what a bench kept of another hour does not foretell this one's steps
+        with progress(rank=dist.get_rank(), budget_s=BENCH_S) as tell:
+            cluster = bench(probe(), budget_s=BENCH_S, tell=tell)
     parallel = auto_parallelize(
         model,
         sample=(torch.stack([tokens for tokens, _ in rows]), torch.stack([n for _, n in rows])),
@@ -127,6 +134,7 @@ def _parallel_model(
         plan=plan,
         global_batch_size=GLOBAL_BATCH,
         max_grad_norm=1.0,
+        cluster=cluster,
     )
     if screen:
         assert isinstance(parallel.decision, Decision)
