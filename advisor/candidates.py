@@ -23,7 +23,17 @@ _NO_PIPELINES = Problem(
 )
 _OTHER_AXES = ("pp", "cp", "tp")
 # Settings that are not searched: pinned or default.
-_CARRIED = ("pp", "cp", "tp", "ep", "sync_batch_norm", "schedule", "stages", "tensor_styles")
+_CARRIED = (
+    "pp",
+    "cp",
+    "tp",
+    "ep",
+    "sync_batch_norm",
+    "compile",
+    "schedule",
+    "stages",
+    "tensor_styles",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,7 @@ class Plan(Document):
             wherever sharding allows.
         recompute, precision, offload: see their classes.
         sync_batch_norm: batch normalisation over the microbatches of all replicas together.
+        compile: torch.compile of every block.
         schedule, stages: pipeline order; names of the units that begin stages 1, 2, ...
         tensor_styles: (module pattern, style) pairs for tensor parallelism.
 
@@ -127,6 +128,7 @@ class Plan(Document):
     precision: Precision = Precision.FP32
     offload: Offload = Offload.NONE
     sync_batch_norm: bool = False
+    compile: bool = False
     schedule: Schedule | None = None
     stages: tuple[str, ...] = ()
     tensor_styles: tuple[tuple[str, str], ...] = ()
@@ -282,6 +284,7 @@ _SETTINGS_AFTER_DEGREES = (
     "precision",
     "offload",
     "sync_batch_norm",
+    "compile",
     "tensor_styles",
 )
 SETTINGS = (*AXES, "ep", "zero", "data_parallel", *_SETTINGS_AFTER_DEGREES)
@@ -366,7 +369,7 @@ def _parse_value(key: str, value: str, text: str) -> Any:
                 hints=['write "tensor_styles=PATTERN:STYLE,PATTERN:STYLE"'],
             )
         return tuple((pattern, style) for pattern, _, style in pairs)
-    if key == "sync_batch_norm":
+    if key in ("sync_batch_norm", "compile"):
         if value not in ("true", "false"):
             raise UnknownNameError(key, value, ("true", "false"), where=where)
         return value == "true"

@@ -56,6 +56,7 @@ WITH_TORCH = {
     "engines.pipeline.stage",
     "engines.pipeline.tied",
     "engines.recompute",
+    "engines.tensor.slices",
     "engines.world",
     "advisor.auto",
 }

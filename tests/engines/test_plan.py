@@ -50,6 +50,7 @@ def plans(draw: st.DrawFn) -> Plan:
         precision=draw(st.sampled_from(Precision)),
         offload=draw(st.sampled_from(Offload)),
         sync_batch_norm=draw(st.booleans()),
+        compile=draw(st.booleans()),
         schedule=draw(st.none() | st.sampled_from(Schedule)),
         stages=tuple(draw(st.lists(name, max_size=3))),
         tensor_styles=tuple(
