@@ -81,14 +81,15 @@ def _boxes(
     local: Tensor, first_row: int, cut: Slice, shape: torch.Size, rank: int, size: int
 ) -> Iterator[Box]:
     """One for each pack; none that are empty."""
-    pack = shape[cut.dim] // cut.packs
+    dim = cut.dim % len(shape)
+    pack = shape[dim] // cut.packs
     start, length = share(pack, rank, size)
     for number in range(cut.packs):
         offsets = [0] * len(shape)
-        if cut.dim:
+        if dim:
             offsets[0] = first_row
-            part = local.narrow(cut.dim, number * length, length)
-            offsets[cut.dim] = number * pack + start
+            part = local.narrow(dim, number * length, length)
+            offsets[dim] = number * pack + start
         else:
             # Rows [low, high) of the slice are of this pack and in this shard.
             low = max(number * length, first_row)

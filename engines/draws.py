@@ -24,21 +24,22 @@ class SameDraws:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Inside, all ranks of the axis draw the same numbers, other ones each time; they enter it
-        together. The first rank's generator moves on by one, those of the others stay."""
+        """Inside, all ranks of the axis draw the same numbers, other ones each time and on every
+        such axis; they enter it together. The first rank's generator moves on by one number."""
         if self._tp.group is None or self._is_agreed:
             yield
             return
         seed = torch.zeros(1, dtype=torch.int64)
         if self._tp.is_first:
-            seed.random_()
+            seed.random_(2**62)  # room for the rank number that is added
         seed = seed.to(self._device)
         dist.broadcast(seed, group=self._tp.group, group_src=0)
         devices = [self._device] if self._device.type == "cuda" else []
         self._is_agreed = True
         try:
             with torch.random.fork_rng(devices=devices):
-                torch.manual_seed(int(seed))
+                # Scripts seed all ranks alike; replicas draw each for themselves all the same.
+                torch.manual_seed(int(seed) + self._tp.ranks[0])
                 yield
         finally:
             self._is_agreed = False
