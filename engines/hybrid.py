@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from engines.batch_norm import synchronise_batch_norms
-from engines.compiled import compile_blocks
+from engines.compiled import compile_blocks, require_compilable
 from engines.ddp import replicate
 from engines.footprint import whole_because
 from engines.fsdp import shard
@@ -91,6 +91,7 @@ def apply_plan(
     whole = whole_because(optimizer) if cuts_up else ""
     require_legal(plan, profile, cluster, whole_because=whole)
     _require_plain(model)
+    require_compilable(model, plan, profile=profile, device=world.device)
     mixed = numerics(plan, profile) is not Numerics.AS_BUILT
     names_before = names_of(model)
     model.zero_grad(set_to_none=True)  # gradients of an earlier life would be added to ours
@@ -107,7 +108,7 @@ def apply_plan(
         model = synchronise_batch_norms(model, world.device, group=mesh.data.group)
     recompute_blocks(model, plan.recompute, profile=profile)
     if plan.compile:
-        compile_blocks(model, profile=profile, device=world.device, kept=kept)
+        compile_blocks(model, profile=profile, kept=kept)
     runner = _over_data_axes(
         model, plan, profile=profile, mesh=mesh, world=world, mixed=mixed, kept=kept
     )
