@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from engines.compiled import require_compilable
 from engines.legality import problems
 from engines.plan import Plan
 from profiles.errors import PlanError
-from tests.engines.cases import CASES, cpu_ranks, profile_of
-from tests.engines.parity import gradient_error, parallelize, reference_loss, relative
+from tests.engines.cases import CASES, Case, cpu_ranks, profile_of
+from tests.engines.parity import gradient_error, reference_loss, relative, spread
 from tests.workers import Pool
 
+
+class Stack(nn.Module):
+    """Three equal blocks, quickly compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)) for _ in range(3)
+        )
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mean(1)
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+STACK = Case(Stack, CASES["lstm"].batch)
 CPU = torch.device("cpu")
 PLAN = "pp=2 schedule=1f1b microbatches=2 stages=blocks.1 compile=true recompute=full"
 
 
 def compiled() -> tuple[float, float, list[bool], int]:
     """Differences from eager code, which blocks compile, and how many graphs were made."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes that outlive the test
     warnings.simplefilter("default")  # torch's inductor imports what torch itself deprecates
     from torch._dynamo.utils import counters
 
-    case, reference, parallel = parallelize("gpt", PLAN)
-    batch = case.batch(4)
-    expected = reference_loss(reference, case, batch)
+    reference, parallel = spread(STACK, PLAN)
+    batch = STACK.batch(4)
+    expected = reference_loss(reference, STACK, batch)
     expected.backward()
     loss = parallel.forward_backward(batch)
     blocks = parallel.module.get_submodule("blocks").children()
