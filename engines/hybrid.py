@@ -31,7 +31,7 @@ from engines.compiled import compile_blocks, require_compilable
 from engines.ddp import replicate
 from engines.footprint import whole_because
 from engines.fsdp import shard
-from engines.layout import Layout, Split
+from engines.layout import Layout
 from engines.legality import numerics, require_legal
 from engines.mesh import Mesh
 from engines.microbatches import Count
@@ -39,9 +39,13 @@ from engines.optimizer import OptimizerFactory, build_optimizer, names_of, send_
 from engines.parallel import LossFn, ParallelModel
 from engines.plan import DataParallel, Plan
 from engines.recompute import recompute_blocks
+from engines.tensor.proved import proved
+from engines.tensor.split import split_over
+from engines.tensor.variants import Styles
 from engines.world import World, in_contact, join_world, require_same_plan
+from profiles.batch import Batch
 from profiles.cluster import ClusterProfile
-from profiles.errors import ModelError
+from profiles.errors import ModelError, PlanError
 from profiles.model import ModelProfile, Numerics
 
 if TYPE_CHECKING:
@@ -59,6 +63,7 @@ def apply_plan(
     optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
     count: Count | None = None,
     max_grad_norm: float | None = None,
+    sample: Batch | None = None,
     world: World | None = None,
     seed: int = 0,
 ) -> ParallelModel:
@@ -78,6 +83,7 @@ def apply_plan(
         count: what a microbatch's mean loss is a mean over, where that is not its rows:
             `lambda batch: (batch["labels"] != -100).sum()`.
         max_grad_norm: clip gradients in `train_step`.
+        sample: one local batch, as for `capture`; with tp > 1 the split is proved on it.
         seed: of the shuffling in `ParallelModel.shard`.
 
     Raises:
@@ -92,7 +98,9 @@ def apply_plan(
     require_legal(plan, profile, cluster, whole_because=whole)
     _require_plain(model)
     require_compilable(model, plan, profile=profile, device=world.device)
-    mixed = numerics(plan, profile) is not Numerics.AS_BUILT
+    styles = _proved(model, plan, profile=profile, sample=sample, has_target=loss_fn is not None)
+    held = numerics(plan, profile)
+    mixed = held is not Numerics.AS_BUILT
     names_before = names_of(model)
     model.zero_grad(set_to_none=True)  # gradients of an earlier life would be added to ours
 
@@ -100,9 +108,11 @@ def apply_plan(
     layout = Layout(model, mesh, device=world.device)
     if world.size > 1:
         send_from_first(chain(model.parameters(), model.buffers()), world.device)
-    stages = _stages(model, plan, profile=profile, mesh=mesh, world=world, loss_fn=loss_fn)
+    stages = _stages(
+        model, plan, profile=profile, numerics=held, mesh=mesh, world=world, loss_fn=loss_fn
+    )
     kept = stages.kept if stages is not None else None
-    split: Split | None = None
+    split = split_over(model, *styles, group=mesh.tp.group) if styles is not None else None
     layout.lay_out(stages=stages, split=split)
     if plan.sync_batch_norm and mesh.data.size > 1:
         model = synchronise_batch_norms(model, world.device, group=mesh.data.group)
@@ -133,11 +143,38 @@ def apply_plan(
     )
 
 
+def _proved(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    profile: ModelProfile,
+    sample: Batch | None,
+    has_target: bool,
+) -> tuple[Styles, frozenset[str]] | None:
+    """How every layer is split, after it was shown on copies that nothing else is computed."""
+    if plan.tp == 1:
+        return None
+    if sample is None:
+        raise PlanError(
+            f"tp={plan.tp}: a split is proved on a sample before it is used, and none was given",
+            hints=["give `apply_plan(..., sample=batch)`"],
+        )
+    return proved(
+        model,
+        sample,
+        plan.tensor_styles,
+        size=plan.tp,
+        profile=profile,
+        has_target=has_target,
+    )
+
+
 def _stages(
     model: nn.Module,
     plan: Plan,
     *,
     profile: ModelProfile,
+    numerics: Numerics,
     mesh: Mesh,
     world: World,
     loss_fn: LossFn | None,
@@ -147,7 +184,15 @@ def _stages(
         return None
     from engines.pipeline.pipeline import Pipeline  # torch's pipelining takes a while to import
 
-    return Pipeline(model, plan, profile=profile, mesh=mesh, device=world.device, loss_fn=loss_fn)
+    return Pipeline(
+        model,
+        plan,
+        profile=profile,
+        numerics=numerics,
+        mesh=mesh,
+        device=world.device,
+        loss_fn=loss_fn,
+    )
 
 
 def _over_data_axes(
@@ -166,9 +211,13 @@ def _over_data_axes(
         shard(model, plan, profile=profile, mesh=mesh.shards, mixed=mixed, kept=kept)
         return model
     model.to(world.device)
-    if plan.data_parallel is DataParallel.REPLICATE and kept is None and mesh.data.size > 1:
-        return replicate(model, profile=profile, device=world.device, group=mesh.data.group)
-    return model  # the replicas of a pipeline average their gradients when a step is over
+    if plan.data_parallel is not DataParallel.REPLICATE or mesh.data.size == 1 or kept is not None:
+        return model  # the replicas of a pipeline average their gradients when a step is over
+    if plan.tp > 1 and profile.unused:
+        return (
+            model  # so do these: to find what is unused DDP takes outputs apart, split logits too
+        )
+    return replicate(model, profile=profile, device=world.device, group=mesh.data.group)
 
 
 def _require_plain(model: nn.Module) -> None:

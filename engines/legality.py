@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from engines.pipeline.legality import pipeline
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute
 from engines.problem import Problem as Problem
+from engines.tensor.legality import tensor
 from profiles.cluster import ClusterProfile
 from profiles.errors import PlanError
 from profiles.model import ModelProfile, Numerics
@@ -60,7 +61,7 @@ def world_size(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iter
 
 def built(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
     """The engines that exist."""
-    names = {"tp": "tensor", "cp": "context", "ep": "expert"}
+    names = {"cp": "context", "ep": "expert"}
     for axis, name in names.items():
         if getattr(plan, axis) > 1:
             yield Problem(
@@ -237,6 +238,7 @@ RULES: tuple[Rule, ...] = (
     built,
     stages,
     pipeline,
+    tensor,
     precision,
     sharding,
     hybrid_inside_node,

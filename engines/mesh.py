@@ -105,7 +105,11 @@ class Mesh:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         if ranks not in self._made:
-            self._made[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
+            # Made by its members alone, it is named after them. DTensor remembers names of groups,
+            # longer than a job lives whose process joins another one later.
+            self._made[ranks] = dist.new_group(
+                list(ranks), timeout=self._timeout, use_local_synchronization=True
+            )
         return self._made[ranks]
 
     def _shards(self, world: World) -> DeviceMesh:

@@ -27,6 +27,7 @@ from engines.plan import DataParallel, Plan
 from engines.precision import as_fp32, autocast
 from engines.replicas import local_part, sum_gradients
 from engines.state import set_whole_state, whole_state
+from engines.tensor.logits import whole_tensors
 from engines.world import World, in_contact
 from profiles.batch import Batch, call_model, loss_of
 from profiles.errors import ModelError, PlanError
@@ -95,10 +96,16 @@ class ParallelModel(nn.Module):
         self._pipeline = pipeline
         self._split = split
         self._draws = SameDraws(mesh.tp, world.device)
+        is_wrapped = isinstance(runner, DistributedDataParallel)
+        is_replicated = plan.data_parallel is DataParallel.REPLICATE and mesh.data.size > 1
+        self._averages = is_replicated and not is_wrapped
         require = pipeline.require_equal_pieces if pipeline is not None else None
         self._cutter = Cutter(
             module, plan, profile=profile, world=world, count=count, require=require
         )
+        self._is_due = False
+        if self._averages or (split is not None and split.partial):
+            optimizer.register_step_pre_hook(self._settle_due)
         # Kept out of the module tree: a wrapper must not show in names or state dicts.
         object.__setattr__(self, "_runner", runner)
 
@@ -115,6 +122,12 @@ class ParallelModel(nn.Module):
                 where=f"plan: {self.plan}",
                 hints=["use `train_step(batch)` and `eval_step(batch)`, on all ranks"],
             )
+        self._is_due = torch.is_grad_enabled()
+        output = self._called(*args, **kwargs)
+        return output if self._split is None else whole_tensors(output)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward` for a loss that is computed here: split logits may stay split."""
         try:
             with (
                 explained_reduction(),
@@ -160,6 +173,7 @@ class ParallelModel(nn.Module):
             with self._draws.agreed():
                 total = self._run(pieces, weights)
             self._settle()
+            self._is_due = False
         except BaseException:
             start_over(self.module, self.plan)
             self.module.zero_grad(set_to_none=True)
@@ -198,11 +212,13 @@ class ParallelModel(nn.Module):
 
         Returns the norm before clipping, over all shards, the same on every rank.
         """
+        self._settle_due()
         return clip_gradients(self.module, self._layout, self._mesh, max_norm)
 
     @in_contact("putting gradients together")
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients by original name, on every rank; all ranks must call it."""
+        self._settle_due()
         return full_gradients(self.module, self._layout)
 
     @in_contact("saving")
@@ -265,7 +281,7 @@ class ParallelModel(nn.Module):
         return f"plan: {self.plan}"
 
     def _loss(self, piece: Batch) -> Tensor:
-        output = call_model(self, piece, has_target=self._loss_fn is not None)
+        output = call_model(self._called, piece, has_target=self._loss_fn is not None)
         return loss_of(output, piece, self._loss_fn)
 
     def _run(self, pieces: list[Batch], weights: Tensor) -> Tensor:
@@ -287,14 +303,20 @@ class ParallelModel(nn.Module):
         """What the backwards of this rank alone cannot know. All of it is linear, so that each may
         work on what the one before left: means over replicas, sums over the tp axis, ties."""
         pipeline, split = self._pipeline, self._split
-        if pipeline is not None and self.plan.data_parallel is DataParallel.REPLICATE:
-            kept = [self.module.get_parameter(name) for name in sorted(pipeline.kept)]
+        if self._averages:
+            kept = [p for name, p in self.module.named_parameters() if self._layout.holds(name)]
             sum_gradients(kept, self._mesh.data.group, divisor=self.data_world_size)
         if split is not None:
             held = filter(self._layout.holds, sorted(split.partial))
             sum_gradients(map(self.module.get_parameter, held), self._mesh.tp.group)
         if pipeline is not None:
             pipeline.sum_ties()
+
+    def _settle_due(self, *_: object) -> None:
+        """After a backward of a classic loop, before its gradients are used."""
+        if self._is_due:
+            self._is_due = False
+            self._settle()
 
     def _backward_mode(self, last: bool) -> AbstractContextManager[None]:
         """Around a backward, or a round of a pipeline: what is exchanged at its end."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.legality import numerics
 from engines.mesh import Mesh
 from engines.pipeline.evaluation import forward_only
 from engines.pipeline.holdings import buffer_owners, owners_of, release_others
@@ -50,6 +49,7 @@ class Pipeline:
         plan: Plan,
         *,
         profile: ModelProfile,
+        numerics: Numerics,
         mesh: Mesh,
         device: torch.device,
         loss_fn: LossFn | None,
@@ -59,7 +59,7 @@ class Pipeline:
         self._skeleton = Skeleton(model)
         self._plan = plan
         self._flow = flow
-        self._numerics = numerics(plan, profile)
+        self._numerics = numerics
         self._cast = [unit.name for unit in profile.shard_units()]
         self._axis = mesh.pp
         self._device = device
