@@ -29,6 +29,13 @@ TOLERANCE = 1e-5
 
 DDP = "pp=2 dp_replicate=2 schedule=1f1b microbatches=2 stages=blocks.1"
 ZERO1 = "pp=2 dp_replicate=2 zero=1 schedule=1f1b microbatches=2 stages=blocks.1"
+STYLES = (
+    "tensor_styles=embed:vocab,head:vocab,blocks.*.mlp.0:column,blocks.*.mlp.2:row,"
+    "blocks.*.qkv:gather"
+)
+THREE_AXES = (
+    f"pp=2 dp_replicate=2 tp=2 zero=1 schedule=1f1b microbatches=2 stages=blocks.1 {STYLES}"
+)
 ZERO3 = "pp=2 dp_shard=2 schedule=1f1b microbatches=2 stages=blocks.1"
 
 
@@ -70,6 +77,26 @@ def test_a_pipeline_of_shard_groups_and_replicas_of_them(eight: Pool) -> None:
     check(eight, "tied-frozen-unused", f"{hsdp} stages=blocks.1")
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp_replicate=2 tp=2",
+        "dp_shard=2 tp=2 recompute=full",
+        "pp=2 tp=2 schedule=1f1b microbatches=2 stages=blocks.1",
+    ],
+)
+def test_split_layers_in_replicas_shards_and_stages_train_like_one_process(
+    pool: Pool, text: str
+) -> None:
+    check(pool, "tied-frozen-unused", f"{text} {STYLES}")
+
+
+@pytest.mark.dist
+def test_stages_of_split_layers_with_sharded_optimizer_states(eight: Pool) -> None:
+    check(eight, "tied-frozen-unused", THREE_AXES)
+
+
 def check(pool: Pool, name: str, text: str) -> None:
     plan = Plan.parse(text)
     rows = plan.forwards * plan.data_degree
@@ -98,7 +125,7 @@ def clipped(text: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("text", [DDP, ZERO3])
+@pytest.mark.parametrize("text", [DDP, ZERO3, f"dp_shard=2 tp=2 {STYLES}"])
 def test_the_norm_counts_every_element_once(pool: Pool, text: str) -> None:
     for errors in pool.run(clipped, text, world_size=4):
         assert max(errors) < TOLERANCE
@@ -183,6 +210,20 @@ def _after_three_steps() -> dict[str, torch.Tensor]:
 def test_a_saved_hybrid_goes_on_under_another_plan(
     pool: Pool, tmp_path: Path, before: str, after: str
 ) -> None:
+    check_moved(pool, tmp_path, before, after)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("before", "after"), [(THREE_AXES, "dp_replicate=2"), ("dp_replicate=2", THREE_AXES)]
+)
+def test_a_hybrid_of_three_axes_goes_on_under_another_plan(
+    eight: Pool, tmp_path: Path, before: str, after: str
+) -> None:
+    check_moved(eight, tmp_path, before, after)
+
+
+def check_moved(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     folder = str(tmp_path / "checkpoint")
     pool.run(moved, folder, before, "save", world_size=Plan.parse(before).world_size)
     found = pool.run(moved, folder, after, "load", world_size=Plan.parse(after).world_size)
