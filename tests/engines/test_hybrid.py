@@ -20,6 +20,7 @@ from tests.engines.parity import (
     reference_loss,
     relative,
     sgd,
+    spread,
     state_error,
 )
 from tests.workers import Pool
@@ -231,3 +232,70 @@ def check_moved(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     for state in found:
         assert list(state) == list(wanted)
         assert max(relative(state[n], value) for n, value in wanted.items()) < TOLERANCE
+
+
+class HeadNorms(nn.Module):
+    """Attention with a norm for each head, as Qwen3 has it: the norm is whole, its heads are not.
+
+    What it returns last is never used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.heads, self.norm = 4, nn.LayerNorm(4)
+        self.never = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def parts(layer: nn.Module) -> torch.Tensor:
+            return layer(x).view(*x.shape[:2], -1, 4).transpose(1, 2)
+
+        query, key = self.norm(parts(self.query)), self.norm(parts(self.key))
+        mixed = nn.functional.scaled_dot_product_attention(query, key, parts(self.value))
+        out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.attend, self.leave = nn.Linear(6, 16), HeadNorms(), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.leave(self.attend(self.enter(x)).mean(1))
+        return out
+
+
+ATTENDING = Case(Attending, CASES["lstm"].batch)
+SPLIT_HEADS = (
+    "tensor_styles=attend.query:column,attend.key:column,attend.value:column,attend.out:row"
+)
+
+
+def classic_loop(text: str) -> tuple[float, float]:
+    """Differences of the norm before clipping, and of all parameters after three steps."""
+    reference, parallel = spread(ATTENDING, f"{text} {SPLIT_HEADS}")
+    optimizer = sgd([p for p in reference.parameters() if p.requires_grad])
+    assert ATTENDING.loss_fn is not None
+    errors = []
+    for step in range(3):
+        batch = ATTENDING.batch(8)
+        inputs, targets = local_rows(parallel, batch, 8)
+        ATTENDING.loss_fn(parallel(inputs), targets).backward()
+        reference_loss(reference, ATTENDING, batch).backward()
+        if step:  # the first step has no one who looks at gradients before the optimizer
+            wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            errors.append(relative(parallel.clip_grad_norm_(0.1), wanted))
+        for stepped in (parallel.optimizer, optimizer):
+            stepped.step()
+            stepped.zero_grad()
+    return max(errors), state_error(parallel, reference)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("text", ["tp=2", "dp_replicate=2 tp=2", "dp_shard=2 tp=2"])
+def test_gradients_that_are_parts_of_a_sum_are_summed_in_a_classic_loop(
+    pool: Pool, text: str
+) -> None:
+    for errors in pool.run(classic_loop, text, world_size=Plan.parse(text).world_size):
+        assert max(errors) < TOLERANCE
