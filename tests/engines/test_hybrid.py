@@ -299,3 +299,52 @@ def test_gradients_that_are_parts_of_a_sum_are_summed_in_a_classic_loop(
 ) -> None:
     for errors in pool.run(classic_loop, text, world_size=Plan.parse(text).world_size):
         assert max(errors) < TOLERANCE
+
+
+class Feed(nn.Module):
+    """Dropout between the layers, on parts, and behind them, on the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.drop(self.down(self.drop(self.up(x).relu())))
+        return x + out
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.drop = nn.Linear(6, 16), nn.Dropout(0.5)
+        self.feed, self.leave = Feed(), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.leave(self.feed(self.drop(self.enter(x.mean(1)))))
+        return out
+
+
+def dropped(text: str) -> dict[str, torch.Tensor]:
+    """Parameters that this rank has whole, after three steps; ranks were seeded differently."""
+    case = Case(Dropping, CASES["lstm"].batch)
+    _, parallel = spread(case, f"{text} tensor_styles=feed.up:column,feed.down:row")
+    torch.manual_seed(parallel.data_rank * 7 + torch.distributed.get_rank())
+    for _ in range(3):
+        parallel.train_step(local_rows(parallel, case.batch(8), 8))
+    held = parallel.named_parameters()
+    return {name: p.detach().clone() for name, p in held if "feed" not in name}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "text",
+    ["dp_replicate=2 tp=2", "pp=2 tp=2 schedule=1f1b microbatches=2 stages=feed"],
+)
+def test_what_is_whole_on_the_tp_axis_does_not_drift_apart_under_dropout(
+    pool: Pool, text: str
+) -> None:
+    found = pool.run(dropped, text, world_size=4)
+    for one, other in (found[:2], found[2:]):
+        assert one.keys() == other.keys()
+        assert one
+        assert all(torch.equal(one[name], other[name]) for name in one)
