@@ -73,6 +73,7 @@ WITH_TORCH = {
     "engines.tensor.proof",
     "engines.tensor.proposal",
     "engines.tensor.proved",
+    "engines.tensor.sequence",
     "engines.tensor.shipped",
     "engines.tensor.slices",
     "engines.tensor.specimen",
