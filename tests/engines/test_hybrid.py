@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from engines.plan import Plan
+from profiles.errors import ModelError
 from tests.engines.cases import CASES, Case
 from tests.engines.parity import (
     gradient_error,
@@ -304,9 +305,9 @@ def test_gradients_that_are_parts_of_a_sum_are_summed_in_a_classic_loop(
 class Feed(nn.Module):
     """Dropout between the layers, on parts, and behind them, on the whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.5)
+        self.up, self.down, self.drop = nn.Linear(16, width), nn.Linear(width, 16), nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.drop(self.down(self.drop(self.up(x).relu())))
@@ -314,10 +315,10 @@ class Feed(nn.Module):
 
 
 class Dropping(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.enter, self.drop = nn.Linear(6, 16), nn.Dropout(0.5)
-        self.feed, self.leave = Feed(), nn.Linear(16, 5)
+        self.feed, self.leave = Feed(width), nn.Linear(16, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.leave(self.feed(self.drop(self.enter(x.mean(1)))))
@@ -348,3 +349,24 @@ def test_what_is_whole_on_the_tp_axis_does_not_drift_apart_under_dropout(
         assert one.keys() == other.keys()
         assert one
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def uneven() -> tuple[str, int, float]:
+    """What a step in train mode says, the gradients it leaves, and the loss without dropout."""
+    case = Case(lambda: Dropping(33), CASES["lstm"].batch)
+    reference, parallel = spread(case, "tp=2 tensor_styles=feed.up:column,feed.down:row")
+    with pytest.raises(ModelError) as caught:
+        parallel.train_step(case.batch(8))
+    left = sum(p.grad is not None for p in parallel.parameters())
+    for model in (parallel, reference):
+        model.eval()
+    wanted = reference_loss(reference, case, case.batch(8)).detach()
+    return str(caught.value), left, relative(parallel.train_step(case.batch(8)), wanted)
+
+
+@pytest.mark.dist
+def test_dropout_on_uneven_parts_is_an_error_and_not_a_drift(pool: Pool) -> None:
+    for text, left, error in pool.run(uneven, world_size=2):
+        assert "dropout within a layer that has no equal parts for 2 ranks" in text
+        assert left == 0
+        assert error < TOLERANCE
