@@ -12,7 +12,7 @@ The kinds differ in *when* whole tensors exist:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -34,18 +34,27 @@ from profiles.torch_compat_fsdp import forget_step_underway, reduce_unused_param
 
 
 def shard(
-    model: nn.Module, plan: Plan, *, profile: ModelProfile, mesh: DeviceMesh, mixed: bool
+    model: nn.Module,
+    plan: Plan,
+    *,
+    profile: ModelProfile,
+    mesh: DeviceMesh,
+    mixed: bool,
+    fill: Callable[[nn.Module], None] | None = None,
 ) -> FSDPModule:
     """Turn the parameters of `model` into shards over `mesh`, in place.
 
     Units are the profile's `shard_units`: each is gathered and released on its own. The remaining
     parameters (small ones, and ones that are used in several places) form the root group.
     `mixed` computes in bf16 on fp32 shards, reduces gradients in fp32 and returns fp32 outputs.
+    `fill` gives a unit its values just before it is cut, so that one unit at a time is whole.
     """
     keeps_parameters = plan.data_parallel in (DataParallel.ZERO1, DataParallel.ZERO2)
     for unit in profile.shard_units():
         if unit.name:
             module = model.get_submodule(unit.name)
+            if fill is not None:
+                fill(module)
             module.register_forward_hook(_own_storage)
             with _refused(unit.name):
                 fully_shard(
@@ -55,6 +64,8 @@ def shard(
                     mp_policy=_precision(mixed),
                     offload_policy=_offload(plan, mesh),
                 )
+    if fill is not None:
+        fill(model)
     model.register_forward_hook(_own_storage)
     with _refused(profile.name):
         root = fully_shard(

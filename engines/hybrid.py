@@ -14,9 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engines.batch_norm import synchronise_batch_norms
 from engines.ddp import replicate
+from engines.failures import together
 from engines.footprint import whole_because
 from engines.fsdp import shard
 from engines.legality import numerics, require_legal
+from engines.materialise import Materials, materials_of
 from engines.optimizer import (
     OptimizerFactory,
     build_optimizer,
@@ -26,6 +28,7 @@ from engines.optimizer import (
 from engines.parallel import LossFn, ParallelModel
 from engines.plan import DataParallel, Plan
 from engines.recompute import recompute_blocks
+from engines.weights import Weights
 from engines.world import World, data_mesh, in_contact, join_world, require_same_plan
 from profiles.batch import Batch
 from profiles.cluster import ClusterProfile
@@ -47,6 +50,7 @@ def apply_plan(
     optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
     count: Callable[[Batch], float | Tensor] | None = None,
     max_grad_norm: float | None = None,
+    weights: Weights | None = None,
     world: World | None = None,
     seed: int = 0,
 ) -> ParallelModel:
@@ -57,7 +61,8 @@ def apply_plan(
     ranks, so the ranks may have built the model from different seeds.
 
     Args:
-        model: any module with real parameters; its class, names and code stay as they are.
+        model: any module; its class, names and code stay as they are. One on the meta device needs
+            `weights`.
         profile: of this model, from `profiles.capture`.
         cluster: the devices of this job.
         loss_fn: loss_fn(output, target) for tuple batches, loss_fn(output, batch) for dicts; None
@@ -66,18 +71,22 @@ def apply_plan(
         count: what a microbatch's mean loss is a mean over, where that is not its rows:
             `lambda batch: (batch["labels"] != -100).sum()`.
         max_grad_norm: clip gradients in `train_step`.
-        seed: of the shuffling in `ParallelModel.shard`.
+        weights: of a model on the meta device: init(module), which fills the parameters and buffers
+            that a module holds itself and draws from torch's generator only; tensors by name; or a
+            path to safetensors files. A rank takes what it holds, and nothing else is read.
+        seed: of the shuffling in `ParallelModel.shard`, and of an init function.
 
     Raises:
         PlanError: the plan is not possible for this model on these ranks.
         PlanMismatchError, RankError: ranks disagree, or one is missing.
-        ModelError: parameters without values (meta device), or nothing to train.
+        ModelError: parameters without values (meta device, and no `weights`), or nothing to train.
     """
     world = world or join_world()
     require_same_plan(plan, world)
     whole = whole_because(optimizer) if plan.data_parallel.is_sharded else ""
     require_legal(plan, profile, cluster, whole_because=whole)
     _require_plain(model)
+    materials = materials_of(model, weights, world=world, seed=seed)
     mixed = numerics(plan, profile) is not Numerics.AS_BUILT
     names_before = names_of(model)
     model.zero_grad(set_to_none=True)  # gradients of an earlier life would be added to ours
@@ -88,8 +97,13 @@ def apply_plan(
         model = synchronise_batch_norms(model, world.device)
     recompute_blocks(model, plan.recompute, profile=profile)
     pipeline = _pipeline(model, plan, profile=profile, world=world, loss_fn=loss_fn)
-    runner = _data_parallel(model, plan, profile=profile, world=world, mixed=mixed)
     kept = pipeline.kept if pipeline is not None else None
+    if materials is not None and not plan.data_parallel.is_sharded:
+        with together("reading the weights", timeout_s=world.timeout_s):
+            materials.fill(model, kept=kept, device=world.device)
+    runner = _data_parallel(
+        model, plan, profile=profile, world=world, mixed=mixed, materials=materials
+    )
     built = build_optimizer(optimizer, model=model, names_before=names_before, kept=kept)
 
     return ParallelModel(
@@ -127,13 +141,21 @@ def _pipeline(
 
 
 def _data_parallel(
-    model: nn.Module, plan: Plan, *, profile: ModelProfile, world: World, mixed: bool
+    model: nn.Module,
+    plan: Plan,
+    *,
+    profile: ModelProfile,
+    world: World,
+    mixed: bool,
+    materials: Materials | None = None,
 ) -> Callable[..., object]:
     """Replicate or shard; what to call for a forward."""
     mesh = data_mesh(plan, world)
     if mesh is not None and plan.data_parallel.is_sharded:
         # FSDP2 moves unit by unit, so the whole model never sits on the device.
-        shard(model, plan, profile=profile, mesh=mesh, mixed=mixed)
+        fill = materials.fill if materials is not None else None
+        with together("sharding", timeout_s=world.timeout_s):
+            shard(model, plan, profile=profile, mesh=mesh, mixed=mixed, fill=fill)
         return model
     model.to(world.device)
     if plan.data_parallel is DataParallel.REPLICATE:
@@ -148,12 +170,3 @@ def _require_plain(model: nn.Module) -> None:
             f"the model is parallel already (a {type(model).__name__})",
             hints=["build it anew, and apply the plan to the plain module"],
         )
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ModelError(
-                f"parameter `{name}` is on the meta device: it has a shape and no values",
-                hints=[
-                    "load or initialise the weights first:"
-                    ' `model.to_empty(device="cpu")`, then `load_state_dict` or your init function'
-                ],
-            )

@@ -133,6 +133,8 @@ def send_from_rank_zero(tensors: Iterable[Tensor], device: torch.device) -> None
     """Make every rank's tensors equal to rank 0's."""
     bucket: list[Tensor] = []
     for tensor in tensors:
+        if tensor.is_meta:
+            continue  # every rank fills it from the same weights
         if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
             continue  # expanded: several elements in one place, nothing can be written there
         bucket.append(tensor.detach())

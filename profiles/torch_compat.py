@@ -47,6 +47,11 @@ def default_store() -> dist.Store:
     return _get_default_store()
 
 
+def every_group() -> list[dist.ProcessGroup]:
+    """The process groups that this rank is in, the default one first."""
+    return [group for group in dist.distributed_c10d._world.pg_map if group.rank() >= 0]
+
+
 def second_line(store: dist.Store) -> dist.Store:
     """The same store over a connection of its own, for another thread: a wait on one blocks it.
 

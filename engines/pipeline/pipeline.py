@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engines.failures import telling_others
 from engines.pipeline.evaluation import forward_only
 from engines.pipeline.holdings import buffer_owners, gathered, owners_of, release_others
 from engines.pipeline.parts import parts_of, rank_of_stage, stages_of_rank
@@ -174,9 +175,11 @@ class Pipeline:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Around a step: what fails in a stage comes out as the model raised it."""
+        """Around a step: what fails in a stage comes out as the model raised it, and the ranks
+        that wait for this one are told."""
         try:
-            yield
+            with telling_others():
+                yield
         except BaseException as error:
             self._ready = None  # its buffers hold half a step
             if isinstance(error, RuntimeError) and error.__cause__ is not None:
