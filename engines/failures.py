@@ -34,18 +34,11 @@ def told() -> str:
     return ""
 
 
-@contextmanager
-def telling_others() -> Iterator[None]:
-    """Around an exchange of messages that cannot go on without this rank; see `tell_others`."""
-    try:
-        yield
-    except BaseException as error:
-        tell_others(error)
-        raise
-
-
 def tell_others(error: BaseException) -> None:
-    """Leave word of `error` and hang up: the job's groups cannot be used any more."""
+    """Leave word of `error` and hang up, in an exchange that cannot go on without this rank.
+
+    The process groups of this job cannot be used any more.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if not is_lost_contact(error):

@@ -98,7 +98,7 @@ def apply_plan(
     recompute_blocks(model, plan.recompute, profile=profile)
     pipeline = _pipeline(model, plan, profile=profile, world=world, loss_fn=loss_fn)
     kept = pipeline.kept if pipeline is not None else None
-    if materials is not None and not plan.data_parallel.is_sharded:
+    if materials is not None and (pipeline is not None or not plan.data_parallel.is_sharded):
         with together("reading the weights", timeout_s=world.timeout_s):
             materials.fill(model, kept=kept, device=world.device)
     runner = _data_parallel(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engines.failures import telling_others
+from engines.failures import tell_others
 from engines.pipeline.evaluation import forward_only
 from engines.pipeline.holdings import buffer_owners, gathered, owners_of, release_others
 from engines.pipeline.parts import parts_of, rank_of_stage, stages_of_rank
@@ -178,12 +178,13 @@ class Pipeline:
         """Around a step: what fails in a stage comes out as the model raised it, and the ranks
         that wait for this one are told."""
         try:
-            with telling_others():
-                yield
+            yield
         except BaseException as error:
             self._ready = None  # its buffers hold half a step
-            if isinstance(error, RuntimeError) and error.__cause__ is not None:
-                raise error.__cause__ from None  # torch wraps it in one of its own
+            own = error.__cause__ if isinstance(error, RuntimeError) else None
+            tell_others(own or error)
+            if own is not None:
+                raise own from None  # torch wraps it in one of its own
             raise
         finally:
             self._round.pieces, self._round.weights = (), ()
