@@ -18,6 +18,7 @@ from engines.data import ShardedLoader, shares
 from engines.ddp import autocast, explained_reduction, require_all_reduced
 from engines.fsdp import prepare_backward, release, start_over
 from engines.optimizer import clip_gradients, full_gradients, local_part, send_from_rank_zero
+from engines.pipeline.cuts import Cut, cuts
 from engines.plan import Plan
 from engines.world import World, in_contact, sum_over_ranks
 from profiles.batch import (
@@ -266,8 +267,14 @@ class ParallelModel(nn.Module):
         """Original names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """What crosses each cut of a pipeline for one microbatch: the plan's, else the sample."""
+        samples = self.plan.microbatch_size or self._profile.samples
+        return cuts(self.plan, self._profile.flow, samples=samples)
+
     def extra_repr(self) -> str:
-        return f"plan: {self.plan}"
+        return "\n".join([f"plan: {self.plan}", *map(str, self.cuts)])
 
     def _loss(self, piece: Batch) -> Tensor:
         output = call_model(self, piece, has_target=self._loss_fn is not None)
