@@ -192,6 +192,27 @@ def recompute(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Itera
         )
 
 
+def changed_parameters(
+    plan: Plan, model: ModelProfile, cluster: ClusterProfile
+) -> Iterator[Problem]:
+    """A forward that writes to parameters does so once, to what the optimizer steps."""
+    found = model.flow.written
+    ways = {
+        "other stages hold copies of it or none": plan.pp > 1,
+        "what is written to gathered parameters is lost": plan.data_parallel.is_sharded,
+        "recompute would change it twice": plan.recompute is not Recompute.NONE,
+    }
+    because = [words for words, applies in ways.items() if applies]
+    if found and because:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        yield Problem(
+            rule="changed-parameters",
+            what=f"the forward changes its own parameter `{found[0]}`{more}: {because[0]}",
+            hint="make it a buffer, or change it after the optimizer's step; or replicate"
+            " (dp_replicate without zero)",
+        )
+
+
 def whole_matrices(plan: Plan, whole_because: str) -> Iterator[Problem]:
     """An optimizer steps the shards of a parameter as it would step the whole."""
     if whole_because and plan.data_parallel.is_sharded:
@@ -213,6 +234,7 @@ RULES: tuple[Rule, ...] = (
     hybrid_inside_node,
     offload,
     recompute,
+    changed_parameters,
 )
 
 
