@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from engines.batch_norm import synchronise_batch_norms
+from engines.batch_norm import synchronise_batch_norms, warn_of_microbatches
 from engines.ddp import replicate
 from engines.failures import together
 from engines.footprint import whole_because
@@ -87,6 +87,8 @@ def apply_plan(
     require_legal(plan, profile, cluster, whole_because=whole)
     _require_plain(model)
     materials = materials_of(model, weights, world=world, seed=seed)
+    if world.rank == 0:
+        warn_of_microbatches(model, plan)
     mixed = numerics(plan, profile) is not Numerics.AS_BUILT
     names_before = names_of(model)
     model.zero_grad(set_to_none=True)  # gradients of an earlier life would be added to ours

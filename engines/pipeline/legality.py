@@ -41,6 +41,13 @@ def _not_built(plan: Plan, model: ModelProfile) -> Iterator[Problem]:
             what=f"a pipeline with data parallelism ({plan.data_parallel}) has no engine yet",
             hint=f"use all ranks for one: pp={plan.pp * plan.data_degree}, or pp=1",
         )
+    if plan.sync_batch_norm:
+        yield Problem(
+            rule="not-built",
+            what="batch norms of a pipeline see their own microbatch: sync_batch_norm has no engine"
+            f" for pp={plan.pp}",
+            hint="leave sync_batch_norm out, or set pp=1",
+        )
     if plan.precision is Precision.BF16 and model.dtype != "bfloat16":
         yield Problem(
             rule="not-built",
