@@ -20,9 +20,11 @@ import json
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,6 +107,7 @@ class Result:
 
 def build(case: Case, *, ours: bool) -> Step:
     """A step of the case's plan on a fresh model, the same on every rank."""
+    warnings.simplefilter("ignore")  # of other packages: the pool makes errors of them
     torch.manual_seed(0)
     model = GPT()
     ids, targets = make_batch(case.rows, seed=dist.get_rank() if "dp_" in case.plan else 0)
@@ -169,17 +172,11 @@ def compare(name: str, *, steps: int) -> Result | str:
     case = CASES[name]
     if case.needs and importlib.util.find_spec(case.needs) is None:
         return f"{case.needs} is not installed"
-    pool = Pool(case.ranks)
     try:
-        laps = pool.run(timed, name, steps, world_size=case.ranks, timeout_s=LIMIT_S)
-        ours, theirs = (
-            max(pool.run(held, name, is_ours, world_size=case.ranks, timeout_s=LIMIT_S))
-            for is_ours in (True, False)
-        )
+        laps = _run(timed, case, name, steps)
+        ours, theirs = (max(_run(held, case, name, is_ours)) for is_ours in (True, False))
     except RankFailure as error:
         return _reason(str(error))
-    finally:
-        pool.close()
     ours_s, theirs_s = ([pair[side].clock_s for pair in laps[0]] for side in (0, 1))
     ours_cpu_s, theirs_cpu_s = (
         [sum(lap[side].cpu_s for lap in ranks) for ranks in zip(*laps, strict=True)]
@@ -201,6 +198,15 @@ def compare(name: str, *, steps: int) -> Result | str:
         theirs_bytes=theirs,
         steps=steps,
     )
+
+
+def _run(function: Callable[..., Any], case: Case, *args: object) -> list[Any]:
+    """In processes of its own: DeepSpeed keeps groups of an earlier job."""
+    pool = Pool(case.ranks)
+    try:
+        return pool.run(function, *args, world_size=case.ranks, timeout_s=LIMIT_S)
+    finally:
+        pool.close()
 
 
 def _reason(text: str) -> str:
