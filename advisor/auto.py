@@ -195,6 +195,7 @@ def auto_parallelize(
         count=count,
         max_grad_norm=max_grad_norm,
         weights=weights,
+        sample=sample,
         world=world,
         seed=seed,
     )

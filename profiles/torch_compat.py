@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Tree = TypeVar("Tree")
+Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
 Operator: TypeAlias = OpOverload
 OperatorPacket: TypeAlias = OpOverloadPacket
 
@@ -74,6 +76,14 @@ def without_buffer_sync() -> dict[str, bool]:
     return {name: False}
 
 
+def wrapper_tensor(kind: type[Wrapper], shape: Iterable[int], like: torch.Tensor) -> Wrapper:
+    """A tensor of `kind` that has no memory and says it is of `shape`, else as `like`."""
+    made: Wrapper = torch.Tensor._make_wrapper_subclass(
+        kind, tuple(shape), dtype=like.dtype, device=like.device
+    )
+    return made
+
+
 def is_view(value: object) -> bool:
     """Whether a tensor that gradients flow through shares the storage of another."""
     return isinstance(value, torch.Tensor) and value.requires_grad and value._base is not None
@@ -82,6 +92,17 @@ def is_view(value: object) -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written in place."""
     return tensor._version
+
+
+CALL = "_compiled_call_impl"
+"""The attribute of a module that is run in place of its call, hooks and all, where it is set: what
+`nn.Module.compile` sets."""
+
+
+def whole_call(module: nn.Module) -> Callable[..., object]:
+    """What a call of `module` runs now: its hooks and its forward, or their compiled form."""
+    compiled: Callable[..., object] | None = getattr(module, CALL)
+    return module._call_impl if compiled is None else compiled
 
 
 def is_batch_norm(module: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
@@ -209,6 +230,16 @@ def saving_hook() -> object | None:
     """What packs the tensors that autograd saves now; None if they are kept as they are."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks[0] if hooks else None
+
+
+def rows_of_shard(shard: DTensor) -> int:
+    """The first row of the whole tensor that this rank has; DTensor shards by rows."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(
+        shard.shape, shard.device_mesh, shard.placements
+    )
+    return int(offsets[0])
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
