@@ -105,6 +105,18 @@ def whole_call(module: nn.Module) -> Callable[..., object]:
     return module._call_impl if compiled is None else compiled
 
 
+def forward_hooks(module: nn.Module) -> list[Callable[..., object]]:
+    """The forward hooks of a module, in order, as hook(module, args, kwargs, output)."""
+
+    def with_kwargs(hook: Callable[..., object]) -> Callable[..., object]:
+        return lambda module, args, kwargs, output: hook(module, args, output)
+
+    return [
+        hook if key in module._forward_hooks_with_kwargs else with_kwargs(hook)
+        for key, hook in module._forward_hooks.items()
+    ]
+
+
 def is_batch_norm(module: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
     """Whether `module` is a batch normalisation of any dimension (typed as one of them)."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)

@@ -56,6 +56,7 @@ WITH_TORCH = {
     "engines.parallel",
     "engines.pipeline.evaluation",
     "engines.pipeline.holdings",
+    "engines.pipeline.hooks",
     "engines.pipeline.parts",
     "engines.pipeline.pipeline",
     "engines.pipeline.recording",

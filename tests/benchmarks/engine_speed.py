@@ -125,6 +125,7 @@ def build(case: Case, *, ours: bool) -> Step:
         cluster=cpu_ranks(case.ranks),
         loss_fn=loss_fn,
         optimizer=by_hand.adam,
+        sample=(ids, targets),
     )
     return lambda: parallel.train_step((ids, targets))
 

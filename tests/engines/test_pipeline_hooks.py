@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from engines.hybrid import apply_plan
 from engines.plan import Plan
 from profiles.capture import capture
-from profiles.errors import PlanError
+from profiles.errors import ModelError, PlanError, RankError
 from tests.engines.cases import cpu_ranks
 from tests.engines.parity import gradient_error
 from tests.workers import Pool
@@ -21,14 +22,24 @@ from tests.workers import Pool
 PLAN = "pp=2 schedule=gpipe microbatches=2 stages=third"
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
 class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList([Block(), Block()])
         self.third, self.fourth = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fourth(self.third(self.second(self.first(x)).relu()))
+        out: Tensor = self.fourth(self.third(self.blocks[1](self.blocks[0](self.first(x))).relu()))
         return out
 
 
@@ -44,11 +55,15 @@ def hooked(model: Chain, kind: str) -> Callable[[Tensor, Tensor], Tensor]:
 
     match kind:
         case "kept output":
-            model.second.register_forward_hook(keep)
+            model.blocks[1].register_forward_hook(keep)
+        case "kept inside":
+            model.blocks[1].get_submodule("inner").register_forward_hook(keep)
         case "kept product":
             model.first.register_forward_hook(keep_more)
+        case "changed in place":
+            model.blocks[1].register_forward_hook(lambda module, args, output: output.mul_(3))
         case "changed output":
-            model.second.register_forward_hook(lambda module, args, output: output * 3)
+            model.blocks[1].register_forward_hook(lambda module, args, output: output * 3)
         case "changed input":
             model.third.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
         case "changed result":
@@ -65,6 +80,8 @@ def hooked(model: Chain, kind: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 def trained(kind: str) -> float | str:
     """Error of the gradients of a second step, or the refusal."""
+    # What torch says, and would go on, where a tensor without memory meets real ones.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     torch.manual_seed(0)
     reference = Chain()
     model = copy.deepcopy(reference)
@@ -75,11 +92,11 @@ def trained(kind: str) -> float | str:
         parallel = apply_plan(
             model, Plan.parse(PLAN), profile=profile, cluster=cpu_ranks(2), loss_fn=loss_fn
         )
-    except PlanError as error:
+        for _ in range(2):
+            parallel.optimizer.zero_grad()
+            parallel.forward_backward(batch)
+    except (PlanError, ModelError, RankError) as error:
         return error.what
-    for _ in range(2):
-        parallel.optimizer.zero_grad()
-        parallel.forward_backward(batch)
     reference_loss(reference(batch[0]), batch[1]).backward()
     return gradient_error(parallel, reference)
 
@@ -87,7 +104,14 @@ def trained(kind: str) -> float | str:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "kind",
-    ["kept output", "changed output", "changed input", "changed result", "changed gradient"],
+    [
+        "kept output",
+        "changed in place",
+        "changed output",
+        "changed input",
+        "changed result",
+        "changed gradient",
+    ],
 )
 def test_a_hook_does_what_it_does_in_one_process(pool: Pool, kind: str) -> None:
     for error in pool.run(trained, kind, world_size=2):
@@ -101,3 +125,10 @@ def test_what_a_hook_makes_and_hides_from_a_later_stage_is_refused(pool: Pool) -
             "`(loss)` takes something that `first` made and does not return (a hook, a cache, a"
             " change in place): it cannot be sent over the border at `third`"
         )
+
+
+@pytest.mark.dist
+def test_a_hook_inside_a_unit_of_another_stage_is_said_to_be_out_of_reach(pool: Pool) -> None:
+    other, last = pool.run(trained, "kept inside", world_size=2)
+    assert last.startswith("the loss uses a tensor of another stage, which is not here: a hook on")
+    assert f"rank 1 failed: ModelError: {last}" in other
