@@ -14,13 +14,8 @@ from profiles.errors import InputError, PlanError
 Pins = Mapping[str, Any]
 """Settings that a search must keep, as `engines.plan.parse_settings` returns them."""
 
-# The engine is there; what a pipeline takes is not in the costs.
-_NO_PIPELINES = Problem(
-    rule="not-planned",
-    what="pipelines have an engine, and no costs here yet: they cannot be compared",
-    hint="give a whole plan to `engines.apply_plan`, or plan the data-parallel family:"
-    " dp_replicate, dp_shard, zero",
-)
+# The engines are there; what pipelines and split layers take is not in the costs.
+_NOT_PLANNED = {"pp": "pipelines", "tp": "split layers"}
 _OTHER_AXES = ("pp", "cp", "tp")
 # Settings that are not searched: pinned or default.
 _CARRIED = (
@@ -231,8 +226,19 @@ def _is_legal(plan: Plan, facts: Facts) -> bool:
 
 
 def _problems(plan: Plan, facts: Facts) -> list[Problem]:
-    if plan.pp > 1:
-        return [_NO_PIPELINES]
+    not_planned = [
+        Problem(
+            rule="not-planned",
+            what=f"{what} ({axis}={getattr(plan, axis)}) have an engine, and no costs here yet:"
+            " they cannot be compared",
+            hint="give a whole plan to `engines.apply_plan`, or plan the data-parallel family:"
+            " dp_replicate, dp_shard, zero",
+        )
+        for axis, what in _NOT_PLANNED.items()
+        if getattr(plan, axis) > 1
+    ]
+    if not_planned:
+        return not_planned
     whole_because = facts.workload.optimizer.whole_because
     return problems(plan, facts.model, facts.cluster, whole_because=whole_because)
 

@@ -74,6 +74,14 @@ class Layout:
         """Whether other ranks hold parameters that this one has not."""
         return self._stages is not None
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether ranks of the tp axis hold parts of different sizes."""
+        return any(
+            self._shapes[name][cut.dim] // cut.packs % self._mesh.tp.size
+            for name, cut in self._slices.items()
+        )
+
     def shape(self, name: str) -> torch.Size | None:
         """Of the whole parameter; None if it is none."""
         return self._shapes.get(self._first.get(name, name))

@@ -105,8 +105,7 @@ class Mesh:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         if ranks not in self._made:
-            # Made by its members alone, it is named after them. DTensor remembers names of groups,
-            # longer than a job lives whose process joins another one later.
+            # Its members alone wait for each other: there are many groups in a large job.
             self._made[ranks] = dist.new_group(
                 list(ranks), timeout=self._timeout, use_local_synchronization=True
             )

@@ -96,7 +96,7 @@ class ParallelModel(nn.Module):
         self._seed = seed
         self._pipeline = pipeline
         self._split = split
-        self._draws = SameDraws(mesh.tp, world.device)
+        self._draws = SameDraws(mesh.tp, world.device, is_uneven=layout.is_uneven)
         is_wrapped = isinstance(runner, DistributedDataParallel)
         is_replicated = plan.data_parallel is DataParallel.REPLICATE and mesh.data.size > 1
         self._averages = is_replicated and not is_wrapped

@@ -146,10 +146,22 @@ def _serve(pipe: Connection) -> None:
         finally:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+            _forget_groups()
         try:
             pipe.send_bytes(pickle.dumps(answer))
         except (TypeError, AttributeError, pickle.PicklingError):
             pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+
+
+def _forget_groups() -> None:
+    """What DTensor remembers is for meshes that are equal, and has the groups of this job in it."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    for function in vars(_redistribute).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 def barrier_then(values: Sequence[Any]) -> Any:

@@ -51,6 +51,7 @@ def spread(
         profile=profile_of(case, model, rows),
         cluster=cpu_ranks(parsed.world_size),
         loss_fn=case.loss_fn,
+        sample=case.batch(rows),
         **options,
     )
     return reference, parallel

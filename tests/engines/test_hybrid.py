@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from engines.plan import Plan
+from profiles.errors import ModelError
 from tests.engines.cases import CASES, Case
 from tests.engines.parity import (
     gradient_error,
@@ -20,6 +21,7 @@ from tests.engines.parity import (
     reference_loss,
     relative,
     sgd,
+    spread,
     state_error,
 )
 from tests.workers import Pool
@@ -29,6 +31,13 @@ TOLERANCE = 1e-5
 
 DDP = "pp=2 dp_replicate=2 schedule=1f1b microbatches=2 stages=blocks.1"
 ZERO1 = "pp=2 dp_replicate=2 zero=1 schedule=1f1b microbatches=2 stages=blocks.1"
+STYLES = (
+    "tensor_styles=embed:vocab,head:vocab,blocks.*.mlp.0:column,blocks.*.mlp.2:row,"
+    "blocks.*.qkv:gather"
+)
+THREE_AXES = (
+    f"pp=2 dp_replicate=2 tp=2 zero=1 schedule=1f1b microbatches=2 stages=blocks.1 {STYLES}"
+)
 ZERO3 = "pp=2 dp_shard=2 schedule=1f1b microbatches=2 stages=blocks.1"
 
 
@@ -70,6 +79,26 @@ def test_a_pipeline_of_shard_groups_and_replicas_of_them(eight: Pool) -> None:
     check(eight, "tied-frozen-unused", f"{hsdp} stages=blocks.1")
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp_replicate=2 tp=2",
+        "dp_shard=2 tp=2 recompute=full",
+        "pp=2 tp=2 schedule=1f1b microbatches=2 stages=blocks.1",
+    ],
+)
+def test_split_layers_in_replicas_shards_and_stages_train_like_one_process(
+    pool: Pool, text: str
+) -> None:
+    check(pool, "tied-frozen-unused", f"{text} {STYLES}")
+
+
+@pytest.mark.dist
+def test_stages_of_split_layers_with_sharded_optimizer_states(eight: Pool) -> None:
+    check(eight, "tied-frozen-unused", THREE_AXES)
+
+
 def check(pool: Pool, name: str, text: str) -> None:
     plan = Plan.parse(text)
     rows = plan.forwards * plan.data_degree
@@ -98,7 +127,7 @@ def clipped(text: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("text", [DDP, ZERO3])
+@pytest.mark.parametrize("text", [DDP, ZERO3, f"dp_shard=2 tp=2 {STYLES}"])
 def test_the_norm_counts_every_element_once(pool: Pool, text: str) -> None:
     for errors in pool.run(clipped, text, world_size=4):
         assert max(errors) < TOLERANCE
@@ -183,6 +212,20 @@ def _after_three_steps() -> dict[str, torch.Tensor]:
 def test_a_saved_hybrid_goes_on_under_another_plan(
     pool: Pool, tmp_path: Path, before: str, after: str
 ) -> None:
+    check_moved(pool, tmp_path, before, after)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("before", "after"), [(THREE_AXES, "dp_replicate=2"), ("dp_replicate=2", THREE_AXES)]
+)
+def test_a_hybrid_of_three_axes_goes_on_under_another_plan(
+    eight: Pool, tmp_path: Path, before: str, after: str
+) -> None:
+    check_moved(eight, tmp_path, before, after)
+
+
+def check_moved(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     folder = str(tmp_path / "checkpoint")
     pool.run(moved, folder, before, "save", world_size=Plan.parse(before).world_size)
     found = pool.run(moved, folder, after, "load", world_size=Plan.parse(after).world_size)
@@ -190,3 +233,140 @@ def test_a_saved_hybrid_goes_on_under_another_plan(
     for state in found:
         assert list(state) == list(wanted)
         assert max(relative(state[n], value) for n, value in wanted.items()) < TOLERANCE
+
+
+class HeadNorms(nn.Module):
+    """Attention with a norm for each head, as Qwen3 has it: the norm is whole, its heads are not.
+
+    What it returns last is never used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.heads, self.norm = 4, nn.LayerNorm(4)
+        self.never = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def parts(layer: nn.Module) -> torch.Tensor:
+            return layer(x).view(*x.shape[:2], -1, 4).transpose(1, 2)
+
+        query, key = self.norm(parts(self.query)), self.norm(parts(self.key))
+        mixed = nn.functional.scaled_dot_product_attention(query, key, parts(self.value))
+        out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.attend, self.leave = nn.Linear(6, 16), HeadNorms(), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.leave(self.attend(self.enter(x)).mean(1))
+        return out
+
+
+ATTENDING = Case(Attending, CASES["lstm"].batch)
+SPLIT_HEADS = (
+    "tensor_styles=attend.query:column,attend.key:column,attend.value:column,attend.out:row"
+)
+
+
+def classic_loop(text: str) -> tuple[float, float]:
+    """Differences of the norm before clipping, and of all parameters after three steps."""
+    reference, parallel = spread(ATTENDING, f"{text} {SPLIT_HEADS}")
+    optimizer = sgd([p for p in reference.parameters() if p.requires_grad])
+    assert ATTENDING.loss_fn is not None
+    errors = []
+    for step in range(3):
+        batch = ATTENDING.batch(8)
+        inputs, targets = local_rows(parallel, batch, 8)
+        ATTENDING.loss_fn(parallel(inputs), targets).backward()
+        reference_loss(reference, ATTENDING, batch).backward()
+        if step:  # the first step has no one who looks at gradients before the optimizer
+            wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            errors.append(relative(parallel.clip_grad_norm_(0.1), wanted))
+        for stepped in (parallel.optimizer, optimizer):
+            stepped.step()
+            stepped.zero_grad()
+    return max(errors), state_error(parallel, reference)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("text", ["tp=2", "dp_replicate=2 tp=2", "dp_shard=2 tp=2"])
+def test_gradients_that_are_parts_of_a_sum_are_summed_in_a_classic_loop(
+    pool: Pool, text: str
+) -> None:
+    for errors in pool.run(classic_loop, text, world_size=Plan.parse(text).world_size):
+        assert max(errors) < TOLERANCE
+
+
+class Feed(nn.Module):
+    """Dropout between the layers, on parts, and behind them, on the whole."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, width), nn.Linear(width, 16), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.drop(self.down(self.drop(self.up(x).relu())))
+        return x + out
+
+
+class Dropping(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.enter, self.drop = nn.Linear(6, 16), nn.Dropout(0.5)
+        self.feed, self.leave = Feed(width), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.leave(self.feed(self.drop(self.enter(x.mean(1)))))
+        return out
+
+
+def dropped(text: str) -> dict[str, torch.Tensor]:
+    """Parameters that this rank has whole, after three steps; ranks were seeded differently."""
+    case = Case(Dropping, CASES["lstm"].batch)
+    _, parallel = spread(case, f"{text} tensor_styles=feed.up:column,feed.down:row")
+    torch.manual_seed(parallel.data_rank * 7 + torch.distributed.get_rank())
+    for _ in range(3):
+        parallel.train_step(local_rows(parallel, case.batch(8), 8))
+    held = parallel.named_parameters()
+    return {name: p.detach().clone() for name, p in held if "feed" not in name}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "text",
+    ["dp_replicate=2 tp=2", "pp=2 tp=2 schedule=1f1b microbatches=2 stages=feed"],
+)
+def test_what_is_whole_on_the_tp_axis_does_not_drift_apart_under_dropout(
+    pool: Pool, text: str
+) -> None:
+    found = pool.run(dropped, text, world_size=4)
+    for one, other in (found[:2], found[2:]):
+        assert one.keys() == other.keys()
+        assert one
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def uneven() -> tuple[str, int, float]:
+    """What a step in train mode says, the gradients it leaves, and the loss without dropout."""
+    case = Case(lambda: Dropping(33), CASES["lstm"].batch)
+    reference, parallel = spread(case, "tp=2 tensor_styles=feed.up:column,feed.down:row")
+    with pytest.raises(ModelError) as caught:
+        parallel.train_step(case.batch(8))
+    left = sum(p.grad is not None for p in parallel.parameters())
+    for model in (parallel, reference):
+        model.eval()
+    wanted = reference_loss(reference, case, case.batch(8)).detach()
+    return str(caught.value), left, relative(parallel.train_step(case.batch(8)), wanted)
+
+
+@pytest.mark.dist
+def test_dropout_on_uneven_parts_is_an_error_and_not_a_drift(pool: Pool) -> None:
+    for text, left, error in pool.run(uneven, world_size=2):
+        assert "dropout within a layer that has no equal parts for 2 ranks" in text
+        assert left == 0
+        assert error < TOLERANCE

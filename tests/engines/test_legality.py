@@ -66,7 +66,7 @@ def test_degrees_must_multiply_to_the_world() -> None:
     assert "has 8" in found[0].what
 
 
-@pytest.mark.parametrize("plan", ["tp=4", "cp=4", "data_parallel=threads dp_replicate=4"])
+@pytest.mark.parametrize("plan", ["cp=4", "data_parallel=threads dp_replicate=4"])
 def test_families_without_an_engine_are_refused_by_name(plan: str) -> None:
     assert rules(plan, model(), cpu_ranks(4)) == ["not-built"]
 
@@ -141,10 +141,10 @@ def test_recompute_needs_blocks() -> None:
 
 def test_a_refusal_lists_every_problem_and_every_way_out() -> None:
     with pytest.raises(PlanError) as caught:
-        require_legal(Plan.parse("tp=2 offload=states"), model(), cpu_ranks(4))
+        require_legal(Plan.parse("cp=2 offload=states"), model(), cpu_ranks(4))
     text = str(caught.value)
     assert "needs 2 ranks" in text
-    assert "also: tensor parallelism (tp=2) has no engine yet" in text
+    assert "also: context parallelism (cp=2) has no engine yet" in text
     assert text.count("hint:") == 3
 
 
@@ -154,3 +154,26 @@ def test_numerics_follow_the_plan_and_the_model() -> None:
     assert numerics(Plan.parse("dp_replicate=2 precision=bf16"), model()) is Numerics.BF16_AUTOCAST
     built = model(unit("b.0", dtypes=("bfloat16",)), dtype="bfloat16")
     assert numerics(Plan.parse("dp_shard=2 precision=bf16"), built) is Numerics.AS_BUILT
+
+
+def test_shard_groups_of_split_layers_reach_over_the_tp_axis_too() -> None:
+    plan = Plan.parse("dp_replicate=2 dp_shard=2 tp=2 tensor_styles=b.*:column")
+    assert rules(str(plan), model(), cpu_ranks(8, nodes=2)) == []  # 4 ranks a group, 4 a node
+    assert rules(str(plan), model(), cpu_ranks(8, nodes=4)) == []  # a group is two nodes
+    wide = Plan.parse("dp_replicate=2 dp_shard=3 tp=2 tensor_styles=b.*:column")
+    (problem,) = problems(wide, model(), cpu_ranks(12, nodes=3))
+    assert problem.rule == "hybrid-across-border"
+    assert "dp_shard=3 x tp=2 straddles nodes of 4 devices: 4 % 6 = 4" in problem.what
+
+
+def test_an_optimizer_of_whole_matrices_cannot_step_split_layers() -> None:
+    plan = Plan.parse("tp=2 tensor_styles=b.*:column")
+    (problem,) = problems(plan, model(), cpu_ranks(2), whole_because="Muon needs whole matrices")
+    assert problem.rule == "optimizer-whole"
+    assert "tp is 2" in problem.what
+
+
+def test_sparse_gradients_of_stages_are_not_averaged() -> None:
+    plan = Plan.parse("pp=2 dp_replicate=2 schedule=gpipe stages=b.1")
+    sparse = model().model_copy(update={"sparse_gradients": ("embed.weight",)})
+    assert "sparse-gradients" in [p.rule for p in problems(plan, sparse, cpu_ranks(4))]

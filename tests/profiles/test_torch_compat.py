@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from profiles import torch_compat as compat
@@ -185,3 +187,24 @@ def test_a_second_line_sees_the_same_store_and_waits_by_itself() -> None:
     with pytest.raises(dist.DistError):
         line.get("nowhere")
     assert store.timeout == timedelta(seconds=5)
+
+
+def test_what_is_put_in_place_of_a_call_runs_instead_of_hooks_and_forward() -> None:
+    layer, ran = nn.Linear(2, 2), []
+    layer.register_forward_pre_hook(lambda module, args: ran.append("hook"))
+    own = compat.whole_call(layer)
+    vars(layer)[compat.CALL] = lambda x: ran.append("instead")
+    layer(torch.ones(1, 2))
+    assert ran == ["instead"]
+    own(torch.ones(1, 2))
+    assert ran == ["instead", "hook"]
+
+
+def _first_rows() -> int:
+    mesh = init_device_mesh("cpu", (2,))
+    return compat.rows_of_shard(distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
+
+
+@pytest.mark.dist
+def test_a_shard_knows_its_first_row(pool: Pool) -> None:
+    assert pool.run(_first_rows, world_size=2) == [0, 3]

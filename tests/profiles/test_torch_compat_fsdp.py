@@ -8,7 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from profiles.torch_compat_fsdp import forget_step_underway, reduce_unused_parameters
+from profiles.torch_compat_fsdp import (
+    forget_step_underway,
+    reduce_now,
+    reduce_unused_parameters,
+)
 from tests.workers import Pool
 
 
@@ -74,3 +78,24 @@ def test_a_step_underway_is_forgotten(pool: Pool) -> None:
     for added, forgotten in pool.run(_broken_off, world_size=2):
         assert added == [1.0] * 4  # two backwards of 1/2
         assert forgotten == [0.5] * 4
+
+
+def _reduced_late() -> tuple[list[float], list[float]]:
+    """Two backwards that leave gradients whole, then one reduction of both."""
+    root = fully_shard(Forked())
+    reduce_unused_parameters(root)
+    root.set_requires_gradient_sync(False)
+    for _ in range(2):
+        root(torch.ones(1, 2)).backward()
+    before = _gradients(root)
+    root.set_requires_gradient_sync(True)
+    reduce_now(root)
+    root.reshard()
+    return before, _gradients(root)
+
+
+@pytest.mark.dist
+def test_whole_gradients_are_reduced_when_asked_for(pool: Pool) -> None:
+    for before, after in pool.run(_reduced_late, world_size=2):
+        assert before == [-1.0] * 4  # none on the shards
+        assert after == [1.0] * 4  # two backwards of 1/2
