@@ -1,0 +1,61 @@
+"""Runs cells on a kept pool of ranks: each is trained, refused, or recorded as what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from engines.legality import problems
+from engines.plan import Plan
+from profiles.capture import capture
+from profiles.model import ModelProfile
+from tests.engines.cases import cpu_ranks
+from tests.matrix.architectures import ARCHITECTURES
+from tests.matrix.cell import TOLERANCE, Difference, difference
+from tests.matrix.plans import plan_for
+from tests.matrix.results import Cell, Outcome
+from tests.workers import Pool, RankFailure
+
+LIMIT_S = 60.0
+"""Of one cell. The slowest takes a tenth of it, ranks that must be started first included."""
+
+
+def cells_of(name: str, plans: Iterable[str], pool: Pool) -> Iterator[Cell]:
+    """The cells of one row. The model is looked at once, in this process."""
+    architecture = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    model = architecture.build()
+    profile = capture(model, architecture.batch, loss_fn=architecture.loss_fn, name=name)
+    for column in plans:
+        plan = plan_for(column, model, architecture.batch, profile=profile)
+        yield _cell(name, column, plan, profile=profile, pool=pool)
+
+
+def _cell(name: str, column: str, plan: Plan, *, profile: ModelProfile, pool: Pool) -> Cell:
+    cell = Cell(architecture=name, plan=column, settings=str(plan), outcome=Outcome.REFUSED)
+    found = problems(plan, profile, cpu_ranks(plan.world_size))
+    if found:
+        return cell.model_copy(update={"rule": found[0].rule, "text": found[0].what})
+    ranks = plan.world_size
+    try:
+        every = pool.run(difference, name, plan, profile, world_size=ranks, timeout_s=LIMIT_S)
+    except RankFailure as failure:
+        text = str(failure)[-2000:]
+        return cell.model_copy(update={"outcome": Outcome.FAILED, "text": text})
+    return cell.model_copy(update=_told(every))
+
+
+def _told(every: list[Difference]) -> dict[str, object]:
+    """The worst of all ranks. A number that is none is no parity."""
+    worst = max(every, key=lambda found: found.gradient)
+    loss = max(found.loss for found in every)
+    is_equal = all(found.loss < TOLERANCE and found.gradient < TOLERANCE for found in every)
+    if not (loss < float("inf") and worst.gradient < float("inf")):
+        return {"outcome": Outcome.DIFFERED, "text": f"loss {loss}, gradient {worst.gradient}"}
+    return {
+        "outcome": Outcome.TRAINED if is_equal else Outcome.DIFFERED,
+        "loss_error": float(f"{loss:.1e}"),
+        "gradient_error": float(f"{worst.gradient:.1e}"),
+        "worst_gradient": worst.worst_gradient,
+    }
