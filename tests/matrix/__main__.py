@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -21,10 +22,8 @@ import transformers
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.plans import PLANS
 from tests.matrix.results import ALLOWED, RESULTS, Cell, Results
-from tests.matrix.run import cells_of
+from tests.matrix.run import RANKS, cells_of
 from tests.workers import Pool
-
-RANKS = 8
 
 
 def main(arguments: list[str]) -> int:
@@ -51,7 +50,7 @@ def main(arguments: list[str]) -> int:
             results.save(options.out)
     finally:
         pool.close()
-    counts = {o: sum(c.outcome is o for c in results.cells) for o in {c.outcome for c in results.cells}}
+    counts = Counter(cell.outcome for cell in results.cells)
     _say(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
     return 1 if wrong else 0
 
@@ -59,9 +58,8 @@ def main(arguments: list[str]) -> int:
 def _line(cell: Cell) -> str:
     words = [f"{cell.plan}: {cell.outcome}"]
     if cell.gradient_error is not None:
-        words.append(
-            f"loss {cell.loss_error:.1e}, gradient {cell.gradient_error:.1e} ({cell.worst_gradient})"
-        )
+        errors = f"loss {cell.loss_error:.1e}, gradient {cell.gradient_error:.1e}"
+        words.append(f"{errors} ({cell.worst_gradient})")
     if cell.text:
         words.append(cell.text)
     return "; ".join(words)
@@ -73,7 +71,9 @@ def _say(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.matrix")
-    parser.add_argument("--only", action="append", choices=list(ARCHITECTURES), metavar="ARCHITECTURE")
+    parser.add_argument(
+        "--only", action="append", choices=list(ARCHITECTURES), metavar="ARCHITECTURE"
+    )
     parser.add_argument("--plan", action="append", choices=list(PLANS), metavar="PLAN")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE")
     parser.add_argument("--resume", action="store_true")

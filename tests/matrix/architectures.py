@@ -63,8 +63,9 @@ def _hugging_face(build: Callable[[], nn.Module], batch: Mapping[str, object]) -
     def built() -> nn.Module:
         model = build().eval()
         for module in model.modules():
-            if hasattr(getattr(module, "config", None), "use_cache"):
-                module.config.use_cache = False
+            config: object = getattr(module, "config", None)
+            if hasattr(config, "use_cache"):
+                config.use_cache = False
         return model
 
     return Architecture(built, batch)  # type: ignore[arg-type]
@@ -90,7 +91,7 @@ def _phi() -> nn.Module:
 def _segformer() -> nn.Module:
     return zoo._built(
         "SegformerForSemanticSegmentation",
-        {"hidden_sizes": [16, 16, 32, 32], "depths": [2, 2, 2, 2], "num_labels": 5},
+        {"hidden_sizes": [16, 16, 32, 32], "depths": [2] * 4, "num_labels": 5},
         num_attention_heads=[4, 4, 4, 4], decoder_hidden_size=16,
     )  # fmt: skip
 

@@ -92,7 +92,7 @@ def _reference(name: str, pieces: int) -> tuple[float, dict[str, Tensor]]:
     for piece in split_rows(architecture.batch, shares(ROWS, pieces)):
         output = call_model(model, piece, has_target=architecture.loss_fn is not None)
         loss = loss_of(output, piece, architecture.loss_fn) / pieces
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total += loss.item()
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return total, found

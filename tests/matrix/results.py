@@ -65,9 +65,7 @@ class Results(Document):
         found = {(c.architecture, c.plan): c for c in (*self.cells, *cells)}
         columns = tuple(columns)
         order = [(row, column) for row in rows for column in columns]
-        return self.model_copy(
-            update={"cells": tuple(found[key] for key in order if key in found)}
-        )
+        return self.model_copy(update={"cells": tuple(found[key] for key in order if key in found)})
 
     def by_place(self) -> dict[tuple[str, str], Cell]:
         """By (architecture, plan)."""

@@ -17,8 +17,10 @@ from tests.matrix.plans import plan_for
 from tests.matrix.results import Cell, Outcome
 from tests.workers import Pool, RankFailure
 
+RANKS = 8
+"""As many as the largest plan has."""
 LIMIT_S = 60.0
-"""Of one cell. The slowest takes a tenth of it, ranks that must be started first included."""
+"""Of one cell; few take more than one second, but the first ones wait for ranks to start."""
 
 
 def cells_of(name: str, plans: Iterable[str], pool: Pool) -> Iterator[Cell]:
