@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Tree = TypeVar("Tree")
+Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
 Operator: TypeAlias = OpOverload
 OperatorPacket: TypeAlias = OpOverloadPacket
 
@@ -67,6 +68,14 @@ def without_buffer_sync() -> dict[str, bool]:
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return {name: False}
+
+
+def wrapper_tensor(kind: type[Wrapper], shape: Iterable[int], like: torch.Tensor) -> Wrapper:
+    """A tensor of `kind` that has no memory and says it is of `shape`, else as `like`."""
+    made: Wrapper = torch.Tensor._make_wrapper_subclass(
+        kind, tuple(shape), dtype=like.dtype, device=like.device
+    )
+    return made
 
 
 def is_view(value: object) -> bool:

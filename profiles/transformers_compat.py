@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     Wrapper: TypeAlias = Callable[[Callable[..., object]], Callable[..., object]]
 
 _MASKS = "transformers.masking_utils"  # where every model of transformers 5 gets its masks from
+_LAYERS = "transformers.pytorch_utils"
 
 
 @contextmanager
@@ -67,3 +68,9 @@ def masks_of_a_real_run(
     finally:
         for name, original in originals.items():
             setattr(masks, name, original)
+
+
+def is_transposed_linear(module: object) -> bool:
+    """Whether `module` is transformers' `Conv1D`, a linear layer whose weight is (in, out)."""
+    kind = getattr(sys.modules.get(_LAYERS), "Conv1D", None)
+    return kind is not None and type(module) is kind

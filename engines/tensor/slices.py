@@ -25,7 +25,7 @@ class Slice:
     def part(self, whole: Tensor, *, rank: int, size: int) -> Tensor:
         """The share of `rank` among `size` ranks; a view where that is possible."""
         parts = [
-            pack.narrow(self.dim, *_share(pack.shape[self.dim], rank, size))
+            pack.narrow(self.dim, *share(pack.shape[self.dim], rank, size))
             for pack in whole.chunk(self.packs, self.dim)
         ]
         return parts[0] if self.packs == 1 else torch.cat(parts, self.dim)
@@ -52,7 +52,7 @@ class Slice:
         return self.whole(parts)
 
 
-def _share(length: int, rank: int, size: int) -> tuple[int, int]:
+def share(length: int, rank: int, size: int) -> tuple[int, int]:
     """Start and length of a rank's share of `length` elements."""
     each = -(-length // size)
     start = min(rank * each, length)

@@ -1,0 +1,116 @@
+"""What split layers exchange, with the gradients that belong to it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.tensor.slices import Slice, share
+from profiles.torch_compat import all_gather_single
+
+
+class Exchange(Protocol):
+    """The three exchanges of the Megatron paper (arXiv:1909.08053), among `size` ranks."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def copy(self, whole: Tensor) -> Tensor:
+        """`whole` as it is; gradients of all ranks are summed."""
+        ...
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """The sum over all ranks; every rank gets the whole gradient. May overwrite `partial`."""
+        ...
+
+    def gather(self, part: Tensor, cut: Slice, *, length: int) -> Tensor:
+        """The whole of `length` along `cut.dim`; a rank's gradient is its part of the whole one."""
+        ...
+
+
+class Ranks:
+    """The exchange among the ranks of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def copy(self, whole: Tensor) -> Tensor:
+        return _apply(_Copy, whole, self.group)
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        return _apply(_Reduce, partial, self.group)
+
+    def gather(self, part: Tensor, cut: Slice, *, length: int) -> Tensor:
+        return _apply(_Gather, part, cut, length, self)
+
+
+def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
+    result: Tensor = function.apply(*args)
+    return result
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)  # others may hold it
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        total = partial.detach().contiguous()  # a product, which its own backward does not need
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, cut: Slice, length: int, ranks: Ranks) -> Tensor:
+        ctx.cut, ctx.ranks = cut, ranks
+        return gathered(part, cut, length=length, ranks=ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        mine = ctx.cut.part(gradients[0], rank=ctx.ranks.rank, size=ctx.ranks.size)
+        return mine, None, None, None
+
+
+def gathered(part: Tensor, cut: Slice, *, length: int, ranks: Ranks) -> Tensor:
+    """The whole that the ranks hold parts of, `length` along `cut.dim`, without a gradient.
+
+    Shares that are smaller than the largest one travel padded: a collective has one size.
+    """
+    lengths = [
+        share(length // cut.packs, rank, ranks.size)[1] * cut.packs for rank in range(ranks.size)
+    ]
+    longest = max(lengths)
+    first = part.detach().movedim(cut.dim, 0)
+    if first.shape[0] < longest:
+        padding = first.new_zeros(longest - first.shape[0], *first.shape[1:])
+        first = torch.cat([first, padding])
+    every = first.new_empty(longest * ranks.size, *first.shape[1:])
+    all_gather_single(every, first.contiguous(), group=ranks.group)
+    parts = [
+        piece[:used].movedim(0, cut.dim)
+        for piece, used in zip(every.split(longest), lengths, strict=True)
+    ]
+    return cut.whole(parts)

@@ -1,0 +1,74 @@
+"""The layers that can be split, and what of their parameters a style leaves on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from engines.tensor.slices import Slice
+from engines.tensor.styles import Kind, Style
+from profiles.transformers_compat import is_transposed_linear
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def can_split(module: nn.Module) -> bool:
+    """Whether `module` is a layer with a weight of its own that can be cut by features."""
+    if "forward" in vars(module) or module._parameters.get("weight") is None:
+        return False
+    if isinstance(module, nn.Embedding):
+        return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    if isinstance(module, _CONVOLUTIONS):
+        return module.groups == 1
+    return isinstance(module, nn.Linear) or is_transposed_linear(module)
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Whole input and output features or channels; rows and width of an embedding."""
+    shape = module.get_parameter("weight").shape
+    if isinstance(module, nn.Embedding) or is_transposed_linear(module):
+        return shape[0], shape[1]
+    return shape[1], shape[0]
+
+
+def feature_dim(module: nn.Module) -> int:
+    """The dimension of its output that holds features: channels come before places."""
+    return -1 - len(module.kernel_size) if isinstance(module, _CONVOLUTIONS) else -1
+
+
+def slices_of(module: nn.Module, style: Style) -> dict[str, Slice]:
+    """What a rank keeps of each of the layer's own parameters; those not named stay whole."""
+    if isinstance(module, nn.Embedding):
+        return {"weight": Slice(0)}
+    inputs, outputs = (0, 1) if is_transposed_linear(module) else (1, 0)
+    if style.kind is Kind.ROW:
+        return {"weight": Slice(inputs, style.packs)}
+    found = {"weight": Slice(outputs, style.packs)}
+    if module._parameters.get("bias") is not None:
+        found["bias"] = Slice(0, style.packs)
+    return found
+
+
+@contextmanager
+def without_bias(module: nn.Module) -> Iterator[None]:
+    """Inside, the layer is one without a bias: on every rank it would be summed as often as there
+    are ranks."""
+    bias = module._parameters.get("bias")
+    if "bias" in module._parameters:
+        module._parameters["bias"] = None
+    try:
+        yield
+    finally:
+        if "bias" in module._parameters:
+            module._parameters["bias"] = bias
+
+
+def with_bias(module: nn.Module, product: Tensor) -> Tensor:
+    """`product` plus the layer's bias, if it has one, in the product's dtype."""
+    bias = module._parameters.get("bias")
+    if bias is None:
+        return product
+    places = -feature_dim(module) - 1
+    return product + bias.to(product.dtype).reshape(-1, *[1] * places)

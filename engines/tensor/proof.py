@@ -1,0 +1,273 @@
+"""Whether a split unit computes what it computed whole: tried rank by rank in one process.
+
+The split unit runs once for each rank. Where ranks would exchange something, a rank is given what
+the exchange would have made of the whole unit's values, and what it contributes is noted. If all
+contributions put together are those values, if every rank returns what the whole unit returns, and
+if the gradients of its parameters are the whole ones, their parts, or add up to them, then by
+induction over the exchanges the ranks together compute the same. Numbers are random, so two
+different functions agree with probability zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.tensor.slices import Slice
+from engines.tensor.specimen import SEED, Specimen
+from engines.tensor.split import split
+from engines.tensor.styles import Style
+from profiles.errors import AdvisorError
+
+TOLERANCE = 1e-4
+"""Relative; rounding stays below 1e-6 also in float32, mistakes are of the order of 1."""
+FLOOR = 1e-2
+"""Gradients that are zero but for rounding (a key's bias) are held against the largest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`why_not` is empty if the split is right. `partial`: see `TensorSplit`."""
+
+    why_not: str = ""
+    partial: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class _Run:
+    """What a call returned, and the gradients after its backward."""
+
+    outputs: list[Tensor]
+    of_inputs: list[Tensor | None]
+    of_parameters: dict[str, Tensor]
+
+
+def prove(specimen: Specimen, styles: Mapping[str, Sequence[Style]], *, size: int) -> Verdict:
+    """Compare the specimen split over `size` ranks by `styles` (paths within it) with the whole."""
+    whole = _run(specimen.fresh(), specimen)
+    record = _Record()
+    observed = specimen.fresh()
+    cuts: dict[str, Slice] = {}
+    runs: list[_Run] = []
+    try:
+        split(observed, styles, record)
+        _run(observed, specimen)
+        for rank in range(size):
+            unit = specimen.fresh()
+            teacher = _Teacher(record, rank=rank, size=size)
+            cuts = split(unit, styles, teacher)
+            runs.append(_run(unit, specimen))
+            teacher.require_end()
+    except _Differs as difference:
+        return Verdict(str(difference))
+    except AdvisorError as error:
+        return Verdict(error.what)
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return Verdict(f"the split unit does not run: {first}")
+    try:
+        record.require_sums()
+        for run in runs:
+            _require_equal(run, whole)
+        return Verdict(partial=_partial(runs, whole, cuts))
+    except _Differs as difference:
+        return Verdict(str(difference))
+
+
+class _Differs(Exception):
+    """What is not as in the whole unit."""
+
+
+@dataclass(slots=True)
+class _Event:
+    """One exchange in the whole unit, and what the ranks contribute to it."""
+
+    value: Tensor
+    gradient: Tensor | None = None
+    values_sum: Tensor | None = None
+    gradients_sum: Tensor | None = None
+
+    def observe(self, gradient: Tensor) -> Tensor:
+        self.gradient = gradient.clone()
+        return gradient
+
+    def teach(self, gradient: Tensor) -> Tensor:
+        before = self.gradients_sum
+        self.gradients_sum = gradient.clone() if before is None else before + gradient
+        return gradient if self.gradient is None else self.gradient
+
+    def contribute(self, partial: Tensor) -> Tensor:
+        before = self.values_sum
+        self.values_sum = partial.clone() if before is None else before + partial
+        return self.value
+
+
+class _Record:
+    """The exchange of one rank with itself: everything is whole, and is noted in order."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.events: list[_Event] = []
+
+    def copy(self, whole: Tensor) -> Tensor:
+        return _through(whole, whole, self._note(whole).observe)
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        self._note(partial)
+        return partial
+
+    def gather(self, part: Tensor, cut: Slice, *, length: int) -> Tensor:
+        self._note(part)
+        return part
+
+    def _note(self, value: Tensor) -> _Event:
+        self.events.append(_Event(value.detach().clone()))
+        return self.events[-1]
+
+    def require_sums(self) -> None:
+        """What the ranks contributed to each exchange adds up to the whole."""
+        floor = _largest(event.gradient for event in self.events)
+        for event in self.events:
+            if event.values_sum is not None and not _close(event.values_sum, event.value):
+                raise _Differs("partial outputs do not add up to the whole output")
+            if event.gradient is None:
+                continue
+            if event.gradients_sum is None or not _close(
+                event.gradients_sum, event.gradient, floor=floor
+            ):
+                raise _Differs("gradients of a shared input do not add up to the whole gradient")
+
+
+class _Teacher:
+    """The exchange of one rank among others that are not there."""
+
+    def __init__(self, record: _Record, *, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._events = iter(record.events)
+
+    def copy(self, whole: Tensor) -> Tensor:
+        event = self._take()
+        if not _close(whole, event.value):
+            raise _Differs("an input that should be whole is not")
+        return _through(whole, whole, event.teach)
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        event = self._take()
+        if partial.shape != event.value.shape:
+            raise _Differs(
+                f"a partial output is {tuple(partial.shape)}, the whole {tuple(event.value.shape)}"
+            )
+        return _through(partial, event.contribute(partial.detach()), _same)
+
+    def gather(self, part: Tensor, cut: Slice, *, length: int) -> Tensor:
+        event = self._take()
+        if not _close(part, cut.part(event.value, rank=self.rank, size=self.size)):
+            raise _Differs("an output is not a part of the whole output")
+        return _through(part, event.value, lambda g: cut.part(g, rank=self.rank, size=self.size))
+
+    def require_end(self) -> None:
+        if next(self._events, None) is not None:
+            raise _Differs("it makes fewer exchanges than the whole unit")
+
+    def _take(self) -> _Event:
+        event = next(self._events, None)
+        if event is None:
+            raise _Differs("it makes more exchanges than the whole unit")
+        return event
+
+
+class _Through(torch.autograd.Function):
+    """`value` in place of a tensor, and another gradient in place of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, value: Tensor, back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
+
+
+def _through(tensor: Tensor, value: Tensor, back: Callable[[Tensor], Tensor]) -> Tensor:
+    result: Tensor = _Through.apply(tensor, value.detach(), back)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _same(gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def _run(unit: nn.Module, specimen: Specimen) -> _Run:
+    """One call and its backward from made-up gradients of the outputs."""
+    args, kwargs, given = specimen.inputs()
+    outputs = specimen.outputs(unit(*args, **kwargs))
+    generator = torch.Generator().manual_seed(SEED)
+    starts = [t for t in outputs if t.requires_grad]
+    seeds = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in starts]
+    torch.autograd.backward(starts, seeds)
+    with torch.no_grad():
+        again = specimen.outputs(unit(*args, **kwargs))  # some modules take another way then
+    gradients = {n: p.grad for n, p in unit.named_parameters() if p.grad is not None}
+    return _Run([t.detach() for t in [*outputs, *again]], [t.grad for t in given], gradients)
+
+
+def _require_equal(run: _Run, whole: _Run) -> None:
+    if len(run.outputs) != len(whole.outputs) or not all(map(_close, run.outputs, whole.outputs)):
+        raise _Differs("an output differs from that of the whole unit")
+    floor = _largest(whole.of_inputs)
+    for found, wanted in zip(run.of_inputs, whole.of_inputs, strict=True):
+        if (found is None) != (wanted is None) or (
+            found is not None and wanted is not None and not _close(found, wanted, floor=floor)
+        ):
+            raise _Differs("the gradient of an input differs from that of the whole unit")
+
+
+def _partial(runs: Sequence[_Run], whole: _Run, cuts: Mapping[str, Slice]) -> frozenset[str]:
+    """The whole parameters whose gradients are parts of a sum."""
+    floor = _largest(whole.of_parameters.values())
+    partial = set()
+    for name, wanted in whole.of_parameters.items():
+        found = [run.of_parameters.get(name) for run in runs]
+        if any(gradient is None for gradient in found):
+            raise _Differs(f"`{name}` has no gradient on some rank")
+        gradients = [gradient for gradient in found if gradient is not None]
+        cut = cuts.get(name)
+        if cut is not None:
+            sizes = range(len(runs))
+            wanted_parts = [cut.part(wanted, rank=rank, size=len(runs)) for rank in sizes]
+            fits = all(
+                _close(g, part, floor=floor)
+                for g, part in zip(gradients, wanted_parts, strict=True)
+            )
+        elif all(_close(gradient, wanted, floor=floor) for gradient in gradients):
+            fits = True
+        else:
+            fits = _close(torch.stack(gradients).sum(0), wanted, floor=floor)
+            partial.add(name)
+        if not fits:
+            raise _Differs(f"the gradient of `{name}` is wrong")
+    return frozenset(partial)
+
+
+def _close(found: Tensor, wanted: Tensor, *, floor: float = 0.0) -> bool:
+    """Equal up to rounding, whose size goes with the largest number; `floor` bounds it below."""
+    if found.shape != wanted.shape:
+        return False
+    if not found.is_floating_point():
+        return torch.equal(found, wanted)
+    if not found.numel():
+        return True
+    bound = TOLERANCE * max(wanted.abs().max().item(), FLOOR * floor)
+    return bool((found - wanted).abs().max().item() <= bound)
+
+
+def _largest(tensors: Iterable[Tensor | None]) -> float:
+    return max((t.abs().max().item() for t in tensors if t is not None and t.numel()), default=0.0)

@@ -1,0 +1,333 @@
+"""A unit and one of its calls, copied with made-up numbers, so that splits can be tried on it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from profiles.batch import Batch, call_model, map_batch, split_rows
+from profiles.errors import AdvisorError, ModelError
+from profiles.fakes import random_state_kept, stand_ins
+from profiles.pretence import Pretence
+from profiles.torch_compat import (
+    flatten,
+    is_fake,
+    map_tensors,
+    tensors_in,
+    unflatten,
+    without_onednn,
+)
+
+SEED = 20
+TOKENS = 16  # of a sequence: a layer is split right for few as for many
+LARGE = 2**26  # parameters from which on a copy in float64 would be felt in memory
+_OWN_NUMBER = ("layer_idx", "layer_id", "block_idx", "index")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Arguments of one call of a unit, and which tensors of its output the model's output needs."""
+
+    args: Any
+    kwargs: Any
+    used: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Specimen:
+    """One unit with the arguments of one call, on the CPU.
+
+    Attributes:
+        paths: the units of the model that are alike; the first one was copied.
+        used: numbers of the tensors of its output that the model's output depends on; blocks return
+            attention weights that nobody looks at.
+        values: of its parameters, by name. Not as initialised, because a bias of zeros or a norm
+            of ones hides mistakes.
+    """
+
+    paths: tuple[str, ...]
+    unit: nn.Module
+    args: Any
+    kwargs: Any
+    used: frozenset[int]
+    values: Mapping[str, Tensor] = field(repr=False)
+
+    def fresh(self) -> nn.Module:
+        """A copy of the unit with `values`."""
+        unit = copy.deepcopy(self.unit)
+        with torch.no_grad():
+            for name, parameter in unit.named_parameters():
+                parameter.copy_(self.values[name])
+        return unit
+
+    def outputs(self, returned: object) -> list[Tensor]:
+        """The tensors of a call's output that are used."""
+        return [t for number, t in enumerate(tensors_in(returned)) if number in self.used]
+
+    def inputs(self) -> tuple[Any, Any, list[Tensor]]:
+        """Arguments for one call, and those of them that a gradient comes back for."""
+        leaves, structure = flatten((self.args, self.kwargs))
+        fresh = [
+            leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+        again: Any = unflatten(fresh, structure)
+        return *again, [t for t in fresh if isinstance(t, Tensor) and t.requires_grad]
+
+
+def specimens(
+    model: nn.Module, batch: Batch, units: Iterable[str], *, has_target: bool
+) -> list[Specimen]:
+    """One specimen of each kind of unit: equal classes, parameters, settings and arguments.
+
+    The model runs once on fake tensors over a row of few tokens, or if it looks at values over
+    `batch` for real; then it is as it was.
+    """
+    paths = list(dict.fromkeys(units))
+    calls = _calls(model, batch, paths, has_target=has_target)
+    kinds: dict[object, list[str]] = {}
+    for path in paths:
+        if path in calls:
+            kinds.setdefault(_kind(model.get_submodule(path), calls[path]), []).append(path)
+    return [_specimen(model, tuple(alike), calls[alike[0]]) for alike in kinds.values()]
+
+
+def _specimen(model: nn.Module, paths: tuple[str, ...], call: Call) -> Specimen:
+    """The first way of making up numbers with which the unit runs and stays finite."""
+    original = model.get_submodule(paths[0])
+    is_large = sum(parameter.numel() for parameter in original.parameters()) > LARGE
+    last: Exception | None = None
+    # Code may cast to float32 by name; a mask may hide where it is true, or where it is not.
+    for dtype in [torch.float32] if is_large else [torch.float64, torch.float32]:
+        for whole_number in (1, 0):
+            made = _made_up(original, paths, call, dtype, whole_number)
+            args, kwargs, _ = made.inputs()
+            try:
+                outputs = made.outputs(made.fresh()(*args, **kwargs))
+            except (RuntimeError, IndexError) as error:
+                last = error
+                continue
+            if all(t.isfinite().all() for t in outputs):
+                return made
+            last = ModelError(f"`{paths[0]}` makes numbers that are not finite")
+    assert last is not None
+    raise last
+
+
+def _made_up(
+    original: nn.Module,
+    paths: tuple[str, ...],
+    call: Call,
+    dtype: torch.dtype,
+    whole_number: int,
+) -> Specimen:
+    generator = torch.Generator().manual_seed(SEED)
+
+    def noise(shape: torch.Size) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+
+    def argument(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            made = torch.full(tensor.shape, whole_number, dtype=tensor.dtype)
+            return made if is_fake(tensor) else tensor.cpu()
+        found = noise(tensor.shape) if is_fake(tensor) else tensor.detach().to("cpu", dtype)
+        return found.clone().requires_grad_(tensor.requires_grad)
+
+    memo: dict[int, Any] = {}
+    values = {}
+    for name, parameter in original.named_parameters():
+        values[name] = noise(parameter.shape)
+        if parameter.dim() > 1:
+            values[name] /= parameter[0].numel() ** 0.5
+        else:
+            values[name] = 0.5 + 0.5 * values[name]
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(values[name]))
+    for buffer in original.buffers():
+        memo[id(buffer)] = noise(buffer.shape) if buffer.is_meta else argument(buffer)
+    args, kwargs = map_tensors(argument, (call.args, call.kwargs))
+    floats = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+    if floats:
+        floats[0].requires_grad_()  # what the unit is there to turn, also in a frozen model
+    return Specimen(paths, copy.deepcopy(original, memo).eval(), args, kwargs, call.used, values)
+
+
+def _kind(unit: nn.Module, call: Call) -> object:
+    shapes = [(n, tuple(p.shape)) for n, p in unit.named_parameters(remove_duplicate=False)]
+    settings = [
+        (path, type(module), name, value)
+        for path, module in unit.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, bool) and name not in _OWN_NUMBER
+    ]
+    leaves, structure = flatten((call.args, call.kwargs))
+    given = [tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in leaves]
+    return tuple(shapes), tuple(settings), tuple(given), str(structure), call.used
+
+
+def _calls(
+    model: nn.Module, batch: Batch, paths: Sequence[str], *, has_target: bool
+) -> dict[str, Call]:
+    """The arguments of the first call of each unit; cheap ways are tried first."""
+    last: Exception | None = None
+    for follow, part in ((_fake_calls, _short), (_fake_calls, _same), (_real_calls, _same)):
+        try:
+            return follow(model, part(batch), paths, has_target=has_target)
+        except (RuntimeError, ValueError, IndexError, AssertionError, AdvisorError) as error:
+            last = error
+    assert last is not None
+    raise last
+
+
+def _same(batch: Batch) -> Batch:
+    return batch
+
+
+def _short(batch: Batch) -> Batch:
+    """One row, and the first tokens of it."""
+    row = split_rows(batch, [1])[0]
+
+    def few(tensor: Tensor) -> Tensor:
+        is_tokens = tensor.dim() == 2 and not tensor.is_floating_point()
+        return tensor[:, :TOKENS] if is_tokens else tensor
+
+    return map_batch(few, row)
+
+
+def _fake_calls(
+    model: nn.Module, batch: Batch, paths: Sequence[str], *, has_target: bool
+) -> dict[str, Call]:
+    with (
+        _noted(model, paths) as notes,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.compiler.set_stance("force_eager"),
+        stand_ins([model]) as fakes,
+    ):
+        fake = map_batch(lambda tensor: fakes.of(tensor.detach()), batch)
+        with Pretence().on(fake), without_onednn():
+            output = call_model(model, fake, has_target=has_target)
+        return _with_use(notes, output)
+
+
+def _real_calls(
+    model: nn.Module, batch: Batch, paths: Sequence[str], *, has_target: bool
+) -> dict[str, Call]:
+    device = next(model.parameters()).device
+    there = map_batch(lambda tensor: tensor.to(device), batch)
+    with _noted(model, paths) as notes, _left_as_it_was(model), torch.enable_grad():
+        output = call_model(model, there, has_target=has_target)
+        return _with_use(notes, output)
+
+
+@dataclass(slots=True)
+class _Note:
+    """The first call of a unit as it is watched; `ends` are its outputs in the gradient graph."""
+
+    args: Any
+    kwargs: Any
+    ends: tuple[tuple[Any, int], ...] | None = None
+
+
+class _Mark(torch.autograd.Function):
+    """The same tensor, with a node of its own in the graph of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def mark(tensor: Tensor) -> Tensor:
+    """`tensor` with a node of its own in the graph of gradients."""
+    if not tensor.is_floating_point():
+        return tensor
+    marked: Tensor = _Mark.apply(tensor)  # type: ignore[no-untyped-call]
+    return marked
+
+
+@contextmanager
+def _noted(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, _Note]]:
+    notes: dict[str, _Note] = {}
+
+    def enter(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if path not in notes:
+                notes[path] = _Note(*map_tensors(_kept, (args, kwargs)))
+
+        return hook
+
+    def leave(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            marked = map_tensors(mark, output)  # what the unit itself does with it does not count
+            if notes[path].ends is None:
+                notes[path].ends = tuple((t.grad_fn, t.output_nr) for t in tensors_in(marked))
+            return marked
+
+        return hook
+
+    hooks = []
+    try:
+        for path in paths:
+            unit = model.get_submodule(path)
+            hooks.append(unit.register_forward_pre_hook(enter(path), with_kwargs=True))
+            hooks.append(unit.register_forward_hook(leave(path)))
+        yield notes
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _with_use(notes: Mapping[str, _Note], output: object) -> dict[str, Call]:
+    """The calls, once it is known what became of their outputs."""
+    left = [(t.grad_fn, t.output_nr) for t in tensors_in(output)]
+    reached: set[tuple[Any, int]] = set()
+    while left:
+        place = left.pop()
+        if place[0] is not None and place not in reached:
+            reached.add(place)
+            left += place[0].next_functions
+    return {
+        path: Call(
+            note.args,
+            note.kwargs,
+            # What has no place in the graph cannot be followed, and counts as used.
+            frozenset(
+                number
+                for number, place in enumerate(note.ends or ())
+                if place[0] is None or place in reached
+            ),
+        )
+        for path, note in notes.items()
+    }
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """As it is now; whether a gradient comes back for it stays known."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with random_state_kept():
+            model.eval()
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

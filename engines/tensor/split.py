@@ -1,0 +1,250 @@
+"""Splitting the layers of a module over the ranks of the tp axis, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engines.tensor.exchange import Exchange, Ranks
+from engines.tensor.layers import feature_dim, features, slices_of, with_bias, without_bias
+from engines.tensor.logits import VocabLogits
+from engines.tensor.slices import Slice, share
+from engines.tensor.styles import Kind, Style
+from profiles.errors import PlanError
+from profiles.transformers_compat import is_transposed_linear
+
+_LAST = Slice(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSplit:
+    """What `split` made of a model.
+
+    Attributes:
+        slices: how the parameters that were split lie on the ranks, by their first names; all
+            others are whole on every rank.
+        partial: first names of whole parameters whose gradients are parts of a sum over the ranks
+            (norms of split heads); equal everywhere once they are summed.
+        group: the ranks; None for all.
+    """
+
+    slices: Mapping[str, Slice]
+    partial: frozenset[str]
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+
+def split_over(
+    model: nn.Module,
+    styles: Mapping[str, Sequence[Style]],
+    partial: frozenset[str],
+    *,
+    group: dist.ProcessGroup | None,
+) -> TensorSplit:
+    """`split` among the ranks of a process group.
+
+    Args:
+        styles, partial: from `proved`; nothing is proved here.
+    """
+    ranks = Ranks(group)
+    cuts = split(model, styles, ranks)
+    return TensorSplit(cuts, partial, group, ranks.rank, ranks.size)
+
+
+def split(
+    model: nn.Module, styles: Mapping[str, Sequence[Style]], exchange: Exchange
+) -> dict[str, Slice]:
+    """Leave this rank's part of every layer that `styles` names, by module path, in place.
+
+    Parameters stay the same objects with less in them. Returns the slices by first names of
+    parameters; those that another stage holds (one element, expanded) only change their shape.
+
+    Raises:
+        PlanError: a style that the module cannot have, or styles of a tied weight that disagree.
+    """
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    cuts: dict[str, Slice] = {}
+    again = _CopiedOnce(exchange)
+    for path, wanted in styles.items():
+        module = model.get_submodule(path)
+        for style in wanted:
+            if style.kind is Kind.SIZES:
+                _count_local(module, style.sizes, exchange, path=path)
+                continue
+            for own, cut in slices_of(module, style).items():
+                name = first[module.get_parameter(own)]
+                if cuts.setdefault(name, cut) != cut:
+                    raise PlanError(
+                        f"`{name}` is tied, and its places are split in different ways",
+                        where=f"tensor style {path}:{style}",
+                        hints=["give them one style, or leave the weight whole"],
+                    )
+            _dress(module, style, exchange, again)
+    parameters = dict(model.named_parameters())
+    for name, cut in cuts.items():
+        _keep_part(parameters[name], cut, exchange)
+    return cuts
+
+
+@torch.no_grad()
+def _keep_part(parameter: nn.Parameter, cut: Slice, exchange: Exchange) -> None:
+    part = cut.part(parameter.detach(), rank=exchange.rank, size=exchange.size)
+    if parameter.numel() > 1 and not any(parameter.stride()):  # another stage's: shape alone
+        parameter.data = parameter.data[(0,) * parameter.dim()].expand(part.shape)
+    else:
+        parameter.data = part.clone(memory_format=torch.contiguous_format)
+
+
+def _dress(
+    module: nn.Module, style: Style, exchange: Exchange, again: Callable[[Tensor], Tensor]
+) -> None:
+    """Give a layer the exchanges of its style."""
+    outputs = features(module)[1]
+    if isinstance(module, nn.Embedding):
+        _replace_forward(module, _embedding(module, exchange))
+        return
+    if is_transposed_linear(module):
+        # The one layer whose forward asks how many features it makes.
+        kept, whole = slices_of(module, style)["weight"], module.get_parameter("weight")
+        local = kept.part(whole, rank=exchange.rank, size=exchange.size).shape[1]
+        vars(module)["nf"] = local
+    if style.kind is Kind.ROW:
+        _replace_forward(module, _row(module, exchange))
+        return
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (again(args[0]), *args[1:]), kwargs
+        return args, {name: again(value) for name, value in kwargs.items()}
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    if style.kind is Kind.GATHER:
+        cut = Slice(feature_dim(module), style.packs)
+        module.register_forward_hook(
+            lambda module, args, output: exchange.gather(output, cut, length=outputs)
+        )
+    elif style.kind is Kind.VOCAB:
+        module.register_forward_hook(
+            lambda module, args, output: VocabLogits.of(output, exchange, length=outputs)
+        )
+
+
+def _row(module: nn.Module, exchange: Exchange) -> Callable[..., Tensor]:
+    product = _product(module)
+
+    def forward(module: nn.Module, input: Tensor) -> Tensor:
+        return with_bias(module, exchange.reduce(product(module, input)))
+
+    return forward
+
+
+def _product(module: nn.Module) -> Callable[[nn.Module, Tensor], Tensor]:
+    """The layer's own forward without its bias."""
+    if type(module).forward is nn.Linear.forward:
+        return lambda module, input: F.linear(input, module.get_parameter("weight"))
+    if is_transposed_linear(module):
+        return lambda module, input: input @ module.get_parameter("weight")
+    own = type(module).forward
+
+    def product(module: nn.Module, input: Tensor) -> Tensor:
+        with without_bias(module):
+            result: Tensor = own(module, input)
+        return result
+
+    return product
+
+
+def _embedding(module: nn.Embedding, exchange: Exchange) -> Callable[..., Tensor]:
+    """It looks up the rows that are here, and has zeros for the others."""
+    start, count = share(features(module)[0], exchange.rank, exchange.size)
+    own = type(module).forward  # a scaled one, say
+
+    def forward(module: nn.Embedding, input: Tensor) -> Tensor:
+        here = input - start
+        is_mine = (here >= 0) & (here < count)
+        if not count:
+            nothing = module.weight.new_zeros(*input.shape, module.weight.shape[1])
+            return exchange.reduce(nothing + module.weight.sum())
+        with _padding_at(module, module.padding_idx, start, count):
+            found = own(module, torch.where(is_mine, here, 0))
+        return exchange.reduce(torch.where(is_mine[..., None], found, 0.0))
+
+    return forward
+
+
+@contextmanager
+def _padding_at(
+    module: nn.Embedding, padding: int | None, start: int, count: int
+) -> Iterator[None]:
+    """The row that gets no gradient, counted from the first row that is here."""
+    is_here = padding is not None and 0 <= padding - start < count
+    module.padding_idx = padding - start if padding is not None and is_here else None
+    try:
+        yield
+    finally:
+        module.padding_idx = padding
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
+    """For this module alone; bound to it, so that a copy computes with the copy's parameters."""
+    vars(module)["forward"] = MethodType(forward, module)
+
+
+class _CopiedOnce:
+    """One exchange for all layers that take the same tensor: query, key and value say.
+
+    It remembers the last tensor only, which those layers keep for their backward anyway.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._last: tuple[Tensor, Tensor, bool] | None = None
+
+    def __call__(self, whole: Tensor) -> Tensor:
+        is_grad = torch.is_grad_enabled()
+        if self._last is not None and self._last[0] is whole and self._last[2] == is_grad:
+            return self._last[1]
+        copied = self._exchange.copy(whole)
+        self._last = (whole, copied, is_grad)
+        return copied
+
+
+def _count_local(module: nn.Module, names: Sequence[str], exchange: Exchange, *, path: str) -> None:
+    """While the forward of `module` runs, its attributes `names` say this rank's share."""
+    for name in names:
+        value = getattr(module, name, None)
+        if type(value) is not int or value % exchange.size:
+            raise PlanError(
+                f"`{path}.{name}` is {value}: it has no equal share for each of {exchange.size}"
+                " ranks",
+                where=f"tensor style {path}:sizes({'+'.join(names)})",
+            )
+    own = module.forward
+    method = own.__func__ if isinstance(own, MethodType) and own.__self__ is module else None
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+        with _counting(self, names, exchange.size):
+            return own(*args, **kwargs) if method is None else method(self, *args, **kwargs)
+
+    _replace_forward(module, forward)
+
+
+@contextmanager
+def _counting(module: nn.Module, names: Sequence[str], size: int) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in names}
+    try:
+        for name, value in before.items():
+            setattr(module, name, value // size)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)

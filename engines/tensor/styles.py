@@ -1,0 +1,112 @@
+"""How a layer is split: `Plan.tensor_styles` as values. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import Self
+
+from pydantic import PositiveInt
+
+from profiles.errors import UnknownNameError
+from profiles.record import Record
+
+
+class Kind(StrEnum):
+    """What happens to a module's parameters, inputs and outputs."""
+
+    COLUMN = "column"  # output features split; what follows sees this rank's share
+    ROW = "row"  # input features split; partial outputs are summed over the ranks
+    GATHER = "gather"  # as column, outputs put together again: right everywhere, most traffic
+    VOCAB = "vocab"  # rows of an embedding; or of the head, whose logits stay split for the loss
+    SIZES = "sizes"  # attributes that count heads or features say this rank's share in forward
+
+
+class Style(Record):
+    """One entry of a tensor plan, written "column", "column/3", "row" or "sizes(num_heads)".
+
+    Attributes:
+        packs: tensors that lie side by side in one weight (a fused query, key and value are 3).
+        sizes: the attributes of `Kind.SIZES`.
+    """
+
+    kind: Kind
+    packs: PositiveInt = 1
+    sizes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind is Kind.SIZES:
+            return f"sizes({'+'.join(self.sizes)})"
+        return f"{self.kind}/{self.packs}" if self.packs > 1 else str(self.kind)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The style that `text` writes.
+
+        Raises:
+            UnknownNameError: there is no such style.
+        """
+        match = _FORM.fullmatch(text)
+        kinds = [kind.value for kind in Kind]
+        kind, packs, sizes = match.groups() if match else (text, None, None)
+        if kind not in kinds or (sizes is not None) != (kind == Kind.SIZES):
+            raise UnknownNameError("tensor style", text, [*kinds[:-1], "column/3", "sizes(NAME)"])
+        return cls(
+            kind=Kind(kind),
+            packs=int(packs) if packs else 1,
+            sizes=tuple(sizes.split("+")) if sizes else (),
+        )
+
+
+_FORM = re.compile(r"([a-z]+)(?:/([1-9]\d*))?(?:\(([A-Za-z_]\w*(?:\+[A-Za-z_]\w*)*)\))?")
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a module's path fits a pattern; `*` stands for characters of one part of it."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def styles_of(
+    pairs: Iterable[tuple[str, str]], names: Sequence[str]
+) -> dict[str, tuple[Style, ...]]:
+    """The styles of every module that a pattern of `pairs` fits, in the order of `names`.
+
+    Raises:
+        UnknownNameError: a pattern fits no module, or a style does not exist.
+    """
+    found: dict[str, list[Style]] = {}
+    for pattern, text in pairs:
+        fitting = [name for name in names if matches(pattern, name)]
+        if not fitting:
+            raise UnknownNameError("module", pattern, names, where=f"tensor style `{text}`")
+        for name in fitting:
+            found.setdefault(name, []).append(Style.parse(text))
+    return {name: tuple(found[name]) for name in names if name in found}
+
+
+def as_pairs(
+    styles: Mapping[str, Sequence[Style]], names: Sequence[str]
+) -> tuple[tuple[str, str], ...]:
+    """`styles` with equal layers of repeated blocks as one pattern: the reverse of `styles_of`.
+
+    Args:
+        names: of all modules; a pattern must fit none that has another style.
+    """
+    numbered: dict[str, list[str]] = {}
+    for name in names:
+        numbered.setdefault(without_numbers(name), []).append(name)
+    pairs: dict[tuple[str, str], None] = {}
+    for name, entries in styles.items():
+        pattern = without_numbers(name)
+        alike = all(styles.get(other) == styles[name] for other in numbered[pattern])
+        for style in entries:
+            pairs[pattern if alike else name, str(style)] = None
+    return tuple(pairs)
+
+
+def without_numbers(name: str) -> str:
+    """The pattern of a path: `*` for every number in it."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))

@@ -1,0 +1,62 @@
+"""The ways in which a pair of column-wise and row-wise layers may be split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from torch import nn
+
+from engines.tensor.layers import features
+from engines.tensor.styles import Kind, Style
+from engines.tensor.wiring import Pair
+
+Styles = dict[str, tuple[Style, ...]]
+"""By module path."""
+Counts = dict[str, tuple[str, ...]]
+"""Names of attributes that count something, by module path."""
+
+
+def variants(pair: Pair, unit: nn.Module, *, size: int) -> Iterator[Styles]:
+    """The plain way first; then fused weights, and modules that count their heads or features.
+
+    Which of them is right nobody needs to know: that is tried (see `proof`).
+    """
+    width = features(unit.get_submodule(pair.rows[0]))[0]
+    outputs = {path: features(unit.get_submodule(path))[1] for path in pair.columns}
+    fused = {path: n // width for path, n in outputs.items() if n in (2 * width, 3 * width)}
+    packings = [{}, fused] if fused else [{}]
+    for counted, packs in product(_counts(pair, unit, {width, *outputs.values()}, size), packings):
+        styles: Styles = {path: (Style(kind=Kind.ROW),) for path in pair.rows}
+        for path in pair.columns:
+            styles[path] = (Style(kind=Kind.COLUMN, packs=packs.get(path, 1)),)
+        for path, names in counted.items():
+            styles[path] = (Style(kind=Kind.SIZES, sizes=names),)
+        yield styles
+
+
+def _counts(pair: Pair, unit: nn.Module, widths: set[int], size: int) -> list[Counts]:
+    """Attributes that may have to say a rank's share: none, heads, both, features."""
+    around = {""}
+    for path in (*pair.columns, *pair.rows):
+        parts = path.split(".")[:-1]
+        around |= {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+    heads: Counts = {}
+    wide: Counts = {}
+    both: Counts = {}
+    for path in sorted(around):
+        counts = {
+            name: value
+            for name, value in vars(unit.get_submodule(path)).items()
+            if type(value) is int and value > 1 and value % size == 0 and "head_dim" not in name
+        }
+        of_heads = {n for n in counts if "head" in n and "size" not in n and "dim" not in n}
+        of_width = {n for n, value in counts.items() if value in widths} - of_heads
+        for chosen, names in ((heads, of_heads), (wide, of_width), (both, of_heads | of_width)):
+            if names:
+                chosen[path] = tuple(sorted(names))
+    found: list[Counts] = []
+    for choice in ({}, heads, both, wide):
+        if choice not in found:
+            found.append(choice)
+    return found
