@@ -213,6 +213,7 @@ def _run(unit: nn.Module, specimen: Specimen) -> _Run:
     starts = [t for t in outputs if t.requires_grad]
     seeds = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in starts]
     torch.autograd.backward(starts, seeds)
+    args, kwargs, _ = specimen.inputs()
     with torch.no_grad():
         again = specimen.outputs(unit(*args, **kwargs))  # some modules take another way then
     gradients = {n: p.grad for n, p in unit.named_parameters() if p.grad is not None}

@@ -18,6 +18,7 @@ from profiles.pretence import Pretence
 from profiles.torch_compat import (
     flatten,
     is_fake,
+    map_leaves,
     map_tensors,
     tensors_in,
     unflatten,
@@ -76,7 +77,7 @@ class Specimen:
         fresh = [
             leaf.detach().clone().requires_grad_(leaf.requires_grad)
             if isinstance(leaf, Tensor)
-            else leaf
+            else _own(leaf)
             for leaf in leaves
         ]
         again: Any = unflatten(fresh, structure)
@@ -263,7 +264,7 @@ def _noted(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, _Note]]
     def enter(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if path not in notes:
-                notes[path] = _Note(*map_tensors(_kept, (args, kwargs)))
+                notes[path] = _Note(*map_leaves(_kept, (args, kwargs)))
 
         return hook
 
@@ -312,9 +313,19 @@ def _with_use(notes: Mapping[str, _Note], output: object) -> dict[str, Call]:
     }
 
 
-def _kept(tensor: Tensor) -> Tensor:
-    """As it is now; whether a gradient comes back for it stays known."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def _kept(leaf: object) -> object:
+    """As it is now; whether a gradient comes back for a tensor stays known."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return _own(leaf)
+
+
+def _own(leaf: object) -> object:
+    """A copy of what a call may change (a cache of keys and values), where there can be one."""
+    try:
+        return copy.deepcopy(leaf)
+    except (RuntimeError, TypeError):
+        return leaf
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def variants(pair: Pair, unit: nn.Module, *, size: int) -> Iterator[Styles]:
 
 
 def _counts(pair: Pair, unit: nn.Module, widths: set[int], size: int) -> list[Counts]:
-    """Attributes that may have to say a rank's share: none, heads, both, features."""
+    """Attributes that may have to say a rank's share: none, heads, both, features, one alone."""
     around = {""}
     for path in (*pair.columns, *pair.rows):
         parts = path.split(".")[:-1]
@@ -56,7 +56,8 @@ def _counts(pair: Pair, unit: nn.Module, widths: set[int], size: int) -> list[Co
             if names:
                 chosen[path] = tuple(sorted(names))
     found: list[Counts] = []
-    for choice in ({}, heads, both, wide):
+    alone = [{path: (name,)} for path, names in both.items() for name in names]
+    for choice in ({}, heads, both, wide, *alone):
         if choice not in found:
             found.append(choice)
     return found

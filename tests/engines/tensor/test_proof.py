@@ -1,0 +1,83 @@
+"""What the proof lets pass and what it does not, on blocks with one trap each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from engines.tensor.proof import prove
+from engines.tensor.specimen import Specimen, specimens
+from engines.tensor.styles import Style
+from tests.engines.tensor import units
+
+HEADS = {"q": "column", "k": "column", "v": "column", "o": "row"}
+
+
+def specimen(unit: nn.Module) -> Specimen:
+    batch = torch.randn(2, 6, units.WIDTH, generator=torch.Generator().manual_seed(3))
+    (found,) = specimens(units.Stack([unit]), batch, ["blocks.0"], has_target=False)
+    return found
+
+
+def verdict(unit: nn.Module, styles: dict[str, str], size: int = 2) -> tuple[str, set[str]]:
+    named = {path: (Style.parse(text),) for path, text in styles.items()}
+    found = prove(specimen(unit), named, size=size)
+    return found.why_not, set(found.partial)
+
+
+def test_heads_between_columns_and_a_row_with_a_bias_are_right() -> None:
+    assert verdict(units.Attention(), HEADS) == ("", set())
+
+
+def test_columns_alone_are_not() -> None:
+    why_not, _ = verdict(units.Attention(), {"q": "column"})
+    assert "does not run" in why_not
+
+
+def test_a_row_without_columns_is_not() -> None:
+    why_not, _ = verdict(units.Attention(), {"o": "row"})
+    assert "does not run" in why_not
+
+
+def test_counted_heads_run_and_are_wrong_unless_the_count_is_split_too() -> None:
+    why_not, _ = verdict(units.CountedHeads(), HEADS)
+    assert "do not add up" in why_not  # not one operation complained
+    assert verdict(units.CountedHeads(), {**HEADS, "": "sizes(num_heads)"}) == ("", set())
+
+
+def test_a_norm_of_heads_gets_a_part_of_its_gradient_on_each_rank() -> None:
+    assert verdict(units.NormedHeads(), HEADS) == ("", {"q_norm.weight", "q_norm.bias"})
+
+
+@pytest.mark.parametrize("unit", [units.Alibi, units.RelativeBias])
+def test_what_belongs_to_a_head_by_its_number_is_missed(unit: Callable[[], nn.Module]) -> None:
+    why_not, _ = verdict(unit(), HEADS)
+    assert "does not run" in why_not
+
+
+def test_fewer_key_heads_than_ranks_are_missed() -> None:
+    assert verdict(units.Attention(kv_heads=2), HEADS, size=2) == ("", set())
+    why_not, _ = verdict(units.Attention(kv_heads=2), HEADS, size=4)
+    assert why_not
+
+
+def test_a_fused_weight_is_split_pack_by_pack() -> None:
+    why_not, _ = verdict(units.FusedHeads(), {"qkv": "column", "o": "row"})
+    assert "do not add up" in why_not  # it runs, on a mixture of queries, keys and values
+    assert verdict(units.FusedHeads(), {"qkv": "column/3", "o": "row"}) == ("", set())
+
+
+def test_a_weight_that_is_used_without_its_layer_is_missed() -> None:
+    pair = {"up": "column", "down": "row"}
+    assert verdict(units.Direct(), pair)[0]
+    assert verdict(units.Direct(), {"up": "gather"})[0]
+    assert verdict(units.Direct(), {"down": "gather"}) == ("", set())
+
+
+def test_a_gathered_layer_is_right_where_nothing_else_is() -> None:
+    gathered = dict.fromkeys(HEADS, "gather")
+    for unit in (units.Alibi(), units.CountedHeads(), units.Attention(kv_heads=1)):
+        assert verdict(unit, gathered, size=4) == ("", set())

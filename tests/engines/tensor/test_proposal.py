@@ -1,0 +1,109 @@
+"""Which split is proposed, for blocks with traps and for models whose split is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from engines.tensor.proposal import Proposal, propose_styles
+from profiles.capture import capture
+from profiles.errors import PlanError
+from tests.engines.tensor import units
+
+
+def proposed(model: nn.Module, size: int = 2) -> Proposal:
+    batch = torch.randn(2, 6, units.WIDTH)
+    profile = capture(model, batch, name="stack")
+    return propose_styles(model, batch, size=size, profile=profile)
+
+
+def of_block(unit: nn.Module, size: int = 2) -> dict[str, str]:
+    found = proposed(units.Stack([unit, type(unit)()]), size)
+    return {pattern.removeprefix("blocks.*").lstrip("."): style for pattern, style in found.styles}
+
+
+HEADS = {"q": "column", "k": "column", "v": "column", "o": "row"}
+
+
+def test_attention_is_split_by_heads() -> None:
+    assert of_block(units.Attention()) == HEADS
+
+
+def test_counted_heads_are_counted_anew() -> None:
+    assert of_block(units.CountedHeads()) == {**HEADS, "": "sizes(num_heads)"}
+
+
+def test_fused_heads_are_three_packs() -> None:
+    assert of_block(units.FusedHeads()) == {"qkv": "column/3", "o": "row"}
+
+
+@pytest.mark.parametrize("unit", [units.Alibi(), units.RelativeBias()])
+def test_what_cannot_be_proved_is_gathered_and_said(unit: nn.Module) -> None:
+    found = proposed(units.Stack([unit, type(unit)()]))
+    assert {style for path, style in found.styles if path[-1] in "qkvo"} == {"gather"}
+    reasons = {note.layer: str(note) for note in found.notes}
+    assert "gather, the split unit does not run" in reasons["blocks.*.q"]
+
+
+def test_too_few_key_heads_are_gathered() -> None:
+    model = units.Stack([units.Attention(kv_heads=2), units.Attention(kv_heads=2)])
+    assert {style for _, style in proposed(model, size=2).styles} == {"column", "row"}
+    assert {style for _, style in proposed(model, size=4).styles} == {"gather"}
+
+
+def test_a_model_without_a_layer_is_refused_with_the_reason() -> None:
+    with pytest.raises(PlanError, match="no layer that tensor parallelism could split"):
+        proposed(units.Stack([nn.LayerNorm(units.WIDTH), nn.LayerNorm(units.WIDTH)]))
+
+
+def test_nothing_of_the_model_is_changed() -> None:
+    model = units.Stack([units.CountedHeads(), units.CountedHeads()])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    proposed(model)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+
+
+PLANS = {
+    "Llama": {
+        "model.embed_tokens": "vocab",
+        "model.layers.*.self_attn.q_proj": "column",
+        "model.layers.*.self_attn.o_proj": "row",
+        "model.layers.*.mlp.gate_proj": "column",
+        "model.layers.*.mlp.up_proj": "column",
+        "model.layers.*.mlp.down_proj": "row",
+        "lm_head": "vocab",
+    },
+    "GPT-2": {
+        "transformer.wte": "vocab",
+        "transformer.h.*.attn.c_attn": "column/3",
+        "transformer.h.*.attn.c_proj": "row",
+        "transformer.h.*.mlp.c_fc": "column",
+        "transformer.h.*.mlp.c_proj": "row",
+        "lm_head": "vocab",
+    },
+    "OPT": {
+        "model.decoder.layers.*.self_attn": "sizes(num_heads)",
+        "model.decoder.layers.*.fc1": "column",
+        "model.decoder.layers.*.fc2": "row",
+    },
+    "BLOOM": {
+        "transformer.h.*.self_attention.query_key_value": "gather",
+        "transformer.h.*.mlp.dense_h_to_4h": "column",
+    },
+}
+"""As Megatron and the models' authors split them; BLOOM's slopes have no home on a rank."""
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_known_models_are_split_as_by_hand(name: str) -> None:
+    pytest.importorskip("transformers")
+    from tests import zoo
+
+    build, sample = zoo.ARCHITECTURES[name]
+    model = build()
+    profile = capture(model, sample, name=name)
+    found = dict(propose_styles(model, sample, size=2, profile=profile).styles)
+    assert {path: found.get(path) for path in PLANS[name]} == PLANS[name]

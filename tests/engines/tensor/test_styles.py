@@ -1,0 +1,39 @@
+"""Styles as they are written in plans."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.tensor.styles import Kind, Style, as_pairs, styles_of
+from profiles.errors import UnknownNameError
+
+NAMES = ["", "h", "h.0", "h.0.up", "h.0.down", "h.1", "h.1.up", "h.1.down", "head"]
+
+
+@pytest.mark.parametrize("text", ["column", "column/3", "row", "vocab", "sizes(num_heads+width)"])
+def test_a_style_is_written_as_it_is_read(text: str) -> None:
+    assert str(Style.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["colum", "column/0", "sizes", "sizes()", "row(x)", "Row", ""])
+def test_what_is_no_style_is_refused_with_those_that_are(text: str) -> None:
+    with pytest.raises(UnknownNameError, match="tensor style"):
+        Style.parse(text)
+
+
+def test_a_star_stands_for_one_part_of_a_path() -> None:
+    found = styles_of([("h.*.up", "column"), ("h.0.down", "row")], NAMES)
+    assert list(found) == ["h.0.up", "h.0.down", "h.1.up"]
+
+
+def test_a_pattern_that_fits_nothing_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match=r"h\.\*\.upp"):
+        styles_of([("h.*.upp", "column")], NAMES)
+
+
+def test_equal_blocks_are_written_as_one_pattern_and_unequal_ones_by_name() -> None:
+    column, row = (Style(kind=Kind.COLUMN),), (Style(kind=Kind.ROW),)
+    styles = {"h.0.up": column, "h.1.up": column, "h.1.down": row}
+    pairs = as_pairs(styles, NAMES)
+    assert pairs == (("h.*.up", "column"), ("h.1.down", "row"))
+    assert styles_of(pairs, NAMES) == styles

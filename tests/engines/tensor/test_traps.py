@@ -1,0 +1,34 @@
+"""Unmodified models with the known traps of tensor parallelism, split over ranks, beside whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines.tensor.ranks import parity
+from tests.workers import Pool
+
+pytest.importorskip("transformers")
+
+TRAPS = {
+    "GPT-2": 2,  # fused qkv, transposed weights, tied head, biases on rows, odd vocabulary
+    "BLOOM": 2,  # ALiBi, fused qkv head by head
+    "T5": 2,  # a shared table of relative positions
+    "Llama": 4,  # two key heads for four ranks
+    "Qwen 3": 2,  # norms of query and key heads
+    "OPT": 4,  # heads counted in an attribute
+    "Falcon": 2,  # fused qkv with fewer key heads; its own class of linear layer
+    "BART": 2,  # a scaled embedding tied to the head
+    "Gemma 2": 2,  # capped logits
+    "Mixtral": 2,  # experts by routing
+    "ResNet": 2,  # convolutions
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", TRAPS)
+def test_loss_and_gradients_are_those_of_the_whole_model(pool: Pool, name: str) -> None:
+    size = TRAPS[name]
+    for found in pool.run(parity, name, world_size=size):
+        assert found.loss < 1e-6
+        assert found.gradient < 1e-5, found.worst
+        assert found.held < 0.93

@@ -1,0 +1,125 @@
+"""Small blocks, each with a trap for tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 32
+
+
+class Attention(nn.Module):
+    """Heads that are counted from the width, so that a rank's share simply is fewer."""
+
+    def __init__(self, *, heads: int = 4, kv_heads: int | None = None) -> None:
+        super().__init__()
+        self.width_of_head = WIDTH // heads
+        kv_width = (kv_heads or heads) * self.width_of_head
+        self.q = nn.Linear(WIDTH, WIDTH)
+        self.k = nn.Linear(WIDTH, kv_width)
+        self.v = nn.Linear(WIDTH, kv_width)
+        self.o = nn.Linear(WIDTH, WIDTH)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.width_of_head).transpose(1, 2)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.transpose(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(self.q(x)), self.heads(self.k(x)), self.heads(self.v(x))
+        repeats = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        mixed = self.scores(q, k).softmax(-1) @ v
+        out: Tensor = self.o(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
+        return x + out
+
+
+class CountedHeads(Attention):
+    """OPT's way: the number of heads is an attribute, what is left over goes to the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1, self.num_heads, self.width_of_head).transpose(1, 2)
+
+
+class NormedHeads(Attention):
+    """Qwen3's way: one norm for all heads, whole on every rank, used by split heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm = nn.LayerNorm(WIDTH // 4)
+
+    def heads(self, x: Tensor) -> Tensor:
+        found: Tensor = self.q_norm(super().heads(x))
+        return found
+
+
+class Alibi(Attention):
+    """BLOOM's way: every head has a slope of its own, by its number."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=q.dtype).view(1, -1, 1, 1)
+        return super().scores(q, k) + slopes * torch.arange(k.shape[2])
+
+
+class RelativeBias(Attention):
+    """T5's way: a table of distances with a column for every head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        places = torch.arange(q.shape[2])
+        distance = (places[:, None] - places[None]).clamp(-4, 3) + 4
+        return super().scores(q, k) + self.table(distance).permute(2, 0, 1)
+
+
+class FusedHeads(nn.Module):
+    """GPT-2's way: query, key and value side by side in one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.o = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.view(*x.shape[:2], -1, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        out: Tensor = self.o(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
+        return x + out
+
+
+class Direct(nn.Module):
+    """A layer whose weight is also used without its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 64)
+        self.down = nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x).relu()) + self.up.weight.mean()
+        return out
+
+
+class Stack(nn.Module):
+    """Blocks, so that each is a unit."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
