@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import nn
+from collections.abc import Callable, Sequence
 
 from engines.legality import problems
 from engines.plan import Plan, Schedule
-from profiles.batch import Batch
 from profiles.flow import GLUE, LOSS
 from profiles.model import ModelProfile
 from tests.engines.cases import cpu_ranks
@@ -30,23 +27,20 @@ PLANS: dict[str, str] = {
     "tp·zero3": "dp_shard=2 tp=2",
     "pp·tp·zero1": "pp=2 dp_replicate=2 zero=1 tp=2 schedule=1f1b microbatches=2",
 }
+Styles = Callable[[int], tuple[tuple[str, str], ...]]
 TWO_STAGES_A_RANK = (Schedule.INTERLEAVED, Schedule.ZBV)
 
 
-def plan_for(name: str, model: nn.Module, batch: Batch, *, profile: ModelProfile) -> Plan:
-    """Column `name` with what belongs to this model; the plan may still be refused."""
-    settings = Plan.parse(PLANS[name])
-    return settings.model_copy(
-        update={
-            "stages": borders_for(settings, profile),
-            "tensor_styles": styles_for(settings, model, batch),
-        }
-    )
+def plan_for(name: str, profile: ModelProfile, styles: Styles) -> Plan:
+    """Column `name` with what belongs to this model; the plan may still be refused.
 
-
-def styles_for(plan: Plan, model: nn.Module, batch: Batch) -> tuple[tuple[str, str], ...]:
-    """How the units of `model` are split over tp. No engine reads them yet: none."""
-    return ()
+    `styles`: how its layers are split over a tp axis of this size.
+    """
+    plan = Plan.parse(PLANS[name])
+    further: dict[str, object] = {"stages": borders_for(plan, profile)}
+    if plan.tp > 1:
+        further["tensor_styles"] = styles(plan.tp)
+    return plan.model_copy(update=further)
 
 
 def borders_for(plan: Plan, profile: ModelProfile) -> tuple[str, ...]:

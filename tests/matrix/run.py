@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 
 import torch
 
 from engines.legality import problems
 from engines.plan import Plan
+from engines.tensor.proposal import propose_styles
 from profiles.capture import capture
+from profiles.errors import PlanError
 from profiles.model import ModelProfile
 from tests.engines.cases import cpu_ranks
 from tests.matrix.architectures import ARCHITECTURES
@@ -26,11 +29,22 @@ LIMIT_S = 60.0
 def cells_of(name: str, plans: Iterable[str], pool: Pool) -> Iterator[Cell]:
     """The cells of one row. The model is looked at once, in this process."""
     architecture = ARCHITECTURES[name]
+    batch, loss_fn = architecture.batch, architecture.loss_fn
     torch.manual_seed(0)
     model = architecture.build()
-    profile = capture(model, architecture.batch, loss_fn=architecture.loss_fn, name=name)
+    profile = capture(model, batch, loss_fn=loss_fn, name=name)
+
+    @functools.lru_cache
+    def styles(size: int) -> tuple[tuple[str, str], ...]:
+        try:
+            return propose_styles(
+                model, batch, size=size, profile=profile, has_target=loss_fn is not None
+            ).styles
+        except PlanError:  # no layer can be split: legality refuses tensor plans without styles
+            return ()
+
     for column in plans:
-        plan = plan_for(column, model, architecture.batch, profile=profile)
+        plan = plan_for(column, profile, styles)
         yield _cell(name, column, plan, profile=profile, pool=pool)
 
 
