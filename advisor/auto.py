@@ -190,6 +190,7 @@ def auto_parallelize(
         optimizer=optimizer,
         count=count,
         max_grad_norm=max_grad_norm,
+        sample=sample,
         world=world,
         seed=seed,
     )

@@ -7,6 +7,7 @@ part, as plain DDP does.
 from __future__ import annotations
 
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,18 +16,24 @@ from torch import Tensor, nn
 from profiles.torch_compat import is_batch_norm
 
 
-def synchronise_batch_norms(model: nn.Module, device: torch.device) -> nn.Module:
-    """Make every batch norm of `model` share its statistics over all ranks.
+def synchronise_batch_norms(
+    model: nn.Module, device: torch.device, *, group: dist.ProcessGroup | None = None
+) -> nn.Module:
+    """Make every batch norm of `model` share its statistics over a group, or over all ranks.
 
     torch's SyncBatchNorm does it on GPUs. It refuses CPU tensors, so there the same arithmetic is
     written with differentiable all-reduces.
     """
     if device.type != "cpu":
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
         return converted
+
+    def forward(norm: nn.BatchNorm2d, value: Tensor) -> Tensor:
+        return _forward(norm, value, group)
+
     for module in model.modules():
         if is_batch_norm(module):
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
     return model
 
 
@@ -34,20 +41,21 @@ class _AllReduceSum(torch.autograd.Function):
     """y = sum of x over ranks on every rank; hence dL/dx = sum of dL/dy over ranks."""
 
     @staticmethod
-    def forward(ctx: object, value: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
         total = value.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         total = gradients[0].clone()
-        dist.all_reduce(total)
-        return total
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
-def _forward(norm: nn.BatchNorm2d, value: Tensor) -> Tensor:
-    """Batch norm of `value`, (N, C, ...), with mean and variance over N and ... of all ranks."""
+def _forward(norm: nn.BatchNorm2d, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Batch norm of `value`, (N, C, ...), with mean and variance over N and ... of the group."""
     if not norm.training:
         return type(norm).forward(norm, value)
     given, value = value.dtype, value.float()  # bf16 cannot count, nor average many values
@@ -55,10 +63,10 @@ def _forward(norm: nn.BatchNorm2d, value: Tensor) -> Tensor:
     shape = [1, -1] + [1] * (value.dim() - 2)
     count = torch.full((1,), value.numel() / value.shape[1], dtype=value.dtype)
     sums = torch.cat([value.sum(dims), count])
-    total = _all_reduce(sums)
+    total = _all_reduce(sums, group)
     mean, elements = total[:-1] / total[-1], total[-1]
     centred = value - mean.view(shape)
-    variance = _all_reduce(centred.square().sum(dims)) / elements
+    variance = _all_reduce(centred.square().sum(dims), group) / elements
     if norm.track_running_stats and norm.running_mean is not None:
         _track(norm, mean.detach(), variance.detach(), elements.detach())
     result = centred * torch.rsqrt(variance + norm.eps).view(shape)
@@ -67,8 +75,8 @@ def _forward(norm: nn.BatchNorm2d, value: Tensor) -> Tensor:
     return result.to(given)
 
 
-def _all_reduce(value: Tensor) -> Tensor:
-    result: Tensor = _AllReduceSum.apply(value)  # type: ignore[no-untyped-call]
+def _all_reduce(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    result: Tensor = _AllReduceSum.apply(value, group)  # type: ignore[no-untyped-call]
     return result
 
 

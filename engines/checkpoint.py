@@ -12,12 +12,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from engines.boxes import Boxed
+from engines.layout import Layout
 from engines.world import World, is_lost_contact, sum_over_ranks
-from profiles.errors import FileError, ModelError
+from profiles.errors import FileError
 
 PathLike = str | os.PathLike[str]
-
-
-Names = Callable[[str], bool]
+State = dict[str, Any]
 
 
 def save(
@@ -41,11 +41,9 @@ def save(
     optimizer: torch.optim.Optimizer,
     *,
     world: World,
-    owned: Names | None = None,
+    layout: Layout,
 ) -> None:
     """Write the folder `path`; all ranks call it.
-
-    `owned`: the names that this rank writes, where others have what it has not; each is one rank's.
 
     The pieces go to a folder beside it, which replaces an older `path` only when it is complete:
     an interrupted save leaves the old one.
@@ -56,14 +54,12 @@ def save(
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
     model_state, optimizer_state = _states(model, optimizer)
-    if owned is not None:
-        model_state = {name: value for name, value in model_state.items() if owned(name)}
-        states = optimizer_state["state"]
-        optimizer_state = {
-            "state": {name: value for name, value in states.items() if owned(name)},
-            "param_groups": _whole_groups(optimizer_state["param_groups"], model),
-        }
-    state = {"model": model_state, "optimizer": optimizer_state}
+    states = optimizer_state["state"]
+    optimizer_state["state"] = {n: v for n, v in states.items() if layout.owns(n)}
+    if layout.has_stages:
+        optimizer_state["param_groups"] = _whole_groups(optimizer_state["param_groups"], model)
+    owned = {name: value for name, value in model_state.items() if layout.owns(name)}
+    state = _boxed(owned, optimizer_state, layout)
 
     def prepare() -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -81,11 +77,9 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    held: Names | None = None,
+    layout: Layout,
 ) -> None:
     """Read a folder written by `save`, under any plan, into the shards of this one.
-
-    `held`: the names that this rank has a place for; None if it has one for all.
 
     Raises:
         FileError: there is no complete checkpoint, or it belongs to another model.
@@ -103,9 +97,8 @@ def load(
         optimizer.state.clear()  # torch makes places for the states of all parameters or of none
     model_state, optimizer_state = _raw_states(model, optimizer)
     names = list(model_state)
-    if held is not None:
-        model_state = {name: value for name, value in model_state.items() if held(name)}
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    model_state = {name: value for name, value in model_state.items() if layout.holds(name)}
+    state = _boxed(model_state, optimizer_state, layout)
     try:
         with _files(f"cannot load `{target}` into this model"):
             saved = dcp.FileSystemReader(target).read_metadata().state_dict_metadata.keys()
@@ -118,7 +111,9 @@ def load(
         optimizer.state.clear()
         optimizer.state.update(before)
         raise
-    options = StateDictOptions(strict=held is None)
+    # Into the boxes the values were written in place; what is no tensor is in `state`.
+    state = _unboxed(state, model_state, optimizer_state)
+    options = StateDictOptions(strict=len(model_state) == len(names))
     if _is_of(optimizer, model):
         set_state_dict(
             model,
@@ -132,59 +127,40 @@ def load(
     _forget_states_not_saved(model, optimizer, saved)
 
 
-def whole_state(model: nn.Module) -> dict[str, Any]:
-    """Every parameter and buffer whole, under its original name, on every rank."""
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+def _boxed(model_state: State, optimizer_state: State, layout: Layout) -> dict[str, State]:
+    """Both states with tensors that know their places in the whole."""
+
+    def place(name: str, value: object) -> object:
+        return layout.boxes(name, value) if isinstance(value, Tensor) else value
+
+    states = {
+        name: {key: place(name, value) for key, value in found.items()}
+        for name, found in optimizer_state["state"].items()
+    }
+    return {
+        "model": {name: place(name, value) for name, value in model_state.items()},
+        "optimizer": {**optimizer_state, "state": states},
+    }
 
 
-def set_whole_state(
-    model: nn.Module,
-    state: dict[str, Any],
-    *,
-    strict: bool,
-    held: Names | None = None,
-) -> Any:
-    """Load whole tensors, the same on every rank, into whatever the model holds now.
-
-    `held`: whether this rank has a tensor of that name at all; None if it has all of them.
-
-    Returns missing and unexpected keys, as `nn.Module.load_state_dict`.
-
-    Raises:
-        ModelError: there are such keys and `strict` is set, or a shape differs; nothing is changed.
-    """
-    wanted = model.state_dict()
-    missing = [name for name in wanted if name not in state]
-    unexpected = [name for name in state if name not in wanted]
-    if strict and (missing or unexpected):
-        raise ModelError(
-            f"the state does not fit the model: {len(missing)} tensors missing,"
-            f" {len(unexpected)} unexpected",
-            where="\n".join(
-                [f"missing: {name}" for name in missing[:1]]
-                + [f"unexpected: {name}" for name in unexpected[:1]]
-            ),
-            hints=["load it with strict=False if that is meant"],
-        )
-    known = {name: value for name, value in state.items() if name in wanted}
-    for name, value in known.items():
-        if isinstance(value, torch.Tensor) and value.shape != wanted[name].shape:
-            raise ModelError(
-                f"`{name}` is {tuple(wanted[name].shape)} in the model,"
-                f" {tuple(value.shape)} in the state"
-            )
-    if held is not None:
-        known = {name: value for name, value in known.items() if held(name)}
-    if known:
-        set_model_state_dict(
-            model, known, options=StateDictOptions(full_state_dict=True, strict=False)
-        )
-    return _IncompatibleKeys(missing, unexpected)
-
-
-class _IncompatibleKeys(NamedTuple):
-    missing_keys: list[str]
-    unexpected_keys: list[str]
+def _unboxed(
+    state: dict[str, State], model_state: State, optimizer_state: State
+) -> dict[str, State]:
+    """`state` with the tensors that were put into boxes; the boxes are views of them."""
+    states = {
+        name: {
+            key: optimizer_state["state"][name][key] if isinstance(value, Boxed) else value
+            for key, value in found.items()
+        }
+        for name, found in state["optimizer"]["state"].items()
+    }
+    return {
+        "model": {
+            name: model_state[name] if isinstance(value, Boxed) else value
+            for name, value in state["model"].items()
+        },
+        "optimizer": {**state["optimizer"], "state": states},
+    }
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], Any]:

@@ -7,17 +7,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engines.world import World
 from profiles.errors import ModelError
 from profiles.model import ModelProfile
 from profiles.torch_compat import without_buffer_sync
 
 
-def replicate(model: nn.Module, *, profile: ModelProfile, world: World) -> DistributedDataParallel:
-    """Wrap `model` so that its backward averages gradients over all ranks.
+def replicate(
+    model: nn.Module,
+    *,
+    profile: ModelProfile,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> DistributedDataParallel:
+    """Wrap `model` so that its backward averages gradients over the ranks of `group`.
 
     Gradients live in the communication buckets (no second copy). The graph is searched for unused
     parameters only where the profile saw some: the search costs time in every step.
@@ -32,7 +38,8 @@ def replicate(model: nn.Module, *, profile: ModelProfile, world: World) -> Distr
         )
     runner = DistributedDataParallel(
         model,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
+        device_ids=[device] if device.type == "cuda" else None,
+        process_group=group,
         init_sync=False,  # hybrid.py sends rank 0's parameters to every kind of plan
         # Running statistics are sent once a step by ParallelModel, not once a forward by DDP.
         **without_buffer_sync(),  # type: ignore[arg-type]
@@ -120,8 +127,3 @@ def explained_reduction() -> Iterator[None]:
                 "or shard: `dp_shard` or `zero=1` allow both",
             ],
         ) from error
-
-
-def autocast(device: torch.device, *, enabled: bool) -> torch.autocast:
-    """The context that runs matmuls in bf16 on fp32 parameters."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)

@@ -8,11 +8,16 @@ The kinds differ in *when* whole tensors exist:
     zero2          first forward to last backward  one unit at a time, every microbatch
     full_shard     one unit at a time              one unit at a time, every microbatch
     hybrid_shard   as full_shard in a shard group; between groups one all-reduce of shards a step
+
+In a pipeline the backwards of a round's microbatches come between forwards of others. Gradients
+stay whole until the round is over and are reduce-scattered once, under zero1 after the step's last
+round only; zero1 and zero2 keep parameters whole from the first forward of the step to the end of
+its last round. Parameters of other ranks' stages are none of FSDP2's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,28 +35,39 @@ from engines.plan import DataParallel, Offload, Plan
 from profiles.errors import PlanError
 from profiles.model import ModelProfile
 from profiles.torch_compat import is_view, map_tensors
-from profiles.torch_compat_fsdp import forget_step_underway, reduce_unused_parameters
+from profiles.torch_compat_fsdp import (
+    forget_step_underway,
+    reduce_now,
+    reduce_unused_parameters,
+)
 
 
 def shard(
-    model: nn.Module, plan: Plan, *, profile: ModelProfile, mesh: DeviceMesh, mixed: bool
+    model: nn.Module,
+    plan: Plan,
+    *,
+    profile: ModelProfile,
+    mesh: DeviceMesh,
+    mixed: bool,
+    kept: Container[str] | None = None,
 ) -> FSDPModule:
     """Turn the parameters of `model` into shards over `mesh`, in place.
 
     Units are the profile's `shard_units`: each is gathered and released on its own. The remaining
     parameters (small ones, and ones that are used in several places) form the root group.
     `mixed` computes in bf16 on fp32 shards, reduces gradients in fp32 and returns fp32 outputs.
+    `kept`: first names of the parameters of this rank's stages, in a pipeline.
     """
-    keeps_parameters = plan.data_parallel in (DataParallel.ZERO1, DataParallel.ZERO2)
+    others = {p for name, p in model.named_parameters() if kept is not None and name not in kept}
     for unit in profile.shard_units():
-        if unit.name:
-            module = model.get_submodule(unit.name)
+        module = model.get_submodule(unit.name)
+        if unit.name and others.isdisjoint(module.parameters()):
             module.register_forward_hook(_own_storage)
             with _refused(unit.name):
                 fully_shard(
                     module,
                     mesh=mesh,
-                    reshard_after_forward=not keeps_parameters,
+                    reshard_after_forward=plan.data_parallel not in _KEEP_PARAMETERS,
                     mp_policy=_precision(mixed),
                     offload_policy=_offload(plan, mesh),
                 )
@@ -63,6 +79,7 @@ def shard(
             reshard_after_forward=False,
             mp_policy=_precision(mixed, output_dtype=torch.float32 if mixed else None),
             offload_policy=_offload(plan, mesh),
+            ignored_params=others,
         )
     assert isinstance(root, FSDPModule)
     reduce_unused_parameters(root)
@@ -76,13 +93,23 @@ def prepare_backward(root: FSDPModule, plan: Plan, *, last: bool) -> None:
     step. HSDP adds up the shards of all microbatches before the slow all-reduce between groups.
     """
     kind = plan.data_parallel
-    if kind is DataParallel.ZERO1:
-        root.set_requires_gradient_sync(last)
-    if kind in (DataParallel.ZERO1, DataParallel.ZERO2):
-        root.set_reshard_after_backward(last)
+    root.set_requires_gradient_sync(last or kind is not DataParallel.ZERO1)
+    root.set_reshard_after_backward(last or kind not in _KEEP_PARAMETERS)
     if kind is DataParallel.HYBRID_SHARD:
         root.set_requires_all_reduce(last)
     root.set_is_last_backward(last)
+
+
+@contextmanager
+def whole_gradients(root: FSDPModule, plan: Plan, *, last: bool) -> Iterator[None]:
+    """Around a round of a pipeline: gradients stay whole inside, and are reduced at its end."""
+    root.set_requires_gradient_sync(False)
+    root.set_reshard_after_backward(plan.data_parallel not in _KEEP_PARAMETERS)
+    root.set_is_last_backward(False)
+    yield
+    if last or plan.data_parallel is not DataParallel.ZERO1:
+        prepare_backward(root, plan, last=last)
+        reduce_now(root)
 
 
 def start_over(model: nn.Module, plan: Plan) -> None:
@@ -98,6 +125,9 @@ def release(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+_KEEP_PARAMETERS = (DataParallel.ZERO1, DataParallel.ZERO2)
 
 
 @contextmanager

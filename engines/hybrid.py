@@ -1,4 +1,18 @@
-"""The order in which a plan is applied: one readable function."""
+"""The order in which a plan is applied: one readable function.
+
+It makes every combination of stages (pp), split layers (tp) and replicas or shards, by the names
+that papers and manuals give them:
+
+    PP + TP + DP                 pp=2 tp=2 dp_replicate=2: "3D parallelism"; DDP of a model that
+                                 itself spans devices
+    DP + PP + TP + ZeRO-1        the same with zero=1: optimizer states sharded over the replicas
+    PP x TP x ZeRO-3 or HSDP     dp_shard, or dp_replicate and dp_shard
+
+From the outside in: stages first, so that nothing else is done to parameters that a rank will not
+keep. Then layers are split, then blocks recompute and are compiled as they will run, and what is
+left on the rank is replicated or sharded over the data axes. Recordings of a pipeline are made of
+the model as it was before all this.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +21,31 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from engines.batch_norm import synchronise_batch_norms
+from engines.compiled import compile_blocks, require_compilable
 from engines.ddp import replicate
 from engines.footprint import whole_because
 from engines.fsdp import shard
+from engines.layout import Layout
 from engines.legality import numerics, require_legal
-from engines.optimizer import (
-    OptimizerFactory,
-    build_optimizer,
-    names_of,
-    send_from_rank_zero,
-)
+from engines.mesh import Mesh
+from engines.microbatches import Count
+from engines.optimizer import OptimizerFactory, build_optimizer, names_of, send_from_first
 from engines.parallel import LossFn, ParallelModel
 from engines.plan import DataParallel, Plan
 from engines.recompute import recompute_blocks
-from engines.world import World, data_mesh, in_contact, join_world, require_same_plan
+from engines.tensor.proved import proved
+from engines.tensor.split import split_over
+from engines.tensor.variants import Styles
+from engines.world import World, in_contact, join_world, require_same_plan
 from profiles.batch import Batch
 from profiles.cluster import ClusterProfile
-from profiles.errors import ModelError
+from profiles.errors import ModelError, PlanError
 from profiles.model import ModelProfile, Numerics
 
 if TYPE_CHECKING:
@@ -45,8 +61,9 @@ def apply_plan(
     cluster: ClusterProfile,
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
-    count: Callable[[Batch], float | Tensor] | None = None,
+    count: Count | None = None,
     max_grad_norm: float | None = None,
+    sample: Batch | None = None,
     world: World | None = None,
     seed: int = 0,
 ) -> ParallelModel:
@@ -66,6 +83,7 @@ def apply_plan(
         count: what a microbatch's mean loss is a mean over, where that is not its rows:
             `lambda batch: (batch["labels"] != -100).sum()`.
         max_grad_norm: clip gradients in `train_step`.
+        sample: one local batch, as for `capture`; with tp > 1 the split is proved on it.
         seed: of the shuffling in `ParallelModel.shard`.
 
     Raises:
@@ -75,22 +93,36 @@ def apply_plan(
     """
     world = world or join_world()
     require_same_plan(plan, world)
-    whole = whole_because(optimizer) if plan.data_parallel.is_sharded else ""
+    cuts_up = plan.data_parallel.is_sharded or plan.tp > 1
+    whole = whole_because(optimizer) if cuts_up else ""
     require_legal(plan, profile, cluster, whole_because=whole)
     _require_plain(model)
-    mixed = numerics(plan, profile) is not Numerics.AS_BUILT
+    require_compilable(model, plan, profile=profile, device=world.device)
+    styles = _proved(model, plan, profile=profile, sample=sample, has_target=loss_fn is not None)
+    held = numerics(plan, profile)
+    mixed = held is not Numerics.AS_BUILT
     names_before = names_of(model)
     model.zero_grad(set_to_none=True)  # gradients of an earlier life would be added to ours
 
+    mesh = Mesh(plan, world)
+    layout = Layout(model, mesh, device=world.device)
     if world.size > 1:
-        send_from_rank_zero(chain(model.parameters(), model.buffers()), world.device)
-    if plan.sync_batch_norm and world.size > 1:
-        model = synchronise_batch_norms(model, world.device)
+        send_from_first(chain(model.parameters(), model.buffers()), world.device)
+    stages = _stages(
+        model, plan, profile=profile, numerics=held, mesh=mesh, world=world, loss_fn=loss_fn
+    )
+    kept = stages.kept if stages is not None else None
+    split = split_over(model, *styles, group=mesh.tp.group) if styles is not None else None
+    layout.lay_out(stages=stages, split=split)
+    if plan.sync_batch_norm and mesh.data.size > 1:
+        model = synchronise_batch_norms(model, world.device, group=mesh.data.group)
     recompute_blocks(model, plan.recompute, profile=profile)
-    pipeline = _pipeline(model, plan, profile=profile, world=world, loss_fn=loss_fn)
-    runner = _data_parallel(model, plan, profile=profile, world=world, mixed=mixed)
-    kept = pipeline.kept if pipeline is not None else None
-    built = build_optimizer(optimizer, model=model, names_before=names_before, kept=kept)
+    if plan.compile:
+        compile_blocks(model, profile=profile, kept=kept)
+    runner = _over_data_axes(
+        model, plan, profile=profile, mesh=mesh, world=world, mixed=mixed, kept=kept
+    )
+    built = build_optimizer(optimizer, model=model, names_before=names_before, layout=layout)
 
     return ParallelModel(
         model,
@@ -98,18 +130,54 @@ def apply_plan(
         plan=plan,
         profile=profile,
         world=world,
+        mesh=mesh,
+        layout=layout,
         optimizer=built,
         loss_fn=loss_fn,
         count=count,
         max_grad_norm=max_grad_norm,
         runs_autocast=mixed and not plan.data_parallel.is_sharded,
         seed=seed,
-        pipeline=pipeline,
+        pipeline=stages,
+        split=split,
     )
 
 
-def _pipeline(
-    model: nn.Module, plan: Plan, *, profile: ModelProfile, world: World, loss_fn: LossFn | None
+def _proved(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    profile: ModelProfile,
+    sample: Batch | None,
+    has_target: bool,
+) -> tuple[Styles, frozenset[str]] | None:
+    """How every layer is split, after it was shown on copies that nothing else is computed."""
+    if plan.tp == 1:
+        return None
+    if sample is None:
+        raise PlanError(
+            f"tp={plan.tp}: a split is proved on a sample before it is used, and none was given",
+            hints=["give `apply_plan(..., sample=batch)`"],
+        )
+    return proved(
+        model,
+        sample,
+        plan.tensor_styles,
+        size=plan.tp,
+        profile=profile,
+        has_target=has_target,
+    )
+
+
+def _stages(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    profile: ModelProfile,
+    numerics: Numerics,
+    mesh: Mesh,
+    world: World,
+    loss_fn: LossFn | None,
 ) -> Pipeline | None:
     """This rank's stages. Those of the others are freed here, before anything is moved."""
     if plan.pp == 1:
@@ -119,26 +187,37 @@ def _pipeline(
     return Pipeline(
         model,
         plan,
-        flow=profile.flow,
+        profile=profile,
+        numerics=numerics,
+        mesh=mesh,
         device=world.device,
-        timeout_s=world.timeout_s,
         loss_fn=loss_fn,
     )
 
 
-def _data_parallel(
-    model: nn.Module, plan: Plan, *, profile: ModelProfile, world: World, mixed: bool
+def _over_data_axes(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    profile: ModelProfile,
+    mesh: Mesh,
+    world: World,
+    mixed: bool,
+    kept: frozenset[str] | None,
 ) -> Callable[..., object]:
     """Replicate or shard; what to call for a forward."""
-    mesh = data_mesh(plan, world)
-    if mesh is not None and plan.data_parallel.is_sharded:
+    if mesh.shards is not None:
         # FSDP2 moves unit by unit, so the whole model never sits on the device.
-        shard(model, plan, profile=profile, mesh=mesh, mixed=mixed)
+        shard(model, plan, profile=profile, mesh=mesh.shards, mixed=mixed, kept=kept)
         return model
     model.to(world.device)
-    if plan.data_parallel is DataParallel.REPLICATE:
-        return replicate(model, profile=profile, world=world)
-    return model
+    if plan.data_parallel is not DataParallel.REPLICATE or mesh.data.size == 1 or kept is not None:
+        return model  # the replicas of a pipeline average their gradients when a step is over
+    if plan.tp > 1 and profile.unused:
+        return (
+            model  # so do these: to find what is unused DDP takes outputs apart, split logits too
+        )
+    return replicate(model, profile=profile, device=world.device, group=mesh.data.group)
 
 
 def _require_plain(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from engines.pipeline.legality import pipeline
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute
 from engines.problem import Problem as Problem
+from engines.tensor.legality import tensor
 from profiles.cluster import ClusterProfile
 from profiles.errors import PlanError
 from profiles.model import ModelProfile, Numerics
@@ -60,7 +61,7 @@ def world_size(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iter
 
 def built(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
     """The engines that exist."""
-    names = {"tp": "tensor", "cp": "context", "ep": "expert"}
+    names = {"cp": "context", "ep": "expert"}
     for axis, name in names.items():
         if getattr(plan, axis) > 1:
             yield Problem(
@@ -167,16 +168,20 @@ def sharding(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterat
 def hybrid_inside_node(
     plan: Plan, model: ModelProfile, cluster: ClusterProfile
 ) -> Iterator[Problem]:
-    """HSDP's shard groups lie inside nodes, or fill whole nodes: never across a border."""
+    """HSDP's shard groups lie inside nodes, or fill whole nodes: never across a border.
+
+    The tp axis lies within the shard axis, so a group reaches over `dp_shard * tp` ranks.
+    """
     if plan.data_parallel is not DataParallel.HYBRID_SHARD or plan.world_size != cluster.world_size:
         return
-    per_node, shard = cluster.devices_per_node, plan.dp_shard
-    if per_node % shard and shard % per_node:
+    per_node, reach = cluster.devices_per_node, plan.dp_shard * plan.cp * plan.tp
+    if per_node % reach and reach % per_node:
+        inner = "".join(f" x {a}={getattr(plan, a)}" for a in ("cp", "tp") if getattr(plan, a) > 1)
         yield Problem(
             rule="hybrid-across-border",
-            what=f"dp_shard={shard} straddles nodes of {per_node} devices: {per_node} % {shard} ="
-            f" {per_node % shard}",
-            hint=f"dp_shard may be a divisor or a multiple of {per_node}",
+            what=f"dp_shard={plan.dp_shard}{inner} straddles nodes of {per_node} devices:"
+            f" {per_node} % {reach} = {per_node % reach}",
+            hint=f"dp_shard{inner} may be a divisor or a multiple of {per_node}",
         )
 
 
@@ -200,14 +205,39 @@ def recompute(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Itera
         )
 
 
+def compiled(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
+    """torch.compile goes block by block, so there must be blocks."""
+    if plan.compile and not any(model.blocks()):
+        yield Problem(
+            rule="compile-without-blocks",
+            what=f"compile=true works on repeated blocks, {model.name} has none",
+            hint="set compile=false",
+        )
+
+
+def replicas_of_stages(
+    plan: Plan, model: ModelProfile, cluster: ClusterProfile
+) -> Iterator[Problem]:
+    """The replicas of a stage average their gradients in flat messages, so they are dense."""
+    is_replicated = plan.data_parallel is DataParallel.REPLICATE and plan.dp_replicate > 1
+    if plan.pp > 1 and is_replicated and model.sparse_gradients:
+        yield Problem(
+            rule="sparse-gradients",
+            what=f"`{model.sparse_gradients[0]}` has sparse gradients, which the replicas of a"
+            " pipeline cannot average",
+            hint="build the embedding with sparse=False, or set pp=1",
+        )
+
+
 def whole_matrices(plan: Plan, whole_because: str) -> Iterator[Problem]:
-    """An optimizer steps the shards of a parameter as it would step the whole."""
-    if whole_because and plan.data_parallel.is_sharded:
+    """An optimizer steps the parts of a parameter as it would step the whole."""
+    if whole_because and (plan.data_parallel.is_sharded or plan.tp > 1):
+        split = f", tp is {plan.tp}" if plan.tp > 1 else ""
         yield Problem(
             rule="optimizer-whole",
-            what=f"{whole_because}; data_parallel is {plan.data_parallel}",
-            hint="replicate (dp_replicate without zero), or take an optimizer that goes element by"
-            " element, as AdamW",
+            what=f"{whole_because}; data_parallel is {plan.data_parallel}{split}",
+            hint="replicate (dp_replicate without zero or tp), or take an optimizer that goes"
+            " element by element, as AdamW",
         )
 
 
@@ -216,11 +246,14 @@ RULES: tuple[Rule, ...] = (
     built,
     stages,
     pipeline,
+    tensor,
     precision,
     sharding,
     hybrid_inside_node,
     offload,
     recompute,
+    compiled,
+    replicas_of_stages,
 )
 
 

@@ -14,25 +14,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointError
 
 from engines import checkpoint
-from engines.data import ShardedLoader, shares
-from engines.ddp import autocast, explained_reduction, require_all_reduced
-from engines.fsdp import prepare_backward, release, start_over
-from engines.optimizer import clip_gradients, full_gradients, local_part, send_from_rank_zero
-from engines.plan import Plan
-from engines.world import World, in_contact, sum_over_ranks
-from profiles.batch import (
-    Batch,
-    batch_size,
-    batch_tensors,
-    call_model,
-    describe,
-    loss_of,
-    map_batch,
-    split_rows,
-)
-from profiles.errors import BatchError, ModelError, PlanError
+from engines.data import ShardedLoader
+from engines.ddp import explained_reduction, require_all_reduced
+from engines.draws import SameDraws
+from engines.fsdp import prepare_backward, release, start_over, whole_gradients
+from engines.gradients import clip_gradients, full_gradients
+from engines.layout import Layout, Split
+from engines.mesh import Mesh
+from engines.microbatches import Count, Cutter
+from engines.optimizer import send_from_first
+from engines.plan import DataParallel, Plan
+from engines.precision import as_fp32, autocast
+from engines.replicas import local_part, sum_gradients
+from engines.state import set_whole_state, whole_state
+from engines.tensor.logits import whole_tensors
+from engines.world import World, in_contact
+from profiles.batch import Batch, call_model, loss_of
+from profiles.errors import ModelError, PlanError
 from profiles.model import ModelProfile
-from profiles.torch_compat import map_tensors
 
 if TYPE_CHECKING:
     from engines.pipeline.pipeline import Pipeline
@@ -68,30 +67,45 @@ class ParallelModel(nn.Module):
         plan: Plan,
         profile: ModelProfile,
         world: World,
+        mesh: Mesh,
+        layout: Layout,
         optimizer: torch.optim.Optimizer,
         loss_fn: LossFn | None,
-        count: Callable[[Batch], float | Tensor] | None,
+        count: Count | None,
         max_grad_norm: float | None,
         runs_autocast: bool,
         seed: int,
         pipeline: Pipeline | None = None,
+        split: Split | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.plan = plan
         self.decision = None
         self.optimizer = optimizer
-        self.data_rank = world.rank % plan.data_degree
-        self.data_world_size = plan.data_degree
+        self.data_rank = mesh.data.position
+        self.data_world_size = mesh.data.size
         self._profile = profile
         self._world = world
+        self._mesh = mesh
+        self._layout = layout
         self._loss_fn = loss_fn
-        self._counter = count
         self._max_grad_norm = max_grad_norm
         self._runs_autocast = runs_autocast
         self._seed = seed
-        self._spare: Batch | None = None
         self._pipeline = pipeline
+        self._split = split
+        self._draws = SameDraws(mesh.tp, world.device)
+        is_wrapped = isinstance(runner, DistributedDataParallel)
+        is_replicated = plan.data_parallel is DataParallel.REPLICATE and mesh.data.size > 1
+        self._averages = is_replicated and not is_wrapped
+        require = pipeline.require_equal_pieces if pipeline is not None else None
+        self._cutter = Cutter(
+            module, plan, profile=profile, world=world, count=count, require=require
+        )
+        self._is_due = False
+        if self._averages or (split is not None and split.partial):
+            optimizer.register_step_pre_hook(self._settle_due)
         # Kept out of the module tree: a wrapper must not show in names or state dicts.
         object.__setattr__(self, "_runner", runner)
 
@@ -108,15 +122,25 @@ class ParallelModel(nn.Module):
                 where=f"plan: {self.plan}",
                 hints=["use `train_step(batch)` and `eval_step(batch)`, on all ranks"],
             )
+        self._is_due = torch.is_grad_enabled()
+        output = self._called(*args, **kwargs)
+        return output if self._split is None else whole_tensors(output)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward` for a loss that is computed here: split logits may stay split."""
         try:
-            with explained_reduction(), autocast(self._world.device, enabled=self._runs_autocast):
+            with (
+                explained_reduction(),
+                self._draws.agreed(),
+                autocast(self._world.device, enabled=self._runs_autocast),
+            ):
                 output = self._runner(*args, **kwargs)
         except BaseException:
             start_over(self.module, self.plan)
             raise
         if not torch.is_grad_enabled():
             release(self.module)  # no backward will follow to do it
-        return map_tensors(_as_fp32, output) if self._runs_autocast else output
+        return as_fp32(output) if self._runs_autocast else output
 
     def train_step(self, batch: Batch) -> Tensor:
         """One optimizer step on this rank's part of the global batch.
@@ -143,20 +167,13 @@ class ParallelModel(nn.Module):
 
         Where it raises it leaves no gradients, and the next call starts clean.
         """
-        pieces, weights = self._cut(batch)
-        self._follow_rank_zero()
-        total = torch.zeros((), device=self._world.device)
+        pieces, weights = self._cutter.cut(batch)
+        self._follow_first_replica()
         try:
-            if self._pipeline is not None:
-                with _explained_recompute(self.plan):
-                    total += self._pipeline.forward_backward(pieces, weights.unbind())
-                pieces = []
-            for index, piece in enumerate(pieces):
-                with self._backward_mode(last=index == len(pieces) - 1):
-                    loss = _weighted(self._loss(piece), weights[index])
-                    with _explained_recompute(self.plan):
-                        loss.backward()
-                total += loss.detach()
+            with self._draws.agreed():
+                total = self._run(pieces, weights)
+            self._settle()
+            self._is_due = False
         except BaseException:
             start_over(self.module, self.plan)
             self.module.zero_grad(set_to_none=True)
@@ -171,13 +188,16 @@ class ParallelModel(nn.Module):
 
         Call `eval()` before and `train()` after where the model distinguishes them.
         """
-        pieces, weights = self._cut(batch)
-        self._follow_rank_zero()
+        pieces, weights = self._cutter.cut(batch)
+        self._follow_first_replica()
         total = torch.zeros((), device=self._world.device)
-        if self._pipeline is not None:
-            return self._average(self._pipeline.evaluate(pieces, weights.unbind()))
-        for piece, weight in zip(pieces, weights, strict=True):
-            total += _weighted(self._loss(piece), weight)
+        with self._draws.agreed():
+            if self._pipeline is not None:
+                total += self._pipeline.evaluate(pieces, weights.unbind())
+                start_over(self.module, self.plan)  # forwards of stages end early
+                pieces = []
+            for piece, weight in zip(pieces, weights, strict=False):
+                total += _weighted(self._loss(piece), weight)
         return self._average(total)
 
     def shard(self, loader: Iterable[Batch]) -> ShardedLoader:
@@ -192,16 +212,14 @@ class ParallelModel(nn.Module):
 
         Returns the norm before clipping, over all shards, the same on every rank.
         """
-        if self._pipeline is not None:
-            return self._pipeline.clip(max_norm)
-        return clip_gradients(self.module.parameters(), max_norm)
+        self._settle_due()
+        return clip_gradients(self.module, self._layout, self._mesh, max_norm)
 
     @in_contact("putting gradients together")
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients by original name, on every rank; all ranks must call it."""
-        if self._pipeline is not None:
-            return self._pipeline.full_gradients()
-        return full_gradients(self.module)
+        self._settle_due()
+        return full_gradients(self.module, self._layout)
 
     @in_contact("saving")
     def save(self, path: checkpoint.PathLike) -> None:
@@ -210,16 +228,14 @@ class ParallelModel(nn.Module):
         Any plan with any world size can load it. An interrupted save leaves the old folder.
         """
         release(self.module)
-        self._follow_rank_zero(every_buffer=True)
-        owned = self._pipeline.owns if self._pipeline is not None else None
-        checkpoint.save(path, self.module, self.optimizer, world=self._world, owned=owned)
+        self._follow_first_replica(every_buffer=True)
+        checkpoint.save(path, self.module, self.optimizer, world=self._world, layout=self._layout)
 
     @in_contact("loading")
     def load(self, path: checkpoint.PathLike) -> None:
         """Read what `save` wrote under any plan; all ranks call it."""
         release(self.module)
-        held = self._pipeline.holds if self._pipeline is not None else None
-        checkpoint.load(path, self.module, self.optimizer, held=held)
+        checkpoint.load(path, self.module, self.optimizer, layout=self._layout)
 
     @in_contact("putting the state together")
     def state_dict(  # type: ignore[override]
@@ -235,11 +251,9 @@ class ParallelModel(nn.Module):
         that were put together here.
         """
         release(self.module)
-        self._follow_rank_zero(every_buffer=True)
+        self._follow_first_replica(every_buffer=True)
         found = destination if destination is not None else {}
-        pipeline = self._pipeline
-        state = pipeline.whole_state() if pipeline else checkpoint.whole_state(self.module)
-        for name, value in state.items():
+        for name, value in whole_state(self.module, self._layout).items():
             found[prefix + name] = value
         return found
 
@@ -247,18 +261,15 @@ class ParallelModel(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors, the same on every rank, as the unwrapped model would."""
         release(self.module)
-        held = self._pipeline.holds if self._pipeline is not None else None
-        return checkpoint.set_whole_state(self.module, dict(state_dict), strict=strict, held=held)
+        return set_whole_state(self.module, dict(state_dict), self._layout, strict=strict)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Original names; what this rank holds."""
         found = self.module.named_parameters(prefix, recurse, remove_duplicate)
-        if self._pipeline is None:
-            return found
         start = len(prefix) + 1 if prefix else 0
-        return ((name, p) for name, p in found if self._pipeline.holds(name[start:]))
+        return ((name, p) for name, p in found if self._layout.holds(name[start:]))
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -270,95 +281,62 @@ class ParallelModel(nn.Module):
         return f"plan: {self.plan}"
 
     def _loss(self, piece: Batch) -> Tensor:
-        output = call_model(self, piece, has_target=self._loss_fn is not None)
+        output = call_model(self._called, piece, has_target=self._loss_fn is not None)
         return loss_of(output, piece, self._loss_fn)
 
-    def _cut(self, batch: Batch) -> tuple[list[Batch], Tensor]:
-        """The plan's microbatches, and the weight of each mean loss.
-
-        Gradients and losses are averaged over replicas, so a microbatch of n samples in a global
-        batch of N over W replicas weighs n * W / N. Every rank runs the same number of microbatches
-        whatever it got, because collectives must match: one without rows takes a spare row with
-        weight 0.
-        """
-        try:
-            rows, sizes, pieces = self._pieces(batch)
-            counts = [self._count(piece, size) for piece, size in zip(pieces, sizes, strict=True)]
+    def _run(self, pieces: list[Batch], weights: Tensor) -> Tensor:
+        """Forwards and backwards of a step; its loss on this rank."""
+        total = torch.zeros((), device=self._world.device)
+        with _explained_recompute(self.plan):
             if self._pipeline is not None:
-                self._pipeline.require_equal_pieces(pieces)
-        except BatchError:
-            sum_over_ranks([0.0, 1.0], self._world)  # tell the others before they wait for us
-            raise
-        total, failed = sum_over_ranks([sum(counts), 0.0], self._world)
-        if failed:
-            raise BatchError(
-                f"{failed:.0f} of {self._world.size} ranks could not use their part of the batch",
-                where=f"rank {self._world.rank}, which has {rows} rows and could",
-                hints=["the output of the other ranks says why"],
-            )
-        total *= self.data_world_size / self._world.size  # the ranks of a replica have the same
-        # Nothing to count anywhere (every label is padding, say) is a step without a gradient.
-        scale = self.data_world_size / max(total, 1.0)
-        weights = torch.tensor([count * scale for count in counts], dtype=torch.float64)
-        return pieces, weights.to(self._world.device, dtype=torch.float32)
+                return total + self._pipeline.forward_backward(
+                    pieces, weights.unbind(), around_round=self._backward_mode
+                )
+            for index, piece in enumerate(pieces):
+                with self._backward_mode(index == len(pieces) - 1):
+                    loss = _weighted(self._loss(piece), weights[index])
+                    loss.backward()
+                total += loss.detach()
+        return total
 
-    def _pieces(self, batch: Batch) -> tuple[int, list[int], list[Batch]]:
-        """Rows on this rank, rows of each microbatch, and the microbatches."""
-        rows = batch_size(batch)
-        sizes = shares(rows, self.plan.forwards)
-        limit = self.plan.microbatch_size
-        if limit is not None and sizes[0] > limit:
-            raise BatchError(
-                f"{rows} rows on this rank make microbatches of {sizes[0]}, the plan holds {limit}",
-                where=f"rank {self._world.rank}, plan: {self.plan}",
-                hints=[
-                    f"give global batches of at most {self.plan.global_batch_size} rows,"
-                    f" {limit * self.plan.forwards} per rank",
-                    "or make a plan for the larger batch",
-                ],
-            )
-        batch = self._move(batch)
-        if rows and self._spare is None:  # copied: a view would keep its whole batch alive
-            self._spare = map_batch(torch.clone, split_rows(batch, [1, rows - 1])[0])
-        parts = split_rows(batch, sizes)
-        pieces = [
-            part if size else self._borrowed(rows) for part, size in zip(parts, sizes, strict=True)
-        ]
-        return rows, sizes, pieces
+    def _settle(self) -> None:
+        """What the backwards of this rank alone cannot know. All of it is linear, so that each may
+        work on what the one before left: means over replicas, sums over the tp axis, ties."""
+        pipeline, split = self._pipeline, self._split
+        if self._averages:
+            kept = [p for name, p in self.module.named_parameters() if self._layout.holds(name)]
+            sum_gradients(kept, self._mesh.data.group, divisor=self.data_world_size)
+        if split is not None:
+            held = filter(self._layout.holds, sorted(split.partial))
+            sum_gradients(map(self.module.get_parameter, held), self._mesh.tp.group)
+        if pipeline is not None:
+            pipeline.sum_ties()
 
-    def _count(self, piece: Batch, rows: int) -> float:
-        """What a microbatch's mean loss is a mean over; 0 for a borrowed row."""
-        return float(self._counter(piece)) if rows and self._counter else float(rows)
+    def _settle_due(self, *_: object) -> None:
+        """After a backward of a classic loop, before its gradients are used."""
+        if self._is_due:
+            self._is_due = False
+            self._settle()
 
-    def _borrowed(self, rows: int) -> Batch:
-        """One row for a microbatch that has none."""
-        what = f"{rows} rows on rank {self._world.rank} for {self.plan.forwards} microbatches"
-        hint = "drop the short batch: DataLoader(..., drop_last=True)"
-        if self._spare is None:
-            raise BatchError(f"{what}, and no earlier batch to borrow a row from", hints=[hint])
-        if self._profile.batch_norms and self.module.training:
-            raise BatchError(
-                f"{what}: a microbatch without rows would disturb the statistics of"
-                f" `{self._profile.batch_norms[0]}`",
-                hints=[hint],
-            )
-        return self._spare
-
-    def _backward_mode(self, *, last: bool) -> AbstractContextManager[None]:
+    def _backward_mode(self, last: bool) -> AbstractContextManager[None]:
+        """Around a backward, or a round of a pipeline: what is exchanged at its end."""
         if isinstance(self.module, FSDPModule):
+            if self._pipeline is not None:
+                return whole_gradients(self.module, self.plan, last=last)
             prepare_backward(self.module, self.plan, last=last)
         elif isinstance(self._runner, DistributedDataParallel) and not last:
             return self._runner.no_sync()
         return nullcontext()
 
-    def _follow_rank_zero(self, *, every_buffer: bool = False) -> None:
-        """Running statistics of batch norms follow rank 0, as they do under plain DDP.
+    def _follow_first_replica(self, *, every_buffer: bool = False) -> None:
+        """Running statistics of batch norms follow the first replica's, as they do under plain DDP.
 
-        Other buffers do so where they are written out: a checkpoint holds rank 0's.
+        Other buffers do so where they are written out: a checkpoint holds the first replica's.
         """
         has_statistics = bool(self._profile.batch_norms) and not self.plan.sync_batch_norm
         if self.data_world_size > 1 and (every_buffer or has_statistics):
-            send_from_rank_zero(self.module.buffers(), self._world.device)
+            group = self._mesh.data.group
+            send_from_first(self.module.buffers(), self._world.device, group=group)
 
     def _check_unused(self) -> None:
         if isinstance(self._runner, DistributedDataParallel):
@@ -371,22 +349,12 @@ class ParallelModel(nn.Module):
                     parameter.grad = None
 
     def _average(self, value: Tensor) -> Tensor:
-        """Over replicas; the ranks of a pipeline that have no loss hold zero."""
+        """Over replicas; the ranks of a pipeline that have no loss hold zero, and those of the tp
+        axis all have the same."""
         if self._world.size > 1:
             dist.all_reduce(value)
-            value /= self.data_world_size
+            value /= self.data_world_size * self._mesh.tp.size
         return value
-
-    def _move(self, batch: Batch) -> Batch:
-        """The batch on this rank's device, from whatever device it is on."""
-        if any(tensor.is_meta for tensor in batch_tensors(batch)):
-            raise BatchError(
-                "a tensor of the batch is on the meta device: it has a shape and no values",
-                where=describe(batch),
-                hints=["a meta sample is enough to plan; train on real batches"],
-            )
-        device = self._world.device
-        return map_batch(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
     if TYPE_CHECKING:
         _runner: Callable[..., Any]
@@ -410,7 +378,3 @@ def _explained_recompute(plan: Plan) -> Iterator[None]:
 def _weighted(loss: Tensor, weight: Tensor) -> Tensor:
     """The loss's share of the global mean; without weight nothing counts, NaN neither."""
     return torch.where(weight > 0, loss.reshape(()) * weight, torch.zeros_like(weight))
-
-
-def _as_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

@@ -42,6 +42,7 @@ def recompute_blocks(model: nn.Module, kind: Recompute, *, profile: ModelProfile
 def _recomputed(block: nn.Module, kind: Recompute) -> Callable[..., object]:
     """A forward method for `block` that calls its own one under `checkpoint`."""
     own = block.__dict__.get("forward", MethodType(type(block).forward, block))
+    how = _how(kind, block)
     # A method of the block runs on whoever is asked, a copy of the block say.
     method = own.__func__ if isinstance(own, MethodType) and own.__self__ is block else None
 
@@ -49,10 +50,27 @@ def _recomputed(block: nn.Module, kind: Recompute) -> Callable[..., object]:
         forward = own if method is None else MethodType(method, self)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        contexts = functools.partial(_contexts, kind, self)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **how(self), **kwargs)
 
     return run
+
+
+def holds_state(block: nn.Module) -> bool:
+    """Whether a forward of `block` might change what a second run of it sees."""
+    return bool(_batch_norms(block) or _other_buffers(block))
+
+
+def _how(kind: Recompute, block: nn.Module) -> Callable[[nn.Module], dict[str, Any]]:
+    """The arguments of `checkpoint` for a block like `block`.
+
+    Without state they are such as torch.compile can follow: no contexts, or those that torch made.
+    """
+    if holds_state(block):
+        return lambda block: {"context_fn": functools.partial(_contexts, kind, block)}
+    if kind is Recompute.FULL:
+        return lambda block: {}
+    selective = functools.partial(create_selective_checkpoint_contexts, list(kept_operators()))
+    return lambda block: {"context_fn": selective}
 
 
 def _contexts(kind: Recompute, block: nn.Module) -> Contexts:

@@ -1,4 +1,4 @@
-"""The ranks of this job: joining, the device of a rank, the mesh, and agreeing on one plan.
+"""The ranks of this job: joining, the device of a rank, and agreeing on one plan.
 
 Every wait here is bounded, and a wait that runs out names the rank that was missing.
 """
@@ -13,11 +13,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from engines.plan import DataParallel, Plan
+from engines.plan import Plan
 from profiles.errors import InputError, PlanMismatchError, RankError
-from profiles.torch_compat import bound_waits, default_store
+from profiles.torch_compat import default_store
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -177,34 +176,6 @@ def sum_over_ranks(values: list[float], world: World) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device="cpu" if on_cpu else world.device)
     dist.all_reduce(tensor)
     return [float(value) for value in tensor.tolist()]
-
-
-def data_mesh(plan: Plan, world: World) -> DeviceMesh | None:
-    """The mesh of the data axes; None for a single rank that shards nothing.
-
-    ZeRO-1 and ZeRO-2 shard over the replicas, so their one axis is `dp_replicate`. HSDP has two
-    axes, the shard axis innermost: neighbours in rank order share the fastest links.
-    """
-    kind = plan.data_parallel
-    if kind is DataParallel.NONE:
-        return None
-    if not dist.is_initialized():
-        # One process without a launcher may still shard, to offload: a group of one.
-        backend = "gloo" if world.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if kind is DataParallel.HYBRID_SHARD:
-        axes = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard}
-    elif kind is DataParallel.FULL_SHARD:
-        axes = {"dp_shard": plan.dp_shard}
-    else:
-        axes = {"dp_replicate": plan.dp_replicate}
-    mesh = init_device_mesh(
-        world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes.keys())
-    )
-    for group in mesh.get_all_groups():
-        if group is not dist.group.WORLD:  # torch gives new groups its own 30 minutes
-            bound_waits(group, timedelta(seconds=world.timeout_s))
-    return mesh
 
 
 def _ranks(ranks: list[int]) -> str:

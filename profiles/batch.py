@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from profiles.errors import BatchError, ModelError
 
@@ -18,7 +18,7 @@ Batch: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 LossFn: TypeAlias = Callable[..., Tensor]
 
 
-def call_model(model: nn.Module, batch: Batch, *, has_target: bool) -> object:
+def call_model(model: Callable[..., object], batch: Batch, *, has_target: bool) -> object:
     """The model's output: `model(x)`, `model(*inputs)` or `model(**batch)`.
 
     `has_target` says that the last element of a tuple is for the loss alone.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -62,7 +62,7 @@ def stand_ins(modules: Sequence[nn.Module], *, cast: torch.dtype | None = None) 
             copies: dict[int, object] = {}
             for module, attributes in kept:
                 _set_attributes(
-                    module, {name: _copy(v, fakes, copies) for name, v in attributes.items()}
+                    module, {name: copied(v, fakes.of, copies) for name, v in attributes.items()}
                 )
             yield fakes
         finally:
@@ -74,24 +74,29 @@ def _set_attributes(module: nn.Module, attributes: Mapping[str, object]) -> None
     object.__setattr__(module, "__dict__", attributes)
 
 
-def _copy(value: object, fakes: Fakes, copies: dict[int, object]) -> object:
-    """`value` with tensors replaced; containers are copied once, so that aliases stay aliases."""
+def copied(value: object, of: Callable[[Tensor], Tensor], copies: dict[int, object]) -> object:
+    """`value` with tensors replaced; containers are copied once, so that aliases stay aliases.
+
+    Args:
+        of: what a tensor is replaced by.
+        copies: what was copied before, by id.
+    """
     if isinstance(value, Tensor):
-        return fakes.of(value) if value.layout is torch.strided else value
+        return of(value) if value.layout is torch.strided else value
     if id(value) in copies:
         return copies[id(value)]
     if type(value) in (dict, OrderedDict):
         assert isinstance(value, dict)
         copies[id(value)] = mapping = type(value)()
-        mapping.update((key, _copy(item, fakes, copies)) for key, item in value.items())
+        mapping.update((key, copied(item, of, copies)) for key, item in value.items())
         return mapping
     if type(value) is list:
         sequence: list[object] = []
         copies[id(value)] = sequence
-        sequence.extend(_copy(item, fakes, copies) for item in value)
+        sequence.extend(copied(item, of, copies) for item in value)
         return sequence
     if type(value) is tuple:
-        return tuple(_copy(item, fakes, copies) for item in value)
+        return tuple(copied(item, of, copies) for item in value)
     if type(value) is set:
         return set(value)
     return value

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -86,6 +87,17 @@ def is_view(value: object) -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written in place."""
     return tensor._version
+
+
+CALL = "_compiled_call_impl"
+"""The attribute of a module that is run in place of its call, hooks and all, where it is set: what
+`nn.Module.compile` sets."""
+
+
+def whole_call(module: nn.Module) -> Callable[..., object]:
+    """What a call of `module` runs now: its hooks and its forward, or their compiled form."""
+    compiled: Callable[..., object] | None = getattr(module, CALL)
+    return module._call_impl if compiled is None else compiled
 
 
 def is_batch_norm(module: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
@@ -213,6 +225,16 @@ def saving_hook() -> object | None:
     """What packs the tensors that autograd saves now; None if they are kept as they are."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks[0] if hooks else None
+
+
+def rows_of_shard(shard: DTensor) -> int:
+    """The first row of the whole tensor that this rank has; DTensor shards by rows."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(
+        shard.shape, shard.device_mesh, shard.placements
+    )
+    return int(offsets[0])
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -22,6 +22,14 @@ def reduce_unused_parameters(root: FSDPModule) -> None:
         group.post_backward = functools.partial(_with_zeros, group, group.post_backward)
 
 
+def reduce_now(root: FSDPModule) -> None:
+    """Reduce the gradients that backwards without synchronisation left whole, and end the step as
+    a backward does. (What `PipelineStage.perform_reduce_grad` does for a stage that is one.)"""
+    for _, group in _groups(root):
+        group.post_backward()
+    cast(Any, root)._get_fsdp_state()._root_post_backward_final_callback()
+
+
 def forget_step_underway(root: FSDPModule) -> None:
     """Drop what FSDP2 keeps of a step that broke off: its place in the forward or backward, and
     gradients on their way, which torch's own reset leaves."""

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.mesh import Axis
 from engines.pipeline.recording import Recording
 from engines.pipeline.stage import Stage, buffers
 
@@ -19,22 +20,26 @@ def forward_only(
     *,
     microbatches: int,
     rank_of_stage: Callable[[int], int],
+    axis: Axis,
     device: torch.device,
 ) -> Tensor:
     """The sum of the losses of the round, 0-d; zero where the last stage is not.
 
     Ranks wait only for what they receive, so different microbatches are on their way at once.
+
+    Args:
+        rank_of_stage: the position on `axis`, the pp axis, of the rank that drives a stage.
     """
     total = torch.zeros((), device=device)
     for number in torch.arange(microbatches).split(1):
         here: tuple[Tensor, ...] = ()
         for stage in stages:
-            index, rank = stage.part.index, rank_of_stage(stage.part.index)
+            index, rank = stage.part.index, axis.position
             source = rank_of_stage(index - 1) if index else rank
             if source != rank:
                 here = buffers(stage.part.received, recording, device)
                 for tensor in here:
-                    dist.recv(tensor, src=source)
+                    dist.recv(tensor, src=axis.ranks[source], group=axis.group)
             output = stage(*here, microbatch=number)
             if isinstance(output, Tensor):
                 total += output.reshape(())
@@ -42,5 +47,5 @@ def forward_only(
             here, target = output, rank_of_stage(index + 1)
             if target != rank:
                 for tensor in here:
-                    dist.send(tensor, dst=target)
+                    dist.send(tensor, dst=axis.ranks[target], group=axis.group)
     return total

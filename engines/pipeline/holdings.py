@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from engines.pipeline.parts import Part, rank_of_stage
 from engines.plan import Plan
@@ -14,7 +13,7 @@ from profiles.flow import Flow
 
 
 def owners_of(plan: Plan, parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
-    """Ranks of the pipeline that hold each parameter, ascending, by its first name."""
+    """Positions on the pp axis that hold each parameter, ascending, by its first name."""
     found: dict[str, set[int]] = {}
     for part in parts:
         for name in part.parameters:
@@ -25,7 +24,7 @@ def owners_of(plan: Plan, parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
 def buffer_owners(
     plan: Plan, parts: Sequence[Part], flow: Flow, model: nn.Module
 ) -> dict[str, int]:
-    """The rank whose copy of a buffer counts: the first one that runs the unit which holds it."""
+    """The position whose copy of a buffer counts: the first to run the unit which holds it."""
     found = {}
     for part in reversed(parts):
         for call in flow.calls[part.first : part.last]:
@@ -53,33 +52,3 @@ def release_others(model: nn.Module, kept: Iterable[str], *, device: torch.devic
             one = torch.zeros((), dtype=parameter.dtype, device=device)
             parameter.data = one.expand(parameter.shape)
             parameter.grad = None
-
-
-@torch.no_grad()
-def gathered(
-    tensors: Mapping[str, Tensor | None], source: Mapping[str, int], *, like: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor | None]]:
-    """Each tensor of `like` as rank `source[name]` holds it, on every rank; all ranks call it.
-
-    Args:
-        tensors: what this rank has; None where it has none, say no gradient.
-        like: layouts, the same on every rank; the order of the result.
-    """
-    rank = dist.get_rank()
-    names = list(like)
-    mine = [source[name] == rank and tensors.get(name) is not None for name in names]
-    device = next(iter(like.values())).device if names else torch.device("cpu")
-    has = torch.tensor(mine, dtype=torch.float32).to(device)
-    dist.all_reduce(has)
-    for name, there in zip(names, has.tolist(), strict=True):
-        if not there:
-            yield name, None
-            continue
-        layout = like[name]
-        own = tensors.get(name)
-        if source[name] == rank and own is not None:
-            whole = own.detach().clone(memory_format=torch.contiguous_format)
-        else:
-            whole = torch.empty(layout.shape, dtype=layout.dtype, device=layout.device)
-        dist.broadcast(whole, src=source[name])
-        yield name, whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from engines.plan import DataParallel, Plan, Precision, Schedule
+from engines.plan import Plan, Schedule
 from engines.problem import Problem
 from profiles.cluster import ClusterProfile
 from profiles.errors import near_misses
@@ -19,7 +19,6 @@ def pipeline(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterat
     """A pipeline names its schedule and the units that begin its stages, and has a loss."""
     if plan.pp == 1:
         return
-    yield from _not_built(plan, model)
     if not model.has_loss or not model.flow.calls:
         yield Problem(
             rule="pipeline-without-loss",
@@ -32,21 +31,6 @@ def pipeline(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterat
     if not borders:
         yield from _hidden(plan, model.flow)
     yield from _schedule(plan)
-
-
-def _not_built(plan: Plan, model: ModelProfile) -> Iterator[Problem]:
-    if plan.data_parallel is not DataParallel.NONE:
-        yield Problem(
-            rule="not-built",
-            what=f"a pipeline with data parallelism ({plan.data_parallel}) has no engine yet",
-            hint=f"use all ranks for one: pp={plan.pp * plan.data_degree}, or pp=1",
-        )
-    if plan.precision is Precision.BF16 and model.dtype != "bfloat16":
-        yield Problem(
-            rule="not-built",
-            what=f"a pipeline runs a model as it was built: precision=bf16, built in {model.dtype}",
-            hint="build the model in bfloat16, or set precision=fp32",
-        )
 
 
 def _borders(plan: Plan, flow: Flow) -> Iterator[Problem]:

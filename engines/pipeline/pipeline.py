@@ -1,40 +1,46 @@
-"""A model spread over the stages of a pipeline: one rank's share of every step."""
+"""A model spread over the stages of a pipeline: one rank's share of every step.
+
+With data axes every replica is a pipeline of its own; the replicas meet when a round is over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from engines.mesh import Mesh
 from engines.pipeline.evaluation import forward_only
-from engines.pipeline.holdings import buffer_owners, gathered, owners_of, release_others
-from engines.pipeline.parts import parts_of, rank_of_stage, stages_of_rank
+from engines.pipeline.holdings import buffer_owners, owners_of, release_others
+from engines.pipeline.parts import Part, parts_of, rank_of_stage, stages_of_rank
 from engines.pipeline.recording import Recording, record
 from engines.pipeline.replay import Replay
 from engines.pipeline.schedules import AnySchedule, schedule_of
+from engines.pipeline.skeleton import Skeleton
 from engines.pipeline.split import can_split
 from engines.pipeline.stage import Round, Stage, pipeline_stage
-from engines.pipeline.tied import sum_gradients, ties_of
+from engines.pipeline.tied import sum_ties, ties_of
 from engines.plan import Plan, Schedule
 from profiles.batch import Batch, LossFn, batch_size, describe
 from profiles.errors import BatchError
-from profiles.flow import Flow
+from profiles.model import ModelProfile, Numerics
 
 RECORDINGS_KEPT = 16
 """Batches of other shapes are recorded anew; a data set has a few lengths, not hundreds."""
 
 
 class Pipeline:
-    """The stages of this rank, and the exchange between the ranks. Made by all ranks together.
+    """The stages of this rank, and the exchange between them. Made by all ranks together.
 
     Parameters that this rank's stages do not use are freed when it is made.
 
     Attributes:
         kept: first names of the parameters that this rank holds.
+        owners: positions on the pp axis that hold a parameter, ascending, by its first name.
+        buffer_owners: the position whose copy of a buffer counts, by any of its names.
     """
 
     def __init__(
@@ -42,29 +48,32 @@ class Pipeline:
         model: nn.Module,
         plan: Plan,
         *,
-        flow: Flow,
+        profile: ModelProfile,
+        numerics: Numerics,
+        mesh: Mesh,
         device: torch.device,
-        timeout_s: float,
         loss_fn: LossFn | None,
     ) -> None:
+        flow = profile.flow
         self._model = model
+        self._skeleton = Skeleton(model)
         self._plan = plan
         self._flow = flow
+        self._numerics = numerics
+        self._cast = [unit.name for unit in profile.shard_units()]
+        self._axis = mesh.pp
         self._device = device
         self._loss_fn = loss_fn
-        self._rank = dist.get_rank()
         self._round = Round()
         self._recordings: dict[str, Recording] = {}
         self._ready: tuple[Recording, AnySchedule] | None = None
         parts = parts_of(plan, flow, model)
-        self._parts = [parts[stage] for stage in stages_of_rank(plan, self._rank)]
-        self._owners = owners_of(plan, parts)
-        self._buffer_owners = buffer_owners(plan, parts, flow, model)
+        self._parts = [parts[stage] for stage in stages_of_rank(plan, mesh.pp.position)]
+        self.owners: Mapping[str, Sequence[int]] = owners_of(plan, parts)
+        self.buffer_owners: Mapping[str, int] = buffer_owners(plan, parts, flow, model)
         self.kept = frozenset().union(*(part.parameters for part in self._parts))
         trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-        self._ties = ties_of(
-            self._owners, world_size=plan.pp, trainable=trainable, timeout_s=timeout_s
-        )
+        self._ties = ties_of(self.owners, mesh=mesh, trainable=trainable)
         release_others(model, self.kept, device=device)
 
     def require_equal_pieces(self, pieces: Sequence[Batch]) -> None:
@@ -87,10 +96,19 @@ class Pipeline:
             ],
         )
 
-    def forward_backward(self, pieces: Sequence[Batch], weights: Sequence[Tensor]) -> Tensor:
-        """Run all microbatches; gradients are left on the parameters, tied ones summed.
+    def forward_backward(
+        self,
+        pieces: Sequence[Batch],
+        weights: Sequence[Tensor],
+        *,
+        around_round: Callable[[bool], AbstractContextManager[None]],
+    ) -> Tensor:
+        """Run all microbatches; gradients are left on the parameters.
 
         Returns the weighted sum of the losses, 0-d, on the rank of the last stage; zero elsewhere.
+
+        Args:
+            around_round: a context for each round, told whether it is the step's last.
         """
         total = torch.zeros((), device=self._device)
         in_flight = 1 if self._plan.schedule is Schedule.NAIVE else self._plan.microbatches
@@ -104,11 +122,15 @@ class Pipeline:
                 ends: dict[str, Any] = {}
                 if self._parts[-1].is_last:
                     ends = {"target": numbers, "losses": losses}
-                schedule.step(microbatch=numbers, return_outputs=False, **ends)
+                with around_round(start + in_flight >= len(pieces)):
+                    schedule.step(microbatch=numbers, return_outputs=False, **ends)
                 for loss in losses:
                     total += loss.detach().reshape(())
-            sum_gradients(self._ties, self._model)
         return total
+
+    def sum_ties(self) -> None:
+        """Give every copy of a parameter the sum of the gradients of all copies."""
+        sum_ties(self._ties, self._model)
 
     def evaluate(self, pieces: Sequence[Batch], weights: Sequence[Tensor]) -> Tensor:
         """The losses alone, as `forward_backward` returns them."""
@@ -120,57 +142,9 @@ class Pipeline:
                 recording,
                 microbatches=len(pieces),
                 rank_of_stage=lambda stage: rank_of_stage(self._plan, stage),
+                axis=self._axis,
                 device=self._device,
             )
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Scale gradients to a global L2 norm of at most `max_norm`; the norm before, everywhere.
-
-        A tied parameter counts once.
-        """
-        kept = [self._model.get_parameter(name) for name in sorted(self.kept)]
-        counted = [
-            gradient.detach()
-            for name in sorted(self.kept)
-            if self._owners[name][0] == self._rank
-            and (gradient := self._model.get_parameter(name).grad) is not None
-        ]
-        square = nn.utils.get_total_norm(counted).to(self._device, torch.float32).square()
-        dist.all_reduce(square)
-        norm = square.sqrt()
-        nn.utils.clip_grads_with_norm_(kept, max_norm, norm)
-        return norm
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        """Gradients by original name, on every rank; all ranks call it."""
-        parameters = dict(self._model.named_parameters())
-        gradients = {name: parameters[name].grad for name in self.kept}
-        found = gathered(gradients, self._first_owners(), like=parameters)
-        return {name: gradient for name, gradient in found if gradient is not None}
-
-    def whole_state(self) -> dict[str, object]:
-        """`model.state_dict()` with every tensor from a rank that holds it; all ranks call it."""
-        state: dict[str, object] = dict(self._model.state_dict())
-        first_names = self._first_names()
-        source = {**self._buffer_owners, **self._first_owners()}
-        tensors = {
-            first_names.get(name, name): value
-            for name, value in state.items()
-            if isinstance(value, Tensor)
-        }
-        whole = dict(gathered(tensors, source, like=tensors))
-        return {name: whole.get(first_names.get(name, name), v) for name, v in state.items()}
-
-    def holds(self, name: str) -> bool:
-        """Whether this rank has the values of the parameter or buffer `name`."""
-        first = self._first_names().get(name)
-        return first is None or first in self.kept
-
-    def owns(self, name: str) -> bool:
-        """Whether this rank's copy of the parameter or buffer `name` is the one that counts."""
-        first = self._first_names().get(name)
-        owner = self._buffer_owners.get(name, 0) if first is None else self._owners[first][0]
-        return owner == self._rank
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -195,7 +169,8 @@ class Pipeline:
                 stage,
                 recording,
                 device=self._device,
-                can_split=can_split(stage.part, self._flow, self._model),
+                can_split=self._can_split(stage.part),
+                group=self._axis.group,
             )
             for stage in self._stages(recording)
         ]
@@ -210,13 +185,33 @@ class Pipeline:
             replay = Replay(
                 self._model, part, flow=self._flow, recording=recording, device=self._device
             )
-            found.append(Stage(self._model, replay, round=self._round, loss_fn=self._loss_fn))
+            found.append(
+                Stage(
+                    self._model,
+                    replay,
+                    round=self._round,
+                    loss_fn=self._loss_fn,
+                    runs_autocast=self._numerics is Numerics.BF16_AUTOCAST,
+                )
+            )
         return found
+
+    def _can_split(self, part: Part) -> bool:
+        """FSDP2 takes the end of the inputs' half for the end of the backward."""
+        return not self._plan.data_parallel.is_sharded and can_split(part, self._flow, self._model)
 
     def _recording(self, piece: Batch) -> Recording:
         key = self._key(piece)
         if key not in self._recordings:
-            found = record(self._model, self._flow, piece, has_target=self._loss_fn is not None)
+            with self._skeleton.in_place():
+                found = record(
+                    self._model,
+                    self._flow,
+                    piece,
+                    has_target=self._loss_fn is not None,
+                    numerics=self._numerics,
+                    cast=self._cast,
+                )
             while len(self._recordings) >= RECORDINGS_KEPT:
                 del self._recordings[next(iter(self._recordings))]
             self._recordings[key] = found
@@ -227,15 +222,6 @@ class Pipeline:
         values = piece.values() if isinstance(piece, Mapping) else piece
         others = [] if isinstance(piece, Tensor) else [v for v in values if not _is_tensor(v)]
         return f"{describe(piece)} {others} {self._model.training}"
-
-    def _first_owners(self) -> dict[str, int]:
-        return {name: ranks[0] for name, ranks in self._owners.items()}
-
-    def _first_names(self) -> dict[str, str]:
-        """For every name of a parameter its first one."""
-        first = {parameter: name for name, parameter in self._model.named_parameters()}
-        every = self._model.named_parameters(remove_duplicate=False)
-        return {name: first[parameter] for name, parameter in every}
 
 
 def _is_tensor(value: object) -> bool:

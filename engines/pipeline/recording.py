@@ -15,17 +15,22 @@ from profiles.batch import Batch, call_model, describe, map_batch
 from profiles.errors import ModelError
 from profiles.fakes import stand_ins
 from profiles.flow import Flow
+from profiles.model import Numerics
 from profiles.pretence import Pretence
 from profiles.torch_compat import (
+    CALL,
     Operator,
     data_dependent_errors,
     flatten,
     is_mutable,
+    map_tensors,
     storage_of,
     tensors_written,
+    whole_call,
     without_onednn,
 )
 
+_LOW = torch.bfloat16
 _PLAIN = int | float | str | bool | torch.dtype | torch.device | None
 
 
@@ -86,8 +91,21 @@ class Recording:
         return next(leaf for leaf in call.leaves if isinstance(leaf, Made) and leaf.value == key[1])
 
 
-def record(model: nn.Module, flow: Flow, batch: Batch, *, has_target: bool) -> Recording:
+def record(
+    model: nn.Module,
+    flow: Flow,
+    batch: Batch,
+    *,
+    has_target: bool,
+    numerics: Numerics = Numerics.AS_BUILT,
+    cast: Sequence[str] = (),
+) -> Recording:
     """Follow one forward over `batch` on fake tensors; nothing is allocated, computed or changed.
+
+    Args:
+        model: as it was given, see `Skeleton`.
+        numerics: how numbers are held, so that what crosses a cut is recorded in its dtype.
+        cast: names of the units whose inputs FSDP2 casts to bf16, under `Numerics.BF16`.
 
     Raises:
         ModelError: the model looks at values, changes parameters, or calls other units than the
@@ -110,8 +128,11 @@ def record(model: nn.Module, flow: Flow, batch: Batch, *, has_target: bool) -> R
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.compiler.set_stance("force_eager"),
-        stand_ins([model]) as fakes,
+        stand_ins([model], cast=_LOW if numerics is Numerics.BF16 else None) as fakes,
     ):
+        if numerics is Numerics.BF16:
+            for name in ("", *cast):
+                model.get_submodule(name).register_forward_pre_hook(_lower, with_kwargs=True)
         fake = map_batch(lambda tensor: fakes.of(tensor.detach()), batch)
         known = {id(storage_of(tensor)) for tensor in fakes.all()}
         names_of = {id(storage_of(p)): name for name, p in model.named_parameters()}
@@ -119,6 +140,7 @@ def record(model: nn.Module, flow: Flow, batch: Batch, *, has_target: bool) -> R
             _Watch(names_of).on(fake),
             without_onednn(),
             intercepted(model, names, note),
+            torch.autocast("cpu", _LOW, enabled=numerics is Numerics.BF16_AUTOCAST),
             _explained(batch),
         ):
             call_model(model, fake, has_target=has_target)
@@ -139,14 +161,16 @@ def intercepted(
     units: Sequence[str],
     instead: Callable[[str, Callable[..., object], Any, Any], object],
 ) -> Iterator[None]:
-    """Inside, a call of a unit is `instead(name, its own forward, args, kwargs)`.
+    """Inside, a call of a unit is `instead(name, its own call, args, kwargs)`.
 
-    A unit that is called within another one just runs: it is part of that one's call.
+    Its own call has its hooks: those of FSDP2 gather parameters, and what they return is what the
+    next unit gets. A unit that is called within another one just runs: it is part of that one's
+    call.
     """
     depth = 0
 
     def replace(name: str, own: Callable[..., object]) -> Callable[..., object]:
-        def forward(*args: Any, **kwargs: Any) -> object:
+        def call(*args: Any, **kwargs: Any) -> object:
             nonlocal depth
             if depth:
                 return own(*args, **kwargs)
@@ -156,22 +180,27 @@ def intercepted(
             finally:
                 depth -= 1
 
-        return forward
+        return call
 
     replaced: list[tuple[dict[str, object], object]] = []
     try:
         for name in units:
             unit = model.get_submodule(name)
             attributes: dict[str, object] = unit.__dict__
-            replaced.append((attributes, attributes.get("forward")))
-            attributes["forward"] = replace(name, unit.forward)
+            replaced.append((attributes, attributes.get(CALL)))
+            attributes[CALL] = replace(name, whole_call(unit))
         yield
     finally:
         for attributes, before in replaced:
             if before is None:
-                del attributes["forward"]
+                del attributes[CALL]
             else:
-                attributes["forward"] = before
+                attributes[CALL] = before
+
+
+def _lower(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What FSDP2 does to the inputs of what it shards, under mixed precision."""
+    return map_tensors(lambda t: t.to(_LOW) if t.is_floating_point() else t, (args, kwargs))
 
 
 class _Watch(Pretence):

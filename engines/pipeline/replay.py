@@ -62,7 +62,7 @@ class Replay:
         device: torch.device,
     ) -> None:
         self.part = part
-        self._device = device
+        self.device = device
         self._model = model
         self._flow = flow
         self._recording = recording
@@ -130,14 +130,14 @@ class Replay:
                     return self._arrived(call.number, recorded, arrived)
             if isinstance(recorded, Made | Opaque) and recorded.argument is not None:
                 return arguments[recorded.argument]
-            return recorded.blank(self._device) if isinstance(recorded, Made) else recorded
+            return recorded.blank(self.device) if isinstance(recorded, Made) else recorded
 
         return unflatten([leaf(recorded) for recorded in call.leaves], call.structure)
 
     def _arrived(self, number: int, made: Made, tensor: Tensor) -> Tensor:
         """Laid out as it was made, and safe to be written to."""
         if tensor.stride() != made.stride:
-            return made.blank(self._device).copy_(tensor)
+            return made.blank(self.device).copy_(tensor)
         return tensor.clone() if self._is_overwritten(number, made.value) else tensor
 
     def _keep(self, number: int, output: object, produced: dict[Key, Tensor]) -> None:
@@ -150,7 +150,10 @@ class Replay:
     def _handed_on(
         self, key: Key, produced: Mapping[Key, Tensor], given: Mapping[Key, Tensor]
     ) -> Tensor:
-        return _over_border(produced[key] if key in produced else given[key])
+        """In the recorded dtype: autocast goes by lists of operations, one for each kind of device,
+        and recordings are made on a CPU."""
+        made = self._recording.made(key)
+        return _over_border((produced[key] if key in produced else given[key]).to(made.dtype))
 
     def _is_overwritten(self, number: int, value: int) -> bool:
         return self._flow.calls[number].values[value].is_overwritten

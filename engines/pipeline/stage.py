@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from engines.pipeline.parts import Key, Part
 from engines.pipeline.recording import Recording
 from engines.pipeline.replay import Replay
+from engines.precision import as_fp32, autocast
 from profiles.batch import Batch, LossFn, call_model, loss_of
 
 
@@ -28,7 +30,8 @@ class Round:
 
 
 class Stage(nn.Module):
-    """One part of a model. Its parameters are those of the part.
+    """One part of a model. Its parameters are those of the part, as the model now has them: FSDP2
+    puts others in their place for the forward and backward.
 
     torch's schedules cut the arguments of a step into microbatches by rows. What they cut here is
     a list of numbers, (n,) int64, and the stage takes its whole microbatch from the `Round`: so a
@@ -42,13 +45,13 @@ class Stage(nn.Module):
         *,
         round: Round,
         loss_fn: LossFn | None,
+        runs_autocast: bool,
     ) -> None:
         super().__init__()
-        for number, name in enumerate(sorted(replay.part.parameters)):
-            self.register_parameter(f"p{number}", model.get_parameter(name))
         self._replay = replay
         self._round = round
         self._loss_fn = loss_fn
+        self._runs_autocast = runs_autocast
         object.__setattr__(self, "_model", model)  # its modules are not this one's
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -61,14 +64,22 @@ class Stage(nn.Module):
         number = int(microbatch)
         piece, has_target = self._round.pieces[number], self._loss_fn is not None
         model = self._model
-        output = self._replay.run(received, lambda: call_model(model, piece, has_target=has_target))
+        with autocast(self._replay.device, enabled=self._runs_autocast):
+            output = self._replay.run(
+                received, lambda: call_model(model, piece, has_target=has_target)
+            )
         if not self.part.is_last:
             assert isinstance(output, tuple)
             return output
+        if self._runs_autocast:
+            output = as_fp32(output)
         loss = loss_of(output, piece, self._loss_fn)
         weight = self._round.weights[number]
         # Without weight nothing counts, NaN neither.
         return torch.where(weight > 0, loss.reshape(1) * weight, torch.zeros_like(weight))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return (self._model.get_parameter(name) for name in sorted(self.part.parameters))
 
     @property
     def part(self) -> Part:
@@ -84,6 +95,7 @@ def pipeline_stage(
     *,
     device: torch.device,
     can_split: bool,
+    group: dist.ProcessGroup | None,
 ) -> PipelineStage:
     """`stage` with the shapes of what it receives and sends, so that torch need not try it out.
 
@@ -100,6 +112,7 @@ def pipeline_stage(
         device,
         input_args=buffers(part.received, recording, device),
         output_args=(loss,) if part.is_last else buffers(part.sent, recording, device),
+        group=group,
         dw_builder=None if can_split else lambda: _nothing,
     )
 

@@ -9,11 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.tensor.slices import Slice, share
-from profiles.torch_compat import all_gather_single
+from profiles.errors import BatchError
+from profiles.torch_compat import all_gather_single, reduce_scatter_single
+
+SEQUENCE = Slice(1)
+"""Tokens are the second dimension: (rows, tokens, features)."""
 
 
 class Exchange(Protocol):
-    """The three exchanges of the Megatron paper (arXiv:1909.08053), among `size` ranks."""
+    """The exchanges of Megatron, among `size` ranks: copy, reduce and gather of features
+    (arXiv:1909.08053), and those of its sequence parallelism (arXiv:2205.05198)."""
 
     @property
     def rank(self) -> int: ...
@@ -33,6 +38,18 @@ class Exchange(Protocol):
         """The whole of `length` along `cut.dim`; a rank's gradient is its part of the whole one."""
         ...
 
+    def split_tokens(self, whole: Tensor) -> Tensor:
+        """This rank's tokens; the gradient is put together from all ranks'."""
+        ...
+
+    def join_tokens(self, part: Tensor) -> Tensor:
+        """All tokens, in place of a `copy`: gradients of all ranks are summed."""
+        ...
+
+    def reduce_tokens(self, partial: Tensor) -> Tensor:
+        """This rank's tokens of the sum over all ranks, in place of a `reduce`."""
+        ...
+
 
 class Ranks:
     """The exchange among the ranks of a process group."""
@@ -50,6 +67,31 @@ class Ranks:
 
     def gather(self, part: Tensor, cut: Slice, *, length: int) -> Tensor:
         return _apply(_Gather, part, cut, length, self)
+
+    def split_tokens(self, whole: Tensor) -> Tensor:
+        require_equal_tokens(whole, self.size)
+        return _apply(_SplitTokens, whole, self)
+
+    def join_tokens(self, part: Tensor) -> Tensor:
+        return _apply(_JoinTokens, part, self)
+
+    def reduce_tokens(self, partial: Tensor) -> Tensor:
+        require_equal_tokens(partial, self.size)
+        return _apply(_ReduceTokens, partial, self)
+
+
+def require_equal_tokens(whole: Tensor, size: int) -> None:
+    """Raises:
+    BatchError: the sequence has no equal share for every rank.
+    """
+    tokens = whole.shape[1] if whole.dim() > 1 else 0
+    if not tokens or tokens % size:
+        raise BatchError(
+            f"a sequence of {tokens} tokens cannot be split over {size} ranks",
+            hints=[
+                f"pad it to {-(-tokens // size) * size}, or leave out the style `sequence`",
+            ],
+        )
 
 
 def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
@@ -92,6 +134,51 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         mine = ctx.cut.part(gradients[0], rank=ctx.ranks.rank, size=ctx.ranks.size)
         return mine, None, None, None
+
+
+class _SplitTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        # A copy: a view would keep the whole for the backward.
+        return SEQUENCE.part(whole, rank=ranks.rank, size=ranks.size).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _all_tokens(gradients[0], ctx.ranks), None
+
+
+class _JoinTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return _all_tokens(part, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _summed_tokens(gradients[0], ctx.ranks), None
+
+
+class _ReduceTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return _summed_tokens(partial.detach(), ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _all_tokens(gradients[0], ctx.ranks), None
+
+
+def _all_tokens(part: Tensor, ranks: Ranks) -> Tensor:
+    return gathered(part, SEQUENCE, length=part.shape[1] * ranks.size, ranks=ranks)
+
+
+def _summed_tokens(whole: Tensor, ranks: Ranks) -> Tensor:
+    tokens_first = whole.movedim(1, 0).contiguous()
+    mine = tokens_first.new_empty(len(tokens_first) // ranks.size, *tokens_first.shape[1:])
+    reduce_scatter_single(mine, tokens_first, group=ranks.group)
+    return mine.movedim(0, 1).contiguous()
 
 
 def gathered(part: Tensor, cut: Slice, *, length: int, ranks: Ranks) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.tensor.exchange import SEQUENCE, require_equal_tokens
 from engines.tensor.slices import Slice
 from engines.tensor.specimen import SEED, Specimen
 from engines.tensor.split import split
@@ -96,11 +97,17 @@ class _Event:
         return gradient
 
     def teach(self, gradient: Tensor) -> Tensor:
+        """Note a rank's share of the gradient; the whole one."""
         before = self.gradients_sum
         self.gradients_sum = gradient.clone() if before is None else before + gradient
         return gradient if self.gradient is None else self.gradient
 
     def contribute(self, partial: Tensor) -> Tensor:
+        """Note a rank's share of the value; the whole one."""
+        if partial.shape != self.value.shape:
+            raise _Differs(
+                f"a partial output is {tuple(partial.shape)}, the whole {tuple(self.value.shape)}"
+            )
         before = self.values_sum
         self.values_sum = partial.clone() if before is None else before + partial
         return self.value
@@ -124,6 +131,15 @@ class _Record:
     def gather(self, part: Tensor, cut: Slice, *, length: int) -> Tensor:
         self._note(part)
         return part
+
+    def split_tokens(self, whole: Tensor) -> Tensor:
+        return self.copy(whole)
+
+    def join_tokens(self, part: Tensor) -> Tensor:
+        return self.copy(part)
+
+    def reduce_tokens(self, partial: Tensor) -> Tensor:
+        return self.copy(partial)
 
     def _note(self, value: Tensor) -> _Event:
         self.events.append(_Event(value.detach().clone()))
@@ -158,10 +174,6 @@ class _Teacher:
 
     def reduce(self, partial: Tensor) -> Tensor:
         event = self._take()
-        if partial.shape != event.value.shape:
-            raise _Differs(
-                f"a partial output is {tuple(partial.shape)}, the whole {tuple(event.value.shape)}"
-            )
         return _through(partial, event.contribute(partial.detach()), _same)
 
     def gather(self, part: Tensor, cut: Slice, *, length: int) -> Tensor:
@@ -169,6 +181,34 @@ class _Teacher:
         if not _close(part, cut.part(event.value, rank=self.rank, size=self.size)):
             raise _Differs("an output is not a part of the whole output")
         return _through(part, event.value, lambda g: cut.part(g, rank=self.rank, size=self.size))
+
+    def split_tokens(self, whole: Tensor) -> Tensor:
+        event = self._take()
+        require_equal_tokens(whole, self.size)
+        if not _close(whole, event.value):
+            raise _Differs("an input that should be whole is not")
+        return _through(whole, self._mine(whole), lambda g: event.teach(self._placed(g, whole)))
+
+    def join_tokens(self, part: Tensor) -> Tensor:
+        event = self._take()
+        if not _close(part, self._mine(event.value)):
+            raise _Differs("tokens that are joined are not a part of the whole sequence")
+        return _through(part, event.value, lambda g: self._mine(event.teach(g)))
+
+    def reduce_tokens(self, partial: Tensor) -> Tensor:
+        event = self._take()
+        require_equal_tokens(partial, self.size)
+        mine = self._mine(event.contribute(partial.detach()))
+        return _through(partial, mine, lambda g: event.teach(self._placed(g, partial)))
+
+    def _mine(self, whole: Tensor) -> Tensor:
+        return SEQUENCE.part(whole, rank=self.rank, size=self.size)
+
+    def _placed(self, part: Tensor, whole: Tensor) -> Tensor:
+        """`part` where it belongs, zeros else."""
+        placed = torch.zeros_like(whole)
+        self._mine(placed).copy_(part)
+        return placed
 
     def require_end(self) -> None:
         if next(self._events, None) is not None:

@@ -12,7 +12,7 @@ from engines.tensor.shipped import shipped_styles
 from engines.tensor.specimen import Specimen, specimens
 from engines.tensor.styles import Kind, Style, as_pairs, without_numbers
 from engines.tensor.ties import split_differently
-from engines.tensor.variants import Styles, variants
+from engines.tensor.variants import Styles, sequence_variants, variants
 from engines.tensor.wiring import Pair, wiring_of
 from profiles.batch import Batch
 from profiles.errors import PlanError
@@ -57,6 +57,7 @@ def propose_styles(
     size: int,
     profile: ModelProfile,
     has_target: bool = False,
+    by_tokens: bool = False,
 ) -> Proposal:
     """How to split `model` over `size` ranks. Nothing of the model is changed.
 
@@ -69,6 +70,9 @@ def propose_styles(
         sample: one local batch; the model runs over it once, on fake tensors if it can.
         profile: of the model, for its units.
         has_target: the last entry of the sample is a target, not an argument.
+        by_tokens: split norms, dropout and residual sums by tokens too (sequence parallelism), in
+            the blocks where that is proved: less memory for as much traffic and a half. Sequences
+            must then have an equal share for every rank.
 
     Raises:
         PlanError: there is nothing that could be split.
@@ -87,6 +91,8 @@ def propose_styles(
         for pair in trial.wiring.pairs:
             trial.take_pair(pair)
         trial.gather_others()
+        if by_tokens:
+            trial.split_tokens()
         for path in specimen.paths:
             running.append(path)
             found.update({_joined(path, inner): style for inner, style in trial.styles.items()})
@@ -161,6 +167,19 @@ class _Trial:
                 reason = self._try({path: (style,)}) or self.why.get(path, alone)
             if reason:
                 self.why[path] = reason
+
+    def split_tokens(self) -> None:
+        """Tokens too, if all layers of the unit are in pairs."""
+        kinds = {style.kind for found in self.styles.values() for style in found}
+        if not {Kind.COLUMN, Kind.ROW} <= kinds or kinds & {Kind.GATHER, Kind.VOCAB}:
+            return
+        pairs = [pair for pair in self.wiring.pairs if pair.columns[0] in self.styles]
+        reason = ""
+        for choice in sequence_variants(pairs, self.styles):
+            reason = self._try(choice)
+            if not reason:
+                return
+        self.why[""] = f"its tokens are not split: {reason}"
 
     def _try(self, styles: Mapping[str, tuple[Style, ...]]) -> str:
         """Take `styles` if they are right; why not, else."""

@@ -9,7 +9,7 @@ from torch import nn
 from engines.tensor.layers import can_split
 from engines.tensor.proof import prove
 from engines.tensor.specimen import specimens
-from engines.tensor.styles import Kind, Style, styles_of
+from engines.tensor.styles import LAYER_KINDS, Kind, Style, styles_of
 from engines.tensor.ties import split_differently
 from engines.tensor.variants import Styles
 from profiles.batch import Batch
@@ -82,12 +82,12 @@ def proved(
 
 def _require_possible(module: nn.Module, styles: Sequence[Style], path: str) -> None:
     for style in styles:
-        kinds = tuple(Kind)
+        kinds: tuple[Kind, ...] = LAYER_KINDS
         if isinstance(module, nn.Embedding):
-            kinds = (Kind.VOCAB, Kind.SIZES)
+            kinds = (Kind.VOCAB,)
         elif not isinstance(module, nn.Linear):
-            kinds = (Kind.COLUMN, Kind.ROW, Kind.GATHER, Kind.SIZES)
-        if style.kind not in kinds or not (style.kind is Kind.SIZES or can_split(module)):
+            kinds = (Kind.COLUMN, Kind.ROW, Kind.GATHER)
+        if style.kind in LAYER_KINDS and not (style.kind in kinds and can_split(module)):
             raise PlanError(
                 f"`{path}`, a {type(module).__name__}, cannot be split by `{style}`",
                 where=f"tensor style {path}:{style}",
@@ -121,7 +121,7 @@ def _as_gathered(inner: Styles, unit: nn.Module) -> Styles:
     """What becomes of a head's split logits is no matter of the unit: there they are gathered."""
     return {
         path: (Style(kind=Kind.GATHER),)
-        if found[0].kind is Kind.VOCAB and isinstance(unit.get_submodule(path), nn.Linear)
+        if Style(kind=Kind.VOCAB) in found and isinstance(unit.get_submodule(path), nn.Linear)
         else found
         for path, found in inner.items()
     }

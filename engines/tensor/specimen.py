@@ -26,7 +26,7 @@ from profiles.torch_compat import (
 )
 
 SEED = 20
-TOKENS = 16  # of a sequence: a layer is split right for few as for many
+TOKENS = 64  # of a sequence: a layer is split right for few as for many
 LARGE = 2**26  # parameters from which on a copy in float64 would be felt in memory
 _OWN_NUMBER = ("layer_idx", "layer_id", "block_idx", "index")
 

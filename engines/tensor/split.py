@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engines.tensor.exchange import Exchange, Ranks
 from engines.tensor.layers import feature_dim, features, slices_of, with_bias, without_bias
 from engines.tensor.logits import VocabLogits
+from engines.tensor.sequence import share_tokens
 from engines.tensor.slices import Slice, share
 from engines.tensor.styles import Kind, Style
 from profiles.errors import PlanError
@@ -74,11 +75,16 @@ def split(
     first = {parameter: name for name, parameter in model.named_parameters()}
     cuts: dict[str, Slice] = {}
     again = _CopiedOnce(exchange)
+    blocks = [path for path, wanted in styles.items() if Style(kind=Kind.SEQUENCE) in wanted]
     for path, wanted in styles.items():
         module = model.get_submodule(path)
+        by_tokens = any(_lies_in(path, block) for block in blocks)
         for style in wanted:
             if style.kind is Kind.SIZES:
                 _count_local(module, style.sizes, exchange, path=path)
+                continue
+            if style.kind in (Kind.SEQUENCE, Kind.JOINED):
+                share_tokens(module, style.kind, exchange)
                 continue
             for own, cut in slices_of(module, style).items():
                 name = first[module.get_parameter(own)]
@@ -88,7 +94,7 @@ def split(
                         where=f"tensor style {path}:{style}",
                         hints=["give them one style, or leave the weight whole"],
                     )
-            _dress(module, style, exchange, again)
+            _dress(module, style, exchange, again, by_tokens=by_tokens)
     parameters = dict(model.named_parameters())
     for name, cut in cuts.items():
         _keep_part(parameters[name], cut, exchange)
@@ -104,10 +110,19 @@ def _keep_part(parameter: nn.Parameter, cut: Slice, exchange: Exchange) -> None:
         parameter.data = part.clone(memory_format=torch.contiguous_format)
 
 
+def _lies_in(path: str, block: str) -> bool:
+    return not block or f"{path}.".startswith(f"{block}.")
+
+
 def _dress(
-    module: nn.Module, style: Style, exchange: Exchange, again: Callable[[Tensor], Tensor]
+    module: nn.Module,
+    style: Style,
+    exchange: Exchange,
+    again: Callable[[Tensor], Tensor],
+    *,
+    by_tokens: bool,
 ) -> None:
-    """Give a layer the exchanges of its style."""
+    """Give a layer the exchanges of its style; `by_tokens`: in a block that is split by them."""
     outputs = features(module)[1]
     if isinstance(module, nn.Embedding):
         _replace_forward(module, _embedding(module, exchange))
@@ -118,8 +133,11 @@ def _dress(
         local = kept.part(whole, rank=exchange.rank, size=exchange.size).shape[1]
         vars(module)["nf"] = local
     if style.kind is Kind.ROW:
-        _replace_forward(module, _row(module, exchange))
+        summed = exchange.reduce_tokens if by_tokens else exchange.reduce
+        _replace_forward(module, _row(module, summed))
         return
+    if by_tokens and style.kind is Kind.COLUMN:
+        return  # what joined the tokens has seen to its gradients
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if args:
@@ -138,11 +156,11 @@ def _dress(
         )
 
 
-def _row(module: nn.Module, exchange: Exchange) -> Callable[..., Tensor]:
+def _row(module: nn.Module, summed: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     product = _product(module)
 
     def forward(module: nn.Module, input: Tensor) -> Tensor:
-        return with_bias(module, exchange.reduce(product(module, input)))
+        return with_bias(module, summed(product(module, input)))
 
     return forward
 

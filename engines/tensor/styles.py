@@ -21,6 +21,8 @@ class Kind(StrEnum):
     ROW = "row"  # input features split; partial outputs are summed over the ranks
     GATHER = "gather"  # as column, outputs put together again: right everywhere, most traffic
     VOCAB = "vocab"  # rows of an embedding; or of the head, whose logits stay split for the loss
+    SEQUENCE = "sequence"  # of a block: between its pairs a rank has its share of the tokens
+    JOINED = "joined"  # within a sequence block: takes the whole sequence again
     SIZES = "sizes"  # attributes that count heads or features say this rank's share in forward
 
 
@@ -60,7 +62,14 @@ class Style(Record):
         )
 
 
+LAYER_KINDS = (Kind.COLUMN, Kind.ROW, Kind.GATHER, Kind.VOCAB)
+"""Those that cut a layer's parameters."""
 _FORM = re.compile(r"([a-z]+)(?:/([1-9]\d*))?(?:\(([A-Za-z_]\w*(?:\+[A-Za-z_]\w*)*)\))?")
+
+
+def cutting(styles: Iterable[Style]) -> Style | None:
+    """The one among a module's styles that cuts its parameters."""
+    return next((style for style in styles if style.kind in LAYER_KINDS), None)
 
 
 def matches(pattern: str, name: str) -> bool:

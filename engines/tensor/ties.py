@@ -7,8 +7,8 @@ from itertools import chain
 
 from torch import nn
 
-from engines.tensor.layers import can_split, slices_of
-from engines.tensor.styles import Style
+from engines.tensor.layers import slices_of
+from engines.tensor.styles import Style, cutting
 from profiles.flow import GLUE, LOSS, Flow
 
 Place = tuple[str, str]
@@ -58,9 +58,9 @@ def _is_cut_alike(
     cuts = set()
     for places in holders:
         here = {
-            slices_of(model.get_submodule(path), styles[path][0]).get(own)
+            slices_of(model.get_submodule(path), style).get(own)
             for path, own in places
-            if path in styles and can_split(model.get_submodule(path))
+            if (style := cutting(styles.get(path, ()))) is not None
         }
         cuts |= here or {None}
     return len(cuts) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 from torch import nn
@@ -56,8 +56,36 @@ def _counts(pair: Pair, unit: nn.Module, widths: set[int], size: int) -> list[Co
             if names:
                 chosen[path] = tuple(sorted(names))
     found: list[Counts] = []
-    alone = [{path: (name,)} for path, names in both.items() for name in names]
+    alone: list[Counts] = [{path: (name,)} for path, names in both.items() for name in names]
     for choice in ({}, heads, both, wide, *alone):
         if choice not in found:
             found.append(choice)
     return found
+
+
+def sequence_variants(pairs: Sequence[Pair], styles: Styles) -> Iterator[Styles]:
+    """Ways to split a unit by tokens as well, for its `pairs`.
+
+    The sequence is joined where a pair begins: for the module around its column-wise layers, which
+    may ask for the length, or for the layers themselves.
+    """
+    for inside in product((False, True), repeat=len(pairs)):
+        joined: dict[str, None] = {}
+        for pair, at_layers in zip(pairs, inside, strict=True):
+            around = _around(pair.columns)
+            places = pair.columns if at_layers or not around else (around,)
+            joined.update(dict.fromkeys(places))
+        chosen: Styles = {"": (*styles.get("", ()), Style(kind=Kind.SEQUENCE))}
+        for path in joined:
+            chosen[path] = (*styles.get(path, ()), Style(kind=Kind.JOINED))
+        yield chosen
+
+
+def _around(paths: Sequence[str]) -> str:
+    """The innermost module that all of `paths` lie in."""
+    common: list[str] = []
+    for parts in zip(*(path.split(".")[:-1] for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)

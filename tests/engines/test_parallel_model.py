@@ -115,8 +115,6 @@ def test_ranks_that_built_from_different_seeds_all_start_as_rank_zero(
 
 
 def _bf16(plan: str) -> tuple[float, set[torch.dtype], torch.dtype]:
-    from engines.optimizer import full_gradients
-
     case = CASES["gpt"]
     torch.manual_seed(1)
     reference = case.build()
@@ -134,7 +132,7 @@ def _bf16(plan: str) -> tuple[float, set[torch.dtype], torch.dtype]:
     expected = reference_loss(reference, case, batch).item()
     loss = parallel.train_step(part).item()
     dtypes = {p.dtype for p in parallel.parameters()}
-    assert full_gradients(parallel.module) == {}
+    assert parallel.full_gradients() == {}
     return abs(loss - expected) / expected, dtypes, output.dtype
 
 

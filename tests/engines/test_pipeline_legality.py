@@ -34,8 +34,6 @@ GPT = profile_of(CASES["gpt"], CASES["gpt"].build())
             "pipeline-microbatches",
             "microbatches=3 is no multiple of pp=2",
         ),
-        ("pp=2 dp_replicate=2 schedule=gpipe stages=norm", "not-built", "data parallelism"),
-        ("pp=2 schedule=gpipe stages=norm precision=bf16", "not-built", "as it was built"),
     ],
 )
 def test_an_impossible_pipeline_is_refused_by_its_rule(plan: str, rule: str, words: str) -> None:

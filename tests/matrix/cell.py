@@ -58,6 +58,7 @@ def difference(name: str, plan: Plan, profile: ModelProfile) -> Difference:
         profile=profile,
         cluster=cpu_ranks(plan.world_size),
         loss_fn=architecture.loss_fn,
+        sample=architecture.batch,
     )
     parts = split_rows(architecture.batch, shares(ROWS, parallel.data_world_size))
     loss = float(parallel.forward_backward(parts[parallel.data_rank]))

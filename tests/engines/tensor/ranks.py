@@ -19,24 +19,28 @@ from profiles.capture import capture
 
 @dataclass(frozen=True)
 class Parity:
-    """Largest differences, relative; `held` is this rank's share of the parameters."""
+    """Largest differences, relative.
+
+    `held` is this rank's share of the parameters, `by_tokens` the kinds of blocks split by tokens.
+    """
 
     loss: float
     gradient: float
     worst: str
     held: float
+    by_tokens: int
 
 
-def parity(name: str) -> Parity:
+def parity(name: str, *, by_tokens: bool = False) -> Parity:
     """An unmodified model of the zoo, split as proposed over all ranks, in eval mode."""
     from tests import zoo
 
     torch.manual_seed(0)
     build, sample = zoo.ARCHITECTURES[name]
-    return split_parity(build(), sample)
+    return split_parity(build(), sample, by_tokens=by_tokens)
 
 
-def split_parity(model: nn.Module, sample: Batch) -> Parity:
+def split_parity(model: nn.Module, sample: Batch, *, by_tokens: bool = False) -> Parity:
     """Loss and gradients of `model`, which returns its loss, against a whole copy of it."""
     model.eval()
     for module in model.modules():
@@ -47,7 +51,7 @@ def split_parity(model: nn.Module, sample: Batch) -> Parity:
     expected.backward()
     profile = capture(model, sample, name="model")
     size = dist.get_world_size()
-    proposal = propose_styles(model, sample, size=size, profile=profile)
+    proposal = propose_styles(model, sample, size=size, profile=profile, by_tokens=by_tokens)
     styles, partial = proved(
         model, sample, proposal.styles, size=size, profile=profile, has_target=False
     )
@@ -75,4 +79,5 @@ def split_parity(model: nn.Module, sample: Batch) -> Parity:
         gradient=errors[worst],
         worst=worst,
         held=held / before,
+        by_tokens=sum(style == "sequence" for _, style in proposal.styles),
     )

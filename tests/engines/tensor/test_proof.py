@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engines.tensor.proof import prove
 from engines.tensor.specimen import Specimen, specimens
@@ -17,13 +17,15 @@ HEADS = {"q": "column", "k": "column", "v": "column", "o": "row"}
 
 
 def specimen(unit: nn.Module) -> Specimen:
-    batch = torch.randn(2, 6, units.WIDTH, generator=torch.Generator().manual_seed(3))
+    batch = torch.randn(2, 8, units.WIDTH, generator=torch.Generator().manual_seed(3))
     (found,) = specimens(units.Stack([unit]), batch, ["blocks.0"], has_target=False)
     return found
 
 
 def verdict(unit: nn.Module, styles: dict[str, str], size: int = 2) -> tuple[str, set[str]]:
-    named = {path: (Style.parse(text),) for path, text in styles.items()}
+    named = {
+        path: tuple(Style.parse(word) for word in text.split()) for path, text in styles.items()
+    }
     found = prove(specimen(unit), named, size=size)
     return found.why_not, set(found.partial)
 
@@ -81,3 +83,30 @@ def test_a_gathered_layer_is_right_where_nothing_else_is() -> None:
     gathered = dict.fromkeys(HEADS, "gather")
     for unit in (units.Alibi(), units.CountedHeads(), units.Attention(kv_heads=1)):
         assert verdict(unit, gathered, size=4) == ("", set())
+
+
+class Block(nn.Module):
+    """A norm, two layers, and a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(units.WIDTH)
+        self.up = nn.Linear(units.WIDTH, 64)
+        self.down = nn.Linear(64, units.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(self.norm(x)).relu())
+        return out
+
+
+PAIR = {"up": "column", "down": "row"}
+
+
+def test_what_is_split_by_tokens_gets_parts_of_its_gradients() -> None:
+    styles = {"": "sequence", **PAIR, "up": "column joined"}
+    assert verdict(Block(), styles) == ("", {"norm.weight", "norm.bias", "down.bias"})
+
+
+def test_tokens_that_are_not_joined_are_missed() -> None:
+    why_not, _ = verdict(Block(), {"": "sequence", **PAIR})
+    assert why_not

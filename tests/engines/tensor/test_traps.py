@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from tests.engines.tensor.ranks import parity
@@ -22,6 +24,18 @@ TRAPS = {
     "Mixtral": 2,  # experts by routing
     "ResNet": 2,  # convolutions
 }
+
+
+BY_TOKENS = {"Llama": 2, "GPT-2": 4, "BERT": 2, "Qwen 3": 2}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", BY_TOKENS)
+def test_norms_and_residuals_may_be_split_by_tokens(pool: Pool, name: str) -> None:
+    for found in pool.run(partial(parity, by_tokens=True), name, world_size=BY_TOKENS[name]):
+        assert found.by_tokens == 1
+        assert found.loss < 1e-6
+        assert found.gradient < 1e-5, found.worst
 
 
 @pytest.mark.dist

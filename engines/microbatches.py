@@ -1,0 +1,131 @@
+"""A rank's part of a global batch, cut into the plan's microbatches, and what each one weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from engines.data import shares
+from engines.plan import Plan
+from engines.world import World, sum_over_ranks
+from profiles.batch import Batch, batch_size, batch_tensors, describe, map_batch, split_rows
+from profiles.errors import BatchError
+from profiles.model import ModelProfile
+
+Count = Callable[[Batch], float | Tensor]
+
+
+class Cutter:
+    """Cuts batches; remembers a row to lend to a microbatch that has none.
+
+    Args:
+        count: what a microbatch's mean loss is a mean over, where that is not its rows.
+        require: what the plan's engine asks of the microbatches of a step.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        *,
+        profile: ModelProfile,
+        world: World,
+        count: Count | None,
+        require: Callable[[Sequence[Batch]], None] | None = None,
+    ) -> None:
+        self._module = module
+        self._plan = plan
+        self._profile = profile
+        self._world = world
+        self._counter = count
+        self._require = require
+        self._spare: Batch | None = None
+
+    def cut(self, batch: Batch) -> tuple[list[Batch], Tensor]:
+        """The plan's microbatches, and the weight of each mean loss.
+
+        Gradients and losses are averaged over replicas, so a microbatch of n samples in a global
+        batch of N over W replicas weighs n * W / N. Every rank runs the same number of microbatches
+        whatever it got, because collectives must match: one without rows takes a spare row with
+        weight 0.
+
+        Raises:
+            BatchError: more rows than the microbatches hold, or some that cannot be used; on every
+                rank, if it is so on one.
+        """
+        try:
+            rows, sizes, pieces = self._pieces(batch)
+            counts = [self._count(piece, size) for piece, size in zip(pieces, sizes, strict=True)]
+            if self._require is not None:
+                self._require(pieces)
+        except BatchError:
+            sum_over_ranks([0.0, 1.0], self._world)  # tell the others before they wait for us
+            raise
+        total, failed = sum_over_ranks([sum(counts), 0.0], self._world)
+        if failed:
+            raise BatchError(
+                f"{failed:.0f} of {self._world.size} ranks could not use their part of the batch",
+                where=f"rank {self._world.rank}, which has {rows} rows and could",
+                hints=["the output of the other ranks says why"],
+            )
+        replicas = self._plan.data_degree
+        total *= replicas / self._world.size  # the ranks of a replica have the same
+        # Nothing to count anywhere (every label is padding, say) is a step without a gradient.
+        scale = replicas / max(total, 1.0)
+        weights = torch.tensor([count * scale for count in counts], dtype=torch.float64)
+        return pieces, weights.to(self._world.device, dtype=torch.float32)
+
+    def _pieces(self, batch: Batch) -> tuple[int, list[int], list[Batch]]:
+        """Rows on this rank, rows of each microbatch, and the microbatches."""
+        rows = batch_size(batch)
+        sizes = shares(rows, self._plan.forwards)
+        limit = self._plan.microbatch_size
+        if limit is not None and sizes[0] > limit:
+            raise BatchError(
+                f"{rows} rows on this rank make microbatches of {sizes[0]}, the plan holds {limit}",
+                where=f"rank {self._world.rank}, plan: {self._plan}",
+                hints=[
+                    f"give global batches of at most {self._plan.global_batch_size} rows,"
+                    f" {limit * self._plan.forwards} per rank",
+                    "or make a plan for the larger batch",
+                ],
+            )
+        batch = self._move(batch)
+        if rows and self._spare is None:  # copied: a view would keep its whole batch alive
+            self._spare = map_batch(torch.clone, split_rows(batch, [1, rows - 1])[0])
+        parts = split_rows(batch, sizes)
+        pieces = [
+            part if size else self._borrowed(rows) for part, size in zip(parts, sizes, strict=True)
+        ]
+        return rows, sizes, pieces
+
+    def _count(self, piece: Batch, rows: int) -> float:
+        """What a microbatch's mean loss is a mean over; 0 for a borrowed row."""
+        return float(self._counter(piece)) if rows and self._counter else float(rows)
+
+    def _borrowed(self, rows: int) -> Batch:
+        """One row for a microbatch that has none."""
+        what = f"{rows} rows on rank {self._world.rank} for {self._plan.forwards} microbatches"
+        hint = "drop the short batch: DataLoader(..., drop_last=True)"
+        if self._spare is None:
+            raise BatchError(f"{what}, and no earlier batch to borrow a row from", hints=[hint])
+        if self._profile.batch_norms and self._module.training:
+            raise BatchError(
+                f"{what}: a microbatch without rows would disturb the statistics of"
+                f" `{self._profile.batch_norms[0]}`",
+                hints=[hint],
+            )
+        return self._spare
+
+    def _move(self, batch: Batch) -> Batch:
+        """The batch on this rank's device, from whatever device it is on."""
+        if any(tensor.is_meta for tensor in batch_tensors(batch)):
+            raise BatchError(
+                "a tensor of the batch is on the meta device: it has a shape and no values",
+                where=describe(batch),
+                hints=["a meta sample is enough to plan; train on real batches"],
+            )
+        device = self._world.device
+        return map_batch(lambda tensor: tensor.to(device, non_blocking=True), batch)

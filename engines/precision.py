@@ -1,0 +1,17 @@
+"""bf16 on fp32 parameters by autocast: what plans that shard nothing compute in."""
+
+from __future__ import annotations
+
+import torch
+
+from profiles.torch_compat import Tree, map_tensors
+
+
+def autocast(device: torch.device, *, enabled: bool) -> torch.autocast:
+    """The context that runs matmuls in bf16 on fp32 parameters."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+def as_fp32(output: Tree) -> Tree:
+    """What autocast left in bf16, as the loss gets it."""
+    return map_tensors(lambda t: t.float() if t.dtype == torch.bfloat16 else t, output)
