@@ -22,7 +22,7 @@ import transformers
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.plans import PLANS
 from tests.matrix.results import ALLOWED, RESULTS, Cell, Results
-from tests.matrix.run import RANKS, cells_of
+from tests.matrix.run import RANKS, cells_of, start_ranks
 from tests.workers import Pool
 
 
@@ -36,6 +36,7 @@ def main(arguments: list[str]) -> int:
     rows, columns = options.only or list(ARCHITECTURES), options.plan or list(PLANS)
     wrong, pool = 0, Pool(RANKS)
     try:
+        start_ranks(pool)
         for number, row in enumerate(rows, 1):
             wanted = [column for column in columns if (row, column) not in done]
             _say(f"[{number}/{len(rows)}] {row}: {len(wanted)} cells")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -23,7 +24,9 @@ from tests.workers import Pool, RankFailure
 RANKS = 8
 """As many as the largest plan has."""
 LIMIT_S = 60.0
-"""Of one cell; few take more than one second, but the first ones wait for ranks to start."""
+"""Of one cell; few take more than one second."""
+START_S = 300.0
+"""Of ranks that are new: importing torch and transformers takes 20 s, more on a busy machine."""
 
 
 def cells_of(name: str, plans: Iterable[str], pool: Pool) -> Iterator[Cell]:
@@ -48,6 +51,16 @@ def cells_of(name: str, plans: Iterable[str], pool: Pool) -> Iterator[Cell]:
         yield _cell(name, column, plan, profile=profile, pool=pool)
 
 
+def start_ranks(pool: Pool) -> None:
+    """Have the ranks ready, so that the limit of a cell is for its own work."""
+    pool.run(_ready, world_size=pool.size, timeout_s=START_S)
+
+
+def _ready() -> None:
+    """To be here the ranks have imported all that cells need, but for what starts late."""
+    import torch.distributed.pipelining  # noqa: F401
+
+
 def _cell(name: str, column: str, plan: Plan, *, profile: ModelProfile, pool: Pool) -> Cell:
     cell = Cell(architecture=name, plan=column, settings=str(plan), outcome=Outcome.REFUSED)
     found = problems(plan, profile, cpu_ranks(plan.world_size))
@@ -57,9 +70,16 @@ def _cell(name: str, column: str, plan: Plan, *, profile: ModelProfile, pool: Po
     try:
         every = pool.run(difference, name, plan, profile, world_size=ranks, timeout_s=LIMIT_S)
     except RankFailure as failure:
-        text = str(failure)[-2000:]
-        return cell.model_copy(update={"outcome": Outcome.FAILED, "text": text})
+        start_ranks(pool)
+        return cell.model_copy(update={"outcome": Outcome.FAILED, "text": _cause(str(failure))})
     return cell.model_copy(update=_told(every))
+
+
+def _cause(text: str) -> str:
+    """The end of what the first rank says that did not just lose the others."""
+    told = re.split(r"^(?=rank \d+: )", text, flags=re.MULTILINE)
+    first = next((t for t in told if t and "lost contact" not in t), text)
+    return first.strip()[-2000:]
 
 
 def _told(every: list[Difference]) -> dict[str, object]:

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.plans import PLANS
 from tests.matrix.results import ALLOWED, RESULTS, Outcome, Results
-from tests.matrix.run import RANKS, cells_of
+from tests.matrix.run import RANKS, cells_of, start_ranks
 from tests.workers import Pool
 
 
@@ -34,6 +34,7 @@ def test_the_tenth_has_every_row_and_every_column() -> None:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Pool]:
     kept = Pool(RANKS)
+    start_ranks(kept)
     yield kept
     kept.close()
 
