@@ -1,5 +1,6 @@
 # make demo    train a small GPT on two local ranks and compare prediction with measurement
 # make test    the tests
+# make matrix  30 architectures under 15 plans against one process (MATRIX="--only T5 --plan zbv")
 # make timed   the tests that compare clocks, for a machine that does nothing else
 # make check   formatting, lint, types, layers, spelling
 #
@@ -14,7 +15,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test timed check format clean
+.PHONY: help demo test matrix timed check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -33,6 +34,11 @@ demo: $(STAMP)
 test: $(STAMP)
 	@echo "== tests: about 7 minutes on 2 cores"
 	@start=$$SECONDS; $(BIN)/python -m pytest $(TESTS); echo "== tests took $$((SECONDS - start)) s"
+
+matrix: $(STAMP)
+	@echo "== the matrix: 450 cells, about 10 minutes on 2 cores; kept in tests/matrix/results.json"
+	@start=$$SECONDS; $(BIN)/python -m tests.matrix $(MATRIX); \
+	echo "== the matrix took $$((SECONDS - start)) s"
 
 timed: $(STAMP)
 	@echo "== tests that compare clocks: about 4 minutes on 2 cores that do nothing else"

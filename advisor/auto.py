@@ -27,6 +27,7 @@ from engines.hybrid import apply_plan
 from engines.optimizer import OptimizerFactory
 from engines.parallel import ParallelModel
 from engines.plan import AXES, Plan, Precision, load_plan, parse_settings
+from engines.weights import Weights
 from engines.world import DEFAULT_TIMEOUT_S, World, join_world, require_same
 from profiles.batch import Batch, batch_size
 from profiles.bench import recall_or_bench
@@ -120,6 +121,7 @@ def auto_parallelize(
     precision: str | None = None,
     count: Callable[[Batch], float | Tensor] | None = None,
     max_grad_norm: float | None = None,
+    weights: Weights | None = None,
     objective: str = "tree",
     cluster: ClusterProfile | None = None,
     timed: bool = False,
@@ -144,8 +146,10 @@ def auto_parallelize(
         count: what a microbatch's mean loss is a mean over, where that is not its rows:
             `lambda batch: (batch["labels"] != -100).sum()`.
         max_grad_norm: clip gradients to this norm in `train_step`.
+        weights: of a model built on the meta device: an init function, a state dict or a path to
+            safetensors files; see `apply_plan`.
         cluster: facts of this job's machines, where they are known.
-        seed: of the shuffling in `ParallelModel.shard`.
+        seed: of the shuffling in `ParallelModel.shard`, and of an init function.
         timeout_s: bound of every wait for another rank.
 
     Returns:
@@ -190,6 +194,7 @@ def auto_parallelize(
         optimizer=optimizer,
         count=count,
         max_grad_norm=max_grad_norm,
+        weights=weights,
         sample=sample,
         world=world,
         seed=seed,

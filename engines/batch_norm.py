@@ -6,6 +6,7 @@ part, as plain DDP does.
 
 from __future__ import annotations
 
+import warnings
 from types import MethodType
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engines.plan import Plan
 from profiles.torch_compat import is_batch_norm
 
 
@@ -35,6 +37,27 @@ def synchronise_batch_norms(
         if is_batch_norm(module):
             module.forward = MethodType(forward, module)  # type: ignore[method-assign]
     return model
+
+
+def warn_of_microbatches(model: nn.Module, plan: Plan) -> None:
+    """Say it once where a batch norm sees the batch of a step in pieces.
+
+    As with GPipe (arXiv:1811.06965, section 2.2) each microbatch is normalised by itself, so that a
+    step is not the one over the whole batch, and running statistics move once a microbatch.
+    """
+    name = next(
+        (path for path, m in model.named_modules() if is_batch_norm(m) and m.training), None
+    )
+    if name is None or plan.forwards == 1:
+        return
+    warnings.warn(
+        f"`{name}` is a batch norm: it normalises each of the {plan.forwards} microbatches of a"
+        " step by itself, and its running statistics move as often. A step differs from one over"
+        " the whole batch; microbatches=1 accumulation=1, or a norm over features (GroupNorm,"
+        " LayerNorm), does not",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 class _AllReduceSum(torch.autograd.Function):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from profiles.errors import ModelError
@@ -46,7 +47,18 @@ def replicate(
         find_unused_parameters=bool(profile.unused),
     )
     _require_calls_through(runner)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.ndim > 2 and 1 in parameter.shape:
+            parameter.register_hook(functools.partial(_with_strides_of, parameter.stride()))
     return runner
+
+
+def _with_strides_of(strides: tuple[int, ...], gradient: Tensor) -> Tensor:
+    """A dimension of size 1 has no stride worth the name. Backwards of depthwise convolutions give
+    it another one than the parameter has, and DDP warns of a slow copy that it makes anyway."""
+    steps = zip(gradient.shape, gradient.stride(), strides, strict=True)
+    is_alike = all(size == 1 or own == wanted for size, own, wanted in steps)
+    return gradient.as_strided(gradient.shape, strides) if is_alike else gradient
 
 
 def _require_calls_through(runner: DistributedDataParallel) -> None:

@@ -17,7 +17,7 @@ its last round. Parameters of other ranks' stages are none of FSDP2's.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -50,6 +50,7 @@ def shard(
     mesh: DeviceMesh,
     mixed: bool,
     kept: Container[str] | None = None,
+    fill: Callable[[nn.Module], None] | None = None,
 ) -> FSDPModule:
     """Turn the parameters of `model` into shards over `mesh`, in place.
 
@@ -57,11 +58,14 @@ def shard(
     parameters (small ones, and ones that are used in several places) form the root group.
     `mixed` computes in bf16 on fp32 shards, reduces gradients in fp32 and returns fp32 outputs.
     `kept`: first names of the parameters of this rank's stages, in a pipeline.
+    `fill` gives a unit its values just before it is cut, so that one unit at a time is whole.
     """
     others = {p for name, p in model.named_parameters() if kept is not None and name not in kept}
     for unit in profile.shard_units():
         module = model.get_submodule(unit.name)
         if unit.name and others.isdisjoint(module.parameters()):
+            if fill is not None:
+                fill(module)
             module.register_forward_hook(_own_storage)
             with _refused(unit.name):
                 fully_shard(
@@ -71,6 +75,8 @@ def shard(
                     mp_policy=_precision(mixed),
                     offload_policy=_offload(plan, mesh),
                 )
+    if fill is not None:
+        fill(model)
     model.register_forward_hook(_own_storage)
     with _refused(profile.name):
         root = fully_shard(

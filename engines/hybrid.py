@@ -26,13 +26,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from engines.batch_norm import synchronise_batch_norms
+from engines.batch_norm import synchronise_batch_norms, warn_of_microbatches
 from engines.compiled import compile_blocks, require_compilable
 from engines.ddp import replicate
+from engines.failures import together
 from engines.footprint import whole_because
 from engines.fsdp import shard
 from engines.layout import Layout
 from engines.legality import numerics, require_legal
+from engines.materialise import materials_of
 from engines.mesh import Mesh
 from engines.microbatches import Count
 from engines.optimizer import OptimizerFactory, build_optimizer, names_of, send_from_first
@@ -42,6 +44,7 @@ from engines.recompute import recompute_blocks
 from engines.tensor.proved import proved
 from engines.tensor.split import split_over
 from engines.tensor.variants import Styles
+from engines.weights import Weights
 from engines.world import World, in_contact, join_world, require_same_plan
 from profiles.batch import Batch
 from profiles.cluster import ClusterProfile
@@ -64,6 +67,7 @@ def apply_plan(
     count: Count | None = None,
     max_grad_norm: float | None = None,
     sample: Batch | None = None,
+    weights: Weights | None = None,
     world: World | None = None,
     seed: int = 0,
 ) -> ParallelModel:
@@ -74,7 +78,8 @@ def apply_plan(
     ranks, so the ranks may have built the model from different seeds.
 
     Args:
-        model: any module with real parameters; its class, names and code stay as they are.
+        model: any module; its class, names and code stay as they are. One on the meta device needs
+            `weights`.
         profile: of this model, from `profiles.capture`.
         cluster: the devices of this job.
         loss_fn: loss_fn(output, target) for tuple batches, loss_fn(output, batch) for dicts; None
@@ -84,12 +89,15 @@ def apply_plan(
             `lambda batch: (batch["labels"] != -100).sum()`.
         max_grad_norm: clip gradients in `train_step`.
         sample: one local batch, as for `capture`; with tp > 1 the split is proved on it.
-        seed: of the shuffling in `ParallelModel.shard`.
+        weights: of a model on the meta device: init(module), which fills the parameters and buffers
+            that a module holds itself and draws from torch's generator only; tensors by name; or a
+            path to safetensors files. A rank takes what it holds, and nothing else is read.
+        seed: of the shuffling in `ParallelModel.shard`, and of an init function.
 
     Raises:
         PlanError: the plan is not possible for this model on these ranks.
         PlanMismatchError, RankError: ranks disagree, or one is missing.
-        ModelError: parameters without values (meta device), or nothing to train.
+        ModelError: parameters without values (meta device, and no `weights`), or nothing to train.
     """
     world = world or join_world()
     require_same_plan(plan, world)
@@ -97,8 +105,11 @@ def apply_plan(
     whole = whole_because(optimizer) if cuts_up else ""
     require_legal(plan, profile, cluster, whole_because=whole)
     _require_plain(model)
+    materials = materials_of(model, weights, world=world, seed=seed)
     require_compilable(model, plan, profile=profile, device=world.device)
     styles = _proved(model, plan, profile=profile, sample=sample, has_target=loss_fn is not None)
+    if world.rank == 0:
+        warn_of_microbatches(model, plan)
     held = numerics(plan, profile)
     mixed = held is not Numerics.AS_BUILT
     names_before = names_of(model)
@@ -112,6 +123,12 @@ def apply_plan(
         model, plan, profile=profile, numerics=held, mesh=mesh, world=world, loss_fn=loss_fn
     )
     kept = stages.kept if stages is not None else None
+    fill = None
+    if materials is not None and (stages is not None or plan.tp > 1 or mesh.shards is None):
+        with together("reading the weights", timeout_s=world.timeout_s):
+            materials.fill(model, kept=kept, device=world.device)
+    elif materials is not None:
+        fill = materials.fill  # unit by unit, as they are sharded
     split = split_over(model, *styles, group=mesh.tp.group) if styles is not None else None
     layout.lay_out(stages=stages, split=split)
     if plan.sync_batch_norm and mesh.data.size > 1:
@@ -120,7 +137,7 @@ def apply_plan(
     if plan.compile:
         compile_blocks(model, profile=profile, kept=kept)
     runner = _over_data_axes(
-        model, plan, profile=profile, mesh=mesh, world=world, mixed=mixed, kept=kept
+        model, plan, profile=profile, mesh=mesh, world=world, mixed=mixed, kept=kept, fill=fill
     )
     built = build_optimizer(optimizer, model=model, names_before=names_before, layout=layout)
 
@@ -204,11 +221,13 @@ def _over_data_axes(
     world: World,
     mixed: bool,
     kept: frozenset[str] | None,
+    fill: Callable[[nn.Module], None] | None,
 ) -> Callable[..., object]:
     """Replicate or shard; what to call for a forward."""
     if mesh.shards is not None:
         # FSDP2 moves unit by unit, so the whole model never sits on the device.
-        shard(model, plan, profile=profile, mesh=mesh.shards, mixed=mixed, kept=kept)
+        with together("sharding", timeout_s=world.timeout_s):
+            shard(model, plan, profile=profile, mesh=mesh.shards, mixed=mixed, kept=kept, fill=fill)
         return model
     model.to(world.device)
     if plan.data_parallel is not DataParallel.REPLICATE or mesh.data.size == 1 or kept is not None:
@@ -227,12 +246,3 @@ def _require_plain(model: nn.Module) -> None:
             f"the model is parallel already (a {type(model).__name__})",
             hints=["build it anew, and apply the plan to the plain module"],
         )
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ModelError(
-                f"parameter `{name}` is on the meta device: it has a shape and no values",
-                hints=[
-                    "load or initialise the weights first:"
-                    ' `model.to_empty(device="cpu")`, then `load_state_dict` or your init function'
-                ],
-            )

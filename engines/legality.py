@@ -127,7 +127,7 @@ def precision(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Itera
 
 
 def sharding(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
-    """FSDP2 gathers a unit as one flat tensor: one dtype, dense gradients."""
+    """FSDP2 gathers a unit as one flat tensor: one dtype, dimensions to cut, dense gradients."""
     if not plan.data_parallel.is_sharded:
         return
     for unit in model.units:
@@ -148,6 +148,14 @@ def sharding(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterat
                 what=f"the units that are sharded together hold {' and '.join(in_root)}; a sharded"
                 " group must hold one dtype",
                 hint="cast them to one dtype, or replicate (dp_replicate without zero)",
+            )
+    for unit in model.units:
+        if any(shape.sizes == () for shape in unit.shapes):
+            yield Problem(
+                rule="scalar-parameters",
+                what=f"a parameter of the {unit.kind} has no dimensions: there is nothing to cut"
+                " into shards",
+                hint="make it a tensor of one element, or replicate (dp_replicate without zero)",
             )
     if model.sparse_gradients:
         yield Problem(
@@ -194,6 +202,28 @@ def recompute(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Itera
             rule="recompute-without-blocks",
             what=f"recompute={plan.recompute} works on repeated blocks, {model.name} has none",
             hint="set recompute=none",
+        )
+
+
+def changed_parameters(
+    plan: Plan, model: ModelProfile, cluster: ClusterProfile
+) -> Iterator[Problem]:
+    """A forward that writes to parameters does so once, to what the optimizer steps."""
+    found = model.flow.written
+    ways = {
+        "other stages hold copies of it or none": plan.pp > 1,
+        "a rank may hold a slice of it": plan.tp > 1,
+        "what is written to gathered parameters is lost": plan.data_parallel.is_sharded,
+        "recompute would change it twice": plan.recompute is not Recompute.NONE,
+    }
+    because = [words for words, applies in ways.items() if applies]
+    if found and because:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        yield Problem(
+            rule="changed-parameters",
+            what=f"the forward changes its own parameter `{found[0]}`{more}: {because[0]}",
+            hint="make it a buffer, or change it after the optimizer's step; or replicate"
+            " (dp_replicate without zero)",
         )
 
 
@@ -244,6 +274,7 @@ RULES: tuple[Rule, ...] = (
     hybrid_inside_node,
     offload,
     recompute,
+    changed_parameters,
     compiled,
     replicas_of_stages,
 )

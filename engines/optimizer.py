@@ -106,6 +106,8 @@ def send_from_first(
     """Make the tensors of every rank of `group`, or of all ranks, equal to its first rank's."""
     bucket: list[Tensor] = []
     for tensor in tensors:
+        if tensor.is_meta:
+            continue  # every rank fills it from the same weights
         if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
             continue  # expanded: several elements in one place, nothing can be written there
         bucket.append(tensor.detach())

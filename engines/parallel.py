@@ -23,6 +23,7 @@ from engines.layout import Layout, Split
 from engines.mesh import Mesh
 from engines.microbatches import Count, Cutter
 from engines.optimizer import send_from_first
+from engines.pipeline.cuts import Cut, cuts
 from engines.plan import DataParallel, Plan
 from engines.precision import as_fp32, autocast
 from engines.replicas import local_part, sum_gradients
@@ -277,8 +278,14 @@ class ParallelModel(nn.Module):
         """Original names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """What crosses each cut of a pipeline for one microbatch: the plan's, else the sample."""
+        samples = self.plan.microbatch_size or self._profile.samples
+        return cuts(self.plan, self._profile.flow, samples=samples)
+
     def extra_repr(self) -> str:
-        return f"plan: {self.plan}"
+        return "\n".join([f"plan: {self.plan}", *map(str, self.cuts)])
 
     def _loss(self, piece: Batch) -> Tensor:
         output = call_model(self._called, piece, has_target=self._loss_fn is not None)

@@ -14,6 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from engines.failures import is_lost_contact as is_lost_contact
+from engines.failures import told
 from engines.plan import Plan
 from profiles.errors import InputError, PlanMismatchError, RankError
 from profiles.torch_compat import default_store
@@ -83,17 +85,12 @@ def in_contact(doing: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_lost_contact(error):
             raise
+        failure = told()
         raise RankError(
-            f"lost contact with another rank while {doing}",
+            f"lost contact with another rank while {doing}{failure and f': {failure}'}",
             where=f"rank {dist.get_rank()} of {dist.get_world_size()}",
             hints=["look at the output of the other ranks: one failed first"],
         ) from error
-
-
-def is_lost_contact(error: BaseException) -> bool:
-    """Whether a collective failed for its connection: torch's own types, or gloo's bare text."""
-    from_gloo = isinstance(error, RuntimeError) and "gloo/transport/" in str(error)
-    return isinstance(error, dist.DistError) or from_gloo
 
 
 def leave_world() -> None:

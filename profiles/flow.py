@@ -73,11 +73,13 @@ class Flow(Record):
 
     Attributes:
         inside: (unit, caller): units that were called within a call of another unit.
+        written: names of parameters that the forward itself changes.
     """
 
     calls: tuple[Call, ...] = ()
     edges: tuple[Edge, ...] = ()
     inside: tuple[tuple[str, str], ...] = ()
+    written: tuple[str, ...] = ()
 
     def value(self, edge: Edge) -> Value:
         return self.calls[edge.source].values[edge.value]

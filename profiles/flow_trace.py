@@ -78,6 +78,7 @@ class FlowTrace:
         self._finished: list[int] = []  # calls of units that are over
         self._ends: list[int] = []  # of those
         self._inside: dict[tuple[str, str], None] = {}
+        self._written: dict[str, None] = {}  # parameters
         self._current: Trail | None = None
         self._glue: Trail | None = None  # the stretch of glue that used parameters
         self._closed: set[int] = set()
@@ -130,6 +131,9 @@ class FlowTrace:
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], written: Sequence[Tensor]
     ) -> None:
         """An operation of the forward; `written` are the inputs that it changes."""
+        for tensor in written:
+            if self._storages.holders_of(tensor):
+                self._written[self._storages.parameter_name(tensor)] = None
         if self._closed and not self.has_escaped:
             numbers = (self._storages.number_of(tensor) for tensor in inputs)
             self.has_escaped = any(number in self._closed for number in numbers)
@@ -160,6 +164,7 @@ class FlowTrace:
             ),
             edges=tuple(sorted(self._edges, key=lambda e: (e.target, e.source, e.value))),
             inside=tuple(self._inside),
+            written=tuple(self._written),
         )
 
     def _operation_in(

@@ -49,6 +49,11 @@ def default_store() -> dist.Store:
     return _get_default_store()
 
 
+def every_group() -> list[dist.ProcessGroup]:
+    """The process groups that this rank is in, the default one first."""
+    return [group for group in dist.distributed_c10d._world.pg_map if group.rank() >= 0]
+
+
 def second_line(store: dist.Store) -> dist.Store:
     """The same store over a connection of its own, for another thread: a wait on one blocks it.
 
@@ -98,6 +103,18 @@ def whole_call(module: nn.Module) -> Callable[..., object]:
     """What a call of `module` runs now: its hooks and its forward, or their compiled form."""
     compiled: Callable[..., object] | None = getattr(module, CALL)
     return module._call_impl if compiled is None else compiled
+
+
+def forward_hooks(module: nn.Module) -> list[Callable[..., object]]:
+    """The forward hooks of a module, in order, as hook(module, args, kwargs, output)."""
+
+    def with_kwargs(hook: Callable[..., object]) -> Callable[..., object]:
+        return lambda module, args, kwargs, output: hook(module, args, output)
+
+    return [
+        hook if key in module._forward_hooks_with_kwargs else with_kwargs(hook)
+        for key, hook in module._forward_hooks.items()
+    ]
 
 
 def is_batch_norm(module: nn.Module) -> TypeGuard[nn.BatchNorm2d]:

@@ -120,6 +120,8 @@ def _serve(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    # Said on purpose, where a model with batch norms runs in microbatches.
+    warnings.filterwarnings("ignore", message=".*is a batch norm: it normalises each")
     while True:
         try:
             message = pipe.recv_bytes()

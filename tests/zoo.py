@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import transformers
@@ -129,7 +129,7 @@ CAPTIONS: Batch = {**PICTURES, **TOKENS}
 PAIRS = {**PICTURES, "input_ids": IDS, "return_loss": True}
 
 
-def _built(name: str, settings: dict[str, object], **further: object) -> nn.Module:
+def _built(name: str, settings: Mapping[str, object], **further: object) -> nn.Module:
     """The class `name` of transformers with the config that belongs to it."""
     kind = getattr(transformers, name)
     model: nn.Module = kind(kind.config_class(**{**settings, **further}))

@@ -44,11 +44,11 @@ def release_others(model: nn.Module, kept: Iterable[str], *, device: torch.devic
 
     They stay the same objects with the same shape and dtype, on the device that the others will be
     on, so code that asks for those goes on working; their memory is one element, which reads as
-    zero everywhere.
+    zero everywhere. On the meta device they have none; `engines.materialise` sees to those.
     """
     kept = frozenset(kept)
     for name, parameter in model.named_parameters():
-        if name not in kept:
+        if name not in kept and not parameter.is_meta:
             one = torch.zeros((), dtype=parameter.dtype, device=device)
             parameter.data = one.expand(parameter.shape)
             parameter.grad = None

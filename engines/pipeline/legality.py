@@ -39,11 +39,10 @@ def _borders(plan: Plan, flow: Flow) -> Iterator[Problem]:
     order = list(dict.fromkeys(callable_units))
     unknown = [name for name in plan.stages if name not in order]
     for name in unknown:
-        near = near_misses(name, order)
         yield Problem(
             rule="stage-unknown",
             what=f"stage border `{name}` is not a unit that the model calls",
-            hint=f"did you mean {' or '.join(near)}?" if near else f"units: {_listed(order)}",
+            hint=_instead(name, order),
         )
     if unknown:
         return
@@ -62,6 +61,18 @@ def _borders(plan: Plan, flow: Flow) -> Iterator[Problem]:
                 hint=f"the order is {_listed(order)}",
             )
     yield from _count(plan, order)
+
+
+def _instead(name: str, order: list[str]) -> str:
+    """Units to begin a stage with in place of `name`."""
+    around = next((unit for unit in order if name.startswith(f"{unit}.")), None)
+    if around is not None:
+        return f"it is a part of `{around}`, which runs as one piece: begin the stage there"
+    within = [unit for unit in order if unit.startswith(f"{name}.")]
+    if within:
+        return f"it holds the units {_listed(within)}: name one of them"
+    near = near_misses(name, order)
+    return f"did you mean {' or '.join(near)}?" if near else f"units: {_listed(order)}"
 
 
 def _count(plan: Plan, order: list[str]) -> Iterator[Problem]:

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.failures import tell_others
 from engines.mesh import Mesh
 from engines.pipeline.evaluation import forward_only
 from engines.pipeline.holdings import buffer_owners, owners_of, release_others
-from engines.pipeline.parts import Part, parts_of, rank_of_stage, stages_of_rank
+from engines.pipeline.hooks import UserHooks
+from engines.pipeline.parts import Part, is_unit, parts_of, rank_of_stage, stages_of_rank
 from engines.pipeline.recording import Recording, record
 from engines.pipeline.replay import Replay
 from engines.pipeline.schedules import AnySchedule, schedule_of
@@ -57,6 +59,7 @@ class Pipeline:
         flow = profile.flow
         self._model = model
         self._skeleton = Skeleton(model)
+        self._hooks = UserHooks(model, {call.unit for call in flow.calls if is_unit(call)})
         self._plan = plan
         self._flow = flow
         self._numerics = numerics
@@ -148,13 +151,16 @@ class Pipeline:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Around a step: what fails in a stage comes out as the model raised it."""
+        """Around a step: what fails in a stage comes out as the model raised it, and the ranks
+        that wait for this one are told."""
         try:
             yield
         except BaseException as error:
             self._ready = None  # its buffers hold half a step
-            if isinstance(error, RuntimeError) and error.__cause__ is not None:
-                raise error.__cause__ from None  # torch wraps it in one of its own
+            own = error.__cause__ if isinstance(error, RuntimeError) else None
+            tell_others(own or error)
+            if own is not None:
+                raise own from None  # torch wraps it in one of its own
             raise
         finally:
             self._round.pieces, self._round.weights = (), ()
@@ -183,7 +189,12 @@ class Pipeline:
         found = []
         for part in self._parts:
             replay = Replay(
-                self._model, part, flow=self._flow, recording=recording, device=self._device
+                self._model,
+                part,
+                flow=self._flow,
+                recording=recording,
+                hooks=self._hooks,
+                device=self._device,
             )
             found.append(
                 Stage(

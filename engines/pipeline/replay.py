@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.pipeline.hooks import UserHooks
 from engines.pipeline.parts import Key, Part, unit_calls
 from engines.pipeline.recording import Made, Opaque, Recording, Returned, intercepted
 from profiles.errors import ModelError
@@ -59,9 +60,11 @@ class Replay:
         *,
         flow: Flow,
         recording: Recording,
+        hooks: UserHooks,
         device: torch.device,
     ) -> None:
         self.part = part
+        self._hooks = hooks
         self.device = device
         self._model = model
         self._flow = flow
@@ -100,7 +103,7 @@ class Replay:
                     hints=["a pipeline needs a forward that takes the same path for equal shapes"],
                 )
             if call.number in self._stubs:
-                return self._stub(call, given, (args, kwargs))
+                return self._hooks.show(name, args, kwargs, self._stub(call, given, (args, kwargs)))
             output = own(*args, **kwargs)
             self._keep(call.number, output, produced)
             if call.number == self._last_own and not self.part.is_last:

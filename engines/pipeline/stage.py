@@ -16,6 +16,8 @@ from engines.pipeline.recording import Recording
 from engines.pipeline.replay import Replay
 from engines.precision import as_fp32, autocast
 from profiles.batch import Batch, LossFn, call_model, loss_of
+from profiles.errors import ModelError
+from profiles.torch_compat import is_fake
 
 
 @dataclass(slots=True)
@@ -74,6 +76,12 @@ class Stage(nn.Module):
         if self._runs_autocast:
             output = as_fp32(output)
         loss = loss_of(output, piece, self._loss_fn)
+        if is_fake(loss):
+            raise ModelError(
+                "the loss uses a tensor of another stage, which is not here: a hook on a part of a"
+                " unit kept it",
+                hints=["hook the unit itself, or let it return the tensor"],
+            )
         weight = self._round.weights[number]
         # Without weight nothing counts, NaN neither.
         return torch.where(weight > 0, loss.reshape(1) * weight, torch.zeros_like(weight))

@@ -72,7 +72,10 @@ class Specimen:
         return [t for number, t in enumerate(tensors_in(returned)) if number in self.used]
 
     def inputs(self) -> tuple[Any, Any, list[Tensor]]:
-        """Arguments for one call, and those of them that a gradient comes back for."""
+        """Arguments for one call, and what the gradients of those that have one arrive at.
+
+        The arguments are not those leaves themselves: a unit may write to what it is given.
+        """
         leaves, structure = flatten((self.args, self.kwargs))
         fresh = [
             leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -80,7 +83,8 @@ class Specimen:
             else _own(leaf)
             for leaf in leaves
         ]
-        again: Any = unflatten(fresh, structure)
+        given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in fresh]
+        again: Any = unflatten(given, structure)
         return *again, [t for t in fresh if isinstance(t, Tensor) and t.requires_grad]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,32 @@ def _bf16_training() -> list[float]:
 def test_synchronised_norms_train_under_bf16(pool: Pool) -> None:
     for losses in pool.run(_bf16_training, world_size=2):
         assert losses[-1] < losses[0]
+
+
+def told_of_microbatches(plan: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        case, _, parallel = parallelize("resnet-batch-norm", plan)
+        parallel.train_step(local_rows(parallel, case.batch(8), 8))
+    return [str(warning.message) for warning in caught if warning.category is UserWarning]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("plan", "microbatches"),
+    [
+        ("pp=2 schedule=gpipe microbatches=2 stages=layers.1", 2),
+        ("dp_replicate=2 microbatches=2 accumulation=2", 4),
+        ("dp_replicate=2", 0),
+    ],
+)
+def test_batch_norms_over_microbatches_are_warned_of_once(
+    pool: Pool, plan: str, microbatches: int
+) -> None:
+    first, other = pool.run(told_of_microbatches, plan, world_size=2)
+    assert other == []
+    assert len(first) == bool(microbatches)
+    for text in first:
+        assert text.startswith(
+            f"`stem.1` is a batch norm: it normalises each of the {microbatches} microbatches"
+        )

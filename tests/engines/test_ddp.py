@@ -6,9 +6,11 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from profiles.errors import ModelError
-from tests.engines.parity import local_rows, parallelize
+from tests.engines.cases import CASES, Case
+from tests.engines.parity import gradient_error, local_rows, parallelize, reference_loss, spread
 from tests.workers import Pool
 
 
@@ -31,3 +33,36 @@ def test_training_the_users_own_module_is_refused_as_it_would_exchange_nothing(p
     for said, looks_the_same in pool.run(_call_the_model_itself, world_size=2):
         assert said == "the model itself was called: its backward would not exchange gradients"
         assert looks_the_same  # without gradients there is nothing to exchange
+
+
+class Depthwise(nn.Module):
+    """A convolution whose weight has a dimension of size 1 in the middle, on channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(1, 64, 1)
+        self.mix = nn.Conv2d(64, 64, 7, padding=3, groups=64)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x).contiguous(memory_format=torch.channels_last)
+        logits: Tensor = self.head(self.mix(x).mean((2, 3)))
+        return logits
+
+
+def _depthwise() -> float:
+    """Warnings are errors on the ranks."""
+    case = Case(Depthwise, CASES["resnet-group-norm"].batch)
+    reference, parallel = spread(case, "dp_replicate=2")
+    batch = case.batch(4)
+    for _ in range(2):
+        reference.zero_grad()
+        parallel.optimizer.zero_grad()
+        reference_loss(reference, case, batch).backward()  # type: ignore[no-untyped-call]
+        parallel.forward_backward(local_rows(parallel, batch, 4))
+    return gradient_error(parallel, reference)
+
+
+@pytest.mark.dist
+def test_a_stride_that_says_nothing_is_no_cause_for_a_warning(pool: Pool) -> None:
+    assert max(pool.run(_depthwise, world_size=2)) < 1e-5

@@ -44,6 +44,22 @@ def test_an_impossible_pipeline_is_refused_by_its_rule(plan: str, rule: str, wor
     assert found[0].hint
 
 
+@pytest.mark.parametrize(
+    ("border", "hint"),
+    [
+        ("block.1", "did you mean blocks.1"),
+        ("blocks", "it holds the units blocks.0, blocks.1, blocks.2: name one of them"),
+        ("blocks.1.mlp.0", "it is a part of `blocks.1`, which runs as one piece"),
+        ("loss", "units: embed, blocks.0"),
+    ],
+)
+def test_a_border_that_is_none_is_answered_with_those_that_are(border: str, hint: str) -> None:
+    plan = Plan.parse(f"pp=2 schedule=gpipe stages={border}")
+    (problem,) = problems(plan, GPT, cpu_ranks(2))
+    assert problem.rule == "stage-unknown"
+    assert hint in problem.hint
+
+
 def test_a_pipeline_needs_a_loss() -> None:
     profile = capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(2, 4),))
     found = problems(Plan.parse("pp=2 schedule=gpipe stages=1"), profile, cpu_ranks(2))
@@ -100,6 +116,31 @@ def test_a_forward_that_changes_its_own_parameters_is_refused_when_it_is_recorde
     with pytest.raises(ModelError, match=r"changes its own parameter `first\.weight`"):
         record(model, capture(model, batch).flow, batch, has_target=False)
     assert torch.equal(model.first.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("plan", "because"),
+    [
+        ("pp=2 schedule=gpipe stages=second", "other stages hold copies of it or none"),
+        ("dp_shard=2", "what is written to gathered parameters is lost"),
+        ("dp_replicate=2 zero=1", "what is written to gathered parameters is lost"),
+        ("dp_replicate=2", ""),
+    ],
+)
+def test_a_forward_that_changes_its_own_parameters_is_refused_before_any_work(
+    plan: str, because: str
+) -> None:
+    profile = capture(Shrinking(), (torch.randn(2, 4),))
+    assert profile.flow.written == ("first.weight",)
+    found = problems(Plan.parse(plan), profile, cpu_ranks(2))
+    assert [problem.rule for problem in found] == ["changed-parameters"] * bool(because)
+    for problem in found:
+        assert problem.what.endswith(f"its own parameter `first.weight`: {because}")
+
+
+def test_buffers_and_activations_may_be_changed() -> None:
+    case = CASES["resnet-batch-norm"]
+    assert profile_of(case, case.build()).flow.written == ()
 
 
 def test_a_forward_that_takes_another_path_than_the_sample_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import time
 from pathlib import Path
 
 import pytest
@@ -181,33 +181,72 @@ def test_what_a_pipeline_cannot_do_is_refused_with_a_way_out(pool: Pool) -> None
         assert "use `train_step(batch)`" in called
 
 
-def failing() -> str:
-    """The second stage's block raises; a rank that fails leaves the job, as a script does."""
-    case, _, parallel = parallelize("gpt", TIED)
-    parallel.train_step(case.batch(4))
-    if dist.get_rank() == 1:
+def failing(name: str, plan: str, where: str, failed: int) -> tuple[str, float]:
+    """What this rank raises when a unit of rank `failed` does, and after how many seconds.
 
-        def broken(*_: object) -> None:
-            raise ValueError("no such luck")
+    The process of the failed rank lives on and keeps what it has.
+    """
+    case, _, parallel = parallelize(name, plan)
+    batch = case.batch(6)
+    parallel.train_step(batch)
+    unit, _, call = where.rpartition(".")
+    fuse = 2  # the second microbatch
+    if dist.get_rank() == failed:
 
-        parallel.module.get_submodule("blocks.2").forward = broken  # type: ignore[method-assign]
-    text = "no error"
+        def broken(*arguments: object) -> None:
+            nonlocal fuse
+            fuse -= 1
+            if not fuse:
+                raise ValueError("no such luck\nin the second line")
+
+        module = parallel.module.get_submodule(unit)
+        if call == "backward":
+            next(module.parameters()).register_hook(broken)
+        else:
+            module.register_forward_pre_hook(broken)
+    step = parallel.eval_step if call == "evaluation" else parallel.train_step
+    start, text = time.monotonic(), "no error"
     try:
-        parallel.train_step(case.batch(4))
+        step(batch)
     except (ValueError, RankError) as error:
         text = f"{type(error).__name__}: {error}"
-    if dist.get_rank() == 1:
-        del parallel
-        gc.collect()  # as the end of a script does: no message is waited for any more
-    dist.destroy_process_group()
-    return text
+    took_s = time.monotonic() - start
+    time.sleep(0.5)  # the others hear of it while this process holds all its groups
+    return text, took_s
+
+
+THREE = "pp=3 schedule=1f1b microbatches=3 stages=blocks.1,blocks.2"
+ROUND = "pp=2 schedule=zbv microbatches=2 stages=blocks.1,blocks.2,norm"
 
 
 @pytest.mark.dist
-def test_a_rank_that_fails_shows_its_own_error_and_the_other_does_not_hang(pool: Pool) -> None:
-    waiting, failed = pool.run(failing, world_size=2, timeout_s=30)
-    assert failed == "ValueError: no such luck"
-    assert "lost contact with another rank" in waiting
+@pytest.mark.parametrize(
+    ("plan", "where", "failed"),
+    [
+        (TIED, "blocks.2.forward", 1),
+        (TIED, "blocks.0.backward", 0),
+        (THREE, "blocks.0.forward", 0),
+        (THREE, "blocks.1.backward", 1),
+        (THREE, "blocks.2.forward", 2),
+        (ROUND, "norm.backward", 0),
+        (THREE, "blocks.1.evaluation", 1),
+    ],
+)
+def test_a_stage_that_raises_is_named_on_all_ranks_within_seconds(
+    pool: Pool, plan: str, where: str, failed: int
+) -> None:
+    world_size = Plan.parse(plan).pp
+    name = "tied-frozen-unused" if plan == TIED and "forward" in where else "gpt"
+    found = pool.run(failing, name, plan, where, failed, world_size=world_size, timeout_s=60)
+    for rank, (text, took_s) in enumerate(found):
+        assert took_s < 5  # the groups' timeout is 60
+        if rank == failed:
+            assert text.startswith("ValueError: no such luck")
+        else:
+            assert text.startswith("RankError: lost contact with another rank while ")
+            assert text.splitlines()[0].endswith(
+                f": rank {failed} failed: ValueError: no such luck"
+            )
 
 
 def frozen_stage() -> float:

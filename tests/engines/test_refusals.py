@@ -101,9 +101,8 @@ def _cannot_be_cut(plan: str) -> str:
 
 
 @pytest.mark.dist
-def test_what_fsdp_refuses_is_refused_as_a_plan(pool: Pool) -> None:
+def test_a_parameter_without_dimensions_is_not_sharded(pool: Pool) -> None:
     for text in pool.run(_cannot_be_cut, "dp_shard=2", world_size=2):
-        assert text.startswith("`Gain` cannot be sharded: ")
-        assert "scalar" in text
-        assert "hint: replicate it: dp_replicate without zero" in text
+        assert text.startswith("a parameter of the Gain has no dimensions: there is nothing to cut")
+        assert "or replicate (dp_replicate without zero)" in text
     assert pool.run(_cannot_be_cut, "dp_replicate=2", world_size=2) == ["no error"] * 2

@@ -52,6 +52,14 @@ def test_too_few_key_heads_are_gathered() -> None:
     assert {style for _, style in proposed(model, size=4).styles} == {"gather"}
 
 
+def test_units_may_write_to_what_they_are_given() -> None:
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(units.WIDTH, units.WIDTH))
+
+    model = units.Stack([layer(), nn.ReLU(inplace=True), layer()])
+    assert {style for _, style in proposed(model).styles} == {"gather"}
+
+
 def test_a_model_without_a_layer_is_refused_with_the_reason() -> None:
     with pytest.raises(PlanError, match="no layer that tensor parallelism could split"):
         proposed(units.Stack([nn.LayerNorm(units.WIDTH), nn.LayerNorm(units.WIDTH)]))

@@ -1,0 +1,113 @@
+"""One rank fails: the others get to know which and why, at once and not after a timeout.
+
+The rank that failed leaves a line on the rendezvous store and hangs up (`tell_others`). Whoever
+waits for it loses contact, reads the line (`told`) and hangs up in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from profiles.errors import RankError
+from profiles.torch_compat import default_store, every_group
+
+_FAILED = "advisor/failed"
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Whether a collective failed for its connection: torch's own types, or gloo's bare text."""
+    from_gloo = isinstance(error, RuntimeError) and "gloo/transport/" in str(error)
+    return isinstance(error, dist.DistError) or from_gloo
+
+
+def told() -> str:
+    """The line of the rank that failed first: "rank 1 failed: ValueError: ..."; else empty."""
+    with suppress(RuntimeError):  # the process that keeps the store may be gone
+        store = default_store()
+        if store.check([_FAILED]):
+            return store.get(_FAILED).decode()
+    return ""
+
+
+def tell_others(error: BaseException) -> None:
+    """Leave word of `error` and hang up, in an exchange that cannot go on without this rank.
+
+    The process groups of this job cannot be used any more.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if not is_lost_contact(error):
+        line = f"rank {dist.get_rank()} failed: {_line(error)}"
+        with suppress(RuntimeError):
+            default_store().compare_set(_FAILED, "", line)
+    for group in every_group():
+        _hang_up(group)
+
+
+def _hang_up(group: dist.ProcessGroup) -> None:
+    """Close the connections of a gloo group, by waiting in vain for a message nobody sends.
+
+    gloo has no abort, and a group lives while a message of it is under way. But a receive that runs
+    out of time closes all its group's connections, so that the peers' calls fail at once. NCCL
+    groups are left to their watchdog, which ends the job at their timeout.
+    """
+    size, rank = group.size(), group.rank()
+    if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
+        return
+    with suppress(RuntimeError):
+        message = dist.irecv(torch.empty(1), group=group, group_src=(rank + 1) % size, tag=_NO_TAG)
+        if message is not None:
+            message.wait(timedelta(milliseconds=1))
+
+
+_NO_TAG = 2**15 + 77
+"""Of a message that nobody sends. Pipelines number theirs from 0, gloo takes 32 bits."""
+
+
+@contextmanager
+def together(doing: str, *, timeout_s: float) -> Iterator[None]:
+    """Around work without messages: where one rank fails in it, all do. All ranks call it.
+
+    The groups stay whole, so that the job can go on with something else.
+
+    Raises:
+        RankError: names the rank that failed with its error, or that did not answer in time.
+    """
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size == 1:
+        yield
+        return
+    rank, store = dist.get_rank(), default_store()
+    key = f"advisor/{doing}/{store.add(f'advisor/{doing}/calls/{rank}', 1)}/"
+    try:
+        yield
+    except BaseException as error:
+        store.set(f"{key}{rank}", f"rank {rank} failed: {_line(error)}")
+        raise
+    store.set(f"{key}{rank}", "")
+    for other in range(size):
+        try:
+            store.wait([f"{key}{other}"], timedelta(seconds=timeout_s))
+        except RuntimeError:
+            raise RankError(
+                f"rank {other} did not answer within {timeout_s:.0f} s",
+                where=f"rank {rank} of {size}, {doing}",
+            ) from None
+        failure = store.get(f"{key}{other}").decode()
+        if failure:
+            raise RankError(
+                f"{failure}",
+                where=f"rank {rank} of {size}, {doing}",
+                hints=[f"look at the output of rank {other}"],
+            )
+
+
+def _line(error: BaseException) -> str:
+    """Type and first line."""
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

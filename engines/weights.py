@@ -1,0 +1,128 @@
+"""Where the weights of a model on the meta device come from: an init function, tensors by name, or
+safetensors files that are read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from torch import Tensor, nn
+
+from profiles.errors import FileError, InputError
+
+Init: TypeAlias = Callable[[nn.Module], object]
+"""Fills the parameters and buffers that its module holds itself, as `model.apply` calls it."""
+
+Weights: TypeAlias = Init | Mapping[str, Tensor] | str | os.PathLike[str]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"  # Hugging Face's: {"weight_map": {name: file beside it}}
+
+
+def open_weights(weights: Weights) -> Init | Mapping[str, Tensor]:
+    """`weights` as a function or as tensors by name; nothing is read but the table of names.
+
+    Raises:
+        FileError: no safetensors file or index is there, or it cannot be understood.
+        InputError: neither a function, nor a mapping, nor a path; or safetensors is not installed.
+    """
+    if isinstance(weights, nn.Module):
+        raise InputError(
+            f"weights is a module ({type(weights).__name__})",
+            hints=["give its tensors: `weights=other.state_dict()`"],
+        )
+    if isinstance(weights, str | os.PathLike):
+        return SafetensorsFiles(Path(weights))
+    if isinstance(weights, Mapping) or callable(weights):
+        return weights
+    raise InputError(
+        f"weights is a {type(weights).__name__}",
+        hints=["give init(module), a mapping of names to tensors, or a path to safetensors files"],
+    )
+
+
+class _File(Protocol):
+    """An open safetensors file."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class SafetensorsFiles(Mapping[str, Tensor]):
+    """Tensors by name in one file, or in the shards that an index lists.
+
+    A tensor is read when it is asked for, and a shard opened when one of its tensors is: those of
+    other ranks need not be there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """`path`: a safetensors file, an index, or the folder of either."""
+        self._file_of: dict[str, Path] = {}
+        self._open: dict[Path, _File] = {}
+        path = _inside(path) if path.is_dir() else path
+        if path.suffix == ".json":
+            self._file_of = _index(path)
+        elif path.suffix == ".safetensors":
+            self._open[path] = _opened(path)
+            self._file_of = dict.fromkeys(self._open[path].keys(), path)
+        else:
+            raise FileError(
+                f"`{path}` is no safetensors file, index or folder of them",
+                hints=["of a torch file: `weights=torch.load(path, mmap=True, weights_only=True)`"],
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._file_of[name]
+        if path not in self._open:
+            self._open[path] = _opened(path)
+        return self._open[path].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of  # Mapping's own would read the tensor
+
+
+def _inside(folder: Path) -> Path:
+    found = next((folder / name for name in (_INDEX, _SINGLE) if (folder / name).exists()), None)
+    if found is None:
+        raise FileError(f"`{folder}` holds neither `{_INDEX}` nor `{_SINGLE}`")
+    return found
+
+
+def _index(path: Path) -> dict[str, Path]:
+    try:
+        files = json.loads(path.read_text())["weight_map"]
+        return {str(name): path.parent / str(file) for name, file in files.items()}
+    except OSError as error:
+        raise FileError(f"`{path}` cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise FileError(
+            f"`{path}` is no index of safetensors shards",
+            hints=['it holds {"weight_map": {name of a tensor: name of a file beside it}}'],
+        ) from None
+
+
+def _opened(path: Path) -> _File:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError:
+        raise InputError(
+            f"`{path}` is read with the package `safetensors`, which is not installed",
+            hints=["pip install safetensors"],
+        ) from None
+    try:
+        file: _File = safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise FileError(f"`{path}` is not there") from None
+    except (OSError, SafetensorError) as error:
+        raise FileError(f"`{path}` cannot be read as safetensors: {error}") from None
+    return file

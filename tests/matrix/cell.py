@@ -1,0 +1,99 @@
+"""One cell: a model under a plan beside the same model on one process, on every rank of the plan.
+
+Errors are relative. That of the loss: to the loss. That of a parameter's gradient: its largest
+difference over the largest element wanted of that parameter, but of at least `ZERO` of the largest
+gradient of the model. A gradient that is zero but for rounding has no size of its own: the bias of
+the keys of an attention (softmax does not see it), a bias before a norm.
+
+Each rank compares whole gradients, gathered from the ranks that hold them. One process takes the
+same microbatches one after another, as gradient accumulation does: a loss over pairs of rows
+(CLIP's contrastive one) is another one for the whole batch, and sums over more rows at once are
+rounded otherwise by more than 1e-5 where much cancels (the bias of a convolution).
+
+Experts are chosen by the largest scores of a router. Scores of equal size up to rounding could go
+either way under another batch shape; random weights in fp32 leave them far enough apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engines.data import shares
+from engines.hybrid import apply_plan
+from engines.plan import Plan
+from profiles.batch import call_model, loss_of, split_rows
+from profiles.model import ModelProfile
+from tests.engines.cases import cpu_ranks
+from tests.matrix.architectures import ARCHITECTURES, ROWS
+
+TOLERANCE = 1e-5
+ZERO = 1e-3
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences between a plan and one process, on one rank."""
+
+    loss: float
+    gradient: float
+    worst_gradient: str
+
+
+def difference(name: str, plan: Plan, profile: ModelProfile) -> Difference:
+    """Run one step of architecture `name` under `plan`; all ranks of the plan call it.
+
+    Raises:
+        AssertionError: other parameters have gradients than on one process.
+    """
+    architecture = ARCHITECTURES[name]
+    wanted_loss, wanted = _reference(name, plan.forwards * plan.data_degree)
+    parallel = apply_plan(
+        copy.deepcopy(_built(name)),
+        plan,
+        profile=profile,
+        cluster=cpu_ranks(plan.world_size),
+        loss_fn=architecture.loss_fn,
+        sample=architecture.batch,
+    )
+    parts = split_rows(architecture.batch, shares(ROWS, parallel.data_world_size))
+    loss = float(parallel.forward_backward(parts[parallel.data_rank]))
+    got = parallel.full_gradients()
+    assert got.keys() == wanted.keys(), f"not in both: {sorted(got.keys() ^ wanted.keys())}"
+    errors = relative_errors(got, wanted)
+    worst = max(errors, key=lambda parameter: errors[parameter])
+    return Difference(abs(loss - wanted_loss) / abs(wanted_loss), errors[worst], worst)
+
+
+def relative_errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """By parameter, as the head of this file says."""
+    least = ZERO * max(gradient.abs().max().item() for gradient in wanted.values())
+    return {
+        name: (got[name] - gradient).abs().max().item() / max(gradient.abs().max().item(), least)
+        for name, gradient in wanted.items()
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def _built(name: str) -> nn.Module:
+    """Equal on every rank."""
+    torch.manual_seed(0)
+    return ARCHITECTURES[name].build()
+
+
+@functools.lru_cache(maxsize=4)
+def _reference(name: str, pieces: int) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients on one process; kept for the plans of one architecture."""
+    architecture = ARCHITECTURES[name]
+    model, total = copy.deepcopy(_built(name)), 0.0
+    for piece in split_rows(architecture.batch, shares(ROWS, pieces)):
+        output = call_model(model, piece, has_target=architecture.loss_fn is not None)
+        loss = loss_of(output, piece, architecture.loss_fn) / pieces
+        loss.backward()
+        total += loss.item()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return total, found
