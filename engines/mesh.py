@@ -105,10 +105,7 @@ class Mesh:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         if ranks not in self._made:
-            # Its members alone wait for each other: there are many groups in a large job.
-            self._made[ranks] = dist.new_group(
-                list(ranks), timeout=self._timeout, use_local_synchronization=True
-            )
+            self._made[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
         return self._made[ranks]
 
     def _shards(self, world: World) -> DeviceMesh:
