@@ -107,7 +107,10 @@ def apply_plan(
     _require_plain(model)
     materials = materials_of(model, weights, world=world, seed=seed)
     require_compilable(model, plan, profile=profile, device=world.device)
-    styles = _proved(model, plan, profile=profile, sample=sample, has_target=loss_fn is not None)
+    with together("proving the split of layers", timeout_s=world.timeout_s):
+        styles = _proved(
+            model, plan, profile=profile, sample=sample, has_target=loss_fn is not None
+        )
     if world.rank == 0:
         warn_of_microbatches(model, plan)
     held = numerics(plan, profile)

@@ -212,6 +212,7 @@ def changed_parameters(
     found = model.flow.written
     ways = {
         "other stages hold copies of it or none": plan.pp > 1,
+        "its layer may be split over ranks": plan.tp > 1,
         "a rank may hold a slice of it": plan.tp > 1,
         "what is written to gathered parameters is lost": plan.data_parallel.is_sharded,
         "recompute would change it twice": plan.recompute is not Recompute.NONE,

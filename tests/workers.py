@@ -13,6 +13,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -146,6 +147,7 @@ def _serve(pipe: Connection) -> None:
         finally:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+            _forget_meshes()
             _forget_groups()
         try:
             pipe.send_bytes(pickle.dumps(answer))
@@ -162,6 +164,16 @@ def _forget_groups() -> None:
     for function in vars(_redistribute).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
+
+
+def _forget_meshes() -> None:
+    """DTensor keeps what an operation returns for equal inputs, meshes included. Meshes of the same
+    ranks are equal to it in whatever job: the next one would be given groups of this one, by names
+    that are other groups' by then."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def barrier_then(values: Sequence[Any]) -> Any:

@@ -13,7 +13,6 @@ is left out with the reason.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import importlib.util
 import json
@@ -115,19 +114,25 @@ def build(case: Case, *, ours: bool) -> Step:
         return case.hand(model, ids, targets)
     from engines.hybrid import apply_plan
     from engines.plan import Plan
+    from engines.tensor.proposal import propose_styles
     from profiles.capture import capture
     from tests.engines.cases import cpu_ranks
 
+    plan, batch = Plan.parse(case.plan), (ids, targets)
+    profile = capture(model, batch, loss_fn=loss_fn)
+    if plan.tp > 1:
+        found = propose_styles(model, batch, size=plan.tp, profile=profile, has_target=True)
+        plan = plan.model_copy(update={"tensor_styles": found.styles})
     parallel = apply_plan(
         model,
-        Plan.parse(case.plan),
-        profile=capture(copy.deepcopy(model), (ids, targets), loss_fn=loss_fn),
+        plan,
+        profile=profile,
         cluster=cpu_ranks(case.ranks),
         loss_fn=loss_fn,
         optimizer=by_hand.adam,
-        sample=(ids, targets),
+        sample=batch,
     )
-    return lambda: parallel.train_step((ids, targets))
+    return lambda: parallel.train_step(batch)
 
 
 def timed(name: str, steps: int) -> list[tuple[Lap, Lap]]:

@@ -104,6 +104,8 @@ class Held(_Below):
         known = len(self._live)
         for tensor in tensors:
             storage = tensor.untyped_storage()
+            if storage.device.type == "meta":
+                continue  # takes no memory
             key = storage._cdata
             if key not in self._live:
                 release = weakref.finalize(storage, self._live.pop, key, None)

@@ -17,6 +17,7 @@ from engines.hybrid import apply_plan
 from engines.materialise import Materials
 from engines.parallel import ParallelModel
 from engines.plan import Plan
+from engines.tensor.proposal import propose_styles
 from engines.weights import open_weights
 from profiles.errors import FileError, InputError, ModelError, RankError
 from tests.engines.cases import CASES, Case, TinyGPT, cpu_ranks, profile_of
@@ -26,7 +27,13 @@ from tests.workers import Pool
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
 PIPELINE = "pp=2 schedule=1f1b microbatches=2 stages=blocks.1"
-PLANS = (PIPELINE, "dp_replicate=2", "dp_shard=2", "dp_replicate=2 zero=1")
+PLANS = (
+    PIPELINE,
+    "dp_replicate=2",
+    "dp_shard=2",
+    "tp=2",
+    "pp=2 dp_replicate=2 schedule=gpipe stages=blocks.1",
+)
 
 
 def on_meta(name: str, plan: str, weights: Any, **options: Any) -> ParallelModel:
@@ -34,14 +41,18 @@ def on_meta(name: str, plan: str, weights: Any, **options: Any) -> ParallelModel
     case = CASES[name]
     with torch.device("meta"):
         model = case.build()
-    parsed = Plan.parse(plan)
+    parsed, profile, sample = Plan.parse(plan), profile_of(case, model), case.batch(2)
+    if parsed.tp > 1:
+        found = propose_styles(model, sample, size=parsed.tp, profile=profile, has_target=True)
+        parsed = parsed.model_copy(update={"tensor_styles": found.styles})
     return apply_plan(
         model,
         parsed,
-        profile=profile_of(case, model),
+        profile=profile,
         cluster=cpu_ranks(parsed.world_size),
         loss_fn=case.loss_fn,
         optimizer=sgd,
+        sample=sample,
         weights=weights,
         **options,
     )
@@ -69,7 +80,7 @@ def test_an_init_function_gives_the_same_values_under_every_plan(pool: Pool, nam
     assert wanted["blocks.0.qkv.weight"].std().item() == pytest.approx(0.1, rel=0.1)
     assert not torch.equal(wanted["blocks.0.qkv.weight"], wanted["blocks.1.qkv.weight"])
     for plan in PLANS:
-        for state in pool.run(state_after, name, plan, world_size=2):
+        for state in pool.run(state_after, name, plan, world_size=Plan.parse(plan).world_size):
             assert list(state) == list(wanted)
             assert all(torch.equal(state[key], wanted[key]) for key in wanted), plan
 
