@@ -13,6 +13,9 @@ In a pipeline the backwards of a round's microbatches come between forwards of o
 stay whole until the round is over and are reduce-scattered once, under zero1 after the step's last
 round only; zero1 and zero2 keep parameters whole from the first forward of the step to the end of
 its last round. Parameters of other ranks' stages are none of FSDP2's.
+
+Parameters without dimensions (CLIP's scale of logits) have nothing to cut: every rank keeps them
+whole, and their gradients are averaged when a step is over.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ def shard(
     `fill` gives a unit its values just before it is cut, so that one unit at a time is whole.
     """
     others = {p for name, p in model.named_parameters() if kept is not None and name not in kept}
+    scalars = _scalars(model, device_type=mesh.device_type)
     for unit in profile.shard_units():
         module = model.get_submodule(unit.name)
         if unit.name and others.isdisjoint(module.parameters()):
@@ -74,6 +78,7 @@ def shard(
                     reshard_after_forward=plan.data_parallel not in _KEEP_PARAMETERS,
                     mp_policy=_precision(mixed),
                     offload_policy=_offload(plan, mesh),
+                    ignored_params=scalars,
                 )
     if fill is not None:
         fill(model)
@@ -85,11 +90,20 @@ def shard(
             reshard_after_forward=False,
             mp_policy=_precision(mixed, output_dtype=torch.float32 if mixed else None),
             offload_policy=_offload(plan, mesh),
-            ignored_params=others,
+            ignored_params=others | scalars,
         )
     assert isinstance(root, FSDPModule)
     reduce_unused_parameters(root)
     return root
+
+
+def _scalars(model: nn.Module, *, device_type: str) -> set[nn.Parameter]:
+    """The parameters that stay whole, moved to where FSDP2 moves the others."""
+    found = {parameter for parameter in model.parameters() if not parameter.dim()}
+    for parameter in found:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device_type)
+    return found
 
 
 def prepare_backward(root: FSDPModule, plan: Plan, *, last: bool) -> None:

@@ -127,7 +127,7 @@ def precision(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Itera
 
 
 def sharding(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
-    """FSDP2 gathers a unit as one flat tensor: one dtype, dimensions to cut, dense gradients."""
+    """FSDP2 gathers a unit as one flat tensor: one dtype, dense gradients."""
     if not plan.data_parallel.is_sharded:
         return
     for unit in model.units:
@@ -148,14 +148,6 @@ def sharding(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterat
                 what=f"the units that are sharded together hold {' and '.join(in_root)}; a sharded"
                 " group must hold one dtype",
                 hint="cast them to one dtype, or replicate (dp_replicate without zero)",
-            )
-    for unit in model.units:
-        if any(shape.sizes == () for shape in unit.shapes):
-            yield Problem(
-                rule="scalar-parameters",
-                what=f"a parameter of the {unit.kind} has no dimensions: there is nothing to cut"
-                " into shards",
-                hint="make it a tensor of one element, or replicate (dp_replicate without zero)",
             )
     if model.sparse_gradients:
         yield Problem(

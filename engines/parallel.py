@@ -99,13 +99,20 @@ class ParallelModel(nn.Module):
         self._draws = SameDraws(mesh.tp, world.device, is_uneven=layout.is_uneven)
         is_wrapped = isinstance(runner, DistributedDataParallel)
         is_replicated = plan.data_parallel is DataParallel.REPLICATE and mesh.data.size > 1
-        self._averages = is_replicated and not is_wrapped
+        # Gradients that neither DDP nor FSDP2 averages.
+        self._averaged = [
+            name
+            for name, parameter in module.named_parameters()
+            if layout.holds(name)
+            and mesh.data.size > 1
+            and ((is_replicated and not is_wrapped) or (mesh.shards and not parameter.dim()))
+        ]
         require = pipeline.require_equal_pieces if pipeline is not None else None
         self._cutter = Cutter(
             module, plan, profile=profile, world=world, count=count, require=require
         )
         self._is_due = False
-        if self._averages or (split is not None and split.partial):
+        if self._averaged or (split is not None and split.partial):
             optimizer.register_step_pre_hook(self._settle_due)
         # Kept out of the module tree: a wrapper must not show in names or state dicts.
         object.__setattr__(self, "_runner", runner)
@@ -310,9 +317,9 @@ class ParallelModel(nn.Module):
         """What the backwards of this rank alone cannot know. All of it is linear, so that each may
         work on what the one before left: means over replicas, sums over the tp axis, ties."""
         pipeline, split = self._pipeline, self._split
-        if self._averages:
-            kept = [p for name, p in self.module.named_parameters() if self._layout.holds(name)]
-            sum_gradients(kept, self._mesh.data.group, divisor=self.data_world_size)
+        if self._averaged:
+            averaged = map(self.module.get_parameter, self._averaged)
+            sum_gradients(averaged, self._mesh.data.group, divisor=self.data_world_size)
         if split is not None:
             held = filter(self._layout.holds, sorted(split.partial))
             sum_gradients(map(self.module.get_parameter, held), self._mesh.tp.group)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engines.hybrid import apply_plan
 from engines.plan import Plan
 from profiles.errors import InputError, ModelError, PlanError
 from profiles.model import ModelProfile
-from tests.engines.cases import CASES, Case, cpu_ranks, profile_of
-from tests.engines.parity import alone, local_rows, parallelize, spread
+from tests.engines.cases import CASES, cpu_ranks, profile_of
+from tests.engines.parity import alone, parallelize
 from tests.workers import Pool
 
 
@@ -75,34 +75,3 @@ def test_a_model_that_is_parallel_already_is_refused(pool: Pool, plan: str) -> N
         assert wrapper == "the model is parallel already (a ParallelModel)"
         kind = "FSDPTinyGPT" if "shard" in plan else "DistributedDataParallel"
         assert module == f"the model is parallel already (a {kind})"
-
-
-class Gain(nn.Module):
-    """A parameter without dimensions, which FSDP2 cannot cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(6, 5)
-        self.gain = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(x[:, -1]) * self.gain
-        return logits
-
-
-def _cannot_be_cut(plan: str) -> str:
-    case = Case(Gain, CASES["lstm"].batch, CASES["lstm"].loss_fn)
-    try:
-        _, parallel = spread(case, plan)
-    except PlanError as error:
-        return str(error)
-    parallel.train_step(local_rows(parallel, case.batch(4), 4))
-    return "no error"
-
-
-@pytest.mark.dist
-def test_a_parameter_without_dimensions_is_not_sharded(pool: Pool) -> None:
-    for text in pool.run(_cannot_be_cut, "dp_shard=2", world_size=2):
-        assert text.startswith("a parameter of the Gain has no dimensions: there is nothing to cut")
-        assert "or replicate (dp_replicate without zero)" in text
-    assert pool.run(_cannot_be_cut, "dp_replicate=2", world_size=2) == ["no error"] * 2

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from engines.plan import Plan
 from profiles.model import ModelProfile
+from tests.engines.cases import cpu_ranks
 from tests.matrix import __main__ as command
 from tests.matrix import run
 from tests.matrix.architectures import ARCHITECTURES
@@ -63,12 +64,12 @@ def test_a_cell_that_goes_wrong_is_kept_as_such(
     assert text in cell.text
 
 
-@pytest.mark.dist
-def test_a_refused_cell_needs_no_ranks() -> None:
+def test_a_refused_cell_needs_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "cpu_ranks", lambda _: cpu_ranks(2))
     nobody = Pool(0)  # any run would fail
-    (cell,) = run.cells_of("CLIP", ["zero3"], nobody)
+    (cell,) = run.cells_of("MLP", ["zero3"], nobody)
     assert cell.outcome is Outcome.REFUSED
-    assert (cell.rule, cell.settings) == ("scalar-parameters", "dp_shard=4")
+    assert (cell.rule, cell.settings) == ("world-size", "dp_shard=4")
 
 
 def test_errors_are_relative_to_what_has_a_size() -> None:
