@@ -30,7 +30,8 @@ class Value(Record):
         bytes: of the tensor; one that is the same for every batch has nothing per sample.
         is_overwritten: later code changes it in place (an in-place ReLU on a residual).
         needs_gradient: a gradient comes back for it.
-        depends_on_parameters: else it follows from the batch alone (rotary tables, masks).
+        depends_on_parameters: or on random numbers that its call draws; else it follows from the
+            batch alone (rotary tables, masks).
         is_returned: else the call left it behind in an attribute, a buffer or an argument.
     """
 

@@ -25,7 +25,7 @@ class Trail:
         taken: what its arguments are made of.
         first_made: number of the first memory that it makes.
         changed: memories that were there before, which it wrote to.
-        uses_parameters: its own code does, or what it takes depends on some.
+        uses_parameters: its own code does, or random numbers, or what it takes depends on some.
         is_closed: so far it took nothing but its arguments, changed nothing that it did not make,
             and called no other unit: what it does follows from its module and its arguments.
     """
@@ -128,9 +128,19 @@ class FlowTrace:
         self._current = None
 
     def operation(
-        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], written: Sequence[Tensor]
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        written: Sequence[Tensor],
+        *,
+        draws: bool = False,
     ) -> None:
-        """An operation of the forward; `written` are the inputs that it changes."""
+        """An operation of the forward.
+
+        Args:
+            written: the inputs that it changes.
+            draws: it takes random numbers; what a call makes of them cannot be made anew.
+        """
         for tensor in written:
             if self._storages.holders_of(tensor):
                 self._written[self._storages.parameter_name(tensor)] = None
@@ -138,6 +148,7 @@ class FlowTrace:
             numbers = (self._storages.number_of(tensor) for tensor in inputs)
             self.has_escaped = any(number in self._closed for number in numbers)
         if self._current is not None:
+            self._current.uses_parameters |= draws
             self._operation_in(self._current, inputs, written)
             return
         made_of = self._made_of(inputs)

@@ -251,7 +251,8 @@ class Trace(Pretence):
         if self._in_backward:
             return
         written = tensors_written(operator, args, kwargs) if is_mutable(operator) else []
-        self.flow.operation(inputs, outputs, written)
+        draws = torch.Tag.nondeterministic_seeded in operator.tags
+        self.flow.operation(inputs, outputs, written, draws=draws)
         for tensor in inputs:
             holders = self.storages.holders_of(tensor)
             if holders and self.place.name not in holders:
