@@ -19,14 +19,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from advisor.choose import choose
+from advisor.complete import completed, spans_devices
 from advisor.decision import Decision
 from advisor.facts import Facts
 from advisor.policy import Policy
+from engines.failures import together
 from engines.footprint import optimizer_footprint
 from engines.hybrid import apply_plan
 from engines.optimizer import OptimizerFactory
 from engines.parallel import ParallelModel
 from engines.plan import AXES, Plan, Precision, load_plan, parse_settings
+from engines.tensor.proposal import propose_styles
 from engines.weights import Weights
 from engines.world import DEFAULT_TIMEOUT_S, World, join_world, require_same
 from profiles.batch import Batch, batch_size
@@ -140,7 +143,9 @@ def auto_parallelize(
         optimizer: a factory `lambda params: torch.optim.AdamW(params)`, or an optimizer already
             built on the model, which is carried over; None is AdamW.
         plan: None decides everything. A Plan, its file, or settings such as "dp_shard=4" fix what
-            they name.
+            they name. Plans with stages or split layers ("pp=2 tp=2 zero=1") are carried out as
+            told, what they leave open is filled in by rule (see `advisor.complete`), and there is
+            no decision: they are not weighed.
         global_batch_size: samples per optimizer step over all ranks; by default the sample's on
             every rank.
         count: what a microbatch's mean loss is a mean over, where that is not its rows:
@@ -153,7 +158,7 @@ def auto_parallelize(
         timeout_s: bound of every wait for another rank.
 
     Returns:
-        A `ParallelModel`; `.decision` says why.
+        A `ParallelModel`; `.decision` says why, None where nothing was decided.
 
     Raises:
         as `advise`, and PlanMismatchError or RankError where ranks disagree or are missing.
@@ -165,6 +170,21 @@ def auto_parallelize(
     if cluster is None:
         cluster = recall_or_bench(probe()) if world.size > 1 else probe(measure=True)
     machines = cluster
+    if spans_devices(pins):
+        return _as_told(
+            model,
+            pins,
+            sample=sample,
+            loss_fn=loss_fn,
+            cluster=machines,
+            optimizer=optimizer,
+            count=count,
+            max_grad_norm=max_grad_norm,
+            global_batch_size=global_batch_size,
+            weights=weights,
+            world=world,
+            seed=seed,
+        )
 
     def facts() -> Facts:
         return look(
@@ -203,6 +223,46 @@ def auto_parallelize(
     if world.rank == 0:
         log.info("plan: %s", decision.plan)
     return parallel
+
+
+def _as_told(
+    model: nn.Module,
+    pins: Mapping[str, Any],
+    *,
+    sample: Batch,
+    loss_fn: LossFn | None,
+    cluster: ClusterProfile,
+    global_batch_size: int | None,
+    world: World,
+    **options: Any,
+) -> ParallelModel:
+    """Stages and split layers: every rank fills in the same plan, and carries it out."""
+    profile = capture(model, sample, loss_fn=loss_fn, name=type(model).__name__)
+    has_target = loss_fn is not None
+
+    def styles(size: int) -> tuple[tuple[str, str], ...]:
+        proposal = propose_styles(model, sample, size=size, profile=profile, has_target=has_target)
+        for note in proposal.notes:
+            log.info("tensor parallel: %s", note)
+        return proposal.styles
+
+    degrees = [int(pins.get(axis, 1)) for axis in ("pp", "cp", "tp")]
+    replicas = max(1, world.size // math.prod(degrees))
+    rows = global_batch_size // replicas if global_batch_size else batch_size(sample)
+    with together("completing the plan", timeout_s=world.timeout_s):
+        plan = completed(pins, profile, cluster, rows=rows, styles=styles)
+    if world.rank == 0:
+        log.info("plan: %s", plan)
+    return apply_plan(
+        model,
+        plan,
+        profile=profile,
+        cluster=cluster,
+        loss_fn=loss_fn,
+        sample=sample,
+        world=world,
+        **options,
+    )
 
 
 def look(

@@ -231,8 +231,8 @@ def _problems(plan: Plan, facts: Facts) -> list[Problem]:
             rule="not-planned",
             what=f"{what} ({axis}={getattr(plan, axis)}) have an engine, and no costs here yet:"
             " they cannot be compared",
-            hint="give a whole plan to `engines.apply_plan`, or plan the data-parallel family:"
-            " dp_replicate, dp_shard, zero",
+            hint="train with them by `auto_parallelize(..., plan=...)`, or plan the data-parallel"
+            " family: dp_replicate, dp_shard, zero",
         )
         for axis, what in _NOT_PLANNED.items()
         if getattr(plan, axis) > 1

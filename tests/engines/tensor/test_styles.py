@@ -15,7 +15,7 @@ def test_a_style_is_written_as_it_is_read(text: str) -> None:
     assert str(Style.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["colum", "column/0", "sizes", "sizes()", "row(x)", "Row", ""])
+@pytest.mark.parametrize("text", ["columns", "column/0", "sizes", "sizes()", "row(x)", "Row", ""])
 def test_what_is_no_style_is_refused_with_those_that_are(text: str) -> None:
     with pytest.raises(UnknownNameError, match="tensor style"):
         Style.parse(text)
