@@ -69,13 +69,13 @@ def _states_reason(winner: Candidate, facts: Facts, policy: Policy) -> str:
 
 def _leaf_reason(winner: Candidate, policy: Policy, trace: Trace) -> str:
     advice = f"The tree says: {trace.advice}"
-    if trace.not_built:
-        advice += f" (not built yet: {', '.join(trace.not_built)})"
+    if trace.not_weighed:
+        advice += f" (not weighed yet: {', '.join(trace.not_weighed)})"
     if policy.objective is not Objective.TREE:
         wanted = "fastest" if policy.objective is Objective.TIME else "smallest"
         return f"{advice}; the {wanted} plan was asked for, wherever it stands"
     if not in_leaf(winner.plan, trace):
-        return f"{advice}; of the families that are built, none of these fits here"
+        return f"{advice}; of the families that are weighed, none of these fits here"
     return advice
 
 

@@ -35,7 +35,7 @@ class Family(StrEnum):
     LOCAL_SGD = "compressed or local-SGD synchronisation"
 
 
-NOT_BUILT = (Family.TP, Family.PP, Family.PP_TP_DP, Family.DP_PP_TP_ZERO1, Family.LOCAL_SGD)
+NOT_WEIGHED = (Family.TP, Family.PP, Family.PP_TP_DP, Family.DP_PP_TP_ZERO1, Family.LOCAL_SGD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +140,15 @@ class Trace(Record):
     leaf: str
     advice: str
     families: tuple[str, ...]
-    not_built: tuple[str, ...]
+    not_weighed: tuple[str, ...]
 
     def __str__(self) -> str:
         lines = []
         for step in self.steps:
             lines += [f"{step.question} {step.answer}", f"  {step.because}"]
         lines.append(f"-> {self.advice}")
-        if self.not_built:
-            lines.append(f"   not built yet: {'; '.join(self.not_built)}")
+        if self.not_weighed:
+            lines.append(f"   not weighed yet: {'; '.join(self.not_weighed)}")
         lines.append("Of its families the fastest plan that fits; on a tie the simpler one:")
         lines.append(f"  {SIMPLER_FIRST}")
         return "\n".join(lines)
@@ -207,7 +207,7 @@ def mermaid() -> str:
 
 
 def _marked(family: Family) -> str:
-    return f"{family} (not built yet)" if family in NOT_BUILT else str(family)
+    return f"{family} (not weighed yet)" if family in NOT_WEIGHED else str(family)
 
 
 def belongs(plan: Plan, family: Family) -> bool:

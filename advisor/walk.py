@@ -9,7 +9,7 @@ from advisor.cost import CostModel, Estimate
 from advisor.facts import Facts
 from advisor.policy import Policy
 from advisor.rules import Candidate
-from advisor.tree import EDGES, LEAVES, NOT_BUILT, QUESTIONS, ROOT, Trace, TraceStep
+from advisor.tree import EDGES, LEAVES, NOT_WEIGHED, QUESTIONS, ROOT, Trace, TraceStep
 from engines.plan import DataParallel, Recompute
 from profiles.cluster import ClusterProfile, Collective, Link
 from profiles.model import UnitProfile
@@ -38,7 +38,7 @@ def walk(costs: CostModel, policy: Policy, probes: Sequence[Candidate]) -> Trace
         leaf=leaf.name,
         advice=leaf.text,
         families=tuple(family.value for family in leaf.families),
-        not_built=tuple(family.value for family in leaf.families if family in NOT_BUILT),
+        not_weighed=tuple(family.value for family in leaf.families if family in NOT_WEIGHED),
     )
 
 

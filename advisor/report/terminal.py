@@ -175,7 +175,7 @@ def _others(view: ReportView, width: int) -> Iterator[Line]:
         for row in view.others:
             cells = (f"{row.title}\n  {row.cut}", row.step, row.memory, row.why)
             yield from _row(cells, title_width, width, below=below)
-    for said in filter(None, (view.ties, view.not_built, view.weighed)):
+    for said in filter(None, (view.ties, view.not_weighed, view.weighed)):
         yield from _hanging("  ", said, width)
 
 

@@ -55,7 +55,7 @@ class ReportView(Record):
     time_parts: tuple[Part, ...]
     others: tuple[Row, ...]
     ties: str | None
-    not_built: str | None
+    not_weighed: str | None
     weighed: str
     basis: tuple[Basis, ...]
     notes: tuple[str, ...]
@@ -69,7 +69,7 @@ def view_of(decision: Decision) -> ReportView:
     plan, estimate, facts = decision.plan, decision.estimate, decision.facts
     usable = decision.policy.usable_bytes(facts.cluster.device)
     degrees = [word for word in str(plan).split() if word.split("=")[0] in _DEGREES]
-    built = decision.trace.not_built
+    built = decision.trace.not_weighed
     view = ReportView(
         title=f"{title(plan)} for {facts.model.name}",
         verdict="it fits",
@@ -94,7 +94,7 @@ def view_of(decision: Decision) -> ReportView:
         time_parts=tuple(_time_parts(estimate)),
         others=tuple(_row(other) for other in decision.alternatives),
         ties=_ties(decision),
-        not_built=f"not built yet: {', '.join(built)}" if built else None,
+        not_weighed=f"not weighed yet: {', '.join(built)}" if built else None,
         weighed=_weighed(decision),
         basis=tuple(basis(decision)),
         notes=facts.cluster.notes,

@@ -10,7 +10,7 @@ import pytest
 from advisor import tree, walk
 from advisor.choose import choose
 from advisor.facts import Facts
-from advisor.tree import NOT_BUILT, Family
+from advisor.tree import NOT_WEIGHED, Family
 from profiles.cluster import AxisFits, Collective, LinkFit
 from tests.factories import cpus, facts, gpus, transformer
 
@@ -38,8 +38,8 @@ def test_both_drawings_hold_every_question_and_family(drawn: str) -> None:
         assert question.text in drawn
     for family in Family:
         assert family.value in drawn
-    for family in NOT_BUILT:
-        assert f"{family} (not built yet)" in drawn
+    for family in NOT_WEIGHED:
+        assert f"{family} (not weighed yet)" in drawn
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_layer_larger_than_the_device_asks_for_tensor_parallelism() -> None:
     found = choose(whole).trace
     assert found.leaf == "split-layer"
     assert "`embed` with its states needs 10.3 GiB" in found.steps[-1].because
-    assert found.not_built == ("TP", "PP")
+    assert found.not_weighed == ("TP", "PP")
 
 
 def test_each_answer_carries_the_number_that_decided_it() -> None:
@@ -78,7 +78,7 @@ def test_each_answer_carries_the_number_that_decided_it() -> None:
     assert re.search(r"ZeRO-3 needs [\d.]+ GB/s between nodes to hide", text)
     assert "InfiniBand gives 0.50 GB/s" in text
     assert "GiB usable" in text
-    assert "not built yet: compressed or local-SGD synchronisation" in text
+    assert "not weighed yet: compressed or local-SGD synchronisation" in text
 
 
 def test_a_link_is_named_with_its_own_number() -> None:
