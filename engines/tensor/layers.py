@@ -25,6 +25,15 @@ def can_split(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_transposed_linear(module)
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether a layer that can be split is one of torch's own, or as simple: as a unit of its own
+    it needs no proof that its parts, put together, are the whole."""
+    if not can_split(module):
+        return False
+    own = (nn.Linear.forward, nn.Embedding.forward, *(kind.forward for kind in _CONVOLUTIONS))
+    return type(module).forward in own or is_transposed_linear(module)
+
+
 def features(module: nn.Module) -> tuple[int, int]:
     """Whole input and output features or channels; rows and width of an embedding."""
     shape = module.get_parameter("weight").shape

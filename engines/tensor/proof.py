@@ -51,7 +51,7 @@ def prove(specimen: Specimen, styles: Mapping[str, Sequence[Style]], *, size: in
     """Compare the specimen split over `size` ranks by `styles` (paths within it) with the whole."""
     whole = _run(specimen.fresh(), specimen)
     record = _Record()
-    observed = specimen.fresh()
+    observed = specimen.fresh(frozen=True)
     cuts: dict[str, Slice] = {}
     runs: list[_Run] = []
     try:

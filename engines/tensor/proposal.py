@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from engines.tensor.layers import can_split, features
+from engines.tensor.layers import can_split, features, is_plain
 from engines.tensor.proof import prove
 from engines.tensor.shipped import shipped_styles
-from engines.tensor.specimen import Specimen, specimens
+from engines.tensor.specimen import Specimen, kinds_of, specimen_of
 from engines.tensor.styles import Kind, Style, as_pairs, without_numbers
 from engines.tensor.ties import split_differently
 from engines.tensor.variants import Styles, sequence_variants, variants
@@ -84,16 +84,21 @@ def propose_styles(
     found: Styles = {}
     why: dict[str, str] = {}
     running: list[str] = []
-    for specimen in specimens(model, sample, units, has_target=has_target):
-        trial = _Trial(specimen, size=size, smallest=smallest)
-        first = specimen.paths[0]
-        trial.take_all({inner: shipped[path] for path, inner in _within(first, shipped)})
-        for pair in trial.wiring.pairs:
-            trial.take_pair(pair)
-        trial.gather_others()
-        if by_tokens:
-            trial.split_tokens()
-        for path in specimen.paths:
+    for kind in kinds_of(model, sample, units, has_target=has_target):
+        first = kind.paths[0]
+        unit = model.get_submodule(first)
+        trial: _Layer | _Trial
+        if is_plain(unit):
+            trial = _Layer(unit, size=size, smallest=smallest)
+        else:
+            trial = _Trial(specimen_of(model, kind), size=size, smallest=smallest)
+            trial.take_all({inner: shipped[path] for path, inner in _within(first, shipped)})
+            for pair in trial.wiring.pairs:
+                trial.take_pair(pair)
+            trial.gather_others()
+            if by_tokens:
+                trial.split_tokens()
+        for path in kind.paths:
             running.append(path)
             found.update({_joined(path, inner): style for inner, style in trial.styles.items()})
             why.update({_joined(path, inner): reason for inner, reason in trial.why.items()})
@@ -111,6 +116,15 @@ def propose_styles(
         for path, reason in why.items()
     }
     return Proposal(size=size, styles=as_pairs(found, names), notes=tuple(notes))
+
+
+class _Layer:
+    """A unit that is a layer by itself; `styles` and `why` as for `_Trial`."""
+
+    def __init__(self, layer: nn.Module, *, size: int, smallest: float) -> None:
+        small = _too_small(layer, size=size, smallest=smallest)
+        self.styles: Styles = {} if small else {"": (_alone(layer),)}
+        self.why: dict[str, str] = {"": small} if small else {}
 
 
 class _Trial:
@@ -154,16 +168,10 @@ class _Trial:
             if path in self.styles:
                 continue
             layer = self._specimen.unit.get_submodule(path)
-            inputs, outputs = features(layer)
-            by_rows = isinstance(layer, nn.Embedding)
-            cut = inputs if by_rows else outputs
-            if layer.get_parameter("weight").numel() < self._smallest:
-                reason = f"a small layer ({inputs} x {outputs})"
-            elif cut < self._size:
-                reason = f"{cut} features for {self._size} ranks"
-            else:
-                alone = "" if by_rows or not path else "in no pair of layers"
-                style = Style(kind=Kind.VOCAB if by_rows else Kind.GATHER)
+            reason = _too_small(layer, size=self._size, smallest=self._smallest)
+            if not reason:
+                style = _alone(layer)
+                alone = "in no pair of layers" if style.kind is Kind.GATHER and path else ""
                 reason = self._try({path: (style,)}) or self.why.get(path, alone)
             if reason:
                 self.why[path] = reason
@@ -188,6 +196,20 @@ class _Trial:
         if not verdict.why_not:
             self.styles = together
         return verdict.why_not
+
+
+def _alone(layer: nn.Module) -> Style:
+    """How a layer is split that is in no pair."""
+    return Style(kind=Kind.VOCAB if isinstance(layer, nn.Embedding) else Kind.GATHER)
+
+
+def _too_small(layer: nn.Module, *, size: int, smallest: float) -> str:
+    """Why it is not worth the traffic, or cannot be; empty if it is."""
+    inputs, outputs = features(layer)
+    cut = inputs if isinstance(layer, nn.Embedding) else outputs
+    if layer.get_parameter("weight").numel() < smallest:
+        return f"a small layer ({inputs} x {outputs})"
+    return f"{cut} features for {size} ranks" if cut < size else ""
 
 
 def _leave_logits_split(model: nn.Module, found: Styles, flow: Flow) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from torch import nn
 
-from engines.tensor.layers import can_split
-from engines.tensor.proof import prove
-from engines.tensor.specimen import specimens
-from engines.tensor.styles import LAYER_KINDS, Kind, Style, styles_of
+from engines.tensor.layers import can_split, is_plain
+from engines.tensor.proof import Verdict, prove
+from engines.tensor.specimen import Specimen, kinds_of, specimen_of
+from engines.tensor.styles import LAYER_KINDS, Kind, Style, cutting, styles_of
 from engines.tensor.ties import split_differently
 from engines.tensor.variants import Styles
 from profiles.batch import Batch
 from profiles.errors import PlanError
-from profiles.flow import GLUE, LOSS
+from profiles.flow import GLUE, LOSS, Flow
 from profiles.model import ModelProfile
 
 
@@ -43,15 +43,19 @@ def proved(
     units = [unit.name for unit in profile.units if unit.name not in (GLUE, LOSS)]
     first = {parameter: name for name, parameter in model.named_parameters()}
     left = dict(styles)
-    partial: set[str] = set()
+    partial: dict[str, set[str]] = {}  # and the units in which they are so
     running: list[str] = []
-    for specimen in specimens(model, sample, units, has_target=has_target):
-        running += specimen.paths
-        for alike in _by_styles(specimen.paths, styles).values():
+    for kind in kinds_of(model, sample, units, has_target=has_target):
+        running += kind.paths
+        specimen: Specimen | None = None
+        for alike in _by_styles(kind.paths, styles).values():
             inner = _inner(alike[0], styles)
             if not inner:
                 continue
-            verdict = prove(specimen, _as_gathered(inner, specimen.unit), size=size)
+            verdict = _of_layer(model.get_submodule(alike[0]), inner)
+            if verdict is None:
+                specimen = specimen or specimen_of(model, kind)
+                verdict = prove(specimen, _as_gathered(inner, specimen.unit), size=size)
             if verdict.why_not:
                 raise PlanError(
                     f"`{alike[0]}` split over {size} ranks is not what it is whole:"
@@ -61,7 +65,8 @@ def proved(
                 )
             for path in alike:
                 unit = model.get_submodule(path)
-                partial |= {first[unit.get_parameter(name)] for name in verdict.partial}
+                for name in verdict.partial:
+                    partial.setdefault(first[unit.get_parameter(name)], set()).add(path)
                 left = {p: s for p, s in left.items() if not f"{p}.".startswith(f"{path}.")}
     if left:
         path = next(iter(left))
@@ -77,7 +82,43 @@ def proved(
             where=f"tensor style {wrong[0]}:{styles[wrong[0]][0]}",
             hints=["give tied layers the same style, or leave the weight whole"],
         )
+    _require_one_way(model, partial, profile.flow, running=running)
     return styles, frozenset(partial)
+
+
+def _of_layer(unit: nn.Module, inner: Styles) -> Verdict | None:
+    """Of a unit that is a layer by itself; None if that takes a proof."""
+    if not is_plain(unit):
+        return None
+    style = cutting(inner.get("", ()))
+    if style is not None and style.kind in (Kind.COLUMN, Kind.ROW):
+        return Verdict("values between units are whole, and it has no other half in its unit")
+    return Verdict() if len(inner) == 1 else None
+
+
+def _require_one_way(
+    model: nn.Module,
+    partial: Mapping[str, Container[str]],
+    flow: Flow,
+    *,
+    running: Sequence[str],
+) -> None:
+    """A gradient is a part of a sum on every rank, or whole on every rank, in all of its places."""
+    for name, units in partial.items():
+        parameter = model.get_parameter(name)
+        whole = [
+            unit
+            for unit in running
+            if unit not in units
+            and any(p is parameter for p in model.get_submodule(unit).parameters())
+        ]
+        glue = [c.unit for c in flow.calls if c.unit in (GLUE, LOSS) and name in c.parameters]
+        if whole or glue:
+            raise PlanError(
+                f"`{name}` is used by split layers and also in {(whole or glue)[0]}, where nothing"
+                " is split: its gradient would be counted twice",
+                hints=["leave the layers that use it out of `tensor_styles`"],
+            )
 
 
 def _require_possible(module: nn.Module, styles: Sequence[Style], path: str) -> None:

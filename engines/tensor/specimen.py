@@ -59,13 +59,13 @@ class Specimen:
     used: frozenset[int]
     values: Mapping[str, Tensor] = field(repr=False)
 
-    def fresh(self) -> nn.Module:
-        """A copy of the unit with `values`."""
-        unit = copy.deepcopy(self.unit)
-        with torch.no_grad():
-            for name, parameter in unit.named_parameters():
-                parameter.copy_(self.values[name])
-        return unit
+    def fresh(self, *, frozen: bool = False) -> nn.Module:
+        """A copy of the unit on `values`, which it shares: nothing may be written to them."""
+        memo: dict[int, Any] = {
+            id(parameter): nn.Parameter(self.values[name], requires_grad=not frozen)
+            for name, parameter in self.unit.named_parameters()
+        }
+        return copy.deepcopy(self.unit, memo)
 
     def outputs(self, returned: object) -> list[Tensor]:
         """The tensors of a call's output that are used."""
@@ -90,23 +90,40 @@ class Specimen:
 
 def specimens(
     model: nn.Module, batch: Batch, units: Iterable[str], *, has_target: bool
-) -> list[Specimen]:
-    """One specimen of each kind of unit: equal classes, parameters, settings and arguments.
+) -> Iterator[Specimen]:
+    """One specimen of each of `kinds_of`, one at a time: they may be large."""
+    for kind in kinds_of(model, batch, units, has_target=has_target):
+        yield specimen_of(model, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitKind:
+    """Units that are alike, with a call of the first: equal classes, parameters and settings."""
+
+    paths: tuple[str, ...]
+    call: Call
+
+
+def kinds_of(
+    model: nn.Module, batch: Batch, units: Iterable[str], *, has_target: bool
+) -> list[UnitKind]:
+    """The kinds of units that are called, in the order of `units`.
 
     The model runs once on fake tensors over a row of few tokens, or if it looks at values over
     `batch` for real; then it is as it was.
     """
     paths = list(dict.fromkeys(units))
     calls = _calls(model, batch, paths, has_target=has_target)
-    kinds: dict[object, list[str]] = {}
+    found: dict[object, list[str]] = {}
     for path in paths:
         if path in calls:
-            kinds.setdefault(_kind(model.get_submodule(path), calls[path]), []).append(path)
-    return [_specimen(model, tuple(alike), calls[alike[0]]) for alike in kinds.values()]
+            found.setdefault(_kind(model.get_submodule(path), calls[path]), []).append(path)
+    return [UnitKind(tuple(alike), calls[alike[0]]) for alike in found.values()]
 
 
-def _specimen(model: nn.Module, paths: tuple[str, ...], call: Call) -> Specimen:
+def specimen_of(model: nn.Module, kind: UnitKind) -> Specimen:
     """The first way of making up numbers with which the unit runs and stays finite."""
+    paths, call = kind.paths, kind.call
     original = model.get_submodule(paths[0])
     is_large = sum(parameter.numel() for parameter in original.parameters()) > LARGE
     last: Exception | None = None
@@ -116,7 +133,8 @@ def _specimen(model: nn.Module, paths: tuple[str, ...], call: Call) -> Specimen:
             made = _made_up(original, paths, call, dtype, whole_number)
             args, kwargs, _ = made.inputs()
             try:
-                outputs = made.outputs(made.fresh()(*args, **kwargs))
+                with torch.no_grad():
+                    outputs = made.outputs(made.fresh()(*args, **kwargs))
             except (RuntimeError, IndexError) as error:
                 last = error
                 continue
@@ -154,7 +172,7 @@ def _made_up(
             values[name] /= parameter[0].numel() ** 0.5
         else:
             values[name] = 0.5 + 0.5 * values[name]
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(values[name]))
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(values[name], device="meta"))
     for buffer in original.buffers():
         memo[id(buffer)] = noise(buffer.shape) if buffer.is_meta else argument(buffer)
     args, kwargs = map_tensors(argument, (call.args, call.kwargs))

@@ -1,0 +1,96 @@
+"""Tensor plans of users are proved as our own: what is wrong is refused before any work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.tensor.proved import proved
+from profiles.capture import capture
+from profiles.errors import PlanError, UnknownNameError
+from tests.engines.tensor import units
+
+HEADS = (
+    ("blocks.*.q", "column"),
+    ("blocks.*.k", "column"),
+    ("blocks.*.v", "column"),
+    ("blocks.*.o", "row"),
+)
+
+
+def partial_of(model: nn.Module, *pairs: tuple[str, str], size: int = 2) -> frozenset[str]:
+    batch = torch.randn(2, 8, units.WIDTH)
+    profile = capture(model, batch, name="stack")
+    return proved(model, batch, pairs, size=size, profile=profile, has_target=False)[1]
+
+
+def test_partial_gradients_are_named_for_every_equal_block() -> None:
+    model = units.Stack([units.NormedHeads(), units.NormedHeads()])
+    names = {f"blocks.{n}.q_norm.{own}" for n in range(2) for own in ("weight", "bias")}
+    assert partial_of(model, *HEADS) == names
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        ((("blocks.*.q", "column"),), "is not what it is whole: the split unit does not run"),
+        ((("blocks.*.o", "vocab"), ("blocks.0.q", "row")), "is not what it is whole"),
+        ((("blocks.*", "column"),), "a CountedHeads, cannot be split by `column`"),
+        (HEADS, "do not add up"),
+        ((*HEADS, ("blocks.*", "sizes(width_of_head)")), "is not what it is whole"),
+        ((*HEADS, ("blocks.*", "sizes(nothing)")), "`.nothing` is None"),
+    ],
+)
+def test_a_wrong_plan_is_refused_with_what_is_wrong(
+    pairs: tuple[tuple[str, str], ...], words: str
+) -> None:
+    model = units.Stack([units.CountedHeads(), units.CountedHeads()])
+    with pytest.raises(PlanError) as caught:
+        partial_of(model, *pairs)
+    assert words in str(caught.value)
+
+
+def test_a_tp_that_does_not_divide_is_refused_with_the_numbers() -> None:
+    model = units.Stack([units.CountedHeads(), units.CountedHeads()])
+    with pytest.raises(PlanError, match="is 4: it has no equal share for each of 3 ranks"):
+        partial_of(model, *HEADS, ("blocks.*", "sizes(num_heads)"), size=3)
+
+
+def test_a_layer_between_units_cannot_hand_on_a_part() -> None:
+    model = nn.Sequential(nn.Linear(units.WIDTH, 8), nn.ReLU(), nn.Linear(8, 4))
+    with pytest.raises(PlanError, match="values between units are whole"):
+        partial_of(model, ("0", "column"), ("2", "row"))
+    assert partial_of(model, ("0", "gather"), ("2", "gather")) == frozenset()
+
+
+def test_a_pattern_that_fits_no_module_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match=r"blocks\.\*\.query"):
+        partial_of(units.Stack([units.Attention(), units.Attention()]), ("blocks.*.query", "row"))
+
+
+class Sharing(units.Stack):
+    """The norm of the heads of one block is used in another one, which is not split."""
+
+    def __init__(self) -> None:
+        heads, plain = units.NormedHeads(), units.NormedHeads()
+        plain.q_norm = heads.q_norm
+        super().__init__([heads, plain])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_gradient_that_is_partial_here_and_whole_there_is_refused() -> None:
+    first = [(path.replace("*", "0"), style) for path, style in HEADS]
+    with pytest.raises(PlanError, match=r"used by split layers and also in blocks\.1"):
+        partial_of(Sharing(), *first)
+    assert partial_of(Sharing(), *HEADS) == {"blocks.0.q_norm.weight", "blocks.0.q_norm.bias"}
+
+
+def test_a_tied_weight_must_be_split_in_all_of_its_places() -> None:
+    model = nn.Sequential(nn.Linear(units.WIDTH, units.WIDTH), nn.Linear(units.WIDTH, units.WIDTH))
+    model[1].weight = model[0].weight
+    with pytest.raises(PlanError, match="used in another place that is not split alike"):
+        partial_of(model, ("0", "gather"))
+    assert partial_of(model, ("0", "gather"), ("1", "gather")) == frozenset()
