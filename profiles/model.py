@@ -18,6 +18,10 @@ from profiles.times import BlockTimes
 # A unit smaller than this share of the largest one is not sharded on its own: its gather would cost
 # a full latency and free next to nothing. It stays with the root group.
 SMALLEST_SHARD_FRACTION = 1 / 64
+# Beside blocks that come and go, other units count for less: what they would free is there only as
+# long as the root group is. Their own gathers made steps of ZeRO-1 on two ranks 5 % longer
+# (`python -m tests.benchmarks.engine_speed --case zero1`).
+SMALLEST_BESIDE_BLOCKS = 1 / 4
 
 
 class Numerics(StrEnum):
@@ -199,11 +203,13 @@ class ModelProfile(Document):
         form the root group, which stays gathered from the first forward to the last backward.
         """
         smallest = self.largest_unit.parameter_bytes * SMALLEST_SHARD_FRACTION
+        block = max((unit.parameter_bytes for unit in self.blocks()), default=0)
+        beside = max(smallest, block * SMALLEST_BESIDE_BLOCKS)
         return tuple(
             unit
             for unit in self.units
             if unit.parameter_bytes > 0
-            and unit.parameter_bytes >= smallest
+            and unit.parameter_bytes >= (smallest if unit.is_block else beside)
             and not unit.is_shared
             and unit.name not in (GLUE, LOSS)
         )

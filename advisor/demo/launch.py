@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from advisor.command import say
+from advisor.complete import spans_devices
 from engines.plan import Plan, parse_settings
 from profiles.errors import InputError, PlanError, RankError
 from profiles.host import machine_cores, machine_memory_bytes
@@ -29,7 +30,7 @@ def run(*, ranks: int, plan: str, steps: int | None) -> int:
 
     Raises:
         InputError: this machine, or the batch, is too small for so many ranks.
-        PlanError: the plan needs another number of ranks.
+        PlanError: the plan needs another number of ranks, or there is no prediction for it.
         RankError: the job did not end within `TIME_LIMIT_S`.
     """
     _require_room(ranks)
@@ -40,6 +41,12 @@ def run(*, ranks: int, plan: str, steps: int | None) -> int:
         raise PlanError(
             f"plan `{plan}` needs {needed} ranks, the demo starts {ranks}",
             hints=[f"`advise demo --ranks {needed} --plan '{plan}'`"],
+        )
+    if spans_devices(settings):
+        raise PlanError(
+            f"the demo compares a step with its prediction, and `{plan}` has none: what stages and"
+            " split layers take is not weighed yet",
+            hints=["name settings of the data-parallel family: dp_replicate, dp_shard, zero"],
         )
     cores = machine_cores()
     if ranks > cores:

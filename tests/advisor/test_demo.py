@@ -62,7 +62,7 @@ def test_the_demo_refuses_a_plan_that_cannot_be_with_the_reason_and_no_traceback
 ) -> None:
     run = demo(tmp_path, "--plan", "tp=2")
     assert run.returncode == 2, run.stderr
-    assert "split layers (tp=2) have an engine, and no costs here yet" in run.stderr
+    assert "the demo compares a step with its prediction" in run.stderr
     assert "Traceback" not in run.stderr
 
 
