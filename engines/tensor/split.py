@@ -95,6 +95,7 @@ def split(
                         hints=["give them one style, or leave the weight whole"],
                     )
             _dress(module, style, exchange, again, by_tokens=by_tokens)
+    model.register_forward_hook(again.forget, always_call=True)
     parameters = dict(model.named_parameters())
     for name, cut in cuts.items():
         _keep_part(parameters[name], cut, exchange)
@@ -220,7 +221,8 @@ def _replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
 class _CopiedOnce:
     """One exchange for all layers that take the same tensor: query, key and value say.
 
-    It remembers the last tensor only, which those layers keep for their backward anyway.
+    It remembers the last tensor only, which those layers keep for their backward anyway, and
+    nothing once the model's forward is over.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -234,6 +236,9 @@ class _CopiedOnce:
         copied = self._exchange.copy(whole)
         self._last = (whole, copied, is_grad)
         return copied
+
+    def forget(self, *_: object) -> None:
+        self._last = None
 
 
 def _count_local(module: nn.Module, names: Sequence[str], exchange: Exchange, *, path: str) -> None:
