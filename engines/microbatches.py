@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from profiles.errors import BatchError
 from profiles.model import ModelProfile
 
 Count = Callable[[Batch], float | Tensor]
+FINGERPRINT_ELEMENTS = 2**14  # of a tensor; batches that differ do so in every row
 
 
 class Cutter:
@@ -22,6 +24,7 @@ class Cutter:
 
     Args:
         count: what a microbatch's mean loss is a mean over, where that is not its rows.
+        replica: number of the replica that this rank is part of.
         require: what the plan's engine asks of the microbatches of a step.
     """
 
@@ -33,6 +36,7 @@ class Cutter:
         profile: ModelProfile,
         world: World,
         count: Count | None,
+        replica: int = 0,
         require: Callable[[Sequence[Batch]], None] | None = None,
     ) -> None:
         self._module = module
@@ -40,6 +44,7 @@ class Cutter:
         self._profile = profile
         self._world = world
         self._counter = count
+        self._replica = replica
         self._require = require
         self._spare: Batch | None = None
 
@@ -52,30 +57,60 @@ class Cutter:
         weight 0.
 
         Raises:
-            BatchError: more rows than the microbatches hold, or some that cannot be used; on every
-                rank, if it is so on one.
+            BatchError: more rows than the microbatches hold, some that cannot be used, or others
+                than another rank of the same replica has; on every rank, if it is so on one.
         """
+        prints = [0.0] * (2 * self._plan.data_degree if self._is_shared else 0)
         try:
             rows, sizes, pieces = self._pieces(batch)
             counts = [self._count(piece, size) for piece, size in zip(pieces, sizes, strict=True)]
             if self._require is not None:
                 self._require(pieces)
         except BatchError:
-            sum_over_ranks([0.0, 1.0], self._world)  # tell the others before they wait for us
+            # Tell the others before they wait for us.
+            sum_over_ranks([0.0, 1.0, *prints], self._world)
             raise
-        total, failed = sum_over_ranks([sum(counts), 0.0], self._world)
+        if self._is_shared:
+            own = float(_fingerprint(batch))
+            prints[2 * self._replica : 2 * self._replica + 2] = own, own**2
+        total, failed, *prints = sum_over_ranks([sum(counts), 0.0, *prints], self._world)
         if failed:
             raise BatchError(
                 f"{failed:.0f} of {self._world.size} ranks could not use their part of the batch",
                 where=f"rank {self._world.rank}, which has {rows} rows and could",
                 hints=["the output of the other ranks says why"],
             )
+        self._require_same(prints)
         replicas = self._plan.data_degree
         total *= replicas / self._world.size  # the ranks of a replica have the same
         # Nothing to count anywhere (every label is padding, say) is a step without a gradient.
         scale = replicas / max(total, 1.0)
         weights = torch.tensor([count * scale for count in counts], dtype=torch.float64)
         return pieces, weights.to(self._world.device, dtype=torch.float32)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether several ranks make up a replica, and must have the same rows."""
+        return self._world.size > self._plan.data_degree
+
+    def _require_same(self, prints: Sequence[float]) -> None:
+        """Numbers are equal if and only if the square of their sum is their count times the sum of
+        their squares (Cauchy and Schwarz). The sums are whole and below 2**53, so they are exact.
+        """
+        ranks = self._world.size // self._plan.data_degree
+        pairs = zip(prints[::2], prints[1::2], strict=True)
+        different = [n for n, (s, q) in enumerate(pairs) if int(s) ** 2 != ranks * int(q)]
+        if different:
+            raise BatchError(
+                f"the {ranks} ranks of replica {different[0]} were given different batches: they"
+                " hold parts of one model, and must work on the same rows",
+                where=f"rank {self._world.rank}, plan: {self._plan}",
+                hints=[
+                    "`for batch in parallel.shard(loader)` gives every rank its rows; a sampler of"
+                    " your own takes `parallel.data_rank` and `parallel.data_world_size`, and the"
+                    " same seed everywhere"
+                ],
+            )
 
     def _pieces(self, batch: Batch) -> tuple[int, list[int], list[Batch]]:
         """Rows on this rank, rows of each microbatch, and the microbatches."""
@@ -129,3 +164,13 @@ class Cutter:
             )
         device = self._world.device
         return map_batch(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def _fingerprint(batch: Batch) -> int:
+    """20 bits of the rows: shapes, and the first bytes of every tensor that the host has."""
+    found = zlib.crc32(describe(batch).encode())
+    for tensor in batch_tensors(batch):
+        if tensor.device.type == "cpu":  # of others it would wait for the device in every step
+            first = tensor.detach().reshape(-1)[:FINGERPRINT_ELEMENTS].contiguous()
+            found = zlib.crc32(first.view(torch.uint8).numpy().tobytes(), found)
+    return found % 2**20

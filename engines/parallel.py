@@ -109,7 +109,13 @@ class ParallelModel(nn.Module):
         ]
         require = pipeline.require_equal_pieces if pipeline is not None else None
         self._cutter = Cutter(
-            module, plan, profile=profile, world=world, count=count, require=require
+            module,
+            plan,
+            profile=profile,
+            world=world,
+            count=count,
+            replica=mesh.data.position,
+            require=require,
         )
         self._is_due = False
         if self._averaged or (split is not None and split.partial):

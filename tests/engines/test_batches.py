@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.plan import Plan
-from profiles.batch import Batch
+from profiles.batch import Batch, split_rows
 from profiles.errors import BatchError
 from tests.engines.cases import CASES
 from tests.engines.parity import (
@@ -35,6 +35,39 @@ def test_a_batch_without_values_is_refused() -> None:
     inputs, targets = CASES["gpt"].batch(4)
     with pytest.raises(BatchError, match="on the meta device"):
         parallel.train_step((inputs.to("meta"), targets))
+
+
+def _own_rows(plan: str, replicas: int) -> list[str]:
+    """What ranks are told that take rows by their number, as data-parallel scripts do."""
+    case, reference, parallel = parallelize("gpt", plan)
+    batch, told = case.batch(8), []
+    world = dist.get_world_size()
+    for step in (parallel.train_step, parallel.eval_step):
+        try:
+            step(split_rows(batch, [8 // world] * world)[dist.get_rank()])
+        except BatchError as error:
+            told.append(error.what)
+    assert parallel.data_world_size == replicas
+    parallel.forward_backward(local_rows(parallel, batch, 8))
+    reference_loss(reference, case, batch).backward()
+    assert gradient_error(parallel, reference) < 1e-5
+    return told
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("plan", "replicas"),
+    [
+        ("pp=2 schedule=gpipe microbatches=2 stages=blocks.1", 1),
+        ("pp=2 dp_replicate=2 schedule=gpipe microbatches=2 stages=blocks.1", 2),
+    ],
+)
+def test_ranks_of_one_replica_with_different_rows_are_told(
+    pool: Pool, plan: str, replicas: int
+) -> None:
+    for told in pool.run(_own_rows, plan, replicas, world_size=2 * replicas):
+        assert len(told) == 2
+        assert all("the 2 ranks of replica 0 were given different batches" in t for t in told)
 
 
 def _bad_on_one_rank(plan: str) -> list[str]:
