@@ -124,7 +124,7 @@ def _tiny(given: Given, *, rows: int = _SHAPE[0]) -> tuple[torch.optim.Optimizer
         return _trial(given, [matrix]), matrix
     try:
         return given([matrix, *others]), matrix
-    except Exception:
+    except Exception:  # a factory is the user's code; what it raises for a matrix too is shown
         return given([matrix]), matrix
 
 

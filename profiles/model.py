@@ -19,8 +19,7 @@ from profiles.times import BlockTimes
 # a full latency and free next to nothing. It stays with the root group.
 SMALLEST_SHARD_FRACTION = 1 / 64
 # Beside blocks that come and go, other units count for less: what they would free is there only as
-# long as the root group is. Their own gathers made steps of ZeRO-1 on two ranks 5 % longer
-# (`python -m tests.benchmarks.engine_speed --case zero1`).
+# long as the root group is. A quarter of a block is a choice, not a measurement.
 SMALLEST_BESIDE_BLOCKS = 1 / 4
 
 

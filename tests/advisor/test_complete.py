@@ -10,6 +10,7 @@ import torch
 
 from advisor.auto import auto_parallelize
 from advisor.complete import completed, even_stages
+from engines.legality import problems
 from engines.plan import Plan, Schedule
 from profiles.errors import PlanError
 from tests.engines.cases import CASES, cpu_ranks, profile_of
@@ -61,7 +62,8 @@ def test_no_other_borders_share_the_work_more_evenly(pp: int, schedule: str) -> 
 
 
 def test_more_stages_than_units_are_told_by_legality() -> None:
-    assert len(complete(99, pp=99).stages) < 98
+    found = problems(complete(99, pp=99), PROFILE, cpu_ranks(99))
+    assert "stages-too-many" in {problem.rule for problem in found}
 
 
 def _told(settings: str) -> tuple[float, float, str]:
