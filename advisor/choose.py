@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from advisor.candidates import Pins, legal_plans, refuse
-from advisor.comparison import best_of, compare, nearest_miss, shape, title
+from advisor.comparison import Kind, best_of, compare, kind, nearest_miss, shape, title
 from advisor.cost import CostModel
 from advisor.decision import Alternative, Decision
 from advisor.facts import Facts
@@ -16,7 +16,7 @@ from advisor.reasons import reasons
 from advisor.rules import Candidate, host_bytes_per_node, margin_s, preferred, simplicity, weigh
 from advisor.tree import Trace, in_leaf
 from advisor.walk import walk
-from engines.plan import DataParallel, Offload, Plan
+from engines.plan import Offload, Plan
 from profiles.errors import InputError, NoPlanError
 from profiles.model import Numerics
 from profiles.optimizers import OPTIMIZERS
@@ -51,8 +51,7 @@ def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) ->
     if not fitting:
         raise _no_plan(facts, policy, pins, weighed)
 
-    probes = weigh(legal_plans(facts, {}), costs, policy) if pins else weighed
-    trace = walk(costs, policy, probes)
+    trace = walk(costs, policy)
     of_leaf = [c for c in fitting if in_leaf(c.plan, trace)]
     follows = policy.objective is Objective.TREE and bool(of_leaf)
     pool = of_leaf if follows else fitting
@@ -89,11 +88,10 @@ def _alternatives(
     weighed: Sequence[Candidate], winner: Candidate, policy: Policy, trace: Trace
 ) -> list[Alternative]:
     """The best plan of every other kind, and of the winner's kind with other degrees."""
-    kinds: dict[tuple[DataParallel, Offload], list[Candidate]] = {}
+    kinds: dict[Kind, list[Candidate]] = {}
     for candidate in weighed:
         if shape(candidate.plan) != shape(winner.plan):
-            key = candidate.plan.data_parallel, candidate.plan.offload
-            kinds.setdefault(key, []).append(candidate)
+            kinds.setdefault(kind(candidate.plan), []).append(candidate)
     found = []
     for group in kinds.values():
         best = _strongest(group, policy)
