@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 from advisor.cost import Estimate
@@ -140,7 +141,7 @@ def best_of(candidates: list[Candidate], policy: Policy) -> Candidate:
     return preferred(fitting, policy) if fitting else nearest_miss(candidates)
 
 
-def nearest_miss(candidates: list[Candidate]) -> Candidate:
+def nearest_miss(candidates: Sequence[Candidate]) -> Candidate:
     """The plan that needs least above what there is."""
     return min(
         candidates,
