@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from advisor.candidates import Pins, legal_plans, refuse
-from advisor.comparison import best_of, compare, nearest_miss, shape, title
+from advisor.comparison import Kind, best_of, compare, kind, nearest_miss, shape, title
 from advisor.cost import CostModel
 from advisor.decision import Alternative, Decision
 from advisor.facts import Facts
@@ -16,7 +17,7 @@ from advisor.reasons import reasons
 from advisor.rules import Candidate, host_bytes_per_node, margin_s, preferred, simplicity, weigh
 from advisor.tree import Trace, in_leaf
 from advisor.walk import walk
-from engines.plan import DataParallel, Offload, Plan
+from engines.plan import Offload, Plan
 from profiles.errors import InputError, NoPlanError
 from profiles.model import Numerics
 from profiles.optimizers import OPTIMIZERS
@@ -29,7 +30,49 @@ _NO_PINS: Pins = {}
 _CHANGES_SHOWN = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was weighed, and what was taken of it.
+
+    `winner` is None where nothing fits. `pool` are the plans that fit and that the winner was taken
+    from, `fitting` all that fit.
+    """
+
+    winner: Candidate | None
+    pool: Sequence[Candidate]
+    fitting: Sequence[Candidate]
+    weighed: Sequence[Candidate]
+    trace: Trace
+
+
 def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Decision:
+    """The plan for these facts, with the argument for it: see `decide`.
+
+    Raises:
+        PlanError: `pins` allow no legal plan.
+        NoPlanError: there are legal plans and none fits.
+    """
+    choice = decide(facts, policy=policy, pins=pins)
+    winner, weighed, trace = choice.winner, choice.weighed, choice.trace
+    if winner is None:
+        raise _no_plan(facts, policy, pins, weighed)
+    others = _alternatives(weighed, winner, policy, trace)
+    return Decision(
+        plan=winner.plan,
+        estimate=winner.estimate,
+        facts=facts,
+        policy=policy,
+        pins=dict(pins),
+        reasons=tuple(reasons(winner, weighed, choice.pool, facts, policy, trace)),
+        trace=trace,
+        alternatives=tuple(others[: policy.alternatives]),
+        weighed=len(weighed),
+        rejected=_counts(weighed),
+        dissent=_dissent(winner, choice.fitting, policy, trace),
+    )
+
+
+def decide(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Choice:
     """The plan for these facts: deterministic, nothing else is looked at.
 
     Every legal plan is weighed. The tree's leaf says which families come first; the fastest plan of
@@ -38,7 +81,6 @@ def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) ->
 
     Raises:
         PlanError: `pins` allow no legal plan.
-        NoPlanError: there are legal plans and none fits.
     """
     costs = CostModel(facts)
     plans = legal_plans(facts, pins)
@@ -48,29 +90,12 @@ def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) ->
     if not any(c.fits for c in weighed) and "offload" not in pins:
         weighed += weigh(_offloaded(facts, pins), costs, policy)
     fitting = [c for c in weighed if c.fits]
-    if not fitting:
-        raise _no_plan(facts, policy, pins, weighed)
-
-    probes = weigh(legal_plans(facts, {}), costs, policy) if pins else weighed
-    trace = walk(costs, policy, probes)
+    trace = walk(costs, policy)
     of_leaf = [c for c in fitting if in_leaf(c.plan, trace)]
     follows = policy.objective is Objective.TREE and bool(of_leaf)
     pool = of_leaf if follows else fitting
-    winner = preferred(pool, policy)
-    others = _alternatives(weighed, winner, policy, trace)
-    return Decision(
-        plan=winner.plan,
-        estimate=winner.estimate,
-        facts=facts,
-        policy=policy,
-        pins=dict(pins),
-        reasons=tuple(reasons(winner, weighed, pool, facts, policy, trace)),
-        trace=trace,
-        alternatives=tuple(others[: policy.alternatives]),
-        weighed=len(weighed),
-        rejected=_counts(weighed),
-        dissent=_dissent(winner, fitting, policy, trace),
-    )
+    winner = preferred(pool, policy) if pool else None
+    return Choice(winner, pool, fitting, weighed, trace)
 
 
 def _offloaded(facts: Facts, pins: Pins) -> list[Plan]:
@@ -89,11 +114,10 @@ def _alternatives(
     weighed: Sequence[Candidate], winner: Candidate, policy: Policy, trace: Trace
 ) -> list[Alternative]:
     """The best plan of every other kind, and of the winner's kind with other degrees."""
-    kinds: dict[tuple[DataParallel, Offload], list[Candidate]] = {}
+    kinds: dict[Kind, list[Candidate]] = {}
     for candidate in weighed:
         if shape(candidate.plan) != shape(winner.plan):
-            key = candidate.plan.data_parallel, candidate.plan.offload
-            kinds.setdefault(key, []).append(candidate)
+            kinds.setdefault(kind(candidate.plan), []).append(candidate)
     found = []
     for group in kinds.values():
         best = _strongest(group, policy)
@@ -138,7 +162,7 @@ def _dissent(
     )
 
 
-def _no_plan(facts: Facts, policy: Policy, pins: Pins, weighed: list[Candidate]) -> NoPlanError:
+def _no_plan(facts: Facts, policy: Policy, pins: Pins, weighed: Sequence[Candidate]) -> NoPlanError:
     """What was tried, the nearest miss, and changes that the cost model says would help."""
     counts = ", ".join(f"{count} by `{rule}`" for rule, count in _counts(weighed).items())
     nearest = nearest_miss(weighed)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 from advisor.cost import Estimate
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, margin_s, preferred, simplicity
 from advisor.tree import Trace, in_leaf
-from engines.plan import DataParallel, Offload, Plan, Recompute
+from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
 from profiles.units import format_gib, format_percent, format_seconds
 
 
@@ -30,7 +31,17 @@ def title(plan: Plan) -> str:
 
     >>> title(Plan.parse("dp_replicate=2 dp_shard=8"))
     'HSDP, shard 8 x replicate 2'
+    >>> title(Plan.parse("pp=4 tp=8 dp_replicate=2 zero=1"))
+    'PP over 4 + TP over 8 + ZeRO-1 over 2'
     """
+    words = [f"{axis.upper()} over {getattr(plan, axis)}" for axis in _cut_axes(plan)]
+    if not words or plan.data_parallel is not DataParallel.NONE:
+        words.append(_replicas(plan))
+    return " + ".join(words) + (", CPU offload" if plan.offload is Offload.STATES else "")
+
+
+def _replicas(plan: Plan) -> str:
+    """What the data-parallel ranks are, in words."""
     replicate, shard = plan.dp_replicate, plan.dp_shard
     words = {
         DataParallel.NONE: "one device",
@@ -43,15 +54,16 @@ def title(plan: Plan) -> str:
     }[plan.data_parallel]
     if plan.data_degree > 1 and plan.data_parallel is not DataParallel.HYBRID_SHARD:
         words += f" over {plan.data_degree}"
-    return words + (", CPU offload" if plan.offload is Offload.STATES else "")
+    return words
 
 
 def cuts(plan: Plan) -> str:
-    """How a replica's batch is cut and run, in words."""
-    words = f"microbatch {plan.microbatch_size}"
-    if plan.forwards > 1:
-        words += f" x {plan.forwards} accumulation"
-    return f"{words}{_recomputed(plan)}, {plan.precision}"
+    """How a replica's batch is cut and run, in words.
+
+    >>> cuts(Plan.parse("pp=2 microbatch_size=1 microbatches=8 schedule=1f1b stages=b"))
+    'microbatch 1 x 8 in 1F1B, fp32'
+    """
+    return f"microbatch {plan.microbatch_size}{_rounds(plan)}{_recomputed(plan)}, {plan.precision}"
 
 
 def short_cuts(plan: Plan) -> str:
@@ -60,19 +72,67 @@ def short_cuts(plan: Plan) -> str:
     >>> short_cuts(Plan.parse("microbatch_size=1 accumulation=8 recompute=full"))
     'mb 1 x 8, full recompute'
     """
-    words = f"mb {plan.microbatch_size}"
-    if plan.forwards > 1:
-        words += f" x {plan.forwards}"
-    return words + _recomputed(plan)
+    times = f" x {plan.forwards}" if plan.forwards > 1 else ""
+    schedule = f", {_SCHEDULES[plan.schedule]}" if plan.schedule else ""
+    return f"mb {plan.microbatch_size}{times}{schedule}{_recomputed(plan)}"
+
+
+_SCHEDULES = {
+    Schedule.NAIVE: "stages in turn",
+    Schedule.GPIPE: "GPipe",
+    Schedule.ONE_F_ONE_B: "1F1B",
+    Schedule.INTERLEAVED: "interleaved 1F1B",
+    Schedule.ZERO_BUBBLE: "zero bubble",
+    Schedule.ZBV: "ZB-V",
+}
+
+
+def _rounds(plan: Plan) -> str:
+    """How often a replica runs forward in a step, and how stages take turns."""
+    if plan.schedule is None:
+        return f" x {plan.forwards} accumulation" if plan.forwards > 1 else ""
+    words = f" x {plan.microbatches} in {_SCHEDULES[plan.schedule]}"
+    each = (len(plan.stages) + 1) // plan.pp
+    if each > 1:
+        words += f" with {each} stages a device"
+    return words + (f" x {plan.accumulation} accumulation" if plan.accumulation > 1 else "")
 
 
 def _recomputed(plan: Plan) -> str:
     return f", {plan.recompute} recompute" if plan.recompute is not Recompute.NONE else ""
 
 
-def shape(plan: Plan) -> tuple[DataParallel, int, int, Offload]:
+def _cut_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes along which the model itself is cut."""
+    return tuple(axis for axis in ("pp", "cp", "tp") if getattr(plan, axis) > 1)
+
+
+Kind = tuple[tuple[str, ...], DataParallel, Offload]
+
+
+def kind(plan: Plan) -> Kind:
+    """Which axes a plan uses, what its replicas shard and what waits in main memory; no degrees."""
+    return _cut_axes(plan), plan.data_parallel, plan.offload
+
+
+def kind_words(plan: Plan) -> str:
+    """`kind` in words.
+
+    >>> kind_words(Plan.parse("pp=4 tp=8 dp_replicate=2 zero=1"))
+    'PP + TP + ZeRO-1'
+    """
+    words = [axis.upper() for axis in _cut_axes(plan)]
+    if not words or plan.data_parallel is not DataParallel.NONE:
+        words.append(_replicas(plan).partition(",")[0].partition(" over")[0])
+    return " + ".join(words) + (", CPU offload" if plan.offload is Offload.STATES else "")
+
+
+Shape = tuple[Kind, tuple[int, ...]]
+
+
+def shape(plan: Plan) -> Shape:
     """What two plans share that differ only in how the batch is cut and run."""
-    return plan.data_parallel, plan.dp_replicate, plan.dp_shard, plan.offload
+    return kind(plan), (plan.pp, plan.cp, plan.tp, plan.dp_replicate, plan.dp_shard)
 
 
 def best_of(candidates: list[Candidate], policy: Policy) -> Candidate:
@@ -81,7 +141,7 @@ def best_of(candidates: list[Candidate], policy: Policy) -> Candidate:
     return preferred(fitting, policy) if fitting else nearest_miss(candidates)
 
 
-def nearest_miss(candidates: list[Candidate]) -> Candidate:
+def nearest_miss(candidates: Sequence[Candidate]) -> Candidate:
     """The plan that needs least above what there is."""
     return min(
         candidates,

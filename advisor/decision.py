@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from pydantic import Field
 
@@ -10,6 +10,7 @@ from advisor.candidates import legal_plans, nearest_settings, why_illegal
 from advisor.comparison import Verdict, best_of, compare
 from advisor.cost import CostModel, Estimate
 from advisor.facts import Facts
+from advisor.flip import Flip, flip
 from advisor.policy import Policy
 from advisor.rules import Candidate, weigh
 from advisor.tree import Trace
@@ -71,6 +72,7 @@ class Decision(Document):
         alternatives: the best plan of other kinds, each with the reason against it.
         weighed: plans that were estimated; `rejected` counts those left out, by rule.
         dissent: where a plan outside the tree's leaf is faster by more than the range.
+        flipped: what would change the answer, in decisions that were asked to keep it.
     """
 
     plan: Plan
@@ -84,6 +86,25 @@ class Decision(Document):
     weighed: int
     rejected: dict[str, int] = Field(default_factory=dict)
     dissent: str | None = None
+    flipped: Flip | None = None
+
+    def flip(self) -> Flip:
+        """What would change the answer: how much of links, memory, batch or sequence.
+
+        Some hundred decisions are made for it.
+        """
+        if self.flipped is not None:
+            return self.flipped
+        from advisor.choose import decide
+
+        def answer(facts: Facts) -> Candidate | None:
+            return decide(facts, policy=self.policy, pins=self.pins).winner
+
+        return flip(self.facts, answer)
+
+    def with_flip(self) -> Self:
+        """This decision, keeping the answer of `flip` in its file."""
+        return self.model_copy(update={"flipped": self.flip()})
 
     def why_not(self, settings: str) -> WhyNot:
         """Weigh `settings` ("tp=4", "zero=3 recompute=full") against the plan.

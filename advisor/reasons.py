@@ -8,7 +8,7 @@ from advisor.comparison import causes, margin_percent, shape, title
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, margin_s, simplicity
-from advisor.tree import Trace, in_leaf
+from advisor.tree import Family, Trace, belongs, in_leaf
 from engines.legality import numerics
 from engines.plan import DataParallel, Offload, Recompute
 from profiles.model import Numerics
@@ -129,7 +129,8 @@ def _whole_reason(
     winner: Candidate, pool: Sequence[Candidate], facts: Facts, policy: Policy
 ) -> Iterator[str]:
     """Why a model that fits whole is not just replicated."""
-    whole = [c for c in pool if not c.plan.data_parallel.is_sharded]
+    families = (Family.SINGLE, Family.DDP)
+    whole = [c for c in pool if any(belongs(c.plan, family) for family in families)]
     if policy.objective is not Objective.TREE or not whole or winner in whole:
         return
     simple, fastest = _fastest(whole), _fastest(pool)

@@ -12,7 +12,7 @@ from advisor.cost import CostModel, Estimate
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.search.space import Row
-from engines.plan import DataParallel, Offload, Plan, Recompute
+from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
 from profiles.cluster import ClusterProfile
 from profiles.record import Record
 from profiles.units import format_gib
@@ -114,22 +114,32 @@ _KINDS = (
     DataParallel.HYBRID_SHARD,
 )
 _TRICKS = tuple(Recompute)
+_SCHEDULES = (None, *Schedule)
 # `simplicity` in words.
 SIMPLER_FIRST = (
-    "states on the device, then DDP before ZeRO-1, ZeRO-2, FSDP and HSDP, then less recompute, then"
-    " fewer microbatches"
+    "states on the device, then a model in one piece, before TP, PP and both, then DDP before"
+    " ZeRO-1, ZeRO-2, FSDP and HSDP, then the plainer schedule with fewer stages, then less"
+    " recompute, then smaller groups, then fewer microbatches"
 )
 
 
 def simplicity(plan: Plan | Row) -> tuple[int, ...]:
-    """Less is simpler: offload, data-parallel kind, recompute, then number of forwards.
+    """Less is simpler, in the order of `SIMPLER_FIRST`.
 
-    Simple means: fewer moving parts to understand, and fewer ways to be slower than predicted.
+    Simple means: fewer moving parts to understand, and fewer ways to be slower than predicted. A
+    model in one piece trains in the loop that its user wrote. Split layers still do, but another
+    way of splitting is proved for every kind of layer; stages need `train_step`, a schedule, and
+    microbatches that are even.
     """
     return (
         int(plan.offload is not Offload.NONE),
+        # 0 whole, 1 split layers, 2 stages, 3 both.
+        int(plan.tp > 1 or plan.cp > 1) + 2 * int(plan.pp > 1),
         _KINDS.index(plan.data_parallel),
+        _SCHEDULES.index(plan.schedule),
+        len(plan.stages),
         _TRICKS.index(plan.recompute),
+        plan.pp * plan.tp * plan.cp,
         plan.forwards,
     )
 

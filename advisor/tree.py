@@ -35,7 +35,9 @@ class Family(StrEnum):
     LOCAL_SGD = "compressed or local-SGD synchronisation"
 
 
-NOT_WEIGHED = (Family.TP, Family.PP, Family.PP_TP_DP, Family.DP_PP_TP_ZERO1, Family.LOCAL_SGD)
+NOT_WEIGHED = (Family.LOCAL_SGD,)
+# What replicas of stages and split layers may shard without gathering parameters from each other.
+_KEEPS_PARAMETERS = (DataParallel.NONE, DataParallel.REPLICATE, DataParallel.ZERO1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,9 @@ LEAVES = (
     ),
     Leaf(
         "everything",
-        # HSDP stands in while that has no engine: its gathers stay inside the node too.
-        "DP + PP + TP + ZeRO-1; HSDP keeps gathers inside the node",
+        # HSDP beside it: its gathers stay inside the node, so slow links between nodes carry the
+        # same gradients, and a model that cannot be cut has it alone.
+        "DP + PP + TP + ZeRO-1 (least traffic); HSDP keeps gathers inside the node",
         (Family.DP_PP_TP_ZERO1, Family.HSDP),
     ),
 )
@@ -211,19 +214,34 @@ def _marked(family: Family) -> str:
 
 
 def belongs(plan: Plan, family: Family) -> bool:
-    """Whether `plan` is of `family`."""
+    """Whether `plan` is of `family`: which axes it uses, and what its replicas shard.
+
+    PP and TP are that axis alone, with replicas or shards of it around; the two hybrids use one of
+    the axes or both. In "DP + PP + TP + ZeRO-1" no parameter is gathered between replicas.
+    """
     kind = plan.data_parallel
+    cut = [axis for axis in ("pp", "cp", "tp") if getattr(plan, axis) > 1]
+    if family is Family.OFFLOAD:
+        return plan.offload is not Offload.NONE
+    if plan.offload is not Offload.NONE:
+        return False
     match family:
         case Family.SINGLE:
-            return kind is DataParallel.NONE
+            return not cut and kind is DataParallel.NONE
         case Family.DDP:
-            return kind is DataParallel.REPLICATE
+            return not cut and kind is DataParallel.REPLICATE
         case Family.ZERO:
-            return kind.is_sharded and plan.offload is Offload.NONE
+            return not cut and kind.is_sharded
         case Family.HSDP:
-            return kind is DataParallel.HYBRID_SHARD and plan.offload is Offload.NONE
-        case Family.OFFLOAD:
-            return plan.offload is not Offload.NONE
+            return not cut and kind is DataParallel.HYBRID_SHARD
+        case Family.TP:
+            return cut == ["tp"]
+        case Family.PP:
+            return cut == ["pp"]
+        case Family.PP_TP_DP:
+            return bool(cut)
+        case Family.DP_PP_TP_ZERO1:
+            return bool(cut) and kind in _KEEPS_PARAMETERS
     return False
 
 

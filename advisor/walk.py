@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from advisor.candidates import legal_plans
 from advisor.cost import CostModel, Estimate
 from advisor.facts import Facts
 from advisor.policy import Policy
-from advisor.rules import Candidate
+from advisor.rules import Candidate, weigh
 from advisor.tree import EDGES, LEAVES, NOT_WEIGHED, QUESTIONS, ROOT, Trace, TraceStep
 from engines.plan import DataParallel, Recompute
 from profiles.cluster import ClusterProfile, Collective, Link
@@ -18,13 +19,13 @@ from profiles.provenance import Source
 from profiles.units import format_bandwidth, format_gib
 
 
-def walk(costs: CostModel, policy: Policy, probes: Sequence[Candidate]) -> Trace:
+def walk(costs: CostModel, policy: Policy) -> Trace:
     """The path of these facts.
 
-    `probes` are weighed plans, no pins kept: the questions are about the model and the machines,
-    not about what a user fixed.
+    No pins are kept: the questions are about the model and the machines, not about what a user
+    fixed.
     """
-    situation = _Situation(costs.facts, policy, probes)
+    situation = _Situation(costs, policy)
     steps, name = [], ROOT
     leaves = {leaf.name: leaf for leaf in LEAVES}
     while name not in leaves:
@@ -44,13 +45,31 @@ def walk(costs: CostModel, policy: Policy, probes: Sequence[Candidate]) -> Trace
 
 @dataclass(frozen=True, slots=True)
 class _Situation:
-    facts: Facts
+    costs: CostModel
     policy: Policy
-    probes: Sequence[Candidate]
+
+    @property
+    def facts(self) -> Facts:
+        return self.costs.facts
 
     @property
     def usable_bytes(self) -> float:
         return self.policy.usable_bytes(self.facts.cluster.device)
+
+    def probes(self, kind: DataParallel) -> list[Candidate]:
+        """Plans of this kind over all devices, weighed; the model itself stays in one piece.
+
+        Of the workload's batch; where that does not divide, of one sample a device, as the
+        questions are not about the batch.
+        """
+        facts = self.facts
+        pins = {"pp": 1, "cp": 1, "tp": 1, "data_parallel": kind}
+        plans = legal_plans(facts, pins)
+        if not plans:
+            world = facts.cluster.world_size
+            workload = facts.workload.model_copy(update={"global_batch_size": world})
+            plans = legal_plans(facts.model_copy(update={"workload": workload}), pins)
+        return weigh(plans, self.costs, self.policy)
 
 
 Answer = tuple[str, str]
@@ -70,7 +89,8 @@ def _devices(situation: _Situation) -> Answer:
 
 def _fits(situation: _Situation) -> Answer:
     """Whole on every device, at the microbatch that needs least."""
-    whole = [c for c in situation.probes if not c.plan.data_parallel.is_sharded]
+    alone = situation.facts.cluster.world_size == 1
+    whole = situation.probes(DataParallel.NONE if alone else DataParallel.REPLICATE)
     usable = situation.usable_bytes
     if not whole:
         return "no", "no plan keeps the whole model on a device"
@@ -126,7 +146,7 @@ def _links(situation: _Situation, where: str) -> Answer:
     At the largest microbatch that fits, which sends least for what it computes.
     """
     cluster = situation.facts.cluster
-    sharded = [c for c in situation.probes if c.plan.data_parallel is DataParallel.FULL_SHARD]
+    sharded = situation.probes(DataParallel.FULL_SHARD)
     given = given_bytes_per_s(cluster)
     if not sharded:
         return "slow", "the model cannot be sharded here: see the problems of `zero=3`"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from math import prod
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import JsonValue, NonNegativeInt, PositiveInt
 
 from profiles.affine import Affine as Affine
 from profiles.flow import GLUE as GLUE
@@ -144,6 +144,8 @@ class ModelProfile(Document):
         is_proportional: the model did not run at twice the sample's batch; costs are taken to grow
             with the batch, nothing is taken to be fixed.
         flow: which calls feed which, `AS_BUILT`.
+        config: the content of the config.json that it was counted from in closed form, so that it
+            can be counted again at another size (`profiles.families.variants`); else None.
     """
 
     name: str
@@ -160,6 +162,7 @@ class ModelProfile(Document):
     times: tuple[BlockTimes, ...] = ()
     is_proportional: bool = False
     flow: Flow = Flow()
+    config: dict[str, JsonValue] | None = None
 
     @property
     def parameters(self) -> int:

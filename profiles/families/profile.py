@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
+
+from pydantic import JsonValue
 
 from profiles.errors import InputError
 from profiles.families import operations as ops
@@ -80,7 +84,13 @@ def profile_from_config(
         unused=network.unused(),
         has_loss=True,
         flow=next(iter(runs.values())).flow,
+        config=_as_json(config),
     )
+
+
+def _as_json(config: Mapping[str, object]) -> dict[str, JsonValue]:
+    """What a file holds of it: the same whether it was read from one or written in Python."""
+    return cast("dict[str, JsonValue]", json.loads(json.dumps(config)))
 
 
 def _check_length(family: Family, sequence_length: int | None, where: str) -> None:

@@ -69,7 +69,8 @@ def test_a_layer_larger_than_the_device_asks_for_tensor_parallelism() -> None:
     found = choose(whole).trace
     assert found.leaf == "split-layer"
     assert "`embed` with its states needs 10.3 GiB" in found.steps[-1].because
-    assert found.not_weighed == ("TP", "PP")
+    assert found.families == ("TP", "ZeRO (FSDP)", "PP")
+    assert found.not_weighed == ()
 
 
 def test_each_answer_carries_the_number_that_decided_it() -> None:

@@ -1,0 +1,200 @@
+"""The flip: the smallest change of one fact that makes another kind of plan the answer.
+
+Every value is decided on anew: first a coarse scan in both directions, nearest first, as the answer
+may change and change back; then a bisection of the step in which it changed. Both sides of the
+place that is reported were decided on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from math import log2, sqrt
+
+from advisor.comparison import Kind, kind, kind_words, title
+from advisor.facts import Facts
+from advisor.levers import Lever, shown, step, value, varied
+from advisor.rules import Candidate
+from engines.plan import Plan
+from profiles.errors import InputError
+from profiles.record import Record
+from profiles.units import format_seconds
+
+# A sixteenth to sixteen times: from one generation of links or memory to four doublings away.
+OCTAVES = 4
+# Points tried in each doubling. An answer that comes and goes within a factor of 1.41 is not seen.
+PER_OCTAVE = 2
+# A change is placed to one part in a hundred: finer than any of the facts is known.
+RESOLUTION = 0.01
+
+
+class Turn(Record):
+    """Where an amount of one fact changes the answer.
+
+    Attributes:
+        now: the amount that was decided from.
+        stays: the farthest amount towards `turns` at which the answer was seen to stay.
+        turns: the nearest at which it was seen to be another.
+        factor: `turns` over `now`.
+        before, after: the kinds of plan, in words; `plan` is the one at `turns`, None where nothing
+            fits there.
+        because: the steps there.
+    """
+
+    lever: Lever
+    now: float
+    stays: float
+    turns: float
+    factor: float
+    before: str
+    after: str
+    plan: Plan | None
+    because: str
+
+    def __str__(self) -> str:
+        way = "down" if self.factor < 1 else "up"
+        return (
+            f"{self.lever}: {way} from {shown(self.lever, self.now)} to"
+            f" {shown(self.lever, self.turns)} ({self.factor:.2g} x) the answer becomes"
+            f" {self.after}; at {shown(self.lever, self.stays)} it is still {self.before}."
+            f" {self.because}"
+        )
+
+
+class Steady(Record):
+    """A fact that does not change the answer within the bounds, or cannot be varied, and why."""
+
+    lever: Lever
+    because: str
+
+    def __str__(self) -> str:
+        return f"{self.lever}: {self.because}"
+
+
+class Flip(Record):
+    """What would change the answer: the smallest change, as a factor, first."""
+
+    turns: tuple[Turn, ...]
+    steady: tuple[Steady, ...]
+
+    @property
+    def smallest(self) -> Turn | None:
+        return self.turns[0] if self.turns else None
+
+    def __str__(self) -> str:
+        return "\n".join(str(found) for found in (*self.turns, *self.steady))
+
+
+Decide = Callable[[Facts], Candidate | None]
+"""The plan for some facts; None where nothing fits, InputError where they allow no legal plan."""
+
+
+def flip(facts: Facts, decide: Decide) -> Flip:
+    """What would change the kind of plan that `decide` gives for `facts`.
+
+    A kind is which axes a plan uses and what its replicas shard: degrees and microbatches are not
+    looked at.
+    """
+    found = [_turn(facts, decide, lever) for lever in Lever]
+    turns = [item for item in found if isinstance(item, Turn)]
+    return Flip(
+        turns=tuple(sorted(turns, key=lambda turn: abs(log2(turn.factor)))),
+        steady=tuple(item for item in found if isinstance(item, Steady)),
+    )
+
+
+class _Scan:
+    """The answers along one lever, each decided on once. `step`: None for any real number."""
+
+    def __init__(self, facts: Facts, decide: Decide, lever: Lever) -> None:
+        self.lever = lever
+        self.now = value(facts, lever)
+        self.step = step(facts, lever)
+        self._facts = facts
+        self._decide = decide
+        self._known: dict[float, Candidate | None] = {}
+
+    def answer(self, amount: float) -> Candidate | None:
+        """None: nothing fits. Raises InputError where there is no such amount, or no legal plan."""
+        if amount not in self._known:
+            self._known[amount] = self._decide(varied(self._facts, self.lever, amount))
+        return self._known[amount]
+
+    def kind(self, amount: float) -> Kind | None:
+        answer = self.answer(amount)
+        return kind(answer.plan) if answer else None
+
+    def amounts(self, direction: int) -> Iterator[float]:
+        """Farther and farther from now, each a new one."""
+        last = self.now
+        for exponent in range(1, OCTAVES * PER_OCTAVE + 1):
+            amount = self.now * 2 ** (direction * exponent / PER_OCTAVE)
+            if self.step:
+                amount = round(amount / self.step) * self.step
+            if amount > 0 and amount != last:
+                last = amount
+                yield amount
+
+    def between(self, one: float, other: float) -> float | None:
+        """The middle, None where they are as good as neighbours."""
+        low, high = sorted((one, other))
+        if self.step is None:
+            return sqrt(low * high) if high / low > 1 + RESOLUTION else None
+        middle = (low + high) / 2 // self.step * self.step
+        return middle if low < middle < high else None
+
+
+def _turn(facts: Facts, decide: Decide, lever: Lever) -> Turn | Steady:
+    """The nearest change along one lever, upwards or downwards."""
+    try:
+        scan = _Scan(facts, decide, lever)
+    except InputError as error:
+        return Steady(lever=lever, because=f"cannot be varied: {error.what}")
+    here = scan.kind(scan.now)
+    reached = {1: scan.now, -1: scan.now}
+    refused = ""
+    for up, down in zip_longest(scan.amounts(1), scan.amounts(-1)):
+        found = []
+        for direction, amount in ((1, up), (-1, down)):
+            if amount is None:
+                continue
+            try:
+                changed = scan.kind(amount) != here
+            except InputError as error:
+                refused = refused or f"; {shown(lever, amount)} cannot be: {error.what}"
+                continue
+            if changed:
+                found.append(_placed(scan, here, reached[direction], amount))
+            else:
+                reached[direction] = amount
+        if found:
+            return min(found, key=lambda turn: abs(log2(turn.factor)))
+    low, high = shown(lever, reached[-1]), shown(lever, reached[1])
+    return Steady(lever=lever, because=f"the answer stays from {low} to {high}{refused}")
+
+
+def _placed(scan: _Scan, here: Kind | None, stays: float, turns: float) -> Turn:
+    """The change between two amounts, as narrow as it is looked for."""
+    while (middle := scan.between(stays, turns)) is not None:
+        try:
+            changed = scan.kind(middle) != here
+        except InputError:  # no legal plan for that amount: both sides are as near as can be
+            break
+        stays, turns = (stays, middle) if changed else (middle, turns)
+    before, after = scan.answer(scan.now), scan.answer(turns)
+    assert before is not None  # it was decided on
+    if after is None:
+        because = "No plan fits there"
+    else:
+        because = f"There {title(after.plan)} takes {format_seconds(after.estimate.step_s)} a step"
+    return Turn(
+        lever=scan.lever,
+        now=scan.now,
+        stays=stays,
+        turns=turns,
+        factor=turns / scan.now,
+        before=kind_words(before.plan),
+        after=kind_words(after.plan) if after else "that nothing fits",
+        plan=after.plan if after else None,
+        because=because,
+    )
