@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from advisor.complete import completed
 from advisor.cost import CostModel
 from advisor.facts import Facts, captured
+from advisor.policy import Policy
 from advisor.search.legal import Styles, kinds, space_of, styles_of
-from advisor.search.space import KINDS, RECOMPUTES, SCHEDULES, Pins, Space
+from advisor.search.search import Search
+from advisor.search.space import KINDS, RECOMPUTES, SCHEDULES, Space
+from advisor.search.space import Pins as Pins
 from advisor.search.stages import Stages
 from engines.legality import Problem, problems
 from engines.plan import DataParallel, Offload, Plan, Precision
@@ -26,6 +29,20 @@ def legal_plans(
     space = space_of(facts, pins, styles=styles or styles_of(facts), offload=offload)
     stages = Stages(CostModel(facts), pins)
     return [stages.plan(space, index) for index in range(len(space))]
+
+
+def searched(
+    facts: Facts,
+    pins: Pins,
+    costs: CostModel,
+    policy: Policy,
+    *,
+    offload: Offload = Offload.NONE,
+    styles: Styles | None = None,
+) -> Search:
+    """A search over the same plans."""
+    space = space_of(facts, pins, styles=styles or styles_of(facts), offload=offload)
+    return Search(costs, policy, space, Stages(costs, pins))
 
 
 def why_illegal(facts: Facts, pins: Pins, *, styles: Styles | None = None) -> list[Problem]:

@@ -7,18 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from advisor.candidates import Pins, legal_plans, refuse
+import numpy as np
+
+from advisor.candidates import refuse, searched
 from advisor.comparison import Kind, best_of, compare, kind, nearest_miss, shape, title
 from advisor.cost import CostModel
 from advisor.decision import Alternative, Decision
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.reasons import reasons
-from advisor.rules import Candidate, host_bytes_per_node, margin_s, preferred, simplicity, weigh
+from advisor.rules import Candidate, host_bytes_per_node, margin_s, simplicity
+from advisor.search.search import Search
+from advisor.search.space import Pins
 from advisor.tree import Trace, in_leaf
 from advisor.walk import walk
-from engines.plan import Offload, Plan
-from profiles.errors import InputError, NoPlanError
+from engines.plan import Offload
+from profiles.errors import InputError, NoPlanError, PlanError
 from profiles.model import Numerics
 from profiles.optimizers import OPTIMIZERS
 from profiles.provenance import Quantity, Source
@@ -28,14 +32,20 @@ _DEFAULT = Policy()
 _NO_PINS: Pins = {}
 # Changes shown when nothing fits: enough to choose from, few enough to read.
 _CHANGES_SHOWN = 3
+# So many plans are all estimated, a fraction of a second: then what is said of them is complete.
+_FEW_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What was weighed, and what was taken of it.
 
-    `winner` is None where nothing fits. `pool` are the plans that fit and that the winner was taken
-    from, `fitting` all that fit.
+    Attributes:
+        winner: None where nothing fits.
+        weighed: the plans that were estimated exactly: all that an answer depends on. `pool` are
+            those that fit and that the winner was taken from, `fitting` all that fit.
+        total: plans that were weighed, most of them by their bounds alone.
+        rejected: by rule, how many of them cannot be taken.
     """
 
     winner: Candidate | None
@@ -43,6 +53,8 @@ class Choice:
     fitting: Sequence[Candidate]
     weighed: Sequence[Candidate]
     trace: Trace
+    total: int
+    rejected: dict[str, int]
 
 
 def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Decision:
@@ -52,10 +64,10 @@ def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) ->
         PlanError: `pins` allow no legal plan.
         NoPlanError: there are legal plans and none fits.
     """
-    choice = decide(facts, policy=policy, pins=pins)
+    choice = decide(facts, policy=policy, pins=pins, compares=True)
     winner, weighed, trace = choice.winner, choice.weighed, choice.trace
     if winner is None:
-        raise _no_plan(facts, policy, pins, weighed)
+        raise _no_plan(facts, policy, pins, choice)
     others = _alternatives(weighed, winner, policy, trace)
     return Decision(
         plan=winner.plan,
@@ -66,48 +78,75 @@ def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) ->
         reasons=tuple(reasons(winner, weighed, choice.pool, facts, policy, trace)),
         trace=trace,
         alternatives=tuple(others[: policy.alternatives]),
-        weighed=len(weighed),
-        rejected=_counts(weighed),
+        weighed=choice.total,
+        estimated=len(weighed),
+        rejected=choice.rejected,
         dissent=_dissent(winner, choice.fitting, policy, trace),
     )
 
 
-def decide(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Choice:
+def decide(
+    facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS, compares: bool = False
+) -> Choice:
     """The plan for these facts: deterministic, nothing else is looked at.
 
-    Every legal plan is weighed. The tree's leaf says which families come first; the fastest plan of
-    them that fits is taken, the simpler one on a tie. States go to the host only where nothing else
-    fits.
+    Every legal plan is weighed, most of them by lower bounds (`advisor.search`). The tree's leaf
+    says which families come first; the fastest plan of them that fits is taken, the simpler one on
+    a tie. States go to the host only where nothing else fits.
+
+    Args:
+        compares: also estimate the best plan of every other kind.
 
     Raises:
         PlanError: `pins` allow no legal plan.
     """
     costs = CostModel(facts)
-    plans = legal_plans(facts, pins)
-    if not plans:
+    searches = [searched(facts, pins, costs, policy)]
+    if not len(searches[0].space):
         raise refuse(facts, pins)
-    weighed = weigh(plans, costs, policy)
-    if not any(c.fits for c in weighed) and "offload" not in pins:
-        weighed += weigh(_offloaded(facts, pins), costs, policy)
-    fitting = [c for c in weighed if c.fits]
     trace = walk(costs, policy)
+    winner = _winner(searches[0], policy, trace)
+    if winner is None and "offload" not in pins and facts.cluster.device.kind != "cpu":
+        # A CPU rank's device memory is the host's already.
+        searches.append(searched(facts, pins, costs, policy, offload=Offload.STATES))
+        winner = _winner(searches[1], policy, trace)
+    for search in searches:
+        if winner is None:
+            search.nearest(search.rows)
+        elif compares:
+            _compare_kinds(search, winner)
+    weighed = [candidate for search in searches for candidate in search.weighed]
+    fitting = [c for c in weighed if c.fits]
     of_leaf = [c for c in fitting if in_leaf(c.plan, trace)]
     follows = policy.objective is Objective.TREE and bool(of_leaf)
-    pool = of_leaf if follows else fitting
-    winner = preferred(pool, policy) if pool else None
-    return Choice(winner, pool, fitting, weighed, trace)
+    return Choice(
+        winner=winner,
+        pool=of_leaf if follows else fitting,
+        fitting=fitting,
+        weighed=weighed,
+        trace=trace,
+        total=sum(len(search.space) for search in searches),
+        rejected=dict(sorted(sum((s.left_out for s in searches), Counter()).items())),
+    )
 
 
-def _offloaded(facts: Facts, pins: Pins) -> list[Plan]:
-    """Plans with states on the host; a CPU rank's device memory is the host's already."""
-    if facts.cluster.device.kind == "cpu":
-        return []
-    return legal_plans(facts, pins, offload=Offload.STATES)
+def _winner(search: Search, policy: Policy, trace: Trace) -> Candidate | None:
+    """Of the tree's families where one of their plans fits and the policy follows it."""
+    if policy.objective is Objective.TREE:
+        of_leaf = [rows for plan, rows in search.kinds() if in_leaf(plan, trace)]
+        found = search.preferred(np.concatenate(of_leaf)) if of_leaf else None
+        if found is not None:
+            return found
+    return search.preferred(search.rows)
 
 
-def _counts(weighed: Sequence[Candidate]) -> dict[str, int]:
-    counts = Counter(c.finding.rule for c in weighed if c.finding)
-    return dict(sorted(counts.items()))
+def _compare_kinds(search: Search, winner: Candidate) -> None:
+    """Estimate what the winner is set against: few rows all, else the best of every kind."""
+    if len(search.space) <= _FEW_ROWS:
+        search.weigh_all()
+        return
+    for _, rows in search.kinds():
+        search.strongest(search.besides(rows, winner.plan))
 
 
 def _alternatives(
@@ -162,14 +201,14 @@ def _dissent(
     )
 
 
-def _no_plan(facts: Facts, policy: Policy, pins: Pins, weighed: Sequence[Candidate]) -> NoPlanError:
+def _no_plan(facts: Facts, policy: Policy, pins: Pins, choice: Choice) -> NoPlanError:
     """What was tried, the nearest miss, and changes that the cost model says would help."""
-    counts = ", ".join(f"{count} by `{rule}`" for rule, count in _counts(weighed).items())
-    nearest = nearest_miss(weighed)
+    counts = ", ".join(f"{count} by `{rule}`" for rule, count in choice.rejected.items())
+    nearest = nearest_miss(choice.weighed)
     because = nearest.finding.because if nearest.finding else ""
     changes = list(islice(_changes(facts, policy, pins, nearest), _CHANGES_SHOWN))
     return NoPlanError(
-        f"nothing fits: {len(weighed)} plans were weighed and left out ({counts})",
+        f"nothing fits: {choice.total} plans were weighed and left out ({counts})",
         where=f"nearest: {title(nearest.plan)} ({nearest.plan})\n{because}",
         hints=changes,
     )
@@ -252,13 +291,11 @@ def _parts(facts: Facts) -> dict[str, object]:
 
 
 def _verified(change: str, facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
-    costs = CostModel(facts)
-    plans = [*legal_plans(facts, pins)]
-    if "offload" not in pins:
-        plans += _offloaded(facts, pins)
-    fitting = [c for c in weigh(plans, costs, policy) if c.fits]
-    if fitting:
-        best = preferred(fitting, policy)
+    try:
+        best = decide(facts, policy=policy, pins=pins).winner
+    except PlanError:
+        return
+    if best is not None:
         yield (
             f"{change}: {title(best.plan)} then needs up to"
             f" {format_gib(best.estimate.peak_high_bytes)},"

@@ -83,8 +83,7 @@ def cut(seconds: Matrix, nbytes: Sequence[Matrix], *, usable_bytes: float) -> Cu
     if fastest < np.inf:
         limit = fastest * (1 + _ROUNDING)
         even = [
-            np.where(times <= limit, one, np.inf)
-            for times, one in zip(within, nbytes, strict=True)
+            np.where(times <= limit, one, np.inf) for times, one in zip(within, nbytes, strict=True)
         ]
         _, starts = _least(even)
     else:

@@ -1,9 +1,9 @@
 """Lower bounds of time and memory for all rows at once.
 
 Every formula leaves something out that an estimate has, and adds nothing to it: what a rank
-computes, what it must wait for, what it holds when its backward begins. Rows that share a microbatch
-(size, recompute, tp, numerics) share the sums over the model's units, which are the cost model's
-own; what is done to them for each row is arithmetic on columns.
+computes, what it must wait for, what it holds when its backward begins. Rows that share a
+microbatch (size, recompute, tp, numerics) share the sums over the model's units, which are the cost
+model's own; what is done to them for each row is arithmetic on columns.
 """
 
 from __future__ import annotations
@@ -151,9 +151,7 @@ class _Bounding:
         """A sum of its microbatch for each row."""
         return np.array([amount(group) for group in self._groups])[self._group]
 
-    def _each(
-        self, keys: Sequence[Integers], seconds: Callable[..., float]
-    ) -> Floats:
+    def _each(self, keys: Sequence[Integers], seconds: Callable[..., float]) -> Floats:
         """`seconds` of every distinct combination of `keys`, for each row."""
         unique, back = _unique(np.stack(keys))
         found = [seconds(*(int(n) for n in numbers)) for numbers in unique.T]
@@ -290,9 +288,7 @@ class _Bounding:
         batch = self._costs.facts.model.batch_bytes
         samples = space.microbatch_size * space.forwards
         batches = np.where(space.pp > 1, 0.0, batch.fixed + batch.per_sample * samples)
-        return np.asarray(
-            (allocated + batches) * (1 + ALLOCATOR_SLACK) + device.context_bytes.high
-        )
+        return np.asarray((allocated + batches) * (1 + ALLOCATOR_SLACK) + device.context_bytes.high)
 
 
 def _unique(keys: Integers) -> tuple[Integers, Integers]:

@@ -49,9 +49,7 @@ class Shape:
     shard: int
 
 
-def space_of(
-    facts: Facts, pins: Pins, *, styles: Styles, offload: Offload = Offload.NONE
-) -> Space:
+def space_of(facts: Facts, pins: Pins, *, styles: Styles, offload: Offload = Offload.NONE) -> Space:
     """Every legal plan that keeps `pins`, simpler degrees and kinds first.
 
     Precision is the workload's and never searched; states go to the host only where `offload` or a
@@ -241,9 +239,7 @@ class _Builder:
                 kept = cuts[:, np.array(runs, dtype=bool)]
                 for per_rank in self._per_rank(schedule, pp):
                     order = np.array([[SCHEDULES.index(schedule)], [per_rank]])
-                    blocks.append(
-                        np.concatenate([kept, np.repeat(order, kept.shape[1], axis=1)])
-                    )
+                    blocks.append(np.concatenate([kept, np.repeat(order, kept.shape[1], axis=1)]))
             self._orders[pp, local] = np.concatenate(blocks, axis=1)
         return self._orders[pp, local]
 

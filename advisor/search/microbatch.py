@@ -109,10 +109,9 @@ def _work_bytes(unit: UnitLoad, recompute: Recompute) -> float:
     return unit.output_bytes + max(work, unit.forward_transient_bytes)
 
 
-def microbatch(
-    costs: CostModel, plan: Plan
-) -> Microbatch:
+def microbatch(costs: CostModel, plan: Plan) -> Microbatch:
     """The microbatch of `plan`; of degrees only tp matters."""
+    assert plan.microbatch_size is not None
     kind = numerics(plan, costs.facts.model)
     loads = costs._at(kind, plan.microbatch_size)
     dtype = costs.facts.model.dtype if kind is Numerics.AS_BUILT else "bfloat16"

@@ -6,23 +6,23 @@ cannot be better, nor can any that comes after it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from advisor.cost import CostModel, Estimate
 from advisor.policy import Objective, Policy
-from advisor.rules import Candidate, margin_s, simplicity, weigh
+from advisor.rules import Candidate, fits_device, margin_s, simplicity, weigh
 from advisor.search.bounds import Bounds, bounds_of
-from advisor.search.space import Space
+from advisor.search.space import KINDS, Space
 from advisor.search.stages import Stages
+from engines.plan import Plan
 
 Rows = NDArray[np.int64]
 """Numbers of rows of a space."""
-
-Key = TypeVar("Key", bound=tuple[object, ...])
 
 # Bounds add up the same numbers in another order: their last digits may differ from the estimate's.
 ROUNDING = 1e-9
@@ -56,10 +56,22 @@ class Search:
         return [self._weighed[index] for index in sorted(self._weighed)]
 
     @property
-    def left_out(self) -> int:
-        """Rows that do not fit: by their bound, or as they were estimated."""
-        by_bound = set(np.flatnonzero(self._missing > 0).tolist())
-        return len(by_bound | {n for n, c in self._weighed.items() if not c.fits})
+    def left_out(self) -> Counter[str]:
+        """Rows that do not fit, by rule: as they were estimated, or already by their bound.
+
+        Of rows that were not estimated some more may not fit.
+        """
+        counts = Counter(c.finding.rule for c in self._weighed.values() if c.finding)
+        by_bound = np.flatnonzero(self._missing > 0)
+        counts[fits_device.__name__.replace("_", "-")] += len(by_bound) - sum(
+            index in self._weighed for index in by_bound.tolist()
+        )
+        return +counts
+
+    def weigh_all(self) -> None:
+        """Estimate every row."""
+        for index in range(len(self.space)):
+            self.candidate(index)
 
     def candidate(self, index: int) -> Candidate:
         """A row, estimated."""
@@ -67,6 +79,38 @@ class Search:
             plan = self._stages.plan(self.space, index)
             (self._weighed[index],) = weigh([plan], self._costs, self._policy)
         return self._weighed[index]
+
+    def kinds(self) -> Iterator[tuple[Plan, Rows]]:
+        """Rows that use the same axes and shard the same, with a plan that stands for them.
+
+        Its stages are not named.
+        """
+        space = self.space
+        keys = np.stack([space.pp > 1, space.tp > 1, space.kind])
+        unique, group = np.unique(keys, axis=1, return_inverse=True)
+        for number in range(unique.shape[1]):
+            rows = np.flatnonzero(group.ravel() == number)
+            yield space.plan(int(rows[0])), rows
+
+    def besides(self, rows: Rows, plan: Plan) -> Rows:
+        """Those of `rows` with other degrees or another kind than `plan`."""
+        space = self.space
+        same = space.kind[rows] == KINDS.index(plan.data_parallel)
+        for axis in ("pp", "tp", "dp_replicate", "dp_shard"):
+            same &= getattr(space, axis)[rows] == getattr(plan, axis)
+        same &= space.offload is plan.offload
+        return np.asarray(rows[~same])
+
+    def best(self, rows: Rows) -> Candidate | None:
+        """The preferred plan that fits, else the one that misses by least; None without rows."""
+        return self.preferred(rows) or self.nearest(rows)
+
+    def strongest(self, rows: Rows) -> Candidate | None:
+        """The fastest that fits (the smallest, where memory is the objective), else the one that
+        misses by least; None without rows."""
+        is_memory = self._policy.objective is Objective.MEMORY
+        found = self.smallest(rows) if is_memory else self.fastest(rows)
+        return found or self.nearest(rows)
 
     def fastest(self, rows: Rows) -> Candidate | None:
         """Of those that fit; on equal times the simpler one."""
@@ -91,18 +135,19 @@ class Search:
         return None if fastest is None else self._simplest_tie(rows, fastest)
 
     def _may_fit(self, rows: Rows) -> Rows:
-        return rows[self._missing[rows] == 0]
+        return np.asarray(rows[self._missing[rows] == 0])
 
     def _least(
         self,
         rows: Rows,
         bounds: NDArray[np.float64],
-        key: Callable[[Candidate], tuple[object, ...]],
+        key: Callable[[Candidate], tuple[Any, ...]],
         *,
         fits: bool = True,
     ) -> Candidate | None:
         """The candidate of least key, whose first number `bounds` are not above."""
-        best, least = None, (np.inf,)
+        best: Candidate | None = None
+        least: tuple[Any, ...] = (np.inf,)
         for index in rows[np.argsort(bounds[rows], kind="stable")]:
             if bounds[index] * (1 - ROUNDING) > least[0]:
                 break
@@ -145,14 +190,14 @@ def _ties(estimate: Estimate, fastest: Estimate, policy: Policy) -> bool:
     return estimate.step_s - fastest.step_s <= margin_s(fastest, estimate, policy)
 
 
-def _by_time(candidate: Candidate) -> tuple[object, ...]:
+def _by_time(candidate: Candidate) -> tuple[Any, ...]:
     return candidate.estimate.step_s, simplicity(candidate.plan), str(candidate.plan)
 
 
-def _by_memory(candidate: Candidate) -> tuple[object, ...]:
+def _by_memory(candidate: Candidate) -> tuple[Any, ...]:
     return candidate.estimate.peak_high_bytes, candidate.estimate.step_s, str(candidate.plan)
 
 
-def _by_missing(candidate: Candidate) -> tuple[object, ...]:
+def _by_missing(candidate: Candidate) -> tuple[Any, ...]:
     missing = candidate.finding.missing_bytes if candidate.finding else 0.0
     return missing, simplicity(candidate.plan), str(candidate.plan)

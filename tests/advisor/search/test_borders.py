@@ -72,7 +72,7 @@ def test_memory_moves_a_border_that_time_alone_would_leave() -> None:
 
 
 def test_more_stages_than_pieces_are_refused_with_the_numbers() -> None:
-    with pytest.raises(PlanError, match="3 stages need as many pieces .* there are 2"):
+    with pytest.raises(PlanError, match=r"3 stages need as many pieces .* there are 2"):
         cut(spans([1.0, 1.0]), [spans([0.0, 0.0])] * 3, usable_bytes=1.0)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +12,6 @@ from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, preferred, simplicity, weigh
 from advisor.search.legal import space_of, styles_of
 from advisor.search.search import ROUNDING, Search
-from advisor.search.space import Space
 from advisor.search.stages import Stages
 from engines.plan import Offload
 from tests.factories import chain, cpus, facts, gpus, transformer
