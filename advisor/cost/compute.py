@@ -47,7 +47,10 @@ HOST_BANDWIDTH_BYTES_PER_S = 100e9
 
 @dataclass(frozen=True, slots=True)
 class UnitTime:
-    """Seconds of one unit: busy forward and backward, what recompute repeats, and waiting."""
+    """Seconds of one unit: busy forward and backward, what recompute repeats, and waiting.
+
+    `count`: equal units one after the other, each of which takes as long.
+    """
 
     forward_s: float
     backward_s: float
@@ -55,6 +58,7 @@ class UnitTime:
     forward_launch_s: float
     backward_launch_s: float
     recompute_launch_s: float
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +122,9 @@ def product_efficiency(device: Device, flop: float, peak: float) -> float:
 def unit_times(
     loads: Loads, *, recompute: Recompute, device: Device, dtype: str
 ) -> tuple[UnitTime, ...]:
-    """Every unit of `loads` on `device`."""
+    """Every entry of `loads` on `device`: seconds of one unit."""
     peak = peak_flop_per_s(device, dtype).value
-    return tuple(_unit_time(unit, recompute, device, peak) for unit in loads.units)
+    return tuple(_unit_time(unit, recompute, device, peak) for unit in loads.entries)
 
 
 def block_times(
@@ -158,7 +162,7 @@ def with_measured(
         error: of the roofline.
     """
     found, seconds, doubts, known = [], 0.0, 0.0, 0.0
-    for unit, time, then in zip(loads.units, times, at_measured, strict=True):
+    for unit, time, then in zip(loads.entries, times, at_measured, strict=True):
         timing = measured.units.get(unit.name)
         doubt = error
         if timing is not None:
@@ -167,7 +171,7 @@ def with_measured(
             if measured.samples != loads.samples:
                 doubt = hypot(doubt, SCALED_ERROR)
         found.append(time)
-        busy = time.forward_s + time.backward_s + time.recompute_s
+        busy = unit.count * (time.forward_s + time.backward_s + time.recompute_s)
         seconds += busy
         doubts += doubt * busy
         known += busy * (timing is not None)
@@ -194,6 +198,7 @@ def _measured_time(time: UnitTime, then: UnitTime, timing: UnitTiming) -> UnitTi
         forward_launch_s=0.0,
         backward_launch_s=0.0,
         recompute_launch_s=0.0,
+        count=time.count,
     )
 
 
@@ -236,6 +241,7 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, device: Device, peak: float
         forward_launch_s=forward[1],
         backward_launch_s=backward[1],
         recompute_launch_s=again[1],
+        count=unit.count,
     )
 
 
