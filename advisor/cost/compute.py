@@ -75,6 +75,33 @@ class Computing:
     measured_share: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Seconds that a rank computes in a step, by what for."""
+
+    compute_s: float
+    recompute_s: float
+    launch_s: float
+
+    @property
+    def total(self) -> float:
+        return self.compute_s + self.recompute_s + self.launch_s
+
+
+def busy_s(computing: Computing, forwards: int) -> Busy:
+    """What a rank computes in `forwards` microbatches."""
+    times = computing.times
+    return Busy(
+        compute_s=forwards * sum(t.count * (t.forward_s + t.backward_s) for t in times),
+        recompute_s=forwards * sum(t.count * t.recompute_s for t in times),
+        launch_s=forwards
+        * sum(
+            t.count * (t.forward_launch_s + t.backward_launch_s + t.recompute_launch_s)
+            for t in times
+        ),
+    )
+
+
 def peak_flop_per_s(device: Device, dtype: str) -> Quantity:
     """Dense peak for `dtype`; a CPU without an entry runs it at its float32 rate.
 

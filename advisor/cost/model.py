@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from advisor.cost.breakdown import Estimate, Time
 from advisor.cost.communication import (
@@ -15,8 +14,10 @@ from advisor.cost.communication import (
     summed_s,
 )
 from advisor.cost.compute import (
+    Busy,
     Computing,
     block_times,
+    busy_s,
     compute_error,
     launch_error,
     optimizer_s,
@@ -37,19 +38,6 @@ from profiles.errors import PlanError
 from profiles.loading import load_memory
 from profiles.model import Numerics, UnitProfile
 from profiles.optimizers import Upkeep, upkeep
-
-
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """Seconds that a rank computes in a step, by what for."""
-
-    compute_s: float
-    recompute_s: float
-    launch_s: float
-
-    @property
-    def total(self) -> float:
-        return self.compute_s + self.recompute_s + self.launch_s
 
 
 class CostModel:
@@ -84,9 +72,7 @@ class CostModel:
         device = cluster.device
         loads, ledger = self.loads(plan), self.ledger()
         update = self.update(plan, 0, len(model.units))
-        memory = peak(
-            plan, loads, update=update, device=device, batch_bytes=self.batch_bytes(plan)
-        )
+        memory = peak(plan, loads, update=update, device=device, batch_bytes=self.batch_bytes(plan))
         computing = self.computing(plan, loads)
         exchanged = exchange(plan, loads, ledger, has_host=device.kind != "cpu")
         apart = apart_s(plan, model, ledger) + self.partial_s(plan, loads.runs, ledger)
@@ -329,17 +315,3 @@ class CostModel:
             group_size=plan.tp,
             stride=1,
         )
-
-
-def busy_s(computing: Computing, forwards: int) -> Busy:
-    """What a rank computes in `forwards` microbatches."""
-    times = computing.times
-    return Busy(
-        compute_s=forwards * sum(t.count * (t.forward_s + t.backward_s) for t in times),
-        recompute_s=forwards * sum(t.count * t.recompute_s for t in times),
-        launch_s=forwards
-        * sum(
-            t.count * (t.forward_launch_s + t.backward_launch_s + t.recompute_launch_s)
-            for t in times
-        ),
-    )

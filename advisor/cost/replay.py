@@ -69,15 +69,11 @@ def replay(plan: Plan, times: Sequence[UnitTime], exchanged: Exchange, *, overla
     every = kind is not DataParallel.ZERO1
     way = {"overlaps": overlaps}
     first = forward(times, exchanged, gathers=True, **way)
-    last = backward(
-        times, exchanged, gathers=not once, reduces=True, replicates=True, **way
-    )
+    last = backward(times, exchanged, gathers=not once, reduces=True, replicates=True, **way)
     if count == 1:
         return Replay(first.wall_s + last.wall_s, first.sent_s + last.sent_s)
     later = forward(times, exchanged, gathers=not once, **way)
-    middle = backward(
-        times, exchanged, gathers=not once, reduces=every, replicates=False, **way
-    )
+    middle = backward(times, exchanged, gathers=not once, reduces=every, replicates=False, **way)
     return Replay(
         wall_s=first.wall_s + last.wall_s + (count - 1) * (later.wall_s + middle.wall_s),
         sent_s=first.sent_s + last.sent_s + (count - 1) * (later.sent_s + middle.sent_s),
@@ -191,7 +187,9 @@ def _through(steps: Sequence[_Step], start: _Queues) -> _Queues:
             now = _after(step, now, following=step.gather_s or after)
             left -= 1
             moved = now.clock - then.clock
-            if left and all(abs(b - a - moved) <= 1e-12 * b for a, b in zip(then, now, strict=True)):
+            if left and all(
+                abs(b - a - moved) <= 1e-12 * b for a, b in zip(then, now, strict=True)
+            ):
                 now = _Queues(*(each + left * moved for each in now))
                 left = 0
         now = _after(step, now, following=after)

@@ -142,7 +142,9 @@ def cut(cost: UnitCost, unit: UnitProfile, styled: Styled, *, tp: int, samples: 
     if by_tokens:
         # Joined tokens are kept whole for the gradient of the weight, where a share was.
         kept += (1 - around) * sum(
-            layer.input_bytes.at(samples) for layer in _joining(cost, styled) if _keeps(layer, samples)
+            layer.input_bytes.at(samples)
+            for layer in _joining(cost, styled)
+            if _keeps(layer, samples)
         )
     whole_kept = cost.activation_bytes.at(samples)
     moved = cost.backward_moved_bytes.at(samples)
@@ -259,17 +261,13 @@ def _exchanges(
                 yield TensorExchange(
                     Collective.REDUCE_SCATTER, "outputs by tokens", made, True, again
                 )
-                yield TensorExchange(
-                    Collective.ALL_GATHER, "gradients by tokens", made, False
-                )
+                yield TensorExchange(Collective.ALL_GATHER, "gradients by tokens", made, False)
             else:
                 yield TensorExchange(Collective.ALL_REDUCE, "outputs", made, True, again)
             continue
         if not (by_tokens and style.kind is Kind.COLUMN):
             if layer.same_input != copied and layer.needs_input_gradient:
-                yield TensorExchange(
-                    Collective.ALL_REDUCE, "gradients of inputs", given, False
-                )
+                yield TensorExchange(Collective.ALL_REDUCE, "gradients of inputs", given, False)
             copied = layer.same_input
         if style.kind is Kind.GATHER:
             yield TensorExchange(Collective.ALL_GATHER, "gathered outputs", made, True, again)
@@ -302,8 +300,7 @@ def _room(exchanges: Sequence[TensorExchange], *, in_forward: bool) -> float:
     rooms = [
         (1 if each.kind is Collective.ALL_REDUCE else 2) * each.payload_bytes
         for each in exchanges
-        if each.in_forward is in_forward
-        and not (in_forward and each.kind is Collective.ALL_REDUCE)
+        if each.in_forward is in_forward and not (in_forward and each.kind is Collective.ALL_REDUCE)
     ]
     return max(rooms, default=0.0)
 
