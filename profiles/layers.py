@@ -50,7 +50,8 @@ class LayerCost(Record):
         calls: within one forward.
         weight_bytes, bias_bytes: as built; 0 for one that is tied to an earlier layer's.
         weight_gradient_bytes, bias_gradient_bytes: the same, of what is trained.
-        input_bytes, output_bytes: of the tensors that the layer is given and returns.
+        input_bytes, output_bytes: of the tensor that the layer is given (the first, if there are
+            more), and of what it returns.
         needs_input_gradient: a gradient goes back through what it is given.
         same_input: the first layer of the unit, by position, that is given the very same tensor;
             itself if there is none before.
