@@ -31,6 +31,10 @@ class Stretch(Record):
     """What a piece of a unit's code runs and keeps; the fields are those of `UnitCost`.
 
     What is kept belongs to the stretch that made it, whoever keeps it.
+
+    Attributes:
+        parameter_gradient_bytes: of the trainable parameters that it uses beside its layer's (of
+            norms between layers), as built. Used on split features, their gradients are parts.
     """
 
     forward_flop: Affine = Affine()
@@ -39,6 +43,7 @@ class Stretch(Record):
     backward_moved_bytes: Affine = Affine()
     activation_bytes: Affine = Affine()
     selective_activation_bytes: Affine = Affine()
+    parameter_gradient_bytes: NonNegativeInt = 0
 
 
 class LayerCost(Record):

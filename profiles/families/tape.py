@@ -65,6 +65,7 @@ class Tape:
         self.layers = LayerCalls(self.place)
         self._part: Part | None = None  # of the backward
         self._made: list[Made] = []
+        self._gradient_bytes: dict[Made, int] = {}  # of trainable parameters
         self._in_backward = False
         self._sequence = itertools.count()
         self._casts: dict[Node, Array] = {}
@@ -87,6 +88,7 @@ class Tape:
         made = Made(None, math.prod(shape) * dtype.size_bytes, holders=frozenset(holders))
         array = Array(self, shape, contiguous(shape), dtype, Storage(made, self.timeline))
         if trainable:
+            self._gradient_bytes[made] = array.elements * DType.FLOAT32.size_bytes  # as built
             array.node = Node(float("inf"), self.place, None, [], [(shape, dtype)])
         return array
 
@@ -154,7 +156,9 @@ class Tape:
         if self._in_backward:
             return
         for array in inputs:
-            holders = array.storage.made.holders
+            made, holders = array.storage.made, array.storage.made.holders
+            if part is not None and made in self._gradient_bytes:
+                part.parameters[made] = self._gradient_bytes[made]
             if holders and self.place.name not in holders:
                 self.shared |= holders
         if is_kept and self.place.is_block:
