@@ -15,6 +15,7 @@ from engines.tensor.styles import Kind, Style, cutting, matches
 from profiles.cluster import Collective
 from profiles.layers import LayerCost, LayerKind
 from profiles.model import Shape, UnitCost, UnitProfile
+from profiles.optimizer_laws import FP32_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class TensorExchange:
     Attributes:
         in_forward: else in the backward.
         is_repeated: recompute runs it again before the backward.
-        waits_for: payloads beside it on the device: the clone or the gathered whole it makes.
+        axis: of the mesh: "tp", or "cp" and "ep", which are estimated alone.
     """
 
     kind: Collective
@@ -32,6 +33,7 @@ class TensorExchange:
     payload_bytes: float
     in_forward: bool
     is_repeated: bool = False
+    axis: str = "tp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Cut:
     parameter_bytes: float
     gradient_bytes: float
     partial_gradient_bytes: float
+    partial_tensors: int
     forward_flop: float
     backward_flop: float
     forward_moved_bytes: float
@@ -108,6 +111,7 @@ def cut(cost: UnitCost, unit: UnitProfile, styled: Styled, *, tp: int, samples: 
     sums = _Sums(cost, samples, around)
     parameter_bytes, gradient_bytes = float(unit.parameter_bytes), float(unit.gradient_bytes)
     partial = gradient_bytes
+    tensors = sum(shape.count for shape in unit.shapes)
     for layer, styles in zip(cost.layers, styled[1:], strict=True):
         style = cutting(styles)
         weights, biases = layer.weight_gradient_bytes, layer.bias_gradient_bytes
@@ -119,10 +123,12 @@ def cut(cost: UnitCost, unit: UnitProfile, styled: Styled, *, tp: int, samples: 
         parameter_bytes -= layer.weight_bytes * (1 - share)
         gradient_bytes -= weights * (1 - share)
         partial -= weights
+        tensors -= weights > 0
         if not row and layer.kind is not LayerKind.EMBEDDING:
             parameter_bytes -= layer.bias_bytes * (1 - share)
             gradient_bytes -= biases * (1 - share)
             partial -= biases
+            tensors -= biases > 0
         if layer.kind is LayerKind.EMBEDDING:
             sums.add(layer, own=1.0, after=around, kept=1.0)
         elif row:
@@ -136,7 +142,9 @@ def cut(cost: UnitCost, unit: UnitProfile, styled: Styled, *, tp: int, samples: 
     if by_tokens:
         # Joined tokens are kept whole for the gradient of the weight, where a share was.
         kept += (1 - around) * sum(
-            layer.input_bytes.at(samples) for layer in _joining(cost, styled) if _keeps(layer, samples)
+            layer.input_bytes.at(samples)
+            for layer in _joining(cost, styled)
+            if _keeps(layer, samples)
         )
     whole_kept = cost.activation_bytes.at(samples)
     moved = cost.backward_moved_bytes.at(samples)
@@ -151,6 +159,7 @@ def cut(cost: UnitCost, unit: UnitProfile, styled: Styled, *, tp: int, samples: 
         parameter_bytes=parameter_bytes,
         gradient_bytes=gradient_bytes,
         partial_gradient_bytes=partial if by_tokens else 0.0,
+        partial_tensors=tensors if by_tokens else 0,
         forward_flop=sums.forward_flop,
         backward_flop=sums.backward_flop,
         forward_moved_bytes=sums.forward_moved_bytes,
@@ -252,17 +261,13 @@ def _exchanges(
                 yield TensorExchange(
                     Collective.REDUCE_SCATTER, "outputs by tokens", made, True, again
                 )
-                yield TensorExchange(
-                    Collective.ALL_GATHER, "gradients by tokens", made, False
-                )
+                yield TensorExchange(Collective.ALL_GATHER, "gradients by tokens", made, False)
             else:
                 yield TensorExchange(Collective.ALL_REDUCE, "outputs", made, True, again)
             continue
         if not (by_tokens and style.kind is Kind.COLUMN):
             if layer.same_input != copied and layer.needs_input_gradient:
-                yield TensorExchange(
-                    Collective.ALL_REDUCE, "gradients of inputs", given, False
-                )
+                yield TensorExchange(Collective.ALL_REDUCE, "gradients of inputs", given, False)
             copied = layer.same_input
         if style.kind is Kind.GATHER:
             yield TensorExchange(Collective.ALL_GATHER, "gathered outputs", made, True, again)
@@ -279,14 +284,23 @@ def _exchanges(
     yield TensorExchange(Collective.ALL_GATHER, "gradients by tokens", whole, False)
 
 
+def split_loss(rows: float) -> tuple[TensorExchange, ...]:
+    """Of cross-entropy on logits that are split: for every row its highest logit, the sum of its
+    exponentials and the logit of its class (`engines.tensor.logits`), in fp32."""
+    purposes = ("highest logits", "sums of exponentials", "logits of classes")
+    return tuple(
+        TensorExchange(Collective.ALL_REDUCE, purpose, rows * FP32_BYTES, True)
+        for purpose in purposes
+    )
+
+
 def _room(exchanges: Sequence[TensorExchange], *, in_forward: bool) -> float:
     """What the largest exchange holds beside what is there: a sum clones what others may hold; what
     is gathered or scattered is laid out anew on the way."""
     rooms = [
         (1 if each.kind is Collective.ALL_REDUCE else 2) * each.payload_bytes
         for each in exchanges
-        if each.in_forward is in_forward
-        and not (in_forward and each.kind is Collective.ALL_REDUCE)
+        if each.in_forward is in_forward and not (in_forward and each.kind is Collective.ALL_REDUCE)
     ]
     return max(rooms, default=0.0)
 
