@@ -4,7 +4,7 @@ cluster with others in their place."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import sqrt
+from math import hypot
 from statistics import geometric_mean
 
 import numpy as np
@@ -38,6 +38,21 @@ def unit_times(cluster: ClusterProfile, dtype: str) -> dict[Constant, float]:
     return {constant: unit_s for constant, unit_s in found.items() if unit_s > 0}
 
 
+def own_errors(cluster: ClusterProfile, dtype: str) -> dict[Constant, float]:
+    """How far each constant is trusted, as it is."""
+    device = cluster.device
+    peak = peak_flop_per_s(device, dtype).relative_error
+    found = {
+        Constant.PRODUCTS: hypot(peak, device.matmul_fraction.relative_error),
+        Constant.MEMORY: device.memory_bandwidth_bytes_per_s.relative_error,
+        Constant.LAUNCH: device.launch_s.relative_error,
+    }
+    for constant, link in _links(cluster):
+        misses = [fit.relative_residual for fit in _fits(cluster, constant)]
+        found[constant] = max(misses, default=link.bandwidth_bytes_per_s.relative_error)
+    return found
+
+
 def doubts(
     cluster: ClusterProfile, constants: Sequence[Constant], dtype: str
 ) -> NDArray[np.float64]:
@@ -45,16 +60,7 @@ def doubts(
 
     The roofline's own doubt is one of all computing: what it overlooks slows all of it.
     """
-    device = cluster.device
-    peak = peak_flop_per_s(device, dtype).relative_error
-    own = {
-        Constant.PRODUCTS: sqrt(peak**2 + device.matmul_fraction.relative_error**2),
-        Constant.MEMORY: device.memory_bandwidth_bytes_per_s.relative_error,
-        Constant.LAUNCH: device.launch_s.relative_error,
-    }
-    for constant, link in _links(cluster):
-        misses = [fit.relative_residual for fit in _fits(cluster, constant)]
-        own[constant] = max(misses, default=link.bandwidth_bytes_per_s.relative_error)
+    own = own_errors(cluster, dtype)
     found = np.diag([max(own[constant], LEAST_ERROR) ** 2 for constant in constants])
     for i, one in enumerate(constants):
         for j, other in enumerate(constants):

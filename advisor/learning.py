@@ -21,7 +21,15 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.constants import WIDEST_ERROR, as_measured, doubts, measured, slowed, unit_times
+from advisor.constants import (
+    WIDEST_ERROR,
+    as_measured,
+    doubts,
+    measured,
+    own_errors,
+    slowed,
+    unit_times,
+)
 from advisor.cost import estimate
 from advisor.cost.compute import COMPUTE_ERROR
 from advisor.facts import Facts
@@ -41,9 +49,8 @@ LEAST_CONTEXT_ERROR = 0.02  # allocators keep some pages more or less
 HUBER = 1.345
 # Errors are ranges of 90 %: so many standard deviations of a normal distribution.
 COVERAGE = 1.645
-# A constant is called measured where the runs take this share of its variance away. Two constants
-# with equal parts of every step lose half of theirs at most: only their sum is seen.
-TOLD_SHARE = 1 / 3
+# A constant is called measured where this share of a run's step rests on it.
+TOLD_SHARE = 0.1
 # By how much a constant is made slower to see what rests on it: little, as for a derivative.
 NUDGE = 1e-3
 MOST_ROUNDS = 100
@@ -95,11 +102,12 @@ def _with_times(cluster: ClusterProfile, runs: Sequence[Run], dtype: str) -> Clu
     missed = np.array([missed for _, missed in seen])
     fit = _fit(explain, missed, errors=np.hypot(RUN_ERROR, spreads), prior=prior)
     scatter = max(fit.scatter, median(spreads))
-    is_told = 1 - np.diag(fit.covariance) / np.diag(prior) >= TOLD_SHARE
+    known = own_errors(cluster, dtype)
+    left = np.sqrt(np.diag(fit.covariance)).tolist()
     errors = {
-        constant: max(scatter, sqrt(square))
-        for constant, square, told in zip(units, np.diag(fit.covariance), is_told, strict=True)
-        if told
+        constant: max(scatter, min(known[constant], error))
+        for constant, error, share in zip(units, left, parts.max(axis=0), strict=True)
+        if share >= TOLD_SHARE
     }
     changes = {c: exp(change) for c, change in zip(units, fit.change.tolist(), strict=True)}
     found = as_measured(slowed(cluster, changes), errors, dtype, origin=_origin(len(runs)))
@@ -142,7 +150,7 @@ class _Fit:
     Attributes:
         change: of each unknown.
         covariance: of the changes, as squares of errors.
-        scatter: error of one measurement, as seen from the others; 0 where there is one.
+        scatter: error of one measurement, by what is left unexplained.
     """
 
     change: _Array
@@ -184,7 +192,7 @@ def _fit(
     return _Fit(
         change=change,
         covariance=np.asarray(np.linalg.inv(curvature) * COVERAGE**2, dtype=np.float64),
-        scatter=COVERAGE * sqrt(squares) if len(wanted) > 1 else 0.0,
+        scatter=COVERAGE * sqrt(squares),
     )
 
 
