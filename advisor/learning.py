@@ -150,7 +150,8 @@ class _Fit:
     Attributes:
         change: of each unknown.
         covariance: of the changes, as squares of errors.
-        scatter: error of one measurement, by what is left unexplained.
+        scatter: error of one measurement, by what is left unexplained of several; 0 where there is
+            one, of which nobody knows whether it or the prior is odd.
     """
 
     change: _Array
@@ -192,7 +193,7 @@ def _fit(
     return _Fit(
         change=change,
         covariance=np.asarray(np.linalg.inv(curvature) * COVERAGE**2, dtype=np.float64),
-        scatter=COVERAGE * sqrt(squares),
+        scatter=COVERAGE * sqrt(squares) if len(wanted) > 1 else 0.0,
     )
 
 
