@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Sequence
 from math import exp, hypot, log, sqrt
 from pathlib import Path
@@ -327,6 +329,30 @@ def test_a_training_is_kept_when_it_is_over_and_the_next_one_is_predicted_by_it(
     assert isinstance(parallel.decision, Decision)
     assert parallel.decision.facts.cluster.learned is not None
     assert parallel.decision.facts.cluster.learned.runs == corrected.learned.runs
+
+
+PROGRAM = """
+import torch
+from advisor import auto_parallelize
+from advisor.demo.gpt import GPT, GPTConfig, loss
+from tests.factories import cpus
+
+ids = torch.randint(0, 64, (4, 16))
+model = GPT(GPTConfig(vocab_size=64, context=16, num_layers=1, num_heads=2, width=32))
+parallel = auto_parallelize(model, sample=(ids, ids), loss_fn=loss, cluster=cpus(1))
+for _ in range(25):
+    parallel.train_step((ids, ids))
+"""
+
+
+def test_a_training_is_kept_when_its_process_ends(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": root}
+    command = [sys.executable, "-W", "error", "-c", PROGRAM]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    (path,) = (tmp_path / "parallel-advisor").glob("runs-*.json")
+    assert Run.load(path).step.repeats == 22
 
 
 @pytest.mark.usefixtures("_own_cache")

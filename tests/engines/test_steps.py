@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -101,3 +102,26 @@ def test_the_peak_is_known_where_the_first_steps_raised_it(
     found = notes()
     take(found, WARM_UP_STEPS + 2)
     assert found.peak_bytes == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda_a_step_lasts_as_long_as_the_device_works() -> None:
+    device = torch.device("cuda")
+    profile = chain().model_copy(update={"batch_bytes": Affine(per_sample=32.0)})
+    world = World(rank=0, size=1, device=device, timeout_s=1.0)
+    found = Steps(Plan.parse("microbatch_size=2 accumulation=2"), profile, world)
+    matrix = torch.rand(8192, 8192, device=device)
+    for _ in range(WARM_UP_STEPS):
+        with found.noted(BATCH):
+            matrix @ matrix
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(20):
+        with found.noted(BATCH):
+            matrix @ matrix
+    torch.cuda.synchronize()
+    wall_s = time.perf_counter() - began
+    timing = found.timing()
+    assert timing is not None
+    assert timing.median_s == pytest.approx(wall_s / 20, rel=0.2)
