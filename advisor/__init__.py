@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from advisor.decision import Decision as Decision
     from advisor.facts import Facts as Facts
     from advisor.policy import Policy as Policy
+    from advisor.runs import keep_run as keep_run
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -22,5 +23,6 @@ __getattr__, __dir__, __all__ = attach(
         "Policy": "advisor.policy",
         "advise": "advisor.auto",
         "auto_parallelize": "advisor.auto",
+        "keep_run": "advisor.runs",
     },
 )

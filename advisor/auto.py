@@ -23,6 +23,7 @@ from advisor.complete import completed, spans_devices
 from advisor.decision import Decision
 from advisor.facts import Facts
 from advisor.policy import Policy
+from advisor.runs import keep_at_end, with_runs
 from engines.failures import together
 from engines.footprint import optimizer_footprint
 from engines.hybrid import apply_plan
@@ -109,6 +110,7 @@ def advise(
         optimizer=optimizer,
         precision=precision or pins.get("precision"),
         timed=timed,
+        learns=machines is None,
     )
     return choose(facts, policy=_policy(objective), pins=pins)
 
@@ -128,6 +130,7 @@ def auto_parallelize(
     objective: str = "tree",
     cluster: ClusterProfile | None = None,
     timed: bool = False,
+    learns: bool = True,
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> ParallelModel:
@@ -154,6 +157,8 @@ def auto_parallelize(
         weights: of a model built on the meta device: an init function, a state dict or a path to
             safetensors files; see `apply_plan`.
         cluster: facts of this job's machines, where they are known.
+        learns: predict with constants as runs on such machines say they are, and keep how this one
+            went, for the next (see `advisor.runs`).
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
         timeout_s: bound of every wait for another rank.
 
@@ -196,6 +201,7 @@ def auto_parallelize(
             optimizer=optimizer,
             precision=precision or pins.get("precision"),
             timed=timed,
+            learns=learns,
         )
 
     def decide() -> Decision:
@@ -222,6 +228,8 @@ def auto_parallelize(
     parallel.decision = decision
     if world.rank == 0:
         log.info("plan: %s", decision.plan)
+        if learns:
+            keep_at_end(parallel)
     return parallel
 
 
@@ -275,8 +283,9 @@ def look(
     optimizer: Optimizer | None = None,
     precision: str | None = None,
     timed: bool = False,
+    learns: bool = False,
 ) -> Facts:
-    """What there is to know before deciding."""
+    """What there is to know before deciding; with `learns` runs on this machine correct it."""
     dtype = _dtype(model)
     wanted = precision or next((p.value for p in Precision if p.dtype == dtype), "fp32")
     numerics: tuple[Numerics, ...] = (Numerics.AS_BUILT,)
@@ -288,6 +297,8 @@ def look(
     if timed:
         profile = _with_times(model, sample, loss_fn, profile, cluster)
     cluster = _with_context(cluster, model)
+    if learns:
+        cluster = with_runs(cluster, dtype=Precision(wanted).dtype)
     workload = Workload(
         global_batch_size=global_batch_size or batch_size(sample) * cluster.world_size,
         tokens_per_sample=profile.tokens_per_sample,

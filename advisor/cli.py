@@ -324,6 +324,7 @@ def _facts(
     """What is known, from the options; what is cheap to check comes first."""
     from advisor.facts import Facts
     from advisor.models import profile_model, require_model
+    from advisor.runs import with_runs
     from engines.plan import Precision
     from profiles.model import Numerics
     from profiles.optimizers import optimizer_profile
@@ -339,6 +340,8 @@ def _facts(
         global_batch = found.samples * machines.world_size
         say(f"note: no `--global-batch`: {found.samples} per device, {global_batch} in all")
     built_in = next(p.value for p in Precision if p.dtype == found.dtype)
+    if cluster == "auto":
+        machines = with_runs(machines, dtype=Precision(precision or built_in).dtype)
     workload = Workload(
         global_batch_size=global_batch,
         tokens_per_sample=found.tokens_per_sample,

@@ -28,6 +28,7 @@ from engines.plan import DataParallel, Plan
 from engines.precision import as_fp32, autocast
 from engines.replicas import local_part, sum_gradients
 from engines.state import set_whole_state, whole_state
+from engines.steps import Steps
 from engines.tensor.logits import whole_tensors
 from engines.world import World, in_contact
 from profiles.batch import Batch, call_model, loss_of
@@ -56,6 +57,7 @@ class ParallelModel(nn.Module):
         decision: why; None where the plan was given.
         optimizer: steps the parameters that this rank holds.
         data_rank, data_world_size: which part of the data this rank sees.
+        steps: how long `train_step` takes.
     """
 
     decision: object
@@ -86,6 +88,7 @@ class ParallelModel(nn.Module):
         self.optimizer = optimizer
         self.data_rank = mesh.data.position
         self.data_world_size = mesh.data.size
+        self.steps = Steps(plan, profile, world)
         self._profile = profile
         self._world = world
         self._mesh = mesh
@@ -168,11 +171,12 @@ class ParallelModel(nn.Module):
         Raises:
             BatchError: more rows than the plan's microbatches hold, or tensors that do not agree.
         """
-        loss = self.forward_backward(batch)
-        if self._max_grad_norm is not None:
-            self.clip_grad_norm_(self._max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with self.steps.noted(batch):
+            loss = self.forward_backward(batch)
+            if self._max_grad_norm is not None:
+                self.clip_grad_norm_(self._max_grad_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         return loss
 
     @in_contact("exchanging gradients")

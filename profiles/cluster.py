@@ -6,7 +6,7 @@ from enum import StrEnum
 from math import inf
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from profiles.provenance import Quantity, Source
 from profiles.record import Document, Record
@@ -130,6 +130,30 @@ class Device(Record):
     matmul_efficiency: dict[PositiveInt, Quantity] = Field(default_factory=dict)
 
 
+class Constant(StrEnum):
+    """What a step's time rests on, and runs can correct. Values are the report's words."""
+
+    PRODUCTS = "matrix products"
+    MEMORY = "memory bandwidth"
+    LAUNCH = "launching an operation"
+    INTRA = "links in the node"
+    INTER = "links between nodes"
+
+
+class Learned(Record):
+    """What runs of before changed in a profile; see `advisor.learning`.
+
+    Attributes:
+        runs: how many spoke of each constant that they say more about than was known before.
+        context_runs: how many spoke of `Device.context_bytes`.
+        context_offset_bytes: what they added to it.
+    """
+
+    runs: dict[Constant, PositiveInt] = Field(default_factory=dict)
+    context_runs: NonNegativeInt = 0
+    context_offset_bytes: float = 0.0
+
+
 class ClusterProfile(Document):
     """Equal nodes of equal devices, one link tier inside the nodes and one between them.
 
@@ -146,6 +170,7 @@ class ClusterProfile(Document):
         cores: processor cores of a node.
         axes: measured mesh axes, where a bench was run; the one that fits takes precedence.
         overlap: measured, where a bench was run.
+        learned: what runs of before have corrected.
     """
 
     name: str
@@ -164,6 +189,7 @@ class ClusterProfile(Document):
     cores: PositiveInt | None = None
     axes: tuple[AxisFits, ...] = ()
     overlap: Overlap | None = None
+    learned: Learned | None = None
 
     @property
     def world_size(self) -> int:

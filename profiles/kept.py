@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -45,8 +46,22 @@ def kept_path(kind: str, *content: object, folder: Path | None = None) -> Path:
     Args:
         folder: None is the user's cache folder.
     """
+    return (folder or cache_folder()) / f"{kind}-{fingerprint(*content)}.json"
+
+
+def fingerprint(*content: object) -> str:
+    """A short hash of JSON values."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return (folder or cache_folder()) / f"{kind}-{digest[:24]}.json"
+    return digest[:24]
+
+
+def every(kind: str, document: type[Kept], *, folder: Path | None = None) -> Iterator[Kept]:
+    """All documents of this kind, in no order. What cannot be read is noted and left."""
+    for path in (folder or cache_folder()).glob(f"{kind}-*.json"):
+        try:
+            yield document.load(path)
+        except AdvisorError as error:
+            log.warning("%s is not used: %s", path, error.what)
 
 
 def recall(path: Path, document: type[Kept]) -> Kept | None:

@@ -80,7 +80,7 @@ def recall_or_time(
         plain.model_dump(mode="json"),
         device_name,
         processor_name(device),
-        _threads(device),
+        threads_of(device),
         numerics.value,
         torch.__version__,
         our_version(),
@@ -165,7 +165,7 @@ def time_blocks(
     return BlockTimes(
         device=device_name,
         processor=processor_name(device),
-        threads=_threads(device),
+        threads=threads_of(device),
         numerics=numerics.value,
         samples=samples,
         torch=torch.__version__,
@@ -194,7 +194,8 @@ def processor_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def _threads(device: torch.device) -> int:
+def threads_of(device: torch.device) -> int:
+    """That a rank on this device computes with; 1 where the device is an accelerator."""
     return torch.get_num_threads() if device.type == "cpu" else 1
 
 

@@ -70,6 +70,7 @@ WITH_TORCH = {
     "engines.recompute",
     "engines.replicas",
     "engines.state",
+    "engines.steps",
     "engines.tensor.exchange",
     "engines.tensor.layers",
     "engines.tensor.logits",

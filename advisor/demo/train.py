@@ -25,6 +25,7 @@ from advisor.decision import Decision
 from advisor.demo.gpt import GPT, SHAPES, loss
 from advisor.demo.launch import GLOBAL_BATCH
 from advisor.demo.text import ByteWindows, reference_text
+from advisor.runs import keep_run
 from engines.parallel import ParallelModel
 from engines.world import join_world, leave_world
 from profiles.batch import Batch
@@ -94,6 +95,7 @@ def _demo(plan: str | None, steps: int | None, exit_code: Path) -> None:
         return
     run = _train(parallel, train, held_out, steps=steps, screen=screen)
     parallel.save(CHECKPOINT)
+    keep_run(parallel, peak_bytes=run.peak_bytes)
     if screen:
         assert isinstance(parallel.decision, Decision)
         click.echo(comparison(parallel.decision.estimate, run, CHECKPOINT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from advisor.constants import tier_of
 from advisor.cost.communication import COMMUNICATION_ERROR, HOST_LINK_BYTES_PER_S
 from advisor.cost.compute import (
     COMPUTE_ERROR,
@@ -17,7 +18,7 @@ from advisor.decision import Decision
 from advisor.rules import load_bytes_per_node
 from engines.legality import numerics
 from engines.plan import Offload, Plan
-from profiles.cluster import ClusterProfile, Link
+from profiles.cluster import ClusterProfile, Constant, Learned, Link
 from profiles.loading import Loading, load_memory
 from profiles.provenance import Quantity, Source
 from profiles.record import Record
@@ -48,15 +49,17 @@ def basis(decision: Decision) -> Iterator[Basis]:
 
 def _machines(decision: Decision) -> Iterator[Basis]:
     cluster, device = decision.facts.cluster, decision.facts.cluster.device
+    learned = cluster.learned or Learned()
     peak = device.flop_per_s.get(decision.plan.precision.dtype) or device.flop_per_s["float32"]
     yield Basis(
         what=f"matrix products: {format_percent(matmul_fraction(device))} of"
         f" {format_flop_rate(peak.value)} on {device.name}",
-        source=_sources(device.matmul_fraction, peak),
+        source=_constant(learned, Constant.PRODUCTS, device.matmul_fraction, peak),
     )
     bandwidth, launch = device.memory_bandwidth_bytes_per_s, device.launch_s
     yield Basis(
-        what=f"memory bandwidth: {format_bandwidth(bandwidth.value)}", source=_sources(bandwidth)
+        what=f"memory bandwidth: {format_bandwidth(bandwidth.value)}",
+        source=_constant(learned, Constant.MEMORY, bandwidth),
     )
     yield Basis(
         what=f"device memory: {format_gib(device.memory_bytes.value)}",
@@ -64,18 +67,23 @@ def _machines(decision: Decision) -> Iterator[Basis]:
     )
     yield Basis(
         what=f"context of a process: {format_gib(device.context_bytes.value)}",
-        source=_sources(device.context_bytes),
+        source=_sources(device.context_bytes) + _runs(learned.context_runs),
     )
     yield Basis(
-        what=f"launching an operation: {format_seconds(launch.value)}", source=_sources(launch)
+        what=f"launching an operation: {format_seconds(launch.value)}",
+        source=_constant(learned, Constant.LAUNCH, launch),
     )
-    for where, link in (("in the node", cluster.intra), ("between nodes", cluster.inter)):
+    for where, link, constant in (
+        ("in the node", cluster.intra, Constant.INTRA),
+        ("between nodes", cluster.inter, Constant.INTER),
+    ):
         if link is not None:
-            yield Basis(what=_link_words(link, where), source=_link_source(link))
+            runs = _runs(learned.runs.get(constant, 0))
+            yield Basis(what=_link_words(link, where), source=_link_source(link) + runs)
             latency = link.latency_s
             yield Basis(
                 what=f"a small message {where}: {format_seconds(latency.value)}",
-                source=_sources(latency),
+                source=_sources(latency) + runs,
             )
     memory = cluster.host_memory_bytes
     if memory is not None:
@@ -101,15 +109,17 @@ def _machines(decision: Decision) -> Iterator[Basis]:
 
 def _axes(decision: Decision) -> Iterator[Basis]:
     """The collectives of this plan that were timed on exactly its groups."""
-    sent = decision.estimate.traffic
+    sent, cluster = decision.estimate.traffic, decision.facts.cluster
+    runs = (cluster.learned or Learned()).runs
     for kind, size, stride in dict.fromkeys((t.kind, t.group_size, t.stride) for t in sent):
-        fit = decision.facts.cluster.measured(kind, size, stride)
+        fit = cluster.measured(kind, size, stride)
         if fit is not None:
             apart = f", {stride} apart" if stride > 1 else ""
             yield Basis(
                 what=f"{kind.value} over {size} ranks{apart}:"
                 f" {format_bandwidth(fit.busbw_bytes_per_s)} after {format_seconds(fit.latency_s)}",
-                source=_source(Source.MEASURED, fit.relative_residual),
+                source=_source(Source.MEASURED, fit.relative_residual)
+                + _runs(runs.get(tier_of(cluster, size, stride), 0)),
             )
 
 
@@ -197,6 +207,16 @@ def _link_source(link: Link) -> str:
         worst = max(fit.relative_residual for fit in link.fits.values())
         return _source(Source.MEASURED, worst)
     return _sources(link.bandwidth_bytes_per_s)
+
+
+def _constant(learned: Learned, constant: Constant, first: Quantity, *others: Quantity) -> str:
+    """What runs say of a constant, they say of all the numbers that it is made of."""
+    runs = learned.runs.get(constant, 0)
+    return _sources(first) + _runs(runs) if runs else _sources(first, *others)
+
+
+def _runs(count: int) -> str:
+    return f" ({count} run{'s' if count > 1 else ''})" if count else ""
 
 
 def _sources(first: Quantity, *others: Quantity) -> str:
