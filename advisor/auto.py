@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from advisor.choose import choose
-from advisor.complete import completed, spans_devices
 from advisor.decision import Decision
 from advisor.facts import Facts
 from advisor.policy import Policy
 from advisor.runs import keep_at_end, with_runs
-from engines.failures import together
+from advisor.search.legal import styles_of
 from engines.footprint import optimizer_footprint
 from engines.hybrid import apply_plan
 from engines.optimizer import OptimizerFactory
@@ -40,6 +39,7 @@ from profiles.cluster import ClusterProfile
 from profiles.clusters import resolve_cluster
 from profiles.errors import AdvisorError, InputError, PlanError, RankError
 from profiles.host import resident_bytes
+from profiles.memory import release_freed_memory
 from profiles.model import ModelProfile, Numerics
 from profiles.probe import probe
 from profiles.provenance import Source
@@ -55,6 +55,7 @@ FIRST_USE_ERROR = 0.12
 
 LossFn = Callable[..., Tensor]
 PlanLike = Plan | str | PathLike[str] | None
+_NO_PINS: Mapping[str, Any] = {}
 Optimizer = torch.optim.Optimizer | OptimizerFactory
 
 
@@ -83,7 +84,8 @@ def advise(
             returns its loss.
         cluster: a profile, a name ("4x8xH100-SXM-80GB"), a cluster.toml, or "auto": this machine,
             or the job that runs it.
-        global_batch_size: samples per optimizer step; by default one sample batch per device.
+        global_batch_size: samples per optimizer step; by default one sample batch per device, or
+            per replica where `plan` fixes pp or tp.
         optimizer: as for `auto_parallelize`; only its memory counts here.
         precision: "fp32" or "bf16"; by default what the model is built in.
         plan: settings that are fixed ("tp=2", a Plan, a file); the rest is decided.
@@ -108,11 +110,19 @@ def advise(
         cluster=machines or probe(measure=True),
         global_batch_size=global_batch_size,
         optimizer=optimizer,
-        precision=precision or pins.get("precision"),
+        precision=precision,
+        pins=pins,
         timed=timed,
         learns=machines is None,
     )
-    return choose(facts, policy=_policy(objective), pins=pins)
+    return _decided(
+        model,
+        sample,
+        facts,
+        policy=_policy(objective),
+        pins=pins,
+        has_target=loss_fn is not None,
+    )
 
 
 def auto_parallelize(
@@ -146,11 +156,9 @@ def auto_parallelize(
         optimizer: a factory `lambda params: torch.optim.AdamW(params)`, or an optimizer already
             built on the model, which is carried over; None is AdamW.
         plan: None decides everything. A Plan, its file, or settings such as "dp_shard=4" fix what
-            they name. Plans with stages or split layers ("pp=2 tp=2 zero=1") are carried out as
-            told, what they leave open is filled in by rule (see `advisor.complete`), and there is
-            no decision: they are not weighed.
-        global_batch_size: samples per optimizer step over all ranks; by default the sample's on
-            every rank.
+            they name ("pp=2 tp=2 zero=1": borders, microbatches and what is split are decided).
+        global_batch_size: samples per optimizer step over all ranks; by default the sample's for
+            every replica that `plan` names, or for every rank where it names no degree.
         count: what a microbatch's mean loss is a mean over, where that is not its rows:
             `lambda batch: (batch["labels"] != -100).sum()`.
         max_grad_norm: clip gradients to this norm in `train_step`.
@@ -163,7 +171,7 @@ def auto_parallelize(
         timeout_s: bound of every wait for another rank.
 
     Returns:
-        A `ParallelModel`; `.decision` says why, None where nothing was decided.
+        A `ParallelModel`; `.decision` says why.
 
     Raises:
         as `advise`, and PlanMismatchError or RankError where ranks disagree or are missing.
@@ -175,21 +183,6 @@ def auto_parallelize(
     if cluster is None:
         cluster = recall_or_bench(probe()) if world.size > 1 else probe(measure=True)
     machines = cluster
-    if spans_devices(pins):
-        return _as_told(
-            model,
-            pins,
-            sample=sample,
-            loss_fn=loss_fn,
-            cluster=machines,
-            optimizer=optimizer,
-            count=count,
-            max_grad_norm=max_grad_norm,
-            global_batch_size=global_batch_size,
-            weights=weights,
-            world=world,
-            seed=seed,
-        )
 
     def facts() -> Facts:
         return look(
@@ -199,13 +192,21 @@ def auto_parallelize(
             cluster=machines,
             global_batch_size=global_batch_size,
             optimizer=optimizer,
-            precision=precision or pins.get("precision"),
+            precision=precision,
+            pins=pins,
             timed=timed,
             learns=learns,
         )
 
     def decide() -> Decision:
-        return choose(facts(), policy=_policy(objective), pins=pins)
+        return _decided(
+            model,
+            sample,
+            facts(),
+            policy=_policy(objective),
+            pins=pins,
+            has_target=loss_fn is not None,
+        )
 
     if timed and world.rank > 0:
         with contextlib.suppress(AdvisorError):  # rank 0 meets it too, and tells all
@@ -233,44 +234,40 @@ def auto_parallelize(
     return parallel
 
 
-def _as_told(
+def _decided(
     model: nn.Module,
-    pins: Mapping[str, Any],
-    *,
     sample: Batch,
-    loss_fn: LossFn | None,
-    cluster: ClusterProfile,
-    global_batch_size: int | None,
-    world: World,
-    **options: Any,
-) -> ParallelModel:
-    """Stages and split layers: every rank fills in the same plan, and carries it out."""
-    profile = capture(model, sample, loss_fn=loss_fn, name=type(model).__name__)
-    has_target = loss_fn is not None
+    facts: Facts,
+    *,
+    policy: Policy,
+    pins: Mapping[str, Any],
+    has_target: bool,
+) -> Decision:
+    """The decision, with layers split as the engine proves that they may be.
 
-    def styles(size: int) -> tuple[tuple[str, str], ...]:
-        proposal = propose_styles(model, sample, size=size, profile=profile, has_target=has_target)
+    A profile tells how layers would be split. What a decision takes is proved on the modules; where
+    that finds another way, it is decided again by it.
+    """
+    told = styles_of(facts)
+    proved: dict[int, tuple[tuple[str, str], ...]] = {}
+
+    def styles(tp: int) -> tuple[tuple[str, str], ...]:
+        return proved[tp] if tp in proved else told(tp)
+
+    while True:
+        decision = choose(facts, policy=policy, pins=pins, styles=styles)
+        tp = decision.plan.tp
+        if tp == 1 or tp in proved or "tensor_styles" in pins:
+            return decision
+        proposal = propose_styles(
+            model, sample, size=tp, profile=facts.model, has_target=has_target
+        )
+        release_freed_memory()
         for note in proposal.notes:
             log.info("tensor parallel: %s", note)
-        return proposal.styles
-
-    degrees = [int(pins.get(axis, 1)) for axis in ("pp", "cp", "tp")]
-    replicas = max(1, world.size // math.prod(degrees))
-    rows = global_batch_size // replicas if global_batch_size else batch_size(sample)
-    with together("completing the plan", timeout_s=world.timeout_s):
-        plan = completed(pins, profile, cluster, rows=rows, styles=styles)
-    if world.rank == 0:
-        log.info("plan: %s", plan)
-    return apply_plan(
-        model,
-        plan,
-        profile=profile,
-        cluster=cluster,
-        loss_fn=loss_fn,
-        sample=sample,
-        world=world,
-        **options,
-    )
+        if dict(proposal.styles) == dict(decision.plan.tensor_styles):
+            return decision
+        proved[tp] = proposal.styles
 
 
 def look(
@@ -282,12 +279,17 @@ def look(
     global_batch_size: int | None = None,
     optimizer: Optimizer | None = None,
     precision: str | None = None,
+    pins: Mapping[str, Any] = _NO_PINS,
     timed: bool = False,
     learns: bool = False,
 ) -> Facts:
     """What there is to know before deciding; with `learns` runs on this machine correct it."""
     dtype = _dtype(model)
-    wanted = precision or next((p.value for p in Precision if p.dtype == dtype), "fp32")
+    wanted = (
+        precision
+        or pins.get("precision")
+        or next((p.value for p in Precision if p.dtype == dtype), "fp32")
+    )
     numerics: tuple[Numerics, ...] = (Numerics.AS_BUILT,)
     if wanted == "bf16" and dtype == "float32":
         numerics = (Numerics.AS_BUILT, Numerics.BF16, Numerics.BF16_AUTOCAST)
@@ -300,7 +302,7 @@ def look(
     if learns:
         cluster = with_runs(cluster, dtype=Precision(wanted).dtype)
     workload = Workload(
-        global_batch_size=global_batch_size or batch_size(sample) * cluster.world_size,
+        global_batch_size=global_batch_size or _global_batch(sample, pins, cluster.world_size),
         tokens_per_sample=profile.tokens_per_sample,
         optimizer=optimizer_footprint(
             optimizer,
@@ -329,6 +331,12 @@ def _with_times(
             hints=["leave `timed` out, or run this on the cluster"],
         )
     return with_times(model, sample, profile, device_name=wanted, loss_fn=loss_fn)
+
+
+def _global_batch(sample: Batch, pins: Mapping[str, Any], ranks: int) -> int:
+    """One sample batch for each replica: ranks that hold parts of one model see the same rows."""
+    parts = math.prod(int(pins.get(axis, 1)) for axis in ("pp", "cp", "tp"))
+    return batch_size(sample) * max(1, ranks // parts)
 
 
 def _given(**arguments: object) -> tuple[str, ...]:

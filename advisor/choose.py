@@ -17,6 +17,7 @@ from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.reasons import reasons
 from advisor.rules import Candidate, host_bytes_per_node, margin_s, simplicity
+from advisor.search.legal import Styles
 from advisor.search.search import Search
 from advisor.search.space import Pins
 from advisor.tree import Trace, in_leaf
@@ -57,14 +58,20 @@ class Choice:
     rejected: dict[str, int]
 
 
-def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Decision:
+def choose(
+    facts: Facts,
+    *,
+    policy: Policy = _DEFAULT,
+    pins: Pins = _NO_PINS,
+    styles: Styles | None = None,
+) -> Decision:
     """The plan for these facts, with the argument for it: see `decide`.
 
     Raises:
         PlanError: `pins` allow no legal plan.
         NoPlanError: there are legal plans and none fits.
     """
-    choice = decide(facts, policy=policy, pins=pins, compares=True)
+    choice = decide(facts, policy=policy, pins=pins, styles=styles, compares=True)
     winner, weighed, trace = choice.winner, choice.weighed, choice.trace
     if winner is None:
         raise _no_plan(facts, policy, pins, choice)
@@ -86,7 +93,12 @@ def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) ->
 
 
 def decide(
-    facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS, compares: bool = False
+    facts: Facts,
+    *,
+    policy: Policy = _DEFAULT,
+    pins: Pins = _NO_PINS,
+    styles: Styles | None = None,
+    compares: bool = False,
 ) -> Choice:
     """The plan for these facts: deterministic, nothing else is looked at.
 
@@ -95,20 +107,23 @@ def decide(
     a tie. States go to the host only where nothing else fits.
 
     Args:
+        styles: how layers are split over a tp axis of some size; by default what the profile alone
+            tells (`advisor.styles`).
         compares: also estimate the best plan of every other kind.
 
     Raises:
         PlanError: `pins` allow no legal plan.
     """
     costs = CostModel(facts)
-    searches = [searched(facts, pins, costs, policy)]
+    searches = [searched(facts, pins, costs, policy, styles=styles)]
     if not len(searches[0].space):
         raise refuse(facts, pins)
     trace = walk(costs, policy)
     winner = _winner(searches[0], policy, trace)
     if winner is None and "offload" not in pins and facts.cluster.device.kind != "cpu":
         # A CPU rank's device memory is the host's already.
-        searches.append(searched(facts, pins, costs, policy, offload=Offload.STATES))
+        to_host = searched(facts, pins, costs, policy, styles=styles, offload=Offload.STATES)
+        searches.append(to_host)
         winner = _winner(searches[1], policy, trace)
     for search in searches:
         if winner is None:

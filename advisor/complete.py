@@ -1,6 +1,6 @@
-"""Plans with stages or split layers: what a user's settings leave open is filled in by rule.
+"""Settings as a whole plan, by rule: for what a search over plans cannot begin with.
 
-They are carried out as told. What they cost is not modelled, so they are not weighed.
+Settings that allow no legal plan are made whole so that legality says what is in the way.
 """
 
 from __future__ import annotations
@@ -20,11 +20,6 @@ TWO_STAGES_A_RANK = (Schedule.INTERLEAVED, Schedule.ZBV)
 # A pipeline of p stages with m microbatches stands still for (p - 1) / (m + p - 1) of its time
 # (GPipe, arXiv:1811.06965, which finds m = 4 p good enough).
 MICROBATCHES_A_STAGE = 4
-
-
-def spans_devices(pins: Mapping[str, Any]) -> bool:
-    """Whether settings spread one replica of the model over several devices."""
-    return int(pins.get("pp", 1)) > 1 or int(pins.get("tp", 1)) > 1
 
 
 def completed(

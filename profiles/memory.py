@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import resource
 import sys
 from pathlib import Path
@@ -39,3 +40,12 @@ def peak_memory_bytes(device: torch.device) -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def release_freed_memory() -> None:
+    """Give memory that was freed back to the system, where the C library can (glibc).
+
+    It keeps freed heaps for the next allocation: half a gigabyte after a proof on random weights.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

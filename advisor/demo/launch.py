@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FrameType
 
 from advisor.command import say
-from advisor.complete import spans_devices
 from engines.plan import Plan, parse_settings
 from profiles.errors import InputError, PlanError, RankError
 from profiles.host import machine_cores, machine_memory_bytes
@@ -41,12 +40,6 @@ def run(*, ranks: int, plan: str, steps: int | None) -> int:
         raise PlanError(
             f"plan `{plan}` needs {needed} ranks, the demo starts {ranks}",
             hints=[f"`advise demo --ranks {needed} --plan '{plan}'`"],
-        )
-    if spans_devices(settings):
-        raise PlanError(
-            f"the demo compares a step with its prediction, and `{plan}` has none: what stages and"
-            " split layers take is not weighed yet",
-            hints=["name settings of the data-parallel family: dp_replicate, dp_shard, zero"],
         )
     cores = machine_cores()
     if ranks > cores:

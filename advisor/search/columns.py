@@ -42,7 +42,9 @@ class Columns:
         self.costs = costs
         self.is_sharded = SHARDED[space.kind]
         zero = (space.kind == ZERO1) | (space.kind == ZERO2)
-        self.shards = np.where(zero, space.dp_replicate, np.where(self.is_sharded, space.dp_shard, 1))
+        self.shards = np.where(
+            zero, space.dp_replicate, np.where(self.is_sharded, space.dp_shard, 1)
+        )
         self.gathers = np.where(zero, 0.0, 1.0)
         self.reduces = np.where(space.kind == ZERO1, 0.0, 1.0)
         self._crossing: dict[int, Crossing] = {}

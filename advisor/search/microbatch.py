@@ -110,11 +110,7 @@ class Microbatch:
         found = [
             (
                 t.forward_s + t.forward_launch_s + there,
-                t.backward_s
-                + t.backward_launch_s
-                + t.recompute_s
-                + t.recompute_launch_s
-                + back,
+                t.backward_s + t.backward_launch_s + t.recompute_s + t.recompute_launch_s + back,
             )
             for t, (there, back) in zip(self.times, self.exchange_s, strict=True)
         ]

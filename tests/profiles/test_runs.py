@@ -54,7 +54,9 @@ def test_runs_of_other_machines_are_not_taken(tmp_path: Path, other: dict[str, o
     assert runs_on(HERE, folder=tmp_path) == ()
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"schema_version": 99}', '{"nothing of ours": 1}', "\udcff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"schema_version": 99}', '{"nothing of ours": 1}', "\udcff"]
+)
 def test_a_broken_file_is_noted_and_the_others_are_read(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
