@@ -52,7 +52,8 @@ def layer_cost(one: LayerSum, two: LayerSum | None, line: Line) -> LayerCost:
 
     def stretch(name: str, part: Part) -> Stretch:
         figures = {field: affine(f"{name}.{field}") for field in _OF_STRETCH}
-        return Stretch(**figures, parameter_gradient_bytes=sum(part.parameters.values()))
+        trained = tuple(nbytes for nbytes in part.parameters.values() if nbytes)
+        return Stretch(**figures, parameter_gradient_bytes=trained)
 
     whole = sum(layer.pieces) == shape.outputs
     return LayerCost(

@@ -33,7 +33,7 @@ class Stretch(Record):
     What is kept belongs to the stretch that made it, whoever keeps it.
 
     Attributes:
-        parameter_gradient_bytes: of the trainable parameters that it uses beside its layer's (of
+        parameter_gradient_bytes: of each trainable parameter that it uses beside its layer's (of
             norms between layers), as built. Used on split features, their gradients are parts.
     """
 
@@ -43,7 +43,7 @@ class Stretch(Record):
     backward_moved_bytes: Affine = Affine()
     activation_bytes: Affine = Affine()
     selective_activation_bytes: Affine = Affine()
-    parameter_gradient_bytes: NonNegativeInt = 0
+    parameter_gradient_bytes: tuple[NonNegativeInt, ...] = ()
 
 
 class LayerCost(Record):
