@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from advisor.cost.breakdown import Estimate, StageEstimate
 from advisor.cost.communication import (
-    Ledger,
     apart_s,
     replica_group,
     rounds_of,
@@ -17,11 +16,13 @@ from advisor.cost.communication import (
     summed_s,
 )
 from advisor.cost.compute import Busy, Computing, busy_s, optimizer_s
+from advisor.cost.ledger import Ledger
 from advisor.cost.loads import Loads
-from advisor.cost.memory import Chunk, Peak, chunk_of, shard_degree, stage_peak
+from advisor.cost.memory import Peak, shard_degree
 from advisor.cost.orders import SPLITS_BACKWARD, moments, stages_of
 from advisor.cost.pipeline import Played, StageTimes, play, sends_late
 from advisor.cost.replay import backward, forward
+from advisor.cost.stage_memory import Chunk, chunk_of, stage_peak
 from advisor.cost.stages import Tie
 from engines.plan import DataParallel, Plan, Schedule
 from profiles.cluster import Collective
