@@ -40,7 +40,10 @@ AVERAGED_STEPS = 5
 MOST_STEPS = 150
 LINE_EVERY_STEPS = 10
 WARM_UP_STEPS = 2  # first steps allocate and build communication buckets
-LEARNING_RATE = 1e-3  # nanoGPT's for this size (train_shakespeare_char.py)
+# Without warm-up nanoGPT's 1e-3 for this size overshoots now and then: one seed in three has a step
+# whose loss is 9 between two of 3.4. A third of it does not, and learns as much in as many steps.
+LEARNING_RATE = 3e-4
+SEED = 0  # every run of the demo draws the same weights and the same batches
 CHECKPOINT = Path("runs/demo")
 WATCH_EVERY_S = 0.5
 BENCH_S = 10.0
@@ -76,6 +79,7 @@ def main(plan: str | None, steps: int | None, exit_code: Path) -> None:
 
 def _demo(plan: str | None, steps: int | None, exit_code: Path) -> None:
     world = join_world()
+    torch.manual_seed(SEED)
     screen = Console(stderr=True) if world.rank == 0 else None
     config = SHAPES["gpt-10m"]
     text = reference_text()

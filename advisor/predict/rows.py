@@ -1,0 +1,135 @@
+"""Rows: what a table says of each run. Measured columns are never read."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from profiles.errors import FileError, InputError
+
+# What was measured, or follows from it. A prediction that saw these would prove nothing.
+MEASURED_COLUMNS = frozenset(
+    {
+        "measured_step_time_s",
+        "tokens_per_s_per_gpu",
+        "samples_per_s",
+        "tflops_per_gpu",
+        "tflops_kind",
+        "mfu_pct",
+        "hfu_pct",
+        "peak_mem_gib_per_gpu",
+        "mem_unit_published",
+        "mem_metric",
+        "oom",
+        "step_time_derived_s",
+        "reliability",
+        "notes",
+    }
+)
+
+Flag = Literal["y", "n"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One run; None where the cell is blank. Columns as in the table's README.
+
+    `params_b` counts 1e9 parameters, `gpu_mem_gb` is as printed on the card, `inter_gbps_per_node`
+    is Gbit/s per node and direction; `microbatch` and `global_batch` count sequences or images.
+    """
+
+    row_id: str
+    source: str | None = None
+    source_date: str | None = None
+    model_name: str | None = None
+    arch: str | None = None
+    params_b: float | None = None
+    n_layers: int | None = None
+    hidden: int | None = None
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
+    ffn_hidden: int | None = None
+    vocab: int | None = None
+    n_experts: int | None = None
+    moe_topk: int | None = None
+    moe_ffn_hidden: int | None = None
+    seq_len: int | None = None
+    gpu_type: str | None = None
+    gpu_mem_gb: float | None = None
+    gpus_per_node: int | None = None
+    n_gpus: int | None = None
+    intra_link: str | None = None
+    inter_link: str | None = None
+    inter_gbps_per_node: float | None = None
+    dtype: str | None = None
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    zero_stage: str | None = None
+    shard_group: int | None = None
+    microbatch: int | None = None
+    global_batch: int | None = None
+    grad_accum: int | None = None
+    pp_schedule: str | None = None
+    virtual_stages: int | None = None
+    recompute: str | None = None
+    compile: str | None = None
+    offload: str | None = None
+    sequence_parallel: str | None = None
+    attention: str | None = None
+    optimizer: str | None = None
+
+
+_KINDS = {f.name: str(f.type) for f in fields(Row)}
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[Row]:
+    """The rows of a CSV file, in its order.
+
+    Raises:
+        FileError: the file is missing, is not CSV, or lacks `row_id`.
+        InputError: a cell that must hold a positive number does not; the row is named.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            table = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise FileError(f"cannot read {path}: {error}", where=str(path)) from None
+    if table and "row_id" not in table[0]:
+        raise FileError("no column `row_id`", where=str(path), hints=["name the columns in line 1"])
+    return [row_of(cells, where=f"{path}: row {number}") for number, cells in enumerate(table, 1)]
+
+
+def row_of(cells: Mapping[str, str | None], *, where: str | None = None) -> Row:
+    """The row that `cells` (column name to text) say; unknown columns are left alone."""
+    given: dict[str, object] = {}
+    for name, kind in _KINDS.items():
+        text = (cells.get(name) or "").strip()
+        if text:
+            given[name] = _parse(name, text, kind, where)
+    return Row(**given)  # type: ignore[arg-type]
+
+
+def _parse(name: str, text: str, kind: str, where: str | None) -> object:
+    if kind.startswith("str"):
+        return text
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not 0 < number < float("inf"):
+        raise InputError(
+            f"`{name}` is `{text}`", where=where, hints=[f"`{name}` is a positive number, or blank"]
+        )
+    if kind.startswith("int"):
+        if number != int(number):
+            raise InputError(
+                f"`{name}` is `{text}`", where=where, hints=[f"`{name}` counts, so it is whole"]
+            )
+        return int(number)
+    return number
