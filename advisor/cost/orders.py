@@ -54,6 +54,17 @@ def stages_of(schedule: Schedule, rank: int, *, ranks: int, stages: int) -> tupl
     return tuple(range(rank, stages, ranks))
 
 
+def gathers_of_root(order: Order) -> int:
+    """How often a rank gathers FSDP2's root group in a round: its first forward does, and the first
+    after a backward, which lets go of it (engines/fsdp.py)."""
+    kinds = [action.kind for action in order]
+    before = [Kind.BACKWARD, *kinds]
+    return sum(
+        kind is Kind.FORWARD and last is not Kind.FORWARD
+        for last, kind in zip(before, kinds, strict=False)
+    )
+
+
 @lru_cache(maxsize=256)
 def orders(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> tuple[Order, ...]:
     """What every rank does in one round, in order; idle slots are left out.
