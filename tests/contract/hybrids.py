@@ -49,7 +49,7 @@ PLANS = {
     "TP, recompute": "tp=8 recompute=full",
     "PP (1F1B)": "pp=4 microbatches=8 schedule=1f1b",
     "PP (GPipe)": "pp=4 microbatches=8 schedule=gpipe",
-    "PP (interleaved)": "pp=2 microbatches=4 schedule=interleaved_1f1b",
+    "PP (interleaved)": "pp=2 microbatches=4 schedule=interleaved",
     "PP (ZBV)": "pp=2 microbatches=4 schedule=zbv",
     "PP + DP": "pp=2 dp_replicate=8 microbatches=4 schedule=1f1b accumulation=2",
     "PP + ZeRO-1": "pp=2 dp_replicate=8 zero=1 microbatches=4 schedule=1f1b accumulation=2",
