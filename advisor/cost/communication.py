@@ -88,13 +88,14 @@ def exchange(plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool) -> Exc
 
 
 def stage_exchange(
-    plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool, chunks: int
+    plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool, root_gathers: int
 ) -> Exchange:
-    """The same of one stage of a pipeline, whose rank has `chunks` of them.
+    """The same of one stage of a pipeline.
 
     FSDP2 gathers as without stages, and reduces when a round is over, ZeRO-1 after the last one.
-    The root group is released by every backward of the rank (engines/fsdp.py), so that each
-    microbatch gathers it once for each stage.
+
+    Args:
+        root_gathers: how often the root group is gathered where it is not kept for the step.
     """
     kind = plan.data_parallel
     found = _tensor(plan, loads.entries, ledger)
@@ -108,7 +109,7 @@ def stage_exchange(
         ledger,
         has_host=has_host,
         gathers=1 if gathered_once else 2 * plan.forwards,
-        root_gathers=1 if gathered_once else plan.forwards * chunks,
+        root_gathers=1 if gathered_once else root_gathers,
         reductions=1 if kind is DataParallel.ZERO1 else rounds_of(plan),
     )
 

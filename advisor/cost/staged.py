@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from advisor.cost.breakdown import Estimate, StageEstimate
+from advisor.cost.breakdown import Estimate, StageEstimate, Traffic
 from advisor.cost.communication import (
     apart_s,
     replica_group,
@@ -19,7 +19,7 @@ from advisor.cost.compute import Busy, Computing, busy_s, optimizer_s
 from advisor.cost.ledger import Ledger
 from advisor.cost.loads import Loads
 from advisor.cost.memory import Peak, shard_degree
-from advisor.cost.orders import SPLITS_BACKWARD, moments, stages_of
+from advisor.cost.orders import SPLITS_BACKWARD, gathers_of_root, moments, stages_of
 from advisor.cost.pipeline import Played, StageTimes, play, sends_late
 from advisor.cost.replay import backward, forward
 from advisor.cost.stage_memory import Chunk, chunk_of, stage_peak
@@ -74,7 +74,7 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     in_round = 1 if schedule is Schedule.NAIVE else plan.microbatches
     rounds = rounds_of(plan)
     borders = _borders(model, plan, ends)
-    stages = _stages(model, plan, ends, borders, chunks=len(places) // plan.pp)
+    stages = _stages(model, plan, ends, borders)
     whole = model.stages.whole_backwards(ends) if schedule in SPLITS_BACKWARD else frozenset[int]()
     times = _times(schedule, stages, borders, whole)
     waits = sends_late(schedule) or not model.overlaps
@@ -119,14 +119,7 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     named = [chunk_of(plan, stages[s].part, sent_bytes=_sent(borders, s)) for s in own[fullest]]
     memory = peak_of(fullest, named)
 
-    ledger = model.ledger()
-    for s in own[busiest]:
-        stage_exchange(
-            plan, stages[s].part, ledger, has_host=model.overlaps, chunks=len(own[busiest])
-        )
-    _charge_sends(plan, own[busiest], borders, ledger)
-    _Tail.of(model, plan, [stages[s] for s in own[busiest]], busiest, ties, ledger)
-    apart = apart_s(plan, model.facts.model, ledger)
+    ledger, apart = _charged(model, plan, busiest, own[busiest], stages, borders, ties)
     late = sum(stage.late_s for stage in stages)
     between = max(end + tail.round_s for end, tail in zip(played.end_s, tails, strict=True))
     last = max(end + tail.last_s for end, tail in zip(played.end_s, tails, strict=True))
@@ -169,6 +162,44 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     )
 
 
+def traffic_of_ranks(model: CostModel, plan: Plan) -> tuple[tuple[Traffic, ...], ...]:
+    """What each rank of the pp axis is charged for, in their order; a legal plan with stages."""
+    ends = model.stages.ends(plan)
+    assert plan.schedule is not None
+    borders, ties = _borders(model, plan, ends), model.stages.ties(plan, ends)
+    count = len(ends) - 1
+    stages = _stages(model, plan, ends, borders)
+    found = []
+    for rank in range(plan.pp):
+        own = stages_of(plan.schedule, rank, ranks=plan.pp, stages=count)
+        ledger, _ = _charged(model, plan, rank, own, stages, borders, ties)
+        found.append(ledger.traffic())
+    return tuple(found)
+
+
+def _charged(
+    model: CostModel,
+    plan: Plan,
+    rank: int,
+    own: Sequence[int],
+    stages: Sequence[_Stage],
+    borders: Sequence[_Border],
+    ties: Sequence[Tie],
+) -> tuple[Ledger, float]:
+    """All that a rank with the stages `own` sends in a step; seconds of the small collectives."""
+    ledger = model.ledger()
+    assert plan.schedule is not None
+    in_round = 1 if plan.schedule is Schedule.NAIVE else plan.microbatches
+    gathers = rounds_of(plan) * gathers_of_root(
+        plan.schedule, rank, ranks=plan.pp, stages=len(stages), microbatches=in_round
+    )
+    for s in own:
+        stage_exchange(plan, stages[s].part, ledger, has_host=model.overlaps, root_gathers=gathers)
+    _charge_sends(plan, own, borders, ledger)
+    _Tail.of(model, plan, [stages[s] for s in own], rank, ties, ledger)
+    return ledger, apart_s(plan, model.facts.model, ledger)
+
+
 def _require_places(plan: Plan, count: int) -> None:
     if (
         count < plan.pp
@@ -202,7 +233,7 @@ def _sent(borders: Sequence[_Border], stage: int) -> float:
 
 
 def _stages(
-    model: CostModel, plan: Plan, ends: Sequence[int], borders: Sequence[_Border], *, chunks: int
+    model: CostModel, plan: Plan, ends: Sequence[int], borders: Sequence[_Border]
 ) -> list[_Stage]:
     """Every stage; those of equal units are worked out once."""
     loads, known = model.loads(plan), dict[object, _Stage]()
@@ -211,14 +242,14 @@ def _stages(
         part = loads.part(first, last)
         key = (part.runs, _sent(borders, stage))
         if key not in known:
-            known[key] = _stage(model, plan, part, sent_bytes=key[1], chunks=chunks)
+            known[key] = _stage(model, plan, part, sent_bytes=key[1])
         found.append(replace(known[key], part=part))
     return found
 
 
-def _stage(model: CostModel, plan: Plan, part: Loads, *, sent_bytes: float, chunks: int) -> _Stage:
+def _stage(model: CostModel, plan: Plan, part: Loads, *, sent_bytes: float) -> _Stage:
     computing = model.computing(plan, part)
-    exchanged = stage_exchange(plan, part, model.ledger(), has_host=model.overlaps, chunks=chunks)
+    exchanged = stage_exchange(plan, part, model.ledger(), has_host=model.overlaps, root_gathers=1)
     kind = plan.data_parallel
     gathers = kind in (DataParallel.FULL_SHARD, DataParallel.HYBRID_SHARD)
     way = {"overlaps": model.overlaps}
