@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -76,6 +76,8 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     borders = _borders(model, plan, ends)
     stages = _stages(model, plan, ends, borders)
     whole = model.stages.whole_backwards(ends) if schedule in SPLITS_BACKWARD else frozenset[int]()
+    halved = range(1, len(places)) if schedule in SPLITS_BACKWARD else range(0)
+    splits = frozenset(halved) - whole
     times = _times(schedule, stages, borders, whole)
     waits = sends_late(schedule) or not model.overlaps
     played = play(schedule, times, ranks=plan.pp, microbatches=in_round, waits=waits)
@@ -93,8 +95,6 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     ]
 
     def peak_of(rank: int, chunks: Sequence[Chunk]) -> Peak:
-        received = [borders[s - 1].there_bytes for s in own[rank] if s]
-        returned = [borders[s].back_bytes for s in own[rank] if s < len(borders)]
         return stage_peak(
             plan,
             [stages[s].part for s in own[rank]],
@@ -103,7 +103,8 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
             update=updates[rank],
             device=cluster.device,
             batch_bytes=batch_bytes,
-            buffer_bytes=_received_into(in_round, received, returned),
+            buffer_bytes=in_round
+            * sum(_received_into(borders, s, splits=splits) for s in own[rank]),
             copied_bytes=sum(t.unit.parameter_bytes for t in ties if rank in t.ranks[1:]),
         )
 
@@ -116,7 +117,15 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     busiest = max(range(plan.pp), key=lambda rank: played.busy_s[rank] + tails[rank].total_s)
     fullest = max(range(plan.pp), key=lambda rank: peaks[rank].high_bytes)
     # Its moments are named after its own units.
-    named = [chunk_of(plan, stages[s].part, sent_bytes=_sent(borders, s)) for s in own[fullest]]
+    named = [
+        chunk_of(
+            plan,
+            stages[s].part,
+            received_bytes=_sent(borders, s - 1),
+            sent_bytes=_sent(borders, s),
+        )
+        for s in own[fullest]
+    ]
     memory = peak_of(fullest, named)
 
     ledger, apart = _charged(model, plan, busiest, own[busiest], stages, borders, ties)
@@ -229,7 +238,8 @@ def _borders(model: CostModel, plan: Plan, ends: Sequence[int]) -> list[_Border]
 
 
 def _sent(borders: Sequence[_Border], stage: int) -> float:
-    return borders[stage].there_bytes if stage < len(borders) else 0.0
+    """Bytes of a microbatch over the border after a stage; the last one has none, nor has -1."""
+    return borders[stage].there_bytes if 0 <= stage < len(borders) else 0.0
 
 
 def _stages(
@@ -240,14 +250,17 @@ def _stages(
     found = []
     for stage, (first, last) in enumerate(pairwise(ends)):
         part = loads.part(first, last)
-        key = (part.runs, _sent(borders, stage))
+        received, sent = _sent(borders, stage - 1), _sent(borders, stage)
+        key = (part.runs, received, sent)
         if key not in known:
-            known[key] = _stage(model, plan, part, sent_bytes=key[1])
+            known[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)
         found.append(replace(known[key], part=part))
     return found
 
 
-def _stage(model: CostModel, plan: Plan, part: Loads, *, sent_bytes: float) -> _Stage:
+def _stage(
+    model: CostModel, plan: Plan, part: Loads, *, received_bytes: float, sent_bytes: float
+) -> _Stage:
     computing = model.computing(plan, part)
     exchanged = stage_exchange(plan, part, model.ledger(), has_host=model.overlaps, root_gathers=1)
     kind = plan.data_parallel
@@ -267,7 +280,7 @@ def _stage(model: CostModel, plan: Plan, part: Loads, *, sent_bytes: float) -> _
 
     return _Stage(
         part=part,
-        chunk=chunk_of(plan, part, sent_bytes=sent_bytes),
+        chunk=chunk_of(plan, part, received_bytes=received_bytes, sent_bytes=sent_bytes),
         computing=computing,
         forward_s=there.wall_s,
         backward_s=back.wall_s,
@@ -302,12 +315,14 @@ def _times(
     )
 
 
-def _received_into(
-    microbatches: int, received: Sequence[float], returned: Sequence[float]
-) -> float:
-    """torch's stages have a tensor for whatever arrives, of every microbatch of a round, as long as
-    the stage lives (`_RecvInfo` in torch/distributed/pipelining/stage.py)."""
-    return microbatches * (sum(received) + sum(returned))
+def _received_into(borders: Sequence[_Border], stage: int, *, splits: Container[int]) -> float:
+    """Bytes a microbatch: torch's stages have a tensor for whatever arrives, of every microbatch of
+    a round, as long as they live (`_RecvInfo` in torch/distributed/pipelining/stage.py). Where a
+    backward is split, gradients of what was received stay there too until the round is over
+    (`stage_backward_input`)."""
+    received = _sent(borders, stage - 1)
+    returned = borders[stage].back_bytes if stage < len(borders) else 0.0
+    return received + returned + (borders[stage - 1].back_bytes if stage in splits else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
