@@ -349,6 +349,7 @@ class _Tail:
         """Of the rank with these stages; what is sent is noted in `ledger`."""
         ledger = ledger or model.ledger()
         kind = plan.data_parallel
+        copies = [tie for tie in ties if rank in tie.ranks[1:]]
         reduce_s = sum(stage.reduce_s for stage in stages)
         replicate_s = sum(stage.replicate_s for stage in stages)
         settle_s = 0.0
@@ -357,8 +358,9 @@ class _Tail:
             settle_s += summed_s(
                 ledger,
                 "gradients",
-                gradient_bytes=sum(stage.part.gradient_bytes for stage in stages),
-                tensors=sum(stage.part.tensors for stage in stages),
+                gradient_bytes=sum(stage.part.gradient_bytes for stage in stages)
+                + sum(tie.unit.gradient_bytes for tie in copies),
+                tensors=sum(stage.part.tensors for stage in stages) + len(copies),
                 group_size=group,
                 stride=stride,
             )
