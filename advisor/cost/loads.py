@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from advisor.cost.axes import over_experts, over_tokens
 from advisor.cost.runs import Run, divided, runs_of
 from advisor.cost.tensor import Styled, Styles, TensorExchange, cut, is_split, split_loss
 from engines.tensor.styles import Kind, Style
@@ -23,10 +24,10 @@ class UnitLoad:
         name: of the first unit, where it stands for several.
         count: equal units one after the other, for which it stands.
         is_separate: gathered and released on its own by FSDP.
-        layer_bytes: outputs of its weight layers, whose gradients wait in a backward that is split.
+        layer_bytes: outputs of its weight layers, whose gradients wait where a backward is split.
         tensors: trainable parameters.
-        partial_gradient_bytes, partial_tensors: of parameters that are whole on every rank of the tp axis while
-            their gradients are parts of a sum.
+        partial_gradient_bytes, partial_tensors: of parameters that are whole on every rank of the
+            tp axis while their gradients are parts of a sum.
         exchanges: the tensor collectives of one unit's forward and backward.
     """
 
@@ -121,13 +122,25 @@ class Loads:
 
     def part(self, first: int, last: int) -> Loads:
         """Units [first, last) alone."""
-        found, place = [], 0
-        for run in self.runs:
-            count = min(last, place + run.count) - max(first, place)
-            if count > 0:
-                found.append(run if count == run.count else replace(run, count=count))
-            place += run.count
-        return replace(self, runs=tuple(found), names=self.names[first:last])
+        if (first, last) not in self._parts:
+            found, place = [], 0
+            for run in self.runs:
+                count = min(last, place + run.count) - max(first, place)
+                if count > 0:
+                    found.append(run if count == run.count else replace(run, count=count))
+                place += run.count
+            self._parts[first, last] = Loads(
+                runs=tuple(found),
+                samples=self.samples,
+                compute_share=self.compute_share,
+                buffer_bytes=self.buffer_bytes,
+                names=self.names[first:last],
+            )
+        return self._parts[first, last]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], Loads]:
+        return {}
 
 
 def loads_of(
@@ -166,6 +179,10 @@ def loads_of(
             styled=styled[run.first],
             tp=tp,
         )
+        if cp > 1:
+            load = over_tokens(load, run.unit.cost(numerics), cp=cp, samples=samples / cp)
+        if ep > 1:
+            load = over_experts(load, run.unit, ep=ep)
         if logits is not None and run.unit.name == _loss_unit(model):
             load = _with_split_loss(load, model, numerics, samples / cp, tp=tp)
         found.append(load)
@@ -181,7 +198,7 @@ def loads_of(
 def _splits_logits(styled: Styled) -> bool:
     """Whether a layer of the unit hands on logits that stay split."""
     head = Style(kind=Kind.VOCAB)
-    return any(head in styles for styles in styled)
+    return any(head in place.styles for place in styled)
 
 
 def _loss_unit(model: ModelProfile) -> str:
