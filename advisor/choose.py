@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Sequence
 
-from advisor.candidates import Pins, legal_plans, refuse
-from advisor.comparison import Kind, best_of, compare, kind, nearest_miss, shape, title
-from advisor.cost import CostModel
+from advisor.candidates import Pins
+from advisor.comparison import Kind, best_of, compare, kind, shape, title
+from advisor.decide import decide
 from advisor.decision import Alternative, Decision
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.reasons import reasons
-from advisor.rules import Candidate, host_bytes_per_node, margin_s, preferred, simplicity, weigh
+from advisor.rules import Candidate, margin_s, simplicity
 from advisor.tree import Trace, in_leaf
-from advisor.walk import walk
-from engines.plan import Offload, Plan
-from profiles.errors import InputError, NoPlanError
-from profiles.model import Numerics
-from profiles.optimizers import OPTIMIZERS
-from profiles.provenance import Quantity, Source
-from profiles.units import format_gib, format_percent, format_seconds
+from advisor.ways_out import no_plan
+from profiles.units import format_percent, format_seconds
 
 _DEFAULT = Policy()
 _NO_PINS: Pins = {}
-# Changes shown when nothing fits: enough to choose from, few enough to read.
-_CHANGES_SHOWN = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What was weighed, and what was taken of it.
-
-    `winner` is None where nothing fits. `pool` are the plans that fit and that the winner was taken
-    from, `fitting` all that fit.
-    """
-
-    winner: Candidate | None
-    pool: Sequence[Candidate]
-    fitting: Sequence[Candidate]
-    weighed: Sequence[Candidate]
-    trace: Trace
 
 
 def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Decision:
@@ -55,7 +30,7 @@ def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) ->
     choice = decide(facts, policy=policy, pins=pins)
     winner, weighed, trace = choice.winner, choice.weighed, choice.trace
     if winner is None:
-        raise _no_plan(facts, policy, pins, weighed)
+        raise no_plan(facts, policy, pins, choice)
     others = _alternatives(weighed, winner, policy, trace)
     return Decision(
         plan=winner.plan,
@@ -67,47 +42,9 @@ def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) ->
         trace=trace,
         alternatives=tuple(others[: policy.alternatives]),
         weighed=len(weighed),
-        rejected=_counts(weighed),
+        rejected=choice.rejected,
         dissent=_dissent(winner, choice.fitting, policy, trace),
     )
-
-
-def decide(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Choice:
-    """The plan for these facts: deterministic, nothing else is looked at.
-
-    Every legal plan is weighed. The tree's leaf says which families come first; the fastest plan of
-    them that fits is taken, the simpler one on a tie. States go to the host only where nothing else
-    fits.
-
-    Raises:
-        PlanError: `pins` allow no legal plan.
-    """
-    costs = CostModel(facts)
-    plans = legal_plans(facts, pins)
-    if not plans:
-        raise refuse(facts, pins)
-    weighed = weigh(plans, costs, policy)
-    if not any(c.fits for c in weighed) and "offload" not in pins:
-        weighed += weigh(_offloaded(facts, pins), costs, policy)
-    fitting = [c for c in weighed if c.fits]
-    trace = walk(costs, policy)
-    of_leaf = [c for c in fitting if in_leaf(c.plan, trace)]
-    follows = policy.objective is Objective.TREE and bool(of_leaf)
-    pool = of_leaf if follows else fitting
-    winner = preferred(pool, policy) if pool else None
-    return Choice(winner, pool, fitting, weighed, trace)
-
-
-def _offloaded(facts: Facts, pins: Pins) -> list[Plan]:
-    """Plans with states on the host; a CPU rank's device memory is the host's already."""
-    if facts.cluster.device.kind == "cpu":
-        return []
-    return legal_plans(facts, pins, offload=Offload.STATES)
-
-
-def _counts(weighed: Sequence[Candidate]) -> dict[str, int]:
-    counts = Counter(c.finding.rule for c in weighed if c.finding)
-    return dict(sorted(counts.items()))
 
 
 def _alternatives(
@@ -160,107 +97,3 @@ def _dissent(
         f" ({format_seconds(fastest.estimate.step_s)}) although the tree passes it over:"
         " `--objective time` takes it"
     )
-
-
-def _no_plan(facts: Facts, policy: Policy, pins: Pins, weighed: Sequence[Candidate]) -> NoPlanError:
-    """What was tried, the nearest miss, and changes that the cost model says would help."""
-    counts = ", ".join(f"{count} by `{rule}`" for rule, count in _counts(weighed).items())
-    nearest = nearest_miss(weighed)
-    because = nearest.finding.because if nearest.finding else ""
-    changes = list(islice(_changes(facts, policy, pins, nearest), _CHANGES_SHOWN))
-    return NoPlanError(
-        f"nothing fits: {len(weighed)} plans were weighed and left out ({counts})",
-        where=f"nearest: {title(nearest.plan)} ({nearest.plan})\n{because}",
-        hints=changes,
-    )
-
-
-def _changes(facts: Facts, policy: Policy, pins: Pins, nearest: Candidate) -> Iterator[str]:
-    """Changes that make something fit, cheapest first, each tried."""
-    for key, value in pins.items():
-        others = {name: kept for name, kept in pins.items() if name != key}
-        yield from _verified(f"leave `{key}={value}` open", facts, policy, others)
-    if facts.workload.precision == "fp32" and Numerics.BF16 in facts.model.numerics:
-        workload = facts.workload.model_copy(update={"precision": "bf16"})
-        changed = _try_facts(facts, workload=workload)
-        if changed is not None:
-            yield from _verified("compute in bf16 (`--precision bf16`)", changed, policy, pins)
-    if facts.workload.optimizer.whole_because:
-        workload = facts.workload.model_copy(update={"optimizer": OPTIMIZERS["adamw"]})
-        changed = _try_facts(facts, workload=workload)
-        if changed is not None:
-            name = facts.workload.optimizer.name
-            words = f"step with AdamW, which can be sharded, in place of {name}"
-            yield from _verified(words, changed, policy, pins)
-    yield from _more_devices(facts, policy, pins)
-    yield from _more_memory(facts, policy, pins, nearest)
-
-
-def _more_devices(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
-    """The first multiple of nodes (or of devices, where nothing is known of a network) that is
-    enough; the batch grows where it must, to divide."""
-    cluster, batch = facts.cluster, facts.workload.global_batch_size
-    if cluster.inter is not None:
-        field, name = "num_nodes", "nodes"
-    elif cluster.intra is not None:
-        field, name = "devices_per_node", "devices"
-    else:
-        return
-    for factor in policy.device_factors:
-        count = getattr(cluster, field) * factor
-        larger = cluster.model_copy(update={field: count})
-        world = larger.world_size
-        wanted = -(-batch // world) * world
-        workload = facts.workload.model_copy(update={"global_batch_size": wanted})
-        changed = Facts(model=facts.model, cluster=larger, workload=workload)
-        grows = f" and a global batch of {wanted}" if wanted != batch else ""
-        found = list(_verified(f"take {count} {name}{grows}", changed, policy, pins))
-        if found:
-            yield from found
-            return
-
-
-def _more_memory(facts: Facts, policy: Policy, pins: Pins, nearest: Candidate) -> Iterator[str]:
-    """Devices (or nodes, for offloaded states) with as much memory as the nearest miss needs."""
-    cluster, device = facts.cluster, facts.cluster.device
-    if nearest.finding is not None and nearest.finding.rule == "fits-host":
-        needed = host_bytes_per_node(nearest.estimate, cluster)
-        needed /= 1 - policy.host_headroom_fraction
-        memory = Quantity(value=needed, source=Source.ASSUMED)
-        larger = cluster.model_copy(update={"host_memory_bytes": memory})
-        change = f"take nodes with {format_gib(needed)} of main memory"
-    else:
-        needed = nearest.estimate.peak_high_bytes / (1 - policy.headroom_fraction)
-        memory = device.memory_bytes.model_copy(update={"value": needed})
-        larger = cluster.model_copy(
-            update={"device": device.model_copy(update={"memory_bytes": memory})}
-        )
-        change = f"take devices with {format_gib(needed)} of memory"
-    changed = Facts(model=facts.model, cluster=larger, workload=facts.workload)
-    yield from _verified(change, changed, policy, pins)
-
-
-def _try_facts(facts: Facts, **changes: object) -> Facts | None:
-    try:
-        return Facts.build({**_parts(facts), **changes})
-    except InputError:
-        return None
-
-
-def _parts(facts: Facts) -> dict[str, object]:
-    return {"model": facts.model, "cluster": facts.cluster, "workload": facts.workload}
-
-
-def _verified(change: str, facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
-    costs = CostModel(facts)
-    plans = [*legal_plans(facts, pins)]
-    if "offload" not in pins:
-        plans += _offloaded(facts, pins)
-    fitting = [c for c in weigh(plans, costs, policy) if c.fits]
-    if fitting:
-        best = preferred(fitting, policy)
-        yield (
-            f"{change}: {title(best.plan)} then needs up to"
-            f" {format_gib(best.estimate.peak_high_bytes)},"
-            f" step {format_seconds(best.estimate.step_s)}"
-        )

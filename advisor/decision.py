@@ -9,6 +9,7 @@ from pydantic import Field
 from advisor.candidates import legal_plans, nearest_settings, why_illegal
 from advisor.comparison import Verdict, best_of, compare
 from advisor.cost import CostModel, Estimate
+from advisor.decide import decide
 from advisor.facts import Facts
 from advisor.flip import Flip, flip
 from advisor.policy import Policy
@@ -95,7 +96,6 @@ class Decision(Document):
         """
         if self.flipped is not None:
             return self.flipped
-        from advisor.choose import decide
 
         def answer(facts: Facts) -> Candidate | None:
             return decide(facts, policy=self.policy, pins=self.pins).winner

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from advisor.candidates import Pins
-from advisor.choose import decide
 from advisor.comparison import nearest_miss, title
+from advisor.decide import decide
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate

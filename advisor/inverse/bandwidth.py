@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from math import sqrt
 
 from advisor.candidates import Pins
-from advisor.choose import decide
+from advisor.decide import decide
 from advisor.facts import Facts
 from advisor.inverse.answer import Answer
 from advisor.levers import Lever, shown, value, varied

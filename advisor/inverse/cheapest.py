@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from advisor.candidates import Pins
-from advisor.choose import decide
+from advisor.decide import decide
 from advisor.facts import Facts
 from advisor.inverse.budget import Budget, budget, samples_of
 from advisor.inverse.machines import (
