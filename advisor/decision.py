@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 from pydantic import Field
@@ -12,6 +13,7 @@ from advisor.cost import CostModel, Estimate
 from advisor.decide import decide
 from advisor.facts import Facts
 from advisor.flip import Flip, flip
+from advisor.pareto import Point, front_of
 from advisor.policy import Policy
 from advisor.rules import Candidate, weigh
 from advisor.tree import Trace
@@ -128,6 +130,23 @@ class Decision(Document):
             because=because,
             plan=best.plan,
             estimate=best.estimate,
+        )
+
+    def pareto(
+        self, *, devices: Sequence[int] = (), price_per_device_hour: float | None = None
+    ) -> tuple[Point, ...]:
+        """The plans that no other beats in step time, memory and device-seconds: `advisor.pareto`.
+
+        Args:
+            devices: smaller numbers of devices to look at as well.
+            price_per_device_hour: for `Point.money`, in any currency.
+        """
+        return front_of(
+            self.facts,
+            policy=self.policy,
+            pins=self.pins,
+            devices=devices,
+            price_per_device_hour=price_per_device_hour,
         )
 
     @property

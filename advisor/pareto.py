@@ -10,8 +10,13 @@ from collections.abc import Sequence
 
 from pydantic import NonNegativeFloat
 
+from advisor.candidates import Pins, legal_plans
 from advisor.comparison import title
-from advisor.rules import Candidate, simplicity
+from advisor.cost import CostModel
+from advisor.facts import Facts
+from advisor.fleet import on
+from advisor.policy import Policy
+from advisor.rules import Candidate, simplicity, weigh
 from engines.plan import Plan
 from profiles.record import Record
 from profiles.units import format_gib, format_seconds
@@ -65,6 +70,26 @@ def front(
         _point(candidate, before, price_per_device_hour)
         for candidate, before in zip(kept, [None, *kept], strict=False)
     )
+
+
+def front_of(
+    facts: Facts,
+    *,
+    policy: Policy,
+    pins: Pins,
+    devices: Sequence[int] = (),
+    price_per_device_hour: float | None = None,
+) -> tuple[Point, ...]:
+    """The front of all plans that keep `pins`, on all devices and on these smaller numbers of them.
+
+    The global batch stays, so that every step does the same work; numbers of devices that allow no
+    plan for it are left out.
+    """
+    candidates: list[Candidate] = []
+    for count in dict.fromkeys((facts.cluster.world_size, *devices)):
+        part = on(facts, count)
+        candidates += weigh(legal_plans(part, pins), CostModel(part), policy)
+    return front(candidates, price_per_device_hour=price_per_device_hour)
 
 
 Goods = tuple[float, float, float]

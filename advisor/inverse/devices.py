@@ -6,8 +6,8 @@ from math import ceil
 
 from advisor.candidates import Pins
 from advisor.facts import Facts
+from advisor.fleet import MOST_DEVICES, counts, devices_in_words, next_multiple, on
 from advisor.inverse.answer import Answer, Trial, on_device, taken, trial
-from advisor.inverse.machines import MOST_DEVICES, counts, devices_in_words, next_multiple, on
 from advisor.policy import Policy
 from profiles.errors import NoPlanError, PlanError
 from profiles.optimizers import upkeep
