@@ -1,75 +1,61 @@
-"""Candidates: every legal plan of the data-parallel family, and why settings allow none."""
+"""Candidates: every legal plan, and why settings allow none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
+from advisor.complete import completed
+from advisor.cost import CostModel
 from advisor.facts import Facts, captured
+from advisor.policy import Policy
+from advisor.search.legal import Styles, kinds, space_of, styles_of
+from advisor.search.search import Search
+from advisor.search.space import KINDS, RECOMPUTES, SCHEDULES, Space
+from advisor.search.space import Pins as Pins
+from advisor.search.stages import Stages
 from engines.legality import Problem, problems
-from engines.plan import DataParallel, Offload, Plan, Precision, Recompute
+from engines.plan import DataParallel, Offload, Plan, Precision
 from profiles.errors import InputError, PlanError
 
-Pins = Mapping[str, Any]
-"""Settings that a search must keep, as `engines.plan.parse_settings` returns them."""
 
-# The engines are there; what pipelines and split layers take is not in the costs.
-_NOT_PLANNED = {"pp": "pipelines", "tp": "split layers"}
-_OTHER_AXES = ("pp", "cp", "tp")
-# Settings that are not searched: pinned or default.
-_CARRIED = (
-    "pp",
-    "cp",
-    "tp",
-    "ep",
-    "sync_batch_norm",
-    "compile",
-    "schedule",
-    "stages",
-    "tensor_styles",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A data-parallel kind with its degrees."""
-
-    kind: DataParallel
-    replicate: int
-    shard: int
-
-
-def legal_plans(facts: Facts, pins: Pins, *, offload: Offload = Offload.NONE) -> list[Plan]:
-    """Every legal plan that keeps `pins`: kinds x degrees x microbatches x recompute.
+def legal_plans(
+    facts: Facts, pins: Pins, *, offload: Offload = Offload.NONE, styles: Styles | None = None
+) -> list[Plan]:
+    """Every legal plan that keeps `pins`, one by one: for few devices (see `advisor.search`).
 
     Precision is the workload's and never searched; states go to the host only where `offload` or a
-    pin says so. In a fixed order: simpler kinds first, larger microbatches first.
+    pin says so. In a fixed order: simpler degrees and kinds first, larger microbatches first.
     """
-    found = []
-    offload = Offload(pins.get("offload", offload))
-    for shape in _shapes(facts, pins, offload):
-        for recompute in _recomputes(facts, pins):
-            legal = False
-            for size, rounds, accumulation in _microbatches(facts, pins, shape):
-                plan = _plan(facts, pins, shape, recompute, offload, size, rounds, accumulation)
-                # Legality does not look at microbatches: one answer is good for all of them.
-                if not legal and not _is_legal(plan, facts):
-                    break
-                legal = True
-                found.append(plan)
-    return found
+    space = space_of(facts, pins, styles=styles or styles_of(facts), offload=offload)
+    stages = Stages(CostModel(facts), pins)
+    return [stages.plan(space, index) for index in range(len(space))]
 
 
-def why_illegal(facts: Facts, pins: Pins) -> list[Problem]:
+def searched(
+    facts: Facts,
+    pins: Pins,
+    costs: CostModel,
+    policy: Policy,
+    *,
+    offload: Offload = Offload.NONE,
+    styles: Styles | None = None,
+) -> Search:
+    """A search over the same plans."""
+    space = space_of(facts, pins, styles=styles or styles_of(facts), offload=offload)
+    return Search(costs, policy, space, Stages(costs, pins))
+
+
+def why_illegal(facts: Facts, pins: Pins, *, styles: Styles | None = None) -> list[Problem]:
     """What stands in the way of every plan that keeps `pins`; empty where there is a legal one."""
-    if legal_plans(facts, pins):
+    styles = styles or styles_of(facts)
+    if len(space_of(facts, pins, styles=styles)):
         return []
     try:
-        plan = _filled(facts, pins)
+        plan = _filled(facts, pins, styles)
     except InputError as error:
         return [Problem(rule="settings", what=error.what, hint=" ".join(error.hints))]
-    found = _problems(plan, facts)
+    whole_because = facts.workload.optimizer.whole_because
+    found = problems(plan, facts.model, facts.cluster, whole_because=whole_because)
     if not found and not captured(plan, facts.model):
         found.append(
             Problem(
@@ -96,164 +82,54 @@ def nearest_settings(facts: Facts, pins: Pins) -> Iterator[str]:
     """For each pin, the values that it may have if the other pins stay."""
     for key, value in pins.items():
         others = {name: kept for name, kept in pins.items() if name != key}
-        plans = legal_plans(facts, others)
-        if key == "zero":
-            values = {_zero(plan) for plan in plans}
-        else:
-            values = {getattr(plan, key) for plan in plans}
+        values = _values(space_of(facts, others, styles=styles_of(facts)), key)
         values.discard(value)
-        words = [str(v) for v in sorted(v for v in values if isinstance(v, (int, str)))]
+        words = [str(v) for v in sorted(values)]
         if words:
             listed = " or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
             yield f"`{key}` may be {listed} here"
 
 
-def divisors(number: int) -> list[int]:
-    """Ascending.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    return [value for value in range(1, number + 1) if number % value == 0]
-
-
-def _shapes(facts: Facts, pins: Pins, offload: Offload) -> Iterator[Shape]:
-    rest = facts.cluster.world_size
-    for axis in _OTHER_AXES:
-        degree = int(pins.get(axis, 1))
-        if rest % degree:
-            return
-        rest //= degree
-    wanted = _kinds(pins)
-    for shape in _all_shapes(rest):
-        if wanted is not None and shape.kind not in wanted:
-            continue
-        if pins.get("dp_replicate", shape.replicate) != shape.replicate:
-            continue
-        if pins.get("dp_shard", shape.shard) != shape.shard:
-            continue
-        # One device shards nothing; only offload or the user's word makes it FSDP.
-        alone = rest == 1 and shape.kind is not DataParallel.NONE
-        if alone and wanted is None and offload is Offload.NONE:
-            continue
-        yield shape
+def _values(space: Space, key: str) -> set[int] | set[str]:
+    """What plans of `space` have for a setting: a number or a word."""
+    if not len(space):
+        return set()
+    match key:
+        case "zero":
+            return {_zero(KINDS[n]) for n in set(space.kind)}
+        case "data_parallel":
+            return {KINDS[n].value for n in set(space.kind)}
+        case "recompute":
+            return {RECOMPUTES[n].value for n in set(space.recompute)}
+        case "schedule":
+            named = (SCHEDULES[n] for n in set(space.schedule))
+            return {schedule.value for schedule in named if schedule is not None}
+        case "precision" | "offload":
+            return {getattr(space, key).value}
+        case "pp" | "tp" | "dp_replicate" | "dp_shard":
+            return {int(n) for n in set(getattr(space, key))}
+        case "microbatch_size" | "microbatches" | "accumulation":
+            return {int(n) for n in set(getattr(space, key))}
+    return {1} if key in ("cp", "ep") else set()
 
 
-def _all_shapes(world: int) -> Iterator[Shape]:
-    if world == 1:
-        yield Shape(DataParallel.NONE, 1, 1)
-    else:
-        yield Shape(DataParallel.REPLICATE, world, 1)
-    yield Shape(DataParallel.ZERO1, world, 1)
-    yield Shape(DataParallel.ZERO2, world, 1)
-    yield Shape(DataParallel.FULL_SHARD, 1, world)
-    for shard in divisors(world)[1:-1]:
-        yield Shape(DataParallel.HYBRID_SHARD, world // shard, shard)
-
-
-def _kinds(pins: Pins) -> tuple[DataParallel, ...] | None:
-    if "data_parallel" in pins:
-        return (DataParallel(pins["data_parallel"]),)
-    if "zero" not in pins:
-        return None
-    return {
-        0: (DataParallel.NONE, DataParallel.REPLICATE),
-        1: (DataParallel.ZERO1,),
-        2: (DataParallel.ZERO2,),
-        3: (DataParallel.FULL_SHARD, DataParallel.HYBRID_SHARD),
-    }.get(int(pins["zero"]), ())
-
-
-def _zero(plan: Plan) -> int:
-    kind = plan.data_parallel
+def _zero(kind: DataParallel) -> int:
     order = {DataParallel.ZERO1: 1, DataParallel.ZERO2: 2}
     return order.get(kind, 3 if kind.is_sharded else 0)
 
 
-def _recomputes(facts: Facts, pins: Pins) -> Iterable[Recompute]:
-    if "recompute" in pins:
-        return (Recompute(pins["recompute"]),)
-    return tuple(Recompute) if any(facts.model.blocks()) else (Recompute.NONE,)
-
-
-def _microbatches(facts: Facts, pins: Pins, shape: Shape) -> Iterator[tuple[int, int, int]]:
-    """(size, microbatches, accumulation) that cut a replica's part of the batch evenly."""
-    local, left = divmod(facts.workload.global_batch_size, shape.replicate * shape.shard)
-    if left:
-        return
-    rounds = int(pins.get("microbatches", 1))
-    for size in reversed(divisors(local)):
-        forwards = local // size
-        if pins.get("microbatch_size", size) != size or forwards % rounds:
-            continue
-        if pins.get("accumulation", forwards // rounds) == forwards // rounds:
-            yield size, rounds, forwards // rounds
-
-
-def _plan(
-    facts: Facts,
-    pins: Pins,
-    shape: Shape,
-    recompute: Recompute,
-    offload: Offload,
-    size: int,
-    rounds: int,
-    accumulation: int,
-) -> Plan:
-    carried = {key: pins[key] for key in _CARRIED if key in pins}
-    return Plan.build(
-        {
-            **carried,
-            "data_parallel": shape.kind,
-            "dp_replicate": shape.replicate,
-            "dp_shard": shape.shard,
-            "microbatch_size": size,
-            "microbatches": rounds,
-            "accumulation": accumulation,
-            "recompute": recompute,
-            "precision": _precision(facts, pins),
-            "offload": offload,
-        }
-    )
-
-
-def _precision(facts: Facts, pins: Pins) -> Precision:
-    return Precision(pins.get("precision", facts.precision))
-
-
-def _is_legal(plan: Plan, facts: Facts) -> bool:
-    return not _problems(plan, facts) and captured(plan, facts.model)
-
-
-def _problems(plan: Plan, facts: Facts) -> list[Problem]:
-    not_planned = [
-        Problem(
-            rule="not-planned",
-            what=f"{what} ({axis}={getattr(plan, axis)}) have an engine, and no costs here yet:"
-            " they cannot be compared",
-            hint="train with them by `auto_parallelize(..., plan=...)`, or plan the data-parallel"
-            " family: dp_replicate, dp_shard, zero",
-        )
-        for axis, what in _NOT_PLANNED.items()
-        if getattr(plan, axis) > 1
-    ]
-    if not_planned:
-        return not_planned
-    whole_because = facts.workload.optimizer.whole_because
-    return problems(plan, facts.model, facts.cluster, whole_because=whole_because)
-
-
-def _filled(facts: Facts, pins: Pins) -> Plan:
+def _filled(facts: Facts, pins: Pins, styles: Styles) -> Plan:
     """`pins` as a plan: what they leave open of the degrees goes where they point."""
-    settings = {"precision": _precision(facts, pins), **pins}
+    settings = {"precision": Precision(pins.get("precision", facts.precision)), **pins}
+    used = 1
+    for axis in ("pp", "cp", "tp"):
+        used *= int(pins.get(axis, 1))
+    replicas = max(1, facts.cluster.world_size // used)
     if not {"dp_replicate", "dp_shard"} & set(pins):
-        used = 1
-        for axis in _OTHER_AXES:
-            used *= int(pins.get(axis, 1))
-        kinds = _kinds(pins) or ()
-        axis = "dp_shard" if DataParallel.FULL_SHARD in kinds else "dp_replicate"
-        settings[axis] = max(1, facts.cluster.world_size // used)
-    return Plan.build(settings, where="plan")
+        is_sharded = DataParallel.FULL_SHARD in (kinds(pins) or ())
+        settings["dp_shard" if is_sharded else "dp_replicate"] = replicas
+    rows = facts.workload.global_batch_size // replicas
+    return completed(settings, facts.model, facts.cluster, rows=rows, styles=styles)
 
 
 def _batch_problem(facts: Facts, pins: Pins, plan: Plan) -> Problem:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from advisor.candidates import Pins
 from advisor.comparison import Kind, best_of, compare, kind, shape, title
 from advisor.decide import decide
 from advisor.decision import Alternative, Decision
@@ -12,6 +11,7 @@ from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.reasons import reasons
 from advisor.rules import Candidate, margin_s, simplicity
+from advisor.search.space import Pins
 from advisor.tree import Trace, in_leaf
 from advisor.ways_out import no_plan
 from profiles.units import format_percent, format_seconds
@@ -27,7 +27,7 @@ def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) ->
         PlanError: `pins` allow no legal plan.
         NoPlanError: there are legal plans and none fits.
     """
-    choice = decide(facts, policy=policy, pins=pins)
+    choice = decide(facts, policy=policy, pins=pins, compares=True)
     winner, weighed, trace = choice.winner, choice.weighed, choice.trace
     if winner is None:
         raise no_plan(facts, policy, pins, choice)
@@ -41,7 +41,8 @@ def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) ->
         reasons=tuple(reasons(winner, weighed, choice.pool, facts, policy, trace)),
         trace=trace,
         alternatives=tuple(others[: policy.alternatives]),
-        weighed=len(weighed),
+        weighed=choice.total,
+        estimated=len(weighed),
         rejected=choice.rejected,
         dissent=_dissent(winner, choice.fitting, policy, trace),
     )

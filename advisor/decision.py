@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import Field
 
-from advisor.candidates import legal_plans, nearest_settings, why_illegal
-from advisor.comparison import Verdict, best_of, compare
+from advisor.candidates import nearest_settings, searched, why_illegal
+from advisor.comparison import Verdict, compare
 from advisor.cost import CostModel, Estimate
 from advisor.decide import decide
 from advisor.facts import Facts
 from advisor.flip import Flip, flip
 from advisor.pareto import Point, front_of
 from advisor.policy import Policy
-from advisor.rules import Candidate, weigh
+from advisor.rules import Candidate
 from advisor.tree import Trace
 from engines.plan import Plan, parse_settings
 from profiles.record import Document, Record
@@ -73,7 +73,8 @@ class Decision(Document):
         reasons: sentences with their numbers, in the order of the argument.
         trace: the path through the decision tree.
         alternatives: the best plan of other kinds, each with the reason against it.
-        weighed: plans that were estimated; `rejected` counts those left out, by rule.
+        weighed: plans that were weighed, most of them by lower bounds where there are many;
+            `estimated` of them exactly. `rejected` counts those left out, by rule.
         dissent: where a plan outside the tree's leaf is faster by more than the range.
         flipped: what would change the answer, in decisions that were asked to keep it.
     """
@@ -87,6 +88,7 @@ class Decision(Document):
     trace: Trace
     alternatives: tuple[Alternative, ...] = ()
     weighed: int
+    estimated: int | None = None
     rejected: dict[str, int] = Field(default_factory=dict)
     dissent: str | None = None
     flipped: Flip | None = None
@@ -116,12 +118,13 @@ class Decision(Document):
         """
         asked = parse_settings(settings)
         pins = _without_conflicts(self.pins, asked) | asked
-        plans = legal_plans(self.facts, pins)
-        if not plans:
+        costs = CostModel(self.facts)
+        search = searched(self.facts, pins, costs, self.policy)
+        best = search.best(search.rows)
+        if best is None:
             found = [problem.what for problem in why_illegal(self.facts, pins)]
             found += nearest_settings(self.facts, pins)
             return WhyNot(settings=settings, verdict=Verdict.NOT_LEGAL, because="; ".join(found))
-        best = best_of(weigh(plans, CostModel(self.facts), self.policy), self.policy)
         was_open = all(pins.get(key) == value for key, value in self.pins.items())
         verdict, because = compare(best, self.chosen, self.policy, self.trace, was_open=was_open)
         return WhyNot(

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 from pydantic import NonNegativeFloat
 
-from advisor.candidates import Pins, legal_plans
+from advisor.candidates import legal_plans
 from advisor.comparison import title
 from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.fleet import on
 from advisor.policy import Policy
 from advisor.rules import Candidate, simplicity, weigh
+from advisor.search.space import Pins
 from engines.plan import Plan
 from profiles.record import Record
 from profiles.units import format_gib, format_seconds

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from advisor.cost import CostModel, Estimate
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
+from advisor.search.space import Row
 from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
 from profiles.cluster import ClusterProfile
 from profiles.record import Record
@@ -122,7 +123,7 @@ SIMPLER_FIRST = (
 )
 
 
-def simplicity(plan: Plan) -> tuple[int, ...]:
+def simplicity(plan: Plan | Row) -> tuple[int, ...]:
     """Less is simpler, in the order of `SIMPLER_FIRST`.
 
     Simple means: fewer moving parts to understand, and fewer ways to be slower than predicted. A

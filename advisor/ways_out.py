@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from advisor.candidates import Pins
 from advisor.comparison import kind_words, nearest_miss, title
 from advisor.decide import Choice, decide
 from advisor.facts import Facts
 from advisor.levers import TOKENS_STEP, Lever, value, varied
 from advisor.policy import Policy
 from advisor.rules import Candidate, host_bytes_per_node
+from advisor.search.space import Pins
 from engines.plan import Offload
 from profiles.errors import InputError, NoPlanError
 from profiles.model import Numerics
@@ -32,10 +32,10 @@ def no_plan(facts: Facts, policy: Policy, pins: Pins, choice: Choice) -> NoPlanE
     counts = ", ".join(f"{count} by `{rule}`" for rule, count in choice.rejected.items())
     nearest = nearest_miss(choice.weighed)
     because = nearest.finding.because if nearest.finding else ""
-    kinds = dict.fromkeys(kind_words(c.plan) for c in choice.weighed)
+    kinds = dict.fromkeys(kind_words(plan) for plan in choice.kinds)
     changes = list(islice(_changes(facts, policy, pins, choice.weighed), _CHANGES_SHOWN))
     return NoPlanError(
-        f"nothing fits: {len(choice.weighed)} plans were weighed and left out ({counts})",
+        f"nothing fits: {choice.total} plans were weighed and left out ({counts})",
         where=f"tried: {'; '.join(kinds)}\n"
         f"nearest: {title(nearest.plan)} ({nearest.plan})\n{because}",
         hints=changes,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from advisor.candidates import Pins
 from advisor.decide import decide
 from advisor.facts import Facts
 from advisor.fleet import (
@@ -17,6 +16,7 @@ from advisor.fleet import (
 from advisor.inverse.budget import Budget, budget, samples_of
 from advisor.pareto import HOUR_S
 from advisor.policy import Objective, Policy
+from advisor.search.space import Pins
 from profiles.cluster import ClusterProfile
 from profiles.errors import InputError
 from profiles.provenance import Quantity

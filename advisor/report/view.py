@@ -213,11 +213,16 @@ def _row(other: Alternative) -> Row:
 
 def _weighed(decision: Decision) -> str:
     left_out = sum(decision.rejected.values())
-    words = f"{decision.weighed} plans weighed"
+    words = f"{decision.weighed:,} plans weighed"
+    exact = decision.weighed if decision.estimated is None else decision.estimated
+    rules = ", ".join(f"{count:,} by `{rule}`" for rule, count in decision.rejected.items())
+    if exact < decision.weighed:
+        # What is not among the best by its lower bounds is not looked at closer.
+        words += f", {exact:,} of them in detail"
+        return f"{words}; at least {left_out:,} left out: {rules}" if left_out else words
     if not left_out:
         return f"{words}, all fit"
-    rules = ", ".join(f"{count} by `{rule}`" for rule, count in decision.rejected.items())
-    return f"{words}, {left_out} left out: {rules}"
+    return f"{words}, {left_out:,} left out: {rules}"
 
 
 def _command(plan: Plan, cluster: ClusterProfile) -> str:

@@ -30,7 +30,7 @@ def pipeline(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterat
     yield from borders
     if not borders:
         yield from _hidden(plan, model.flow)
-    yield from _schedule(plan)
+    yield from schedule_problems(plan)
 
 
 def _borders(plan: Plan, flow: Flow) -> Iterator[Problem]:
@@ -122,7 +122,8 @@ def _hidden(plan: Plan, flow: Flow) -> Iterator[Problem]:
                 break
 
 
-def _schedule(plan: Plan) -> Iterator[Problem]:
+def schedule_problems(plan: Plan) -> Iterator[Problem]:
+    """Whether the schedule can be run with so many microbatches; borders do not matter."""
     pp, count = plan.pp, plan.microbatches
     match plan.schedule:
         case None:

@@ -10,6 +10,7 @@ from profiles.families import kernels
 from profiles.families import operations as ops
 from profiles.families.arrays import Array, DType
 from profiles.families.tape import Tape, has_gradient
+from profiles.families.wiring import Wiring
 from profiles.model import LOSS, Numerics
 
 Output = TypeVar("Output", bound=Array | tuple[Array, ...])
@@ -26,6 +27,7 @@ class Network:
         order: all names, in the order of first calls.
         ties: the names of each tied parameter, by its first.
         batch_bytes: of the batch as it was handed in.
+        wiring: which calls feed which.
     """
 
     def __init__(self, kind: str, numerics: Numerics, *, samples: int, length: int) -> None:
@@ -37,6 +39,7 @@ class Network:
         self.order: list[str] = []
         self.ties: dict[str, list[str]] = {}
         self.batch_bytes = 0
+        self.wiring = Wiring()
         self._twins: dict[str, str] = {}
 
     def batch(self, *shape: int, dtype: DType = DType.INT64) -> Array:
@@ -101,6 +104,7 @@ class Network:
 
         Mixed precision hands it out in fp32, and so the other outputs.
         """
+        self.wiring.finish(loss)
         self.tape.place.name = LOSS
         if self.tape.numerics is not Numerics.BF16:
             return loss
@@ -147,9 +151,14 @@ class Unit:
         """`function(unit, *inputs, **options)`, counted as a call of this unit."""
         tape = self.network.tape
         inputs = tuple(x and self.network.lowered(x) for x in inputs)
-        tape.enter(self.name, [x for x in inputs if x is not None], is_block=self.is_block)
+        given = [x for x in inputs if x is not None]
+        sources = self.network.wiring.sources(given)
+        tape.enter(self.name, given, is_block=self.is_block)
+        del given  # as the call has it, so that it is released with it
         output = function(self, *inputs, **options)
-        tape.leave(output if isinstance(output, tuple) else (output,))
+        outputs = output if isinstance(output, tuple) else (output,)
+        tape.leave(outputs)
+        self.network.wiring.note(self.name, sources, outputs)
         return output
 
     def parameter(self, path: str, *shape: int) -> Array:

@@ -16,6 +16,8 @@ from profiles.families.arrays import DType
 from profiles.families.network import Family, Network, Unit
 from profiles.families.registry import family_of
 from profiles.families.tape import gradient_number
+from profiles.families.wiring import flow_of
+from profiles.flow import Flow
 from profiles.model import (
     GLUE,
     LOSS,
@@ -81,6 +83,7 @@ def profile_from_config(
         tied=tuple(tuple(names) for names in network.ties.values()),
         unused=network.unused(),
         has_loss=True,
+        flow=next(iter(runs.values())).flow,
         config=_as_json(config),
     )
 
@@ -106,10 +109,11 @@ def _check_length(family: Family, sequence_length: int | None, where: str) -> No
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The network as it was run at the batch itself, and what its units cost."""
+    """The network as it was run at the batch itself, what its units cost and what feeds them."""
 
     network: Network
     costs: Mapping[str, UnitCost]
+    flow: Flow
 
 
 def _run_twice(
@@ -119,7 +123,8 @@ def _run_twice(
     once, twice = (
         Network(family.kind, numerics, samples=count * samples, length=length) for count in (1, 2)
     )
-    return _Run(once, fitted(_costs(once, family), _costs(twice, family), samples))
+    costs = fitted(_costs(once, family), _costs(twice, family), samples)
+    return _Run(once, costs, flow_of(once.wiring, twice.wiring, samples))
 
 
 def _costs(network: Network, family: Family) -> dict[str, Cost]:

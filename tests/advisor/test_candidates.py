@@ -84,7 +84,7 @@ def test_offload_is_a_candidate_only_when_asked_for() -> None:
     ("settings", "batch", "words"),
     [
         ("", 10, "a global batch of 10 does not divide over 8 replicas: 10 % 8 = 2"),
-        ("tp=2", 16, "split layers (tp=2) have an engine, and no costs here yet"),
+        ("tp=2", 16, "tp=2 splits layers, and `tensor_styles` names none"),
         ("dp_shard=3", 16, "plan needs 3 ranks (dp_shard=3), 1x8xH100-like has 8"),
         ("microbatch_size=3", 16, "microbatch_size=3 does not cut the 2 samples"),
     ],

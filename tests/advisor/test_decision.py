@@ -156,7 +156,7 @@ SLOW = 4e9
 @pytest.mark.parametrize(
     ("asked", "verdict", "words"),
     [
-        ("tp=4", Verdict.NOT_LEGAL, "split layers (tp=4) have an engine, and no costs here yet"),
+        ("tp=4", Verdict.NOT_LEGAL, "tp=4 splits layers, and `tensor_styles` names none"),
         ("dp_shard=5", Verdict.NOT_LEGAL, "`dp_shard` may be 1, 2, 4, 8 or 16 here"),
         ("zero=0", Verdict.NO_FIT, "GiB usable, "),
         ("recompute=full", Verdict.SLOWER, "more recompute"),

@@ -1,0 +1,116 @@
+"""Borders of stages: exact, by dynamic programming on time and memory.
+
+A row of pieces that no border divides is cut into contiguous stages. Every stage has a time and,
+because it holds as many microbatches as its place in the pipeline asks for, a memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profiles.errors import PlanError
+
+Matrix = NDArray[np.float64]
+"""[i, j]: of a stage that holds pieces i, ..., j - 1, of n pieces; n + 1 rows and columns."""
+
+# Sums of seconds in another order differ in their last digits: nobody is slower for that.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A row of pieces as stages.
+
+    Attributes:
+        starts: the first piece of stages 1, 2, ...
+        seconds: of the slowest stage.
+        nbytes: of the fullest stage.
+    """
+
+    starts: tuple[int, ...]
+    seconds: float
+    nbytes: float
+
+
+def spans(amounts: Sequence[float]) -> Matrix:
+    """Sums of contiguous pieces.
+
+    >>> spans([1.0, 2.0])[0].tolist()
+    [0.0, 1.0, 3.0]
+    """
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(amounts, dtype=float))])
+    return np.asarray(sums[None, :] - sums[:, None])
+
+
+def largest(amounts: Sequence[float]) -> Matrix:
+    """The largest of contiguous pieces.
+
+    >>> largest([2.0, 1.0])[0].tolist()
+    [0.0, 2.0, 2.0]
+    """
+    count = len(amounts)
+    found = np.zeros((count + 1, count + 1))
+    for start in range(count):
+        found[start, start + 1 :] = np.maximum.accumulate(amounts[start:])
+    return found
+
+
+def cut(seconds: Matrix, nbytes: Sequence[Matrix], *, usable_bytes: float) -> Cut:
+    """The stages whose slowest is fastest, among those where every stage stays within memory.
+
+    Of cuts that are equally fast it takes one whose fullest stage has least, then the one whose
+    last stages begin first. Where none stays within memory, the one whose fullest stage has least.
+
+    Args:
+        seconds: of every possible stage.
+        nbytes: the same in bytes, for every place in the pipeline: its length is how many stages.
+
+    Raises:
+        PlanError: more stages than pieces.
+    """
+    pieces, stages = len(seconds) - 1, len(nbytes)
+    if pieces < stages:
+        raise PlanError(
+            f"{stages} stages need as many pieces that can be parted, there are {pieces}",
+            hints=[f"take at most {pieces} stages"],
+        )
+    within = [np.where(one <= usable_bytes, seconds, np.inf) for one in nbytes]
+    fastest, starts = _least(within)
+    if fastest < np.inf:
+        limit = fastest * (1 + _ROUNDING)
+        even = [
+            np.where(times <= limit, one, np.inf) for times, one in zip(within, nbytes, strict=True)
+        ]
+        _, starts = _least(even)
+    else:
+        _, starts = _least(nbytes)
+    ends = [*starts, pieces]
+    bounds = list(zip([0, *starts], ends, strict=True))
+    return Cut(
+        starts=tuple(starts),
+        seconds=float(max(seconds[i, j] for i, j in bounds)),
+        nbytes=float(max(one[i, j] for one, (i, j) in zip(nbytes, bounds, strict=True))),
+    )
+
+
+def _least(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
+    """The cut whose largest cost is least: its value, and the first pieces of stages 1, 2, ..."""
+    count = len(costs[0])
+    # Stages hold at least one piece: below the diagonal there is none.
+    empty = np.tril(np.full((count, count), np.inf))
+    best = costs[0][0] + empty[0]
+    before = []
+    for cost in costs[1:]:
+        # [i, j]: the stages so far end at i, this one at j.
+        reached = np.maximum(best[:, None], cost + empty)
+        before.append(reached.argmin(axis=0))
+        best = reached.min(axis=0)
+    end, starts = count - 1, []
+    for choice in reversed(before):
+        end = int(choice[end])
+        starts.append(end)
+    return float(best[-1]), starts[::-1]

@@ -1,0 +1,285 @@
+"""Which rows there are: all degrees, cuts of the batch and tricks that the engines can carry out.
+
+`engines.legality` is asked for one plan of every group of rows that it cannot tell apart, and what
+is refused is never written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from advisor.facts import Facts, captured
+from advisor.search.space import (
+    COLUMNS,
+    KINDS,
+    RECOMPUTES,
+    SCHEDULES,
+    Integers,
+    Pins,
+    Space,
+    divisors,
+    factors,
+    stages_per_rank,
+)
+from engines.legality import problems
+from engines.pipeline.legality import pipeline, schedule_problems
+from engines.plan import DataParallel, Offload, Plan, Precision, Recompute, Schedule
+from profiles.cluster import ClusterProfile
+from profiles.flow import GLUE, LOSS
+from profiles.model import ModelProfile
+
+Styles = Callable[[int], tuple[tuple[str, str], ...]]
+"""How layers are split over a tp axis of this size; empty where they cannot be."""
+
+# Settings that are not searched: pinned or default.
+_CARRIED = ("cp", "ep", "sync_batch_norm", "compile")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A data-parallel kind with its degrees."""
+
+    kind: DataParallel
+    replicate: int
+    shard: int
+
+
+def space_of(facts: Facts, pins: Pins, *, styles: Styles, offload: Offload = Offload.NONE) -> Space:
+    """Every legal plan that keeps `pins`, simpler degrees and kinds first.
+
+    Precision is the workload's and never searched; states go to the host only where `offload` or a
+    pin says so.
+    """
+    return _Builder(facts, pins, styles, Offload(pins.get("offload", offload))).space()
+
+
+def styles_of(facts: Facts) -> Styles:
+    """How layers of the model are split, as far as its profile tells."""
+    return lambda tp: ()
+
+
+def pieces(model: ModelProfile, cluster: ClusterProfile) -> list[str]:
+    """Units that may begin a stage, in the order of their calls; the first one begins the model."""
+    order = list(dict.fromkeys(c.unit for c in model.flow.calls if c.unit not in (GLUE, LOSS)))
+    return order[:1] + [unit for unit in order[1:] if _is_border(unit, model, cluster)]
+
+
+def _is_border(unit: str, model: ModelProfile, cluster: ClusterProfile) -> bool:
+    alone = Plan(pp=2, schedule=Schedule.GPIPE, stages=(unit,))
+    return not any(pipeline(alone, model, cluster))
+
+
+def shapes(world: int) -> Iterator[Shape]:
+    """All ways to replicate and shard over `world` ranks."""
+    if world == 1:
+        yield Shape(DataParallel.NONE, 1, 1)
+    else:
+        yield Shape(DataParallel.REPLICATE, world, 1)
+    yield Shape(DataParallel.ZERO1, world, 1)
+    yield Shape(DataParallel.ZERO2, world, 1)
+    yield Shape(DataParallel.FULL_SHARD, 1, world)
+    for shard in divisors(world)[1:-1]:
+        yield Shape(DataParallel.HYBRID_SHARD, world // shard, shard)
+
+
+def kinds(pins: Pins) -> tuple[DataParallel, ...] | None:
+    """The data-parallel kinds that `pins` leave; None for all of them."""
+    if "data_parallel" in pins:
+        return (DataParallel(pins["data_parallel"]),)
+    if "zero" not in pins:
+        return None
+    return {
+        0: (DataParallel.NONE, DataParallel.REPLICATE),
+        1: (DataParallel.ZERO1,),
+        2: (DataParallel.ZERO2,),
+        3: (DataParallel.FULL_SHARD, DataParallel.HYBRID_SHARD),
+    }.get(int(pins["zero"]), ())
+
+
+class _Builder:
+    """Writes the columns, block by block."""
+
+    def __init__(self, facts: Facts, pins: Pins, styles: Styles, offload: Offload) -> None:
+        self._facts = facts
+        self._pins = pins
+        self._offload = offload
+        self._precision = Precision(pins.get("precision", facts.precision))
+        self._styles_of = styles
+        self._styles: dict[int, tuple[tuple[str, str], ...]] = {1: ()}
+        self._legal: dict[tuple[object, ...], bool] = {}
+        self._cuts: dict[tuple[bool, int], Integers] = {}
+        self._orders: dict[tuple[int, int], Integers] = {}
+
+    def space(self) -> Space:
+        blocks = [np.empty((len(COLUMNS), 0), dtype=np.int64), *self._blocks()]
+        columns = dict(zip(COLUMNS, np.concatenate(blocks, axis=1), strict=True))
+        return Space(
+            **columns,
+            offload=self._offload,
+            precision=self._precision,
+            styles=self._styles,
+            carried={key: self._pins[key] for key in _CARRIED if key in self._pins},
+        )
+
+    def _blocks(self) -> Iterator[Integers]:
+        """Rows of one shape and way to recompute, as columns."""
+        batch = self._facts.workload.global_batch_size
+        for pp, tp, rest in self._model_degrees():
+            for shape in self._shapes(rest):
+                local, left = divmod(batch, shape.replicate * shape.shard)
+                if left:
+                    continue
+                for recompute in self._recomputes():
+                    if not self._is_legal(pp, tp, shape, recompute):
+                        continue
+                    ways = self._ways(pp, local)
+                    numbers = (pp, tp, shape.replicate, shape.shard, KINDS.index(shape.kind))
+                    fixed = np.array([[*numbers, RECOMPUTES.index(recompute)]]).T
+                    yield np.concatenate([np.repeat(fixed, ways.shape[1], axis=1), ways])
+
+    def _model_degrees(self) -> Iterator[tuple[int, int, int]]:
+        """(pp, tp, ranks left for data), the model in one piece first."""
+        world = self._facts.cluster.world_size
+        rest, left = divmod(world, int(self._pins.get("cp", 1)))
+        if left:
+            return
+        for pp in self._pinned("pp", divisors(rest)):
+            if pp > 1 and pp > len(self._pieces):
+                continue
+            for tp in self._pinned("tp", divisors(rest // pp)):
+                if tp == 1 or self._splits(tp):
+                    yield pp, tp, rest // pp // tp
+
+    def _pinned(self, axis: str, degrees: list[int]) -> list[int]:
+        wanted = self._pins.get(axis)
+        return [n for n in degrees if wanted is None or n == wanted]
+
+    def _splits(self, tp: int) -> bool:
+        pinned = self._pins.get("tensor_styles")
+        self._styles[tp] = tuple(pinned) if pinned else self._styles_of(tp)
+        return bool(self._styles[tp])
+
+    @cached_property
+    def _pieces(self) -> list[str]:
+        return pieces(self._facts.model, self._facts.cluster) if self._facts.model.has_loss else []
+
+    def _shapes(self, rest: int) -> Iterator[Shape]:
+        pins, wanted = self._pins, kinds(self._pins)
+        for shape in shapes(rest):
+            if wanted is not None and shape.kind not in wanted:
+                continue
+            if pins.get("dp_replicate", shape.replicate) != shape.replicate:
+                continue
+            if pins.get("dp_shard", shape.shard) != shape.shard:
+                continue
+            # One device shards nothing; only offload or the user's word makes it FSDP.
+            alone = rest == 1 and shape.kind is not DataParallel.NONE
+            if alone and wanted is None and self._offload is Offload.NONE:
+                continue
+            yield shape
+
+    def _recomputes(self) -> tuple[Recompute, ...]:
+        if "recompute" in self._pins:
+            return (Recompute(self._pins["recompute"]),)
+        return RECOMPUTES if any(self._facts.model.blocks()) else (Recompute.NONE,)
+
+    def _is_legal(self, pp: int, tp: int, shape: Shape, recompute: Recompute) -> bool:
+        """Cuts of the batch and orders of the pipeline are looked at apart; of degrees it matters
+        whether they are 1, and over how many ranks the shards of HSDP reach."""
+        reach = shape.shard * tp if shape.kind is DataParallel.HYBRID_SHARD else 0
+        key = (pp > 1, tp > 1, shape.kind, reach, recompute)
+        if key not in self._legal:
+            plan = self._representative(pp, tp, shape, recompute)
+            whole = self._facts.workload.optimizer.whole_because
+            model, cluster = self._facts.model, self._facts.cluster
+            found = problems(plan, model, cluster, whole_because=whole)
+            self._legal[key] = not found and captured(plan, model)
+        return self._legal[key]
+
+    def _representative(self, pp: int, tp: int, shape: Shape, recompute: Recompute) -> Plan:
+        staged: dict[str, Any] = {}
+        if pp > 1:
+            staged = {"schedule": Schedule.GPIPE, "stages": tuple(self._pieces[1:pp])}
+        elif "schedule" in self._pins or "stages" in self._pins:
+            staged = {key: self._pins[key] for key in ("schedule", "stages") if key in self._pins}
+        elif tp == 1 and "tensor_styles" in self._pins:
+            staged = {"tensor_styles": self._pins["tensor_styles"]}
+        carried = {key: self._pins[key] for key in _CARRIED if key in self._pins}
+        return Plan.build(
+            {
+                "tensor_styles": self._styles[tp],
+                **carried,
+                **staged,
+                "pp": pp,
+                "tp": tp,
+                "data_parallel": shape.kind,
+                "dp_replicate": shape.replicate,
+                "dp_shard": shape.shard,
+                "recompute": recompute,
+                "precision": self._precision,
+                "offload": self._offload,
+            }
+        )
+
+    def _ways(self, pp: int, local: int) -> Integers:
+        """The last columns: cuts of the `local` samples of a replica, with orders of stages."""
+        cuts = self._cuts_of(pp, local)
+        if pp == 1:
+            alone = np.repeat([[0], [1]], cuts.shape[1], axis=1)
+            return np.concatenate([cuts, alone])
+        if (pp, local) not in self._orders:
+            blocks = [np.empty((5, 0), dtype=np.int64)]
+            for schedule in self._schedules():
+                runs = [self._runs(schedule, pp, int(count)) for count in cuts[1]]
+                kept = cuts[:, np.array(runs, dtype=bool)]
+                for per_rank in self._per_rank(schedule, pp):
+                    order = np.array([[SCHEDULES.index(schedule)], [per_rank]])
+                    blocks.append(np.concatenate([kept, np.repeat(order, kept.shape[1], axis=1)]))
+            self._orders[pp, local] = np.concatenate(blocks, axis=1)
+        return self._orders[pp, local]
+
+    def _cuts_of(self, pp: int, local: int) -> Integers:
+        key = (pp > 1, local)
+        if key not in self._cuts:
+            pins = self._pins
+            rounds = pins.get("microbatches", None if pp > 1 else 1)
+            wanted = (pins.get("microbatch_size"), rounds, pins.get("accumulation"))
+            found = [
+                way
+                for way in factors(local)
+                if all(w is None or w == n for w, n in zip(wanted, way, strict=True))
+            ]
+            self._cuts[key] = np.array(found, dtype=np.int64).reshape(-1, 3).T
+        return self._cuts[key]
+
+    def _schedules(self) -> tuple[Schedule, ...]:
+        if "schedule" in self._pins:
+            return (Schedule(self._pins["schedule"]),)
+        return tuple(Schedule)
+
+    def _per_rank(self, schedule: Schedule, pp: int) -> list[int]:
+        if "stages" not in self._pins:
+            return list(stages_per_rank(schedule, pp, len(self._pieces)))
+        stages = tuple(self._pins["stages"])
+        plan = Plan(pp=pp, schedule=schedule, stages=stages, microbatches=pp)
+        found = list(pipeline(plan, self._facts.model, self._facts.cluster))
+        return [] if found else [(len(stages) + 1) // pp]
+
+    def _runs(self, schedule: Schedule, pp: int, microbatches: int) -> bool:
+        """Whether a schedule goes with so many microbatches.
+
+        The naive one is GPipe of one microbatch: unless it is asked for, that is where it counts.
+        """
+        is_open = "schedule" not in self._pins
+        if is_open and (schedule is Schedule.NAIVE) != (microbatches == 1):
+            return False
+        key = (schedule, pp, microbatches)
+        if key not in self._legal:
+            plan = Plan(pp=pp, schedule=schedule, microbatches=microbatches)
+            self._legal[key] = not any(schedule_problems(plan))
+        return self._legal[key]

@@ -1,0 +1,203 @@
+"""Branch and bound over a space: the exact answers of weighing every row, from few of them.
+
+Rows are taken in the order of their lower bounds; one whose bound is above the best that was found
+cannot be better, nor can any that comes after it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.cost import CostModel, Estimate
+from advisor.policy import Objective, Policy
+from advisor.rules import Candidate, fits_device, margin_s, simplicity, weigh
+from advisor.search.bounds import Bounds, bounds_of
+from advisor.search.space import KINDS, Space
+from advisor.search.stages import Stages
+from engines.plan import Plan
+
+Rows = NDArray[np.int64]
+"""Numbers of rows of a space."""
+
+# Bounds add up the same numbers in another order: their last digits may differ from the estimate's.
+ROUNDING = 1e-9
+
+
+class Search:
+    """Questions about a space, answered exactly; what was weighed once is kept.
+
+    Attributes:
+        space: the rows.
+        bounds: no estimate is below them.
+    """
+
+    def __init__(self, costs: CostModel, policy: Policy, space: Space, stages: Stages) -> None:
+        self.space = space
+        self.bounds: Bounds = bounds_of(space, costs)
+        self._costs = costs
+        self._policy = policy
+        self._stages = stages
+        self._weighed: dict[int, Candidate] = {}
+        usable = policy.usable_bytes(costs.facts.cluster.device)
+        self._missing = np.maximum(0.0, self.bounds.peak_high_bytes * (1 - ROUNDING) - usable)
+
+    @property
+    def rows(self) -> Rows:
+        return np.arange(len(self.space))
+
+    @property
+    def weighed(self) -> list[Candidate]:
+        """Rows that were estimated exactly, in the order of the space."""
+        return [self._weighed[index] for index in sorted(self._weighed)]
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """Rows that do not fit, by rule: as they were estimated, or already by their bound.
+
+        Of rows that were not estimated some more may not fit.
+        """
+        counts = Counter(c.finding.rule for c in self._weighed.values() if c.finding)
+        by_bound = np.flatnonzero(self._missing > 0)
+        counts[fits_device.__name__.replace("_", "-")] += len(by_bound) - sum(
+            index in self._weighed for index in by_bound.tolist()
+        )
+        return +counts
+
+    def weigh_all(self) -> None:
+        """Estimate every row."""
+        for index in range(len(self.space)):
+            self.candidate(index)
+
+    def candidate(self, index: int) -> Candidate:
+        """A row, estimated."""
+        if index not in self._weighed:
+            plan = self._stages.plan(self.space, index)
+            (self._weighed[index],) = weigh([plan], self._costs, self._policy)
+        return self._weighed[index]
+
+    def kinds(self) -> Iterator[tuple[Plan, Rows]]:
+        """Rows that use the same axes and shard the same, with a plan that stands for them.
+
+        Its stages are not named.
+        """
+        space = self.space
+        keys = np.stack([space.pp > 1, space.tp > 1, space.kind])
+        unique, group = np.unique(keys, axis=1, return_inverse=True)
+        for number in range(unique.shape[1]):
+            rows = np.flatnonzero(group.ravel() == number)
+            yield space.plan(int(rows[0])), rows
+
+    def besides(self, rows: Rows, plan: Plan) -> Rows:
+        """Those of `rows` with other degrees or another kind than `plan`."""
+        space = self.space
+        same = space.kind[rows] == KINDS.index(plan.data_parallel)
+        for axis in ("pp", "tp", "dp_replicate", "dp_shard"):
+            same &= getattr(space, axis)[rows] == getattr(plan, axis)
+        same &= space.offload is plan.offload
+        return np.asarray(rows[~same])
+
+    def best(self, rows: Rows) -> Candidate | None:
+        """The preferred plan that fits, else the one that misses by least; None without rows."""
+        return self.preferred(rows) or self.nearest(rows)
+
+    def strongest(self, rows: Rows) -> Candidate | None:
+        """The fastest that fits (the smallest, where memory is the objective), else the one that
+        misses by least; None without rows."""
+        is_memory = self._policy.objective is Objective.MEMORY
+        found = self.smallest(rows) if is_memory else self.fastest(rows)
+        return found or self.nearest(rows)
+
+    def fastest(self, rows: Rows) -> Candidate | None:
+        """Of those that fit; on equal times the simpler one."""
+        return self._least(self._may_fit(rows), self.bounds.step_s, _by_time)
+
+    def smallest(self, rows: Rows) -> Candidate | None:
+        """Of those that fit the one with the most memory left."""
+        return self._least(self._may_fit(rows), self.bounds.peak_high_bytes, _by_memory)
+
+    def nearest(self, rows: Rows) -> Candidate | None:
+        """The one that misses memory by least, for rows of which none fits."""
+        return self._least(rows, self._missing, _by_missing, fits=False)
+
+    def preferred(self, rows: Rows) -> Candidate | None:
+        """What `advisor.rules.preferred` takes of all rows that fit; None if none does."""
+        match self._policy.objective:
+            case Objective.TIME:
+                return self.fastest(rows)
+            case Objective.MEMORY:
+                return self.smallest(rows)
+        fastest = self.fastest(rows)
+        return None if fastest is None else self._simplest_tie(rows, fastest)
+
+    def _may_fit(self, rows: Rows) -> Rows:
+        return np.asarray(rows[self._missing[rows] == 0])
+
+    def _least(
+        self,
+        rows: Rows,
+        bounds: NDArray[np.float64],
+        key: Callable[[Candidate], tuple[Any, ...]],
+        *,
+        fits: bool = True,
+    ) -> Candidate | None:
+        """The candidate of least key, whose first number `bounds` are not above."""
+        best: Candidate | None = None
+        least: tuple[Any, ...] = (np.inf,)
+        for index in rows[np.argsort(bounds[rows], kind="stable")]:
+            if bounds[index] * (1 - ROUNDING) > least[0]:
+                break
+            candidate = self.candidate(int(index))
+            if candidate.fits or not fits:
+                found = key(candidate)
+                if best is None or found < least:
+                    best, least = candidate, found
+        return best
+
+    def _simplest_tie(self, rows: Rows, fastest: Candidate) -> Candidate:
+        """The simplest row that cannot be told from the fastest; of equally simple ones the
+        fastest."""
+        tied = self._may_fit(rows)
+        tied = tied[self.bounds.may_tie(tied, fastest.estimate, self._policy)]
+        for group in self._by_simplicity(tied):
+            best, least = None, (np.inf, "")
+            for index in group[np.argsort(self.bounds.step_s[group], kind="stable")]:
+                if self.bounds.step_s[index] * (1 - ROUNDING) > least[0]:
+                    break
+                candidate = self.candidate(int(index))
+                if candidate.fits and _ties(candidate.estimate, fastest.estimate, self._policy):
+                    found = (candidate.estimate.step_s, str(candidate.plan))
+                    if best is None or found < least:
+                        best, least = candidate, found
+            if best is not None:
+                return best
+        return fastest
+
+    def _by_simplicity(self, rows: Rows) -> Iterator[Rows]:
+        """Groups of equally simple rows, simplest first."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index in rows.tolist():
+            groups.setdefault(simplicity(self.space.row(index)), []).append(index)
+        for key in sorted(groups):
+            yield np.array(groups[key])
+
+
+def _ties(estimate: Estimate, fastest: Estimate, policy: Policy) -> bool:
+    return estimate.step_s - fastest.step_s <= margin_s(fastest, estimate, policy)
+
+
+def _by_time(candidate: Candidate) -> tuple[Any, ...]:
+    return candidate.estimate.step_s, simplicity(candidate.plan), str(candidate.plan)
+
+
+def _by_memory(candidate: Candidate) -> tuple[Any, ...]:
+    return candidate.estimate.peak_high_bytes, candidate.estimate.step_s, str(candidate.plan)
+
+
+def _by_missing(candidate: Candidate) -> tuple[Any, ...]:
+    missing = candidate.finding.missing_bytes if candidate.finding else 0.0
+    return missing, simplicity(candidate.plan), str(candidate.plan)

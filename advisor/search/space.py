@@ -1,0 +1,175 @@
+"""The space: every legal plan as a row of numbers, column by column.
+
+A row says all of a plan but the units that begin its stages: those follow from it (see
+`advisor.search.stages`). Where the axes lie on the links follows from the degrees too: the order of
+the mesh is the engines' (`engines.plan.AXES`), what is sent most between the nearest ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.plan import DataParallel, Offload, Plan, Precision, Recompute, Schedule
+
+Pins = Mapping[str, Any]
+"""Settings that a search must keep, as `engines.plan.parse_settings` returns them."""
+
+Integers = NDArray[np.int64]
+
+KINDS = tuple(DataParallel)
+SCHEDULES: tuple[Schedule | None, ...] = (None, *Schedule)
+RECOMPUTES = tuple(Recompute)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row with the names of `Plan`; `stages` are as many as there are borders, unnamed."""
+
+    pp: int
+    tp: int
+    cp: int
+    dp_replicate: int
+    dp_shard: int
+    data_parallel: DataParallel
+    schedule: Schedule | None
+    per_rank: int
+    microbatch_size: int
+    microbatches: int
+    accumulation: int
+    recompute: Recompute
+    offload: Offload
+
+    @property
+    def forwards(self) -> int:
+        return self.microbatches * self.accumulation
+
+    @property
+    def stages(self) -> range:
+        return range(self.pp * self.per_rank - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Plans as columns of equal length.
+
+    Attributes:
+        pp, tp, dp_replicate, dp_shard, microbatch_size, microbatches, accumulation: as in `Plan`.
+        per_rank: stages per rank; 1 without a pipeline.
+        kind, schedule, recompute: positions in `KINDS`, `SCHEDULES`, `RECOMPUTES`.
+        offload, precision: of all rows.
+        styles: by tp degree.
+        carried: settings that every plan has and no search varies.
+    """
+
+    pp: Integers
+    tp: Integers
+    dp_replicate: Integers
+    dp_shard: Integers
+    kind: Integers
+    recompute: Integers
+    microbatch_size: Integers
+    microbatches: Integers
+    accumulation: Integers
+    schedule: Integers
+    per_rank: Integers
+    offload: Offload
+    precision: Precision
+    styles: Mapping[int, tuple[tuple[str, str], ...]]
+    carried: Pins
+
+    def __len__(self) -> int:
+        return len(self.pp)
+
+    @property
+    def forwards(self) -> Integers:
+        """Microbatches per replica and optimizer step."""
+        return self.microbatches * self.accumulation
+
+    def row(self, index: int) -> Row:
+        """What a rule may ask of a plan, without building it."""
+        return Row(
+            pp=int(self.pp[index]),
+            tp=int(self.tp[index]),
+            cp=int(self.carried.get("cp", 1)),
+            dp_replicate=int(self.dp_replicate[index]),
+            dp_shard=int(self.dp_shard[index]),
+            data_parallel=KINDS[self.kind[index]],
+            schedule=SCHEDULES[self.schedule[index]],
+            per_rank=int(self.per_rank[index]),
+            microbatch_size=int(self.microbatch_size[index]),
+            microbatches=int(self.microbatches[index]),
+            accumulation=int(self.accumulation[index]),
+            recompute=RECOMPUTES[self.recompute[index]],
+            offload=self.offload,
+        )
+
+    def plan(self, index: int, *, stages: tuple[str, ...] = ()) -> Plan:
+        """The plan of a row, whose stages begin with these units."""
+        row = self.row(index)
+        return Plan.build(
+            {
+                **self.carried,
+                "pp": row.pp,
+                "tp": row.tp,
+                "data_parallel": row.data_parallel,
+                "dp_replicate": row.dp_replicate,
+                "dp_shard": row.dp_shard,
+                "schedule": row.schedule,
+                "stages": stages,
+                "tensor_styles": self.styles.get(row.tp, ()),
+                "microbatch_size": row.microbatch_size,
+                "microbatches": row.microbatches,
+                "accumulation": row.accumulation,
+                "recompute": row.recompute,
+                "precision": self.precision,
+                "offload": self.offload,
+            }
+        )
+
+
+COLUMNS = tuple(field.name for field in fields(Space))[:11]
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
+    return sorted({*small, *(number // value for value in small)})
+
+
+def factors(number: int) -> Iterator[tuple[int, int, int]]:
+    """(size, microbatches, accumulation) whose product is `number`, large microbatches first.
+
+    >>> list(factors(2))
+    [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
+    """
+    for size in reversed(divisors(number)):
+        for microbatches in reversed(divisors(number // size)):
+            yield size, microbatches, number // size // microbatches
+
+
+def stages_per_rank(schedule: Schedule, pp: int, pieces: int) -> Sequence[int]:
+    """How many stages a rank may have, of a model of so many pieces.
+
+    Of numbers that leave the largest stage as many pieces, only the least: more stages of the same
+    size are more turns and more to send, and nobody waits less.
+
+    >>> stages_per_rank(Schedule.INTERLEAVED, 2, 12), stages_per_rank(Schedule.ZBV, 2, 12)
+    ([2, 3, 6], [2])
+    """
+    first = {Schedule.INTERLEAVED: 2, Schedule.ZERO_BUBBLE: 1, Schedule.ZBV: 2}.get(schedule, 1)
+    most = pieces // pp
+    if schedule not in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE):
+        return [first] if first <= most else []
+    found: dict[int, int] = {}
+    for count in range(first, most + 1):
+        found.setdefault(-(-pieces // (pp * count)), count)
+    return list(found.values())

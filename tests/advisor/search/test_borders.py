@@ -1,0 +1,85 @@
+"""Borders: as good as the best of all cuts, tried one by one."""
+
+from __future__ import annotations
+
+import time
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from advisor.search.borders import cut, largest, spans
+from profiles.errors import PlanError
+
+
+def every_cut(pieces: int, stages: int) -> list[list[tuple[int, int]]]:
+    """All ways to part a row, as (first piece, piece after the last) of each stage."""
+    return [
+        list(zip([0, *places], [*places, pieces], strict=True))
+        for places in combinations(range(1, pieces), stages - 1)
+    ]
+
+
+@given(data=st.data(), pieces=st.integers(1, 7))
+def test_no_cut_is_faster_within_memory_and_none_of_the_fastest_smaller(
+    data: st.DataObject, pieces: int
+) -> None:
+    stages = data.draw(st.integers(1, pieces))
+    numbers = st.lists(st.integers(0, 9), min_size=pieces, max_size=pieces)
+    took, held, kept = data.draw(numbers), data.draw(numbers), data.draw(numbers)
+    usable = data.draw(st.integers(0, 40))
+    in_flight = range(stages, 0, -1)
+
+    found = cut(
+        spans(took),
+        [spans(held) + n * largest(kept) for n in in_flight],
+        usable_bytes=usable,
+    )
+
+    tried = []
+    for parts in every_cut(pieces, stages):
+        slowest = max(sum(took[i:j]) for i, j in parts)
+        fullest = max(
+            sum(held[i:j]) + n * max(kept[i:j]) for n, (i, j) in zip(in_flight, parts, strict=True)
+        )
+        tried.append((slowest, fullest))
+    fitting = [one for one in tried if one[1] <= usable]
+    expected = min(fitting) if fitting else min(tried, key=lambda one: one[1])
+    assert found.nbytes == expected[1]
+    if fitting:
+        assert found.seconds == expected[0]
+    assert len(found.starts) == stages - 1
+    assert list(found.starts) == sorted(set(found.starts))
+
+
+def test_a_head_as_heavy_as_four_blocks_has_a_stage_with_fewer_of_them() -> None:
+    """Twelve blocks of 1 s and a head of 4 s on four stages: 4 s are the mean and can be had."""
+    took = [1.0] * 12 + [4.0]
+    found = cut(spans(took), [spans([0.0] * 13)] * 4, usable_bytes=1.0)
+    assert found.seconds == 4.0
+    assert found.starts == (4, 8, 12)
+
+
+def test_memory_moves_a_border_that_time_alone_would_leave() -> None:
+    """Stage 0 keeps two microbatches: with two equal pieces in it there is not enough room."""
+    took, kept = [1.0] * 4, [1.0] * 4
+    roomy = cut(spans(took), [2 * spans(kept), spans(kept)], usable_bytes=4.0)
+    tight = cut(spans(took), [2 * spans(kept), spans(kept)], usable_bytes=3.0)
+    assert (roomy.starts, roomy.seconds) == ((2,), 2.0)
+    assert (tight.starts, tight.seconds, tight.nbytes) == ((1,), 3.0, 3.0)
+
+
+def test_more_stages_than_pieces_are_refused_with_the_numbers() -> None:
+    with pytest.raises(PlanError, match=r"3 stages need as many pieces .* there are 2"):
+        cut(spans([1.0, 1.0]), [spans([0.0, 0.0])] * 3, usable_bytes=1.0)
+
+
+def test_a_hundred_and_twenty_six_blocks_on_sixteen_stages_take_milliseconds() -> None:
+    took = [0.1, *[1.0] * 126, 2.0]
+    states = [spans([1.0] * 128) * n for n in range(16, 0, -1)]
+    start = time.perf_counter()
+    found = cut(spans(took), states, usable_bytes=np.inf)
+    assert time.perf_counter() - start < 0.2
+    assert found.seconds == pytest.approx(8.1)
