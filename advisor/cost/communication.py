@@ -185,7 +185,7 @@ def rounds_of(plan: Plan) -> int:
 
 
 def _tensor(plan: Plan, units: Sequence[UnitLoad], ledger: Ledger) -> Exchange:
-    """Collectives inside units; each is waited for. Recompute repeats those of a block's forward."""
+    """Collectives inside units; each is waited for. Recompute repeats those of forwards."""
     forward, backward, again = [], [], []
     for unit in units:
         sums = [0.0, 0.0, 0.0]

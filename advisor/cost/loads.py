@@ -23,10 +23,10 @@ class UnitLoad:
         name: of the first unit, where it stands for several.
         count: equal units one after the other, for which it stands.
         is_separate: gathered and released on its own by FSDP.
-        layer_bytes: outputs of its weight layers, whose gradients wait in a backward that is split.
+        layer_bytes: outputs of its weight layers, whose gradients wait where a backward is split.
         tensors: trainable parameters.
-        partial_gradient_bytes, partial_tensors: of parameters that are whole on every rank of the tp axis while
-            their gradients are parts of a sum.
+        partial_gradient_bytes, partial_tensors: of parameters that are whole on every rank of the
+            tp axis while their gradients are parts of a sum.
         exchanges: the tensor collectives of one unit's forward and backward.
     """
 
@@ -181,7 +181,7 @@ def loads_of(
 def _splits_logits(styled: Styled) -> bool:
     """Whether a layer of the unit hands on logits that stay split."""
     head = Style(kind=Kind.VOCAB)
-    return any(head in styles for styles in styled)
+    return any(head in place.styles for place in styled)
 
 
 def _loss_unit(model: ModelProfile) -> str:

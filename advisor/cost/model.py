@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from advisor.cost.breakdown import Estimate, Time
@@ -136,9 +137,9 @@ class CostModel:
         launch_doubt = launch_error(device)
         sent_doubt = min(1.0, communication_error(plan, facts.cluster))
         waiting = working + idle_s
-        assert plan.global_batch_size is not None and plan.microbatch_size is not None
-        samples, tokens = plan.global_batch_size, facts.tokens_per_sample
-        local = plan.microbatch_size * plan.forwards
+        assert plan.microbatch_size is not None
+        local, tokens = plan.microbatch_size * plan.forwards, facts.tokens_per_sample
+        samples = local * plan.data_degree
         flop = facts.model.flop(local, numerics(plan, facts.model)) / (plan.pp * plan.tp * plan.cp)
         return Estimate(
             memory=memory.memory,
@@ -264,10 +265,7 @@ class CostModel:
         units = self._held(plan)
         own = [unit for first, last in parts for unit in units[first:last]]
         by_name = optimizer.units is not None
-        counts: dict[object, int] = {}
-        for unit in own:
-            key = unit.name if by_name else id(unit)
-            counts[key] = counts.get(key, 0) + 1
+        counts = Counter(unit.name if by_name else id(unit) for unit in own)
         key = (
             tuple(counts.items()),
             tuple(unit.name for unit in copies),

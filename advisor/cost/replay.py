@@ -99,7 +99,7 @@ def forward(
     if not overlaps:
         return Replay(_sum(times, seconds) + sent, sent + inside)
     steps = [
-        _Step(time.count, busy, gather)
+        _Steps(time.count, busy, gather)
         for time, busy, gather in zip(times, seconds, exchanged.gather_s, strict=True)
     ]
     queues = _Queues(exchanged.root_gather_s, exchanged.root_gather_s, 0.0, 0.0)
@@ -137,7 +137,7 @@ def backward(
         return Replay(_sum(times, seconds) + sent, sent + inside)
     order = range(len(times) - 1, -1, -1)
     steps = [
-        _Step(times[i].count, seconds[i], gather_s[i], reduce_s[i], replicate_s[i]) for i in order
+        _Steps(times[i].count, seconds[i], gather_s[i], reduce_s[i], replicate_s[i]) for i in order
     ]
     queues = _through(steps, _Queues(0.0, 0.0, 0.0, 0.0))
     queue = max(queues.queue, queues.clock) + root_reduce
@@ -148,10 +148,10 @@ def _sum(times: Sequence[UnitTime], seconds: Sequence[float]) -> float:
     return sum(time.count * each for time, each in zip(times, seconds, strict=True))
 
 
-class _Step(NamedTuple):
+class _Steps(NamedTuple):
     """Units one after the other: what each computes, gathers before it and sends behind it."""
 
-    count: int
+    units: int
     busy_s: float
     gather_s: float
     reduce_s: float = 0.0
@@ -168,7 +168,7 @@ class _Queues(NamedTuple):
     ready: float
 
 
-def _through(steps: Sequence[_Step], start: _Queues) -> _Queues:
+def _through(steps: Sequence[_Steps], start: _Queues) -> _Queues:
     """Units in order, the next gather beside each. Of many equal ones only so many are played until
     each moves all queues by the same time."""
     following = [0.0] * len(steps)
@@ -181,7 +181,7 @@ def _through(steps: Sequence[_Step], start: _Queues) -> _Queues:
         ready = now.queue + latest
         now = now._replace(queue=ready, ready=ready)
     for step, after in zip(steps, following, strict=True):
-        left = step.count - 1
+        left = step.units - 1
         while left:
             then = now
             now = _after(step, now, following=step.gather_s or after)
@@ -196,7 +196,7 @@ def _through(steps: Sequence[_Step], start: _Queues) -> _Queues:
     return now
 
 
-def _after(step: _Step, now: _Queues, *, following: float) -> _Queues:
+def _after(step: _Steps, now: _Queues, *, following: float) -> _Queues:
     clock, queue, between, ready = now
     if step.gather_s:
         clock = max(clock, ready)

@@ -1,4 +1,4 @@
-"""The estimate of a plan with stages: every rank of the pp axis by itself, and the slowest's step."""
+"""The estimate of a plan with stages: every rank of the pp axis, and the step of all together."""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ class Stages:
         inside = set(own)
         if any(flow.calls[e.source].unit == GLUE and e.target in inside for e in flow.edges):
             return False
-        fed = {key for key in flow.crossing_keys(start)}
-        fed = {(n, v) for n, v in fed if flow.calls[n].values[v].needs_gradient}
+        keys = flow.crossing_keys(start)
+        fed = {(n, v) for n, v in keys if flow.calls[n].values[v].needs_gradient}
         for number in own:
             call = flow.calls[number]
             if call.parameters and call.unit != GLUE:
