@@ -13,6 +13,7 @@ from advisor.cost import CostModel, Estimate
 from advisor.decide import decide
 from advisor.facts import Facts
 from advisor.flip import Flip, flip
+from advisor.levers import Lever
 from advisor.pareto import Point, front_of
 from advisor.policy import Policy
 from advisor.rules import Candidate
@@ -93,18 +94,25 @@ class Decision(Document):
     dissent: str | None = None
     flipped: Flip | None = None
 
-    def flip(self) -> Flip:
-        """What would change the answer: how much of links, memory, batch or sequence.
+    def flip(self, *levers: Lever) -> Flip:
+        """The smallest change that changes the answer: of links, memory, batch or sequence.
 
-        Some hundred decisions are made for it.
+        Dozens of decisions are made for it. `levers` asks for some of them alone, each followed to
+        where it turns if it does.
         """
-        if self.flipped is not None:
+        if self.flipped is not None and not levers:
             return self.flipped
 
         def answer(facts: Facts) -> Candidate | None:
             return decide(facts, policy=self.policy, pins=self.pins).winner
 
-        return flip(self.facts, answer)
+        if not levers:
+            return flip(self.facts, answer)
+        found = [flip(self.facts, answer, levers=[lever]) for lever in levers]
+        return Flip(
+            turns=tuple(turn for each in found for turn in each.turns),
+            steady=tuple(item for each in found for item in each.steady),
+        )
 
     def with_flip(self) -> Self:
         """This decision, keeping the answer of `flip` in its file."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from pydantic import NonNegativeFloat
 
-from advisor.candidates import legal_plans
+from advisor.candidates import searched
 from advisor.comparison import title
 from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.fleet import on
 from advisor.policy import Policy
-from advisor.rules import Candidate, simplicity, weigh
+from advisor.rules import Candidate, simplicity
+from advisor.search.search import ROUNDING, Search
 from advisor.search.space import Pins
 from engines.plan import Plan
 from profiles.record import Record
@@ -89,8 +91,28 @@ def front_of(
     candidates: list[Candidate] = []
     for count in dict.fromkeys((facts.cluster.world_size, *devices)):
         part = on(facts, count)
-        candidates += weigh(legal_plans(part, pins), CostModel(part), policy)
+        candidates += _undominated(searched(part, pins, CostModel(part), policy))
     return front(candidates, price_per_device_hour=price_per_device_hour)
+
+
+def _undominated(search: Search) -> list[Candidate]:
+    """Of plans over the same devices those that may be on the front.
+
+    A row is not estimated where a plan that was is at least as good as its lower bounds.
+    """
+    step_s = search.bounds.step_s * (1 - ROUNDING)
+    peak_bytes = search.bounds.peak_high_bytes * (1 - ROUNDING)
+    open_rows = np.ones(len(step_s), dtype=bool)
+    found = []
+    for index in np.argsort(step_s, kind="stable").tolist():
+        if not open_rows[index]:
+            continue
+        candidate = search.candidate(index)
+        if candidate.fits:
+            found.append(candidate)
+            mine = candidate.estimate
+            open_rows &= (step_s < mine.step_s) | (peak_bytes < mine.peak_high_bytes)
+    return found
 
 
 Goods = tuple[float, float, float]
