@@ -37,6 +37,8 @@ def reasons(
     for step in trace.steps[1:]:
         yield f"{step.question} {_capitalised(step.answer)}: {step.because}"
     yield _leaf_reason(winner, policy, trace)
+    yield from _stages_reason(winner)
+    yield from _split_reason(winner)
     yield from _recompute_reason(winner, weighed)
     yield from _runner_up_reason(winner, pool, policy)
     yield from _whole_reason(winner, pool, facts, policy)
@@ -77,6 +79,37 @@ def _leaf_reason(winner: Candidate, policy: Policy, trace: Trace) -> str:
     if not in_leaf(winner.plan, trace):
         return f"{advice}; of the families that are weighed, none of these fits here"
     return advice
+
+
+def _stages_reason(winner: Candidate) -> Iterator[str]:
+    """What a pipeline costs in standing still, and how unequal its ranks are."""
+    estimate = winner.estimate
+    if not estimate.stages:
+        return
+    idle = estimate.time.idle_s
+    fullest, emptiest = estimate.stages[0], estimate.stages[-1]
+    held = " and ".join(f"`{first}` to `{last}`" for first, last in fullest.units)
+    yield (
+        f"Its stages wait {format_seconds(idle)} of a step for each other"
+        f" ({format_percent(idle / estimate.step_s)}); the fullest rank holds {held}, keeps"
+        f" {fullest.in_flight} microbatches in flight and needs up to"
+        f" {format_gib(fullest.peak_high_bytes)}, the emptiest"
+        f" {format_gib(emptiest.peak_high_bytes)}"
+    )
+
+
+def _split_reason(winner: Candidate) -> Iterator[str]:
+    """What split layers exchange, over which link."""
+    plan, estimate = winner.plan, winner.estimate
+    found = [t for t in estimate.traffic if (t.group_size, t.stride) == (plan.tp, 1)]
+    if plan.tp == 1 or not found:
+        return
+    sent = sum(traffic.bus_bytes for traffic in found)
+    links = " and ".join(dict.fromkeys(traffic.link for traffic in found))
+    yield (
+        f"Split layers send {format_gib(sent)} a step and device over {links}, in"
+        f" {format_seconds(sum(traffic.seconds for traffic in found))}; nothing computes meanwhile"
+    )
 
 
 def _recompute_reason(winner: Candidate, weighed: Sequence[Candidate]) -> Iterator[str]:
