@@ -27,13 +27,13 @@ from advisor.cost.compute import (
     unit_times,
     with_measured,
 )
-from advisor.cost.loads import Loads, UnitLoad, loads_of
+from advisor.cost.loads import Loads, UnitLoad, loads_of, styled_units
 from advisor.cost.memory import Peak, peak, shard_degree
 from advisor.cost.replay import Slowdown, replay, slowdown
 from advisor.cost.runs import Run, runs_of
 from advisor.cost.staged import staged
 from advisor.cost.stages import Stages
-from advisor.cost.tensor import Styles, cut_unit, is_split
+from advisor.cost.tensor import Styled, cut_unit, is_split
 from advisor.facts import Facts
 from engines.legality import numerics
 from engines.plan import Plan
@@ -54,6 +54,7 @@ class CostModel:
         self._loads: dict[tuple[object, ...], Loads] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._units: dict[tuple[object, ...], tuple[UnitProfile, ...]] = {}
+        self._styled: dict[tuple[Numerics, tuple[tuple[str, str], ...]], list[Styled]] = {}
         self._updates: dict[tuple[object, ...], Upkeep] = {}
         self._load_bytes: float | None = None
         self._flop: dict[tuple[Numerics, int], float] = {}
@@ -240,8 +241,18 @@ class CostModel:
                 cp=plan.cp,
                 ep=plan.ep,
                 runs=self.runs,
+                styled=self._styled_units(plan),
             )
         return self._loads[key]
+
+    def _styled_units(self, plan: Plan) -> list[Styled]:
+        """What is done to each unit, looked up once for all microbatches."""
+        kind, styles = self.numerics(plan), plan.tensor_styles if plan.tp > 1 else ()
+        if (kind, styles) not in self._styled:
+            self._styled[kind, styles] = styled_units(
+                self.facts.model, numerics=kind, styles=styles
+            )
+        return self._styled[kind, styles]
 
     def computing(self, plan: Plan, loads: Loads) -> Computing:
         """Measured times of this device where the model carries some, else the roofline's.
@@ -302,14 +313,14 @@ class CostModel:
         if self.facts.workload.optimizer.units is not None:
             return model.units
         if key not in self._units:
-            styles = Styles(plan.tensor_styles)
+            styled_as = self._styled_units(plan)
             kind = self.numerics(plan)
             found: list[UnitProfile] = []
             for run in self.runs:
                 known: dict[object, UnitProfile] = {}
-                for unit in model.units[run.first : run.last]:
-                    cost = unit.cost(kind)
-                    styled = styles.of_unit(unit, cost.layers) if plan.tp > 1 else ()
+                for place in range(run.first, run.last):
+                    cost = model.units[place].cost(kind)
+                    styled = styled_as[place]
                     if styled not in known:
                         known[styled] = (
                             cut_unit(run.unit, cost, styled, tp=plan.tp)
