@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from advisor.cost.axes import without_experts
 from advisor.cost.breakdown import Estimate, Time
 from advisor.cost.communication import (
-    Ledger,
-    Wires,
     apart_s,
     communication_error,
     exchange,
@@ -27,6 +25,7 @@ from advisor.cost.compute import (
     unit_times,
     with_measured,
 )
+from advisor.cost.ledger import Ledger, Wires
 from advisor.cost.loads import Loads, UnitLoad, loads_of, styled_units
 from advisor.cost.memory import Peak, peak, shard_degree
 from advisor.cost.replay import Slowdown, replay, slowdown
@@ -35,6 +34,7 @@ from advisor.cost.staged import staged
 from advisor.cost.stages import Stages
 from advisor.cost.tensor import Styled, cut_unit, is_split
 from advisor.facts import Facts
+from advisor.styles import proposed_styles
 from engines.legality import numerics
 from engines.plan import Plan
 from profiles.errors import PlanError
@@ -56,6 +56,7 @@ class CostModel:
         self._units: dict[tuple[object, ...], tuple[UnitProfile, ...]] = {}
         self._styled: dict[tuple[Numerics, tuple[tuple[str, str], ...]], list[Styled]] = {}
         self._updates: dict[tuple[object, ...], Upkeep] = {}
+        self._styles: dict[int, tuple[tuple[str, str], ...]] = {}
         self._load_bytes: float | None = None
         self._flop: dict[tuple[Numerics, int], float] = {}
         self._numerics: dict[tuple[object, bool], Numerics] = {}
@@ -230,14 +231,15 @@ class CostModel:
         kind = self.numerics(plan)
         samples = samples or plan.microbatch_size
         assert samples is not None
-        key = (kind, samples, plan.tp, plan.tensor_styles, plan.cp, plan.ep)
+        styles = self.styles(plan)
+        key = (kind, samples, plan.tp, styles, plan.cp, plan.ep)
         if key not in self._loads:
             self._loads[key] = loads_of(
                 self.facts.model,
                 numerics=kind,
                 samples=samples,
                 tp=plan.tp,
-                styles=plan.tensor_styles,
+                styles=styles,
                 cp=plan.cp,
                 ep=plan.ep,
                 runs=self.runs,
@@ -247,12 +249,20 @@ class CostModel:
 
     def _styled_units(self, plan: Plan) -> list[Styled]:
         """What is done to each unit, looked up once for all microbatches."""
-        kind, styles = self.numerics(plan), plan.tensor_styles if plan.tp > 1 else ()
+        kind, styles = self.numerics(plan), self.styles(plan)
         if (kind, styles) not in self._styled:
             self._styled[kind, styles] = styled_units(
                 self.facts.model, numerics=kind, styles=styles
             )
         return self._styled[kind, styles]
+
+    def styles(self, plan: Plan) -> tuple[tuple[str, str], ...]:
+        """How layers are split; as proposed from the profile where the plan leaves it open."""
+        if plan.tp == 1 or plan.tensor_styles:
+            return plan.tensor_styles if plan.tp > 1 else ()
+        if plan.tp not in self._styles:
+            self._styles[plan.tp] = proposed_styles(self.facts.model, plan.tp)
+        return self._styles[plan.tp]
 
     def computing(self, plan: Plan, loads: Loads) -> Computing:
         """Measured times of this device where the model carries some, else the roofline's.
@@ -298,6 +308,7 @@ class CostModel:
             tuple(counts.items()),
             tuple(unit.name for unit in copies),
             plan.tp,
+            self.styles(plan),
             plan.ep,
             shard_degree(plan),
         )
@@ -309,7 +320,8 @@ class CostModel:
         """Every unit with the parameters that one rank of the tp axis has; equal ones are one
         object, unless the optimizer knows them by their names."""
         model = self.facts.model
-        key = (plan.tp, plan.tensor_styles, plan.ep)
+        wanted = self.styles(plan)
+        key = (plan.tp, wanted, plan.ep)
         if self.facts.workload.optimizer.units is not None:
             return model.units
         if key not in self._units:
