@@ -186,19 +186,24 @@ def rounds_of(plan: Plan) -> int:
 
 def _tensor(plan: Plan, units: Sequence[UnitLoad], ledger: Ledger) -> Exchange:
     """Collectives inside units; each is waited for. Recompute repeats those of forwards."""
+    groups = {
+        "tp": (plan.tp, 1),
+        "cp": (plan.cp, plan.tp),
+        "ep": (plan.ep, plan.cp * plan.tp),
+    }
     forward, backward, again = [], [], []
     for unit in units:
         sums = [0.0, 0.0, 0.0]
         runs_again = unit.is_block and plan.recompute is not Recompute.NONE
         for each in unit.exchanges:
             repeats = runs_again and each.is_repeated
-            group = plan.tp if each.axis == "tp" else plan.cp if each.axis == "cp" else plan.ep
+            group, stride = groups[each.axis]
             seconds = ledger.charge(
                 each.kind,
                 each.purpose,
                 each.payload_bytes,
                 group_size=group,
-                stride=1 if each.axis == "tp" else plan.tp,
+                stride=stride,
                 count=plan.forwards * unit.count * (2 if repeats else 1),
             )
             sums[0 if each.in_forward else 1] += seconds

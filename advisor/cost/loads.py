@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from advisor.cost.axes import over_experts, over_tokens
 from advisor.cost.runs import Run, divided, runs_of
 from advisor.cost.tensor import Styled, Styles, TensorExchange, cut, is_split, split_loss
 from engines.tensor.styles import Kind, Style
@@ -121,13 +122,25 @@ class Loads:
 
     def part(self, first: int, last: int) -> Loads:
         """Units [first, last) alone."""
-        found, place = [], 0
-        for run in self.runs:
-            count = min(last, place + run.count) - max(first, place)
-            if count > 0:
-                found.append(run if count == run.count else replace(run, count=count))
-            place += run.count
-        return replace(self, runs=tuple(found), names=self.names[first:last])
+        if (first, last) not in self._parts:
+            found, place = [], 0
+            for run in self.runs:
+                count = min(last, place + run.count) - max(first, place)
+                if count > 0:
+                    found.append(run if count == run.count else replace(run, count=count))
+                place += run.count
+            self._parts[first, last] = Loads(
+                runs=tuple(found),
+                samples=self.samples,
+                compute_share=self.compute_share,
+                buffer_bytes=self.buffer_bytes,
+                names=self.names[first:last],
+            )
+        return self._parts[first, last]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], Loads]:
+        return {}
 
 
 def loads_of(
@@ -166,6 +179,10 @@ def loads_of(
             styled=styled[run.first],
             tp=tp,
         )
+        if cp > 1:
+            load = over_tokens(load, run.unit.cost(numerics), cp=cp, samples=samples / cp)
+        if ep > 1:
+            load = over_experts(load, run.unit, ep=ep)
         if logits is not None and run.unit.name == _loss_unit(model):
             load = _with_split_loss(load, model, numerics, samples / cp, tp=tp)
         found.append(load)

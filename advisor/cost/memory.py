@@ -474,25 +474,20 @@ def stage_peak(
     elif kind.is_sharded:
         always = root * share
 
-    moments = []
-    for moment in in_flight:
+    def at(moment: InFlight) -> Moment:
         chunk = chunks[moment.chunk]
-        own = chunk.forward if moment.kind is Kind.FORWARD else chunk.backward
-        kept = sum(n * c.kept_bytes for n, c in zip(moment.held, chunks, strict=True))
-        cast = sum(n * c.cast_bytes for n, c in zip(moment.held, chunks, strict=True))
-        waiting = sum(n * c.waiting_bytes for n, c in zip(moment.waiting, chunks, strict=True))
-        kept += own.activations
-        if moment.kind is not Kind.FORWARD:
+        is_forward = moment.kind is Kind.FORWARD
+        own = chunk.forward if is_forward else chunk.backward
+        kept, cast, waiting = own.activations, own.gathered + always, own.transient
+        if not is_forward:
             kept -= chunk.own_bytes  # of the microbatch in work, which is among those held
-        moments.append(
-            replace(
-                own,
-                gradients=whole,
-                activations=kept,
-                gathered=own.gathered + cast + always,
-                transient=own.transient + waiting,
-            )
-        )
+        for held, late, each in zip(moment.held, moment.waiting, chunks, strict=True):
+            kept += held * each.kept_bytes
+            cast += held * each.cast_bytes
+            waiting += late * each.waiting_bytes
+        return Moment(own.event, own.unit, whole, kept, cast, waiting, own.loss)
+
+    moments = [at(moment) for moment in in_flight]
     moments.append(_meeting(plan, parts, whole, root=root, always=always))
     if on_device:
         moments.append(_optimizer_step(plan, gradient_bytes, update, device))

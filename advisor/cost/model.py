@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from advisor.cost.axes import without_experts
 from advisor.cost.breakdown import Estimate, Time
 from advisor.cost.communication import (
     Ledger,
@@ -30,6 +31,7 @@ from advisor.cost.loads import Loads, UnitLoad, loads_of
 from advisor.cost.memory import Peak, peak, shard_degree
 from advisor.cost.replay import Slowdown, replay, slowdown
 from advisor.cost.runs import Run, runs_of
+from advisor.cost.staged import staged
 from advisor.cost.stages import Stages
 from advisor.cost.tensor import Styles, cut_unit, is_split
 from advisor.facts import Facts
@@ -54,6 +56,8 @@ class CostModel:
         self._units: dict[tuple[object, ...], tuple[UnitProfile, ...]] = {}
         self._updates: dict[tuple[object, ...], Upkeep] = {}
         self._load_bytes: float | None = None
+        self._flop: dict[tuple[Numerics, int], float] = {}
+        self._numerics: dict[tuple[object, bool], Numerics] = {}
 
     def estimate(self, plan: Plan) -> Estimate:
         """See `advisor.cost.estimate`."""
@@ -62,8 +66,6 @@ class CostModel:
                 "the plan leaves microbatch_size open, so it has no cost", where=f"plan: {plan}"
             )
         if plan.pp > 1:
-            from advisor.cost.staged import staged
-
             return staged(self, plan)
         return self._whole(plan)
 
@@ -140,7 +142,7 @@ class CostModel:
         assert plan.microbatch_size is not None
         local, tokens = plan.microbatch_size * plan.forwards, facts.tokens_per_sample
         samples = local * plan.data_degree
-        flop = facts.model.flop(local, numerics(plan, facts.model)) / (plan.pp * plan.tp * plan.cp)
+        flop = self.flop(plan, local) / (plan.pp * plan.tp * plan.cp)
         return Estimate(
             memory=memory.memory,
             phase=memory.phase,
@@ -192,14 +194,29 @@ class CostModel:
             self._load_bytes = load_memory(self.facts.model, ranks_per_node=1).per_rank_bytes
         return self._load_bytes
 
+    def numerics(self, plan: Plan) -> Numerics:
+        """See `engines.legality.numerics`."""
+        key = plan.precision, plan.data_parallel.is_sharded
+        if key not in self._numerics:
+            self._numerics[key] = numerics(plan, self.facts.model)
+        return self._numerics[key]
+
+    def flop(self, plan: Plan, samples: int) -> float:
+        """Model FLOP of one forward and backward of all units, without recompute."""
+        kind = self.numerics(plan)
+        if (kind, samples) not in self._flop:
+            found = (run.count * run.unit.flop(samples, kind) for run in self.runs)
+            self._flop[kind, samples] = sum(found)
+        return self._flop[kind, samples]
+
     def ledger(self) -> Ledger:
         """An empty one for this cluster."""
         return Ledger(self.facts.cluster, self._wires)
 
     def dtype(self, plan: Plan) -> str:
         """In which matrices are multiplied."""
-        model = self.facts.model
-        return model.dtype if numerics(plan, model) is Numerics.AS_BUILT else "bfloat16"
+        is_built = self.numerics(plan) is Numerics.AS_BUILT
+        return self.facts.model.dtype if is_built else "bfloat16"
 
     def batch_bytes(self, plan: Plan) -> float:
         """A rank's part of the batch of a step."""
@@ -209,7 +226,7 @@ class CostModel:
 
     def loads(self, plan: Plan, samples: int | None = None) -> Loads:
         """All units on one rank of the tp axis; at the plan's microbatch unless said."""
-        kind = numerics(plan, self.facts.model)
+        kind = self.numerics(plan)
         samples = samples or plan.microbatch_size
         assert samples is not None
         key = (kind, samples, plan.tp, plan.tensor_styles, plan.cp, plan.ep)
@@ -242,7 +259,7 @@ class CostModel:
         times = unit_times(loads, recompute=plan.recompute, device=device, dtype=dtype)
         error = compute_error(device, dtype)
         is_split = plan.tp * plan.cp * plan.ep > 1  # what was measured are whole units
-        kind = numerics(plan, model)
+        kind = self.numerics(plan)
         measured = None if is_split else block_times(model, cluster, kind, samples=loads.samples)
         if measured is None:
             return Computing(times, error)
@@ -270,6 +287,7 @@ class CostModel:
             tuple(counts.items()),
             tuple(unit.name for unit in copies),
             plan.tp,
+            plan.ep,
             shard_degree(plan),
         )
         if key not in self._updates:
@@ -280,12 +298,12 @@ class CostModel:
         """Every unit with the parameters that one rank of the tp axis has; equal ones are one
         object, unless the optimizer knows them by their names."""
         model = self.facts.model
-        key = (plan.tp, plan.tensor_styles)
+        key = (plan.tp, plan.tensor_styles, plan.ep)
         if self.facts.workload.optimizer.units is not None:
             return model.units
         if key not in self._units:
             styles = Styles(plan.tensor_styles)
-            kind = numerics(plan, model)
+            kind = self.numerics(plan)
             found: list[UnitProfile] = []
             for run in self.runs:
                 known: dict[object, UnitProfile] = {}
@@ -298,6 +316,8 @@ class CostModel:
                             if is_split(styled)
                             else run.unit
                         )
+                        if plan.ep > 1:
+                            known[styled] = without_experts(known[styled], ep=plan.ep)
                     found.append(known[styled])
             self._units[key] = tuple(found)
         return self._units[key]

@@ -23,7 +23,6 @@ from advisor.cost.orders import SPLITS_BACKWARD, moments, stages_of
 from advisor.cost.pipeline import Played, StageTimes, play, sends_late
 from advisor.cost.replay import backward, forward
 from advisor.cost.stages import Tie
-from engines.legality import numerics
 from engines.plan import DataParallel, Plan, Schedule
 from profiles.cluster import Collective
 from profiles.errors import PlanError
@@ -84,6 +83,7 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     in_flight = moments(
         schedule, ranks=plan.pp, stages=len(places), microbatches=in_round, whole=whole
     )
+    batch_bytes = model.batch_bytes(plan) + model.loads(plan).buffer_bytes
     updates = [
         model.update_of(
             plan, [places[s] for s in own[r]], [tie.unit for tie in ties if r in tie.ranks[1:]]
@@ -101,7 +101,7 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
             in_flight[rank],
             update=updates[rank],
             device=cluster.device,
-            batch_bytes=model.batch_bytes(plan) + model.facts.model.buffer_bytes,
+            batch_bytes=batch_bytes,
             buffer_bytes=_received_into(in_round, received, returned),
             copied_bytes=sum(t.unit.parameter_bytes for t in ties if rank in t.ranks[1:]),
         )
@@ -182,7 +182,7 @@ def _require_places(plan: Plan, count: int) -> None:
 
 def _borders(model: CostModel, plan: Plan, ends: Sequence[int]) -> list[_Border]:
     assert plan.microbatch_size is not None
-    kind = numerics(plan, model.facts.model)
+    kind = model.numerics(plan)
     ledger, stride = model.ledger(), plan.world_size // plan.pp
     found = []
     for place in ends[1:-1]:

@@ -225,20 +225,21 @@ def test_slower_links_never_make_a_pipeline_faster() -> None:
 
 
 def test_an_estimate_of_126_blocks_takes_milliseconds() -> None:
-    """A search weighs tens of thousands; twice what it took on a slow core."""
+    """A search weighs tens of thousands. 0.3, 1.3 and 2.1 ms on a core of 2.1 GHz; several times
+    that is allowed for cores that others use too."""
     model = transformer(layers=126, hidden=2048, ffn=8192)
     costs = CostModel(facts(model, gpus(16), batch=1024))
     limits = {
-        "dp_shard=128 recompute=full": 3e-3,
-        "pp=8 dp_replicate=16 schedule=1f1b microbatches=32": 10e-3,
-        "pp=8 dp_shard=16 schedule=interleaved microbatches=32": 20e-3,
+        "dp_shard=128 recompute=full": 2e-3,
+        "pp=8 dp_replicate=16 schedule=1f1b microbatches=32": 6e-3,
+        "pp=8 dp_shard=16 schedule=interleaved microbatches=32": 10e-3,
     }
     for text, limit in limits.items():
         plan = Plan.parse(f"{text} microbatch_size=1 precision=bf16")
         costs.estimate(plan)
         took = []
-        for _ in range(5):
-            start = time.perf_counter()
+        for _ in range(10):
+            start = time.process_time()
             costs.estimate(plan)
-            took.append(time.perf_counter() - start)
+            took.append(time.process_time() - start)
         assert min(took) < limit, text
