@@ -27,7 +27,7 @@ def legal_plans(
     pin says so. In a fixed order: simpler degrees and kinds first, larger microbatches first.
     """
     space = space_of(facts, pins, styles=styles or styles_of(facts), offload=offload)
-    stages = Stages(CostModel(facts), pins)
+    stages = Stages(CostModel(facts), pins, Policy())
     return [stages.plan(space, index) for index in range(len(space))]
 
 
@@ -42,7 +42,7 @@ def searched(
 ) -> Search:
     """A search over the same plans."""
     space = space_of(facts, pins, styles=styles or styles_of(facts), offload=offload)
-    return Search(costs, policy, space, Stages(costs, pins))
+    return Search(costs, policy, space, Stages(costs, pins, policy))
 
 
 def why_illegal(facts: Facts, pins: Pins, *, styles: Styles | None = None) -> list[Problem]:

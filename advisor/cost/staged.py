@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from advisor.cost.breakdown import Estimate, StageEstimate
+from advisor.cost.breakdown import Estimate, StageEstimate, Traffic
 from advisor.cost.communication import (
     Ledger,
     apart_s,
@@ -118,14 +118,7 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     named = [chunk_of(plan, stages[s].part, sent_bytes=_sent(borders, s)) for s in own[fullest]]
     memory = peak_of(fullest, named)
 
-    ledger = model.ledger()
-    for s in own[busiest]:
-        stage_exchange(
-            plan, stages[s].part, ledger, has_host=model.overlaps, chunks=len(own[busiest])
-        )
-    _charge_sends(plan, own[busiest], borders, ledger)
-    _Tail.of(model, plan, [stages[s] for s in own[busiest]], busiest, ties, ledger)
-    apart = apart_s(plan, model.facts.model, ledger)
+    ledger, apart = _charged(model, plan, busiest, own[busiest], stages, borders, ties)
     late = sum(stage.late_s for stage in stages)
     between = max(end + tail.round_s for end, tail in zip(played.end_s, tails, strict=True))
     last = max(end + tail.last_s for end, tail in zip(played.end_s, tails, strict=True))
@@ -166,6 +159,39 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
             )
         }
     )
+
+
+def traffic_of_ranks(model: CostModel, plan: Plan) -> tuple[tuple[Traffic, ...], ...]:
+    """What each rank of the pp axis is charged for, in their order; a legal plan with stages."""
+    ends = model.stages.ends(plan)
+    assert plan.schedule is not None
+    borders, ties = _borders(model, plan, ends), model.stages.ties(plan, ends)
+    count = len(ends) - 1
+    stages = _stages(model, plan, ends, borders, chunks=count // plan.pp)
+    found = []
+    for rank in range(plan.pp):
+        own = stages_of(plan.schedule, rank, ranks=plan.pp, stages=count)
+        ledger, _ = _charged(model, plan, rank, own, stages, borders, ties)
+        found.append(ledger.traffic())
+    return tuple(found)
+
+
+def _charged(
+    model: CostModel,
+    plan: Plan,
+    rank: int,
+    own: Sequence[int],
+    stages: Sequence[_Stage],
+    borders: Sequence[_Border],
+    ties: Sequence[Tie],
+) -> tuple[Ledger, float]:
+    """All that a rank with the stages `own` sends in a step; seconds of the small collectives."""
+    ledger = model.ledger()
+    for s in own:
+        stage_exchange(plan, stages[s].part, ledger, has_host=model.overlaps, chunks=len(own))
+    _charge_sends(plan, own, borders, ledger)
+    _Tail.of(model, plan, [stages[s] for s in own], rank, ties, ledger)
+    return ledger, apart_s(plan, model.facts.model, ledger)
 
 
 def _require_places(plan: Plan, count: int) -> None:

@@ -26,6 +26,7 @@ from advisor.search.space import (
     factors,
     stages_per_rank,
 )
+from advisor.styles import proposed_styles
 from engines.legality import problems
 from engines.pipeline.legality import pipeline, schedule_problems
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute, Schedule
@@ -60,7 +61,7 @@ def space_of(facts: Facts, pins: Pins, *, styles: Styles, offload: Offload = Off
 
 def styles_of(facts: Facts) -> Styles:
     """How layers of the model are split, as far as its profile tells."""
-    return lambda tp: ()
+    return lambda tp: proposed_styles(facts.model, tp)
 
 
 def pieces(model: ModelProfile, cluster: ClusterProfile) -> list[str]:
@@ -123,6 +124,7 @@ class _Builder:
             offload=self._offload,
             precision=self._precision,
             styles=self._styles,
+            pieces=tuple(self._pieces) if columns["pp"].max(initial=1) > 1 else (),
             carried={key: self._pins[key] for key in _CARRIED if key in self._pins},
         )
 

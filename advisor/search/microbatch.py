@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,11 +13,37 @@ from numpy.typing import NDArray
 from advisor.cost import CostModel
 from advisor.cost.compute import UnitTime
 from advisor.cost.loads import Loads, UnitLoad
+from advisor.cost.memory import kept_bytes
 from engines.legality import numerics
 from engines.plan import Plan, Recompute
-from profiles.model import Numerics
 
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What one microbatch sends over each place where a stage may begin, there and back, as bytes
+    that are fixed and bytes for every sample."""
+
+    there: tuple[Floats, Floats]
+    back: tuple[Floats, Floats]
+
+    def at(self, samples: float) -> tuple[Floats, Floats]:
+        """Bytes (there, back) at every place."""
+        there, back = (fixed + each * samples for fixed, each in (self.there, self.back))
+        return there, back
+
+
+def crossing_of(costs: CostModel, plan: Plan, places: Sequence[int]) -> Crossing:
+    """Of the borders before these units, in the numerics of `plan`."""
+    kind = numerics(plan, costs.facts.model)
+
+    def bytes_at(samples: float) -> Floats:
+        found = [costs.stages.crossing(n, numerics=kind, samples=samples) for n in places]
+        return np.array(found, dtype=float).reshape(-1, 2).T
+
+    fixed, one = bytes_at(0.0), bytes_at(1.0)
+    return Crossing((fixed[0], one[0] - fixed[0]), (fixed[1], one[1] - fixed[1]))
 
 
 @dataclass(frozen=True)
@@ -24,23 +51,26 @@ class Microbatch:
     """The units of a model at one size, and their times.
 
     Attributes:
-        loads, times: unit by unit; of equal neighbours one that counts for all.
-        exchange_s: of each unit, what it sends along the tp axis.
+        loads, times: of equal neighbours one that counts for all.
+        exchange_s: of each entry of the loads, what it sends along the tp axis: in the forward, and
+            in the backward with what is computed again.
+        crossing: what it sends between stages.
     """
 
     loads: Loads
     times: tuple[UnitTime, ...]
     recompute: Recompute
-    exchange_s: tuple[float, ...]
+    exchange_s: tuple[tuple[float, float], ...]
+    crossing: Crossing
 
     @cached_property
     def units(self) -> tuple[UnitLoad, ...]:
-        return tuple(self.loads.units)
+        return self.loads.entries
 
     @cached_property
     def counts(self) -> Floats:
         """For how many units each stands."""
-        return np.array([getattr(unit, "count", 1) for unit in self.units], dtype=float)
+        return np.array([unit.count for unit in self.units], dtype=float)
 
     def _sum(self, amounts: list[float]) -> float:
         return float(self.counts @ np.array(amounts))
@@ -69,13 +99,100 @@ class Microbatch:
         return self.compute_s + self.recompute_s + self.launch_s
 
     @cached_property
-    def exchanged_s(self) -> float:
-        return self._sum(list(self.exchange_s))
+    def exchanged_s(self) -> tuple[float, float]:
+        """Of all units: in a forward, and in a backward."""
+        there, back = zip(*self.exchange_s, strict=True)
+        return self._sum(list(there)), self._sum(list(back))
+
+    @cached_property
+    def unit_s(self) -> Floats:
+        """[2, entries]: of one unit, forward and backward, with all it sends along the tp axis."""
+        found = [
+            (
+                t.forward_s + t.forward_launch_s + there,
+                t.backward_s
+                + t.backward_launch_s
+                + t.recompute_s
+                + t.recompute_launch_s
+                + back,
+            )
+            for t, (there, back) in zip(self.times, self.exchange_s, strict=True)
+        ]
+        return np.array(found).T
+
+    @cached_property
+    def forward_share(self) -> float:
+        """Of no unit the forward takes a larger part."""
+        total = self.unit_s.sum(axis=0)
+        return float((self.unit_s[0][total > 0] / total[total > 0]).max(initial=0.0))
 
     @cached_property
     def kept(self) -> Floats:
         """Bytes of each unit from its forward to its backward."""
-        return np.array([kept_bytes(unit, self.recompute) for unit in self.units])
+        return np.array([kept_bytes(u, self.recompute) for u in self.units], dtype=float)
+
+    # Blocks: what the least of them has
+
+    @cached_property
+    def _is_block(self) -> NDArray[np.bool_]:
+        return np.array([unit.is_block for unit in self.units])
+
+    def _least(self, amounts: Floats) -> float:
+        return float(amounts[self._is_block].min(initial=np.inf)) if self.blocks else 0.0
+
+    @cached_property
+    def blocks(self) -> float:
+        return float(self.counts[self._is_block].sum())
+
+    @cached_property
+    def block_s(self) -> tuple[float, float]:
+        """Forward and backward."""
+        there, back = self.unit_s
+        return self._least(there), self._least(back)
+
+    @cached_property
+    def block_bytes(self) -> tuple[float, float]:
+        """Parameters and gradients."""
+        parameters = np.array([unit.parameter_bytes for unit in self.units], dtype=float)
+        return self._least(parameters), self._least(self._gradients)
+
+    @property
+    def _gradients(self) -> Floats:
+        return np.array([unit.gradient_bytes for unit in self.units], dtype=float)
+
+    @cached_property
+    def block_part(self) -> float:
+        """Of all gradients, and so of an optimizer's states that are as large."""
+        return self._least(self._gradients) / self.loads.gradient_bytes
+
+    @cached_property
+    def block_kept_bytes(self) -> float:
+        return self._least(self.kept)
+
+    # Borders
+
+    @cached_property
+    def least_sent_bytes(self) -> float:
+        """Over any border, whichever way is more."""
+        there, back = self.crossing.at(self.loads.samples)
+        return float(np.maximum(there, back).min(initial=np.inf)) if len(there) else 0.0
+
+    @cached_property
+    def most_sent_bytes(self) -> float:
+        there, back = self.crossing.at(self.loads.samples)
+        return float(np.maximum(there, back).max(initial=0.0))
+
+    @cached_property
+    def least_held_bytes(self) -> float:
+        """Over any border, whichever way is less."""
+        there, back = self.crossing.at(self.loads.samples)
+        return float(np.minimum(there, back).min(initial=np.inf)) if len(there) else 0.0
+
+    @cached_property
+    def largest_copy_bytes(self) -> float:
+        """Of a unit that FSDP gathers."""
+        largest = max((parameters for parameters, _ in self.separate), default=0.0)
+        return largest * self.loads.compute_share
 
     @cached_property
     def separate(self) -> Counter[tuple[float, float]]:
@@ -94,13 +211,16 @@ class Microbatch:
     @cached_property
     def fullest_bytes(self) -> float:
         """Activations when some unit's backward begins, with what that unit works in."""
-        live = np.cumsum(self.counts * self.kept)
-        work = np.array([_work_bytes(unit, self.recompute) for unit in self.units])
-        return float((live + work).max())
+        return float((np.cumsum(self.counts * self.kept) + self.work).max())
+
+    @cached_property
+    def work(self) -> Floats:
+        """Bytes that each unit's backward holds beside what was kept."""
+        return np.array([_work_bytes(unit, self.recompute) for unit in self.units])
 
 
 def _work_bytes(unit: UnitLoad, recompute: Recompute) -> float:
-    """What a backward holds beside what was kept: the gradient that comes in, and temporaries."""
+    """The gradient that comes in, what is computed again, and temporaries."""
     runs_again = unit.is_block and recompute is not Recompute.NONE
     if not runs_again:
         return unit.output_bytes + unit.backward_transient_bytes
@@ -109,18 +229,19 @@ def _work_bytes(unit: UnitLoad, recompute: Recompute) -> float:
     return unit.output_bytes + max(work, unit.forward_transient_bytes)
 
 
-def microbatch(costs: CostModel, plan: Plan) -> Microbatch:
+def microbatch(costs: CostModel, plan: Plan, crossing: Crossing) -> Microbatch:
     """The microbatch of `plan`; of degrees only tp matters."""
-    assert plan.microbatch_size is not None
-    kind = numerics(plan, costs.facts.model)
-    loads = costs._at(kind, plan.microbatch_size)
-    dtype = costs.facts.model.dtype if kind is Numerics.AS_BUILT else "bfloat16"
-    times = costs._computing(plan, loads, kind, dtype).times
-    return Microbatch(loads, times, plan.recompute, (0.0,) * len(times))
-
-
-def kept_bytes(unit: UnitLoad, recompute: Recompute) -> float:
-    """What stays of a unit between its forward and its backward."""
-    if not unit.is_block or recompute is Recompute.NONE:
-        return unit.activation_bytes
-    return unit.input_bytes if recompute is Recompute.FULL else unit.selective_bytes
+    loads, ledger = costs.loads(plan), costs.ledger()
+    found = []
+    for unit in loads.entries:
+        repeats = unit.is_block and plan.recompute is not Recompute.NONE
+        there = back = 0.0
+        for each in unit.exchanges:
+            seconds = ledger.charge(
+                each.kind, each.purpose, each.payload_bytes, group_size=plan.tp, stride=1
+            )
+            there += seconds * each.in_forward
+            back += seconds * (not each.in_forward) + seconds * (repeats and each.is_repeated)
+        found.append((there, back))
+    computing = costs.computing(plan, loads)
+    return Microbatch(loads, computing.times, plan.recompute, tuple(found), crossing)

@@ -16,16 +16,13 @@ from numpy.typing import NDArray
 from advisor.cost import CostModel, Estimate
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, fits_device, margin_s, simplicity, weigh
-from advisor.search.bounds import Bounds, bounds_of
+from advisor.search.bounds import ROUNDING, Bounds, bounds_of
 from advisor.search.space import KINDS, Space
 from advisor.search.stages import Stages
 from engines.plan import Plan
 
 Rows = NDArray[np.int64]
 """Numbers of rows of a space."""
-
-# Bounds add up the same numbers in another order: their last digits may differ from the estimate's.
-ROUNDING = 1e-9
 
 
 class Search:

@@ -8,7 +8,7 @@ the mesh is the engines' (`engines.plan.AXES`), what is sent most between the ne
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,7 @@ class Space:
         kind, schedule, recompute: positions in `KINDS`, `SCHEDULES`, `RECOMPUTES`.
         offload, precision: of all rows.
         styles: by tp degree.
+        pieces: units that may begin a stage, the first one of the model among them.
         carried: settings that every plan has and no search varies.
     """
 
@@ -80,6 +81,7 @@ class Space:
     offload: Offload
     precision: Precision
     styles: Mapping[int, tuple[tuple[str, str], ...]]
+    pieces: tuple[str, ...]
     carried: Pins
 
     def __len__(self) -> int:
@@ -89,6 +91,10 @@ class Space:
     def forwards(self) -> Integers:
         """Microbatches per replica and optimizer step."""
         return self.microbatches * self.accumulation
+
+    def part(self, rows: Integers) -> Space:
+        """Those rows alone."""
+        return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
 
     def row(self, index: int) -> Row:
         """What a rule may ask of a plan, without building it."""

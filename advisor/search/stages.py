@@ -1,19 +1,171 @@
-"""Which units the stages of a row begin with."""
+"""Which units the stages of a row begin with: the best borders there are for it.
+
+Of schedules with one stage a rank, every stage has its own number of microbatches in flight, and
+borders are exact in time and memory. Where a rank has several stages, their memory adds up in ways
+that borders alone do not tell: those are exact in time, and of equally fast ones the evenest.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
 from advisor.cost import CostModel
+from advisor.cost.memory import ALLOCATOR_SLACK, shard_degree
+from advisor.cost.orders import ONE_STAGE, moments
+from advisor.policy import Policy
+from advisor.search.borders import Matrix, cut, largest, spans
+from advisor.search.microbatch import Crossing, Floats, Microbatch, crossing_of, microbatch
 from advisor.search.space import Pins, Space
-from engines.plan import Plan
+from engines.plan import DataParallel, Offload, Plan, Schedule
+from profiles.cluster import Collective
+
+_KEEPS_PARAMETERS = (DataParallel.ZERO1, DataParallel.ZERO2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What lies between places where a stage may begin: amounts of each piece.
+
+    Attributes:
+        seconds: of one microbatch, forward and backward, with what is sent along the tp axis.
+        parameters, gradients, kept, work: bytes; `kept` of one microbatch, `work` while the fullest
+            of its units runs backward.
+        there, back: bytes that one microbatch sends over the border before each piece and after
+            the last: one more than there are pieces, zeros at both ends.
+    """
+
+    seconds: Floats
+    parameters: Floats
+    gradients: Floats
+    kept: Floats
+    work: Floats
+    there: Floats
+    back: Floats
 
 
 class Stages:
-    """The best borders for every row, made once for rows that share them."""
+    """Finds borders, once for rows that share all that they depend on."""
 
-    def __init__(self, costs: CostModel, pins: Pins) -> None:
+    def __init__(self, costs: CostModel, pins: Pins, policy: Policy) -> None:
         self._costs = costs
         self._pinned = tuple(pins.get("stages", ()))
+        self._usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
+        self._place = {unit.name: n for n, unit in enumerate(costs.facts.model.units)}
+        self._found: dict[tuple[object, ...], tuple[str, ...]] = {}
+        self._crossing: dict[bool, Crossing] = {}
+        self._pieces: dict[tuple[object, ...], _Pieces] = {}
 
     def plan(self, space: Space, index: int) -> Plan:
         """The plan of a row."""
-        return space.plan(index, stages=self._pinned)
+        row = space.row(index)
+        if row.pp == 1:
+            return space.plan(index)
+        if self._pinned:
+            return space.plan(index, stages=self._pinned)
+        key = (
+            row.pp,
+            row.tp,
+            row.data_parallel,
+            row.dp_replicate,
+            row.dp_shard,
+            row.schedule,
+            row.per_rank,
+            row.microbatch_size,
+            row.microbatches,
+            row.accumulation,
+            row.recompute,
+        )
+        if key not in self._found:
+            open_plan = space.plan(index)
+            self._found[key] = self._starts(open_plan, space.pieces, row.pp * row.per_rank)
+        return space.plan(index, stages=self._found[key])
+
+    def _starts(self, plan: Plan, names: Sequence[str], stages: int) -> tuple[str, ...]:
+        pieces = self._pieces_of(plan, names)
+        if plan.schedule in ONE_STAGE:
+            seconds = spans(pieces.seconds) + self._waiting_s(plan, pieces)
+            nbytes = self._held_bytes(plan, pieces, stages)
+            usable = self._room_bytes(plan)
+        else:
+            seconds = spans(pieces.seconds)
+            nbytes = [spans(pieces.parameters)] * stages
+            usable = np.inf
+        found = cut(seconds, nbytes, usable_bytes=usable)
+        return tuple(names[start] for start in found.starts)
+
+    def _pieces_of(self, plan: Plan, names: Sequence[str]) -> _Pieces:
+        is_sharded = plan.data_parallel.is_sharded
+        key = (plan.tp, plan.microbatch_size, plan.recompute, is_sharded)
+        if key in self._pieces:
+            return self._pieces[key]
+        places = [0, *(self._place[name] for name in names[1:])]
+        if is_sharded not in self._crossing:
+            self._crossing[is_sharded] = crossing_of(self._costs, plan, places[1:])
+        of = microbatch(self._costs, plan, self._crossing[is_sharded])
+        there, back = of.crossing.at(of.loads.samples)
+        self._pieces[key] = _Pieces(
+            seconds=_summed(of, of.unit_s.sum(axis=0), places),
+            parameters=_summed(of, [unit.parameter_bytes for unit in of.units], places),
+            gradients=_summed(of, [unit.gradient_bytes for unit in of.units], places),
+            kept=_summed(of, of.kept, places),
+            work=np.maximum.reduceat(_each(of, of.work), places),
+            there=np.pad(there, 1),
+            back=np.pad(back, 1),
+        )
+        return self._pieces[key]
+
+    def _waiting_s(self, plan: Plan, pieces: _Pieces) -> Matrix:
+        """What a stage waits for a microbatch to arrive, and for its gradient to come back."""
+        world = self._costs.facts.cluster.world_size
+        ledger, sent = self._costs.ledger(), np.maximum(pieces.there, pieces.back)
+        known = {
+            payload: ledger.charge(
+                Collective.SEND_RECV, "", payload, group_size=2, stride=world // plan.pp
+            )
+            for payload in set(sent.tolist())
+        }
+        seconds = np.array([known[payload] for payload in sent.tolist()])
+        return np.asarray(seconds[:, None] + seconds[None, :])
+
+    def _held_bytes(self, plan: Plan, pieces: _Pieces, stages: int) -> list[Matrix]:
+        """Of every stage at every place of the pipeline, when a backward begins."""
+        kind, degree = plan.data_parallel, shard_degree(plan)
+        facts = self._costs.facts
+        share = self._costs.loads(plan).compute_share
+        on_device = not (plan.offload is Offload.STATES and facts.cluster.device.kind != "cpu")
+        update = self._costs.update(plan, 0, len(facts.model.units))
+        repeated = kind.is_sharded and plan.accumulation > 1 and kind is not DataParallel.ZERO1
+        own = on_device / degree + share * (kind in _KEEPS_PARAMETERS)
+        whole = 1 + repeated * on_device / degree
+        states = on_device * update.state_bytes / pieces.gradients.sum()
+        held = spans(own * pieces.parameters + (whole + states) * pieces.gradients)
+        held = held + largest(pieces.work)
+        in_round = 1 if plan.schedule is Schedule.NAIVE else plan.microbatches
+        held += in_round * (pieces.there[:, None] + pieces.back[None, :])
+        kept = spans(pieces.kept) + pieces.there[None, :]
+        in_flight = moments(
+            plan.schedule or Schedule.GPIPE, ranks=stages, stages=stages, microbatches=in_round
+        )
+        most = [max(moment.held[0] for moment in rank) for rank in in_flight]
+        return [held + count * kept for count in most]
+
+    def _room_bytes(self, plan: Plan) -> float:
+        """What is left for a stage beside what all ranks hold alike."""
+        facts = self._costs.facts
+        room = (self._usable_bytes - facts.cluster.device.context_bytes.high) / (
+            1 + ALLOCATOR_SLACK
+        )
+        return room - self._costs.batch_bytes(plan) - facts.model.buffer_bytes
+
+
+def _each(of: Microbatch, amounts: Floats | Sequence[float]) -> Floats:
+    """Amounts of every single unit."""
+    return np.repeat(np.asarray(amounts), of.counts.astype(int))
+
+
+def _summed(of: Microbatch, amounts: Floats | Sequence[float], places: Sequence[int]) -> Floats:
+    """Amounts of the pieces that begin at `places`."""
+    return np.asarray(np.add.reduceat(_each(of, amounts), places))

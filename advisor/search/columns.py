@@ -1,0 +1,195 @@
+"""The columns of a space with what belongs to each row: sums over its microbatch's units, the
+seconds of its collectives, and what a rank holds of the parameters.
+
+Amounts are those of the whole model on one rank of the tp axis. Of a model in stages a rank has on
+average its part of them, and the fullest or slowest rank has no less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.cost import CostModel
+from advisor.cost.compute import optimizer_s
+from advisor.search.microbatch import Crossing, Microbatch, crossing_of, microbatch
+from advisor.search.space import KINDS, RECOMPUTES, Integers, Space
+from engines.plan import DataParallel, Plan
+from profiles.cluster import Collective
+from profiles.optimizers import Law
+
+Floats = NDArray[np.float64]
+
+SHARDED = np.array([kind.is_sharded for kind in KINDS])
+ZERO1, ZERO2 = KINDS.index(DataParallel.ZERO1), KINDS.index(DataParallel.ZERO2)
+HYBRID, REPLICATE = KINDS.index(DataParallel.HYBRID_SHARD), KINDS.index(DataParallel.REPLICATE)
+
+
+class Columns:
+    """Looks amounts up for all rows; what rows share is worked out once.
+
+    Attributes:
+        shards: over how many ranks parameters and states are divided.
+        is_sharded, gathers, reduces: by row; whether FSDP2 runs it, gathers parameters for every
+            microbatch, and reduces gradients for every one (ZeRO-1 and ZeRO-2 gather once a step,
+            ZeRO-1 reduces once).
+    """
+
+    def __init__(self, space: Space, costs: CostModel) -> None:
+        self.space = space
+        self.costs = costs
+        self.is_sharded = SHARDED[space.kind]
+        zero = (space.kind == ZERO1) | (space.kind == ZERO2)
+        self.shards = np.where(zero, space.dp_replicate, np.where(self.is_sharded, space.dp_shard, 1))
+        self.gathers = np.where(zero, 0.0, 1.0)
+        self.reduces = np.where(space.kind == ZERO1, 0.0, 1.0)
+        self._crossing: dict[int, Crossing] = {}
+        keys = np.stack([space.tp, space.microbatch_size, space.recompute, self.is_sharded])
+        unique, self.group = _unique(keys)
+        self.groups = [self._microbatch(*(int(n) for n in key)) for key in unique.T]
+        pairs = list(zip(unique.T, self.groups, strict=True))
+        # Parameters are the same in every microbatch of one tp degree.
+        self._sharded = {int(key[0]): group for key, group in pairs if key[3]}
+        self._whole = {int(key[0]): group for key, group in pairs if not key[3]}
+        self._ledger = costs.ledger()
+
+    def _microbatch(self, tp: int, size: int, recompute: int, is_sharded: int) -> Microbatch:
+        kind = DataParallel.FULL_SHARD if is_sharded else DataParallel.REPLICATE
+        plan = Plan.model_construct(
+            tp=tp,
+            tensor_styles=self.space.styles[tp],
+            microbatch_size=size,
+            recompute=RECOMPUTES[recompute],
+            precision=self.space.precision,
+            data_parallel=kind,
+        )
+        crossing = self._crossing.get(is_sharded)
+        if crossing is None:
+            model = self.costs.facts.model
+            place = {unit.name: n for n, unit in enumerate(model.units)}
+            places = [place[name] for name in self.space.pieces[1:]]
+            crossing = self._crossing[is_sharded] = crossing_of(self.costs, plan, places)
+        return microbatch(self.costs, plan, crossing)
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether the optimizer's states are as large as gradients are, whatever their shapes."""
+        optimizer = self.costs.facts.workload.optimizer
+        return optimizer.law is Law.ELEMENTWISE and optimizer.units is None
+
+    def of(self, amount: Callable[[Microbatch], float]) -> Floats:
+        """An amount of its microbatch for each row."""
+        return np.array([amount(group) for group in self.groups])[self.group]
+
+    def each(self, keys: Sequence[Integers], amount: Callable[..., float]) -> Floats:
+        """`amount` of every distinct combination of `keys`, for each row."""
+        unique, back = _unique(np.stack(keys))
+        return np.array([amount(*(int(n) for n in key)) for key in unique.T])[back]
+
+    def optimizer_s(self) -> Floats:
+        """The update of a rank's parameters."""
+        cluster, units = self.costs.facts.cluster, len(self.costs.facts.model.units)
+
+        def seconds(tp: int, shards: int) -> float:
+            plan = self._holding(tp, shards)
+            update = self.costs.update(plan, 0, units)
+            ranks = cluster.devices_per_node
+            return optimizer_s(plan, update, device=cluster.device, ranks=ranks)
+
+        return self.each([self.space.tp, self.shards], seconds)
+
+    def states_bytes(self) -> Floats:
+        """What the optimizer keeps for a rank's parameters."""
+        units = len(self.costs.facts.model.units)
+
+        def held(tp: int, shards: int) -> float:
+            return self.costs.update(self._holding(tp, shards), 0, units).state_bytes
+
+        return self.each([self.space.tp, self.shards], held)
+
+    def _holding(self, tp: int, shards: int) -> Plan:
+        """A plan whose ranks hold this part of the parameters."""
+        return Plan.model_construct(
+            tp=tp,
+            tensor_styles=self.space.styles[tp],
+            dp_shard=shards,
+            data_parallel=DataParallel.FULL_SHARD,
+            precision=self.space.precision,
+            offload=self.space.offload,
+        )
+
+    def gather_s(self) -> tuple[Floats, Floats]:
+        """(separate units, the root group): to gather all parameters once."""
+        return self._sent(Collective.ALL_GATHER)
+
+    def reduce_s(self) -> tuple[Floats, Floats]:
+        """(separate units, the root group): to reduce all gradients once."""
+        return self._sent(Collective.REDUCE_SCATTER)
+
+    def _sent(self, collective: Collective) -> tuple[Floats, Floats]:
+        is_gather = collective is Collective.ALL_GATHER
+
+        def seconds(tp: int, shards: int, *, of_root: bool) -> float:
+            if shards < 2:
+                return 0.0
+            of = self._sharded[tp]
+            share = of.loads.compute_share if is_gather else 1.0
+            return sum(
+                count * self._seconds(collective, (p if is_gather else g) * share, shards, tp)
+                for (p, g), count in (of.root if of_root else of.separate).items()
+            )
+
+        keys = [self.space.tp, self.shards]
+        separate = self.each(keys, lambda tp, n: seconds(tp, n, of_root=False))
+        return separate, self.each(keys, lambda tp, n: seconds(tp, n, of_root=True))
+
+    def replicate_s(self) -> tuple[Floats, Floats]:
+        """(separate units, the rest): the all-reduces between replicas of a step, of gradients
+        under DDP and of their shards under HSDP. One message takes no longer than many."""
+        reduced = Collective.ALL_REDUCE
+
+        def shards(tp: int, replicas: int, shard: int, *, of_root: bool) -> float:
+            if replicas < 2:
+                return 0.0
+            of = self._sharded[tp]
+            return sum(
+                count * self._seconds(reduced, g / shard, replicas, shard * tp)
+                for (_, g), count in (of.root if of_root else of.separate).items()
+            )
+
+        def whole(tp: int, replicas: int) -> float:
+            if replicas < 2:
+                return 0.0
+            return self._seconds(reduced, self._whole[tp].loads.gradient_bytes, replicas, tp)
+
+        space = self.space
+        replicas = np.where(space.kind == HYBRID, space.dp_replicate, 1)
+        keys = [space.tp, replicas, space.dp_shard]
+        separate = self.each(keys, lambda t, r, s: shards(t, r, s, of_root=False))
+        root = self.each(keys, lambda t, r, s: shards(t, r, s, of_root=True))
+        keys = [space.tp, np.where(space.kind == REPLICATE, space.dp_replicate, 1)]
+        return separate + self.each(keys, whole), root
+
+    def send_s(self, payload_bytes: Callable[[Microbatch], float]) -> Floats:
+        """Of a payload from one stage to the next."""
+        world = self.costs.facts.cluster.world_size
+
+        def seconds(group: int, pp: int) -> float:
+            payload = payload_bytes(self.groups[group])
+            return self._seconds(Collective.SEND_RECV, payload, 2, world // pp) if pp > 1 else 0.0
+
+        return self.each([self.group, self.space.pp], seconds)
+
+    def _seconds(self, kind: Collective, payload: float, group: int, stride: int) -> float:
+        return self._ledger.charge(kind, "", payload, group_size=group, stride=stride)
+
+
+def _unique(keys: Integers) -> tuple[Integers, Integers]:
+    """The distinct columns of `keys`, and for every column which of them it is."""
+    code = np.zeros(keys.shape[1], dtype=np.int64)
+    for row in keys:
+        code = code * (int(row.max(initial=0)) + 1) + row
+    _, first, back = np.unique(code, return_index=True, return_inverse=True)
+    return keys[:, first], back

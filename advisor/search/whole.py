@@ -1,0 +1,91 @@
+"""Lower bounds for models in one piece: a step is the wall time of one rank, which all are alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from advisor.cost.memory import ALLOCATOR_SLACK, UNITS_WHEN_AHEAD
+from advisor.cost.replay import slowdown
+from advisor.search.columns import REPLICATE, ZERO1, Columns, Floats
+from engines.plan import Offload
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTime:
+    """Seconds of a step, none above the estimate's."""
+
+    compute_s: Floats
+    recompute_s: Floats
+    optimizer_s: Floats
+    launch_s: Floats
+    exposed_s: Floats
+
+
+def whole_time(columns: Columns) -> WholeTime:
+    """What a rank computes is exact; of what it sends, that which no computing can hide."""
+    forwards = columns.space.forwards
+    compute = forwards * columns.of(lambda g: g.compute_s)
+    recompute = forwards * columns.of(lambda g: g.recompute_s)
+    launch = forwards * columns.of(lambda g: g.launch_s)
+    busy = compute + recompute + launch
+    exposed, sent = _exposed_s(columns, busy)
+    if columns.costs.overlaps:
+        overlap = columns.costs.facts.cluster.overlap
+        # What a second of overlap adds, whichever of the two takes longer; never more than hiding
+        # it saves.
+        either = [slowdown(overlap, computing_s=c, sent_s=1.0 - c).middle for c in (0.0, 1.0)]
+        exposed = exposed + min(*either, 1.0) * np.maximum(0.0, sent - exposed)
+    return WholeTime(compute, recompute, columns.optimizer_s(), launch, exposed)
+
+
+def _exposed_s(columns: Columns, busy: Floats) -> tuple[Floats, Floats]:
+    """(what nothing hides, all that is sent)."""
+    forwards, overlaps = columns.space.forwards, columns.costs.overlaps
+    there = columns.of(lambda g: g.forward_s + g.exchanged_s[0])
+    back = columns.of(lambda g: g.busy_s - g.forward_s + g.exchanged_s[1])
+    inside = columns.of(lambda g: sum(g.exchanged_s))
+    gather, root_gather = columns.gather_s()
+    reduce, root_reduce = columns.reduce_s()
+    between, root_between = columns.replicate_s()
+    gathers, reduces = columns.gathers, columns.reduces
+
+    def one_way(computing: Floats, *, around: Floats, sent: Floats) -> Floats:
+        """Through all units: what comes before or after them, and the longer of two queues."""
+        beside = np.maximum(computing, sent) if overlaps else computing + sent
+        return np.asarray(around + beside)
+
+    first = one_way(there, around=root_gather, sent=gather)
+    again = one_way(there, around=gathers * root_gather, sent=gathers * gather)
+    middle = one_way(back, around=reduces * root_reduce, sent=gathers * gather + reduces * reduce)
+    last = one_way(back, around=root_reduce, sent=gathers * gather + reduce)
+    # Between replicas there is a queue of its own; the root's comes after everything.
+    last = (np.maximum(last, between) if overlaps else last + between) + root_between
+    wall = first + last + (forwards - 1) * (again + middle)
+    sent = gather + root_gather + gathers * (2 * forwards - 1) * gather
+    sent += gathers * (forwards - 1) * root_gather + forwards * inside
+    sent += (1 + reduces * (forwards - 1)) * (reduce + root_reduce) + between + root_between
+    return np.maximum(0.0, wall - busy), sent
+
+
+def whole_peak_bytes(columns: Columns) -> Floats:
+    """The upper end of two moments: a backward that begins, and the optimizer's step."""
+    space, facts = columns.space, columns.costs.facts
+    device, shards = facts.cluster.device, columns.shards
+    several = space.forwards > 1
+    gradients = columns.of(lambda g: g.loads.gradient_bytes)
+    held = columns.of(lambda g: g.loads.parameter_bytes) / shards + columns.states_bytes()
+    on_device = not (space.offload is Offload.STATES and device.kind != "cpu")
+    # DDP has gradients twice when it accumulates, ZeRO-1 whole; the others have shards of them.
+    whole = np.where(space.kind == REPLICATE, 1.0 + several, several)
+    reduced = np.where(space.kind == ZERO1, several, several * on_device / shards)
+    waiting = gradients * np.where(columns.is_sharded, reduced, whole)
+    root = columns.of(lambda g: g.loads.root_parameter_bytes * g.loads.compute_share)
+    largest = columns.of(lambda g: g.largest_copy_bytes)
+    working = columns.of(lambda g: g.fullest_bytes) + columns.is_sharded * root
+    allocated = held * on_device + np.maximum(waiting + working, on_device * gradients / shards)
+    batch = facts.model.batch_bytes
+    allocated = allocated + batch.fixed + batch.per_sample * space.microbatch_size * space.forwards
+    allocated += facts.model.buffer_bytes + UNITS_WHEN_AHEAD * columns.is_sharded * largest
+    return np.asarray(allocated * (1 + ALLOCATOR_SLACK) + device.context_bytes.high)
