@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from advisor.cost.breakdown import Estimate, StageEstimate, Traffic
 from advisor.cost.communication import (
-    Ledger,
     apart_s,
     replica_group,
     rounds_of,
@@ -17,11 +16,13 @@ from advisor.cost.communication import (
     summed_s,
 )
 from advisor.cost.compute import Busy, Computing, busy_s, optimizer_s
+from advisor.cost.ledger import Ledger
 from advisor.cost.loads import Loads
-from advisor.cost.memory import Chunk, Peak, chunk_of, shard_degree, stage_peak
-from advisor.cost.orders import SPLITS_BACKWARD, moments, stages_of
+from advisor.cost.memory import Peak, shard_degree
+from advisor.cost.orders import SPLITS_BACKWARD, gathers_of_root, moments, stages_of
 from advisor.cost.pipeline import Played, StageTimes, play, sends_late
 from advisor.cost.replay import backward, forward
+from advisor.cost.stage_memory import Chunk, chunk_of, stage_peak
 from advisor.cost.stages import Tie
 from engines.plan import DataParallel, Plan, Schedule
 from profiles.cluster import Collective
@@ -73,7 +74,7 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     in_round = 1 if schedule is Schedule.NAIVE else plan.microbatches
     rounds = rounds_of(plan)
     borders = _borders(model, plan, ends)
-    stages = _stages(model, plan, ends, borders, chunks=len(places) // plan.pp)
+    stages = _stages(model, plan, ends, borders)
     whole = model.stages.whole_backwards(ends) if schedule in SPLITS_BACKWARD else frozenset[int]()
     times = _times(schedule, stages, borders, whole)
     waits = sends_late(schedule) or not model.overlaps
@@ -167,7 +168,7 @@ def traffic_of_ranks(model: CostModel, plan: Plan) -> tuple[tuple[Traffic, ...],
     assert plan.schedule is not None
     borders, ties = _borders(model, plan, ends), model.stages.ties(plan, ends)
     count = len(ends) - 1
-    stages = _stages(model, plan, ends, borders, chunks=count // plan.pp)
+    stages = _stages(model, plan, ends, borders)
     found = []
     for rank in range(plan.pp):
         own = stages_of(plan.schedule, rank, ranks=plan.pp, stages=count)
@@ -187,8 +188,13 @@ def _charged(
 ) -> tuple[Ledger, float]:
     """All that a rank with the stages `own` sends in a step; seconds of the small collectives."""
     ledger = model.ledger()
+    assert plan.schedule is not None
+    in_round = 1 if plan.schedule is Schedule.NAIVE else plan.microbatches
+    gathers = rounds_of(plan) * gathers_of_root(
+        plan.schedule, rank, ranks=plan.pp, stages=len(stages), microbatches=in_round
+    )
     for s in own:
-        stage_exchange(plan, stages[s].part, ledger, has_host=model.overlaps, chunks=len(own))
+        stage_exchange(plan, stages[s].part, ledger, has_host=model.overlaps, root_gathers=gathers)
     _charge_sends(plan, own, borders, ledger)
     _Tail.of(model, plan, [stages[s] for s in own], rank, ties, ledger)
     return ledger, apart_s(plan, model.facts.model, ledger)
@@ -227,7 +233,7 @@ def _sent(borders: Sequence[_Border], stage: int) -> float:
 
 
 def _stages(
-    model: CostModel, plan: Plan, ends: Sequence[int], borders: Sequence[_Border], *, chunks: int
+    model: CostModel, plan: Plan, ends: Sequence[int], borders: Sequence[_Border]
 ) -> list[_Stage]:
     """Every stage; those of equal units are worked out once."""
     loads, known = model.loads(plan), dict[object, _Stage]()
@@ -236,14 +242,14 @@ def _stages(
         part = loads.part(first, last)
         key = (part.runs, _sent(borders, stage))
         if key not in known:
-            known[key] = _stage(model, plan, part, sent_bytes=key[1], chunks=chunks)
+            known[key] = _stage(model, plan, part, sent_bytes=key[1])
         found.append(replace(known[key], part=part))
     return found
 
 
-def _stage(model: CostModel, plan: Plan, part: Loads, *, sent_bytes: float, chunks: int) -> _Stage:
+def _stage(model: CostModel, plan: Plan, part: Loads, *, sent_bytes: float) -> _Stage:
     computing = model.computing(plan, part)
-    exchanged = stage_exchange(plan, part, model.ledger(), has_host=model.overlaps, chunks=chunks)
+    exchanged = stage_exchange(plan, part, model.ledger(), has_host=model.overlaps, root_gathers=1)
     kind = plan.data_parallel
     gathers = kind in (DataParallel.FULL_SHARD, DataParallel.HYBRID_SHARD)
     way = {"overlaps": model.overlaps}
