@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from advisor.comparison import Kind, best_of, compare, kind, shape, title
+from advisor.cost import CostModel
 from advisor.decide import decide
 from advisor.decision import Alternative, Decision
 from advisor.facts import Facts
@@ -27,7 +28,8 @@ def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) ->
         PlanError: `pins` allow no legal plan.
         NoPlanError: there are legal plans and none fits.
     """
-    choice = decide(facts, policy=policy, pins=pins, compares=True)
+    costs = CostModel(facts)
+    choice = decide(facts, policy=policy, pins=pins, compares=True, costs=costs)
     winner, weighed, trace = choice.winner, choice.weighed, choice.trace
     if winner is None:
         raise no_plan(facts, policy, pins, choice)
@@ -38,7 +40,7 @@ def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) ->
         facts=facts,
         policy=policy,
         pins=dict(pins),
-        reasons=tuple(reasons(winner, weighed, choice.pool, facts, policy, trace)),
+        reasons=tuple(reasons(winner, choice.pool, costs, policy, trace)),
         trace=trace,
         alternatives=tuple(others[: policy.alternatives]),
         weighed=choice.total,

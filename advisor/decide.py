@@ -49,7 +49,12 @@ class Choice:
 
 
 def decide(
-    facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS, compares: bool = False
+    facts: Facts,
+    *,
+    policy: Policy = _DEFAULT,
+    pins: Pins = _NO_PINS,
+    compares: bool = False,
+    costs: CostModel | None = None,
 ) -> Choice:
     """The plan for these facts: deterministic, nothing else is looked at.
 
@@ -59,11 +64,12 @@ def decide(
 
     Args:
         compares: also estimate the best plan of every other kind.
+        costs: of these facts, where there are some already.
 
     Raises:
         PlanError: `pins` allow no legal plan.
     """
-    costs = CostModel(facts)
+    costs = costs or CostModel(facts)
     searches = [searched(facts, pins, costs, policy)]
     if not len(searches[0].space):
         raise refuse(facts, pins)

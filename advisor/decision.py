@@ -103,8 +103,11 @@ class Decision(Document):
         if self.flipped is not None and not levers:
             return self.flipped
 
+        costs = CostModel(self.facts)
+
         def answer(facts: Facts) -> Candidate | None:
-            return decide(facts, policy=self.policy, pins=self.pins).winner
+            beside = costs.beside(facts)
+            return decide(facts, policy=self.policy, pins=self.pins, costs=beside).winner
 
         if not levers:
             return flip(self.facts, answer)

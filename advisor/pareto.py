@@ -18,7 +18,8 @@ from advisor.facts import Facts
 from advisor.fleet import on
 from advisor.policy import Policy
 from advisor.rules import Candidate, simplicity
-from advisor.search.search import ROUNDING, Search
+from advisor.search.bounds import ROUNDING
+from advisor.search.search import Search
 from advisor.search.space import Pins
 from engines.plan import Plan
 from profiles.record import Record

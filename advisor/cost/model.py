@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 
 from advisor.cost.axes import without_experts
 from advisor.cost.breakdown import Estimate, Time
@@ -60,6 +61,26 @@ class CostModel:
         self._load_bytes: float | None = None
         self._flop: dict[tuple[Numerics, int], float] = {}
         self._numerics: dict[tuple[object, bool], Numerics] = {}
+
+    def beside(self, facts: Facts) -> CostModel:
+        """The costs of facts that differ: where only links, memory or batch do, with the sums that
+        were made for these."""
+        mine, other = self.facts, facts
+        device = other.cluster.device.model_copy(
+            update={"memory_bytes": mine.cluster.device.memory_bytes}
+        )
+        keeps = {"optimizer", "precision"}
+        is_alike = (
+            mine.model is other.model
+            and mine.cluster.device == device
+            and mine.workload.model_dump(include=keeps) == other.workload.model_dump(include=keeps)
+        )
+        if not is_alike:
+            return CostModel(facts)
+        found = copy(self)
+        found.facts = facts
+        found._wires = {}
+        return found
 
     def estimate(self, plan: Plan) -> Estimate:
         """See `advisor.cost.estimate`."""

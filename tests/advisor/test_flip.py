@@ -8,6 +8,7 @@ import pytest
 
 from advisor.choose import choose
 from advisor.comparison import kind
+from advisor.cost import CostModel
 from advisor.decision import Decision
 from advisor.facts import Facts
 from advisor.flip import OCTAVES, RESOLUTION, Flip, flip
@@ -197,3 +198,15 @@ def test_a_flip_is_kept_in_the_file_only_where_that_is_asked_for(
     kept = decision.with_flip()
     assert Decision.from_json(kept.to_json()).flip() == found
     assert kept.model_copy(update={"flipped": None}) == decision
+
+
+@pytest.mark.parametrize("lever", Lever)
+def test_costs_that_are_shared_are_the_costs_of_the_facts(lever: Lever) -> None:
+    whole = facts(SMALL, gpus(2, 4), batch=16)
+    amount = {Lever.BATCH: 32.0, Lever.SEQUENCE: 2048.0}.get(lever, 0.4 * value(whole, lever))
+    changed = varied(whole, lever, amount)
+    plan = Plan.parse("dp_shard=8 microbatch_size=2 precision=bf16")
+    costs = CostModel(whole)
+    before = costs.estimate(plan)
+    assert costs.beside(changed).estimate(plan) == CostModel(changed).estimate(plan)
+    assert costs.estimate(plan) == before

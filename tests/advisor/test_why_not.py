@@ -29,7 +29,7 @@ LLAMA = {
 SMALL = profile_from_config(
     LLAMA, samples=1, sequence_length=1024, name="small", numerics=tuple(Numerics)
 )
-WHOLE = facts(SMALL, gpus(1, 4), batch=16)
+WHOLE = facts(SMALL, gpus(1, 4), batch=4)
 
 
 @pytest.fixture(scope="module")
