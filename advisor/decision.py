@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 from pydantic import Field
@@ -9,8 +10,11 @@ from pydantic import Field
 from advisor.candidates import nearest_settings, searched, why_illegal
 from advisor.comparison import Verdict, compare
 from advisor.cost import CostModel, Estimate
+from advisor.decide import decide
 from advisor.facts import Facts
 from advisor.flip import Flip, flip
+from advisor.levers import Lever
+from advisor.pareto import Point, front_of
 from advisor.policy import Policy
 from advisor.rules import Candidate
 from advisor.tree import Trace
@@ -90,19 +94,28 @@ class Decision(Document):
     dissent: str | None = None
     flipped: Flip | None = None
 
-    def flip(self) -> Flip:
-        """What would change the answer: how much of links, memory, batch or sequence.
+    def flip(self, *levers: Lever) -> Flip:
+        """The smallest change that changes the answer: of links, memory, batch or sequence.
 
-        Some hundred decisions are made for it.
+        Dozens of decisions are made for it. `levers` asks for some of them alone, each followed to
+        where it turns if it does.
         """
-        if self.flipped is not None:
+        if self.flipped is not None and not levers:
             return self.flipped
-        from advisor.choose import decide
+
+        costs = CostModel(self.facts)
 
         def answer(facts: Facts) -> Candidate | None:
-            return decide(facts, policy=self.policy, pins=self.pins).winner
+            beside = costs.beside(facts)
+            return decide(facts, policy=self.policy, pins=self.pins, costs=beside).winner
 
-        return flip(self.facts, answer)
+        if not levers:
+            return flip(self.facts, answer)
+        found = [flip(self.facts, answer, levers=[lever]) for lever in levers]
+        return Flip(
+            turns=tuple(turn for each in found for turn in each.turns),
+            steady=tuple(item for each in found for item in each.steady),
+        )
 
     def with_flip(self) -> Self:
         """This decision, keeping the answer of `flip` in its file."""
@@ -131,6 +144,23 @@ class Decision(Document):
             because=because,
             plan=best.plan,
             estimate=best.estimate,
+        )
+
+    def pareto(
+        self, *, devices: Sequence[int] = (), price_per_device_hour: float | None = None
+    ) -> tuple[Point, ...]:
+        """The plans that no other beats in step time, memory and device-seconds: `advisor.pareto`.
+
+        Args:
+            devices: smaller numbers of devices to look at as well.
+            price_per_device_hour: for `Point.money`, in any currency.
+        """
+        return front_of(
+            self.facts,
+            policy=self.policy,
+            pins=self.pins,
+            devices=devices,
+            price_per_device_hour=price_per_device_hour,
         )
 
     @property

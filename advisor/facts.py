@@ -54,7 +54,10 @@ def captured(plan: Plan, model: ModelProfile) -> bool:
 
 def _require_units(model: ModelProfile) -> None:
     if not model.units:
-        raise InputError(f"the profile of {model.name} has no units: nothing was looked at")
+        raise InputError(
+            f"the profile of {model.name} has no units: nothing was looked at",
+            hints=["profile it with a sample: `advise profile MODEL -o model.json`"],
+        )
     if model.parameters == 0:
         raise InputError(f"{model.name} has no parameters: there is nothing to spread")
     if model.gradient_bytes == 0:

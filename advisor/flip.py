@@ -1,17 +1,16 @@
 """The flip: the smallest change of one fact that makes another kind of plan the answer.
 
-Every value is decided on anew: first a coarse scan in both directions, nearest first, as the answer
-may change and change back; then a bisection of the step in which it changed. Both sides of the
-place that is reported were decided on.
+Every value is decided on anew: first a coarse scan of all facts in both directions, nearest first,
+as the answer may change and change back; then a bisection of the step in which it changed. Both
+sides of the place that is reported were decided on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import zip_longest
-from math import log2, sqrt
+from collections.abc import Callable, Sequence
+from math import exp2, log2, sqrt
 
-from advisor.comparison import Kind, kind, kind_words, title
+from advisor.comparison import kind, kind_words, title
 from advisor.facts import Facts
 from advisor.levers import Lever, shown, step, value, varied
 from advisor.rules import Candidate
@@ -89,27 +88,50 @@ Decide = Callable[[Facts], Candidate | None]
 """The plan for some facts; None where nothing fits, InputError where they allow no legal plan."""
 
 
-def flip(facts: Facts, decide: Decide) -> Flip:
-    """What would change the kind of plan that `decide` gives for `facts`.
+def flip(facts: Facts, decide: Decide, *, levers: Sequence[Lever] = tuple(Lever)) -> Flip:
+    """The smallest change of `levers` that changes the kind of plan that `decide` gives.
 
     A kind is which axes a plan uses and what its replicas shard: degrees and microbatches are not
-    looked at.
+    looked at. All levers are scanned side by side and the scan ends where the first of them turns,
+    to within a step of it; ask for one lever to follow it farther.
     """
-    found = [_turn(facts, decide, lever) for lever in Lever]
-    turns = [item for item in found if isinstance(item, Turn)]
-    return Flip(
-        turns=tuple(sorted(turns, key=lambda turn: abs(log2(turn.factor)))),
-        steady=tuple(item for item in found if isinstance(item, Steady)),
-    )
+    found: list[Turn] = []
+    steady, scans = [], []
+    for lever in levers:
+        try:
+            scans.append(_Scan(facts, decide, lever))
+        except InputError as error:
+            steady.append(Steady(lever=lever, because=f"cannot be varied: {error.what}"))
+    for exponent in range(1, OCTAVES * PER_OCTAVE + 1):
+        turns = [turn for scan in scans if (turn := scan.turn(exponent))]
+        if turns:
+            found = sorted(turns, key=lambda turn: abs(log2(turn.factor)))
+            break
+    turned = {turn.lever for turn in found}
+    ending = "; not looked at farther" if found else ""
+    steady += [
+        Steady(lever=scan.lever, because=f"{scan.stays}{ending}")
+        for scan in scans
+        if scan.lever not in turned
+    ]
+    return Flip(turns=tuple(found), steady=tuple(steady))
 
 
 class _Scan:
-    """The answers along one lever, each decided on once. `step`: None for any real number."""
+    """The answers along one lever, each decided on once.
+
+    Attributes:
+        step: amounts are multiples of it; None for any real number.
+        reached: the farthest amounts upwards (1) and downwards (-1) at which the answer stays.
+        refused: why an amount on the way cannot be.
+    """
 
     def __init__(self, facts: Facts, decide: Decide, lever: Lever) -> None:
         self.lever = lever
         self.now = value(facts, lever)
         self.step = step(facts, lever)
+        self.reached = {1: self.now, -1: self.now}
+        self.refused = ""
         self._facts = facts
         self._decide = decide
         self._known: dict[float, Candidate | None] = {}
@@ -120,20 +142,31 @@ class _Scan:
             self._known[amount] = self._decide(varied(self._facts, self.lever, amount))
         return self._known[amount]
 
-    def kind(self, amount: float) -> Kind | None:
-        answer = self.answer(amount)
-        return kind(answer.plan) if answer else None
+    def changes(self, amount: float) -> bool:
+        """Whether the answer there is of another kind."""
+        found, here = self.answer(amount), self.answer(self.now)
+        return (found and kind(found.plan)) != (here and kind(here.plan))
 
-    def amounts(self, direction: int) -> Iterator[float]:
-        """Farther and farther from now, each a new one."""
-        last = self.now
-        for exponent in range(1, OCTAVES * PER_OCTAVE + 1):
-            amount = self.now * 2 ** (direction * exponent / PER_OCTAVE)
-            if self.step:
-                amount = round(amount / self.step) * self.step
-            if amount > 0 and amount != last:
-                last = amount
-                yield amount
+    def turn(self, exponent: int) -> Turn | None:
+        """The nearest change so many steps of the scan away, up or down."""
+        found = []
+        for direction in (1, -1):
+            amount = self._amount(direction * exponent)
+            if amount <= 0 or amount == self.reached[direction]:
+                continue
+            try:
+                if self.changes(amount):
+                    found.append(_placed(self, self.reached[direction], amount))
+                else:
+                    self.reached[direction] = amount
+            except InputError as error:
+                words = f"; {shown(self.lever, amount)} cannot be: {error.what}"
+                self.refused = self.refused or words
+        return min(found, key=lambda turn: abs(log2(turn.factor)), default=None)
+
+    def _amount(self, exponent: int) -> float:
+        amount = self.now * exp2(exponent / PER_OCTAVE)
+        return amount if self.step is None else round(amount / self.step) * self.step
 
     def between(self, one: float, other: float) -> float | None:
         """The middle, None where they are as good as neighbours."""
@@ -143,41 +176,18 @@ class _Scan:
         middle = (low + high) / 2 // self.step * self.step
         return middle if low < middle < high else None
 
-
-def _turn(facts: Facts, decide: Decide, lever: Lever) -> Turn | Steady:
-    """The nearest change along one lever, upwards or downwards."""
-    try:
-        scan = _Scan(facts, decide, lever)
-    except InputError as error:
-        return Steady(lever=lever, because=f"cannot be varied: {error.what}")
-    here = scan.kind(scan.now)
-    reached = {1: scan.now, -1: scan.now}
-    refused = ""
-    for up, down in zip_longest(scan.amounts(1), scan.amounts(-1)):
-        found = []
-        for direction, amount in ((1, up), (-1, down)):
-            if amount is None:
-                continue
-            try:
-                changed = scan.kind(amount) != here
-            except InputError as error:
-                refused = refused or f"; {shown(lever, amount)} cannot be: {error.what}"
-                continue
-            if changed:
-                found.append(_placed(scan, here, reached[direction], amount))
-            else:
-                reached[direction] = amount
-        if found:
-            return min(found, key=lambda turn: abs(log2(turn.factor)))
-    low, high = shown(lever, reached[-1]), shown(lever, reached[1])
-    return Steady(lever=lever, because=f"the answer stays from {low} to {high}{refused}")
+    @property
+    def stays(self) -> str:
+        """Between which amounts the answer was seen to stay, in words."""
+        low, high = (shown(self.lever, self.reached[direction]) for direction in (-1, 1))
+        return f"the answer stays from {low} to {high}{self.refused}"
 
 
-def _placed(scan: _Scan, here: Kind | None, stays: float, turns: float) -> Turn:
+def _placed(scan: _Scan, stays: float, turns: float) -> Turn:
     """The change between two amounts, as narrow as it is looked for."""
     while (middle := scan.between(stays, turns)) is not None:
         try:
-            changed = scan.kind(middle) != here
+            changed = scan.changes(middle)
         except InputError:  # no legal plan for that amount: both sides are as near as can be
             break
         stays, turns = (stays, middle) if changed else (middle, turns)

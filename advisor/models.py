@@ -68,7 +68,11 @@ def profile_model(
     """
     path = _json_path(text)
     if path is not None and "units" in hugging_face.read_object(path):
-        profile = ModelProfile.load(path)
+        try:
+            profile = ModelProfile.load(path)
+        except InputError as error:
+            error.hints = (*error.hints, f"profile again: `advise profile MODEL -o {path}`")
+            raise
         if sequence_length not in (None, profile.tokens_per_sample):
             raise InputError(
                 f"`--seq {sequence_length}`, but the profile is of"

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from pydantic import NonNegativeFloat
 
+from advisor.candidates import searched
 from advisor.comparison import title
+from advisor.cost import CostModel
+from advisor.facts import Facts
+from advisor.fleet import on
+from advisor.policy import Policy
 from advisor.rules import Candidate, simplicity
+from advisor.search.bounds import ROUNDING
+from advisor.search.search import Search
+from advisor.search.space import Pins
 from engines.plan import Plan
 from profiles.record import Record
 from profiles.units import format_gib, format_seconds
@@ -65,6 +74,46 @@ def front(
         _point(candidate, before, price_per_device_hour)
         for candidate, before in zip(kept, [None, *kept], strict=False)
     )
+
+
+def front_of(
+    facts: Facts,
+    *,
+    policy: Policy,
+    pins: Pins,
+    devices: Sequence[int] = (),
+    price_per_device_hour: float | None = None,
+) -> tuple[Point, ...]:
+    """The front of all plans that keep `pins`, on all devices and on these smaller numbers of them.
+
+    The global batch stays, so that every step does the same work; numbers of devices that allow no
+    plan for it are left out.
+    """
+    candidates: list[Candidate] = []
+    for count in dict.fromkeys((facts.cluster.world_size, *devices)):
+        part = on(facts, count)
+        candidates += _undominated(searched(part, pins, CostModel(part), policy))
+    return front(candidates, price_per_device_hour=price_per_device_hour)
+
+
+def _undominated(search: Search) -> list[Candidate]:
+    """Of plans over the same devices those that may be on the front.
+
+    A row is not estimated where a plan that was is at least as good as its lower bounds.
+    """
+    step_s = search.bounds.step_s * (1 - ROUNDING)
+    peak_bytes = search.bounds.peak_high_bytes * (1 - ROUNDING)
+    open_rows = np.ones(len(step_s), dtype=bool)
+    found = []
+    for index in np.argsort(step_s, kind="stable").tolist():
+        if not open_rows[index]:
+            continue
+        candidate = search.candidate(index)
+        if candidate.fits:
+            found.append(candidate)
+            mine = candidate.estimate
+            open_rows &= (step_s < mine.step_s) | (peak_bytes < mine.peak_high_bytes)
+    return found
 
 
 Goods = tuple[float, float, float]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from advisor.comparison import causes, margin_percent, shape, title
+from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, margin_s, simplicity
@@ -23,21 +24,23 @@ _SAME = 0.01
 
 def reasons(
     winner: Candidate,
-    weighed: Sequence[Candidate],
     pool: Sequence[Candidate],
-    facts: Facts,
+    costs: CostModel,
     policy: Policy,
     trace: Trace,
 ) -> Iterator[str]:
     """What the states need, the path through the tree, and why this plan among its like.
 
-    `weighed` are all plans, `pool` those that fit and that the winner was taken from.
+    `pool` are the plans that fit and that the winner was taken from.
     """
+    facts = costs.facts
     yield _states_reason(winner, facts, policy)
     for step in trace.steps[1:]:
         yield f"{step.question} {_capitalised(step.answer)}: {step.because}"
     yield _leaf_reason(winner, policy, trace)
-    yield from _recompute_reason(winner, weighed)
+    yield from _stages_reason(winner)
+    yield from _split_reason(winner)
+    yield from _recompute_reason(winner, costs, policy)
     yield from _runner_up_reason(winner, pool, policy)
     yield from _whole_reason(winner, pool, facts, policy)
 
@@ -79,14 +82,45 @@ def _leaf_reason(winner: Candidate, policy: Policy, trace: Trace) -> str:
     return advice
 
 
-def _recompute_reason(winner: Candidate, weighed: Sequence[Candidate]) -> Iterator[str]:
+def _stages_reason(winner: Candidate) -> Iterator[str]:
+    """What a pipeline costs in standing still, and how unequal its ranks are."""
+    estimate = winner.estimate
+    if not estimate.stages:
+        return
+    idle = estimate.time.idle_s
+    fullest, emptiest = estimate.stages[0], estimate.stages[-1]
+    held = " and ".join(f"`{first}` to `{last}`" for first, last in fullest.units)
+    yield (
+        f"Its stages wait {format_seconds(idle)} of a step for each other"
+        f" ({format_percent(idle / estimate.step_s)}); the fullest rank holds {held}, keeps"
+        f" {fullest.in_flight} microbatches in flight and needs up to"
+        f" {format_gib(fullest.peak_high_bytes)}, the emptiest"
+        f" {format_gib(emptiest.peak_high_bytes)}"
+    )
+
+
+def _split_reason(winner: Candidate) -> Iterator[str]:
+    """What split layers exchange, over which link."""
+    plan, estimate = winner.plan, winner.estimate
+    found = [t for t in estimate.traffic if (t.group_size, t.stride) == (plan.tp, 1)]
+    if plan.tp == 1 or not found:
+        return
+    sent = sum(traffic.bus_bytes for traffic in found)
+    links = " and ".join(dict.fromkeys(traffic.link for traffic in found))
+    yield (
+        f"Split layers send {format_gib(sent)} a step and device over {links}, in"
+        f" {format_seconds(sum(traffic.seconds for traffic in found))}; nothing computes meanwhile"
+    )
+
+
+def _recompute_reason(winner: Candidate, costs: CostModel, policy: Policy) -> Iterator[str]:
     if winner.plan.recompute is Recompute.NONE:
         return
     same = winner.plan.model_copy(update={"recompute": Recompute.NONE})
-    plain = next((c for c in weighed if c.plan == same), None)
-    if plain is None or plain.fits:
+    plain = costs.estimate(same)
+    if plain.fits(policy.usable_bytes(costs.facts.cluster.device)):
         return
-    saved = plain.estimate.peak_high_bytes - winner.estimate.peak_high_bytes
+    saved = plain.peak_high_bytes - winner.estimate.peak_high_bytes
     yield (
         f"{_capitalised(winner.plan.recompute)} recompute saves {format_gib(saved)} and costs"
         f" {format_seconds(winner.estimate.time.recompute_s)} a step; without it this"

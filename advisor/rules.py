@@ -155,6 +155,8 @@ def margin_s(one: Estimate, other: Estimate, policy: Policy) -> float:
         abs(mine.compute_s - theirs.compute_s)
         + abs(mine.recompute_s - theirs.recompute_s)
         + abs(mine.optimizer_s - theirs.optimizer_s)
+        # A stage waits for what others compute.
+        + abs(mine.idle_s - theirs.idle_s)
     )
     launching = abs(mine.launch_s - theirs.launch_s)
     sent = abs(mine.exposed_s - theirs.exposed_s) + abs(mine.host_s - theirs.host_s)

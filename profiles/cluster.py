@@ -117,6 +117,7 @@ class Device(Record):
         context_bytes: taken by runtime, libraries and process group before the first tensor.
         matmul_efficiency: by edge n, what an n x n x n product reaches as a share of what large
             ones do; where a bench was run.
+        board_power_w: the vendor's maximum of the board alone; None where it is not known.
     """
 
     name: str
@@ -128,6 +129,7 @@ class Device(Record):
     launch_s: Quantity
     context_bytes: Quantity
     matmul_efficiency: dict[PositiveInt, Quantity] = Field(default_factory=dict)
+    board_power_w: Quantity | None = None
 
 
 class Constant(StrEnum):

@@ -163,6 +163,8 @@ def _friendly(error: ValidationError, cls: type[BaseModel], where: str | None) -
     value = first.get("input")
     shown = f"`{key}` = {value!r}: " if isinstance(value, (str, int, float, bool)) else ""
     told = first["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
+    if first["type"] == "greater_than":
+        told = f"more than {first['ctx']['gt']} is wanted"
     return InputError(shown + told, where=place)
 
 

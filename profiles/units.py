@@ -108,6 +108,20 @@ def parse_seconds(text: str, *, where: str | None = None) -> float:
     return float(Decimal(repr(number)) * _SECONDS[unit])
 
 
+def parse_watts(text: str, *, where: str | None = None) -> float:
+    """Watts from "700 W" or "1.2 kW".
+
+    >>> parse_watts("0.7 kW")
+    700.0
+    """
+    example = 'write "700 W" or "1.2 kW"'
+    number, unit = _split(text, where, example)
+    prefix = unit.removesuffix("W")
+    if not unit.endswith("W") or prefix not in _DECIMAL:
+        raise UnitError(f"`{text}` is not a power", where=where, hints=[example])
+    return number * _DECIMAL[prefix]
+
+
 def format_gib(count: float, *, unit: bool = True) -> str:
     """Memory as the report shows it: GiB, one decimal (two below 10 GiB, three below 1).
 

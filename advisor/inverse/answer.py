@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from advisor.candidates import Pins
-from advisor.choose import decide
 from advisor.comparison import nearest_miss, title
+from advisor.decide import decide
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate
+from advisor.search.space import Pins
 from engines.plan import Plan
 from profiles.errors import InputError
 from profiles.record import Record

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from math import sqrt
 
-from advisor.candidates import Pins
-from advisor.choose import decide
+from advisor.decide import decide
 from advisor.facts import Facts
 from advisor.inverse.answer import Answer
 from advisor.levers import Lever, shown, value, varied
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate
+from advisor.search.space import Pins
 from profiles.errors import NoPlanError
 from profiles.units import format_percent
 

@@ -1,4 +1,8 @@
-"""Time, energy and money for a run. Watts and prices are facts of their owner: none is assumed."""
+"""Time, energy and money for a run.
+
+Prices are facts of their owner, none is assumed. Power is the owner's figure, else the printed one
+of the board, which is an upper end; where neither is known, neither is energy.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ class Budget(Record):
         steps: optimizer steps.
         seconds: of training; loading, checkpoints and failures are not in it.
         device_hours: devices x hours.
-        energy_j: at the power that was given; None where none was.
+        energy_j: at the power that was given, or printed of the board; None where neither is known.
         money: at the price that was given; None where none was.
         notes: what was not known, and the sources of what was.
     """

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from advisor.candidates import Pins
-from advisor.choose import decide
+from advisor.decide import decide
 from advisor.facts import Facts
-from advisor.inverse.budget import Budget, budget, samples_of
-from advisor.inverse.machines import (
+from advisor.fleet import (
     MOST_DEVICES,
     counts,
     devices_in_words,
     next_multiple,
     resized,
 )
+from advisor.inverse.budget import Budget, budget, samples_of
 from advisor.pareto import HOUR_S
 from advisor.policy import Objective, Policy
+from advisor.search.space import Pins
 from profiles.cluster import ClusterProfile
 from profiles.errors import InputError
 from profiles.provenance import Quantity
@@ -88,7 +88,8 @@ def cheapest_device(
     Args:
         clusters: one of each kind; how many nodes they have does not matter.
         prices, watts: of a device, by its name (`Device.name`). Without prices the kinds cannot be
-            compared in money, and device-hours are given.
+            compared in money, and device-hours are given; without watts the board's printed ones
+            are taken where they are known.
 
     Raises:
         InputError: a deadline that is not above 0; what `budget` refuses.
@@ -114,7 +115,7 @@ def cheapest_device(
             winner.plan,
             winner.estimate,
             samples=wanted,
-            watts_per_device=(watts or {}).get(name),
+            watts_per_device=(watts or {}).get(name, cluster.device.board_power_w),
             price_per_device_hour=(prices or {}).get(name),
         )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import ceil
 
-from advisor.candidates import Pins
 from advisor.facts import Facts
+from advisor.fleet import MOST_DEVICES, counts, devices_in_words, next_multiple, on
 from advisor.inverse.answer import Answer, Trial, on_device, taken, trial
-from advisor.inverse.machines import MOST_DEVICES, counts, devices_in_words, next_multiple, on
 from advisor.policy import Policy
+from advisor.search.space import Pins
 from profiles.errors import NoPlanError, PlanError
 from profiles.optimizers import upkeep
 from profiles.units import format_gib

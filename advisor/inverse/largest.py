@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from advisor.candidates import Pins
 from advisor.facts import Facts
 from advisor.inverse.answer import Answer, Largest, Trial, largest, on_device, taken, trial
 from advisor.levers import Lever, step, value, varied
 from advisor.policy import Policy
+from advisor.search.space import Pins
 from profiles.errors import NoPlanError
 from profiles.families.variants import SCALING, head_step, heads_of, scaled
 from profiles.units import format_count

@@ -21,7 +21,13 @@ from profiles.cluster import Device, Link
 from profiles.errors import InputError, UnknownNameError
 from profiles.provenance import Quantity, Source
 from profiles.record import Record
-from profiles.units import parse_bandwidth, parse_bytes, parse_flop_rate, parse_seconds
+from profiles.units import (
+    parse_bandwidth,
+    parse_bytes,
+    parse_flop_rate,
+    parse_seconds,
+    parse_watts,
+)
 
 # Time of the shortest kernel: 7 us launch floor (AutoParallel, compute_estimation.py); CUDA graphs
 # and long kernels hide part of it, Python-heavy models exceed it.
@@ -73,6 +79,7 @@ class AcceleratorEntry(Record):
     printed_memory: str
     memory: str | None = None
     memory_bandwidth: str
+    board_power: str | None = None
     flop_rate: dict[str, str]
     matmul_fraction: NonNegativeFloat | None = None
     matmul_source: Source = Source.ASSUMED
@@ -157,6 +164,7 @@ def accelerator(name: str, *, where: str | None = None) -> Device:
         matmul_fraction=_matmul_fraction(entry),
         launch_s=LAUNCH if entry.kind == "cuda" else CPU_LAUNCH,
         context_bytes=CONTEXT if entry.kind == "cuda" else CPU_CONTEXT,
+        board_power_w=_board_power(entry),
     )
 
 
@@ -293,6 +301,16 @@ def _memory(entry: AcceleratorEntry) -> Quantity:
         source=Source.ASSUMED,
         relative_error=MEMORY_ERROR,
         origin=f"{MEMORY_FRACTION} of the printed {entry.printed_memory} read as GiB",
+    )
+
+
+def _board_power(entry: AcceleratorEntry) -> Quantity | None:
+    if entry.board_power is None:
+        return None
+    return Quantity(
+        value=parse_watts(entry.board_power),
+        source=Source.DATASHEET,
+        origin="printed maximum of the board",
     )
 
 

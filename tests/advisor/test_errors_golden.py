@@ -6,6 +6,7 @@ Each file is the whole of stderr; stdout stays empty and there is no traceback.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from advisor.cli import cli
 from tests import golden
-from tests.factories import chain
+from tests.factories import chain, transformer
 
 EIGHT = ("--cluster", "8xH100-SXM-80GB")
 BATCH = ("--global-batch", "64")
@@ -57,6 +58,14 @@ class Broken(nn.Linear):
 
 def forward_raises():
     return Broken(16, 4), torch.zeros(8, 16)
+
+
+def alone():
+    return nn.Linear(16, 4)
+
+
+def one_block():
+    return nn.Linear(16, 4), batch(16), cross_entropy
 
 
 def no_loss():
@@ -181,6 +190,91 @@ class TestPlan:
 
     def test_unknown_optimizer(self) -> None:
         refused("unknown_optimizer", "model.json", *EIGHT, "--optimizer", "adamv")
+
+
+class TestSizes:
+    """Nothing, or less than nothing."""
+
+    @pytest.mark.parametrize(
+        ("name", "written", "instead"),
+        [
+            ("nodes_zero", "nodes = 2", "nodes = 0"),
+            ("devices_negative", "devices_per_node = 8", "devices_per_node = -8"),
+            ("bandwidth_zero", '"400 Gbit/s"', '"0 GB/s"'),
+            ("bandwidth_negative", '"400 Gbit/s"', '"-50 GB/s"'),
+        ],
+    )
+    def test_in_a_cluster_file(self, folder: Path, name: str, written: str, instead: str) -> None:
+        (folder / "cluster.toml").write_text(CLUSTER.replace(written, instead))
+        refused(f"size_{name}", "model.json", "--cluster", "cluster.toml")
+
+    def test_of_device_memory(self, folder: Path) -> None:
+        (folder / "cluster.toml").write_text(CLUSTER + '[device]\nmemory = "0 GiB"\n')
+        refused("size_memory_zero", "model.json", "--cluster", "cluster.toml")
+
+    def test_of_a_cluster_in_a_name(self) -> None:
+        refused("size_cluster_name_zero", "model.json", "--cluster", "0x8xH100-SXM-80GB")
+
+    @pytest.mark.parametrize(("name", "value"), [("zero", "0"), ("negative", "-4")])
+    def test_of_the_batch(self, name: str, value: str) -> None:
+        refused(f"size_batch_{name}", "model.json", *EIGHT, "--global-batch", value)
+
+    @pytest.mark.parametrize(("name", "value"), [("zero", "tp=0"), ("negative", "pp=-1")])
+    def test_of_a_degree(self, name: str, value: str) -> None:
+        refused(f"size_degree_{name}", "model.json", *EIGHT, "--plan", value)
+
+
+class TestProfile:
+    """A saved profile that says too little."""
+
+    def saved(self, folder: Path, **changes: object) -> str:
+        data = json.loads((folder / "model.json").read_text()) | changes
+        kept = {name: value for name, value in data.items() if value is not ...}
+        (folder / "model.json").write_text(json.dumps(kept))
+        return "model.json"
+
+    def test_without_a_sample(self, folder: Path) -> None:
+        refused("profile_without_sample", self.saved(folder, samples=...), *EIGHT, *BATCH)
+
+    def test_of_a_sample_of_nothing(self, folder: Path) -> None:
+        refused("profile_of_empty_sample", self.saved(folder, samples=0), *EIGHT, *BATCH)
+
+    def test_without_units(self, folder: Path) -> None:
+        refused("profile_without_units", self.saved(folder, units=[]), *EIGHT, *BATCH)
+
+    def test_a_module_that_comes_alone_has_no_sample(self) -> None:
+        refused("model_without_sample", "train:alone", *EIGHT, *BATCH)
+
+
+class TestNothingFits:
+    """The question was valid: exit code 1, what was tried, the nearest miss, three ways out."""
+
+    def test_a_cluster_smaller_than_the_model_needs(self, folder: Path) -> None:
+        """70 B parameters: 1,052 GiB of states, eight devices and 512 GiB of main memory."""
+        seventy = transformer(name="70b", layers=80, hidden=8192, ffn=28672, vocab=128256)
+        seventy.save(folder / "large.json")
+        (folder / "cluster.toml").write_text(
+            CLUSTER.replace("devices_per_node = 8", 'devices_per_node = 4\nhost_memory = "512 GiB"')
+        )
+        asked = ("large.json", "--cluster", "cluster.toml", "--global-batch", "8")
+        refused("nothing_fits", *asked, "--precision", "bf16", exit_code=1)
+
+    def test_settings_that_leave_nothing_that_fits(self, folder: Path) -> None:
+        transformer().save(folder / "large.json")
+        asked = ("large.json", *EIGHT, *BATCH, "--precision", "bf16", "--plan", "zero=0 tp=1 pp=1")
+        refused("settings_leave_nothing", *asked, exit_code=1)
+
+
+class TestContradictions:
+    def test_a_pipeline_of_two_stages_of_a_model_of_one_block(self) -> None:
+        refused("pipeline_of_one_block", "train:one_block", *EIGHT, *BATCH, "--plan", "pp=2")
+
+    def test_cuts_that_do_not_multiply_to_the_batch(self) -> None:
+        plan = "microbatch_size=3 accumulation=5"
+        refused("cuts_do_not_multiply", "model.json", *EIGHT, *BATCH, "--plan", plan)
+
+    def test_degrees_that_say_two_things(self) -> None:
+        refused("degrees_contradict", "model.json", *EIGHT, *BATCH, "--plan", "dp_shard=8 zero=1")
 
 
 class TestUsage:

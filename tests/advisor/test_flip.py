@@ -8,6 +8,7 @@ import pytest
 
 from advisor.choose import choose
 from advisor.comparison import kind
+from advisor.cost import CostModel
 from advisor.decision import Decision
 from advisor.facts import Facts
 from advisor.flip import OCTAVES, RESOLUTION, Flip, flip
@@ -144,6 +145,29 @@ def test_what_never_changes_says_between_what_bounds() -> None:
     assert "4096 tokens; 5760 tokens cannot be" in said[Lever.SEQUENCE]
 
 
+def test_the_scan_ends_at_the_smallest_change() -> None:
+    """Memory turns 1.1 times away, links twice: by the same step of the scan only memory does."""
+
+    def both(whole: Facts) -> Candidate:
+        enough = value(whole, Lever.MEMORY) >= 72 * GIB
+        slow = value(whole, Lever.LINKS_IN_NODE) < 720e9
+        return Candidate(DDP if enough and slow else FSDP, ESTIMATE)
+
+    found = flip(facts(SMALL, gpus(1, 8), batch=64), both)
+    assert [turn.lever for turn in found.turns] == [Lever.MEMORY]
+    links = next(item for item in found.steady if item.lever is Lever.LINKS_IN_NODE)
+    assert links.because == "the answer stays from 255 GB/s to 509 GB/s; not looked at farther"
+
+
+def test_one_lever_can_be_followed_to_where_it_turns(decision: Decision) -> None:
+    (memory,) = decision.flip(Lever.MEMORY).turns
+    near, far = (
+        choose(varied(decision.facts, Lever.MEMORY, amount)).plan
+        for amount in (memory.stays, memory.turns)
+    )
+    assert kind(near) == kind(decision.plan) != kind(far)
+
+
 def test_a_profile_of_a_module_says_that_its_sequences_cannot_be_varied(found: Flip) -> None:
     said = next(item for item in found.steady if item.lever is Lever.SEQUENCE)
     assert str(said) == (
@@ -174,3 +198,15 @@ def test_a_flip_is_kept_in_the_file_only_where_that_is_asked_for(
     kept = decision.with_flip()
     assert Decision.from_json(kept.to_json()).flip() == found
     assert kept.model_copy(update={"flipped": None}) == decision
+
+
+@pytest.mark.parametrize("lever", Lever)
+def test_costs_that_are_shared_are_the_costs_of_the_facts(lever: Lever) -> None:
+    whole = facts(SMALL, gpus(2, 4), batch=16)
+    amount = {Lever.BATCH: 32.0, Lever.SEQUENCE: 2048.0}.get(lever, 0.4 * value(whole, lever))
+    changed = varied(whole, lever, amount)
+    plan = Plan.parse("dp_shard=8 microbatch_size=2 precision=bf16")
+    costs = CostModel(whole)
+    before = costs.estimate(plan)
+    assert costs.beside(changed).estimate(plan) == CostModel(changed).estimate(plan)
+    assert costs.estimate(plan) == before

@@ -10,6 +10,7 @@ from advisor.candidates import legal_plans
 from advisor.choose import choose
 from advisor.cost import CostModel
 from advisor.facts import Facts
+from advisor.fleet import counts, resized
 from advisor.inverse import (
     bandwidth_needed,
     budget,
@@ -19,7 +20,6 @@ from advisor.inverse import (
     largest_model,
     largest_sequence,
 )
-from advisor.inverse.machines import counts, resized
 from advisor.levers import Lever, varied
 from advisor.policy import Policy
 from advisor.rules import Candidate, weigh

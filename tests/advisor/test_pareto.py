@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor.candidates import legal_plans
+from advisor.choose import choose
 from advisor.cost import CostModel, Estimate
+from advisor.fleet import on
 from advisor.pareto import HOUR_S, front
 from advisor.policy import Policy
 from advisor.rules import Candidate, Finding, weigh
@@ -102,3 +104,25 @@ def test_each_point_says_what_it_gains_and_what_that_costs(point: object) -> Non
     because = getattr(point, "because", "")
     assert "less memory" in because
     assert " more a step" in because
+
+
+def test_a_decision_gives_the_front_of_its_plans() -> None:
+    assert choose(WHOLE).pareto() == front(WEIGHED)
+
+
+def test_fewer_devices_come_on_the_front_where_they_cost_less() -> None:
+    """Eight devices exchange gradients; one does not, so it costs fewest device-seconds."""
+    found = choose(WHOLE).pareto(devices=(1, 2, 4), price_per_device_hour=2.0)
+    every = [
+        candidate
+        for count in (1, 2, 4, 8)
+        for candidate in weigh(
+            legal_plans(on(WHOLE, count), {}), CostModel(on(WHOLE, count)), Policy()
+        )
+        if candidate.fits
+    ]
+    seen = {(p.step_s, p.peak_high_bytes, p.device_seconds) for p in found}
+    assert seen == undominated(every)
+    cheapest = min(found, key=lambda p: p.device_seconds)
+    assert cheapest.plan.world_size == 1
+    assert cheapest.money == pytest.approx(2.0 * cheapest.step_s / 3600)

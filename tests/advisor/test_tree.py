@@ -8,9 +8,13 @@ import networkx as nx
 import pytest
 
 from advisor import tree, walk
+from advisor.candidates import legal_plans
 from advisor.choose import choose
+from advisor.cost import CostModel
 from advisor.facts import Facts
+from advisor.policy import Policy
 from advisor.tree import NOT_WEIGHED, Family
+from engines.plan import Plan
 from profiles.cluster import AxisFits, Collective, LinkFit
 from tests.factories import cpus, facts, gpus, transformer
 
@@ -30,6 +34,43 @@ def test_every_question_can_be_answered() -> None:
     asked = {question.name for question in tree.QUESTIONS}
     assert asked == set(walk._ANSWERS)
     assert asked == {start for start, _, _ in tree.EDGES}
+
+
+@pytest.mark.parametrize(
+    ("spelt", "families"),
+    [
+        ("dp_replicate=1", {Family.SINGLE}),
+        ("dp_replicate=8", {Family.DDP}),
+        ("dp_replicate=8 zero=1", {Family.ZERO}),
+        ("dp_shard=8", {Family.ZERO}),
+        ("dp_replicate=2 dp_shard=4", {Family.ZERO, Family.HSDP}),
+        ("dp_shard=8 offload=states", {Family.OFFLOAD}),
+        ("tp=8", {Family.TP, Family.PP_TP_DP, Family.DP_PP_TP_ZERO1}),
+        ("tp=2 dp_replicate=4", {Family.TP, Family.PP_TP_DP, Family.DP_PP_TP_ZERO1}),
+        ("tp=2 dp_shard=4", {Family.TP, Family.PP_TP_DP}),
+        ("pp=4 dp_replicate=2 zero=1", {Family.PP, Family.PP_TP_DP, Family.DP_PP_TP_ZERO1}),
+        ("pp=2 dp_shard=4", {Family.PP, Family.PP_TP_DP}),
+        ("pp=2 tp=2 dp_replicate=2 zero=1", {Family.PP_TP_DP, Family.DP_PP_TP_ZERO1}),
+        ("pp=2 tp=2 dp_replicate=2 zero=2", {Family.PP_TP_DP}),
+        ("tp=2 dp_shard=4 offload=states", {Family.OFFLOAD}),
+    ],
+)
+def test_a_family_is_about_the_axes_that_a_plan_uses(spelt: str, families: set[Family]) -> None:
+    plan = Plan.parse(spelt)
+    assert {family for family in Family if tree.belongs(plan, family)} == families
+
+
+def test_every_legal_plan_is_of_some_family() -> None:
+    for plan in legal_plans(facts(MIDDLE, gpus(2, 4), batch=64), {}):
+        assert any(tree.belongs(plan, family) for family in Family), str(plan)
+
+
+def test_a_batch_that_devices_cannot_share_leaves_the_questions_as_they_are() -> None:
+    """They are about the model and the machines: asked of one sample a device."""
+    even = choose(facts(MIDDLE, gpus(1, 4), batch=8)).trace
+    odd = walk.walk(CostModel(facts(MIDDLE, gpus(1, 4), batch=7)), Policy())
+    assert (odd.leaf, odd.steps[-1].answer) == (even.leaf, even.steps[-1].answer)
+    assert "microbatch 1, no recompute" in odd.steps[-1].because
 
 
 @pytest.mark.parametrize("drawn", [tree.text(), tree.mermaid()])

@@ -288,6 +288,23 @@ def test_the_runtime_s_name_finds_the_part_of_that_memory() -> None:
     assert accelerator_from_runtime("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 20 * GIB) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "node_w"),
+    [("A100-SXM-80GB", 6500.0), ("H100-SXM-80GB", 10_200.0), ("B200-SXM-180GB", 14_300.0)],
+)
+def test_eight_boards_draw_most_of_what_their_node_is_printed_with(
+    name: str, node_w: float
+) -> None:
+    """DGX A100, H100 and B200 data sheets: the most that the whole node draws."""
+    power = accelerator(name).board_power_w
+    assert power is not None
+    assert 0.45 * node_w < 8 * power.value < node_w
+
+
+def test_a_power_that_was_not_looked_up_is_unknown() -> None:
+    assert accelerator("GTX-1080Ti-11GB").board_power_w is None
+
+
 def test_the_catalogue_needs_no_torch() -> None:
     code = (
         "import sys; from profiles.catalogue import accelerator; accelerator('h200');"

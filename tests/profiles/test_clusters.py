@@ -358,7 +358,7 @@ H200 = 'nodes = 2\naccelerator = "h200"\n'
         ),
         (
             'accelerator = "h200"\nnodes = 0',
-            "`nodes` = 0: Input should be greater than 0\n  cluster.toml: nodes",
+            "`nodes` = 0: more than 0 is wanted\n  cluster.toml: nodes",
         ),
         (
             "",

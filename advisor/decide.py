@@ -1,0 +1,124 @@
+"""decide: which of the legal plans is taken. `advisor.choose` adds the argument for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from advisor.candidates import refuse, searched
+from advisor.cost import CostModel
+from advisor.facts import Facts
+from advisor.policy import Objective, Policy
+from advisor.rules import Candidate
+from advisor.search.legal import Styles
+from advisor.search.search import Search
+from advisor.search.space import Pins
+from advisor.tree import Trace, in_leaf
+from advisor.walk import walk
+from engines.plan import Offload, Plan
+
+_DEFAULT = Policy()
+_NO_PINS: Pins = {}
+# So many plans are all estimated, a fraction of a second: then what is said of them is complete.
+_FEW_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was weighed, and what was taken of it.
+
+    Attributes:
+        winner: None where nothing fits.
+        weighed: the plans that were estimated exactly: all that an answer depends on. `pool` are
+            those that fit and that the winner was taken from, `fitting` all that fit.
+        total: plans that were weighed, most of them by their bounds alone.
+        rejected: by rule, how many of them cannot be taken.
+        kinds: a plan of every kind that was weighed; its stages are not named.
+    """
+
+    winner: Candidate | None
+    pool: Sequence[Candidate]
+    fitting: Sequence[Candidate]
+    weighed: Sequence[Candidate]
+    trace: Trace
+    total: int
+    rejected: dict[str, int]
+    kinds: Sequence[Plan]
+
+
+def decide(
+    facts: Facts,
+    *,
+    policy: Policy = _DEFAULT,
+    pins: Pins = _NO_PINS,
+    styles: Styles | None = None,
+    compares: bool = False,
+    costs: CostModel | None = None,
+) -> Choice:
+    """The plan for these facts: deterministic, nothing else is looked at.
+
+    Every legal plan is weighed, most of them by lower bounds (`advisor.search`). The tree's leaf
+    says which families come first; the fastest plan of them that fits is taken, the simpler one on
+    a tie. States go to the host only where nothing else fits.
+
+    Args:
+        styles: how layers are split over a tp axis of some size; by default what the profile alone
+            tells (`advisor.styles`).
+        compares: also estimate the best plan of every other kind.
+        costs: of these facts, where there are some already.
+
+    Raises:
+        PlanError: `pins` allow no legal plan.
+    """
+    costs = costs or CostModel(facts)
+    searches = [searched(facts, pins, costs, policy, styles=styles)]
+    if not len(searches[0].space):
+        raise refuse(facts, pins)
+    trace = walk(costs, policy)
+    winner = _winner(searches[0], policy, trace)
+    if winner is None and "offload" not in pins and facts.cluster.device.kind != "cpu":
+        # A CPU rank's device memory is the host's already.
+        to_host = searched(facts, pins, costs, policy, styles=styles, offload=Offload.STATES)
+        searches.append(to_host)
+        winner = _winner(searches[1], policy, trace)
+    for search in searches:
+        if winner is None:
+            search.nearest(search.rows)
+        elif compares:
+            _compare_kinds(search, winner)
+    weighed = [candidate for search in searches for candidate in search.weighed]
+    fitting = [c for c in weighed if c.fits]
+    of_leaf = [c for c in fitting if in_leaf(c.plan, trace)]
+    follows = policy.objective is Objective.TREE and bool(of_leaf)
+    return Choice(
+        winner=winner,
+        pool=of_leaf if follows else fitting,
+        fitting=fitting,
+        weighed=weighed,
+        trace=trace,
+        total=sum(len(search.space) for search in searches),
+        rejected=dict(sorted(sum((s.left_out for s in searches), Counter()).items())),
+        kinds=[plan for search in searches for plan, _ in search.kinds()],
+    )
+
+
+def _winner(search: Search, policy: Policy, trace: Trace) -> Candidate | None:
+    """Of the tree's families where one of their plans fits and the policy follows it."""
+    if policy.objective is Objective.TREE:
+        of_leaf = [rows for plan, rows in search.kinds() if in_leaf(plan, trace)]
+        found = search.preferred(np.concatenate(of_leaf)) if of_leaf else None
+        if found is not None:
+            return found
+    return search.preferred(search.rows)
+
+
+def _compare_kinds(search: Search, winner: Candidate) -> None:
+    """Estimate what the winner is set against: few rows all, else the best of every kind."""
+    if len(search.space) <= _FEW_ROWS:
+        search.weigh_all()
+        return
+    for _, rows in search.kinds():
+        search.strongest(search.besides(rows, winner.plan))

@@ -1,0 +1,98 @@
+"""Where nothing fits: what was tried, and three ways out, each of which does help."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from advisor.choose import choose
+from advisor.decide import decide
+from advisor.facts import Facts
+from advisor.levers import Lever, varied
+from profiles.errors import NoPlanError
+from profiles.families import profile_from_config
+from profiles.model import Numerics
+from profiles.units import GIB, parse_bytes
+from tests.factories import exact, facts, gpus, transformer
+
+SEVENTY = transformer(name="70b", layers=80, hidden=8192, ffn=28672, vocab=128256)
+DATA = {"pp": 1, "tp": 1}
+
+
+def starved() -> Facts:
+    """70 B parameters: 1,052 GiB of states on eight devices and 512 GiB of main memory."""
+    cluster = gpus(2, 4).model_copy(update={"host_memory_bytes": exact(512 * GIB)})
+    return facts(SEVENTY, cluster, batch=8)
+
+
+@pytest.fixture(scope="module")
+def error() -> NoPlanError:
+    with pytest.raises(NoPlanError) as caught:
+        choose(starved(), pins=DATA)
+    return caught.value
+
+
+def amount(hint: str, before: str) -> float:
+    found = re.search(rf"{before} ([\d.]+ GiB)", hint)
+    assert found is not None, hint
+    return float(parse_bytes(found[1]))
+
+
+def test_the_kinds_that_were_tried_and_the_nearest_miss_are_named(error: NoPlanError) -> None:
+    assert error.where is not None
+    tried, nearest, missing = error.where.splitlines()
+    assert tried.startswith("tried: DDP; ")
+    assert tried.endswith("; HSDP, CPU offload")
+    assert nearest.startswith("nearest: FSDP over 8, CPU offload (dp_shard=8 ")
+    assert missing.endswith(" too much")
+
+
+def test_there_are_three_ways_out(error: NoPlanError) -> None:
+    assert len(error.hints) == 3
+    assert all(" then needs up to " in hint for hint in error.hints)
+
+
+def test_more_nodes_help(error: NoPlanError) -> None:
+    assert error.hints[0].startswith("take 4 nodes and a global batch of 16: ")
+    larger = starved().cluster.model_copy(update={"num_nodes": 4})
+    assert choose(facts(SEVENTY, larger, batch=16), pins=DATA).plan.world_size == 16
+
+
+def test_as_much_device_memory_helps_and_less_does_not(error: NoPlanError) -> None:
+    needed = amount(error.hints[1], "take devices with")
+    for factor, helps in ((1.001, True), (0.99, False)):
+        changed = varied(starved(), Lever.MEMORY, factor * needed)
+        assert (decide(changed, pins=DATA).winner is not None) == helps
+
+
+def test_as_much_main_memory_helps_and_less_does_not(error: NoPlanError) -> None:
+    needed = amount(error.hints[2], "take nodes with")
+    for factor, helps in ((1.001, True), (0.99, False)):
+        memory = exact(factor * needed)
+        cluster = starved().cluster.model_copy(update={"host_memory_bytes": memory})
+        found = decide(facts(SEVENTY, cluster, batch=8), pins=DATA).winner
+        assert (found is not None) == helps
+
+
+def test_shorter_sequences_are_proposed_where_the_model_can_be_counted_at_them() -> None:
+    config = {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 65536,
+    }
+    model = profile_from_config(
+        config, samples=1, sequence_length=65536, name="long", numerics=tuple(Numerics)
+    )
+    alone = gpus(1, 1, memory_gib=20)
+    with pytest.raises(NoPlanError) as caught:
+        choose(facts(model, alone, batch=1))
+    hint = next(hint for hint in caught.value.hints if hint.startswith("cut sequences to"))
+    length = int(hint.split()[3])
+    whole = facts(model, alone, batch=1)
+    assert decide(varied(whole, Lever.SEQUENCE, length)).winner is not None
+    assert decide(varied(whole, Lever.SEQUENCE, 2 * length)).winner is None
