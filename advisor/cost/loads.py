@@ -153,6 +153,7 @@ def loads_of(
     cp: int = 1,
     ep: int = 1,
     runs: Sequence[Run] | None = None,
+    styled: Sequence[Styled] | None = None,
 ) -> Loads:
     """Every unit of `model` at a microbatch of `samples` under `numerics`, on one rank.
 
@@ -161,11 +162,12 @@ def loads_of(
         cp: ranks that share the tokens of a sample: each has 1/cp of what grows with the sample.
         ep: ranks that share the experts of a block.
         runs: of the model, where they are known.
+        styled: what `styles` do to each unit, where it is known (`styled_units`).
     """
     runs = runs_of(model) if runs is None else runs
     separate = {unit.name for unit in model.shard_units()}
-    wanted = Styles(styles) if tp > 1 else Styles(())
-    styled = [wanted.of_unit(unit, unit.cost(numerics).layers) for unit in model.units]
+    if styled is None:
+        styled = styled_units(model, numerics=numerics, styles=styles if tp > 1 else ())
     if tp > 1:
         runs = divided(runs, styled)
     logits = next((s for s in styled if _splits_logits(s)), None) if tp > 1 else None
@@ -193,6 +195,14 @@ def loads_of(
         buffer_bytes=model.buffer_bytes,
         names=tuple(unit.name for unit in model.units),
     )
+
+
+def styled_units(
+    model: ModelProfile, *, numerics: Numerics, styles: Iterable[tuple[str, str]]
+) -> list[Styled]:
+    """What `styles` do to each unit of `model`."""
+    wanted = Styles(styles)
+    return [wanted.of_unit(unit, unit.cost(numerics).layers) for unit in model.units]
 
 
 def _splits_logits(styled: Styled) -> bool:

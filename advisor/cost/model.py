@@ -27,13 +27,13 @@ from advisor.cost.compute import (
     with_measured,
 )
 from advisor.cost.ledger import Ledger, Wires
-from advisor.cost.loads import Loads, UnitLoad, loads_of
+from advisor.cost.loads import Loads, UnitLoad, loads_of, styled_units
 from advisor.cost.memory import Peak, peak, shard_degree
 from advisor.cost.replay import Slowdown, replay, slowdown
 from advisor.cost.runs import Run, runs_of
 from advisor.cost.staged import staged
 from advisor.cost.stages import Stages
-from advisor.cost.tensor import Styles, cut_unit, is_split
+from advisor.cost.tensor import Styled, cut_unit, is_split
 from advisor.facts import Facts
 from advisor.styles import proposed_styles
 from engines.legality import numerics
@@ -55,6 +55,7 @@ class CostModel:
         self._loads: dict[tuple[object, ...], Loads] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._units: dict[tuple[object, ...], tuple[UnitProfile, ...]] = {}
+        self._styled: dict[tuple[Numerics, tuple[tuple[str, str], ...]], list[Styled]] = {}
         self._updates: dict[tuple[object, ...], Upkeep] = {}
         self._styles: dict[int, tuple[tuple[str, str], ...]] = {}
         self._load_bytes: float | None = None
@@ -263,13 +264,23 @@ class CostModel:
                 cp=plan.cp,
                 ep=plan.ep,
                 runs=self.runs,
+                styled=self._styled_units(plan),
             )
         return self._loads[key]
+
+    def _styled_units(self, plan: Plan) -> list[Styled]:
+        """What is done to each unit, looked up once for all microbatches."""
+        kind, styles = self.numerics(plan), self.styles(plan)
+        if (kind, styles) not in self._styled:
+            self._styled[kind, styles] = styled_units(
+                self.facts.model, numerics=kind, styles=styles
+            )
+        return self._styled[kind, styles]
 
     def styles(self, plan: Plan) -> tuple[tuple[str, str], ...]:
         """How layers are split; as proposed from the profile where the plan leaves it open."""
         if plan.tp == 1 or plan.tensor_styles:
-            return plan.tensor_styles
+            return plan.tensor_styles if plan.tp > 1 else ()
         if plan.tp not in self._styles:
             self._styles[plan.tp] = proposed_styles(self.facts.model, plan.tp)
         return self._styles[plan.tp]
@@ -335,14 +346,14 @@ class CostModel:
         if self.facts.workload.optimizer.units is not None:
             return model.units
         if key not in self._units:
-            styles = Styles(wanted)
+            styled_as = self._styled_units(plan)
             kind = self.numerics(plan)
             found: list[UnitProfile] = []
             for run in self.runs:
                 known: dict[object, UnitProfile] = {}
-                for unit in model.units[run.first : run.last]:
-                    cost = unit.cost(kind)
-                    styled = styles.of_unit(unit, cost.layers) if plan.tp > 1 else ()
+                for place in range(run.first, run.last):
+                    cost = model.units[place].cost(kind)
+                    styled = styled_as[place]
                     if styled not in known:
                         known[styled] = (
                             cut_unit(run.unit, cost, styled, tp=plan.tp)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from itertools import pairwise
+from operator import ge
 from typing import NamedTuple
 
 from engines.plan import Schedule
@@ -281,13 +282,14 @@ def _moments(order: Order, own: Sequence[int], whole: frozenset[int]) -> Iterato
 
 
 def _not_exceeded(found: Iterator[Moment]) -> Iterator[Moment]:
-    different = dict.fromkeys(found)
-    for one in different:
-        counts = one.held + one.waiting
-        if not any(
-            other is not one
-            and (other.kind, other.chunk) == (one.kind, one.chunk)
-            and all(o >= c for o, c in zip(other.held + other.waiting, counts, strict=True))
-            for other in different
-        ):
-            yield one
+    alike: dict[tuple[Kind, int], list[Moment]] = {}
+    for one in dict.fromkeys(found):
+        alike.setdefault((one.kind, one.chunk), []).append(one)
+    for moments_of in alike.values():
+        kept: list[tuple[int, ...]] = []
+        # Whatever holds at least as much of everything holds more in sum: it comes first.
+        for one in sorted(moments_of, key=lambda each: -sum(each.held) - sum(each.waiting)):
+            counts = one.held + one.waiting
+            if not any(all(map(ge, other, counts)) for other in kept):
+                kept.append(counts)
+                yield one

@@ -36,6 +36,7 @@ class Stages:
         self._model = model
         self._cluster = cluster
         self._place = {unit.name: place for place, unit in enumerate(model.units)}
+        self._can_be_split: dict[tuple[int, int], bool] = {}
         self._even: dict[tuple[int, int], tuple[int, ...]] = {}
         self._crossing: dict[int, tuple[Affine, Affine]] = {}
 
@@ -148,8 +149,13 @@ class Stages:
         return frozenset(
             stage
             for stage, (first, last) in enumerate(pairwise(ends))
-            if stage and not self._can_split(first, last)
+            if stage and not self._splits(first, last)
         )
+
+    def _splits(self, first: int, last: int) -> bool:
+        if (first, last) not in self._can_be_split:
+            self._can_be_split[first, last] = self._can_split(first, last)
+        return self._can_be_split[first, last]
 
     def _can_split(self, first: int, last: int) -> bool:
         flow, units = self._model.flow, self._model.units

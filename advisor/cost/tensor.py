@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import ceil
 from typing import NamedTuple
 
-from engines.tensor.styles import Kind, Style, cutting, matches
+from engines.tensor.styles import Kind, Style, cutting
 from profiles.cluster import Collective
 from profiles.layers import LayerCost, LayerKind
 from profiles.model import Shape, UnitCost, UnitProfile
@@ -70,11 +71,35 @@ Styled = tuple[Place, ...]
 """Of a unit itself, then of each of its layers."""
 
 
+class _Pattern(NamedTuple):
+    """`engines.tensor.styles.matches`, for one pattern and many paths.
+
+    `names`: the parts that stand for themselves, by their places; `others` for several names.
+    """
+
+    length: int
+    names: tuple[tuple[int, str], ...]
+    others: tuple[tuple[int, str], ...]
+
+    @classmethod
+    def of(cls, pattern: str) -> _Pattern:
+        parts = list(enumerate(pattern.split(".")))
+        others = tuple(part for part in parts if set("*?[") & set(part[1]))
+        return cls(len(parts), tuple(part for part in parts if part not in others), others)
+
+    def fits(self, parts: Sequence[str]) -> bool:
+        return (
+            len(parts) == self.length
+            and all(parts[place] == name for place, name in self.names)
+            and all(fnmatchcase(parts[place], wanted) for place, wanted in self.others)
+        )
+
+
 class Styles:
     """`Plan.tensor_styles`, looked up by path."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
-        self._pairs = [(pattern, Style.parse(text)) for pattern, text in pairs]
+        self._pairs = [(_Pattern.of(pattern), Style.parse(text)) for pattern, text in pairs]
 
     def of_unit(self, unit: UnitProfile, layers: Sequence[LayerCost]) -> Styled:
         """What is done to `unit` and to each of its `layers`."""
@@ -82,7 +107,8 @@ class Styles:
         return (Place(self._at(unit.name)), *inside)
 
     def _at(self, path: str) -> tuple[Style, ...]:
-        return tuple(style for pattern, style in self._pairs if matches(pattern, path))
+        parts = path.split(".")
+        return tuple(style for pattern, style in self._pairs if pattern.fits(parts))
 
     def _of_layer(self, unit: str, path: str) -> Place:
         styles = self._at(_joined(unit, path))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from advisor.cost import CostModel, Estimate
 from advisor.policy import Policy
-from advisor.search.columns import Columns, Floats
+from advisor.search.columns import Columns, Floats, Microbatches
 from advisor.search.space import Integers, Space
 from advisor.search.staged import staged_peak_bytes, staged_step_s
 from advisor.search.whole import whole_peak_bytes, whole_time
@@ -69,23 +69,26 @@ class Bounds:
         return np.asarray((self.step_s[rows] <= limit) | (nearest <= slack))
 
 
-def bounds_of(space: Space, costs: CostModel) -> Bounds:
-    """The bounds of every row of `space`."""
+def bounds_of(space: Space, costs: CostModel, policy: Policy) -> Bounds:
+    """The bounds of every row of `space`; of rows that do not fit, of memory alone."""
     count = len(space)
+    usable = policy.usable_bytes(costs.facts.cluster.device)
+    microbatches = Microbatches(space, costs, usable)
     found = Bounds(np.zeros((len(PARTS), count)), np.zeros(count), np.zeros(count))
     overhead_s = costs.facts.workload.host_overhead_s
     whole, staged = np.flatnonzero(space.pp == 1), np.flatnonzero(space.pp > 1)
     if len(whole):
-        columns = Columns(space.part(whole), costs)
+        columns = Columns(space.part(whole), microbatches)
         time = whole_time(columns)
         parts = np.stack([getattr(time, name) for name in PARTS])
+        parts[:, ~columns.is_exact] = 0.0
         found.step_s[whole] = parts.sum(axis=0) + overhead_s
         if space.offload is not Offload.NONE:
             parts[-1] = 0.0  # what is exposed of transfers to the host is a part of its own
         found.parts[:, whole] = parts
         found.peak_high_bytes[whole] = whole_peak_bytes(columns)
     if len(staged):
-        columns = Columns(space.part(staged), costs)
+        columns = Columns(space.part(staged), microbatches)
         found.step_s[staged] = staged_step_s(columns) + overhead_s
         found.peak_high_bytes[staged] = staged_peak_bytes(columns)
     return found

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from advisor.cost import CostModel
 from advisor.cost.compute import optimizer_s
+from advisor.cost.memory import ALLOCATOR_SLACK
 from advisor.search.microbatch import Crossing, Microbatch, crossing_of, microbatch
 from advisor.search.space import KINDS, RECOMPUTES, Integers, Space
 from engines.plan import DataParallel, Plan
@@ -27,51 +28,85 @@ ZERO1, ZERO2 = KINDS.index(DataParallel.ZERO1), KINDS.index(DataParallel.ZERO2)
 HYBRID, REPLICATE = KINDS.index(DataParallel.HYBRID_SHARD), KINDS.index(DataParallel.REPLICATE)
 
 
-class Columns:
-    """Looks amounts up for all rows; what rows share is worked out once.
+class Microbatches:
+    """The microbatches of a space, by (tp, size, recompute, whether FSDP2 runs them)."""
 
-    Attributes:
-        shards: over how many ranks parameters and states are divided.
-        is_sharded, gathers, reduces: by row; whether FSDP2 runs it, gathers parameters for every
-            microbatch, and reduces gradients for every one (ZeRO-1 and ZeRO-2 gather once a step,
-            ZeRO-1 reduces once).
-    """
-
-    def __init__(self, space: Space, costs: CostModel) -> None:
-        self.space = space
+    def __init__(self, space: Space, costs: CostModel, usable_bytes: float) -> None:
         self.costs = costs
-        self.is_sharded = SHARDED[space.kind]
-        zero = (space.kind == ZERO1) | (space.kind == ZERO2)
-        self.shards = np.where(zero, space.dp_replicate, np.where(self.is_sharded, space.dp_shard, 1))
-        self.gathers = np.where(zero, 0.0, 1.0)
-        self.reduces = np.where(space.kind == ZERO1, 0.0, 1.0)
+        self._space = space
+        self._usable_bytes = usable_bytes
         self._crossing: dict[int, Crossing] = {}
-        keys = np.stack([space.tp, space.microbatch_size, space.recompute, self.is_sharded])
-        unique, self.group = _unique(keys)
-        self.groups = [self._microbatch(*(int(n) for n in key)) for key in unique.T]
-        pairs = list(zip(unique.T, self.groups, strict=True))
-        # Parameters are the same in every microbatch of one tp degree.
-        self._sharded = {int(key[0]): group for key, group in pairs if key[3]}
-        self._whole = {int(key[0]): group for key, group in pairs if not key[3]}
-        self._ledger = costs.ledger()
+        self._found: dict[tuple[int, int, int, int], Microbatch] = {}
+        self._too_large: dict[tuple[int, int, int], tuple[int, Microbatch]] = {}
+
+    def least(self, tp: int, size: int, recompute: int, is_sharded: int) -> tuple[Microbatch, bool]:
+        """A microbatch that takes no more than this one, and whether it is this one.
+
+        Where one unit alone, which some rank has to run, does not fit with a smaller one, nobody
+        asks what exactly the larger one takes.
+        """
+        alike = tp, recompute, is_sharded
+        smallest, found = self._too_large.get(alike, (size, None))
+        if found is not None and smallest < size:
+            return found, False
+        key = tp, size, recompute, is_sharded
+        if key not in self._found:
+            self._found[key] = self._microbatch(*key)
+        found = self._found[key]
+        if found.unit_bytes * (1 + ALLOCATOR_SLACK) > self._usable_bytes:
+            self._too_large[alike] = size, found
+        return found, True
 
     def _microbatch(self, tp: int, size: int, recompute: int, is_sharded: int) -> Microbatch:
         kind = DataParallel.FULL_SHARD if is_sharded else DataParallel.REPLICATE
         plan = Plan.model_construct(
             tp=tp,
-            tensor_styles=self.space.styles[tp],
+            tensor_styles=self._space.styles[tp],
             microbatch_size=size,
             recompute=RECOMPUTES[recompute],
-            precision=self.space.precision,
+            precision=self._space.precision,
             data_parallel=kind,
         )
-        crossing = self._crossing.get(is_sharded)
-        if crossing is None:
+        if is_sharded not in self._crossing:
             model = self.costs.facts.model
             place = {unit.name: n for n, unit in enumerate(model.units)}
-            places = [place[name] for name in self.space.pieces[1:]]
-            crossing = self._crossing[is_sharded] = crossing_of(self.costs, plan, places)
-        return microbatch(self.costs, plan, crossing)
+            places = [place[name] for name in self._space.pieces[1:]]
+            self._crossing[is_sharded] = crossing_of(self.costs, plan, places)
+        return microbatch(self.costs, plan, self._crossing[is_sharded])
+
+
+class Columns:
+    """Looks amounts up for all rows; what rows share is worked out once.
+
+    Attributes:
+        shards: over how many ranks parameters and states are divided.
+        is_exact: whether the sums are those of the row's microbatch; else of a smaller one, which
+            does not fit either.
+        is_sharded, gathers, reduces: by row; whether FSDP2 runs it, gathers parameters for every
+            microbatch, and reduces gradients for every one (ZeRO-1 and ZeRO-2 gather once a step,
+            ZeRO-1 reduces once).
+    """
+
+    def __init__(self, space: Space, microbatches: Microbatches) -> None:
+        self.space = space
+        self.costs = microbatches.costs
+        self.is_sharded = SHARDED[space.kind]
+        zero = (space.kind == ZERO1) | (space.kind == ZERO2)
+        self.shards = np.where(
+            zero, space.dp_replicate, np.where(self.is_sharded, space.dp_shard, 1)
+        )
+        self.gathers = np.where(zero, 0.0, 1.0)
+        self.reduces = np.where(space.kind == ZERO1, 0.0, 1.0)
+        keys = np.stack([space.tp, space.microbatch_size, space.recompute, self.is_sharded])
+        different, self.group = unique(keys)
+        found = [microbatches.least(*(int(n) for n in key)) for key in different.T]
+        self.groups = [microbatch for microbatch, _ in found]
+        self.is_exact = np.array([is_exact for _, is_exact in found])[self.group]
+        pairs = list(zip(different.T, self.groups, strict=True))
+        # Parameters are the same in every microbatch of one tp degree.
+        self._sharded = {int(key[0]): group for key, group in pairs if key[3]}
+        self._whole = {int(key[0]): group for key, group in pairs if not key[3]}
+        self._ledger = self.costs.ledger()
 
     @property
     def is_elementwise(self) -> bool:
@@ -85,8 +120,8 @@ class Columns:
 
     def each(self, keys: Sequence[Integers], amount: Callable[..., float]) -> Floats:
         """`amount` of every distinct combination of `keys`, for each row."""
-        unique, back = _unique(np.stack(keys))
-        return np.array([amount(*(int(n) for n in key)) for key in unique.T])[back]
+        different, back = unique(np.stack(keys))
+        return np.array([amount(*(int(n) for n in key)) for key in different.T])[back]
 
     def optimizer_s(self) -> Floats:
         """The update of a rank's parameters."""
@@ -98,7 +133,7 @@ class Columns:
             ranks = cluster.devices_per_node
             return optimizer_s(plan, update, device=cluster.device, ranks=ranks)
 
-        return self.each([self.space.tp, self.shards], seconds)
+        return self._of_part(seconds)
 
     def states_bytes(self) -> Floats:
         """What the optimizer keeps for a rank's parameters."""
@@ -107,7 +142,14 @@ class Columns:
         def held(tp: int, shards: int) -> float:
             return self.costs.update(self._holding(tp, shards), 0, units).state_bytes
 
-        return self.each([self.space.tp, self.shards], held)
+        return self._of_part(held)
+
+    def _of_part(self, amount: Callable[[int, int], float]) -> Floats:
+        """Of a rank's part of the parameters, (tp, shards); what goes by elements is in proportion
+        to them."""
+        if self.is_elementwise:
+            return self.each([self.space.tp], lambda tp: amount(tp, 1)) / self.shards
+        return self.each([self.space.tp, self.shards], amount)
 
     def _holding(self, tp: int, shards: int) -> Plan:
         """A plan whose ranks hold this part of the parameters."""
@@ -186,7 +228,7 @@ class Columns:
         return self._ledger.charge(kind, "", payload, group_size=group, stride=stride)
 
 
-def _unique(keys: Integers) -> tuple[Integers, Integers]:
+def unique(keys: Integers) -> tuple[Integers, Integers]:
     """The distinct columns of `keys`, and for every column which of them it is."""
     code = np.zeros(keys.shape[1], dtype=np.int64)
     for row in keys:

@@ -162,8 +162,9 @@ class _Builder:
         return [n for n in degrees if wanted is None or n == wanted]
 
     def _splits(self, tp: int) -> bool:
-        pinned = self._pins.get("tensor_styles")
-        self._styles[tp] = tuple(pinned) if pinned else self._styles_of(tp)
+        if tp not in self._styles:
+            pinned = self._pins.get("tensor_styles")
+            self._styles[tp] = tuple(pinned) if pinned else self._styles_of(tp)
         return bool(self._styles[tp])
 
     @cached_property

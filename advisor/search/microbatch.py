@@ -110,11 +110,7 @@ class Microbatch:
         found = [
             (
                 t.forward_s + t.forward_launch_s + there,
-                t.backward_s
-                + t.backward_launch_s
-                + t.recompute_s
-                + t.recompute_launch_s
-                + back,
+                t.backward_s + t.backward_launch_s + t.recompute_s + t.recompute_launch_s + back,
             )
             for t, (there, back) in zip(self.times, self.exchange_s, strict=True)
         ]
@@ -211,7 +207,33 @@ class Microbatch:
     @cached_property
     def fullest_bytes(self) -> float:
         """Activations when some unit's backward begins, with what that unit works in."""
-        return float((np.cumsum(self.counts * self.kept) + self.work).max())
+        return float(self._beginning.max())
+
+    @cached_property
+    def fullest_sharded_bytes(self) -> float:
+        """The same with the gradient that FSDP2 is about to reduce."""
+        return float((self._beginning + self._making).max())
+
+    @cached_property
+    def fullest_gathered_bytes(self) -> float:
+        """The same with the unit's gathered parameters."""
+        share = self.loads.compute_share
+        copies = np.array([share * u.parameter_bytes * u.is_separate for u in self.units])
+        return float((self._beginning + self._making + copies).max())
+
+    @property
+    def _beginning(self) -> Floats:
+        return np.asarray(np.cumsum(self.counts * self.kept) + self.work)
+
+    @property
+    def _making(self) -> Floats:
+        share = self.loads.compute_share
+        return np.array([share * u.gradient_bytes * u.is_separate for u in self.units])
+
+    @cached_property
+    def unit_bytes(self) -> float:
+        """What a rank holds at least, whichever units it has, if it has the largest of them."""
+        return float((self.kept + self.work).max())
 
     @cached_property
     def work(self) -> Floats:

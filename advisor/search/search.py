@@ -35,7 +35,7 @@ class Search:
 
     def __init__(self, costs: CostModel, policy: Policy, space: Space, stages: Stages) -> None:
         self.space = space
-        self.bounds: Bounds = bounds_of(space, costs)
+        self.bounds: Bounds = bounds_of(space, costs, policy)
         self._costs = costs
         self._policy = policy
         self._stages = stages

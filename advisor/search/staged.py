@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from advisor.cost.memory import ALLOCATOR_SLACK
-from advisor.search.columns import ZERO1, ZERO2, Columns, Floats
+from advisor.search.columns import ZERO1, ZERO2, Columns, Floats, unique
 from advisor.search.space import SCHEDULES
 from engines.plan import Offload, Schedule
 
@@ -68,12 +68,13 @@ def _round_s(columns: Columns, there: Floats, back: Floats, microbatches: Floats
     busy = microbatches * slowest
     share = columns.of(lambda g: g.forward_share)
     plain = columns.gathers * columns.is_sharded == 0
-    alternating = np.where(plain, _one_f_one_b_s(through, share, pp, microbatches), 0.0)
     both = most + least
     sent = np.divide(most, both, out=np.full(len(most), 0.5), where=both > 0)
-    share = np.maximum(share, sent)
-    waiting = np.where(plain, _one_f_one_b_s(through + sends, share, pp, microbatches), 0.0)
-    alternating = np.maximum(np.maximum(alternating, waiting), busy)
+    alternating = busy.copy()
+    rows = np.flatnonzero(plain & (schedule == _ONE_F_ONE_B))
+    for parted, forwards in ((through, share), (through + sends, np.maximum(share, sent))):
+        found = _one_f_one_b_s(parted[rows], forwards[rows], pp[rows], microbatches[rows])
+        alternating[rows] = np.maximum(alternating[rows], found)
     return np.select(
         [schedule == _NAIVE, schedule == _GPIPE, schedule == _ONE_F_ONE_B],
         [in_turn, gpipe, alternating],
@@ -90,12 +91,15 @@ def _one_f_one_b_s(through: Floats, share: Floats, pp: Floats, microbatches: Flo
     1 further forwards at most. So the round takes W >= t + (m - 1 - (p - 1 - s) share) t_s for
     every s, t being the sum of all t_s; with that, t = sum t_s <= (W - t) sum 1 / (...).
     """
-    total = np.zeros(len(through))
+    shares, which = np.unique(share, return_inverse=True)
+    keys, back = unique(np.stack([pp, microbatches, which]).astype(np.int64))
+    pp, microbatches, share = keys[0], keys[1], shares[keys[2]]
+    total = np.zeros(len(pp))
     for ahead in range(int(pp.max(initial=0))):
         others = microbatches - 1 - ahead * share
-        room = np.divide(1.0, others, out=np.full(len(through), np.inf), where=others > 0)
+        room = np.divide(1.0, others, out=np.full(len(pp), np.inf), where=others > 0)
         total += np.where(ahead < pp, room, 0.0)
-    return np.asarray(through + through / total)
+    return np.asarray(through + through / total[back])
 
 
 def staged_peak_bytes(columns: Columns) -> Floats:

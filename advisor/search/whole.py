@@ -8,7 +8,7 @@ import numpy as np
 
 from advisor.cost.memory import ALLOCATOR_SLACK, UNITS_WHEN_AHEAD
 from advisor.cost.replay import slowdown
-from advisor.search.columns import REPLICATE, ZERO1, Columns, Floats
+from advisor.search.columns import REPLICATE, ZERO1, ZERO2, Columns, Floats
 from engines.plan import Offload
 
 
@@ -82,8 +82,18 @@ def whole_peak_bytes(columns: Columns) -> Floats:
     reduced = np.where(space.kind == ZERO1, several, several * on_device / shards)
     waiting = gradients * np.where(columns.is_sharded, reduced, whole)
     root = columns.of(lambda g: g.loads.root_parameter_bytes * g.loads.compute_share)
+    every = columns.of(lambda g: g.loads.parameter_bytes * g.loads.compute_share)
     largest = columns.of(lambda g: g.largest_copy_bytes)
-    working = columns.of(lambda g: g.fullest_bytes) + columns.is_sharded * root
+    # ZeRO-1 and ZeRO-2 keep what they gathered, the others hold the unit in work.
+    keeps = (space.kind == ZERO1) | (space.kind == ZERO2)
+    working = np.select(
+        [keeps, columns.is_sharded],
+        [
+            columns.of(lambda g: g.fullest_sharded_bytes) + np.where(several, every, root),
+            columns.of(lambda g: g.fullest_gathered_bytes) + root,
+        ],
+        default=columns.of(lambda g: g.fullest_bytes),
+    )
     allocated = held * on_device + np.maximum(waiting + working, on_device * gradients / shards)
     batch = facts.model.batch_bytes
     allocated = allocated + batch.fixed + batch.per_sample * space.microbatch_size * space.forwards

@@ -52,15 +52,15 @@ def llama(layers: int, *, heads: int = 4, vocab: int = 1000) -> ModelProfile:
     )
 
 
-LLAMAS = {(n, vocab): llama(n, vocab=vocab) for n in (1, 3, 5) for vocab in (100, 20_000)}
+LLAMAS = {(n, vocab): llama(n, vocab=vocab) for n in (1, 3) for vocab in (100, 20_000)}
 
 
 @st.composite
 def hybrids(draw: st.DrawFn) -> Facts:
     """Models whose stages and layers may be split, in memory that is often short."""
     model = LLAMAS[draw(st.sampled_from(sorted(LLAMAS)))]
-    nodes, devices = draw(st.sampled_from(((1, 2), (1, 4), (2, 2), (1, 6))))
-    local = draw(st.sampled_from((1, 2, 4)))
+    nodes, devices = draw(st.sampled_from(((1, 2), (1, 3), (2, 2), (1, 6))))
+    local = draw(st.sampled_from((1, 2)))
     intra, inter = draw(st.sampled_from((1e9, 360e9))), draw(st.sampled_from((1e8, 400e9)))
     memory_gib = draw(st.floats(2.51, 2.75))
     cluster = gpus(
@@ -85,7 +85,7 @@ def situations(draw: st.DrawFn) -> Facts:
     return facts(MIDDLE, cluster, batch=nodes * devices * local)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(whole=situations() | hybrids(), offload=st.sampled_from(Offload))
 def test_no_estimate_is_below_its_bound(whole: Facts, offload: Offload) -> None:
     policy = Policy()
@@ -101,7 +101,7 @@ def test_no_estimate_is_below_its_bound(whole: Facts, offload: Offload) -> None:
             assert bound <= getattr(time, name) + rounding, (name, str(candidate.plan))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     whole=situations() | hybrids(),
     objective=st.sampled_from(Objective),
