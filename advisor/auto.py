@@ -14,49 +14,34 @@ from datetime import timedelta
 from os import PathLike
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from advisor.choose import choose
 from advisor.decision import Decision
 from advisor.facts import Facts
+from advisor.look import LossFn, Optimizer, look
 from advisor.policy import Policy
-from advisor.runs import keep_at_end, with_runs
+from advisor.runs import keep_at_end
 from advisor.search.legal import styles_of
-from engines.footprint import optimizer_footprint
 from engines.hybrid import apply_plan
-from engines.optimizer import OptimizerFactory
 from engines.parallel import ParallelModel
-from engines.plan import AXES, Plan, Precision, load_plan, parse_settings
+from engines.plan import AXES, Plan, load_plan, parse_settings
 from engines.tensor.proposal import propose_styles
 from engines.weights import Weights
 from engines.world import DEFAULT_TIMEOUT_S, World, join_world, require_same
-from profiles.batch import Batch, batch_size
+from profiles.batch import Batch
 from profiles.bench import recall_or_bench
-from profiles.capture import capture
 from profiles.cluster import ClusterProfile
 from profiles.clusters import resolve_cluster
 from profiles.errors import AdvisorError, InputError, PlanError, RankError
-from profiles.host import resident_bytes
 from profiles.memory import release_freed_memory
-from profiles.model import ModelProfile, Numerics
 from profiles.probe import probe
-from profiles.provenance import Source
-from profiles.stopwatch import with_times
 from profiles.torch_compat import default_store
-from profiles.workload import Workload
 
 log = logging.getLogger(__name__)
 
-# Kernels, threads and their heaps are set up at first use, after the look: 5 to 50 MiB were seen on
-# top of 370 to 420 MiB over runs of the demo.
-FIRST_USE_ERROR = 0.12
-
-LossFn = Callable[..., Tensor]
 PlanLike = Plan | str | PathLike[str] | None
-_NO_PINS: Mapping[str, Any] = {}
-Optimizer = torch.optim.Optimizer | OptimizerFactory
 
 
 def advise(
@@ -270,100 +255,6 @@ def _decided(
         proved[tp] = proposal.styles
 
 
-def look(
-    model: nn.Module,
-    sample: Batch,
-    *,
-    loss_fn: LossFn | None,
-    cluster: ClusterProfile,
-    global_batch_size: int | None = None,
-    optimizer: Optimizer | None = None,
-    precision: str | None = None,
-    pins: Mapping[str, Any] = _NO_PINS,
-    timed: bool = False,
-    learns: bool = False,
-) -> Facts:
-    """What there is to know before deciding; with `learns` runs on this machine correct it."""
-    dtype = _dtype(model)
-    wanted = (
-        precision
-        or pins.get("precision")
-        or next((p.value for p in Precision if p.dtype == dtype), "fp32")
-    )
-    numerics: tuple[Numerics, ...] = (Numerics.AS_BUILT,)
-    if wanted == "bf16" and dtype == "float32":
-        numerics = (Numerics.AS_BUILT, Numerics.BF16, Numerics.BF16_AUTOCAST)
-    profile: ModelProfile = capture(
-        model, sample, loss_fn=loss_fn, numerics=numerics, name=type(model).__name__
-    )
-    if timed:
-        profile = _with_times(model, sample, loss_fn, profile, cluster)
-    cluster = _with_context(cluster, model)
-    if learns:
-        cluster = with_runs(cluster, dtype=Precision(wanted).dtype)
-    workload = Workload(
-        global_batch_size=global_batch_size or _global_batch(sample, pins, cluster.world_size),
-        tokens_per_sample=profile.tokens_per_sample,
-        optimizer=optimizer_footprint(
-            optimizer,
-            model,
-            units=[unit.name for unit in profile.units],
-            device_kind=cluster.device.kind,
-        ),
-        precision=wanted,
-        given=_given(global_batch_size=global_batch_size, optimizer=optimizer, precision=precision),
-    )
-    return Facts(model=profile, cluster=cluster, workload=workload)
-
-
-def _with_times(
-    model: nn.Module,
-    sample: Batch,
-    loss_fn: LossFn | None,
-    profile: ModelProfile,
-    cluster: ClusterProfile,
-) -> ModelProfile:
-    here, wanted = probe().device.name, cluster.device.name
-    if here != wanted:
-        raise InputError(
-            f"blocks are timed on this machine's {here}, the cluster has {wanted}",
-            where="timed=True",
-            hints=["leave `timed` out, or run this on the cluster"],
-        )
-    return with_times(model, sample, profile, device_name=wanted, loss_fn=loss_fn)
-
-
-def _global_batch(sample: Batch, pins: Mapping[str, Any], ranks: int) -> int:
-    """One sample batch for each replica: ranks that hold parts of one model see the same rows."""
-    parts = math.prod(int(pins.get(axis, 1)) for axis in ("pp", "cp", "tp"))
-    return batch_size(sample) * max(1, ranks // parts)
-
-
-def _given(**arguments: object) -> tuple[str, ...]:
-    """The fields of a workload that the caller named."""
-    return tuple(name for name, value in arguments.items() if value is not None)
-
-
-def _with_context(cluster: ClusterProfile, model: nn.Module) -> ClusterProfile:
-    """What this process holds besides the model, now that all libraries are loaded.
-
-    CPU ranks only: a GPU's context is not in main memory.
-    """
-    context = cluster.device.context_bytes
-    if cluster.device.kind != "cpu" or context.source is not Source.MEASURED:
-        return cluster
-    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == "cpu")
-    now = context.model_copy(
-        update={
-            "value": max(context.value, resident_bytes() - held),
-            "relative_error": FIRST_USE_ERROR,
-            "origin": "this process before its first step",
-        }
-    )
-    device = cluster.device.model_copy(update={"context_bytes": now})
-    return cluster.model_copy(update={"device": device})
-
-
 def pins_of(plan: PlanLike) -> Mapping[str, Any]:
     """The settings that a plan, a file or a string fixes.
 
@@ -443,13 +334,3 @@ def _from_rank_zero(decide: Callable[[], Decision], world: World) -> Decision:
 
 def _policy(objective: str) -> Policy:
     return Policy.build({"objective": objective}, where="objective")
-
-
-def _dtype(model: nn.Module) -> str:
-    """The dtype of most parameter elements, as torch names it."""
-    elements: dict[str, int] = {}
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            name = str(parameter.dtype).removeprefix("torch.")
-            elements[name] = elements.get(name, 0) + parameter.numel()
-    return max(elements, key=lambda name: elements[name], default="float32")

@@ -24,6 +24,7 @@ WITH_TORCH = {
     "profiles.flow_trace",
     "profiles.gpus",
     "profiles.laps",
+    "profiles.layer_trace",
     "profiles.look",
     "profiles.memory",
     "profiles.operators",
@@ -88,6 +89,7 @@ WITH_TORCH = {
     "engines.tensor.wiring",
     "engines.world",
     "advisor.auto",
+    "advisor.look",
 }
 WITH_TORCH_PREFIXES = ("advisor.demo.", "profiles.bench.", "profiles.tracing", "profiles.modules")
 

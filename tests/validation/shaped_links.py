@@ -87,10 +87,10 @@ def row_of(cluster: ClusterProfile, line_bytes_per_s: float | None) -> Row:
     """The figures of a bench, and the decision for the demo's model on such machines."""
     import torch
 
-    from advisor.auto import look
     from advisor.choose import choose
     from advisor.cost import CostModel
     from advisor.demo.gpt import GPT, SHAPES, loss
+    from advisor.look import look
     from advisor.walk import given_bytes_per_s, needed_bytes_per_s
     from engines.plan import Plan, Recompute
 
