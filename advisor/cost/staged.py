@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from advisor.cost.borders import Border, borders_of, charge_sends, received_into, sent_over
 from advisor.cost.breakdown import Estimate, StageEstimate, Traffic
 from advisor.cost.communication import (
     apart_s,
@@ -25,7 +26,6 @@ from advisor.cost.replay import backward, forward
 from advisor.cost.stage_memory import Chunk, chunk_of, stage_peak
 from advisor.cost.stages import Tie
 from engines.plan import DataParallel, Plan, Schedule
-from profiles.cluster import Collective
 from profiles.errors import PlanError
 
 if TYPE_CHECKING:
@@ -52,15 +52,6 @@ class _Stage:
     sent_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Border:
-    """What one microbatch sends over a border, there and back, and the slower of both."""
-
-    there_bytes: float
-    back_bytes: float
-    seconds: float
-
-
 def staged(model: CostModel, plan: Plan) -> Estimate:
     """Memory of the fullest rank; time of the whole pipeline, and traffic of its busiest rank."""
     if plan.schedule is None:
@@ -73,7 +64,7 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     own = [stages_of(schedule, r, ranks=plan.pp, stages=len(places)) for r in range(plan.pp)]
     in_round = 1 if schedule is Schedule.NAIVE else plan.microbatches
     rounds = rounds_of(plan)
-    borders = _borders(model, plan, ends)
+    borders = borders_of(model, plan, ends)
     stages = _stages(model, plan, ends, borders)
     whole = model.stages.whole_backwards(ends) if schedule in SPLITS_BACKWARD else frozenset[int]()
     halved = range(1, len(places)) if schedule in SPLITS_BACKWARD else range(0)
@@ -104,7 +95,7 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
             device=cluster.device,
             batch_bytes=batch_bytes,
             buffer_bytes=in_round
-            * sum(_received_into(borders, s, splits=splits) for s in own[rank]),
+            * sum(received_into(borders, s, splits=splits) for s in own[rank]),
             copied_bytes=sum(t.unit.parameter_bytes for t in ties if rank in t.ranks[1:]),
         )
 
@@ -121,8 +112,8 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
         chunk_of(
             plan,
             stages[s].part,
-            received_bytes=_sent(borders, s - 1),
-            sent_bytes=_sent(borders, s),
+            received_bytes=sent_over(borders, s - 1),
+            sent_bytes=sent_over(borders, s),
         )
         for s in own[fullest]
     ]
@@ -175,7 +166,7 @@ def traffic_of_ranks(model: CostModel, plan: Plan) -> tuple[tuple[Traffic, ...],
     """What each rank of the pp axis is charged for, in their order; a legal plan with stages."""
     ends = model.stages.ends(plan)
     assert plan.schedule is not None
-    borders, ties = _borders(model, plan, ends), model.stages.ties(plan, ends)
+    borders, ties = borders_of(model, plan, ends), model.stages.ties(plan, ends)
     count = len(ends) - 1
     stages = _stages(model, plan, ends, borders)
     found = []
@@ -192,7 +183,7 @@ def _charged(
     rank: int,
     own: Sequence[int],
     stages: Sequence[_Stage],
-    borders: Sequence[_Border],
+    borders: Sequence[Border],
     ties: Sequence[Tie],
 ) -> tuple[Ledger, float]:
     """All that a rank with the stages `own` sends in a step; seconds of the small collectives."""
@@ -204,7 +195,7 @@ def _charged(
     )
     for s in own:
         stage_exchange(plan, stages[s].part, ledger, has_host=model.overlaps, root_gathers=gathers)
-    _charge_sends(plan, own, borders, ledger)
+    charge_sends(plan, own, borders, ledger)
     _Tail.of(model, plan, [stages[s] for s in own], rank, ties, ledger)
     return ledger, apart_s(plan, model.facts.model, ledger)
 
@@ -221,36 +212,15 @@ def _require_places(plan: Plan, count: int) -> None:
         )
 
 
-def _borders(model: CostModel, plan: Plan, ends: Sequence[int]) -> list[_Border]:
-    assert plan.microbatch_size is not None
-    kind = model.numerics(plan)
-    ledger, stride = model.ledger(), plan.world_size // plan.pp
-    found = []
-    for place in ends[1:-1]:
-        there, back = model.stages.crossing(
-            place, numerics=kind, samples=plan.microbatch_size / plan.cp
-        )
-        seconds = ledger.charge(
-            Collective.SEND_RECV, "", max(there, back), group_size=2, stride=stride
-        )
-        found.append(_Border(there, back, seconds))
-    return found
-
-
-def _sent(borders: Sequence[_Border], stage: int) -> float:
-    """Bytes of a microbatch over the border after a stage; the last one has none, nor has -1."""
-    return borders[stage].there_bytes if 0 <= stage < len(borders) else 0.0
-
-
 def _stages(
-    model: CostModel, plan: Plan, ends: Sequence[int], borders: Sequence[_Border]
+    model: CostModel, plan: Plan, ends: Sequence[int], borders: Sequence[Border]
 ) -> list[_Stage]:
     """Every stage; those of equal units are worked out once."""
     loads, known = model.loads(plan), dict[object, _Stage]()
     found = []
     for stage, (first, last) in enumerate(pairwise(ends)):
         part = loads.part(first, last)
-        received, sent = _sent(borders, stage - 1), _sent(borders, stage)
+        received, sent = sent_over(borders, stage - 1), sent_over(borders, stage)
         key = (part.runs, received, sent)
         if key not in known:
             known[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)
@@ -294,7 +264,7 @@ def _stage(
 def _times(
     schedule: Schedule,
     stages: Sequence[_Stage],
-    borders: Sequence[_Border],
+    borders: Sequence[Border],
     whole: frozenset[int],
 ) -> StageTimes:
     """Halves of a backward are equal: a product has a gradient of each factor. What is computed
@@ -313,16 +283,6 @@ def _times(
         weight_s=tuple(weight_s),
         send_s=tuple(border.seconds for border in borders),
     )
-
-
-def _received_into(borders: Sequence[_Border], stage: int, *, splits: Container[int]) -> float:
-    """Bytes a microbatch: torch's stages have a tensor for whatever arrives, of every microbatch of
-    a round, as long as they live (`_RecvInfo` in torch/distributed/pipelining/stage.py). Where a
-    backward is split, gradients of what was received stay there too until the round is over
-    (`stage_backward_input`)."""
-    received = _sent(borders, stage - 1)
-    returned = borders[stage].back_bytes if stage < len(borders) else 0.0
-    return received + returned + (borders[stage - 1].back_bytes if stage in splits else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,32 +336,6 @@ class _Tail:
                 )
         once = kind is DataParallel.ZERO1
         return cls(round_s=0.0 if once else reduce_s, last_s=reduce_s + replicate_s + settle_s)
-
-
-def _charge_sends(
-    plan: Plan, own: Sequence[int], borders: Sequence[_Border], ledger: Ledger
-) -> None:
-    """What the rank's stages send: forward to the next stage, and gradients to the one before.
-    Under ZBV the last rank hands from one of its stages to the other without sending."""
-    stride = plan.world_size // plan.pp
-    for stage in own:
-        sends = {
-            "activations": (stage + 1, borders[stage].there_bytes if stage < len(borders) else 0.0),
-            "gradients of activations": (
-                stage - 1,
-                borders[stage - 1].back_bytes if stage else 0.0,
-            ),
-        }
-        for purpose, (to, payload) in sends.items():
-            if to not in own:
-                ledger.charge(
-                    Collective.SEND_RECV,
-                    purpose,
-                    payload,
-                    group_size=2,
-                    stride=stride,
-                    count=plan.forwards,
-                )
 
 
 def _busy(stages: Sequence[_Stage], forwards: int) -> Busy:
