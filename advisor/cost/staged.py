@@ -73,7 +73,7 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     waits = sends_late(schedule) or not model.overlaps
     played = play(schedule, times, ranks=plan.pp, microbatches=in_round, waits=waits)
 
-    ties = model.stages.ties(plan, ends)
+    ties = model.stages.ties(plan, ends, model.held(plan))
     in_flight = moments(
         schedule, ranks=plan.pp, stages=len(places), microbatches=in_round, whole=whole
     )
@@ -166,7 +166,7 @@ def traffic_of_ranks(model: CostModel, plan: Plan) -> tuple[tuple[Traffic, ...],
     """What each rank of the pp axis is charged for, in their order; a legal plan with stages."""
     ends = model.stages.ends(plan)
     assert plan.schedule is not None
-    borders, ties = borders_of(model, plan, ends), model.stages.ties(plan, ends)
+    borders, ties = borders_of(model, plan, ends), model.stages.ties(plan, ends, model.held(plan))
     count = len(ends) - 1
     stages = _stages(model, plan, ends, borders)
     found = []

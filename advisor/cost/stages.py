@@ -97,8 +97,12 @@ class Stages:
         there, back = self._crossing[place]
         return share * there.at(samples), share * back.at(samples)
 
-    def ties(self, plan: Plan, ends: Sequence[int]) -> tuple[Tie, ...]:
-        """Tied parameters whose places lie on several ranks."""
+    def ties(self, plan: Plan, ends: Sequence[int], held: Sequence[UnitProfile]) -> tuple[Tie, ...]:
+        """Tied parameters whose places lie on several ranks.
+
+        Args:
+            held: every unit with the parameters that one rank of the tp axis has.
+        """
         found = []
         for names in self._model.tied:
             homes = [self._home(name) for name in names]
@@ -112,7 +116,8 @@ class Stages:
                 for home in homes
             }
             if len(ranks) > 1:
-                found.append(Tie(self._alone(names[0], homes[0]), tuple(sorted(ranks))))
+                unit = self._alone(names[0], homes[0], held[homes[0]])
+                found.append(Tie(unit, tuple(sorted(ranks))))
         return tuple(found)
 
     def _home(self, parameter: str) -> int:
@@ -124,23 +129,24 @@ class Stages:
                 return self._place[path]
         return self._place.get(GLUE, 0)
 
-    def _alone(self, parameter: str, home: int) -> UnitProfile:
+    def _alone(self, parameter: str, home: int, held: UnitProfile) -> UnitProfile:
         """A unit that is nothing but the parameter: its layer's weight, else all its unit has."""
         unit = self._model.units[home]
-        layers = next(iter(unit.costs.values())).layers
         prefix = f"{unit.name}." if unit.name else ""
-        for layer in layers:
-            if parameter == f"{prefix}{layer.path + '.' if layer.path else ''}weight":
-                sizes = {(layer.inputs, layer.outputs), (layer.outputs, layer.inputs)}
-                shapes = tuple(s for s in unit.shapes if s.sizes[:2] in sizes)[:1]
-                return unit.model_copy(
-                    update={
-                        "parameter_bytes": layer.weight_bytes,
-                        "gradient_bytes": layer.weight_gradient_bytes,
-                        "shapes": tuple(s.model_copy(update={"count": 1}) for s in shapes),
-                    }
-                )
-        return unit
+        for layer in next(iter(unit.costs.values())).layers:
+            # An embedding that is a unit of its own is what is usually tied.
+            if not layer.path or parameter != f"{prefix}{layer.path}.weight":
+                continue
+            sizes = (layer.inputs, layer.outputs), (layer.outputs, layer.inputs)
+            shapes = [shape for shape in unit.shapes if shape.sizes[:2] in sizes][:1]
+            return unit.model_copy(
+                update={
+                    "parameter_bytes": layer.weight_bytes,
+                    "gradient_bytes": layer.weight_gradient_bytes,
+                    "shapes": tuple(s.model_copy(update={"count": 1}) for s in shapes),
+                }
+            )
+        return held
 
     def whole_backwards(self, ends: Sequence[int]) -> frozenset[int]:
         """Stages whose backward is not split in two halves: `engines.pipeline.split` without the
