@@ -289,7 +289,7 @@ class CostModel:
     ) -> Upkeep:
         """The same of several stages."""
         optimizer = self.facts.workload.optimizer
-        units = self.held(plan)
+        units = self._held(plan)
         own = [unit for first, last in parts for unit in units[first:last]]
         by_name = optimizer.units is not None
         counts = Counter(unit.name if by_name else id(unit) for unit in own)
@@ -305,7 +305,7 @@ class CostModel:
             self._updates[key] = upkeep(optimizer, [*own, *copies], shards=shard_degree(plan))
         return self._updates[key]
 
-    def held(self, plan: Plan) -> tuple[UnitProfile, ...]:
+    def _held(self, plan: Plan) -> tuple[UnitProfile, ...]:
         """Every unit with the parameters that one rank of the tp axis has; equal ones are one
         object, unless the optimizer knows them by their names."""
         model = self.facts.model

@@ -73,7 +73,7 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     waits = sends_late(schedule) or not model.overlaps
     played = play(schedule, times, ranks=plan.pp, microbatches=in_round, waits=waits)
 
-    ties = model.stages.ties(plan, ends, model.held(plan))
+    ties = model.stages.ties(plan, ends)
     in_flight = moments(
         schedule, ranks=plan.pp, stages=len(places), microbatches=in_round, whole=whole
     )
@@ -166,7 +166,7 @@ def traffic_of_ranks(model: CostModel, plan: Plan) -> tuple[tuple[Traffic, ...],
     """What each rank of the pp axis is charged for, in their order; a legal plan with stages."""
     ends = model.stages.ends(plan)
     assert plan.schedule is not None
-    borders, ties = borders_of(model, plan, ends), model.stages.ties(plan, ends, model.held(plan))
+    borders, ties = borders_of(model, plan, ends), model.stages.ties(plan, ends)
     count = len(ends) - 1
     stages = _stages(model, plan, ends, borders)
     found = []
@@ -309,6 +309,7 @@ class _Tail:
         """Of the rank with these stages; what is sent is noted in `ledger`."""
         ledger = ledger or model.ledger()
         kind = plan.data_parallel
+        copies = [tie for tie in ties if rank in tie.ranks[1:]]
         reduce_s = sum(stage.reduce_s for stage in stages)
         replicate_s = sum(stage.replicate_s for stage in stages)
         settle_s = 0.0
@@ -317,8 +318,9 @@ class _Tail:
             settle_s += summed_s(
                 ledger,
                 "gradients",
-                gradient_bytes=sum(stage.part.gradient_bytes for stage in stages),
-                tensors=sum(stage.part.tensors for stage in stages),
+                gradient_bytes=sum(stage.part.gradient_bytes for stage in stages)
+                + sum(tie.unit.gradient_bytes for tie in copies),
+                tensors=sum(stage.part.tensors for stage in stages) + len(copies),
                 group_size=group,
                 stride=stride,
             )

@@ -8,7 +8,9 @@ from itertools import pairwise
 
 from advisor.complete import even_cuts, even_stages
 from advisor.cost.orders import ONE_STAGE, rank_of
+from advisor.cost.tensor import Styles, cut_share
 from engines.plan import Plan, Schedule
+from engines.tensor.styles import cutting
 from profiles.affine import Affine
 from profiles.cluster import ClusterProfile
 from profiles.errors import PlanError
@@ -97,12 +99,8 @@ class Stages:
         there, back = self._crossing[place]
         return share * there.at(samples), share * back.at(samples)
 
-    def ties(self, plan: Plan, ends: Sequence[int], held: Sequence[UnitProfile]) -> tuple[Tie, ...]:
-        """Tied parameters whose places lie on several ranks.
-
-        Args:
-            held: every unit with the parameters that one rank of the tp axis has.
-        """
+    def ties(self, plan: Plan, ends: Sequence[int]) -> tuple[Tie, ...]:
+        """Tied parameters whose places lie on several ranks."""
         found = []
         for names in self._model.tied:
             homes = [self._home(name) for name in names]
@@ -116,8 +114,8 @@ class Stages:
                 for home in homes
             }
             if len(ranks) > 1:
-                unit = self._alone(names[0], homes[0], held[homes[0]])
-                found.append(Tie(unit, tuple(sorted(ranks))))
+                alone = self._alone(names[0], homes[0], plan)
+                found.append(Tie(alone, tuple(sorted(ranks))))
         return tuple(found)
 
     def _home(self, parameter: str) -> int:
@@ -129,24 +127,27 @@ class Stages:
                 return self._place[path]
         return self._place.get(GLUE, 0)
 
-    def _alone(self, parameter: str, home: int, held: UnitProfile) -> UnitProfile:
-        """A unit that is nothing but the parameter: its layer's weight, else all its unit has."""
+    def _alone(self, parameter: str, home: int, plan: Plan) -> UnitProfile:
+        """A unit that is nothing but a rank's part of the parameter: its layer's weight, else all
+        its unit has."""
         unit = self._model.units[home]
+        layers = next(iter(unit.costs.values())).layers
         prefix = f"{unit.name}." if unit.name else ""
-        for layer in next(iter(unit.costs.values())).layers:
-            # An embedding that is a unit of its own is what is usually tied.
-            if not layer.path or parameter != f"{prefix}{layer.path}.weight":
-                continue
-            sizes = (layer.inputs, layer.outputs), (layer.outputs, layer.inputs)
-            shapes = [shape for shape in unit.shapes if shape.sizes[:2] in sizes][:1]
-            return unit.model_copy(
-                update={
-                    "parameter_bytes": layer.weight_bytes,
-                    "gradient_bytes": layer.weight_gradient_bytes,
-                    "shapes": tuple(s.model_copy(update={"count": 1}) for s in shapes),
-                }
-            )
-        return held
+        styled = Styles(plan.tensor_styles).of_unit(unit, layers)[1:]
+        for layer, place in zip(layers, styled, strict=True):
+            if parameter == f"{prefix}{layer.path + '.' if layer.path else ''}weight":
+                sizes = {(layer.inputs, layer.outputs), (layer.outputs, layer.inputs)}
+                shapes = tuple(s for s in unit.shapes if s.sizes[:2] in sizes)[:1]
+                style = cutting(place.styles)
+                share = cut_share(layer, style, plan.tp) if style is not None else 1.0
+                return unit.model_copy(
+                    update={
+                        "parameter_bytes": round(layer.weight_bytes * share),
+                        "gradient_bytes": round(layer.weight_gradient_bytes * share),
+                        "shapes": tuple(s.model_copy(update={"count": 1}) for s in shapes),
+                    }
+                )
+        return unit
 
     def whole_backwards(self, ends: Sequence[int]) -> frozenset[int]:
         """Stages whose backward is not split in two halves: `engines.pipeline.split` without the
