@@ -149,7 +149,7 @@ def _time_parts(estimate: Estimate) -> Iterator[Part]:
         "host_s": "transfers to the host",
         "launch_s": "launching",
         "idle_s": "waiting for other stages",
-        "host_overhead_s": "waiting for data",
+        "host_overhead_s": "data loading and host",
     }
     for field, name in names.items():
         value = getattr(estimate.time, field)
