@@ -221,7 +221,7 @@ _PARTS = {
     "host_s": "transfers to the host",
     "launch_s": "launching",
     "idle_s": "waiting for other stages",
-    "host_overhead_s": "waiting for data",
+    "host_overhead_s": "data loading and host",
 }
 # Parts are named until less than this of a difference is left: about what rounding hides.
 _UNNAMED = 0.05

@@ -42,8 +42,8 @@ class Chunk:
     Attributes:
         forward, backward: the fullest moments, beside what other microbatches hold.
         kept_bytes: what a microbatch holds between its forward and its backward: activations, and
-            what is sent on.
-        own_bytes: the activations among them.
+            what is sent on, but for what it received, which stays where it was received into.
+        own_bytes: all activations.
         cast_bytes: copies of the weights that autocast made, which it holds as well.
         waiting_bytes: gradients between layers, where those of the weights come later.
     """
@@ -56,14 +56,14 @@ class Chunk:
     waiting_bytes: float
 
 
-def chunk_of(plan: Plan, loads: Loads, *, sent_bytes: float) -> Chunk:
+def chunk_of(plan: Plan, loads: Loads, *, received_bytes: float, sent_bytes: float) -> Chunk:
     """The units of `loads` as one stage of `plan`.
 
     Gradients are whole until a round is over, and so are the parameters that ZeRO-1 and ZeRO-2
     gather: both are the rank's, not the stage's (see `stage_peak`).
 
     Args:
-        sent_bytes: of one microbatch, over the border after the stage.
+        received_bytes, sent_bytes: of one microbatch, over the borders before and after the stage.
     """
     share, kind = loads.compute_share, plan.data_parallel
     units = loads.entries
@@ -87,7 +87,7 @@ def chunk_of(plan: Plan, loads: Loads, *, sent_bytes: float) -> Chunk:
     return Chunk(
         forward=replace(forward, gathered=forward.gathered + cast),
         backward=backward,
-        kept_bytes=own + sent_bytes,
+        kept_bytes=own - min(own, received_bytes) + sent_bytes,
         own_bytes=own,
         cast_bytes=cast,
         waiting_bytes=sum(unit.layer_bytes * unit.count for unit in loads.runs),

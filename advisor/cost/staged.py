@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from advisor.cost.borders import Border, borders_of, charge_sends, received_into, sent_over
 from advisor.cost.breakdown import Estimate, StageEstimate, Traffic
 from advisor.cost.communication import (
     apart_s,
@@ -25,7 +26,6 @@ from advisor.cost.replay import backward, forward
 from advisor.cost.stage_memory import Chunk, chunk_of, stage_peak
 from advisor.cost.stages import Tie
 from engines.plan import DataParallel, Plan, Schedule
-from profiles.cluster import Collective
 from profiles.errors import PlanError
 
 if TYPE_CHECKING:
@@ -52,15 +52,6 @@ class _Stage:
     sent_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Border:
-    """What one microbatch sends over a border, there and back, and the slower of both."""
-
-    there_bytes: float
-    back_bytes: float
-    seconds: float
-
-
 def staged(model: CostModel, plan: Plan) -> Estimate:
     """Memory of the fullest rank; time of the whole pipeline, and traffic of its busiest rank."""
     if plan.schedule is None:
@@ -73,9 +64,11 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     own = [stages_of(schedule, r, ranks=plan.pp, stages=len(places)) for r in range(plan.pp)]
     in_round = 1 if schedule is Schedule.NAIVE else plan.microbatches
     rounds = rounds_of(plan)
-    borders = _borders(model, plan, ends)
+    borders = borders_of(model, plan, ends)
     stages = _stages(model, plan, ends, borders)
     whole = model.stages.whole_backwards(ends) if schedule in SPLITS_BACKWARD else frozenset[int]()
+    halved = range(1, len(places)) if schedule in SPLITS_BACKWARD else range(0)
+    splits = frozenset(halved) - whole
     times = _times(schedule, stages, borders, whole)
     waits = sends_late(schedule) or not model.overlaps
     played = play(schedule, times, ranks=plan.pp, microbatches=in_round, waits=waits)
@@ -93,8 +86,6 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     ]
 
     def peak_of(rank: int, chunks: Sequence[Chunk]) -> Peak:
-        received = [borders[s - 1].there_bytes for s in own[rank] if s]
-        returned = [borders[s].back_bytes for s in own[rank] if s < len(borders)]
         return stage_peak(
             plan,
             [stages[s].part for s in own[rank]],
@@ -103,7 +94,8 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
             update=updates[rank],
             device=cluster.device,
             batch_bytes=batch_bytes,
-            buffer_bytes=_received_into(in_round, received, returned),
+            buffer_bytes=in_round
+            * sum(received_into(borders, s, splits=splits) for s in own[rank]),
             copied_bytes=sum(t.unit.parameter_bytes for t in ties if rank in t.ranks[1:]),
         )
 
@@ -116,7 +108,15 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     busiest = max(range(plan.pp), key=lambda rank: played.busy_s[rank] + tails[rank].total_s)
     fullest = max(range(plan.pp), key=lambda rank: peaks[rank].high_bytes)
     # Its moments are named after its own units.
-    named = [chunk_of(plan, stages[s].part, sent_bytes=_sent(borders, s)) for s in own[fullest]]
+    named = [
+        chunk_of(
+            plan,
+            stages[s].part,
+            received_bytes=sent_over(borders, s - 1),
+            sent_bytes=sent_over(borders, s),
+        )
+        for s in own[fullest]
+    ]
     memory = peak_of(fullest, named)
 
     ledger, apart = _charged(model, plan, busiest, own[busiest], stages, borders, ties)
@@ -166,7 +166,7 @@ def traffic_of_ranks(model: CostModel, plan: Plan) -> tuple[tuple[Traffic, ...],
     """What each rank of the pp axis is charged for, in their order; a legal plan with stages."""
     ends = model.stages.ends(plan)
     assert plan.schedule is not None
-    borders, ties = _borders(model, plan, ends), model.stages.ties(plan, ends)
+    borders, ties = borders_of(model, plan, ends), model.stages.ties(plan, ends)
     count = len(ends) - 1
     stages = _stages(model, plan, ends, borders)
     found = []
@@ -183,7 +183,7 @@ def _charged(
     rank: int,
     own: Sequence[int],
     stages: Sequence[_Stage],
-    borders: Sequence[_Border],
+    borders: Sequence[Border],
     ties: Sequence[Tie],
 ) -> tuple[Ledger, float]:
     """All that a rank with the stages `own` sends in a step; seconds of the small collectives."""
@@ -195,7 +195,7 @@ def _charged(
     )
     for s in own:
         stage_exchange(plan, stages[s].part, ledger, has_host=model.overlaps, root_gathers=gathers)
-    _charge_sends(plan, own, borders, ledger)
+    charge_sends(plan, own, borders, ledger)
     _Tail.of(model, plan, [stages[s] for s in own], rank, ties, ledger)
     return ledger, apart_s(plan, model.facts.model, ledger)
 
@@ -212,42 +212,25 @@ def _require_places(plan: Plan, count: int) -> None:
         )
 
 
-def _borders(model: CostModel, plan: Plan, ends: Sequence[int]) -> list[_Border]:
-    assert plan.microbatch_size is not None
-    kind = model.numerics(plan)
-    ledger, stride = model.ledger(), plan.world_size // plan.pp
-    found = []
-    for place in ends[1:-1]:
-        there, back = model.stages.crossing(
-            place, numerics=kind, samples=plan.microbatch_size / plan.cp
-        )
-        seconds = ledger.charge(
-            Collective.SEND_RECV, "", max(there, back), group_size=2, stride=stride
-        )
-        found.append(_Border(there, back, seconds))
-    return found
-
-
-def _sent(borders: Sequence[_Border], stage: int) -> float:
-    return borders[stage].there_bytes if stage < len(borders) else 0.0
-
-
 def _stages(
-    model: CostModel, plan: Plan, ends: Sequence[int], borders: Sequence[_Border]
+    model: CostModel, plan: Plan, ends: Sequence[int], borders: Sequence[Border]
 ) -> list[_Stage]:
     """Every stage; those of equal units are worked out once."""
     loads, known = model.loads(plan), dict[object, _Stage]()
     found = []
     for stage, (first, last) in enumerate(pairwise(ends)):
         part = loads.part(first, last)
-        key = (part.runs, _sent(borders, stage))
+        received, sent = sent_over(borders, stage - 1), sent_over(borders, stage)
+        key = (part.runs, received, sent)
         if key not in known:
-            known[key] = _stage(model, plan, part, sent_bytes=key[1])
+            known[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)
         found.append(replace(known[key], part=part))
     return found
 
 
-def _stage(model: CostModel, plan: Plan, part: Loads, *, sent_bytes: float) -> _Stage:
+def _stage(
+    model: CostModel, plan: Plan, part: Loads, *, received_bytes: float, sent_bytes: float
+) -> _Stage:
     computing = model.computing(plan, part)
     exchanged = stage_exchange(plan, part, model.ledger(), has_host=model.overlaps, root_gathers=1)
     kind = plan.data_parallel
@@ -267,7 +250,7 @@ def _stage(model: CostModel, plan: Plan, part: Loads, *, sent_bytes: float) -> _
 
     return _Stage(
         part=part,
-        chunk=chunk_of(plan, part, sent_bytes=sent_bytes),
+        chunk=chunk_of(plan, part, received_bytes=received_bytes, sent_bytes=sent_bytes),
         computing=computing,
         forward_s=there.wall_s,
         backward_s=back.wall_s,
@@ -281,7 +264,7 @@ def _stage(model: CostModel, plan: Plan, part: Loads, *, sent_bytes: float) -> _
 def _times(
     schedule: Schedule,
     stages: Sequence[_Stage],
-    borders: Sequence[_Border],
+    borders: Sequence[Border],
     whole: frozenset[int],
 ) -> StageTimes:
     """Halves of a backward are equal: a product has a gradient of each factor. What is computed
@@ -300,14 +283,6 @@ def _times(
         weight_s=tuple(weight_s),
         send_s=tuple(border.seconds for border in borders),
     )
-
-
-def _received_into(
-    microbatches: int, received: Sequence[float], returned: Sequence[float]
-) -> float:
-    """torch's stages have a tensor for whatever arrives, of every microbatch of a round, as long as
-    the stage lives (`_RecvInfo` in torch/distributed/pipelining/stage.py)."""
-    return microbatches * (sum(received) + sum(returned))
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +309,7 @@ class _Tail:
         """Of the rank with these stages; what is sent is noted in `ledger`."""
         ledger = ledger or model.ledger()
         kind = plan.data_parallel
+        copies = [tie for tie in ties if rank in tie.ranks[1:]]
         reduce_s = sum(stage.reduce_s for stage in stages)
         replicate_s = sum(stage.replicate_s for stage in stages)
         settle_s = 0.0
@@ -342,8 +318,9 @@ class _Tail:
             settle_s += summed_s(
                 ledger,
                 "gradients",
-                gradient_bytes=sum(stage.part.gradient_bytes for stage in stages),
-                tensors=sum(stage.part.tensors for stage in stages),
+                gradient_bytes=sum(stage.part.gradient_bytes for stage in stages)
+                + sum(tie.unit.gradient_bytes for tie in copies),
+                tensors=sum(stage.part.tensors for stage in stages) + len(copies),
                 group_size=group,
                 stride=stride,
             )
@@ -361,32 +338,6 @@ class _Tail:
                 )
         once = kind is DataParallel.ZERO1
         return cls(round_s=0.0 if once else reduce_s, last_s=reduce_s + replicate_s + settle_s)
-
-
-def _charge_sends(
-    plan: Plan, own: Sequence[int], borders: Sequence[_Border], ledger: Ledger
-) -> None:
-    """What the rank's stages send: forward to the next stage, and gradients to the one before.
-    Under ZBV the last rank hands from one of its stages to the other without sending."""
-    stride = plan.world_size // plan.pp
-    for stage in own:
-        sends = {
-            "activations": (stage + 1, borders[stage].there_bytes if stage < len(borders) else 0.0),
-            "gradients of activations": (
-                stage - 1,
-                borders[stage - 1].back_bytes if stage else 0.0,
-            ),
-        }
-        for purpose, (to, payload) in sends.items():
-            if to not in own:
-                ledger.charge(
-                    Collective.SEND_RECV,
-                    purpose,
-                    payload,
-                    group_size=2,
-                    stride=stride,
-                    count=plan.forwards,
-                )
 
 
 def _busy(stages: Sequence[_Stage], forwards: int) -> Busy:

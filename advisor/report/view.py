@@ -130,7 +130,7 @@ def _memory_parts(estimate: Estimate) -> Iterator[Part]:
         "gathered": "gathered and buffers",
         "transient": "unit in work",
         "batch": "batch",
-        "transfers": "received by stages",
+        "transfers": "transfers between stages",
         "context": "context",
     }
     for field, name in names.items():
@@ -149,7 +149,7 @@ def _time_parts(estimate: Estimate) -> Iterator[Part]:
         "host_s": "transfers to the host",
         "launch_s": "launching",
         "idle_s": "waiting for other stages",
-        "host_overhead_s": "waiting for data",
+        "host_overhead_s": "data loading and host",
     }
     for field, name in names.items():
         value = getattr(estimate.time, field)

@@ -10,8 +10,8 @@ from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, preferred, simplicity, weigh
-from advisor.search.bounds import PARTS, ROUNDING
 from advisor.search.legal import space_of, styles_of
+from advisor.search.bounds import PARTS, ROUNDING
 from advisor.search.search import Search
 from advisor.search.stages import Stages
 from engines.plan import Offload
