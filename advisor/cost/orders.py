@@ -54,15 +54,18 @@ def stages_of(schedule: Schedule, rank: int, *, ranks: int, stages: int) -> tupl
     return tuple(range(rank, stages, ranks))
 
 
-def gathers_of_root(order: Order) -> int:
-    """How often a rank gathers FSDP2's root group in a round: its first forward does, and the first
-    after a backward, which lets go of it (engines/fsdp.py)."""
-    kinds = [action.kind for action in order]
-    before = [Kind.BACKWARD, *kinds]
-    return sum(
-        kind is Kind.FORWARD and last is not Kind.FORWARD
-        for last, kind in zip(before, kinds, strict=False)
-    )
+def gathers_of_root(order: Order, *, stages: int) -> int:
+    """How often a rank gathers FSDP2's root group in a round. Every backward lets go of it
+    (engines/fsdp.py); forwards ask for it again, and so do backwards of the last stage, the only
+    one whose forward runs to the model's end and tells FSDP2 that a backward will follow."""
+    count, is_there = 0, False
+    for action in order:
+        asks = action.kind is Kind.FORWARD or action.stage == stages - 1
+        if action.kind is not Kind.WEIGHT and asks and not is_there:
+            count, is_there = count + 1, True
+        if action.kind in (Kind.BACKWARD, Kind.INPUT):
+            is_there = False
+    return count
 
 
 @lru_cache(maxsize=256)

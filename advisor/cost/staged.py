@@ -196,7 +196,7 @@ def _charged(
     assert plan.schedule is not None
     in_round = 1 if plan.schedule is Schedule.NAIVE else plan.microbatches
     order = orders(plan.schedule, ranks=plan.pp, stages=len(stages), microbatches=in_round)[rank]
-    gathers = gathers_of_root(order) * rounds_of(plan)
+    gathers = gathers_of_root(order, stages=len(stages)) * rounds_of(plan)
     for s in own:
         stage_exchange(plan, stages[s].part, ledger, has_host=model.overlaps, root_gathers=gathers)
     _charge_sends(plan, own, borders, ledger)
