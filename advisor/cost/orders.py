@@ -54,20 +54,6 @@ def stages_of(schedule: Schedule, rank: int, *, ranks: int, stages: int) -> tupl
     return tuple(range(rank, stages, ranks))
 
 
-def gathers_of_root(order: Order, *, stages: int) -> int:
-    """How often a rank gathers FSDP2's root group in a round. Every backward lets go of it
-    (engines/fsdp.py); forwards ask for it again, and so do backwards of the last stage, the only
-    one whose forward runs to the model's end and tells FSDP2 that a backward will follow."""
-    count, is_there = 0, False
-    for action in order:
-        asks = action.kind is Kind.FORWARD or action.stage == stages - 1
-        if action.kind is not Kind.WEIGHT and asks and not is_there:
-            count, is_there = count + 1, True
-        if action.kind in (Kind.BACKWARD, Kind.INPUT):
-            is_there = False
-    return count
-
-
 @lru_cache(maxsize=256)
 def orders(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> tuple[Order, ...]:
     """What every rank does in one round, in order; idle slots are left out.
@@ -189,6 +175,32 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         while done[Kind.WEIGHT, stage] < done[Kind.INPUT, stage]:
             run(Kind.WEIGHT, stage)
     yield from found
+
+
+def gathers_of_root(
+    schedule: Schedule, rank: int, *, ranks: int, stages: int, microbatches: int
+) -> int:
+    """How often a rank gathers FSDP2's root group in a round. Every backward lets go of it
+    (engines/fsdp.py); forwards ask for it again, and so do backwards of the last stage, the only
+    one whose forward runs to the model's end and tells FSDP2 that a backward will follow."""
+    match schedule:
+        case Schedule.NAIVE:
+            return microbatches
+        case Schedule.GPIPE:
+            return microbatches if rank == ranks - 1 else 1
+        case Schedule.ONE_F_ONE_B:
+            return 1 + microbatches - min(microbatches, ranks - rank)
+        case _:
+            # Once the pipeline is full every forward follows a backward.
+            shown = min(microbatches, FULL_AFTER * ranks + microbatches % ranks)
+            order = orders(schedule, ranks=ranks, stages=stages, microbatches=shown)[rank]
+            first, is_there = 0, False
+            for kind, stage, _ in order:
+                asks = kind is Kind.FORWARD or (stage == stages - 1 and kind is not Kind.WEIGHT)
+                if asks and not is_there:
+                    first, is_there = first + 1, True
+                is_there = is_there and kind not in (Kind.BACKWARD, Kind.INPUT)
+            return first + (microbatches - shown) * stages // ranks
 
 
 class Moment(NamedTuple):
