@@ -51,7 +51,7 @@ def choose(
         trace=trace,
         alternatives=tuple(others[: policy.alternatives]),
         weighed=choice.total,
-        estimated=len(weighed),
+        estimated=choice.estimated,
         rejected=choice.rejected,
         dissent=_dissent(winner, choice.fitting, policy, trace),
     )

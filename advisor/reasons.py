@@ -89,7 +89,9 @@ def _stages_reason(winner: Candidate) -> Iterator[str]:
         return
     idle = estimate.time.idle_s
     fullest, emptiest = estimate.stages[0], estimate.stages[-1]
-    held = " and ".join(f"`{first}` to `{last}`" for first, last in fullest.units)
+    held = ", ".join(
+        f"`{first}`" if first == last else f"`{first}` to `{last}`" for first, last in fullest.units
+    )
     yield (
         f"Its stages wait {format_seconds(idle)} of a step for each other"
         f" ({format_percent(idle / estimate.step_s)}); the fullest rank holds {held}, keeps"

@@ -117,7 +117,7 @@ _TRICKS = tuple(Recompute)
 _SCHEDULES = (None, *Schedule)
 # `simplicity` in words.
 SIMPLER_FIRST = (
-    "states on the device, then a model in one piece, before TP, PP and both, then DDP before"
+    "states on the device, then the model in one piece before TP, PP and both, then DDP before"
     " ZeRO-1, ZeRO-2, FSDP and HSDP, then the plainer schedule with fewer stages, then less"
     " recompute, then smaller groups, then fewer microbatches"
 )

@@ -52,6 +52,8 @@ class CostModel:
         self.runs: tuple[Run, ...] = runs_of(facts.model)
         self.stages = Stages(facts.model, facts.cluster)
         self._wires: Wires = {}
+        # A plan says all of its batch, and its cost does not ask how much memory there is.
+        self._estimates: dict[Plan, Estimate] = {}
         self._loads: dict[tuple[object, ...], Loads] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._units: dict[tuple[object, ...], tuple[UnitProfile, ...]] = {}
@@ -69,21 +71,27 @@ class CostModel:
         device = other.cluster.device.model_copy(
             update={"memory_bytes": mine.cluster.device.memory_bytes}
         )
-        keeps = {"optimizer", "precision"}
+        batch = {"global_batch_size": mine.workload.global_batch_size}
         is_alike = (
             mine.model is other.model
             and mine.cluster.device == device
-            and mine.workload.model_dump(include=keeps) == other.workload.model_dump(include=keeps)
+            and mine.workload == other.workload.model_copy(update=batch)
         )
         if not is_alike:
             return CostModel(facts)
         found = copy(self)
         found.facts = facts
-        found._wires = {}
+        if mine.cluster != other.cluster.model_copy(update={"device": mine.cluster.device}):
+            found._wires, found._estimates = {}, {}
         return found
 
     def estimate(self, plan: Plan) -> Estimate:
         """See `advisor.cost.estimate`."""
+        if plan not in self._estimates:
+            self._estimates[plan] = self._estimate(plan)
+        return self._estimates[plan]
+
+    def _estimate(self, plan: Plan) -> Estimate:
         if plan.microbatch_size is None:
             raise PlanError(
                 "the plan leaves microbatch_size open, so it has no cost", where=f"plan: {plan}"

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from profiles.errors import PlanError
 
+Amounts = Sequence[float] | NDArray[np.float64]
 Matrix = NDArray[np.float64]
 """[i, j]: of a stage that holds pieces i, ..., j - 1, of n pieces; n + 1 rows and columns."""
 
@@ -36,7 +37,7 @@ class Cut:
     nbytes: float
 
 
-def spans(amounts: Sequence[float]) -> Matrix:
+def spans(amounts: Amounts) -> Matrix:
     """Sums of contiguous pieces.
 
     >>> spans([1.0, 2.0])[0].tolist()
@@ -46,7 +47,7 @@ def spans(amounts: Sequence[float]) -> Matrix:
     return np.asarray(sums[None, :] - sums[:, None])
 
 
-def largest(amounts: Sequence[float]) -> Matrix:
+def largest(amounts: Amounts) -> Matrix:
     """The largest of contiguous pieces.
 
     >>> largest([2.0, 1.0])[0].tolist()
@@ -55,7 +56,7 @@ def largest(amounts: Sequence[float]) -> Matrix:
     count = len(amounts)
     found = np.zeros((count + 1, count + 1))
     for start in range(count):
-        found[start, start + 1 :] = np.maximum.accumulate(amounts[start:])
+        found[start, start + 1 :] = np.maximum.accumulate(np.asarray(amounts[start:]))
     return found
 
 

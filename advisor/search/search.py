@@ -102,12 +102,23 @@ class Search:
         """The preferred plan that fits, else the one that misses by least; None without rows."""
         return self.preferred(rows) or self.nearest(rows)
 
-    def strongest(self, rows: Rows) -> Candidate | None:
+    def strongest(self, rows: Rows, *, most: int) -> Candidate | None:
         """The fastest that fits (the smallest, where memory is the objective), else the one that
-        misses by least; None without rows."""
+        misses by least; None where it takes more than `most` estimates to tell."""
         is_memory = self._policy.objective is Objective.MEMORY
-        found = self.smallest(rows) if is_memory else self.fastest(rows)
-        return found or self.nearest(rows)
+        bounds = self.bounds.step_s
+        key: Callable[[Candidate], tuple[Any, ...]] = _by_time
+        if is_memory:
+            bounds, key = self.bounds.peak_high_bytes, _by_memory
+        try:
+            found = self._least(self._may_fit(rows), bounds, key, most=most)
+            return found or self._least(rows, self._missing, _by_missing, fits=False, most=most)
+        except _TooMany:
+            return None
+
+    def least_step_s(self, rows: Rows) -> float:
+        """Of those that may fit none is faster."""
+        return float(self.bounds.step_s[self._may_fit(rows)].min(initial=np.inf))
 
     def fastest(self, rows: Rows) -> Candidate | None:
         """Of those that fit; on equal times the simpler one."""
@@ -141,13 +152,20 @@ class Search:
         key: Callable[[Candidate], tuple[Any, ...]],
         *,
         fits: bool = True,
+        most: int | None = None,
     ) -> Candidate | None:
-        """The candidate of least key, whose first number `bounds` are not above."""
+        """The candidate of least key, whose first number `bounds` are not above.
+
+        Raises:
+            _TooMany: more than `most` rows would have to be estimated.
+        """
         best: Candidate | None = None
         least: tuple[Any, ...] = (np.inf,)
-        for index in rows[np.argsort(bounds[rows], kind="stable")]:
+        for number, index in enumerate(rows[np.argsort(bounds[rows], kind="stable")]):
             if bounds[index] * (1 - ROUNDING) > least[0]:
                 break
+            if number == most:
+                raise _TooMany
             candidate = self.candidate(int(index))
             if candidate.fits or not fits:
                 found = key(candidate)
@@ -181,6 +199,10 @@ class Search:
             groups.setdefault(simplicity(self.space.row(index)), []).append(index)
         for key in sorted(groups):
             yield np.array(groups[key])
+
+
+class _TooMany(Exception):
+    """A question is left open: no answer would depend on it enough."""
 
 
 def _ties(estimate: Estimate, fastest: Estimate, policy: Policy) -> bool:

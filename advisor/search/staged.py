@@ -11,7 +11,7 @@ import numpy as np
 
 from advisor.cost.memory import ALLOCATOR_SLACK
 from advisor.search.columns import ZERO1, ZERO2, Columns, Floats, unique
-from advisor.search.space import SCHEDULES
+from advisor.search.space import SCHEDULES, Integers
 from engines.plan import Offload, Schedule
 
 _NAIVE = SCHEDULES.index(Schedule.NAIVE)
@@ -49,7 +49,7 @@ def _beside(computing: Floats, sent: Floats, overlaps: bool) -> Floats:
     return np.maximum(computing, sent) if overlaps else computing + sent
 
 
-def _round_s(columns: Columns, there: Floats, back: Floats, microbatches: Floats) -> Floats:
+def _round_s(columns: Columns, there: Floats, back: Floats, microbatches: Integers) -> Floats:
     """One round: see the functions below for each schedule."""
     space = columns.space
     pp, schedule = space.pp, space.schedule
@@ -82,7 +82,7 @@ def _round_s(columns: Columns, there: Floats, back: Floats, microbatches: Floats
     )
 
 
-def _one_f_one_b_s(through: Floats, share: Floats, pp: Floats, microbatches: Floats) -> Floats:
+def _one_f_one_b_s(through: Floats, share: Floats, pp: Integers, microbatches: Integers) -> Floats:
     """1F1B takes at least this long, however `through` is parted among the stages.
 
     Stage s works t_s a microbatch, at most `share` of it forward. Before its first forward the

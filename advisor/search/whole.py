@@ -1,4 +1,4 @@
-"""Lower bounds for models in one piece: a step is the wall time of one rank, which all are alike."""
+"""Lower bounds for models in one piece, whose ranks are all alike: a step is the time of one."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ ESTIMATE = choose(facts(MIDDLE, gpus(1, 8), batch=64)).estimate
     ],
 )
 def test_a_known_threshold_is_found(lever: Lever, at: float) -> None:
-    found = flip(facts(SMALL, gpus(2, 8), batch=128), Threshold(lever, at))
+    whole = facts(SMALL, gpus(2, 8), batch=128)
+    found = flip(whole, Threshold(lever, at), levers=[lever])
     assert [turn.lever for turn in found.turns] == [lever]
     turn = found.turns[0]
     low, high = sorted((turn.stays, turn.turns))

@@ -111,6 +111,44 @@ class TestDevices:
         assert "too much" in caught.value.what
 
 
+class TestCutModels:
+    """Pipelines and split layers are answers too."""
+
+    WHOLE = facts(SMALL, gpus(1, 4), batch=4)
+
+    def tight(self, memory_gib: float) -> Facts:
+        return facts(SMALL, gpus(1, 4, memory_gib=memory_gib), batch=4)
+
+    def test_a_pipeline_needs_a_multiple_of_its_stages(self) -> None:
+        found = fewest_devices(self.WHOLE, pins={"pp": 2, "tp": 1})
+        assert (found.value, found.plan.pp) == (2, 2)
+        assert found.verified == ("1 device: plan needs 2 ranks (pp=2), 1 of 1x4xH100-like has 1",)
+
+    def test_all_axes_need_no_more_devices_than_one_kind(self) -> None:
+        whole = self.tight(3.6)
+        assert fewest_devices(whole).value <= fewest_devices(whole, pins=DATA).value
+
+    def test_the_largest_microbatch_of_a_pipeline_is_what_trying_every_size_finds(self) -> None:
+        pins = {"pp": 2, "tp": 1, "dp_replicate": 2, "recompute": "none", "schedule": "gpipe"}
+        whole = self.tight(5.0)
+
+        def at(size: int) -> bool:
+            changed = varied(whole, Lever.BATCH, 4 * size)
+            plans = legal_plans(changed, {**pins, "microbatch_size": size})
+            return any(c.fits for c in weigh(plans, CostModel(changed), Policy()))
+
+        by_hand = next(size for size in range(1, 200) if not at(size + 1))
+        assert largest_microbatch(whole, pins=pins).value == by_hand
+
+    def test_split_layers_need_a_faster_link_than_stages(self) -> None:
+        """They exchange activations in every layer, stages once for all of theirs."""
+        whole = facts(SMALL, gpus(1, 2), batch=8)
+        stages = bandwidth_needed(whole, Lever.LINKS_IN_NODE, pins={"pp": 2})
+        split = bandwidth_needed(whole, Lever.LINKS_IN_NODE, pins={"tp": 2})
+        assert stages.value < split.value
+        assert (stages.plan.pp, split.plan.tp) == (2, 2)
+
+
 class TestLargest:
     WHOLE = facts(SMALL, gpus(1, 2, memory_gib=9), batch=8)
 
