@@ -65,17 +65,24 @@ def look(
     cluster = _with_context(cluster, model)
     if learns:
         cluster = with_runs(cluster, dtype=Precision(wanted).dtype)
-    workload = Workload(
-        global_batch_size=global_batch_size or _global_batch(sample, pins, cluster.world_size),
-        tokens_per_sample=profile.tokens_per_sample,
-        optimizer=optimizer_footprint(
-            optimizer,
-            model,
-            units=[unit.name for unit in profile.units],
-            device_kind=cluster.device.kind,
-        ),
-        precision=wanted,
-        given=_given(global_batch_size=global_batch_size, optimizer=optimizer, precision=precision),
+    batch = global_batch_size
+    if batch is None:
+        batch = _global_batch(sample, pins, cluster.world_size)
+    workload = Workload.build(
+        {
+            "global_batch_size": batch,
+            "tokens_per_sample": profile.tokens_per_sample,
+            "optimizer": optimizer_footprint(
+                optimizer,
+                model,
+                units=[unit.name for unit in profile.units],
+                device_kind=cluster.device.kind,
+            ),
+            "precision": wanted,
+            "given": _given(
+                global_batch_size=global_batch_size, optimizer=optimizer, precision=precision
+            ),
+        }
     )
     return Facts(model=profile, cluster=cluster, workload=workload)
 
