@@ -118,7 +118,9 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
     if not hidden and not row.params_b:
         return "the model's shape is unknown: `hidden` and `params_b` are blank"
     vocab = number("vocab")
-    if not vocab:
+    if not vocab and row.n_layers == 1 and not row.params_b:
+        assumed.append("one layer by itself, without embedding, head and update")
+    elif not vocab:
         vocab = VOCABULARIES.get(kind, GPT_VOCABULARY)
         assumed.append(f"a vocabulary of {vocab}")
     # Parameters of a layer of width h: 12 h^2; an encoder-decoder has 28 h^2 of each pair.

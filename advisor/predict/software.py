@@ -134,7 +134,8 @@ def software_of(row: Row, *, zero: int, dtype: str, device: str) -> tuple[Softwa
             fused=megatron or compiled,
             dropout=megatron and year < FLASH_DEFAULT,
             overlap_reduce=overlap,
-            overlap_gather=overlap,
+            # InternEvo waits for the broadcast of updated weights.
+            overlap_gather=overlap and family != "internevo",
             overlap_tensor=family == "megatron" and year >= OVERLAP_GRADIENTS,
             overlap_experts=False,
             compiled=compiled,
