@@ -8,7 +8,7 @@ from advisor.predict.architectures import parameters_of, shape_of
 from advisor.predict.machines import cluster_of
 from advisor.predict.rows import Row
 from advisor.predict.setup import Layout, Refusal, Setup, Shape
-from advisor.predict.software import software_of
+from advisor.predict.software import family_of, software_of
 from profiles.cluster import ClusterProfile
 from profiles.errors import InputError
 
@@ -112,7 +112,9 @@ def _layout(
         ep = _check(shape, tp, pp, ep, dp * cp * tp, notes)
     zero = {"1": 1, "2": 2, "3": 3, "hsdp": 3}.get((row.zero_stage or "").lower(), 0)
     if row.zero_stage is None and dp > 1 and shape is not None:
-        notes.append("no state sharding")
+        # What Megatron-DeepSpeed was made for: pipelines with ZeRO-1.
+        zero = 1 if family_of(row) == "megatron-deepspeed" else 0
+        notes.append("optimizer states split over replicas" if zero else "no state sharding")
     microbatch, accumulation, said = _batch(row, dp, pp)
     notes += said
     schedule = (row.pp_schedule or "1f1b").lower()
