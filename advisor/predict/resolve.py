@@ -72,7 +72,13 @@ def _resolve(row: Row) -> Setup:
         dtype = "tfloat32"
     layout, said = _layout(row, shape, cluster)
     notes += said
-    software, unsaid = software_of(row, zero=layout.zero, dtype=dtype, device=cluster.device.name)
+    software, unsaid = software_of(
+        row,
+        zero=layout.zero,
+        dtype=dtype,
+        device=cluster.device.name,
+        classic=shape is not None and not shape.gated and not shape.is_hybrid,
+    )
     notes += unsaid
     return Setup(
         row_id=row.row_id,

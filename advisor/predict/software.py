@@ -10,7 +10,8 @@ recompute     Megatron and what grew from it recomputed whole layers before sele
               operators that keeps matrix products.
 attention     Kernels that keep no scores: the default from 2023 (FlashAttention-2, July 2023); not
               for bert and t5, whose masks of padding such kernels did not take.
-dropout       0.1 in GPT-3's, BERT's and T5's recipes (Megatron-LM's default); none since LLaMA.
+dropout       0.1 in the recipes of GPT-3, BERT and T5 (Megatron-LM's default), none where units are
+              gated: recipes since LLaMA.
 states        Megatron: weights and gradients of 2 + 4 bytes (gradients of 2 with fp16), fp32 master
               and moments 12, split over replicas by the distributed optimizer. The recipes of NeMo
               and Megatron-Bridge add gradients up in 2 bytes (grad_reduce_in_fp32=False). DeepSpeed: gradients
@@ -81,8 +82,13 @@ def year_of(row: Row) -> float | None:
     return float(found[1]) + (float(found[2]) / 12 if found[2] else 0.5)
 
 
-def software_of(row: Row, *, zero: int, dtype: str, device: str) -> tuple[Software, list[str]]:
-    """How the program of a row works, and what of it the row does not say."""
+def software_of(
+    row: Row, *, zero: int, dtype: str, device: str, classic: bool
+) -> tuple[Software, list[str]]:
+    """How the program of a row works, and what of it the row does not say.
+
+    `classic`: the model is of the first kind of transformers, without gated units.
+    """
     family, assumed = family_of(row), []
     year = year_of(row)
     if year is None:
@@ -141,7 +147,7 @@ def software_of(row: Row, *, zero: int, dtype: str, device: str) -> tuple[Softwa
             moment_bytes=moments,
             reduce_bytes=reduce,
             fused=megatron or compiled,
-            dropout=megatron and (year < FLASH_DEFAULT or row.arch in ("dense_gpt", "bert", "t5")),
+            dropout=megatron and (year < FLASH_DEFAULT or classic),
             overlap_reduce=overlap,
             overlap_gather=overlap,
             overlap_tensor=family == "megatron" and year >= OVERLAP_GRADIENTS,
