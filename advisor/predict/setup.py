@@ -12,9 +12,17 @@ class Shape:
     """A transformer in numbers. `kind` as the column `arch`.
 
     Attributes:
+        layers: of a t5, those of the encoder; its decoder has as many.
+        head_width: of queries, keys and values; `heads * head_width` may differ from `hidden`.
         kv_heads: heads of keys and values; `heads` where all have their own.
         ffn: inner width of a dense layer; `gated` doubles the first of its matrices.
         experts, topk, expert_ffn: 0 where there are none.
+        shared_ffn: inner width of what every token passes beside its experts; 0: nothing.
+        dense_layers: layers without experts in a model that has them.
+        latent: queries, keys and values come out of narrow latents (DeepSeek's MLA).
+        attention_layers, mamba_layers: of a hybrid, whose layers hold one thing each; what is left
+            of `layers` holds the experts. 0 and 0 elsewhere.
+        expert_width: what experts take in where it is not `hidden` (latent experts); 0: `hidden`.
         tied: whether the head uses the embedding's matrix.
     """
 
@@ -28,9 +36,25 @@ class Shape:
     length: int
     gated: bool
     tied: bool
+    head_width: int
     experts: int = 0
     topk: int = 0
     expert_ffn: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    latent: bool = False
+    attention_layers: int = 0
+    mamba_layers: int = 0
+    expert_width: int = 0
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only those before it."""
+        return self.kind not in ("bert", "t5")
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.mamba_layers > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +87,9 @@ class Software:
     """How the software of a row carries a layout out: one value a fact that memory or time needs.
 
     Attributes:
+        family: "megatron", "megatron-deepspeed", "deepspeed", "fsdp", "torchtitan", "foundry",
+            "internevo" or "ddp"; what the rules of `software` go by.
+        year: of the release, with the month as a fraction.
         recompute: "none", "selective" (attention core), "selective-ops" (keep matmuls' outputs, as
             torch's selective checkpointing does), "full" (keep each layer's input).
         sequence_parallel: norms and dropout split over the tp ranks.
@@ -70,13 +97,18 @@ class Software:
         weight_bytes, gradient_bytes, master_bytes, moment_bytes: per parameter, as held between
             steps: the weights computed with, gradients, fp32 masters (0 where the weights are
             fp32), all optimizer moments together.
+        reduce_bytes: per parameter, of the gradients that are exchanged.
         fused: elementwise chains run as one kernel and keep only their inputs.
         dropout: masks are kept.
         overlap_reduce, overlap_gather: data-parallel traffic runs beside the computing.
         overlap_tensor: part of tensor-parallel traffic runs beside matrix products.
+        overlap_experts: the exchange of tokens with experts runs beside another microbatch.
+        graphs: kernels are launched from recorded graphs, so that the host is no limit.
+        offload: "none", "optimizer" or "optimizer+params".
     """
 
-    name: str
+    family: str
+    year: float
     recompute: str
     sequence_parallel: bool
     flash: bool
@@ -84,12 +116,16 @@ class Software:
     gradient_bytes: float
     master_bytes: float
     moment_bytes: float
+    reduce_bytes: float
     fused: bool
     dropout: bool
     overlap_reduce: bool
     overlap_gather: bool
     overlap_tensor: bool
+    overlap_experts: bool = False
     compiled: bool = False
+    graphs: bool = False
+    offload: str = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +149,14 @@ class Setup:
     layout: Layout
     software: Software
     assumed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a row has no prediction: what, and the rule that it breaks, with its numbers."""
+
+    row_id: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,196 @@
+"""Rows to setups: every blank filled in by a rule, or a reason why it cannot be."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from advisor.predict.architectures import parameters_of, shape_of
+from advisor.predict.machines import cluster_of
+from advisor.predict.rows import Row
+from advisor.predict.setup import Layout, Refusal, Setup, Shape
+from advisor.predict.software import software_of
+from profiles.cluster import ClusterProfile
+from profiles.errors import InputError
+
+_DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "amp": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+    "tf32": "tfloat32",
+    "fp8": "float8_e4m3fn",
+    "mxfp8": "float8_e4m3fn",
+    "fp4": "float4",
+    "nvfp4": "float4",
+}
+_VISION = frozenset({"resnet", "cnn", "nasnet", "unet"})
+# Transformer-XL base and large as in the lambdal/deeplearning-benchmark rows: no cell says more.
+_PIXELS = 224
+# Model states a device may hold when nothing says how a model was split: 16 to 18 bytes a parameter
+# in half of the memory leave the other half to activations.
+STATE_BYTES, STATE_SHARE = 18, 0.5
+
+
+def resolve(row: Row) -> Setup | Refusal:
+    """What a row ran, ready to be computed; no cell's content raises."""
+    try:
+        return _resolve(row)
+    except InputError as error:
+        return Refusal(row_id=row.row_id, reason=str(error).replace("\n", " "))
+    except _Impossible as reason:
+        return Refusal(row_id=row.row_id, reason=str(reason))
+
+
+class _Impossible(Exception):
+    """A layout that no program can run; says what, and the rule with its numbers."""
+
+
+def _resolve(row: Row) -> Setup:
+    cluster, assumed = cluster_of(row)
+    notes = list(assumed)
+    vision = row.arch in _VISION
+    shape: Shape | None = None
+    if not vision:
+        found = shape_of(row)
+        if isinstance(found, str):
+            raise _Impossible(found)
+        shape, said = found
+        notes += said
+    dtype = _DTYPES.get((row.dtype or "").lower())
+    if dtype is None:
+        if row.dtype:
+            raise _Impossible(f"`dtype` is `{row.dtype}`; known are {', '.join(_DTYPES)}")
+        known = cluster.device.flop_per_s
+        dtype = "float32" if vision else "bfloat16" if "bfloat16" in known else "float16"
+        notes.append(f"dtype {dtype}")
+    if dtype == "float32" and "tfloat32" in cluster.device.flop_per_s:
+        # Since Ampere products of float32 run in TF32 unless told not to (cuDNN's default; NVIDIA's
+        # containers for cuBLAS): what tables call fp32.
+        dtype = "tfloat32"
+    layout, said = _layout(row, shape, cluster)
+    notes += said
+    software, unsaid = software_of(row, zero=layout.zero, dtype=dtype, device=cluster.device.name)
+    notes += unsaid
+    return Setup(
+        row_id=row.row_id,
+        shape=shape,
+        network=(row.model_name or row.arch) if vision else None,
+        pixels=(row.seq_len or _PIXELS) if vision else None,
+        cluster=cluster,
+        dtype=dtype,
+        layout=layout,
+        software=software,
+        assumed=tuple(notes),
+    )
+
+
+def _layout(
+    row: Row, shape: Shape | None, cluster: ClusterProfile
+) -> tuple[Layout, tuple[str, ...]]:
+    world, notes = cluster.world_size, []
+    degrees = {"tp": row.tp, "pp": row.pp, "cp": row.cp}
+    if shape is not None and row.dp is None and row.tp is None and row.pp is None:
+        degrees["tp"], degrees["pp"] = _smallest(shape, cluster)
+        notes.append(f"tp={degrees['tp']} pp={degrees['pp']}, the fewest devices that hold it")
+    tp, pp, cp = (degrees[axis] or 1 for axis in ("tp", "pp", "cp"))
+    if row.dp is None:
+        if world % (tp * pp * cp):
+            raise _Impossible(f"tp={tp} * pp={pp} * cp={cp} does not divide {world} devices")
+        dp = world // (tp * pp * cp)
+        notes.append(f"dp={dp}")
+    else:
+        dp = row.dp
+    if dp * tp * pp * cp != world:
+        raise _Impossible(
+            f"dp={dp} * tp={tp} * pp={pp} * cp={cp} is {dp * tp * pp * cp}, not the {world} devices"
+        )
+    ep = row.ep or 1
+    if shape is not None:
+        ep = _check(shape, tp, pp, ep, dp * cp * tp, notes)
+    zero = {"1": 1, "2": 2, "3": 3, "hsdp": 3}.get((row.zero_stage or "").lower(), 0)
+    if row.zero_stage is None and dp > 1 and shape is not None:
+        notes.append("no state sharding")
+    microbatch, accumulation, said = _batch(row, dp, pp)
+    notes += said
+    schedule = (row.pp_schedule or "1f1b").lower()
+    virtual = row.virtual_stages or 1
+    if "interleaved" in schedule and "or" not in schedule and virtual == 1 and pp > 1:
+        virtual = 2 if shape is not None and shape.layers >= 2 * pp else 1
+        notes.append(f"{virtual} chunks a stage")
+    layout = Layout(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        zero=zero,
+        shard=row.shard_group or dp * cp,
+        microbatch=microbatch,
+        accumulation=accumulation,
+        schedule="gpipe" if "gpipe" in schedule else "interleaved" if virtual > 1 else "1f1b",
+        virtual=virtual,
+    )
+    return layout, tuple(notes)
+
+
+def _check(shape: Shape, tp: int, pp: int, ep: int, ranks: int, notes: list[str]) -> int:
+    layers = shape.layers * (2 if shape.kind == "t5" else 1)
+    if layers < pp:
+        raise _Impossible(f"{layers} layers cannot be cut into pp={pp} stages")
+    if shape.heads % tp:
+        raise _Impossible(f"tp={tp} does not divide {shape.heads} heads")
+    if not shape.experts:
+        return 1
+    if shape.experts % ep:
+        raise _Impossible(f"ep={ep} does not divide {shape.experts} experts")
+    if ranks % ep:
+        inside = next(size for size in range(min(ep, ranks), 0, -1) if ranks % size == 0)
+        notes.append(f"ep={inside}: {ep} does not divide the {ranks} ranks of a stage")
+        return inside
+    return ep
+
+
+def _smallest(shape: Shape, cluster: ClusterProfile) -> tuple[int, int]:
+    """Tensor ranks inside a node, then stages, until the model states fit."""
+    room = cluster.device.memory_bytes.value * STATE_SHARE
+    need = parameters_of(shape) * STATE_BYTES
+    tp = 1
+    while need / tp > room and tp * 2 <= cluster.devices_per_node and shape.heads % (tp * 2) == 0:
+        tp *= 2
+    pp = 1
+    while need / (tp * pp) > room:
+        bigger = [
+            p
+            for p in range(pp + 1, shape.layers + 1)
+            if shape.layers % p == 0 and cluster.world_size % (tp * p) == 0
+        ]
+        if not bigger:
+            break
+        pp = bigger[0]
+    return (tp, pp) if cluster.world_size % (tp * pp) == 0 else (1, 1)
+
+
+def _batch(row: Row, dp: int, pp: int) -> tuple[int, int, list[str]]:
+    """Microbatch, microbatches a step, and what was assumed of them."""
+    batch, micro, accumulation = row.global_batch, row.microbatch, row.grad_accum
+    if micro is None and batch is not None and accumulation is not None:
+        micro = max(1, batch // (dp * accumulation))
+        return micro, accumulation, [f"microbatch {micro}"]
+    said = []
+    if micro is None:
+        micro = 1
+        said.append("microbatch 1")
+    if batch is None:
+        if accumulation is None:
+            accumulation = 4 * pp if pp > 1 else 1
+            said.append(f"{accumulation} microbatches a step")
+        return micro, accumulation, said
+    if batch < dp:
+        raise _Impossible(f"global_batch={batch} leaves some of dp={dp} replicas without a sample")
+    steps = ceil(batch / (dp * micro))
+    if steps * dp * micro != batch or (accumulation is not None and accumulation != steps):
+        said.append(f"{steps} microbatches a step, from global_batch={batch}")
+    return micro, steps, said
