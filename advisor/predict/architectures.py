@@ -37,22 +37,24 @@ _PUBLIC: Mapping[str, Mapping[str, int | bool]] = MappingProxyType(
         "nemotron-3-nano": {
             "n_layers": 52, "hidden": 2688, "n_heads": 32, "n_kv_heads": 2, "vocab": 131072,
             "n_experts": 128, "moe_topk": 6, "moe_ffn_hidden": 1856, "shared_ffn": 3712,
-            "head_width": 128, "attention_layers": 6, "mamba_layers": 23,
+            "head_width": 128, "attention_layers": 6, "mamba_layers": 23, "mamba_width": 4096,
         },
         "nemotron-3-super": {
             "n_layers": 88, "hidden": 4096, "n_heads": 32, "n_kv_heads": 2, "vocab": 131072,
             "n_experts": 512, "moe_topk": 22, "moe_ffn_hidden": 2688, "shared_ffn": 5376,
-            "head_width": 128, "attention_layers": 8, "mamba_layers": 40, "expert_width": 1024,
+            "head_width": 128, "attention_layers": 8, "mamba_layers": 40, "mamba_width": 8192,
+            "expert_width": 1024,
         },
         "nemotron-3-ultra": {
             "n_layers": 108, "hidden": 8192, "n_heads": 64, "n_kv_heads": 2, "vocab": 131072,
             "n_experts": 512, "moe_topk": 22, "moe_ffn_hidden": 5120, "shared_ffn": 10240,
-            "head_width": 128, "attention_layers": 12, "mamba_layers": 48, "expert_width": 2048,
+            "head_width": 128, "attention_layers": 12, "mamba_layers": 48, "mamba_width": 16384,
+            "expert_width": 2048,
         },
         "nemotron-3-5-lightning": {
             "n_layers": 52, "hidden": 2688, "n_heads": 32, "n_kv_heads": 2, "vocab": 131072,
             "n_experts": 128, "moe_topk": 6, "moe_ffn_hidden": 1856, "shared_ffn": 3712,
-            "head_width": 128, "attention_layers": 6, "mamba_layers": 23,
+            "head_width": 128, "attention_layers": 6, "mamba_layers": 23, "mamba_width": 4096,
         },
         "llama-3-8b": {
             "n_layers": 32, "hidden": 4096, "n_heads": 32, "n_kv_heads": 8, "ffn_hidden": 14336,
@@ -197,7 +199,7 @@ def parameters_of(shape: Shape) -> float:
     experts += matrices * h * shape.shared_ffn + 2 * h * shape.expert_width
     embedding = shape.vocab * h * (1 if shape.tied else 2)
     if shape.is_hybrid:
-        mamba = 6.2 * h * h  # in: 2 x 2h wide and states, out: 2h (Mamba-2, expand 2)
+        mamba = h * (3 * shape.mamba_width + 2048)  # in: twice the width and states; out
         moe_layers = shape.layers - shape.attention_layers - shape.mamba_layers
         total = shape.attention_layers * attention + shape.mamba_layers * mamba
         return total + moe_layers * experts + embedding

@@ -22,6 +22,7 @@ class Shape:
         latent: queries, keys and values come out of narrow latents (DeepSeek's MLA).
         attention_layers, mamba_layers: of a hybrid, whose layers hold one thing each; what is left
             of `layers` holds the experts. 0 and 0 elsewhere.
+        mamba_width: inner width of a state-space layer.
         expert_width: what experts take in where it is not `hidden` (latent experts); 0: `hidden`.
         tied: whether the head uses the embedding's matrix.
     """
@@ -45,6 +46,7 @@ class Shape:
     latent: bool = False
     attention_layers: int = 0
     mamba_layers: int = 0
+    mamba_width: int = 0
     expert_width: int = 0
 
     @property

@@ -1,0 +1,49 @@
+"""The fitted constants of the time of transformers: few, physical, the same for every row.
+
+Fitted on published runs by `python -m tests.scorecard.fit`, which prints this table's values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """What cannot be read off a data sheet.
+
+    Attributes:
+        ampere, volta, hopper, blackwell: share of the published best matmul rate that products
+            sustain inside a step, by generation: power and clocks.
+        product_bytes: share of a product's own reading and writing that its computing does not
+            hide.
+        memory: share of the achievable memory bandwidth that elementwise kernels reach.
+        flash: rate of attention without kept scores, as a share of the matmul rate.
+        narrow: rate of fp8 products, as a share of what their larger peak promises.
+        expert: rate of grouped products of experts, as a share of others'.
+        tensor_overlap: hidden part of tensor-parallel exchanges where they are overlapped.
+        data_overlap: hidden part of data-parallel exchanges where they are overlapped.
+        inside, between: rate of collectives in a step, as a share of their best, in a node and
+            between nodes.
+        tokens: rate of the exchange of tokens with experts, as a share of the links'.
+        launch_s: of one kernel by the host.
+    """
+
+    volta: float = 0.8
+    ampere: float = 0.85
+    hopper: float = 0.8
+    blackwell: float = 0.75
+    product_bytes: float = 0.7
+    memory: float = 0.9
+    flash: float = 0.65
+    narrow: float = 0.85
+    expert: float = 0.8
+    tensor_overlap: float = 0.6
+    data_overlap: float = 0.85
+    inside: float = 0.85
+    between: float = 0.7
+    tokens: float = 0.6
+    launch_s: float = 6e-6
+
+
+CONSTANTS = Constants()
