@@ -1,0 +1,37 @@
+"""The constants of the memory prediction: few, physical, the same for every row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConstants:
+    """What published runs say of memory that no closed form does.
+
+    Attributes:
+        workspace_bytes: what libraries keep inside the allocator (matrix products' workspaces).
+        kept_share: activations kept over those that the operations need on paper.
+        transient_share: gradients in work while a layer runs its backward, over what it keeps.
+        slack_share: what the allocator holds over the fullest moment.
+        context_bytes: of runtime and libraries outside the allocator.
+        group_bytes: buffers of one communicator; a rank has one for each axis that has a group.
+        allocated_low, allocated_high, reserved_low, reserved_high: ends of the ranges over the
+            predicted value, which hold nine of ten published ones.
+    """
+
+    workspace_bytes: float = 0.08 * GIB
+    kept_share: float = 1.0
+    transient_share: float = 0.5
+    slack_share: float = 0.08
+    context_bytes: float = 1.0 * GIB
+    group_bytes: float = 0.25 * GIB
+    allocated_low: float = 0.9
+    allocated_high: float = 1.15
+    reserved_low: float = 0.85
+    reserved_high: float = 1.25
+
+
+FITTED = MemoryConstants()
