@@ -20,6 +20,8 @@ class ConvnetConstants:
         element_flop: float32 operations for each element that streams by. Norms of 2-byte maps
             are bound by these on devices with much bandwidth.
         kernel_s: below which no kernel goes.
+        cache_share: what allocator and libraries hold over the tensors, while there is room.
+        context_bytes: of the driver, its libraries and the process group.
     """
 
     tensor_share: float
@@ -28,6 +30,8 @@ class ConvnetConstants:
     layout_passes: float
     element_flop: float
     kernel_s: float
+    cache_share: float
+    context_bytes: float
 
 
 # Calibrated on the rows of published runs with `python -m tests.scorecard.fit_convnets`.
@@ -38,4 +42,6 @@ FITTED = ConvnetConstants(
     layout_passes=0.4,
     element_flop=30.0,
     kernel_s=5e-6,
+    cache_share=0.15,
+    context_bytes=1.0 * 2**30,
 )

@@ -91,7 +91,7 @@ class Block:
         return sum(layer.backward_flop for layer in self.layers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Network:
     """A network on square images of `pixels` a side."""
 
