@@ -43,7 +43,9 @@ def convnet_memory(setup: Setup, constants: ConvnetConstants = FITTED) -> Convne
     allocated = _fullest(setup, blocks, bounds)
     if stages > 1 and allocated + constants.context_bytes > capacity:
         # Who runs out of memory moves the borders.
-        bounds = cut([_allocated(setup, [block]) for block in blocks], stages)
+        each = setup.layout.microbatch * _element(setup)
+        held = [_states(setup, block.parameters) + each * block.kept for block in blocks]
+        bounds = cut(held, stages)
         allocated = min(allocated, _fullest(setup, blocks, bounds))
     needed = allocated + constants.context_bytes
     reserved = allocated * (1 + constants.cache_share) + constants.context_bytes
@@ -85,27 +87,36 @@ def _allocated(setup: Setup, blocks: Sequence[Block]) -> float:
     without recompute it keeps everything of all microbatches.
     """
     software, layout = setup.software, setup.layout
-    parameters = sum(block.parameters for block in blocks)
-    states = parameters * (
-        software.weight_bytes
-        + software.gradient_bytes
-        + software.master_bytes
-        + software.moment_bytes
-    )
-    if layout.dp > 1:
-        states += parameters * software.reduce_bytes  # DDP's buckets
-    element = 2 if setup.dtype in ("float16", "bfloat16") else 4
-    if element < software.weight_bytes:
-        states += parameters * element  # autocast's copies
     kept = float(sum(block.kept for block in blocks))
     in_flight = layout.accumulation if layout.pp > 1 else 1
     if software.recompute == "full":
-        kept += in_flight * blocks[0].input_elements
+        waiting = float(in_flight * blocks[0].input_elements)
     else:
-        kept *= in_flight
-    # The gradient of a layer's output and of its input, and a workspace as large as the input.
-    work = max(2 * layer.inputs + layer.outputs for block in blocks for layer in block.layers)
-    return states + layout.microbatch * element * (kept + work) + _batch_bytes(setup)
+        waiting = (in_flight - 1) * kept
+    # Backward goes from the last block to the first and lets go of what each kept. In work are the
+    # gradients of a block's widest map, on both ways around it.
+    fullest = 0.0
+    for block in reversed(blocks):
+        fullest = max(fullest, kept + 2 * max(layer.outputs for layer in block.layers))
+        kept -= block.kept
+    states = _states(setup, sum(block.parameters for block in blocks))
+    maps = layout.microbatch * _element(setup) * (waiting + fullest)
+    return states + maps + _batch_bytes(setup)
+
+
+def _states(setup: Setup, parameters: float) -> float:
+    """Weights, gradients, optimizer states, DDP's buckets and autocast's copies."""
+    software, element = setup.software, _element(setup)
+    each = software.weight_bytes + software.gradient_bytes
+    each += software.master_bytes + software.moment_bytes
+    each += software.reduce_bytes if setup.layout.dp > 1 else 0.0
+    each += element if element < software.weight_bytes else 0.0
+    return parameters * each
+
+
+def _element(setup: Setup) -> int:
+    """Bytes of an element of a map."""
+    return 2 if setup.dtype in ("float16", "bfloat16") else 4
 
 
 def _batch_bytes(setup: Setup) -> float:

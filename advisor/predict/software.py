@@ -121,8 +121,8 @@ def software_of(row: Row, *, zero: int, dtype: str, device: str) -> tuple[Softwa
     moments = 8.0
     optimizer = (row.optimizer or "").lower()
     if not optimizer and row.arch in CONVOLUTIONAL:
-        optimizer = "sgd"
-        assumed.append("SGD with momentum")
+        moments = 0.0
+        assumed.append("SGD without momentum")
     if "8-bit" in optimizer or "8bit" in optimizer:
         moments = 2.0
     elif "sgd" in optimizer or "muon" in optimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import sqrt
@@ -53,7 +53,7 @@ def network_of(
     network = build(plain or (kind or ""), pixels)
     if parameters and abs(parameters / network.parameters - 1) > _SAME_SIZE:
         assumed = f"{assumed or 'layers as usual'}, scaled to {parameters / 1e6:.4g} M parameters"
-        network = _scaled(network, parameters / network.parameters)
+        network = _grown(network, parameters)
     return network, assumed
 
 
@@ -80,14 +80,38 @@ def _by_name(plain: str) -> Callable[[str, int], Network] | None:
         return googlenet
     if "alexnet" in plain:
         return alexnet
-    sizes = (numbers[0], numbers[1]) if len(numbers) > 1 else None
-    if "amoebanet" in plain:
-        cells, filters = sizes or (18, 256)
-        return lambda n, p: amoebanet(n, p, cells=cells, filters=filters)
-    if "unet" in plain:
-        convolutions, channels = sizes or (5, 64)
-        return lambda n, p: unet(n, p, convolutions=convolutions, channels=channels)
+    for family, (usual, sized) in _SIZED.items():
+        if family in plain:
+            size = (numbers[0], numbers[1]) if len(numbers) > 1 else usual
+            return lambda n, p: sized(n, p, *size)
     return None
+
+
+def _amoebanet(name: str, pixels: int, cells: int, filters: int) -> Network:
+    # Three groups of cells, and a quarter of the filters to begin with.
+    cells, filters = 3 * max(1, round(cells / 3)), 4 * max(1, round(filters / 4))
+    return amoebanet(name, pixels, cells=cells, filters=filters)
+
+
+def _unet(name: str, pixels: int, convolutions: int, channels: int) -> Network:
+    return unet(name, pixels, convolutions=max(1, convolutions), channels=max(2, channels))
+
+
+# Families whose names carry depth and width, and the usual ones.
+_SIZED: Mapping[str, tuple[tuple[int, int], Callable[[str, int, int, int], Network]]] = {
+    "amoebanet": ((18, 256), _amoebanet),
+    "unet": ((5, 64), _unet),
+}
+
+
+def _grown(network: Network, parameters: float) -> Network:
+    """Depth and width grow alike: where the family is built by them, in whole layers."""
+    by = parameters / network.parameters
+    for family, ((depth, width), sized) in _SIZED.items():
+        if family in network.name:
+            each = by ** (1 / 3)
+            return sized(network.name, network.pixels, round(depth * each), round(width * each))
+    return _scaled(network, by)
 
 
 def _scaled(network: Network, by: float) -> Network:
