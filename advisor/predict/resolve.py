@@ -10,7 +10,13 @@ from advisor.predict.convnet_memory import filled
 from advisor.predict.machines import cluster_of
 from advisor.predict.rows import Row
 from advisor.predict.setup import Layout, Refusal, Setup, Shape
-from advisor.predict.software import CONVOLUTIONAL, software_of
+from advisor.predict.software import (
+    CONVOLUTIONAL,
+    OVERLAP_GRADIENTS,
+    family_of,
+    software_of,
+    year_of,
+)
 from profiles.cluster import ClusterProfile
 from profiles.convnets.layers import Network
 from profiles.convnets.registry import network_of
@@ -33,6 +39,7 @@ _DTYPES = {
 # Model states a device may hold when nothing says how a model was split: 16 to 18 bytes a parameter
 # in half of the memory leave the other half to activations.
 STATE_BYTES, STATE_SHARE = 18, 0.5
+TOKENS_AT_ONCE = 16384
 
 
 def resolve(row: Row) -> Setup | Refusal:
@@ -123,14 +130,18 @@ def _layout(
     if shape is not None:
         ep = _check(shape, tp, pp, ep, dp * cp * tp, notes)
     zero = {"1": 1, "2": 2, "3": 3, "hsdp": 3}.get((row.zero_stage or "").lower(), 0)
+    recent = family_of(row) == "megatron" and (year_of(row) or 0) >= OVERLAP_GRADIENTS
     if row.zero_stage is None and dp > 1 and shape is not None:
-        notes.append("no state sharding")
-    microbatch, accumulation, said = _batch(row, dp, pp)
+        zero = 1 if recent else 0
+        notes.append("a distributed optimizer" if zero else "no state sharding")
+    microbatch, accumulation, said = _batch(row, dp, pp, shape)
     notes += said
     schedule = (row.pp_schedule or "1f1b").lower()
     virtual = row.virtual_stages or 1
-    if "interleaved" in schedule and "or" not in schedule and virtual == 1 and pp > 1:
-        virtual = 2 if shape is not None and shape.layers >= 2 * pp else 1
+    unsaid = row.pp_schedule is None or "interleaved" in schedule
+    if unsaid and recent and row.virtual_stages is None and pp > 1 and shape is not None:
+        # Since it overlaps what passes between stages, Megatron's advice is one layer a chunk.
+        virtual = max(1, shape.layers // pp)
         notes.append(f"{virtual} chunks a stage")
     layout = Layout(
         dp=dp,
@@ -185,7 +196,7 @@ def _smallest(shape: Shape, cluster: ClusterProfile) -> tuple[int, int]:
     return (tp, pp) if cluster.world_size % (tp * pp) == 0 else (1, 1)
 
 
-def _batch(row: Row, dp: int, pp: int) -> tuple[int, int, list[str]]:
+def _batch(row: Row, dp: int, pp: int, shape: Shape | None) -> tuple[int, int, list[str]]:
     """Microbatch, microbatches a step, and what was assumed of them."""
     batch, micro, accumulation = row.global_batch, row.microbatch, row.grad_accum
     if micro is None and batch is not None and accumulation is not None:
@@ -194,7 +205,12 @@ def _batch(row: Row, dp: int, pp: int) -> tuple[int, int, list[str]]:
     said = []
     if micro is None:
         micro = 1
-        said.append("microbatch 1")
+        if pp == 1 and batch is not None and shape is not None:
+            # Nothing to fill: as many samples at once as make some ten thousand tokens.
+            own = max(1, batch // dp)
+            room = max(1, TOKENS_AT_ONCE // shape.length)
+            micro = next(size for size in range(min(own, room), 0, -1) if own % size == 0)
+        said.append(f"microbatch {micro}")
     if batch is None:
         if accumulation is None:
             accumulation = 4 * pp if pp > 1 else 1
