@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 from advisor.predict.architectures import parameters_of, shape_of
+from advisor.predict.convnet_memory import filled
 from advisor.predict.machines import cluster_of
 from advisor.predict.rows import Row
 from advisor.predict.setup import Layout, Refusal, Setup, Shape
-from advisor.predict.software import OVERLAP_GRADIENTS, family_of, software_of, year_of
+from advisor.predict.software import (
+    CONVOLUTIONAL,
+    OVERLAP_GRADIENTS,
+    family_of,
+    software_of,
+    year_of,
+)
 from profiles.cluster import ClusterProfile
+from profiles.convnets.layers import Network
+from profiles.convnets.registry import network_of
 from profiles.errors import InputError
 
 _DTYPES = {
@@ -26,9 +36,6 @@ _DTYPES = {
     "fp4": "float4",
     "nvfp4": "float4",
 }
-_VISION = frozenset({"resnet", "cnn", "nasnet", "unet"})
-# Transformer-XL base and large as in the lambdal/deeplearning-benchmark rows: no cell says more.
-_PIXELS = 224
 # Model states a device may hold when nothing says how a model was split: 16 to 18 bytes a parameter
 # in half of the memory leave the other half to activations.
 STATE_BYTES, STATE_SHARE = 18, 0.5
@@ -52,9 +59,16 @@ class _Impossible(Exception):
 def _resolve(row: Row) -> Setup:
     cluster, assumed = cluster_of(row)
     notes = list(assumed)
-    vision = row.arch in _VISION
+    vision = row.arch in CONVOLUTIONAL
     shape: Shape | None = None
-    if not vision:
+    network: Network | None = None
+    if vision:
+        size = row.params_b * 1e9 if row.params_b else None
+        network, unknown = network_of(
+            row.model_name, kind=row.arch, parameters=size, pixels=row.seq_len or 0
+        )
+        notes += [unknown] if unknown else []
+    else:
         found = shape_of(row)
         if isinstance(found, str):
             raise _Impossible(found)
@@ -81,17 +95,21 @@ def _resolve(row: Row) -> Setup:
         classic=shape is not None and not shape.gated and not shape.is_hybrid,
     )
     notes += unsaid
-    return Setup(
+    setup = Setup(
         row_id=row.row_id,
         shape=shape,
-        network=(row.model_name or row.arch) if vision else None,
-        pixels=(row.seq_len or _PIXELS) if vision else None,
+        network=network,
         cluster=cluster,
         dtype=dtype,
         layout=layout,
         software=software,
         assumed=tuple(notes),
     )
+    if network is None or row.microbatch or row.global_batch:
+        return setup
+    setup = filled(setup)
+    said = f"microbatch {setup.layout.microbatch}, as many as fit"
+    return replace(setup, assumed=(*(n for n in notes if n != "microbatch 1"), said))
 
 
 def _layout(
