@@ -296,10 +296,14 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
     small = _narrow_peak(setup) * best if narrow else peak
     bandwidth = device.memory_bandwidth_bytes_per_s.value
     width = 4 if wide in ("float32", "tfloat32") else 2
-    plain = odd = low = expert = expert_low = elements = converted = 0.0
+    plain = odd = low = expert = expert_low = elements = converted = streamed = 0.0
     for product in layer.products:
-        elements += product.elements
         seconds = product.flop / (small if narrow and product.linear else peak)
+        if not product.linear and product.elements * width / bandwidth > seconds:
+            # Products of activations have little to reuse: their traffic decides.
+            streamed += product.elements * width
+            continue
+        elements += product.elements
         if product.expert:
             expert, expert_low = (
                 (expert, expert_low + seconds) if narrow else (expert + seconds, expert_low)
@@ -336,7 +340,8 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
         flash_s=layer.flash_flop / peak,
         product_bytes_s=elements * width / bandwidth,
         # Reading 16 bits, writing 8 twice: as it is and transposed.
-        memory_s=(layer.moved_bytes + layer.score_bytes + 4 * converted) / bandwidth,
+        memory_s=((layer.moved_bytes + layer.score_bytes) * width / 2 + 4 * converted + streamed)
+        / bandwidth,
         kernels=layer.kernels,
         tensor_s=tensor,
         tokens_s=tokens,
@@ -430,7 +435,9 @@ def _update_s(
 
 
 def _peak(setup: Setup, dtype: str) -> float:
-    return peak_flop_per_s(setup.cluster.device, dtype).value
+    """Where 16 bits are slower than 32 (GeForce before 2018), libraries compute in 32."""
+    device = setup.cluster.device
+    return max(peak_flop_per_s(device, dtype).value, device.flop_per_s["float32"].value)
 
 
 def _narrow_peak(setup: Setup) -> float:
