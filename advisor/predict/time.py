@@ -27,14 +27,20 @@ from profiles.cluster import ClusterProfile, Collective
 # write gradients once more (8).
 UPDATE_BYTES = 38
 # CPU memory of a node that its devices' optimizers share: as `advisor.cost.compute`.
+# A product of activations with odd rows over one without (A100: 16-byte loads of 8 elements in one
+# against 2 to 4 byte ones).
+ODD = 4
 HOST_BANDWIDTH_BYTES_PER_S = 100e9
 # Generations by the start of a device's name; parts of none are taken as `ampere`.
 _GENERATIONS = (
     ("V100", "volta"),
-    ("T4", "volta"),
-    ("Quadro", "volta"),
-    ("TITAN", "volta"),
-    ("RTX-20", "volta"),
+    ("P100", "volta"),
+    ("P40", "volta"),
+    ("GTX", "volta"),
+    ("T4", "turing"),
+    ("Quadro", "turing"),
+    ("TITAN", "turing"),
+    ("RTX-20", "turing"),
     ("H100", "hopper"),
     ("H200", "hopper"),
     ("H800", "hopper"),
@@ -167,7 +173,7 @@ def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float,
     tensor += part.context_s * (1 - c.tensor_overlap) / c.inside
     tokens = part.tokens_s / c.tokens
     launch = part.kernels * c.launch_s * (c.graphs if basis.graphs else 1.0)
-    if basis.generation in ("volta", "ampere"):
+    if basis.generation in ("volta", "turing", "ampere"):
         launch *= c.older_host
     return compute, tensor, tokens, max(0.0, launch - compute - tensor - tokens)
 
@@ -219,10 +225,13 @@ def basis_of(setup: Setup) -> Basis:
         sent = parameters * software.reduce_bytes
         pieces = _pieces(setup, parameters, size)
         at = {"group_size": size, "stride": step}
-        if zero == 0:
+        if zero == 0 or (zero == 1 and software.family == "megatron-deepspeed"):
+            # DeepSpeed's pipeline reduces whole gradients also where it splits optimizer states.
             reduce += collective_s(cluster, Collective.ALL_REDUCE, sent, **at)
+        else:
+            reduce += pieces * collective_s(cluster, kinds[0], sent / pieces, **at)
+        if zero == 0:
             continue
-        reduce += pieces * collective_s(cluster, kinds[0], sent / pieces, **at)
         weights = parameters * min(software.weight_bytes, 2.0)
         if software.family == "internevo":
             # Each owner broadcasts its part, within its shard group.
@@ -299,9 +308,12 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
     plain = odd = low = expert = expert_low = elements = converted = streamed = 0.0
     for product in layer.products:
         seconds = product.flop / (small if narrow and product.linear else peak)
-        if not product.linear and product.elements * width / bandwidth > seconds:
-            # Products of activations have little to reuse: their traffic decides.
-            streamed += product.elements * width
+        if not product.linear:
+            # Products of activations have little to reuse: their traffic decides. Rows that cannot
+            # be read 16 bytes at once take the kernels without tensor cores.
+            streamed += max(
+                product.elements * width * (ODD if product.odd else 1), seconds * bandwidth
+            )
             continue
         elements += product.elements
         if product.expert:
@@ -353,7 +365,10 @@ def _backward(setup: Setup, layer: LayerWork, forward: Pass, _: Setup) -> Pass:
     """Two products for one, and gradients of weights that are added to what is there."""
     bandwidth = setup.cluster.device.memory_bandwidth_bytes_per_s.value
     weights = layer.parameters + layer.expert_parameters
-    added = 2 * setup.software.gradient_bytes * weights / bandwidth
+    # Read and written once more by the product itself (Megatron's fused accumulation), else a
+    # 16-bit gradient is read beside.
+    fused = setup.software.family == "megatron"
+    added = (2 * setup.software.gradient_bytes + (0 if fused else 2)) * weights / bandwidth
     twice = forward * 2
     again = 0.5 if setup.software.sequence_parallel else 0.0
     return Pass(

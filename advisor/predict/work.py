@@ -45,6 +45,11 @@ class Product:
         return 2.0 * self.m * self.n * self.k * self.count
 
     @property
+    def odd(self) -> bool:
+        """Whether a product of activations has rows that are no multiple of 16 bytes."""
+        return not self.linear and bool(self.k % 8 or self.n % 8)
+
+    @property
     def aligned(self) -> bool:
         """Whether rows of the weight and of the output are whole lines of 128 bytes.
 
@@ -121,11 +126,9 @@ def work_of(setup: Setup) -> Work:
     slowest, last = _stages(setup, total)
     head = _head(setup, shape)
     tokens = layout.microbatch * shape.length / layout.cp
-    # Each tensor rank sends its part of what is between stages (Megatron's scatter-gather, 2021);
-    # DeepSpeed's pipeline sends all of it from each.
-    boundary = tokens * shape.hidden * 2
-    if setup.software.family == "megatron":
-        boundary /= layout.tp
+    # Each tensor rank sends its part of what is between stages (Megatron's scatter-gather, 2021;
+    # DeepSpeed's partitioned pipeline buffers).
+    boundary = tokens * shape.hidden * 2 / layout.tp
     per_stage = slowest
     embedding = shape.vocab * shape.hidden / layout.tp
     ends = embedding if layout.pp > 1 or shape.tied else 2 * embedding
@@ -323,7 +326,8 @@ def _attention(
 def _head(setup: Setup, shape: Shape) -> LayerWork:
     layout = setup.layout
     tokens = layout.microbatch * shape.length / layout.cp
-    vocab = shape.vocab / layout.tp
+    # Padded to whole blocks of 128 on each rank (Megatron-LM, make_vocab_size_divisible_by).
+    vocab = float(ceil(shape.vocab / layout.tp / 128) * 128)
     if shape.kind == "transformer_xl":
         vocab *= ADAPTIVE_SHARE
     logits = tokens * vocab
