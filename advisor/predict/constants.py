@@ -24,34 +24,29 @@ class Constants:
         expert: rate of grouped products of experts, as a share of others'.
         tensor_overlap: hidden part of tensor-parallel exchanges where they are overlapped.
         data_overlap: hidden part of data-parallel exchanges where they are overlapped.
-        inside, between: rate of collectives in a step, as a share of their best, in a node and
-            between nodes.
-        tokens: rate of the exchange of tokens with experts, as a share of the links'.
+        inside, rails, shared: rate of collectives in a step, as a share of their best: in a node,
+            between nodes with a network card for each device, and where devices share cards.
         launch_s: of one kernel by the host, framework and library included.
-        older_host: how much longer hosts of the time of A100 and before take.
-        graphs: share of the launches that are left where layers run as recorded graphs.
     """
 
-    volta: float = 0.8
-    turing: float = 0.6
-    ampere: float = 0.85
-    hopper: float = 0.8
-    blackwell: float = 0.75
-    tail: float = 0.5
-    memory: float = 0.9
-    flash: float = 0.65
-    older_kernels: float = 0.6
-    unaligned: float = 0.75
-    narrow: float = 0.85
-    expert: float = 0.8
-    tensor_overlap: float = 0.6
-    data_overlap: float = 0.85
-    inside: float = 0.85
-    between: float = 0.7
-    tokens: float = 0.6
-    launch_s: float = 6e-5
-    older_host: float = 1.6
-    graphs: float = 0.4
+    volta: float = 1.13
+    turing: float = 0.698
+    ampere: float = 0.962
+    hopper: float = 0.858
+    blackwell: float = 1.3
+    tail: float = 0.272
+    memory: float = 0.666
+    flash: float = 0.4
+    older_kernels: float = 0.673
+    unaligned: float = 0.584
+    narrow: float = 0.878
+    expert: float = 0.51
+    tensor_overlap: float = 0.84
+    data_overlap: float = 0.66
+    inside: float = 0.796
+    rails: float = 0.554
+    shared: float = 0.301
+    launch_s: float = 7.05e-05
 
 
 CONSTANTS = Constants()

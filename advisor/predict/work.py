@@ -229,7 +229,7 @@ def _layer(
         products.append(Product(tokens, (2 * width + 2 * 8 * STATE) / tp, h))
         products.append(Product(tokens, h, width / tp))
         flash += 2 * tokens * width / tp * (CHUNK + 2 * STATE)
-        moved += own * h * 11 + tokens * width / tp * 24
+        moved += own * h * 11 + tokens * width / tp * 60
         kernels += 20
         exchanges += 1
     if experts:
@@ -260,7 +260,7 @@ def _layer(
         kernels += 6 * layout.cp
     if setup.dtype in NARROW:
         # Scales, conversions and transposes before each product.
-        kernels += 4 * len(products)
+        kernels += 2 * len(products)
     if not software.fused:
         moved *= EAGER
     weights = sum(p.n * p.k * p.count for p in products if p.linear and not p.expert)
