@@ -27,26 +27,28 @@ class Constants:
         inside, rails, shared: rate of collectives in a step, as a share of their best: in a node,
             between nodes with a network card for each device, and where devices share cards.
         launch_s: of one kernel by the host, framework and library included.
+        older_host: how much longer the hosts of A100 and older devices take.
     """
 
-    volta: float = 1.13
-    turing: float = 0.698
-    ampere: float = 0.962
-    hopper: float = 0.858
+    volta: float = 1.08
+    turing: float = 0.657
+    ampere: float = 0.956
+    hopper: float = 0.859
     blackwell: float = 1.3
-    tail: float = 0.272
-    memory: float = 0.666
-    flash: float = 0.4
-    older_kernels: float = 0.673
-    unaligned: float = 0.584
-    narrow: float = 0.878
-    expert: float = 0.51
-    tensor_overlap: float = 0.84
-    data_overlap: float = 0.66
-    inside: float = 0.796
-    rails: float = 0.554
-    shared: float = 0.301
-    launch_s: float = 7.05e-05
+    tail: float = 0.194
+    memory: float = 0.691
+    flash: float = 0.397
+    older_kernels: float = 0.662
+    unaligned: float = 0.578
+    narrow: float = 0.917
+    expert: float = 0.485
+    tensor_overlap: float = 0.901
+    data_overlap: float = 0.726
+    inside: float = 0.795
+    rails: float = 0.51
+    shared: float = 0.29
+    launch_s: float = 6.92e-05
+    older_host: float = 1.15
 
 
 CONSTANTS = Constants()

@@ -30,6 +30,8 @@ UPDATE_BYTES = 38
 # DeepSpeed's pipeline waits for each tensor that it passes on, so that the host launches the first
 # layer's kernels anew, forward and backward.
 WAITS = 40
+# Launched once a step: norms, clipping and update over lists of tensors, loss and counters fetched.
+STEP_KERNELS = 300
 # CPU memory of a node that its devices' optimizers share: as `advisor.cost.compute`.
 # A product of activations with odd rows over one without (A100: 16-byte loads of 8 elements in one
 # against 2 to 4 byte ones).
@@ -114,6 +116,7 @@ class Basis:
     overlap_boundary: bool
     older_kernels: bool
     waits: int
+    once: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +169,7 @@ def step_time(basis: Basis, constants: Constants) -> StepTime:
         bubble_s=bubble,
         data_s=data,
         update_s=basis.update_s,
-        host_s=(layers[3] + again[3] + head[3]) * share,
+        host_s=(layers[3] + again[3] + head[3]) * share + basis.once * constants.launch_s,
     )
 
 
@@ -183,6 +186,8 @@ def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float,
     tensor += part.context_s * (1 - c.tensor_overlap) / c.inside
     tokens = part.tokens_s
     launch = part.kernels * c.launch_s
+    if basis.generation in ("volta", "turing", "ampere"):
+        launch *= c.older_host
     return compute, tensor, tokens, max(0.0, launch - compute - tensor - tokens)
 
 
@@ -295,6 +300,7 @@ def basis_of(setup: Setup) -> Basis:
         overlap_gather=software.overlap_gather,
         overlap_tensor=software.overlap_tensor,
         overlap_boundary=software.overlap_tensor,
+        once=STEP_KERNELS if setup.shape is not None and setup.shape.vocab else 0,
         waits=WAITS if layout.pp > 1 and "deepspeed" in software.family else 0,
         older_kernels=_generation(cluster.device.name) in ("hopper", "blackwell")
         and software.family not in ("megatron", "torchtitan"),
