@@ -44,9 +44,9 @@ class Prediction:
     note: str = ""
 
 
-def predict(row: Row, *, constants: Constants = CONSTANTS) -> Prediction:
+def predict(row: Row | Refusal, *, constants: Constants = CONSTANTS) -> Prediction:
     """Time and memory of a row, or the reason why there is none."""
-    setup = resolve(row)
+    setup = resolve(row) if isinstance(row, Row) else row
     if isinstance(setup, Refusal):
         return Prediction(row_id=row.row_id, note=f"no prediction: {setup.reason}")
     return predict_setup(setup, constants=constants)
