@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import accumulate
 from math import inf
 
@@ -195,7 +195,7 @@ def cut(seconds: Sequence[float], stages: int) -> list[int]:
     count = len(seconds)
     stages = min(stages, count)
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(done: int, left: int) -> tuple[float, int]:
         """The slowest of `left` stages from block `done` on, and where the first of them ends."""
         if left == 1:

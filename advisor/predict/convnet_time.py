@@ -23,6 +23,8 @@ _PASSES = {
     Kind.JOIN: ((1, 1), (1, 1)),
     Kind.RESIZE: ((1, 1), (1, 1)),
 }
+# No kernel is shorter: start and end of one on the device. Assumed.
+KERNEL_S = 3e-6
 # What a compiler joins to the norm or product before it.
 _FUSED = (Kind.ACTIVATION, Kind.ADD)
 
@@ -67,7 +69,8 @@ def numbers_of(device: Device, dtype: str, *, fused: bool) -> Numbers:
         peak_flop_per_s=max(peak, vector),
         vector_flop_per_s=vector,
         bytes_per_s=device.memory_bandwidth_bytes_per_s.value,
-        is_tensor=dtype != "float32" and peak >= vector,
+        # Matrix units that are no faster than the others (TF32 of consumer cards) are not used.
+        is_tensor=dtype != "float32" and peak > vector,
         element_bytes=2 if dtype in ("float16", "bfloat16") else 4,
         fused=fused,
     )
@@ -116,7 +119,7 @@ def _product_s(
     elements = samples * (layer.inputs + layer.outputs)
     moved = elements + layer.parameters
     moving = moved * numbers.element_bytes / (numbers.bytes_per_s * constants.stream_share)
-    seconds = max(computing, moving, constants.kernel_s)
+    seconds = max(computing, moving, KERNEL_S)
     if numbers.is_tensor and not numbers.fused and layer.kind is Kind.CONVOLUTION:
         seconds += constants.layout_passes * 2 * elements * numbers.element_bytes / (
             numbers.bytes_per_s * constants.stream_share
@@ -127,7 +130,7 @@ def _product_s(
 def _stream_s(elements: float, numbers: Numbers, constants: ConvnetConstants) -> float:
     moving = elements * numbers.element_bytes / (numbers.bytes_per_s * constants.stream_share)
     computing = elements * constants.element_flop / numbers.vector_flop_per_s
-    return max(moving + computing, constants.kernel_s)
+    return max(moving + computing, KERNEL_S)
 
 
 def total(times: Sequence[BlockTime]) -> BlockTime:

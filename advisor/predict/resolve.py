@@ -102,8 +102,8 @@ def _resolve(row: Row) -> Setup:
     if network is None or row.microbatch or row.global_batch:
         return setup
     setup = filled(setup)
-    said = f"microbatch {setup.layout.microbatch}, as many as fit"
-    return replace(setup, assumed=(*(n for n in notes if n != "microbatch 1"), said))
+    most = f"microbatch {setup.layout.microbatch}, as many as fit"
+    return replace(setup, assumed=(*(n for n in notes if n != "microbatch 1"), most))
 
 
 def _layout(
