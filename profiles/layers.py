@@ -57,8 +57,9 @@ class LayerCost(Record):
         sources: positions of the layers whose outputs reach its input without passing through
             another layer; `INPUT` for the arguments of the unit.
         reaches_output: what the unit returns takes its output without passing through another.
-        packs: equal tensors that lie side by side in its outputs (a fused query, key, value: 3).
-        heads: parts that later code sees in the features of each of them; 1 where it sees none.
+        pieces: features of the tensors that later code takes its outputs apart into (a fused
+            query, key and value are three); empty where it does not.
+        heads: parts that later code sees in the features of a piece; 1 where it sees none.
         own: the layer itself. Kept: copies of its input, in another dtype say.
         after: from its output, included, to the next layer.
     """
@@ -78,7 +79,7 @@ class LayerCost(Record):
     same_input: NonNegativeInt
     sources: tuple[int, ...] = ()
     reaches_output: bool = False
-    packs: PositiveInt = 1
+    pieces: tuple[PositiveInt, ...] = ()
     heads: PositiveInt = 1
     own: Stretch = Stretch()
     after: Stretch = Stretch()

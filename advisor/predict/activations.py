@@ -140,7 +140,7 @@ def _experts(setup: Setup, tokens: Tokens) -> Kept:
     shape, layout, e = _shape(setup), setup.layout, tokens.element
     copies = shape.topk * tokens.whole / layout.tp
     inner = shape.expert_width or shape.hidden
-    within = layout.tp if splits_experts(setup) else 1
+    within = expert_ranks(setup)
     copies *= within
     width = shape.expert_ffn / within
     inputs = e * shape.hidden * tokens.split
@@ -224,11 +224,14 @@ LAYERS: Mapping[str, Callable[[Setup, Tokens], Kept]] = MappingProxyType(
 )
 
 
-def splits_experts(setup: Setup) -> bool:
-    """Whether each expert is split over the tensor-parallel ranks.
+def expert_ranks(setup: Setup) -> int:
+    """Over how many tensor-parallel ranks each expert is split.
 
-    It is while the expert ranks lie inside the data-parallel ones; where they are more, they reach
-    over the tensor-parallel ranks too, and each holds whole experts.
+    Megatron-LM splits it like the rest unless told not to, and recipes do not split narrow experts
+    (--expert-tensor-parallel-size 1). Where the expert ranks reach beyond the data-parallel ones,
+    they take tensor-parallel ranks, and what is left splits the experts.
     """
-    layout = setup.layout
-    return layout.ep <= layout.dp * layout.cp
+    layout, shape = setup.layout, _shape(setup)
+    if layout.ep > layout.dp * layout.cp:
+        return min(layout.tp, layout.dp * layout.cp * layout.tp // layout.ep)
+    return 1 if shape.gated else layout.tp

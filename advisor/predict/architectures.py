@@ -93,9 +93,9 @@ _PUBLIC: Mapping[str, Mapping[str, int | bool]] = MappingProxyType(
 # Layers of models that only count their parameters: hidden is about 128 times the layers in GPT-3's
 # table (12 x 768, 32 x 4096, 96 x 12288: 64, 128, 128; arXiv 2005.14165, Table 2.1).
 ASPECT = 128
-# Rows of GPT's vocabulary: 50,257 rounded up to 128 and the tensor-parallel ranks (Megatron-LM).
-GPT_VOCABULARY = 51200
-VOCABULARIES = MappingProxyType({"bert": 30592, "t5": 32128, "llama": 32000})
+# Rows of the usual vocabularies; programs pad them to a multiple of 128 for each tensor rank.
+GPT_VOCABULARY = 50257
+VOCABULARIES = MappingProxyType({"bert": 30522, "t5": 32128, "llama": 32000})
 
 
 def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
@@ -118,7 +118,9 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
     if not hidden and not row.params_b:
         return "the model's shape is unknown: `hidden` and `params_b` are blank"
     vocab = number("vocab")
-    if not vocab:
+    if not vocab and row.n_layers == 1 and not row.params_b:
+        assumed.append("one layer by itself, without embedding, head and update")
+    elif not vocab:
         vocab = VOCABULARIES.get(kind, GPT_VOCABULARY)
         assumed.append(f"a vocabulary of {vocab}")
     # Parameters of a layer of width h: 12 h^2; an encoder-decoder has 28 h^2 of each pair.

@@ -1,9 +1,9 @@
 """Seconds of a convolutional network's step: replicas with buckets, or stages of a pipeline.
 
-    one device   every block's products and streams, at least what launching their kernels takes
-    replicas     + gradients in buckets beside the backward, and what overlap costs both
-    stages       the blocks cut where the slowest stage is fastest, the schedule played through
-    all          + the update, kernel by kernel; at least what decoding the images takes
+one device   every block's products and streams, at least what launching their kernels takes
+replicas     + gradients in buckets beside the backward, and what overlap costs both
+stages       the blocks cut where the slowest stage is fastest, the schedule played through
+all          + the update, kernel by kernel; at least what decoding the images takes
 """
 
 from __future__ import annotations

@@ -109,9 +109,7 @@ def _layer(
     return (stream_s(*forward), 1), (stream_s(*backward), 1)
 
 
-def _product_s(
-    layer: Layer, samples: int, numbers: Numbers, constants: ConvnetConstants
-) -> float:
+def _product_s(layer: Layer, samples: int, numbers: Numbers, constants: ConvnetConstants) -> float:
     """Forward, or the gradient of either operand: as many multiply-adds, over the same maps."""
     share = constants.tensor_share if numbers.is_tensor else constants.vector_share
     filled = layer.columns / (ceil(layer.columns / TILE_COLUMNS) * TILE_COLUMNS)
@@ -121,8 +119,12 @@ def _product_s(
     moving = moved * numbers.element_bytes / (numbers.bytes_per_s * constants.stream_share)
     seconds = max(computing, moving, KERNEL_S)
     if numbers.is_tensor and not numbers.fused and layer.kind is Kind.CONVOLUTION:
-        seconds += constants.layout_passes * 2 * elements * numbers.element_bytes / (
-            numbers.bytes_per_s * constants.stream_share
+        seconds += (
+            constants.layout_passes
+            * 2
+            * elements
+            * numbers.element_bytes
+            / (numbers.bytes_per_s * constants.stream_share)
         )
     return seconds
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from advisor.predict.activations import DECODER_SHARE, Tokens, kept_by, tokens_of
+from advisor.predict.activations import DECODER_SHARE, Tokens, expert_ranks, kept_by, tokens_of
 from advisor.predict.memory_constants import FITTED, MemoryConstants
 from advisor.predict.setup import Range, Setup, Software
 from advisor.predict.stages import Stage, in_flight, stage_of
@@ -18,7 +18,7 @@ from advisor.predict.stages import Stage, in_flight, stage_of
 BUCKET = 5e8
 LIVE = 1e9
 _DEEPSPEED = ("deepspeed", "megatron-deepspeed")
-_FOREACH = ("ddp", "fsdp", "foundry", "torchtitan")
+_FOREACH = ("ddp", "fsdp", "foundry", "torchtitan", "internevo")
 # Since this release Megatron-LM computes the loss in the buffer of the fp32 logits.
 LOSS_IN_PLACE = 2023.0
 
@@ -70,9 +70,7 @@ def predict_memory(setup: Setup, constants: MemoryConstants = FITTED) -> MemoryP
     )
 
 
-def stage_memory(
-    setup: Setup, index: int, constants: MemoryConstants = FITTED
-) -> StageMemory:
+def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) -> StageMemory:
     """The fullest moment of a rank of the stage at `index`."""
     stage, tokens, software = stage_of(setup, index), tokens_of(setup), setup.software
     states = _states(setup, stage)
@@ -107,8 +105,7 @@ def _shards(setup: Setup) -> tuple[float, float]:
     if layout.zero == 0:
         return 1.0, 1.0
     ranks = layout.dp * layout.cp * layout.tp
-    within = layout.tp if layout.ep <= layout.dp * layout.cp else 1
-    return float(layout.shard), max(1.0, min(layout.shard, ranks / (layout.ep * within)))
+    return float(layout.shard), max(1.0, ranks / (layout.ep * expert_ranks(setup)))
 
 
 def _states(setup: Setup, stage: Stage) -> float:
@@ -209,6 +206,7 @@ def _step(setup: Setup, stage: Stage) -> float:
         return 0.0
     shards = _shards(setup)
     local = stage.dense / shards[0] + stage.experts / shards[1]
-    if software.master_bytes and software.gradient_bytes < 4:
-        return 4 * local
-    return 4 * local if software.family in _FOREACH else 0.0
+    each = 4.0 if software.master_bytes and software.gradient_bytes < 4 else 0.0
+    if software.family in _FOREACH:
+        each += 4.0
+    return each * local

@@ -87,7 +87,13 @@ def _resolve(row: Row) -> Setup:
         dtype = "tfloat32"
     layout, said = _layout(row, shape, cluster)
     notes += said
-    software, unsaid = software_of(row, zero=layout.zero, dtype=dtype, device=cluster.device.name)
+    software, unsaid = software_of(
+        row,
+        zero=layout.zero,
+        dtype=dtype,
+        device=cluster.device.name,
+        classic=shape is not None and not shape.gated and not shape.is_hybrid,
+    )
     notes += unsaid
     setup = Setup(
         row_id=row.row_id,
@@ -102,8 +108,8 @@ def _resolve(row: Row) -> Setup:
     if network is None or row.microbatch or row.global_batch:
         return setup
     setup = filled(setup)
-    most = f"microbatch {setup.layout.microbatch}, as many as fit"
-    return replace(setup, assumed=(*(n for n in notes if n != "microbatch 1"), most))
+    filling = f"microbatch {setup.layout.microbatch}, as many as fit"
+    return replace(setup, assumed=(*(n for n in notes if n != "microbatch 1"), filling))
 
 
 def _layout(
@@ -132,8 +138,9 @@ def _layout(
     zero = {"1": 1, "2": 2, "3": 3, "hsdp": 3}.get((row.zero_stage or "").lower(), 0)
     recent = family_of(row) == "megatron" and (year_of(row) or 0) >= OVERLAP_GRADIENTS
     if row.zero_stage is None and dp > 1 and shape is not None:
-        zero = 1 if recent else 0
-        notes.append("a distributed optimizer" if zero else "no state sharding")
+        # What Megatron-DeepSpeed was made for: pipelines with ZeRO-1; later Megatron's default.
+        zero = 1 if recent or family_of(row) == "megatron-deepspeed" else 0
+        notes.append("optimizer states split over replicas" if zero else "no state sharding")
     microbatch, accumulation, said = _batch(row, dp, pp, shape)
     notes += said
     schedule = (row.pp_schedule or "1f1b").lower()

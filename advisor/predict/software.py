@@ -8,10 +8,14 @@ recompute     Megatron and what grew from it recomputed whole layers before sele
               (from 2023) that repeats next to nothing. FSDP programs checkpoint when told to.
 "selective"   In Megatron and NeMo the attention core; in torchtitan and FSDP a policy over
               operators that keeps matrix products.
-attention     Kernels that keep no scores: the default from 2023 (FlashAttention-2, July 2023).
+attention     Kernels that keep no scores: the default from 2023 (FlashAttention-2, July 2023); not
+              for bert and t5, whose masks of padding such kernels did not take.
+dropout       0.1 in the recipes of GPT-3, BERT and T5 (Megatron-LM's default), none where units are
+              gated: recipes since LLaMA.
 states        Megatron: weights and gradients of 2 + 4 bytes (gradients of 2 with fp16), fp32 master
-              and moments 12, split over replicas by the distributed optimizer. DeepSpeed: gradients
-              of 2 bytes; with bfloat16 (its BF16 optimizer, 2022) of 4. FSDP: fp32 weights, split;
+              and moments 12, split over replicas by the distributed optimizer. The recipes of NeMo
+              and Megatron-Bridge add gradients up in 2 bytes (grad_reduce_in_fp32=False).
+              DeepSpeed: gradients of 2 bytes; with bfloat16 (its BF16 optimizer, 2022) of 4. FSDP: fp32 weights, split;
               gathered and reduced in 16 bits.
 fused         Megatron's kernels and compilers join chains of elementwise operations; so does
               TensorFlow's graph, which also stores maps as matrix units want them.
@@ -30,6 +34,7 @@ SELECTIVE_RECOMPUTE = 2022.35
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
 GRAPHS_DEFAULT = 2025.5
+SHORT_GRADIENTS = 2024.0
 # Values of the column `arch` whose networks are trained with SGD where no optimizer is named.
 CONVOLUTIONAL = frozenset({"resnet", "cnn", "nasnet", "unet"})
 
@@ -56,6 +61,9 @@ _WORDS = (
 )
 
 
+_RECIPES = re.compile(r"nemo|bridge", re.IGNORECASE)
+
+
 def family_of(row: Row) -> str:
     """The kind of program a row ran with."""
     source = (row.source or "").lower()
@@ -79,8 +87,13 @@ def year_of(row: Row) -> float | None:
     return float(found[1]) + (float(found[2]) / 12 if found[2] else 0.5)
 
 
-def software_of(row: Row, *, zero: int, dtype: str, device: str) -> tuple[Software, list[str]]:
-    """How the program of a row works, and what of it the row does not say."""
+def software_of(
+    row: Row, *, zero: int, dtype: str, device: str, classic: bool
+) -> tuple[Software, list[str]]:
+    """How the program of a row works, and what of it the row does not say.
+
+    `classic`: the model is of the first kind of transformers, without gated units.
+    """
     family, assumed = family_of(row), []
     year = year_of(row)
     if year is None:
@@ -90,7 +103,7 @@ def software_of(row: Row, *, zero: int, dtype: str, device: str) -> tuple[Softwa
     sharded = family in ("foundry", "torchtitan", "fsdp") or (zero == 3 and not megatron)
     tensor = (row.tp or 1) > 1
 
-    flash = year >= FLASH_DEFAULT
+    flash = year >= FLASH_DEFAULT and row.arch not in ("bert", "t5")
     if row.attention is not None:
         flash = "flash" in row.attention.lower() or "cudnn" in row.attention.lower()
         flash = flash or "sdpa" in row.attention.lower()
@@ -111,6 +124,8 @@ def software_of(row: Row, *, zero: int, dtype: str, device: str) -> tuple[Softwa
     reduce = 4.0 if full else 2.0
     if megatron and not full and dtype != "float16":
         gradient = reduce = 4.0
+    if family == "megatron" and year >= SHORT_GRADIENTS and _RECIPES.search(row.source or ""):
+        gradient = reduce = 2.0
     if family == "megatron" and dtype == "float16" and year < SELECTIVE_RECOMPUTE:
         gradient = reduce = 2.0
     if sharded and not full:
@@ -143,9 +158,10 @@ def software_of(row: Row, *, zero: int, dtype: str, device: str) -> tuple[Softwa
             moment_bytes=moments,
             reduce_bytes=reduce,
             fused=megatron or compiled or family == "tensorflow",
-            dropout=megatron and year < FLASH_DEFAULT,
+            dropout=megatron and (year < FLASH_DEFAULT or classic),
             overlap_reduce=overlap,
-            overlap_gather=overlap,
+            # InternEvo waits for the broadcast of updated weights.
+            overlap_gather=overlap and family != "internevo",
             overlap_tensor=family == "megatron" and year >= OVERLAP_GRADIENTS,
             overlap_experts=False,
             compiled=compiled,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from advisor.predict.activations import MAMBA_STATES, splits_experts
+from advisor.predict.activations import MAMBA_STATES, expert_ranks
 from advisor.predict.setup import Layout, Setup, Shape
 
 # Megatron-LM pads its vocabulary to a multiple of 128 for each tensor rank
@@ -97,7 +97,7 @@ def layer_parameters(setup: Setup, kind: str) -> tuple[float, float]:
     matrices = 3 if shape.gated else 2
     mlp = matrices * h * shape.ffn / tp + norm + ((shape.ffn / tp + h) if biased else 0)
     inner = shape.expert_width or h
-    within = tp if splits_experts(setup) else 1
+    within = expert_ranks(setup)
     expert = matrices * inner * shape.expert_ffn * shape.experts / (layout.ep * within)
     routed = h * shape.experts + norm + matrices * h * shape.shared_ffn / tp
     routed += 2 * h * shape.expert_width

@@ -416,6 +416,8 @@ def _update_s(
 ) -> float:
     layout = setup.layout
     held = parameters + expert_parameters
+    if setup.shape is not None and not setup.shape.vocab:
+        return 0.0  # a layer by itself
     if layout.zero:
         shard = min(layout.shard, ranks) if layout.zero == 3 else ranks
         held = parameters / max(1, shard) + expert_parameters / expert_ranks
