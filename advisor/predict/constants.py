@@ -28,7 +28,9 @@ class Constants:
         inside, between: rate of collectives in a step, as a share of their best, in a node and
             between nodes.
         tokens: rate of the exchange of tokens with experts, as a share of the links'.
-        launch_s: of one kernel by the host.
+        launch_s: of one kernel by the host, framework and library included.
+        older_host: how much longer hosts of the time of A100 and before take.
+        graphs: share of the launches that are left where layers run as recorded graphs.
     """
 
     volta: float = 0.8
@@ -47,7 +49,9 @@ class Constants:
     inside: float = 0.85
     between: float = 0.7
     tokens: float = 0.6
-    launch_s: float = 6e-6
+    launch_s: float = 6e-5
+    older_host: float = 1.6
+    graphs: float = 0.4
 
 
 CONSTANTS = Constants()

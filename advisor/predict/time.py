@@ -166,7 +166,9 @@ def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float,
     tensor = part.tensor_s * (1 - hidden) / (c.between if basis.tensor_crosses else c.inside)
     tensor += part.context_s * (1 - c.tensor_overlap) / c.inside
     tokens = part.tokens_s / c.tokens
-    launch = 0.0 if basis.graphs else part.kernels * c.launch_s
+    launch = part.kernels * c.launch_s * (c.graphs if basis.graphs else 1.0)
+    if basis.generation in ("volta", "ampere"):
+        launch *= c.older_host
     return compute, tensor, tokens, max(0.0, launch - compute - tensor - tokens)
 
 

@@ -18,6 +18,7 @@ from advisor.predict.setup import Setup, Shape
 # Width of a score chunk and of the state in state-space layers (Mamba-2: chunk_size, ssm_state).
 CHUNK, STATE = 128, 128
 ALIGNMENT = 64
+NARROW = frozenset({"float8_e4m3fn", "float4"})
 # Latents of multi-head latent attention: queries, keys and values, and the rotary part of a head
 # (DeepSeek-V3, config.json).
 QUERY_LATENT, KEY_LATENT, ROTARY = 1536, 512, 64
@@ -242,9 +243,16 @@ def _layer(
             products.append(Product(tokens / tp, h, inner))
         moved += own * h * 11 + sent * (16 * inner + act * shape.expert_ffn)
         moved += tokens / tp * shape.experts * 12
-        kernels += 30
+        kernels += 45
         token_bytes = 2 * sent * inner
         expert_parameters = local * (matrices + 1) * inner * shape.expert_ffn
+    if layout.tp > 1:
+        kernels += 4 * exchanges
+    if layout.cp > 1:
+        kernels += 6 * layout.cp
+    if setup.dtype in NARROW:
+        # Scales, conversions and transposes before each product.
+        kernels += 4 * len(products)
     weights = sum(p.n * p.k * p.count for p in products if p.linear and not p.expert)
     return LayerWork(
         products=tuple(products),
