@@ -56,6 +56,13 @@ _PUBLIC: Mapping[str, Mapping[str, int | bool]] = MappingProxyType(
             "n_experts": 128, "moe_topk": 6, "moe_ffn_hidden": 1856, "shared_ffn": 3712,
             "head_width": 128, "attention_layers": 6, "mamba_layers": 23, "mamba_width": 4096,
         },
+        # NVIDIA's configurations for WikiText-103, whose words are its vocabulary.
+        "transformer-xl-base": {
+            "n_layers": 16, "hidden": 512, "n_heads": 8, "ffn_hidden": 2048, "vocab": 267735,
+        },
+        "transformer-xl-large": {
+            "n_layers": 18, "hidden": 1024, "n_heads": 16, "ffn_hidden": 4096, "vocab": 267735,
+        },
         "llama-3-8b": {
             "n_layers": 32, "hidden": 4096, "n_heads": 32, "n_kv_heads": 8, "ffn_hidden": 14336,
             "vocab": 128256,
@@ -170,7 +177,7 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
         vocab=vocab,
         length=row.seq_len or _length(kind),
         gated=gated,
-        tied=kind in ("dense_gpt", "bert", "t5"),
+        tied=kind in ("dense_gpt", "bert", "t5", "transformer_xl"),
         head_width=int(facts.pop("head_width", 0)) or hidden // heads or 1,
         experts=experts,
         topk=topk,

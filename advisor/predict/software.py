@@ -103,7 +103,7 @@ def software_of(
     sharded = family in ("foundry", "torchtitan", "fsdp") or (zero == 3 and not megatron)
     tensor = (row.tp or 1) > 1
 
-    flash = year >= FLASH_DEFAULT and row.arch not in ("bert", "t5")
+    flash = year >= FLASH_DEFAULT and row.arch not in ("bert", "t5", "transformer_xl")
     if row.attention is not None:
         flash = "flash" in row.attention.lower() or "cudnn" in row.attention.lower()
         flash = flash or "sdpa" in row.attention.lower()
