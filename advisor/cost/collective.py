@@ -14,12 +14,14 @@ def collective_s(
     *,
     group_size: int,
     stride: int = 1,
+    trees: bool = True,
 ) -> float:
     """Seconds of one collective: latency + bus_factor * bytes / bus bandwidth.
 
     A measured fit of this collective takes precedence: of exactly this axis, then of the tier.
     Otherwise a ring pays one latency for each of its steps, over the tier that the step uses; an
-    all-reduce takes two rings or, where cheaper, a tree over the nodes (NCCL's two shapes).
+    all-reduce takes two rings or, where cheaper, a tree over the nodes (NCCL's two shapes; without
+    `trees`, as before NCCL 2.4, only rings).
     """
     if group_size < 2:
         return 0.0
@@ -43,6 +45,8 @@ def collective_s(
     ring = (group_size - nodes) * inside + (nodes - 1) * between
     if kind is Collective.ALL_REDUCE:
         rings_s = 2 * ring + bus_bytes / bandwidth
+        if not trees:
+            return rings_s
         shape = {"per_node": per_node, "nodes": nodes, "stride": stride}
         return min(rings_s, _tree_s(cluster, payload_bytes, **shape))
     if kind is Collective.SEND_RECV:

@@ -9,7 +9,7 @@ all          + the update, kernel by kernel; at least what decoding the images t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from math import inf
@@ -32,6 +32,8 @@ _INPUT_PIXELS = 224
 # SGD with momentum, tensor by tensor: weight decay, momentum twice, update. Since torch 2.0 (March
 # 2023) all tensors of a kind are one kernel (`foreach`).
 UPDATE_KERNELS, FOREACH_DEFAULT = 4, 2023.25
+# NCCL 2.4 (February 2019) brought trees; before, an all-reduce went round a ring of all ranks.
+TREES = 2019.1
 # Read gradient, momentum and weight; write momentum and weight.
 UPDATE_PASSES = 5
 
@@ -42,7 +44,8 @@ class ConvnetStep:
 
     Attributes:
         compute_s: one device's, the slowest stage's; `bubble_s` what the others make it wait.
-        data_s: gradients, where they are not hidden, and what hiding them costs.
+        data_s: gradients, where they are not hidden, and what hiding them costs; `sent_s` all that
+            their exchange takes, no part of the sum.
         host_s: waiting for kernels to be launched, or for images.
     """
 
@@ -52,6 +55,7 @@ class ConvnetStep:
     data_s: float
     update_s: float
     host_s: float
+    sent_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -83,27 +87,32 @@ def _replicated(setup: Setup, network: Network, times: Sequence[BlockTime]) -> C
     busy = rounds * (whole.forward_s + whole.backward_s)
     launch_s = setup.cluster.device.launch_s.value
     launching = rounds * (whole.forward_kernels + whole.backward_kernels) * launch_s
+    added, sent = _exchanged_s(setup, network.blocks, [time.backward_s for time in times])
     return ConvnetStep(
         compute_s=busy,
         recompute_s=0.0,
         bubble_s=0.0,
-        data_s=_exchanged_s(setup, network.blocks, [time.backward_s for time in times]),
+        data_s=added,
         update_s=_update_s(setup, network.blocks),
         host_s=max(0.0, launching - busy),
+        sent_s=sent,
     )
 
 
-def _exchanged_s(setup: Setup, blocks: Sequence[Block], backward_s: Sequence[float]) -> float:
-    """What the all-reduces of gradients add to a step, bucket by bucket behind the backward."""
-    ranks, stride = setup.layout.dp, 1
+def _exchanged_s(
+    setup: Setup, blocks: Sequence[Block], backward_s: Sequence[float]
+) -> tuple[float, float]:
+    """What the all-reduces of gradients add to a step, and all that they take.
+
+    Buckets queue behind the backward of what fills them.
+    """
+    ranks, trees = setup.layout.dp, setup.software.year >= TREES
     if ranks < 2:
-        return 0.0
+        return 0.0, 0.0
     cluster, each = setup.cluster, setup.software.reduce_bytes
 
     def reduced_s(payload: float) -> float:
-        return collective_s(
-            cluster, Collective.ALL_REDUCE, payload, group_size=ranks, stride=stride
-        )
+        return collective_s(cluster, Collective.ALL_REDUCE, payload, group_size=ranks, trees=trees)
 
     clock = queue = sent = waiting = 0.0
     limit: float = FIRST_BUCKET_BYTES
@@ -112,7 +121,7 @@ def _exchanged_s(setup: Setup, blocks: Sequence[Block], backward_s: Sequence[flo
         waiting += block.parameters * each
         while waiting >= limit:
             # A tensor larger than a bucket goes whole; many small ones fill several.
-            bucket = max(limit, max(l.parameters for l in block.layers) * each)
+            bucket = max(limit, max(layer.parameters for layer in block.layers) * each)
             bucket = min(bucket, waiting)
             queue = max(queue, clock) + reduced_s(bucket)
             sent += reduced_s(bucket)
@@ -125,10 +134,11 @@ def _exchanged_s(setup: Setup, blocks: Sequence[Block], backward_s: Sequence[flo
     copies = 4 * sum(block.parameters for block in blocks) * each
     copied = copies / cluster.device.memory_bandwidth_bytes_per_s.value
     if not setup.software.overlap_reduce:
-        return sent + copied
+        return sent + copied, sent
     exposed = max(0.0, queue - clock)
     hidden = max(0.0, sent - exposed)
-    return exposed + copied + hidden * slowdown(None, computing_s=clock, sent_s=sent).middle
+    slowed = hidden * slowdown(None, computing_s=clock, sent_s=sent).middle
+    return exposed + copied + slowed, sent
 
 
 def _staged(setup: Setup, network: Network, times: Sequence[BlockTime]) -> ConvnetStep:
@@ -175,13 +185,15 @@ def _staged(setup: Setup, network: Network, times: Sequence[BlockTime]) -> Convn
     recompute = rounds * repeated[slowest]
     blocks = network.blocks[bounds[slowest] : bounds[slowest + 1]]
     backward_s = [time.backward_s for time in times[bounds[slowest] : bounds[slowest + 1]]]
+    added, sent = _exchanged_s(setup, blocks, backward_s)
     return ConvnetStep(
         compute_s=compute,
         recompute_s=recompute,
         bubble_s=played.wall_s - compute - host - recompute,
-        data_s=_exchanged_s(setup, blocks, backward_s),
+        data_s=added,
         update_s=_update_s(setup, blocks),
         host_s=host,
+        sent_s=sent,
     )
 
 
@@ -232,12 +244,4 @@ def _with_input(setup: Setup, network: Network, step: ConvnetStep) -> ConvnetSte
     least = images / (INPUT_IMAGES_PER_S * setup.cluster.num_nodes)
     if step.step_s >= least:
         return step
-    waited = least - step.step_s
-    return ConvnetStep(
-        compute_s=step.compute_s,
-        recompute_s=step.recompute_s,
-        bubble_s=step.bubble_s,
-        data_s=step.data_s,
-        update_s=step.update_s,
-        host_s=step.host_s + waited,
-    )
+    return replace(step, host_s=step.host_s + least - step.step_s)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from advisor.cost.compute import size_efficiency
 from advisor.predict.convnet_constants import ConvnetConstants
 from profiles.cluster import Device
 from profiles.convnets.layers import Block, Kind, Layer
@@ -113,7 +114,8 @@ def _product_s(layer: Layer, samples: int, numbers: Numbers, constants: ConvnetC
     """Forward, or the gradient of either operand: as many multiply-adds, over the same maps."""
     share = constants.tensor_share if numbers.is_tensor else constants.vector_share
     filled = layer.columns / (ceil(layer.columns / TILE_COLUMNS) * TILE_COLUMNS)
-    computing = samples * layer.forward_flop / (numbers.peak_flop_per_s * share * filled)
+    flop, peak = float(samples * layer.forward_flop), numbers.peak_flop_per_s
+    computing = flop / (peak * share * filled * size_efficiency(flop, peak))
     elements = samples * (layer.inputs + layer.outputs)
     moved = elements + layer.parameters
     moving = moved * numbers.element_bytes / (numbers.bytes_per_s * constants.stream_share)

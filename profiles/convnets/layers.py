@@ -222,9 +222,7 @@ class Draft:
         self._add(Layer(Kind.ACTIVATION, x.elements, x.elements, in_place=in_place))
         return out
 
-    def pool(
-        self, x: Map, kernel: int, *, stride: int, padding: int = 0, up: bool = False
-    ) -> Map:
+    def pool(self, x: Map, kernel: int, *, stride: int, padding: int = 0, up: bool = False) -> Map:
         """Maxima or means; the input is kept. `up`: sizes are rounded up."""
         sizes = [
             (size + 2 * padding - kernel + (stride - 1) * up) // stride + 1
