@@ -13,7 +13,7 @@ class Constants:
     """What cannot be read off a data sheet.
 
     Attributes:
-        ampere, volta, hopper, blackwell: share of the published best matmul rate that products
+        volta, turing, ampere, hopper, blackwell: share of the published best matmul rate that products
             sustain inside a step, by generation: power and clocks.
         product_bytes: share of a product's own reading and writing that its computing does not
             hide.
@@ -34,6 +34,7 @@ class Constants:
     """
 
     volta: float = 0.8
+    turing: float = 0.6
     ampere: float = 0.85
     hopper: float = 0.8
     blackwell: float = 0.75

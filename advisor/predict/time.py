@@ -27,14 +27,20 @@ from profiles.cluster import ClusterProfile, Collective
 # write gradients once more (8).
 UPDATE_BYTES = 38
 # CPU memory of a node that its devices' optimizers share: as `advisor.cost.compute`.
+# A product of activations with odd rows over one without (A100: 16-byte loads of 8 elements in one
+# against 2 to 4 byte ones).
+ODD = 4
 HOST_BANDWIDTH_BYTES_PER_S = 100e9
 # Generations by the start of a device's name; parts of none are taken as `ampere`.
 _GENERATIONS = (
     ("V100", "volta"),
-    ("T4", "volta"),
-    ("Quadro", "volta"),
-    ("TITAN", "volta"),
-    ("RTX-20", "volta"),
+    ("P100", "volta"),
+    ("P40", "volta"),
+    ("GTX", "volta"),
+    ("T4", "turing"),
+    ("Quadro", "turing"),
+    ("TITAN", "turing"),
+    ("RTX-20", "turing"),
     ("H100", "hopper"),
     ("H200", "hopper"),
     ("H800", "hopper"),
@@ -167,7 +173,7 @@ def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float,
     tensor += part.context_s * (1 - c.tensor_overlap) / c.inside
     tokens = part.tokens_s / c.tokens
     launch = part.kernels * c.launch_s * (c.graphs if basis.graphs else 1.0)
-    if basis.generation in ("volta", "ampere"):
+    if basis.generation in ("volta", "turing", "ampere"):
         launch *= c.older_host
     return compute, tensor, tokens, max(0.0, launch - compute - tensor - tokens)
 
@@ -219,10 +225,13 @@ def basis_of(setup: Setup) -> Basis:
         sent = parameters * software.reduce_bytes
         pieces = _pieces(setup, parameters, size)
         at = {"group_size": size, "stride": step}
-        if zero == 0:
+        if zero == 0 or (zero == 1 and software.family == "megatron-deepspeed"):
+            # DeepSpeed's pipeline reduces whole gradients also where it splits optimizer states.
             reduce += collective_s(cluster, Collective.ALL_REDUCE, sent, **at)
+        else:
+            reduce += pieces * collective_s(cluster, kinds[0], sent / pieces, **at)
+        if zero == 0:
             continue
-        reduce += pieces * collective_s(cluster, kinds[0], sent / pieces, **at)
         weights = parameters * min(software.weight_bytes, 2.0)
         if software.family == "internevo":
             # Each owner broadcasts its part, within its shard group.
@@ -296,10 +305,17 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
     small = _narrow_peak(setup) * best if narrow else peak
     bandwidth = device.memory_bandwidth_bytes_per_s.value
     width = 4 if wide in ("float32", "tfloat32") else 2
-    plain = odd = low = expert = expert_low = elements = converted = 0.0
+    plain = odd = low = expert = expert_low = elements = converted = streamed = 0.0
     for product in layer.products:
-        elements += product.elements
         seconds = product.flop / (small if narrow and product.linear else peak)
+        if not product.linear:
+            # Products of activations have little to reuse: their traffic decides. Rows that cannot
+            # be read 16 bytes at once take the kernels without tensor cores.
+            streamed += max(
+                product.elements * width * (ODD if product.odd else 1), seconds * bandwidth
+            )
+            continue
+        elements += product.elements
         if product.expert:
             expert, expert_low = (
                 (expert, expert_low + seconds) if narrow else (expert + seconds, expert_low)
@@ -336,7 +352,8 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
         flash_s=layer.flash_flop / peak,
         product_bytes_s=elements * width / bandwidth,
         # Reading 16 bits, writing 8 twice: as it is and transposed.
-        memory_s=(layer.moved_bytes + layer.score_bytes + 4 * converted) / bandwidth,
+        memory_s=((layer.moved_bytes + layer.score_bytes) * width / 2 + 4 * converted + streamed)
+        / bandwidth,
         kernels=layer.kernels,
         tensor_s=tensor,
         tokens_s=tokens,
@@ -348,7 +365,10 @@ def _backward(setup: Setup, layer: LayerWork, forward: Pass, _: Setup) -> Pass:
     """Two products for one, and gradients of weights that are added to what is there."""
     bandwidth = setup.cluster.device.memory_bandwidth_bytes_per_s.value
     weights = layer.parameters + layer.expert_parameters
-    added = 2 * setup.software.gradient_bytes * weights / bandwidth
+    # Read and written once more by the product itself (Megatron's fused accumulation), else a
+    # 16-bit gradient is read beside.
+    fused = setup.software.family == "megatron"
+    added = (2 * setup.software.gradient_bytes + (0 if fused else 2)) * weights / bandwidth
     twice = forward * 2
     again = 0.5 if setup.software.sequence_parallel else 0.0
     return Pass(
@@ -430,7 +450,9 @@ def _update_s(
 
 
 def _peak(setup: Setup, dtype: str) -> float:
-    return peak_flop_per_s(setup.cluster.device, dtype).value
+    """Where 16 bits are slower than 32 (GeForce before 2018), libraries compute in 32."""
+    device = setup.cluster.device
+    return max(peak_flop_per_s(device, dtype).value, device.flop_per_s["float32"].value)
 
 
 def _narrow_peak(setup: Setup) -> float:

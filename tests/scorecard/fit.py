@@ -22,7 +22,7 @@ from tests.scorecard.published import WEIGHTS, Published, published
 BOUNDS = {"launch_s": (1e-6, 1e-3), "older_host": (1.0, 3.0)}
 DEFAULT_BOUNDS = (0.05, 1.0)
 # A share of an efficiency times the published best rate may exceed 1 a little.
-WIDE = frozenset({"volta", "ampere", "hopper", "blackwell", "expert", "narrow", "product_bytes"})
+WIDE = frozenset({"volta", "turing", "ampere", "hopper", "blackwell", "expert", "narrow", "product_bytes"})
 
 
 @dataclass(frozen=True, slots=True)
