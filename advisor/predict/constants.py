@@ -15,8 +15,7 @@ class Constants:
     Attributes:
         volta, turing, ampere, hopper, blackwell: share of the published best matmul rate that products
             sustain inside a step, by generation: power and clocks.
-        product_bytes: share of a product's own reading and writing that its computing does not
-            hide.
+        tail: part of a round of tiles that a product loses at its end.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
         flash: rate of attention without kept scores, as a share of the matmul rate.
         older_kernels: rate of attention written for Ampere's instructions on later devices.
@@ -38,7 +37,7 @@ class Constants:
     ampere: float = 0.85
     hopper: float = 0.8
     blackwell: float = 0.75
-    product_bytes: float = 0.7
+    tail: float = 0.5
     memory: float = 0.9
     flash: float = 0.65
     older_kernels: float = 0.6

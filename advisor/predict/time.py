@@ -14,6 +14,7 @@ the pipeline, what data-parallel traffic adds that computing does not hide, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from advisor.cost.collective import collective_s
 from advisor.cost.compute import peak_flop_per_s
@@ -30,6 +31,10 @@ UPDATE_BYTES = 38
 # A product of activations with odd rows over one without (A100: 16-byte loads of 8 elements in one
 # against 2 to 4 byte ones).
 ODD = 4
+# Results of a product are computed in tiles of about 128 x 256, one on each multiprocessor at a
+# time: 108 of them on an A100, 132 on an H100, 148 on a B200. The last round is rarely full: what a
+# round could have held counts in part (`Constants.tail`). Rows of an expert fill whole tiles.
+TILE, WAVE = 128, 128 * 256 * 120
 HOST_BANDWIDTH_BYTES_PER_S = 100e9
 # Generations by the start of a device's name; parts of none are taken as `ampere`.
 _GENERATIONS = (
@@ -62,7 +67,8 @@ class Pass:
     expert_s: float = 0.0
     expert_narrow_s: float = 0.0
     flash_s: float = 0.0
-    product_bytes_s: float = 0.0
+    tail_s: float = 0.0
+    back_tail_s: float = 0.0
     memory_s: float = 0.0
     kernels: float = 0.0
     tensor_s: float = 0.0
@@ -167,7 +173,7 @@ def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float,
     compute += (part.expert_s + part.expert_narrow_s / c.narrow) / (share * c.expert)
     older = c.older_kernels if basis.older_kernels else 1.0
     compute += part.flash_s / (share * c.flash * older)
-    compute += part.product_bytes_s * c.product_bytes + part.memory_s / c.memory
+    compute += part.tail_s * c.tail / share + part.memory_s / c.memory
     hidden = c.tensor_overlap if basis.overlap_tensor else 0.0
     tensor = part.tensor_s * (1 - hidden) / (c.between if basis.tensor_crosses else c.inside)
     tensor += part.context_s * (1 - c.tensor_overlap) / c.inside
@@ -305,7 +311,7 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
     small = _narrow_peak(setup) * best if narrow else peak
     bandwidth = device.memory_bandwidth_bytes_per_s.value
     width = 4 if wide in ("float32", "tfloat32") else 2
-    plain = odd = low = expert = expert_low = elements = converted = streamed = 0.0
+    plain = odd = low = expert = expert_low = tail = back_tail = converted = streamed = 0.0
     for product in layer.products:
         seconds = product.flop / (small if narrow and product.linear else peak)
         if not product.linear:
@@ -315,8 +321,11 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
                 product.elements * width * (ODD if product.odd else 1), seconds * bandwidth
             )
             continue
-        elements += product.elements
+        rate = (small if narrow else peak) * (1 if product.aligned else 0.5)
+        tail += 2 * product.k * WAVE / rate
+        back_tail += 2 * (product.n + product.m) * WAVE / rate
         if product.expert:
+            seconds *= ceil(product.m / TILE) * TILE / product.m
             expert, expert_low = (
                 (expert, expert_low + seconds) if narrow else (expert + seconds, expert_low)
             )
@@ -350,7 +359,8 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
         expert_s=expert,
         expert_narrow_s=expert_low,
         flash_s=layer.flash_flop / peak,
-        product_bytes_s=elements * width / bandwidth,
+        tail_s=tail,
+        back_tail_s=back_tail,
         # Reading 16 bits, writing 8 twice: as it is and transposed.
         memory_s=((layer.moved_bytes + layer.score_bytes) * width / 2 + 4 * converted + streamed)
         / bandwidth,
@@ -378,7 +388,7 @@ def _backward(setup: Setup, layer: LayerWork, forward: Pass, _: Setup) -> Pass:
         expert_s=twice.expert_s,
         expert_narrow_s=twice.expert_narrow_s,
         flash_s=2.5 * forward.flash_s,
-        product_bytes_s=twice.product_bytes_s,
+        tail_s=forward.back_tail_s,
         memory_s=twice.memory_s + added,
         kernels=twice.kernels,
         # Inputs are gathered once more for the weights' gradients.
