@@ -14,12 +14,13 @@ from functools import cache
 from itertools import accumulate
 from math import inf
 
-from advisor.cost.collective import collective_s
+from advisor.cost.collective import collective_s, ring_s
 from advisor.cost.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from advisor.cost.pipeline import StageTimes, play
 from advisor.cost.replay import slowdown
 from advisor.predict.convnet_constants import FITTED, ConvnetConstants
 from advisor.predict.convnet_time import BlockTime, block_time, numbers_of, total
+from advisor.predict.recurrent import transformer_xl
 from advisor.predict.setup import Setup
 from engines.plan import Schedule
 from profiles.cluster import Collective
@@ -34,8 +35,6 @@ _INPUT_PIXELS = 224
 UPDATE_KERNELS, FOREACH_DEFAULT = 4, 2023.25
 # NCCL 2.4 (February 2019) brought trees; before, an all-reduce went round a ring of all ranks.
 TREES = 2019.1
-# Read gradient, momentum and weight; write momentum and weight.
-UPDATE_PASSES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,22 +63,30 @@ class ConvnetStep:
 
 
 def convnet_step(setup: Setup, constants: ConvnetConstants = FITTED) -> ConvnetStep:
-    """A step of `setup.network`.
+    """A step of `setup.network`, or of a model that is a list of layers as one is.
 
     Raises:
-        ValueError: the setup is of a transformer.
+        ValueError: the setup is of another transformer.
     """
-    if setup.network is None:
-        raise ValueError("only networks of convolutions are counted here")
+    network = layered(setup)
+    if network is None:
+        raise ValueError("only what is a list of layers is counted here")
+    software, samples = setup.software, setup.layout.microbatch
     device = setup.cluster.device
-    numbers = numbers_of(device, setup.dtype, fused=setup.software.fused)
-    samples = setup.layout.microbatch
-    times = [block_time(block, samples, numbers, constants) for block in setup.network.blocks]
-    if setup.layout.pp > 1 or setup.software.recompute == "full":
-        step = _staged(setup, setup.network, times)
+    numbers = numbers_of(device, setup.dtype, fused=software.fused, year=software.year)
+    times = [block_time(block, samples, numbers, constants) for block in network.blocks]
+    if setup.layout.pp > 1 or software.recompute == "full":
+        step = _staged(setup, network, times)
     else:
-        step = _replicated(setup, setup.network, times)
-    return _with_input(setup, setup.network, step)
+        step = _replicated(setup, network, times)
+    return _with_input(setup, network, step)
+
+
+def layered(setup: Setup) -> Network | None:
+    """What this module counts: networks of convolutions, and Transformer-XL."""
+    if setup.network is None and setup.shape is not None and setup.shape.kind == "transformer_xl":
+        return transformer_xl(setup.shape)
+    return setup.network
 
 
 def _replicated(setup: Setup, network: Network, times: Sequence[BlockTime]) -> ConvnetStep:
@@ -227,7 +234,9 @@ def cut(seconds: Sequence[float], stages: int) -> list[int]:
 def _update_s(setup: Setup, blocks: Sequence[Block]) -> float:
     device = setup.cluster.device
     parameters = sum(block.parameters for block in blocks)
-    moved = UPDATE_PASSES * parameters * 4 / device.memory_bandwidth_bytes_per_s.value
+    # Gradient and weight are read and the weight is written; every moment is read and written.
+    passes = 3 + 2 * setup.software.moment_bytes / 4
+    moved = passes * parameters * 4 / device.memory_bandwidth_bytes_per_s.value
     tensors = sum(
         2 if layer.kind is Kind.NORM else 1
         for block in blocks
