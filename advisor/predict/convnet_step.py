@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import accumulate
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 from math import inf
 
-from advisor.cost.collective import collective_s, ring_s
-from advisor.cost.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from advisor.cost.collective import collective_s, ways
+from advisor.cost.communication import FIRST_BUCKET_BYTES
+from advisor.cost.memory import BUCKET_BYTES
 from advisor.cost.pipeline import StageTimes, play
 from advisor.cost.replay import slowdown
 from advisor.predict.convnet_constants import FITTED, ConvnetConstants
-from advisor.predict.convnet_time import BlockTime, block_time, numbers_of, total
+from advisor.predict.convnet_time import BlockTime, Numbers, block_time, numbers_of, total
 from advisor.predict.recurrent import transformer_xl
 from advisor.predict.setup import Setup
 from engines.plan import Schedule
@@ -74,12 +75,20 @@ def convnet_step(setup: Setup, constants: ConvnetConstants = FITTED) -> ConvnetS
     software, samples = setup.software, setup.layout.microbatch
     device = setup.cluster.device
     numbers = numbers_of(device, setup.dtype, fused=software.fused, year=software.year)
-    times = [block_time(block, samples, numbers, constants) for block in network.blocks]
+    times = _block_times(network, samples, numbers, constants)
     if setup.layout.pp > 1 or software.recompute == "full":
         step = _staged(setup, network, times)
     else:
         step = _replicated(setup, network, times)
     return _with_input(setup, network, step)
+
+
+@lru_cache(maxsize=256)
+def _block_times(
+    network: Network, samples: int, numbers: Numbers, constants: ConvnetConstants
+) -> tuple[BlockTime, ...]:
+    """Of every block; remembered, as runs of one network on one kind of device share them."""
+    return tuple(block_time(block, samples, numbers, constants) for block in network.blocks)
 
 
 def layered(setup: Setup) -> Network | None:
@@ -118,8 +127,11 @@ def _exchanged_s(
         return 0.0, 0.0
     cluster, each = setup.cluster, setup.software.reduce_bytes
 
+    ring, *faster = ways(cluster, Collective.ALL_REDUCE, group_size=ranks)
+    known = (ring, *faster) if trees else (ring,)
+
     def reduced_s(payload: float) -> float:
-        return collective_s(cluster, Collective.ALL_REDUCE, payload, group_size=ranks, trees=trees)
+        return min(way.seconds(payload) for way in known)
 
     clock = queue = sent = waiting = 0.0
     limit: float = FIRST_BUCKET_BYTES
@@ -158,7 +170,7 @@ def _staged(setup: Setup, network: Network, times: Sequence[BlockTime]) -> Convn
         again = 1.0 if rounds == 1 else (rounds - 1) / rounds
     launch_s = cluster.device.launch_s.value
     bounds = cut([t.forward_s * (1 + again) + t.backward_s for t in times], layout.pp)
-    stages = [total(times[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)]
+    stages = [total(times[low:high]) for low, high in pairwise(bounds)]
     forward = [max(t.forward_s, t.forward_kernels * launch_s) for t in stages]
     repeated = [again * seconds for seconds in forward]
     backward = [max(t.backward_s, t.backward_kernels * launch_s) for t in stages]

@@ -66,8 +66,11 @@ class BlockTime:
 
 
 def numbers_of(device: Device, dtype: str, *, fused: bool, year: float) -> Numbers:
-    """`dtype` as in `Setup`, `year` of the program. Where a device is slower in it than in float32 (consumer cards of
-    2016), libraries compute in float32 and store in it."""
+    """`dtype` as in `Setup`, `year` of the program.
+
+    Where a device is slower in it than in float32 (consumer cards of 2016), libraries compute in
+    float32 and store in it.
+    """
     vector = device.flop_per_s["float32"].value
     quantity = device.flop_per_s.get(dtype)
     peak = quantity.value if quantity is not None else 0.0

@@ -53,7 +53,6 @@ def two_devices(split: int, *, stages: int = 2) -> float:
 
 def test_two_devices_in_turn_are_about_seven_percent_slower_than_one() -> None:
     slower = two_devices(120) / two_devices(120, stages=1) - 1
-    assert NAIVE_S / ONE_S - 1 == pytest.approx(0.07, abs=0.005)
     assert slower == pytest.approx(NAIVE_S / ONE_S - 1, abs=0.04)
 
 

@@ -8,7 +8,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from advisor.predict.constants import CONSTANTS, Constants
-from advisor.predict.prediction import Prediction, predict
+from advisor.predict.convnet_constants import FITTED, ConvnetConstants
+from advisor.predict.prediction import predict
+from tests.scorecard import fit_convnets
 from tests.scorecard.fit import fit, timed_runs
 from tests.scorecard.published import FOLDER, published
 from tests.scorecard.score import card
@@ -25,13 +27,27 @@ def main() -> int:
     without: dict[str, Constants] = {}
     for file in sorted({one.run.file for one in timed}):
         without[file] = fit([one for one in timed if one.run.file != file], rounds=12)
+    layered = fit_convnets.timed_runs(runs)
+    layers = {
+        file: fit_convnets.fit([one for one in layered if one.file != file])
+        for file in sorted({one.file for one in layered})
+    }
     fitted = [(run, predict(run.row)) for run in runs]
-    left_out: list[tuple[object, Prediction]] = []
-    pairs = [(run, predict(run.row, constants=without.get(run.file, CONSTANTS))) for run in runs]
-    del left_out
+    pairs = [
+        (
+            run,
+            predict(
+                run.row,
+                constants=without.get(run.file, CONSTANTS),
+                layers=layers.get(run.file, FITTED),
+            ),
+        )
+        for run in runs
+    ]
+    values = {**asdict(CONSTANTS), **asdict(FITTED)}
     result = {
-        "constants": len(fields(Constants)),
-        "values": {key: round(value, 6) for key, value in asdict(CONSTANTS).items()},
+        "constants": len(fields(Constants)) + len(fields(ConvnetConstants)),
+        "values": {key: round(value, 6) for key, value in values.items()},
         "fitted": card(fitted),
         "left out": card(pairs),
     }

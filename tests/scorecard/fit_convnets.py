@@ -1,4 +1,4 @@
-"""The fitted constants of convolutional networks: `python -m tests.scorecard.fit_convnets`.
+"""The fitted constants of what is counted layer by layer: `python -m tests.scorecard.fit_convnets`.
 
 Coordinate descent on the mean absolute logarithm of predicted over measured rates. Runs that differ
 only in what is measured are one, and every file weighs as the square root of its runs. Also what
@@ -16,7 +16,7 @@ from statistics import median, quantiles
 
 from advisor.predict.convnet_constants import FITTED, ConvnetConstants
 from advisor.predict.convnet_memory import convnet_memory
-from advisor.predict.convnet_step import convnet_step
+from advisor.predict.convnet_step import convnet_step, layered
 from advisor.predict.resolve import resolve
 from advisor.predict.setup import Setup
 from tests.scorecard.published import WEIGHTS, Published, published
@@ -53,12 +53,12 @@ class Timed:
 
 
 def timed_runs(runs: Sequence[Published]) -> list[Timed]:
-    """The convolutional networks among `runs` that have a measured rate."""
+    """What is counted layer by layer among `runs` and has a measured rate."""
     rates: dict[tuple[object, ...], list[float]] = defaultdict(list)
     firsts: dict[tuple[object, ...], tuple[Published, Setup]] = {}
     for run in runs:
         setup = resolve(run.row)
-        if not isinstance(setup, Setup) or setup.network is None:
+        if not isinstance(setup, Setup) or layered(setup) is None:
             continue
         rate = run.samples_per_s
         if rate is None and run.step_s is not None:
@@ -67,7 +67,7 @@ def timed_runs(runs: Sequence[Published]) -> list[Timed]:
             continue
         machine = (setup.cluster.name, run.row.intra_link)
         program = (setup.software.family, setup.software.recompute)
-        key = (run.file, setup.network, machine, setup.dtype, setup.layout, program)
+        key = (run.file, layered(setup), machine, setup.dtype, setup.layout, program)
         rates[key].append(rate)
         firsts.setdefault(key, (run, setup))
     sizes = Counter(run.file for run, _ in firsts.values())
@@ -123,9 +123,9 @@ def main() -> int:
     everything = published()
     runs = timed_runs(everything)
     best = replace(fit(runs), cache_share=fit_cache(everything))
-    print(f"{len(runs)} setups, loss {loss(FITTED, runs):.4f} -> {loss(best, runs):.4f}")
+    _say(f"{len(runs)} setups, loss {loss(FITTED, runs):.4f} -> {loss(best, runs):.4f}")
     for constant in fields(ConvnetConstants):
-        print(f"    {constant.name}={getattr(best, constant.name):.4g},")
+        _say(f"    {constant.name}={getattr(best, constant.name):.4g},")
     files = sorted({timed.file for timed in runs})
     for file in files:
         own = [timed for timed in runs if timed.file == file]
@@ -138,10 +138,14 @@ def main() -> int:
 def _tell(title: str, found: Sequence[float]) -> None:
     sizes = [abs(exp(one) - 1) for one in found]
     ends = quantiles(found, n=20)
-    print(
+    _say(
         f"{title}: median {median(sizes):.3f}, 90 % within {quantiles(sizes, n=10)[-1]:.3f};"
         f" measured over predicted 5 % {exp(-ends[-1]):.3f}, 95 % {exp(-ends[0]):.3f}"
     )
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
 
 
 if __name__ == "__main__":
