@@ -24,34 +24,31 @@ class Constants:
         expert: rate of grouped products of experts, as a share of others'.
         tensor_overlap: hidden part of tensor-parallel exchanges where they are overlapped.
         data_overlap: hidden part of data-parallel exchanges where they are overlapped.
-        inside, between: rate of collectives in a step, as a share of their best, in a node and
-            between nodes.
-        tokens: rate of the exchange of tokens with experts, as a share of the links'.
+        inside, rails, shared: rate of collectives in a step, as a share of their best: in a node,
+            between nodes with a network card for each device, and where devices share cards.
         launch_s: of one kernel by the host, framework and library included.
-        older_host: how much longer hosts of the time of A100 and before take.
-        graphs: share of the launches that are left where layers run as recorded graphs.
+        older_host: how much longer the hosts of A100 and older devices take.
     """
 
-    volta: float = 0.8
-    turing: float = 0.6
-    ampere: float = 0.85
-    hopper: float = 0.8
-    blackwell: float = 0.75
-    tail: float = 0.5
-    memory: float = 0.9
-    flash: float = 0.65
-    older_kernels: float = 0.6
-    unaligned: float = 0.75
-    narrow: float = 0.85
-    expert: float = 0.8
-    tensor_overlap: float = 0.6
-    data_overlap: float = 0.85
-    inside: float = 0.85
-    between: float = 0.7
-    tokens: float = 0.6
-    launch_s: float = 6e-5
-    older_host: float = 1.6
-    graphs: float = 0.4
+    volta: float = 1.08
+    turing: float = 0.657
+    ampere: float = 0.956
+    hopper: float = 0.859
+    blackwell: float = 1.3
+    tail: float = 0.194
+    memory: float = 0.691
+    flash: float = 0.397
+    older_kernels: float = 0.662
+    unaligned: float = 0.578
+    narrow: float = 0.917
+    expert: float = 0.485
+    tensor_overlap: float = 0.901
+    data_overlap: float = 0.726
+    inside: float = 0.795
+    rails: float = 0.51
+    shared: float = 0.29
+    launch_s: float = 6.92e-05
+    older_host: float = 1.15
 
 
 CONSTANTS = Constants()

@@ -33,7 +33,6 @@ from advisor.predict.setup import Software
 SELECTIVE_RECOMPUTE = 2022.35
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
-GRAPHS_DEFAULT = 2025.5
 SHORT_GRADIENTS = 2024.0
 # Values of the column `arch` whose networks are trained with SGD where no optimizer is named.
 CONVOLUTIONAL = frozenset({"resnet", "cnn", "nasnet", "unet"})
@@ -165,9 +164,6 @@ def software_of(
             overlap_tensor=family == "megatron" and year >= OVERLAP_GRADIENTS,
             overlap_experts=False,
             compiled=compiled,
-            graphs=family == "megatron"
-            and year >= GRAPHS_DEFAULT
-            and bool(_RECIPES.search(row.source or "")),
             offload=row.offload if row.offload not in (None, "n") else "none",
         ),
         assumed,

@@ -229,7 +229,7 @@ def _layer(
         products.append(Product(tokens, (2 * width + 2 * 8 * STATE) / tp, h))
         products.append(Product(tokens, h, width / tp))
         flash += 2 * tokens * width / tp * (CHUNK + 2 * STATE)
-        moved += own * h * 11 + tokens * width / tp * 24
+        moved += own * h * 11 + tokens * width / tp * 60
         kernels += 20
         exchanges += 1
     if experts:
@@ -251,16 +251,16 @@ def _layer(
             products.append(Product(tokens / tp, h, inner))
         moved += own * h * 11 + sent * (16 * inner + act * shape.expert_ffn)
         moved += tokens / tp * shape.experts * 12
-        kernels += 45
+        kernels += 36
         token_bytes = 2 * sent * inner
         expert_parameters = local * (matrices + 1) * inner * shape.expert_ffn
     if layout.tp > 1:
-        kernels += 4 * exchanges
+        kernels += 2 * exchanges
     if layout.cp > 1:
-        kernels += 6 * layout.cp
+        kernels += 3 * layout.cp
     if setup.dtype in NARROW:
         # Scales, conversions and transposes before each product.
-        kernels += 4 * len(products)
+        kernels += len(products)
     if not software.fused:
         moved *= EAGER
     weights = sum(p.n * p.k * p.count for p in products if p.linear and not p.expert)
