@@ -34,8 +34,13 @@ SELECTIVE_RECOMPUTE = 2022.35
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
 SHORT_GRADIENTS = 2024.0
-# Values of the column `arch` whose networks are trained with SGD where no optimizer is named.
-CONVOLUTIONAL = frozenset({"resnet", "cnn", "nasnet", "unet"})
+# Values of the column `arch` that are networks on images. They are trained with SGD where no
+# optimizer is named, but those of attention.
+ATTENTIVE = frozenset({"vit", "deit", "swin"})
+CONVOLUTIONAL = ATTENTIVE | {
+    "resnet", "resnext", "cnn", "nasnet", "unet", "vgg", "alexnet", "inception", "googlenet",
+    "densenet", "mobilenet", "efficientnet", "convnext", "regnet",
+}  # fmt: skip
 
 _YEARS = (
     ("V100", 2020.0),
@@ -106,7 +111,7 @@ def software_of(
     if row.attention is not None:
         flash = "flash" in row.attention.lower() or "cudnn" in row.attention.lower()
         flash = flash or "sdpa" in row.attention.lower()
-    else:
+    elif row.arch not in CONVOLUTIONAL:
         assumed.append(f"attention {'without' if flash else 'with'} kept scores")
 
     recompute = _recompute(row, family, year, megatron)
@@ -134,7 +139,7 @@ def software_of(
         weight, gradient, master, reduce = 4.0, 4.0, 0.0, 4.0
     moments = 8.0
     optimizer = (row.optimizer or "").lower()
-    if not optimizer and row.arch in CONVOLUTIONAL:
+    if not optimizer and row.arch in CONVOLUTIONAL - ATTENTIVE:
         moments = 0.0
         assumed.append("SGD without momentum")
     if "8-bit" in optimizer or "8bit" in optimizer:

@@ -28,6 +28,9 @@ TORCHVISION = {
     "densenet121": (7_978_856, 2.83),
     "densenet161": (28_681_000, 7.73),
     "googlenet": (6_624_904, 1.50),
+    "vit_b_16": (86_567_656, 17.56),
+    "vit_b_32": (88_224_232, 4.41),
+    "vit_l_16": (304_326_632, 61.55),
     "inception_v3": (27_161_264 - 3_326_696, 5.71),
 }
 # Parameters in millions: GPipe (arXiv 1811.06965, table 1) and torchgpipe (arXiv 2004.09910).
