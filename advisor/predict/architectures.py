@@ -97,6 +97,9 @@ _PUBLIC: Mapping[str, Mapping[str, int | bool]] = MappingProxyType(
         },
     }
 )  # fmt: skip
+# Those of a configuration that no column of a table names.
+_FACTS = ("shared_ffn", "dense_layers", "latent", "head_width", "attention_layers", "mamba_layers",
+          "mamba_width", "expert_width")  # fmt: skip
 # Layers of models that only count their parameters: hidden is about 128 times the layers in GPT-3's
 # table (12 x 768, 32 x 4096, 96 x 12288: 64, 128, 128; arXiv 2005.14165, Table 2.1).
 ASPECT = 128
@@ -167,9 +170,7 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
         expert_ffn = ffn or 4 * hidden
     if experts:
         topk = topk or 1
-    facts = {key: public[key] for key in ("shared_ffn", "dense_layers", "latent", "head_width",
-                                          "attention_layers", "mamba_layers", "expert_width")
-             if key in public}  # fmt: skip
+    facts = {key: public[key] for key in _FACTS if key in public}
     shape = Shape(
         kind=kind,
         layers=layers,

@@ -17,6 +17,7 @@ class Constants:
             sustain inside a step, by generation: power and clocks.
         tail: part of a round of tiles that a product loses at its end.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
+        scan_bytes: traffic of a state-space layer's kernels for an element of its width, forward.
         flash: rate of attention without kept scores, as a share of the matmul rate.
         older_kernels: rate of attention written for Ampere's instructions on later devices.
         unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
@@ -31,24 +32,25 @@ class Constants:
     """
 
     volta: float = 1.08
-    turing: float = 0.657
+    turing: float = 0.659
     ampere: float = 0.956
-    hopper: float = 0.859
-    blackwell: float = 1.3
-    tail: float = 0.194
-    memory: float = 0.691
-    flash: float = 0.397
-    older_kernels: float = 0.662
+    hopper: float = 0.858
+    blackwell: float = 1.27
+    tail: float = 0.197
+    memory: float = 0.692
+    scan_bytes: float = 158
+    flash: float = 0.394
+    older_kernels: float = 0.666
     unaligned: float = 0.578
-    narrow: float = 0.917
-    expert: float = 0.485
-    tensor_overlap: float = 0.901
-    data_overlap: float = 0.726
-    inside: float = 0.795
-    rails: float = 0.51
-    shared: float = 0.29
-    launch_s: float = 6.92e-05
-    older_host: float = 1.15
+    narrow: float = 0.929
+    expert: float = 0.471
+    tensor_overlap: float = 0.849
+    data_overlap: float = 0.699
+    inside: float = 0.789
+    rails: float = 0.572
+    shared: float = 0.293
+    launch_s: float = 6.74e-05
+    older_host: float = 1.19
 
 
 CONSTANTS = Constants()

@@ -75,6 +75,7 @@ class Pass:
     tail_s: float = 0.0
     back_tail_s: float = 0.0
     memory_s: float = 0.0
+    scan_s: float = 0.0
     kernels: float = 0.0
     tensor_s: float = 0.0
     tokens_s: float = 0.0
@@ -180,7 +181,9 @@ def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float,
     compute += (part.expert_s + part.expert_narrow_s / c.narrow) / (share * c.expert)
     older = c.older_kernels if basis.older_kernels else 1.0
     compute += part.flash_s / (share * c.flash * older)
-    compute += part.tail_s * c.tail / share + part.memory_s / c.memory
+    compute += (
+        part.tail_s * c.tail / share + (part.memory_s + part.scan_s * c.scan_bytes) / c.memory
+    )
     hidden = c.tensor_overlap if basis.overlap_tensor else 0.0
     tensor = part.tensor_s * (1 - hidden) / _of(c, basis.tensor_rate)
     tensor += part.context_s * (1 - c.tensor_overlap) / c.inside
@@ -385,6 +388,7 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
         # Reading 16 bits, writing 8 twice: as it is and transposed.
         memory_s=((layer.moved_bytes + layer.score_bytes) * width / 2 + 4 * converted + streamed)
         / bandwidth,
+        scan_s=layer.scan / bandwidth,
         kernels=layer.kernels,
         tensor_s=tensor,
         tokens_s=tokens,
@@ -411,6 +415,7 @@ def _backward(setup: Setup, layer: LayerWork, forward: Pass, _: Setup) -> Pass:
         flash_s=2.5 * forward.flash_s,
         tail_s=forward.back_tail_s,
         memory_s=twice.memory_s + added,
+        scan_s=twice.scan_s,
         kernels=twice.kernels,
         # Inputs are gathered once more for the weights' gradients.
         tensor_s=forward.tensor_s * (1 + again),

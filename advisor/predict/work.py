@@ -70,12 +70,12 @@ class LayerWork:
     Attributes:
         flash_flop: of an attention that keeps no scores.
         moved_bytes, score_bytes: by elementwise kernels, where an element has 2 bytes.
+        scan: elements that a state-space layer carries its state through.
         kernels: launched.
         tensor_bytes: payload of each of `tensor_exchanges` all-reduces of the tensor ranks, or
             of an all-gather and a reduce-scatter in place of each.
         token_bytes: sent to experts, and back, by a rank.
         context_bytes: keys and values that pass between the context ranks.
-        quantised: elements that are converted to fp8 or fp4.
         parameters, expert_parameters: held by a rank.
     """
 
@@ -86,6 +86,7 @@ class LayerWork:
     kernels: float = 0.0
     tensor_bytes: float = 0.0
     tensor_exchanges: int = 0
+    scan: float = 0.0
     token_bytes: float = 0.0
     context_bytes: float = 0.0
     parameters: float = 0.0
@@ -203,7 +204,7 @@ def _layer(
     h = shape.hidden
     own = tokens / tp if software.sequence_parallel else tokens
     products: list[Product] = []
-    flash = scores = moved = token_bytes = context = expert_parameters = 0.0
+    flash = scores = moved = token_bytes = context = expert_parameters = scan = 0.0
     kernels = exchanges = 0
     if attention:
         for _ in range(2 if cross else 1):
@@ -229,7 +230,8 @@ def _layer(
         products.append(Product(tokens, (2 * width + 2 * 8 * STATE) / tp, h))
         products.append(Product(tokens, h, width / tp))
         flash += 2 * tokens * width / tp * (CHUNK + 2 * STATE)
-        moved += own * h * 11 + tokens * width / tp * 60
+        moved += own * h * 11
+        scan = tokens * width / tp
         kernels += 20
         exchanges += 1
     if experts:
@@ -249,7 +251,7 @@ def _layer(
         if shape.expert_width:
             products.append(Product(tokens / tp, inner, h))
             products.append(Product(tokens / tp, h, inner))
-        moved += own * h * 11 + sent * (16 * inner + act * shape.expert_ffn)
+        moved += own * h * 11 + sent * (10 * inner + act * shape.expert_ffn)
         moved += tokens / tp * shape.experts * 12
         kernels += 36
         token_bytes = 2 * sent * inner
@@ -272,6 +274,7 @@ def _layer(
         kernels=kernels,
         tensor_bytes=2 * tokens * h,
         tensor_exchanges=exchanges if tp > 1 else 0,
+        scan=scan,
         token_bytes=token_bytes if layout.ep > 1 else 0.0,
         context_bytes=context,
         parameters=weights,

@@ -19,7 +19,7 @@ from advisor.predict.time import Basis, basis_of, step_time
 from tests.scorecard.published import WEIGHTS, Published, published
 
 # Where a constant may go: shares are at most 1, and nothing is without effect.
-BOUNDS = {"launch_s": (1e-6, 1e-3), "older_host": (1.0, 3.0)}
+BOUNDS = {"launch_s": (1e-6, 1e-3), "older_host": (1.0, 3.0), "scan_bytes": (10.0, 1000.0)}
 DEFAULT_BOUNDS = (0.05, 1.0)
 # A share of an efficiency times the published best rate may exceed 1 a little.
 WIDE = frozenset({"volta", "turing", "ampere", "hopper", "blackwell", "expert", "narrow", "tail"})
