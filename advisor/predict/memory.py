@@ -181,6 +181,9 @@ def _loss(setup: Setup, stage: Stage, tokens: Tokens) -> float:
     assert setup.shape is not None
     share = 1 / DECODER_SHARE if setup.shape.kind == "t5" else 1.0
     each = loss_bytes(setup.software, tokens.element)
+    if setup.shape.kind == "transformer_xl":
+        # Its program takes logarithms in the dtype of the logits: both, and both gradients.
+        each = 4 * tokens.element
     hidden = tokens.element * setup.shape.hidden * tokens.split * share
     return tokens.whole * share * stage.vocab * each + 2 * hidden
 
