@@ -78,14 +78,17 @@ def stage_memory(
     states = _states(setup, stage)
     flying = in_flight(setup.layout, index)
     kept = _kept(setup, stage, tokens) * constants.kept_share * flying
-    gathered = _gathered(setup, stage, tokens)
+    gathered, step = _gathered(setup, stage, tokens), _step(setup, stage)
     moments = {
         "backward": (kept, gathered + _layer_work(setup, stage, constants)),
-        "optimizer step": (0.0, _step(setup, stage)),
     }
     if stage.last:
         moments["loss"] = (kept, gathered + _loss(setup, stage, tokens))
     moment, (activations, work) = max(moments.items(), key=lambda item: sum(item[1]))
+    # Blocks that were cut for activations do not hold the optimizer's long ones: both stay cached.
+    cached = states + activations + work + step + constants.workspace_bytes
+    if step > activations + work:
+        moment, activations, work = "optimizer step", 0.0, step
     allocated = states + activations + work + constants.workspace_bytes
     layout = setup.layout
     groups = sum(n > 1 for n in (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep))
@@ -97,7 +100,7 @@ def stage_memory(
         activations=activations,
         work=work,
         allocated=allocated,
-        reserved=allocated * (1 + constants.slack_share) + outside,
+        reserved=cached * (1 + constants.slack_share) + outside,
     )
 
 
@@ -125,7 +128,7 @@ def _states(setup: Setup, stage: Stage) -> float:
             + optimizer / (shards if zero >= 1 else 1)
         )
     parameters = stage.dense + stage.experts
-    if software.family in _DEEPSPEED and setup.layout.dp > 1:
+    if software.family in _DEEPSPEED and setup.layout.dp > 1 and setup.layout.pp == 1:
         total += min(BUCKET, parameters) * software.reduce_bytes * 2
     if software.family == "ddp" and setup.layout.dp > 1:
         total += parameters * software.reduce_bytes

@@ -25,9 +25,9 @@ class MemoryConstants:
     workspace_bytes: float = 0.08 * GIB
     kept_share: float = 1.0
     transient_share: float = 0.5
-    slack_share: float = 0.08
-    context_bytes: float = 1.0 * GIB
-    group_bytes: float = 0.25 * GIB
+    slack_share: float = 0.18
+    context_bytes: float = 1.3 * GIB
+    group_bytes: float = 0.4 * GIB
     allocated_low: float = 0.9
     allocated_high: float = 1.15
     reserved_low: float = 0.85

@@ -15,7 +15,7 @@ dropout       0.1 in the recipes of GPT-3, BERT and T5 (Megatron-LM's default), 
 states        Megatron: weights and gradients of 2 + 4 bytes (gradients of 2 with fp16), fp32 master
               and moments 12, split over replicas by the distributed optimizer. The recipes of NeMo
               and Megatron-Bridge add gradients up in 2 bytes (grad_reduce_in_fp32=False). DeepSpeed: gradients
-              of 2 bytes; with bfloat16 (its BF16 optimizer, 2022) of 4. FSDP: fp32 weights, split;
+              of 2 bytes; with bfloat16 (its BF16 optimizer, 2022) sums of 4 beside them. FSDP: fp32 weights, split;
               gathered and reduced in 16 bits.
 overlap       DDP buckets beside the backward pass. Megatron exchanged gradients after it until
               --overlap-grad-reduce (2023); Megatron-DeepSpeed's ZeRO-1 never did. FSDP prefetches.
@@ -95,7 +95,7 @@ def software_of(
         year = _usual_year(device)
         assumed.append(f"software of {year:g}")
     megatron = family in ("megatron", "megatron-deepspeed", "nemo")
-    sharded = family in ("foundry", "torchtitan", "fsdp") or (zero == 3 and not megatron)
+    sharded = family in ("foundry", "torchtitan", "fsdp")
     tensor = (row.tp or 1) > 1
 
     flash = year >= FLASH_DEFAULT and row.arch not in ("bert", "t5")
@@ -119,6 +119,8 @@ def software_of(
     reduce = 4.0 if full else 2.0
     if megatron and not full and dtype != "float16":
         gradient = reduce = 4.0
+    if family == "megatron-deepspeed" and dtype == "bfloat16":
+        gradient = 6.0
     if family == "megatron" and year >= SHORT_GRADIENTS and _RECIPES.search(row.source or ""):
         gradient = reduce = 2.0
     if family == "megatron" and dtype == "float16" and year < SELECTIVE_RECOMPUTE:
