@@ -32,13 +32,14 @@ class Kept:
 
     Attributes:
         input: its input alone; what is kept when the whole layer is computed again.
-        scores: of the attention core; dropped by selective recompute.
+        selective: what selective recompute drops and brings back: the attention core's scores, and
+            of experts the nonlinearity's output (Megatron-LM's core_attn and moe_act).
         matrices: outputs of matrix products, and of attention: what a policy over operators keeps.
         all: everything, scores included.
     """
 
     input: float
-    scores: float
+    selective: float
     matrices: float
     all: float
 
@@ -113,7 +114,7 @@ def _attention(setup: Setup, tokens: Tokens, *, keys: float, cross: bool = False
     total = inputs + normed + projected + context + mask + scores
     if not software.fused:
         total += 2 * inputs  # the norm's input in fp32, rotated queries and keys
-    return Kept(input=inputs, scores=scores, matrices=matrices, all=total)
+    return Kept(input=inputs, selective=scores, matrices=matrices, all=total)
 
 
 def _mlp(setup: Setup, tokens: Tokens, width: int) -> Kept:
@@ -128,7 +129,7 @@ def _mlp(setup: Setup, tokens: Tokens, width: int) -> Kept:
     total = inputs + normed + before + after + mask
     if not software.fused:
         total += 2 * inputs + (e * width * tokens.whole / tp if shape.gated else 0.0)
-    return Kept(input=inputs, scores=0.0, matrices=before + inputs, all=total)
+    return Kept(input=inputs, selective=0.0, matrices=before + inputs, all=total)
 
 
 def _experts(setup: Setup, tokens: Tokens) -> Kept:
@@ -156,7 +157,7 @@ def _experts(setup: Setup, tokens: Tokens) -> Kept:
         shared = _mlp(setup, tokens, shape.shared_ffn)
         total += shared.all - shared.input - normed
         matrices += shared.matrices - shared.input
-    return Kept(input=inputs, scores=0.0, matrices=matrices, all=total)
+    return Kept(input=inputs, selective=after, matrices=matrices, all=total)
 
 
 def _mamba(setup: Setup, tokens: Tokens) -> Kept:
@@ -168,14 +169,14 @@ def _mamba(setup: Setup, tokens: Tokens) -> Kept:
     convolved = e * (inner + MAMBA_STATES) * tokens.whole / tp
     scanned = 2 * e * inner * tokens.whole / tp
     total = 2 * inputs + projected + convolved + scanned
-    return Kept(input=inputs, scores=0.0, matrices=inputs + projected, all=total)
+    return Kept(input=inputs, selective=0.0, matrices=inputs + projected, all=total)
 
 
 def _together(*parts: Kept) -> Kept:
     """A layer of several parts; its input is the first one's."""
     return Kept(
         input=parts[0].input,
-        scores=sum(part.scores for part in parts),
+        selective=sum(part.selective for part in parts),
         matrices=sum(part.matrices for part in parts),
         all=sum(part.all for part in parts),
     )

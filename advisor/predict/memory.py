@@ -142,7 +142,7 @@ def _kept(setup: Setup, stage: Stage, tokens: Tokens) -> float:
         kept = kept_by(setup, kind)
         each = {
             "full": kept.input,
-            "selective": kept.all - kept.scores,
+            "selective": kept.all - kept.selective,
             "selective-ops": kept.matrices,
         }.get(recompute, kept.all)
         total += count * each
@@ -161,7 +161,7 @@ def _layer_work(setup: Setup, stage: Stage, constants: MemoryConstants) -> float
         kept = kept_by(setup, kind)
         again = {
             "full": kept.all - kept.input,
-            "selective": kept.scores,
+            "selective": kept.selective,
             "selective-ops": kept.all - kept.matrices,
         }.get(recompute, 0.0)
         most = max(most, again + constants.transient_share * kept.all)
