@@ -19,7 +19,7 @@ from profiles.places import Place
 from profiles.repeats import Repeats
 from profiles.storages import Storages
 from profiles.subject import Subject
-from profiles.tally import Cost, tally
+from profiles.tally import Cost, Kept, tally
 from profiles.torch_compat import data_dependent_errors, storage_of, tensors_in, without_onednn
 from profiles.tracing import Trace
 
@@ -82,13 +82,18 @@ def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: b
             casts_are_parameters=is_autocast,
         )
         trace = Trace(storages, low_precision=low_precision)
-        trace.watch(model, subject.units)
+        trace.watch(model, subject.units, subject.layers)
         repeats = None if every_block else Repeats(trace, subject.units)
         stack.enter_context(_gradients_put_back(trace))
         with trace.on(batch):
             with trace.saving(), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
                 roots, has_loss = _forward(subject, batch, trace)
-            saved, selective = storages.saved_bytes(), storages.selective_bytes()
+            kept = Kept(
+                storages.saved_bytes(),
+                storages.selective_bytes(),
+                storages.saved_bytes_of_parts(),
+                storages.selective_bytes_of_parts(),
+            )
             trace.begin_backward(roots)
             with _explained(subject, f"backward of `{type(model).__name__}` fails"):
                 _backward(roots)
@@ -99,8 +104,7 @@ def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: b
         return Look(
             costs=tally(
                 trace.places,
-                saved=saved,
-                selective=selective,
+                kept,
                 peaks=storages.timeline.peaks(ignored=ignored),
             ),
             shared=frozenset(trace.shared),

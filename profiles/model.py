@@ -12,6 +12,7 @@ from profiles.affine import Affine as Affine
 from profiles.flow import GLUE as GLUE
 from profiles.flow import LOSS as LOSS
 from profiles.flow import Flow
+from profiles.layers import LayerCost
 from profiles.record import Document, Record
 from profiles.times import BlockTimes
 
@@ -52,6 +53,8 @@ class UnitCost(Record):
         forward_transient_bytes: highest moment of live tensors within the unit's forward, above
             what was live when it began.
         backward_transient_bytes: the same for its backward, gradients of parameters not counted.
+        layers: in the order of their first calls. What the unit takes and they do not account for
+            comes before the first of them, or from outside the unit: it is whole on every rank.
     """
 
     forward_flop: Affine = Affine()
@@ -66,6 +69,7 @@ class UnitCost(Record):
     output_bytes: Affine = Affine()
     forward_transient_bytes: Affine = Affine()
     backward_transient_bytes: Affine = Affine()
+    layers: tuple[LayerCost, ...] = ()
 
 
 class Shape(Record):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from profiles.layers import LayerKind
 
 
 @dataclass(slots=True)
@@ -13,6 +18,12 @@ class Work:
     moved_bytes: int = 0
     kernels: int = 0
 
+    def add(self, *, flop: int, moved_bytes: int) -> None:
+        """One operation."""
+        self.flop += flop
+        self.moved_bytes += moved_bytes
+        self.kernels += 1
+
 
 @dataclass(slots=True, eq=False)
 class Place:
@@ -21,6 +32,8 @@ class Place:
     Attributes:
         is_block: true inside a block, also for units that it calls.
         stands_for: an equal call that ran in full; what was run here is what was run there.
+        layers: those that were called here, by their paths in the unit.
+        part: what runs now in the forward; None before the first layer.
     """
 
     name: str
@@ -30,3 +43,115 @@ class Place:
     input_bytes: int = 0
     output_bytes: int = 0
     stands_for: Place | None = None
+    layers: dict[str, Layer] = field(default_factory=dict)
+    part: Part | None = None
+    _parts: list[Part | None] = field(default_factory=lambda: [None])
+    _starts: list[float] = field(default_factory=lambda: [-1])
+
+    def begin_part(self, part: Part, sequence: float) -> None:
+        """From now on this part runs; autograd's nodes are numbered from `sequence` on."""
+        self.part = part
+        self._parts.append(part)
+        self._starts.append(sequence)
+
+    def part_at(self, sequence: float) -> Part | None:
+        """The part whose forward made the autograd node of this number."""
+        return self._parts[bisect.bisect_right(self._starts, sequence) - 1]
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A layer's own code, or what follows it up to the next layer: see `profiles.layers`."""
+
+    place: Place
+    forward: Work = field(default_factory=Work)
+    backward: Work = field(default_factory=Work)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What a weight layer is before it is called: see `LayerCost`."""
+
+    path: str
+    kind: LayerKind
+    inputs: int
+    outputs: int
+    weight_bytes: int
+    bias_bytes: int
+    weight_gradient_bytes: int
+    bias_gradient_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Layer:
+    """A weight layer that was called in a place: see `LayerCost`. `number`: its position there."""
+
+    shape: LayerShape
+    number: int
+    own: Part
+    after: Part
+    same_input: int
+    sources: tuple[int, ...]
+    needs_input_gradient: bool
+    reaches_output: bool = False
+    calls: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    pieces: list[int] = field(default_factory=list)
+    heads: int = 1
+
+    def look(self, before: Sequence[int], after: Sequence[int]) -> None:
+        """Its outputs, of shape `before`, are seen in another shape."""
+        width, whole = before[-1], self.shape.outputs
+        if width == whole and before[:-1] == after[:-1]:
+            self.pieces.append(after[-1])
+        if width != whole and width not in self.pieces:
+            return
+        inner: list[int] = []
+        for size in reversed(after):
+            inner.insert(0, size)
+            if math.prod(inner) >= width:
+                break
+        if self.heads > 1 or math.prod(inner) != width or len(inner) < 2:
+            return
+        # (tensors, heads, features): two or three lie side by side, heads are more
+        if len(inner) == 3 and inner[0] in _FUSED and not self.pieces:
+            self.pieces = [width // inner[0]] * inner[0]
+            inner.pop(0)
+        self.heads = inner[0]
+
+
+_FUSED = (2, 3)
+
+
+class Features:
+    """In which memory the outputs of layers lie, and how later code sees their features.
+
+    Memory is known by its number. What has the shape of a layer's outputs and is made of them
+    (scaled, normed) stands for them.
+    """
+
+    def __init__(self) -> None:
+        self._layers: dict[int, Layer] = {}
+
+    def put(self, number: int | None, layer: Layer) -> None:
+        """The layer's outputs are in this memory."""
+        if number is not None:
+            self._layers[number] = layer
+
+    def operation(
+        self,
+        inputs: Iterable[tuple[int | None, Sequence[int]]],
+        outputs: Sequence[tuple[int | None, Sequence[int]]],
+    ) -> None:
+        """An operation of the forward: memories and shapes of what it takes and gives."""
+        for number, shape in inputs:
+            layer = self._layers.get(number) if number is not None else None
+            if layer is None or not shape:
+                continue
+            for other, seen in outputs:
+                if tuple(seen) == tuple(shape):
+                    if other is not None:
+                        self._layers.setdefault(other, layer)
+                elif other == number:
+                    layer.look(shape, seen)

@@ -237,6 +237,7 @@ def _hooks(module: nn.Module) -> Iterable[object]:
 
 
 def _is_users(hook: object) -> bool:
-    """torch's own make weights (weight_norm), and are told by what they change."""
+    """torch's own make weights (weight_norm), and are told by what they change; those of this
+    package only watch."""
     origin = getattr(hook, "__module__", None) or type(hook).__module__
-    return not str(origin).startswith("torch.")
+    return not str(origin).startswith(("torch.", "profiles."))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from profiles.places import Place
+from profiles.places import Part, Place
 from profiles.timeline import Timeline
 from profiles.torch_compat import Operator, storage_of, tensors_in
 
@@ -20,10 +21,12 @@ class _Made:
 
     `savers` keep it for backward as the model is, it is put down to the first; `kept_by` would if
     blocks were recomputed selectively; `is_taken`: it was among the inputs of a block already.
+    `part`: of a unit, that made it.
     """
 
     number: int
     size_bytes: int
+    part: Part | None
     is_alive: bool = True
     savers: list[Place] = field(default_factory=list)
     kept_by: Place | None = None
@@ -102,9 +105,13 @@ class Storages:
         return made is not None and made.kept_by is place
 
     def notice(
-        self, operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+        self,
+        operator: Operator,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        part: Part | None = None,
     ) -> bool:
-        """Note what a call made; whether it made anything."""
+        """Note what a call made, in this part of a unit; whether it made anything."""
         found = False
         for tensor in outputs:
             storage = storage_of(tensor)
@@ -120,8 +127,14 @@ class Storages:
                     self._owned[id(storage)] = self.holders_of(inputs[0])
                     self._names[id(storage)] = self.parameter_name(inputs[0])
                 else:
-                    self._make(storage)
+                    self._make(storage, part)
         return found
+
+    def hand_on(self, tensor: Tensor, maker: Part, taker: Part) -> None:
+        """What `maker` made counts as a part of `taker`."""
+        made = self._made(tensor)
+        if made is not None and made.part is maker:
+            made.part = taker
 
     def save(self, tensor: Tensor, place: Place) -> None:
         """Autograd keeps this for backward; recompute would too outside blocks."""
@@ -171,13 +184,29 @@ class Storages:
             if made.is_alive or (made.kept_by is not None and made.kept_by.is_block)
         )
 
+    def saved_bytes_of_parts(self) -> dict[Part, int]:
+        """`saved_bytes` of places, by the parts of them that made it."""
+        return _sum(
+            (_part_in(made, made.savers[0]), made)
+            for made in self._all
+            if made.is_alive and made.savers
+        )
+
+    def selective_bytes_of_parts(self) -> dict[Part, int]:
+        """`selective_bytes` of places, by the parts of them that made it."""
+        return _sum(
+            (_part_in(made, made.kept_by), made)
+            for made in self._all
+            if made.is_alive or (made.kept_by is not None and made.kept_by.is_block)
+        )
+
     def _made(self, tensor: Tensor) -> _Made | None:
         found = self._live.get(id(storage_of(tensor)))
         return found[0] if found else None
 
-    def _make(self, storage: torch.UntypedStorage) -> None:
+    def _make(self, storage: torch.UntypedStorage, part: Part | None) -> None:
         key, size_bytes = id(storage), storage.nbytes()
-        made = _Made(self.timeline.make(size_bytes), size_bytes)
+        made = _Made(self.timeline.make(size_bytes), size_bytes, part)
 
         def release(_: object) -> None:
             del self._live[key]
@@ -195,9 +224,17 @@ class Storages:
         )
 
 
-def _sum(found: Iterable[tuple[Place | None, _Made]]) -> dict[Place, int]:
-    total: dict[Place, int] = {}
-    for place, made in found:
-        if place is not None:
-            total[place] = total.get(place, 0) + made.size_bytes
+Keeper = TypeVar("Keeper", bound=Hashable)
+
+
+def _sum(found: Iterable[tuple[Keeper | None, _Made]]) -> dict[Keeper, int]:
+    total: dict[Keeper, int] = {}
+    for keeper, made in found:
+        if keeper is not None:
+            total[keeper] = total.get(keeper, 0) + made.size_bytes
     return total
+
+
+def _part_in(made: _Made, keeper: Place | None) -> Part | None:
+    """The part of `keeper` that made it, if one did."""
+    return made.part if made.part is not None and made.part.place is keeper else None

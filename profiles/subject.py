@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from profiles.batch import Batch, LossFn, batch_tensors
 from profiles.errors import ModelError
+from profiles.layer_trace import Shapes, layer_shapes
 from profiles.modules import Unit, find_units, owners
 
 
@@ -23,6 +24,7 @@ class Subject:
         parameters: each once, in the order of the modules.
         names: all paths of a parameter.
         holders: units that hold a parameter, the first one first.
+        layers: weight layers of each unit.
     """
 
     model: nn.Module
@@ -33,6 +35,7 @@ class Subject:
     parameters: dict[int, nn.Parameter] = field(default_factory=dict, init=False)
     names: dict[int, list[str]] = field(default_factory=dict, init=False)
     holders: dict[int, list[str]] = field(default_factory=dict, init=False)
+    layers: dict[str, Shapes] = field(init=False)
 
     def __post_init__(self) -> None:
         _require_module(self.model)
@@ -46,6 +49,8 @@ class Subject:
                 holders = self.holders.setdefault(id(parameter), [])
                 if self.owners[id(module)] not in holders:
                     holders.append(self.owners[id(module)])
+        first = {key: names[0] for key, names in self.names.items()}
+        self.layers = {unit.name: layer_shapes(unit, first) for unit in self.units}
 
     def parameters_of(self, unit: str) -> list[nn.Parameter]:
         """Those that count as the unit's: it is the first that holds them."""

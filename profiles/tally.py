@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
+from profiles.layer_tally import LayerSum, layer_cost
+from profiles.layers import LayerCost
 from profiles.model import Affine, UnitCost
-from profiles.places import Place
+from profiles.places import Part, Place
 
 
 @dataclass(slots=True)
@@ -25,20 +27,24 @@ class Cost:
     output_bytes: int = 0
     forward_transient_bytes: int = 0
     backward_transient_bytes: int = 0
+    layers: dict[str, LayerSum] = field(default_factory=dict)
 
 
-def tally(
-    places: Iterable[Place],
-    *,
-    saved: Mapping[Place, int],
-    selective: Mapping[Place, int],
-    peaks: Mapping[object, int],
-) -> dict[str, Cost]:
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes kept for backward, by the place that keeps them and of those by the part of it that
+    made them; `selective`: under selective recompute."""
+
+    by_place: Mapping[Place, int]
+    selective_by_place: Mapping[Place, int]
+    by_part: Mapping[Part, int]
+    selective_by_part: Mapping[Part, int]
+
+
+def tally(places: Iterable[Place], kept: Kept, *, peaks: Mapping[object, int]) -> dict[str, Cost]:
     """All calls of a unit together, in the order of first calls; of transients the highest.
 
     Args:
-        saved, selective: bytes that each place keeps for backward, as it is and under selective
-            recompute.
         peaks: of the windows (place, is_backward).
     """
     found: dict[str, Cost] = {}
@@ -51,13 +57,16 @@ def tally(
         cost.backward_moved_bytes += place.backward.moved_bytes
         cost.forward_kernels += place.forward.kernels
         cost.backward_kernels += place.backward.kernels
-        cost.activation_bytes += saved.get(place, 0)
-        cost.selective_activation_bytes += selective.get(place, 0)
+        cost.activation_bytes += kept.by_place.get(place, 0)
+        cost.selective_activation_bytes += kept.selective_by_place.get(place, 0)
         cost.input_bytes += place.input_bytes
         cost.output_bytes += place.output_bytes
         forward, backward = peaks.get((place, False), 0), peaks.get((place, True), 0)
         cost.forward_transient_bytes = max(cost.forward_transient_bytes, forward)
         cost.backward_transient_bytes = max(cost.backward_transient_bytes, backward)
+        for path, layer in place.layers.items():
+            total = cost.layers.setdefault(path, LayerSum(layer))
+            total.add(layer, kept.by_part, kept.selective_by_part)
     return found
 
 
@@ -65,22 +74,32 @@ def fitted(
     once: Mapping[str, Cost], twice: Mapping[str, Cost] | None, samples: int
 ) -> dict[str, UnitCost]:
     """Costs by unit from a run over `samples`, and one over twice as many if there is one."""
-    return {
-        name: _unit_cost(cost, None if twice is None else twice.get(name, Cost()), samples)
-        for name, cost in once.items()
-    }
+    found: dict[str, UnitCost] = {}
+    last: tuple[Cost, Cost | None] | None = None
+    unit_cost = UnitCost()
+    for name, cost in once.items():
+        pair = cost, None if twice is None else twice.get(name, Cost())
+        if pair != last:  # of repeated blocks all but the ends cost the same
+            last, unit_cost = pair, _unit_cost(*pair, samples)
+        found[name] = unit_cost
+    return found
 
 
 def _unit_cost(one: Cost, two: Cost | None, samples: int) -> UnitCost:
-    values: dict[str, Affine | int] = {}
-    for field in fields(Cost):
-        value = getattr(one, field.name)
-        if field.name.endswith("_kernels"):
-            values[field.name] = value
-        else:
-            values[field.name] = affine(
-                value, None if two is None else getattr(two, field.name), samples
-            )
+    def line(once: int, twice: int | None) -> Affine:
+        return affine(once, twice, samples)
+
+    values: dict[str, Affine | int | list[LayerCost]] = {}
+    for name in (f.name for f in fields(Cost)):
+        value = getattr(one, name)
+        if name.endswith("_kernels"):
+            values[name] = value
+        elif name != "layers":
+            values[name] = line(value, None if two is None else getattr(two, name))
+    values["layers"] = [
+        layer_cost(layer, two.layers.get(path) if two is not None else None, line)
+        for path, layer in one.layers.items()
+    ]
     return UnitCost.model_validate(values)
 
 

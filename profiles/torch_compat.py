@@ -238,6 +238,21 @@ def node_notes(node: torch.autograd.graph.Node) -> dict[str, Any]:
     return cast("dict[str, Any]", node.metadata)
 
 
+def is_leaf_node(node: torch.autograd.graph.Node) -> bool:
+    """Whether gradients end here: they are added to a leaf."""
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+def next_sequence_number() -> int:
+    """The number of the next autograd node that this thread makes."""
+    return int(torch.autograd._get_sequence_nr())
+
+
+def sequence_number(node: torch.autograd.graph.Node) -> int:
+    """Nodes are numbered by thread in the order in which they are made."""
+    return int(cast(Any, node)._sequence_nr())
+
+
 def saving_hook() -> object | None:
     """What packs the tensors that autograd saves now; None if they are kept as they are."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

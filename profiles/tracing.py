@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from profiles.flow_trace import FlowTrace, Trail
+from profiles.layer_trace import LayerTrace, Shapes
 from profiles.model import GLUE
 from profiles.modules import Unit
 from profiles.operators import (
@@ -19,15 +20,17 @@ from profiles.operators import (
     launches,
     moved_bytes,
 )
-from profiles.places import Place
+from profiles.places import Part, Place
 from profiles.pretence import Pretence
 from profiles.storages import Storages
 from profiles.torch_compat import (
     Operator,
+    is_leaf_node,
     is_mutable,
     map_tensors,
     node_notes,
     saving_hook,
+    sequence_number,
     tensors_in,
     tensors_written,
 )
@@ -60,6 +63,12 @@ class Trace(Pretence):
         self._low_precision = low_precision
         self._in_backward = False
         self._callers: list[Place] = []
+        self._part: Part | None = None  # of the backward
+        self._layers = LayerTrace(
+            storages,
+            lambda: None if self._in_backward else self.place,
+            lambda node: _PLACE in node_notes(node),
+        )
         self._formulas = flop_formulas()
         self._kept_operators = frozenset(kept_operators())
 
@@ -72,13 +81,14 @@ class Trace(Pretence):
 
     # Calls of units
 
-    def watch(self, model: nn.Module, units: Sequence[Unit]) -> None:
+    def watch(self, model: nn.Module, units: Sequence[Unit], layers: Mapping[str, Shapes]) -> None:
         """Hook the modules. Their attributes are copies that go, so the hooks go too."""
         model.register_forward_pre_hook(self._lower, with_kwargs=True)
         for unit in units:
             unit.module.register_forward_pre_hook(self._before(unit), with_kwargs=True)
             # Also after one that raises: a model may catch that and go on.
             unit.module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+            self._layers.watch(unit, layers[unit.name])
 
     def enter(self, place: Place, inputs: object) -> None:
         """Begin a call with these inputs."""
@@ -98,6 +108,7 @@ class Trace(Pretence):
 
     def leave(self, output: object) -> None:
         """End the call; what follows belongs to the caller, or to a new stretch of glue."""
+        self._layers.leave(self.place, output)
         self._mark(output)
         self.place.output_bytes += sum({id(t): t.nbytes for t in tensors_in(output)}.values())
         self._timeline.close((self.place, False))
@@ -188,10 +199,11 @@ class Trace(Pretence):
             if node is None or _PLACE in node_notes(node):
                 continue
             node_notes(node)[_PLACE] = self.place
-            if _is_leaf(node):
+            if is_leaf_node(node):
                 self._meet(cast(Any, node).variable)
                 continue
-            node.register_prehook(functools.partial(self._arrive, self.place))
+            part = self.place.part_at(sequence_number(node))
+            node.register_prehook(functools.partial(self._arrive, self.place, part))
             found.extend(parent for parent, _ in node.next_functions)
 
     def _meet(self, leaf: Tensor) -> None:
@@ -217,7 +229,7 @@ class Trace(Pretence):
                 continue
             seen.add(node)
             for parent, number in node.next_functions:
-                is_leaf = parent is not None and _is_leaf(parent)
+                is_leaf = parent is not None and is_leaf_node(parent)
                 end = id(cast(Any, parent).variable) if is_leaf else parent
                 if (end, number) in ends:
                     found.add(ends[end, number])
@@ -225,8 +237,9 @@ class Trace(Pretence):
                     nodes.append(parent)
         return tuple(sorted(found))
 
-    def _arrive(self, place: Place, gradients: object) -> None:
+    def _arrive(self, place: Place, part: Part | None, gradients: object) -> None:
         # A gradient may also be asked for in the forward: then it is work of whoever asks.
+        self._part = part
         if self._in_backward and place is not self.place:
             self._timeline.close((self.place, True))
             self.place = place
@@ -239,15 +252,18 @@ class Trace(Pretence):
     ) -> None:
         """Put an operation down to the place where it was run."""
         inputs, outputs = _flat((args, tuple(kwargs.values()))), _flat((result,))
-        makes_storage = self.storages.notice(operator, inputs, outputs)
+        part = self._part if self._in_backward else self.place.part
+        makes_storage = self.storages.notice(operator, inputs, outputs, part)
+        if not self._in_backward:
+            self._layers.operation(inputs, outputs)
         if not launches(operator, makes_storage=makes_storage):
             return
-        work = self.place.backward if self._in_backward else self.place.forward
-        work.kernels += 1
-        work.moved_bytes += moved_bytes(operator, inputs, outputs)
         formula = self._formulas.get(operator.overloadpacket)
-        if formula is not None:
-            work.flop += formula(*args, **kwargs, out_val=result)
+        flop = formula(*args, **kwargs, out_val=result) if formula is not None else 0
+        moved = moved_bytes(operator, inputs, outputs)
+        for doer in (self.place, part) if part is not None else (self.place,):
+            work = doer.backward if self._in_backward else doer.forward
+            work.add(flop=flop, moved_bytes=moved)
         if self._in_backward:
             return
         written = tensors_written(operator, args, kwargs) if is_mutable(operator) else []
@@ -260,10 +276,6 @@ class Trace(Pretence):
         if self.place.is_block and operator in self._kept_operators:
             for tensor in outputs:
                 self.storages.keep(tensor, self.place)
-
-
-def _is_leaf(node: Node) -> bool:
-    return node.name() == "torch::autograd::AccumulateGrad"
 
 
 def _flat(values: Iterable[object]) -> list[Tensor]:

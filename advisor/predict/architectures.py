@@ -119,7 +119,9 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
     if not hidden and not row.params_b:
         return "the model's shape is unknown: `hidden` and `params_b` are blank"
     vocab = number("vocab")
-    if not vocab:
+    if not vocab and row.n_layers == 1 and not row.params_b:
+        assumed.append("one layer by itself, without embedding, head and update")
+    elif not vocab:
         # Megatron-LM comes with GPT-2's vocabulary, whatever the layers.
         own = kind in ("bert", "t5") or family_of(row) != "megatron"
         vocab = VOCABULARIES.get(kind, GPT_VOCABULARY) if own else GPT_VOCABULARY

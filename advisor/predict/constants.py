@@ -19,6 +19,8 @@ class Constants:
             hide.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
         flash: rate of attention without kept scores, as a share of the matmul rate.
+        older_kernels: rate of attention written for Ampere's instructions on later devices.
+        unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
         narrow: rate of fp8 products, as a share of what their larger peak promises.
         expert: rate of grouped products of experts, as a share of others'.
         tensor_overlap: hidden part of tensor-parallel exchanges where they are overlapped.
@@ -36,6 +38,8 @@ class Constants:
     product_bytes: float = 0.7
     memory: float = 0.9
     flash: float = 0.65
+    older_kernels: float = 0.6
+    unaligned: float = 0.75
     narrow: float = 0.85
     expert: float = 0.8
     tensor_overlap: float = 0.6

@@ -107,7 +107,8 @@ def _cluster(
         intra = _inside(inside, entry.intra)
         if "bridge pair" in inside:
             intra, pair = catalogue.link(_pcie(entry.intra)), catalogue.link("nvlink-bridge")
-        if "no p2p" in inside:
+        if "no p2p" in inside or (entry.runtime_name or "").startswith("GeForce RTX"):
+            # The driver lets these reach each other through main memory only (but for bridges).
             bridge = HostBridge(link=intra, devices=domain, peer_to_peer=False)
     if nodes > 1:
         inter, said = _between(between, gbps, name, domain, per_node)

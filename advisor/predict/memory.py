@@ -70,9 +70,7 @@ def predict_memory(setup: Setup, constants: MemoryConstants = FITTED) -> MemoryP
     )
 
 
-def stage_memory(
-    setup: Setup, index: int, constants: MemoryConstants = FITTED
-) -> StageMemory:
+def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) -> StageMemory:
     """The fullest moment of a rank of the stage at `index`."""
     stage, tokens, software = stage_of(setup, index), tokens_of(setup), setup.software
     states = _states(setup, stage)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 from advisor.predict.architectures import parameters_of, shape_of
+from advisor.predict.convnet_memory import filled
 from advisor.predict.machines import cluster_of
 from advisor.predict.rows import Row
 from advisor.predict.setup import Layout, Refusal, Setup, Shape
-from advisor.predict.software import family_of, software_of
+from advisor.predict.software import (
+    CONVOLUTIONAL,
+    OVERLAP_GRADIENTS,
+    family_of,
+    software_of,
+    year_of,
+)
 from profiles.cluster import ClusterProfile
+from profiles.convnets.layers import Network
+from profiles.convnets.registry import network_of
 from profiles.errors import InputError
 
 _DTYPES = {
@@ -26,12 +36,10 @@ _DTYPES = {
     "fp4": "float4",
     "nvfp4": "float4",
 }
-_VISION = frozenset({"resnet", "cnn", "nasnet", "unet"})
-# Transformer-XL base and large as in the lambdal/deeplearning-benchmark rows: no cell says more.
-_PIXELS = 224
 # Model states a device may hold when nothing says how a model was split: 16 to 18 bytes a parameter
 # in half of the memory leave the other half to activations.
 STATE_BYTES, STATE_SHARE = 18, 0.5
+TOKENS_AT_ONCE = 16384
 
 
 def resolve(row: Row) -> Setup | Refusal:
@@ -51,9 +59,16 @@ class _Impossible(Exception):
 def _resolve(row: Row) -> Setup:
     cluster, assumed = cluster_of(row)
     notes = list(assumed)
-    vision = row.arch in _VISION
+    vision = row.arch in CONVOLUTIONAL
     shape: Shape | None = None
-    if not vision:
+    network: Network | None = None
+    if vision:
+        size = row.params_b * 1e9 if row.params_b else None
+        network, unknown = network_of(
+            row.model_name, kind=row.arch, parameters=size, pixels=row.seq_len or 0
+        )
+        notes += [unknown] if unknown else []
+    else:
         found = shape_of(row)
         if isinstance(found, str):
             raise _Impossible(found)
@@ -80,17 +95,21 @@ def _resolve(row: Row) -> Setup:
         shape=shape,
     )
     notes += unsaid
-    return Setup(
+    setup = Setup(
         row_id=row.row_id,
         shape=shape,
-        network=(row.model_name or row.arch) if vision else None,
-        pixels=(row.seq_len or _PIXELS) if vision else None,
+        network=network,
         cluster=cluster,
         dtype=dtype,
         layout=layout,
         software=software,
         assumed=tuple(notes),
     )
+    if network is None or row.microbatch or row.global_batch:
+        return setup
+    setup = filled(setup)
+    said = f"microbatch {setup.layout.microbatch}, as many as fit"
+    return replace(setup, assumed=(*(n for n in notes if n != "microbatch 1"), said))
 
 
 def _layout(
@@ -117,16 +136,19 @@ def _layout(
     if shape is not None:
         ep = _check(shape, tp, pp, ep, dp * cp * tp, notes)
     zero = {"1": 1, "2": 2, "3": 3, "hsdp": 3}.get((row.zero_stage or "").lower(), 0)
+    recent = family_of(row) == "megatron" and (year_of(row) or 0) >= OVERLAP_GRADIENTS
     if row.zero_stage is None and dp > 1 and shape is not None:
-        # What Megatron-DeepSpeed was made for: pipelines with ZeRO-1.
-        zero = 1 if family_of(row) == "megatron-deepspeed" else 0
+        # What Megatron-DeepSpeed was made for: pipelines with ZeRO-1; later Megatron's default.
+        zero = 1 if recent or family_of(row) == "megatron-deepspeed" else 0
         notes.append("optimizer states split over replicas" if zero else "no state sharding")
-    microbatch, accumulation, said = _batch(row, dp, pp)
+    microbatch, accumulation, said = _batch(row, dp, pp, shape)
     notes += said
     schedule = (row.pp_schedule or "1f1b").lower()
     virtual = row.virtual_stages or 1
-    if "interleaved" in schedule and "or" not in schedule and virtual == 1 and pp > 1:
-        virtual = 2 if shape is not None and shape.layers >= 2 * pp else 1
+    unsaid = row.pp_schedule is None or "interleaved" in schedule
+    if unsaid and recent and row.virtual_stages is None and pp > 1 and shape is not None:
+        # Since it overlaps what passes between stages, Megatron's advice is one layer a chunk.
+        virtual = max(1, shape.layers // pp)
         notes.append(f"{virtual} chunks a stage")
     layout = Layout(
         dp=dp,
@@ -181,7 +203,7 @@ def _smallest(shape: Shape, cluster: ClusterProfile) -> tuple[int, int]:
     return (tp, pp) if cluster.world_size % (tp * pp) == 0 else (1, 1)
 
 
-def _batch(row: Row, dp: int, pp: int) -> tuple[int, int, list[str]]:
+def _batch(row: Row, dp: int, pp: int, shape: Shape | None) -> tuple[int, int, list[str]]:
     """Microbatch, microbatches a step, and what was assumed of them."""
     batch, micro, accumulation = row.global_batch, row.microbatch, row.grad_accum
     if micro is None and batch is not None and accumulation is not None:
@@ -190,7 +212,12 @@ def _batch(row: Row, dp: int, pp: int) -> tuple[int, int, list[str]]:
     said = []
     if micro is None:
         micro = 1
-        said.append("microbatch 1")
+        if pp == 1 and batch is not None and shape is not None:
+            # Nothing to fill: as many samples at once as make some ten thousand tokens.
+            own = max(1, batch // dp)
+            room = max(1, TOKENS_AT_ONCE // shape.length)
+            micro = next(size for size in range(min(own, room), 0, -1) if own % size == 0)
+        said.append(f"microbatch {micro}")
     if batch is None:
         if accumulation is None:
             accumulation = 4 * pp if pp > 1 else 1

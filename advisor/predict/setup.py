@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from profiles.cluster import ClusterProfile
+from profiles.convnets.layers import Network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +136,7 @@ class Setup:
     """All that a prediction is computed from.
 
     Attributes:
-        shape: None for networks of convolutions, which go by `network`.
-        network: "resnet50" ...; with `pixels` the side of a square image.
+        shape: None for networks of convolutions, which have a `network` instead.
         dtype: of the matrix products: "bfloat16", "float16", "float32", "tfloat32",
             "float8_e4m3fn", "float4".
         assumed: what blank cells were taken to be, in words; the prediction's note.
@@ -144,8 +144,7 @@ class Setup:
 
     row_id: str
     shape: Shape | None
-    network: str | None
-    pixels: int | None
+    network: Network | None
     cluster: ClusterProfile
     dtype: str
     layout: Layout

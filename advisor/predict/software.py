@@ -19,6 +19,8 @@ states        Megatron: weights and gradients of 2 + 4 bytes (gradients of 2 wit
               (arXiv 2412.19437, 3.3.3). DeepSpeed: gradients of 2 bytes; with bfloat16 (its BF16
               optimizer, 2022) fp32 sums beside them. FSDP: fp32 weights, split; gathered and
               reduced in 16 bits.
+fused         Megatron's kernels and compilers join chains of elementwise operations; so does
+              TensorFlow's graph, which also stores maps as matrix units want them.
 overlap       DDP buckets beside the backward pass. Megatron exchanged gradients after it until
               --overlap-grad-reduce (2023); Megatron-DeepSpeed's ZeRO-1 never did. FSDP prefetches.
 """
@@ -35,6 +37,8 @@ FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
 GRAPHS_DEFAULT = 2025.5
 SHORT_GRADIENTS = 2024.0
+# Values of the column `arch` whose networks are trained with SGD where no optimizer is named.
+CONVOLUTIONAL = frozenset({"resnet", "cnn", "nasnet", "unet"})
 
 _YEARS = (
     ("V100", 2020.0),
@@ -53,8 +57,9 @@ _WORDS = (
     (r"bigscience|bloom|megatron-?deepspeed", "megatron-deepspeed"),
     (r"megatron|nemo|mcore|mbridge|korthikanti|narayanan|\bmoe-?modelzoo", "megatron"),
     (r"deepspeed|\bamp\b|amp-|zero", "deepspeed"),
+    (r"tensorflow|\btf\b", "tensorflow"),
     (r"fsdp|fairscale|accelerate|lightning", "fsdp"),
-    (r"\bddp\b|pytorch|lambda|deeplearningexamples", "ddp"),
+    (r"\bddp\b|pytorch|lambda|deeplearningexamples|horovod|gpipe", "ddp"),
 )
 
 
@@ -128,8 +133,14 @@ def software_of(
         gradient = reduce = 2.0
     if sharded and not full:
         gradient = 4.0
+    if family == "tensorflow" and not full:
+        # Variables stay in fp32, and so do their gradients.
+        weight, gradient, master, reduce = 4.0, 4.0, 0.0, 4.0
     moments = 4.0 if recipe and shape is not None and shape.latent else 8.0
     optimizer = (row.optimizer or "").lower()
+    if not optimizer and row.arch in CONVOLUTIONAL:
+        moments = 0.0
+        assumed.append("SGD without momentum")
     if "8-bit" in optimizer or "8bit" in optimizer:
         moments = 2.0
     elif "sgd" in optimizer or "muon" in optimizer:
@@ -149,10 +160,11 @@ def software_of(
             master_bytes=master,
             moment_bytes=moments,
             reduce_bytes=reduce,
-            fused=megatron or compiled,
+            fused=megatron or compiled or family == "tensorflow",
             dropout=megatron and (year < FLASH_DEFAULT or classic),
             overlap_reduce=overlap,
-            overlap_gather=overlap,
+            # InternEvo waits for the broadcast of updated weights.
+            overlap_gather=overlap and family != "internevo",
             overlap_tensor=family == "megatron" and year >= OVERLAP_GRADIENTS,
             overlap_experts=False,
             compiled=compiled,

@@ -51,6 +51,7 @@ class Pass:
     """Seconds of one pass over some layers at the best rates, to be divided by what is reached."""
 
     plain_s: float = 0.0
+    unaligned_s: float = 0.0
     narrow_s: float = 0.0
     expert_s: float = 0.0
     expert_narrow_s: float = 0.0
@@ -97,6 +98,7 @@ class Basis:
     overlap_tensor: bool
     overlap_boundary: bool
     graphs: bool
+    older_kernels: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +157,10 @@ def step_time(basis: Basis, constants: Constants) -> StepTime:
 def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float, float]:
     """Seconds of computing, tensor and context exchange, tokens, and waiting for the host."""
     share = getattr(c, basis.generation)
-    compute = (part.plain_s + part.narrow_s / c.narrow) / share
+    compute = (part.plain_s + part.unaligned_s / c.unaligned + part.narrow_s / c.narrow) / share
     compute += (part.expert_s + part.expert_narrow_s / c.narrow) / (share * c.expert)
-    compute += part.flash_s / (share * c.flash)
+    older = c.older_kernels if basis.older_kernels else 1.0
+    compute += part.flash_s / (share * c.flash * older)
     compute += part.product_bytes_s * c.product_bytes + part.memory_s / c.memory
     hidden = c.tensor_overlap if basis.overlap_tensor else 0.0
     tensor = part.tensor_s * (1 - hidden) / (c.between if basis.tensor_crosses else c.inside)
@@ -212,14 +215,17 @@ def basis_of(setup: Setup) -> Basis:
             continue
         size = min(size, shard) if zero == 3 else size
         sent = parameters * software.reduce_bytes
+        pieces = _pieces(setup, parameters, size)
+        at = {"group_size": size, "stride": step}
         if zero == 0:
-            reduce += collective_s(
-                cluster, Collective.ALL_REDUCE, sent, group_size=size, stride=step
-            )
+            reduce += collective_s(cluster, Collective.ALL_REDUCE, sent, **at)
             continue
-        reduce += collective_s(cluster, kinds[0], sent, group_size=size, stride=step)
+        reduce += pieces * collective_s(cluster, kinds[0], sent / pieces, **at)
         weights = parameters * min(software.weight_bytes, 2.0)
-        gather += collective_s(cluster, kinds[1], weights, group_size=size, stride=step)
+        if software.family == "internevo":
+            # Each owner broadcasts its part, within its shard group.
+            at["group_size"] = pieces = min(size, shard)
+        gather += pieces * collective_s(cluster, kinds[1], weights / pieces, **at)
     if layout.pp > 1 and setup.shape is not None and setup.shape.tied:
         ends = setup.shape.vocab * setup.shape.hidden / layout.tp * software.reduce_bytes
         apart = layout.world // layout.pp
@@ -258,7 +264,22 @@ def basis_of(setup: Setup) -> Basis:
         overlap_tensor=software.overlap_tensor,
         overlap_boundary=software.overlap_tensor,
         graphs=software.graphs,
+        older_kernels=_generation(cluster.device.name) in ("hopper", "blackwell")
+        and software.family not in ("megatron", "torchtitan"),
     )
+
+
+def _pieces(setup: Setup, parameters: float, ranks: int) -> int:
+    """Collectives in which gradients or weights travel.
+
+    FSDP sends a block at a time; DeepSpeed's ZeRO-3 of 2021 each tensor by itself, about a dozen a
+    layer; the others buckets so large that their latency does not count.
+    """
+    shape, software = setup.shape, setup.software
+    if setup.layout.zero != 3 or shape is None:
+        return 1
+    single = software.family in ("megatron", "deepspeed", "megatron-deepspeed")
+    return shape.layers * (12 if single and software.year < 2022 else 1)
 
 
 def _pass(setup: Setup, layer: LayerWork) -> Pass:
@@ -273,7 +294,7 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
     small = _narrow_peak(setup) * best if narrow else peak
     bandwidth = device.memory_bandwidth_bytes_per_s.value
     width = 4 if wide in ("float32", "tfloat32") else 2
-    plain = low = expert = expert_low = elements = converted = 0.0
+    plain = odd = low = expert = expert_low = elements = converted = 0.0
     for product in layer.products:
         elements += product.elements
         seconds = product.flop / (small if narrow and product.linear else peak)
@@ -283,6 +304,8 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
             )
         elif narrow and product.linear:
             low += seconds
+        elif not product.aligned:
+            odd += seconds
         else:
             plain += seconds
         if narrow and product.linear:
@@ -304,6 +327,7 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
         )
     return Pass(
         plain_s=plain,
+        unaligned_s=odd,
         narrow_s=low,
         expert_s=expert,
         expert_narrow_s=expert_low,
@@ -327,6 +351,7 @@ def _backward(setup: Setup, layer: LayerWork, forward: Pass, _: Setup) -> Pass:
     again = 0.5 if setup.software.sequence_parallel else 0.0
     return Pass(
         plain_s=twice.plain_s,
+        unaligned_s=twice.unaligned_s,
         narrow_s=twice.narrow_s,
         expert_s=twice.expert_s,
         expert_narrow_s=twice.expert_narrow_s,
@@ -391,6 +416,8 @@ def _update_s(
 ) -> float:
     layout = setup.layout
     held = parameters + expert_parameters
+    if setup.shape is not None and not setup.shape.vocab:
+        return 0.0  # a layer by itself
     if layout.zero:
         shard = min(layout.shard, ranks) if layout.zero == 3 else ranks
         held = parameters / max(1, shard) + expert_parameters / expert_ranks

@@ -17,6 +17,7 @@ from advisor.predict.setup import Setup, Shape
 
 # Width of a score chunk and of the state in state-space layers (Mamba-2: chunk_size, ssm_state).
 CHUNK, STATE = 128, 128
+ALIGNMENT = 64
 # Latents of multi-head latent attention: queries, keys and values, and the rotary part of a head
 # (DeepSeek-V3, config.json).
 QUERY_LATENT, KEY_LATENT, ROTARY = 1536, 512, 64
@@ -36,6 +37,15 @@ class Product:
     @property
     def flop(self) -> float:
         return 2.0 * self.m * self.n * self.k * self.count
+
+    @property
+    def aligned(self) -> bool:
+        """Whether rows of the weight and of the output are whole lines of 128 bytes.
+
+        16-bit tensor-core kernels are at their best with sizes in multiples of 64 (NVIDIA, Matrix
+        Multiplication Background User's Guide, table 1: A100).
+        """
+        return not self.linear or (self.n % ALIGNMENT == 0 and self.k % ALIGNMENT == 0)
 
     @property
     def elements(self) -> float:
@@ -105,8 +115,11 @@ def work_of(setup: Setup) -> Work:
     slowest, last = _stages(setup, total)
     head = _head(setup, shape)
     tokens = layout.microbatch * shape.length / layout.cp
-    # Each tensor rank sends its part of what is between stages (Megatron's scatter-gather, 2021).
-    boundary = tokens * shape.hidden * 2 / layout.tp
+    # Each tensor rank sends its part of what is between stages (Megatron's scatter-gather, 2021);
+    # DeepSpeed's pipeline sends all of it from each.
+    boundary = tokens * shape.hidden * 2
+    if setup.software.family == "megatron":
+        boundary /= layout.tp
     per_stage = slowest
     embedding = shape.vocab * shape.hidden / layout.tp
     ends = embedding if layout.pp > 1 or shape.tied else 2 * embedding
@@ -272,18 +285,23 @@ def _attention(
         ]
     moved = tokens * heads * width * (16 if shape.kind not in ("dense_gpt", "bert", "t5") else 8)
     length = shape.length
+    if shape.kind == "transformer_xl":
+        length *= 2  # keys are those of the segment before, too
     pairs = tokens * length * heads  # this rank's queries with all keys
     if setup.software.flash:
         half = 0.5 if shape.causal else 1.0
         return products, 2 * pairs * (width + value) * half, 0.0, moved
     batch = layout.microbatch * heads
-    rows = length / layout.cp
+    rows = shape.length / layout.cp
     products.append(Product(rows, length, width, count=batch, linear=False))
+    if shape.kind == "transformer_xl":
+        # A second product with the positions, shifted and added.
+        products.append(Product(rows, length, width, count=batch, linear=False))
     products.append(Product(rows, value, length, count=batch, linear=False))
     # Softmax reads and writes; dropout reads, writes and keeps a byte.
     scores = pairs * (4 + (5 if setup.software.dropout else 0))
     if not setup.software.fused:
-        scores += pairs * 8
+        scores += pairs * (8 if shape.kind != "transformer_xl" else 24)
     return products, 0.0, scores, moved
 
 

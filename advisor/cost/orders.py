@@ -1,0 +1,269 @@
+"""The order in which the ranks of a pipeline run forwards and backwards, schedule by schedule.
+
+As torch.distributed.pipelining has it (2.13), which is what the engine runs; a test compares the
+orders with torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+from engines.plan import Schedule
+
+
+class Kind(StrEnum):
+    """What an action computes, in torch's letters."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # gradients of inputs and of weights
+    INPUT = "I"  # gradients of inputs alone, so that the stage before may go on
+    WEIGHT = "W"  # gradients of weights, at any time after
+
+
+class Action(NamedTuple):
+    """One stage works on one microbatch."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+
+Order = tuple[Action, ...]
+"""What one rank does, first to last."""
+
+ONE_STAGE = (Schedule.NAIVE, Schedule.GPIPE, Schedule.ONE_F_ONE_B)
+"""Schedules whose ranks have one stage each."""
+SPLITS_BACKWARD = (Schedule.ZERO_BUBBLE, Schedule.ZBV)
+"""Schedules that do the two halves of a backward apart."""
+
+
+def rank_of(schedule: Schedule, stage: int, *, ranks: int, stages: int) -> int:
+    """The rank that drives a stage: round the ranks; under ZBV down and up again."""
+    if schedule is Schedule.ZBV:
+        return min(stage, stages - 1 - stage)
+    return stage % ranks
+
+
+def stages_of(schedule: Schedule, rank: int, *, ranks: int, stages: int) -> tuple[int, ...]:
+    """The stages of a rank, in the order of the model."""
+    if schedule is Schedule.ZBV:
+        return rank, stages - 1 - rank
+    return tuple(range(rank, stages, ranks))
+
+
+@lru_cache(maxsize=256)
+def orders(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> tuple[Order, ...]:
+    """What every rank does in one round, in order; idle slots are left out.
+
+    The naive schedule is that of one microbatch: a round is `microbatches` of them.
+
+    Args:
+        stages: of the whole pipeline: a multiple of `ranks`, twice as many under ZBV.
+        microbatches: of a round: a multiple of `ranks` where a rank has several stages.
+    """
+    found = []
+    for rank in range(ranks):
+        match schedule:
+            case Schedule.NAIVE:
+                order = _in_turn(rank, microbatches)
+            case Schedule.GPIPE:
+                order = _gpipe(rank, microbatches)
+            case Schedule.ONE_F_ONE_B:
+                order = _one_f_one_b(rank, ranks, microbatches)
+            case Schedule.ZBV:
+                order = _zbv(rank, ranks, microbatches)
+            case _:
+                splits = schedule is Schedule.ZERO_BUBBLE
+                order = _rounds(rank, ranks, stages // ranks, microbatches, splits=splits)
+        found.append(tuple(order))
+    return tuple(found)
+
+
+def _in_turn(rank: int, microbatches: int) -> Iterator[Action]:
+    for microbatch in range(microbatches):
+        yield Action(Kind.FORWARD, rank, microbatch)
+        yield Action(Kind.BACKWARD, rank, microbatch)
+
+
+def _gpipe(rank: int, microbatches: int) -> Iterator[Action]:
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for microbatch in range(microbatches):
+            yield Action(kind, rank, microbatch)
+
+
+def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    ahead = min(microbatches, ranks - rank)
+    for microbatch in range(ahead):
+        yield Action(Kind.FORWARD, rank, microbatch)
+    for microbatch in range(microbatches):
+        yield Action(Kind.BACKWARD, rank, microbatch)
+        if microbatch + ahead < microbatches:
+            yield Action(Kind.FORWARD, rank, microbatch + ahead)
+
+
+def _rounds(
+    rank: int, ranks: int, chunks: int, microbatches: int, *, splits: bool
+) -> Iterator[Action]:
+    """Interleaved 1F1B (arXiv:2104.04473), and ZB1P (arXiv:2401.10241) where backwards are split.
+
+    A rank takes as many microbatches through one of its stages as a round has, then through the
+    next. Zero bubble warms up half as long, and is `rank` backwards late with its weights.
+    """
+    per_round = microbatches // max(1, microbatches // ranks)
+    total = chunks * microbatches
+    hops = (1 if splits else 2) * (ranks - 1 - rank)
+    warm_up = min((chunks - 1) * per_round + hops, total)
+
+    def place(step: int, *, backward: bool) -> tuple[int, int]:
+        round_, within = divmod(step, per_round * chunks)
+        chunk, offset = divmod(within, per_round)
+        chunk = chunks - 1 - chunk if backward else chunk
+        return chunk * ranks + rank, round_ * per_round + offset
+
+    for step in range(warm_up):
+        yield Action(Kind.FORWARD, *place(step, backward=False))
+    for step in range(total):
+        if step + warm_up < total:
+            yield Action(Kind.FORWARD, *place(step + warm_up, backward=False))
+        yield Action(Kind.INPUT if splits else Kind.BACKWARD, *place(step, backward=True))
+        if splits and step >= rank:
+            yield Action(Kind.WEIGHT, *place(step - rank, backward=True))
+    if splits:
+        for step in range(max(0, total - rank), total):
+            yield Action(Kind.WEIGHT, *place(step, backward=True))
+
+
+def _zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """ZB-V (arXiv:2401.10241, section 6): two stages a rank, the first rank has first and last."""
+    down, up = rank, 2 * ranks - 1 - rank
+    wanted = max(2 * ranks - 1, microbatches)  # what is too many is left out below
+    done = {(kind, stage): 0 for kind in Kind for stage in (down, up)}
+    found: list[Action] = []
+
+    def run(kind: Kind, stage: int) -> None:
+        if done[kind, stage] < microbatches:
+            found.append(Action(kind, stage, done[kind, stage]))
+        done[kind, stage] += 1
+
+    def backward(stage: int) -> None:
+        run(Kind.INPUT, stage)
+        run(Kind.WEIGHT, stage)
+
+    for _ in range(2 * (ranks - rank) - 1):
+        run(Kind.FORWARD, down)
+    for _ in range(rank):
+        run(Kind.FORWARD, up)
+        run(Kind.FORWARD, down)
+    for _ in range(ranks - rank):
+        run(Kind.FORWARD, up)
+        backward(up)
+    while done[Kind.FORWARD, up] < done[Kind.FORWARD, down] or done[Kind.FORWARD, down] < wanted:
+        if done[Kind.FORWARD, down] < wanted:
+            run(Kind.FORWARD, down)
+        backward(down)
+        run(Kind.FORWARD, up)
+        backward(up)
+    for _ in range(rank):
+        run(Kind.INPUT, down)
+        run(Kind.INPUT, up)
+    for _ in range(ranks - rank):
+        backward(down)
+    for stage in (up, down):
+        while done[Kind.WEIGHT, stage] < done[Kind.INPUT, stage]:
+            run(Kind.WEIGHT, stage)
+    yield from found
+
+
+class Moment(NamedTuple):
+    """What a rank holds when an action begins.
+
+    Attributes:
+        kind, chunk: of the action; `chunk` counts the stages of the rank.
+        held: microbatches whose activations are kept, for every chunk: forwards that are over and
+            backwards that are not.
+        waiting: of those, the ones that wait for their weights' gradients.
+    """
+
+    kind: Kind
+    chunk: int
+    held: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def moments(
+    schedule: Schedule,
+    *,
+    ranks: int,
+    stages: int,
+    microbatches: int,
+    whole: frozenset[int] = frozenset(),
+) -> tuple[tuple[Moment, ...], ...]:
+    """For every rank the fullest moments of a round: those that no other one of the same action
+    holds at least as much as, of every chunk.
+
+    Args:
+        whole: stages whose backward is never split: all of it is done with the inputs'.
+    """
+    if schedule in ONE_STAGE:
+        fullest = [_fullest(schedule, rank, ranks, microbatches) for rank in range(ranks)]
+        return tuple(
+            tuple(Moment(kind, 0, (held,), (0,)) for kind, held in found) for found in fullest
+        )
+    # What is in flight repeats itself round by round once the pipeline is full.
+    shown = min(microbatches, FULL_AFTER * ranks)
+    found = []
+    for rank, order in enumerate(orders(schedule, ranks=ranks, stages=stages, microbatches=shown)):
+        own = stages_of(schedule, rank, ranks=ranks, stages=stages)
+        found.append(tuple(_not_exceeded(_moments(order, own, whole))))
+    return tuple(found)
+
+
+FULL_AFTER = 4
+"""Microbatches a rank after which every schedule has filled the pipeline: warm-ups are at most
+two microbatches a rank and stage, and a stage takes `ranks` of them before the next one does."""
+
+
+def _fullest(
+    schedule: Schedule, rank: int, ranks: int, microbatches: int
+) -> tuple[tuple[Kind, int], tuple[Kind, int]]:
+    in_flight = {
+        Schedule.NAIVE: 1,
+        Schedule.GPIPE: microbatches,
+        Schedule.ONE_F_ONE_B: min(microbatches, ranks - rank),
+    }[schedule]
+    return (Kind.FORWARD, in_flight - 1), (Kind.BACKWARD, in_flight)
+
+
+def _moments(order: Order, own: Sequence[int], whole: frozenset[int]) -> Iterator[Moment]:
+    held, waiting = [0] * len(own), [0] * len(own)
+    for kind, stage, _ in order:
+        chunk = own.index(stage)
+        is_whole = stage in whole
+        if not (kind is Kind.WEIGHT and is_whole):
+            yield Moment(kind, chunk, tuple(held), tuple(waiting))
+        if kind is Kind.FORWARD:
+            held[chunk] += 1
+        elif kind is Kind.BACKWARD or (kind is Kind.INPUT and is_whole):
+            held[chunk] -= 1
+        elif kind is Kind.INPUT:
+            waiting[chunk] += 1
+        elif not is_whole:
+            held[chunk] -= 1
+            waiting[chunk] -= 1
+
+
+def _not_exceeded(found: Iterator[Moment]) -> Iterator[Moment]:
+    different = dict.fromkeys(found)
+    for one in different:
+        counts = one.held + one.waiting
+        if not any(
+            other is not one
+            and (other.kind, other.chunk) == (one.kind, one.chunk)
+            and all(o >= c for o, c in zip(other.held + other.waiting, counts, strict=True))
+            for other in different
+        ):
+            yield one

@@ -1,0 +1,333 @@
+"""Tensor parallelism: what the styles of a plan leave of a unit on one rank, and what they send.
+
+The collectives are those of `engines.tensor` (Megatron's, arXiv:1909.08053, and those of its
+sequence parallelism, arXiv:2205.05198): a column-wise layer sums the gradients of its input, a
+row-wise one its outputs; a layer with gathered output does the first and puts outputs together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from engines.tensor.styles import Kind, Style, cutting, matches
+from profiles.cluster import Collective
+from profiles.layers import LayerCost, LayerKind
+from profiles.model import Shape, UnitCost, UnitProfile
+
+
+@dataclass(frozen=True, slots=True)
+class TensorExchange:
+    """A collective of a unit among the ranks of the tp axis, once for every microbatch.
+
+    Attributes:
+        in_forward: else in the backward.
+        is_repeated: recompute runs it again before the backward.
+        waits_for: payloads beside it on the device: the clone or the gathered whole it makes.
+    """
+
+    kind: Collective
+    purpose: str
+    payload_bytes: float
+    in_forward: bool
+    is_repeated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A unit as one rank has it, as shares of what the whole unit has or as bytes."""
+
+    parameter_bytes: float
+    gradient_bytes: float
+    partial_gradient_bytes: float
+    forward_flop: float
+    backward_flop: float
+    forward_moved_bytes: float
+    backward_moved_bytes: float
+    activation_bytes: float
+    selective_bytes: float
+    input_bytes: float
+    output_bytes: float
+    forward_transient_bytes: float
+    backward_transient_bytes: float
+    exchanges: tuple[TensorExchange, ...]
+
+
+Styled = tuple[tuple[Style, ...], ...]
+"""The styles of a unit itself, then of each of its layers; the latter with those of the modules
+around the layer that join tokens."""
+
+
+class Styles:
+    """`Plan.tensor_styles`, looked up by path."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
+        self._pairs = [(pattern, Style.parse(text)) for pattern, text in pairs]
+
+    def of_unit(self, unit: UnitProfile, layers: Sequence[LayerCost]) -> Styled:
+        """What is done to `unit` and to each of its `layers`."""
+        inside = [self._of_layer(unit.name, layer.path) for layer in layers]
+        return (self._at(unit.name), *inside)
+
+    def _at(self, path: str) -> tuple[Style, ...]:
+        return tuple(style for pattern, style in self._pairs if matches(pattern, path))
+
+    def _of_layer(self, unit: str, path: str) -> tuple[Style, ...]:
+        """The layer's own, and where the tokens it takes are joined: at itself or around it."""
+        found = [style for style in self._at(_joined(unit, path)) if style.kind is not Kind.SIZES]
+        parts = path.split(".")
+        for depth in range(1, len(parts)):
+            around = self._at(_joined(unit, ".".join(parts[:depth])))
+            found += [style for style in around if style.kind is Kind.JOINED]
+        return tuple(found)
+
+
+def _joined(unit: str, path: str) -> str:
+    return f"{unit}.{path}" if unit and path else unit or path
+
+
+def cut_share(layer: LayerCost, style: Style, tp: int) -> float:
+    """Share of a layer's weight that the first rank holds, the largest: as `torch.chunk` cuts."""
+    length = layer.inputs if style.kind is Kind.ROW else layer.outputs
+    if layer.kind is LayerKind.EMBEDDING:
+        length = layer.inputs
+    each = length // style.packs
+    return ceil(each / tp) / each if each else 1.0
+
+
+def is_split(styled: Styled) -> bool:
+    """Whether anything is done to the unit at all."""
+    return any(styled)
+
+
+def cut(cost: UnitCost, unit: UnitProfile, styled: Styled, *, tp: int, samples: float) -> Cut:
+    """`unit` on one of `tp` ranks at a microbatch of `samples`."""
+    by_tokens = any(style.kind is Kind.SEQUENCE for style in styled[0])
+    around = 1 / tp if by_tokens else 1.0
+    sums = _Sums(cost, samples, around)
+    parameter_bytes, gradient_bytes = float(unit.parameter_bytes), float(unit.gradient_bytes)
+    partial = gradient_bytes
+    for layer, styles in zip(cost.layers, styled[1:], strict=True):
+        style = cutting(styles)
+        weights, biases = layer.weight_gradient_bytes, layer.bias_gradient_bytes
+        if style is None:
+            sums.add(layer, own=around, after=around, kept=around)
+            continue
+        share = cut_share(layer, style, tp)
+        row = style.kind is Kind.ROW
+        parameter_bytes -= layer.weight_bytes * (1 - share)
+        gradient_bytes -= weights * (1 - share)
+        partial -= weights
+        if not row and layer.kind is not LayerKind.EMBEDDING:
+            parameter_bytes -= layer.bias_bytes * (1 - share)
+            gradient_bytes -= biases * (1 - share)
+            partial -= biases
+        if layer.kind is LayerKind.EMBEDDING:
+            sums.add(layer, own=1.0, after=around, kept=1.0)
+        elif row:
+            sums.add(layer, own=share, after=around, kept=share, whole=layer.output_bytes)
+        else:
+            is_local = style.kind in (Kind.COLUMN, Kind.VOCAB)
+            after = share if is_local else around
+            sums.add(layer, own=share, after=after, kept=1.0, whole=layer.input_bytes)
+    exchanges = tuple(_exchanges(cost, styled, samples=samples, by_tokens=by_tokens))
+    kept = sums.activation_bytes
+    if by_tokens:
+        # Joined tokens are kept whole for the gradient of the weight, where a share was.
+        kept += (1 - around) * sum(
+            layer.input_bytes.at(samples) for layer in _joining(cost, styled) if _keeps(layer, samples)
+        )
+    whole_kept = cost.activation_bytes.at(samples)
+    moved = cost.backward_moved_bytes.at(samples)
+    in_work = sums.backward_moved_bytes / moved if moved else 1.0
+    output = cost.output_bytes.at(samples)
+    forward = cost.forward_transient_bytes.at(samples)
+    share_kept = kept / whole_kept if whole_kept else 1.0
+    inputs = cost.input_bytes.at(samples)
+    if by_tokens:  # blocks are entered with their share of the tokens
+        inputs = max(inputs - (1 - around) * output, around * inputs)
+    return Cut(
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=gradient_bytes,
+        partial_gradient_bytes=partial if by_tokens else 0.0,
+        forward_flop=sums.forward_flop,
+        backward_flop=sums.backward_flop,
+        forward_moved_bytes=sums.forward_moved_bytes,
+        backward_moved_bytes=sums.backward_moved_bytes,
+        activation_bytes=kept,
+        selective_bytes=sums.selective_bytes,
+        input_bytes=inputs,
+        output_bytes=output,
+        # The highest moment is late in the forward: nearly all that is kept is there.
+        forward_transient_bytes=max(forward - (whole_kept - kept), forward * min(1.0, share_kept))
+        + _room(exchanges, in_forward=True),
+        backward_transient_bytes=cost.backward_transient_bytes.at(samples) * min(1.0, in_work)
+        + _room(exchanges, in_forward=False),
+        exchanges=exchanges,
+    )
+
+
+class _Sums:
+    """Adds up what stretches of a unit leave on a rank; the rest of the unit at share `around`."""
+
+    def __init__(self, cost: UnitCost, samples: float, around: float) -> None:
+        self._samples = samples
+        inside = [stretch for layer in cost.layers for stretch in (layer.own, layer.after)]
+
+        def rest(field: str) -> float:
+            whole = getattr(cost, field).at(samples)
+            return float(around * (whole - sum(getattr(s, field).at(samples) for s in inside)))
+
+        self.forward_flop = rest("forward_flop")
+        self.backward_flop = rest("backward_flop")
+        self.forward_moved_bytes = rest("forward_moved_bytes")
+        self.backward_moved_bytes = rest("backward_moved_bytes")
+        self.activation_bytes = rest("activation_bytes")
+        self.selective_bytes = rest("selective_activation_bytes")
+
+    def add(
+        self,
+        layer: LayerCost,
+        *,
+        own: float,
+        after: float,
+        kept: float,
+        whole: object = None,
+    ) -> None:
+        """A layer at shares `own` and `after`; what it keeps itself at `kept`. `whole` is what it
+        reads or writes whole: once in the forward, twice in the backward."""
+        n = self._samples
+        full = whole.at(n) if whole is not None else 0.0  # type: ignore[attr-defined]
+        moved = layer.own.forward_moved_bytes.at(n)
+        back = layer.own.backward_moved_bytes.at(n)
+        self.forward_flop += own * layer.own.forward_flop.at(n)
+        self.backward_flop += own * layer.own.backward_flop.at(n)
+        self.forward_moved_bytes += own * moved + (1 - own) * min(full, moved)
+        self.backward_moved_bytes += own * back + (1 - own) * min(2 * full, back)
+        self.activation_bytes += kept * layer.own.activation_bytes.at(n)
+        self.selective_bytes += kept * layer.own.selective_activation_bytes.at(n)
+        self.forward_flop += after * layer.after.forward_flop.at(n)
+        self.backward_flop += after * layer.after.backward_flop.at(n)
+        self.forward_moved_bytes += after * layer.after.forward_moved_bytes.at(n)
+        self.backward_moved_bytes += after * layer.after.backward_moved_bytes.at(n)
+        self.activation_bytes += after * layer.after.activation_bytes.at(n)
+        self.selective_bytes += after * layer.after.selective_activation_bytes.at(n)
+
+
+def _keeps(layer: LayerCost, samples: float) -> bool:
+    """Whether the layer keeps the very tensor that it is given, and no copy of it."""
+    return layer.own.activation_bytes.at(samples) == 0.0
+
+
+def _joining(cost: UnitCost, styled: Styled) -> Iterator[LayerCost]:
+    """The layers whose input is a tensor that was joined, one for each such tensor."""
+    seen = set()
+    for layer, styles in zip(cost.layers, styled[1:], strict=True):
+        style = cutting(styles)
+        if style is None or style.kind is Kind.ROW or layer.same_input in seen:
+            continue
+        if any(s.kind is Kind.JOINED for s in styles):
+            seen.add(layer.same_input)
+            yield layer
+
+
+def _exchanges(
+    cost: UnitCost, styled: Styled, *, samples: float, by_tokens: bool
+) -> Iterator[TensorExchange]:
+    """In the order of `engines.tensor.split`: what is dressed how."""
+    copied = None  # the tensor whose gradient the last layer of that kind sums
+    for layer, styles in zip(cost.layers, styled[1:], strict=True):
+        style = cutting(styles)
+        if style is None:
+            continue
+        given, made = layer.input_bytes.at(samples), layer.output_bytes.at(samples)
+        # A forward that runs again stops at the last tensor that is kept.
+        again = not (layer.reaches_output and not layer.after.activation_bytes.at(samples))
+        if layer.kind is LayerKind.EMBEDDING:
+            yield TensorExchange(Collective.ALL_REDUCE, "embeddings", made, True, again)
+            continue
+        if style.kind is Kind.ROW:
+            if by_tokens:
+                yield TensorExchange(
+                    Collective.REDUCE_SCATTER, "outputs by tokens", made, True, again
+                )
+                yield TensorExchange(
+                    Collective.ALL_GATHER, "gradients by tokens", made, False
+                )
+            else:
+                yield TensorExchange(Collective.ALL_REDUCE, "outputs", made, True, again)
+            continue
+        if not (by_tokens and style.kind is Kind.COLUMN):
+            if layer.same_input != copied and layer.needs_input_gradient:
+                yield TensorExchange(
+                    Collective.ALL_REDUCE, "gradients of inputs", given, False
+                )
+            copied = layer.same_input
+        if style.kind is Kind.GATHER:
+            yield TensorExchange(Collective.ALL_GATHER, "gathered outputs", made, True, again)
+    if not by_tokens:
+        return
+    for layer in _joining(cost, styled):
+        given = layer.input_bytes.at(samples)
+        yield TensorExchange(Collective.ALL_GATHER, "tokens", given, True, True)
+        if layer.needs_input_gradient:
+            yield TensorExchange(Collective.REDUCE_SCATTER, "gradients by tokens", given, False)
+    # A block is entered and left with whole sequences; recompute is inside.
+    whole = cost.output_bytes.at(samples)
+    yield TensorExchange(Collective.ALL_GATHER, "tokens", whole, True)
+    yield TensorExchange(Collective.ALL_GATHER, "gradients by tokens", whole, False)
+
+
+def _room(exchanges: Sequence[TensorExchange], *, in_forward: bool) -> float:
+    """What the largest exchange holds beside what is there: a sum clones what others may hold; what
+    is gathered or scattered is laid out anew on the way."""
+    rooms = [
+        (1 if each.kind is Collective.ALL_REDUCE else 2) * each.payload_bytes
+        for each in exchanges
+        if each.in_forward is in_forward
+        and not (in_forward and each.kind is Collective.ALL_REDUCE)
+    ]
+    return max(rooms, default=0.0)
+
+
+def cut_unit(unit: UnitProfile, cost: UnitCost, styled: Styled, *, tp: int) -> UnitProfile:
+    """`unit` with the parameters that one of `tp` ranks holds, for an optimizer to step."""
+    shapes = list(unit.shapes)
+    parameter_bytes, gradient_bytes = float(unit.parameter_bytes), float(unit.gradient_bytes)
+    for layer, styles in zip(cost.layers, styled[1:], strict=True):
+        style = cutting(styles)
+        if style is None:
+            continue
+        share = cut_share(layer, style, tp)
+        row = style.kind is Kind.ROW or layer.kind is LayerKind.EMBEDDING
+        parameter_bytes -= (layer.weight_bytes + (0 if row else layer.bias_bytes)) * (1 - share)
+        gradient_bytes -= layer.weight_gradient_bytes * (1 - share)
+        gradient_bytes -= (0 if row else layer.bias_gradient_bytes) * (1 - share)
+        outputs_first = layer.kind in (LayerKind.LINEAR, LayerKind.CONVOLUTION)
+        sizes = (layer.outputs, layer.inputs) if outputs_first else (layer.inputs, layer.outputs)
+        of_inputs = style.kind is Kind.ROW or layer.kind is LayerKind.EMBEDDING
+        dim = (1 if of_inputs else 0) if outputs_first else (0 if of_inputs else 1)
+        _cut_shape(shapes, sizes, dim=dim, share=share)
+        if not row and layer.bias_gradient_bytes:
+            _cut_shape(shapes, (layer.outputs,), dim=0, share=share)
+    return unit.model_copy(
+        update={
+            "shapes": tuple(shapes),
+            "parameter_bytes": round(parameter_bytes),
+            "gradient_bytes": round(gradient_bytes),
+        }
+    )
+
+
+def _cut_shape(shapes: list[Shape], sizes: tuple[int, ...], *, dim: int, share: float) -> None:
+    """Replace one shape that begins with `sizes` by its share along `dim`."""
+    for place, shape in enumerate(shapes):
+        if shape.sizes[: len(sizes)] != sizes or (len(sizes) == 1 and len(shape.sizes) != 1):
+            continue
+        local = list(shape.sizes)
+        local[dim] = ceil(local[dim] * share)
+        part = shape.model_copy(update={"sizes": tuple(local), "count": 1})
+        rest = [shape.model_copy(update={"count": shape.count - 1})] if shape.count > 1 else []
+        shapes[place : place + 1] = [*rest, part]
+        return

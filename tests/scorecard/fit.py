@@ -1,0 +1,113 @@
+"""The fitted constants of time, from published runs: `python -m tests.scorecard.fit`.
+
+Coordinate descent on the mean absolute logarithm of predicted over measured. Every file weighs as
+the square root of its rows, so that no table dominates; the same data gives the same constants.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from math import exp, log, sqrt
+
+from advisor.predict.constants import CONSTANTS, Constants
+from advisor.predict.resolve import resolve
+from advisor.predict.setup import Setup
+from advisor.predict.time import Basis, basis_of, step_time
+from tests.scorecard.published import WEIGHTS, Published, published
+
+# Where a constant may go: shares are at most 1, and nothing is without effect.
+BOUNDS = {"launch_s": (1e-7, 1e-3)}
+DEFAULT_BOUNDS = (0.05, 1.0)
+# A share of an efficiency times the published best rate may exceed 1 a little.
+WIDE = frozenset({"volta", "ampere", "hopper", "blackwell", "expert", "narrow", "product_bytes"})
+# Step times of tiny models that wait for the host say nothing of the device: the table's own
+# README tells to use their memory only.
+LAUNCH_BOUND = frozenset({"megatron_ci_memory"})
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A published run that has a step time, ready to be predicted."""
+
+    run: Published
+    setup: Setup
+    basis: Basis
+    step_s: float
+    weight: float
+
+
+def timed_runs(runs: Sequence[Published]) -> list[Timed]:
+    """The transformers among `runs` that have a measured time."""
+    found = []
+    for run in runs:
+        setup = resolve(run.row)
+        if run.step_s is None or not isinstance(setup, Setup) or setup.shape is None:
+            continue
+        found.append(Timed(run, setup, basis_of(setup), run.step_s, WEIGHTS[run.reliability]))
+    sizes = Counter[str]()
+    for timed in found:
+        sizes[timed.run.file] += timed.weight  # type: ignore[assignment]
+    return [
+        replace(timed, weight=timed.weight / sqrt(sizes[timed.run.file]))
+        for timed in found
+        if timed.weight
+    ]
+
+
+def loss(constants: Constants, runs: Sequence[Timed]) -> float:
+    """Weighted mean of |log(predicted / measured)|."""
+    total = sum(timed.weight for timed in runs)
+    return (
+        sum(
+            timed.weight * abs(log(step_time(timed.basis, constants).step_s / timed.step_s))
+            for timed in runs
+        )
+        / total
+    )
+
+
+def fit(runs: Sequence[Timed], start: Constants = CONSTANTS, *, rounds: int = 40) -> Constants:
+    """The constants of least loss that steps find, along one constant at a time.
+
+    Steps shrink when a round gains little, and grow along a direction that goes on gaining.
+    """
+    runs = [timed for timed in runs if timed.run.file not in LAUNCH_BOUND]
+    best, least = start, loss(start, runs)
+    names = [constant.name for constant in fields(Constants)]
+    steps = dict.fromkeys(names, 0.2)
+    for _ in range(rounds):
+        for name in names:
+            for sign in (1, -1):
+                value = _bounded(name, getattr(best, name) * exp(sign * steps[name]))
+                tried = replace(best, **{name: value})
+                found = loss(tried, runs) if value != getattr(best, name) else least
+                if found < least:
+                    best, least = tried, found
+                    steps[name] = min(0.5, steps[name] * 1.5)
+                    break
+            else:
+                steps[name] /= 2
+        if max(steps.values()) < 0.004:
+            break
+    return best
+
+
+def _bounded(name: str, value: float) -> float:
+    low, high = BOUNDS.get(name, DEFAULT_BOUNDS)
+    return min(max(value, low), 1.4 if name in WIDE else high)
+
+
+def main() -> int:
+    runs = timed_runs(published())
+    best = fit(runs)
+    print(f"loss {loss(CONSTANTS, runs):.4f} -> {loss(best, runs):.4f}")
+    for constant in fields(Constants):
+        print(f"    {constant.name}: float = {getattr(best, constant.name):.3g}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
