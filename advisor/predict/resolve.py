@@ -108,8 +108,8 @@ def _resolve(row: Row) -> Setup:
     if network is None or row.microbatch or row.global_batch:
         return setup
     setup = filled(setup)
-    said = f"microbatch {setup.layout.microbatch}, as many as fit"
-    return replace(setup, assumed=(*(n for n in notes if n != "microbatch 1"), said))
+    filling = f"microbatch {setup.layout.microbatch}, as many as fit"
+    return replace(setup, assumed=(*(n for n in notes if n != "microbatch 1"), filling))
 
 
 def _layout(

@@ -1,0 +1,66 @@
+"""`make scorecard`: every published row predicted, with the constants and without its source."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from advisor.predict.constants import CONSTANTS, Constants
+from advisor.predict.prediction import Prediction, predict
+from tests.scorecard.fit import fit, timed_runs
+from tests.scorecard.published import FOLDER, published
+from tests.scorecard.score import card
+
+RESULT = Path(__file__).with_name("scorecard.json")
+
+
+def main() -> int:
+    if not FOLDER.is_dir():
+        sys.stderr.write(f"no published runs at {FOLDER}: nothing to score\n")
+        return 2
+    runs = published()
+    timed = timed_runs(runs)
+    without: dict[str, Constants] = {}
+    for file in sorted({one.run.file for one in timed}):
+        without[file] = fit([one for one in timed if one.run.file != file], rounds=12)
+    fitted = [(run, predict(run.row)) for run in runs]
+    left_out: list[tuple[object, Prediction]] = []
+    pairs = [(run, predict(run.row, constants=without.get(run.file, CONSTANTS))) for run in runs]
+    del left_out
+    result = {
+        "constants": len(fields(Constants)),
+        "values": {key: round(value, 6) for key, value in asdict(CONSTANTS).items()},
+        "fitted": card(fitted),
+        "left out": card(pairs),
+    }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for kind in ("fitted", "left out"):
+        sys.stdout.write(f"== {kind}\n")
+        for name, scores in result[kind].items():  # type: ignore[attr-defined]
+            sys.stdout.write(f"{name:28s} {_line(scores)}\n")
+    return 0
+
+
+def _line(scores: dict[str, dict[str, float] | None]) -> str:
+    words = []
+    for part in ("time", "memory"):
+        found = scores[part] or scores[f"{part}, medium too"]
+        if found:
+            words.append(
+                f"{part} n{found['rows']:4d} median {found['median']:.3f} p90 {found['p90']:.3f}"
+                f" in range {found['covered']:.2f} beyond {found['beyond']:.2f}"
+            )
+    found = scores["choice"]
+    if found:
+        words.append(f"layouts n{found['groups']} r {found['correlation']:.2f}"
+                     f" regret {found['regret']:.3f}")  # fmt: skip
+    found = scores["failures"]
+    if found and found["recall"] is not None:
+        words.append(f"oom recall {found['recall']:.2f} precision {found['precision'] or 0:.2f}")
+    return " | ".join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
