@@ -47,7 +47,8 @@ class Kept:
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """What a rank sees of a microbatch: `whole` tokens of it, `split` of them outside the parts
-    that tensor parallelism divides; `element` bytes each number, `product` what matrix products
+    that tensor parallelism divides; each looks at `keys` positions, which with Transformer-XL's memory
+    are twice the sequence's; `element` bytes each number, `product` what matrix products
     keep of their input (one byte with 8-bit floats)."""
 
     batch: int
@@ -67,7 +68,7 @@ def tokens_of(setup: Setup) -> Tokens:
     return Tokens(
         batch=layout.microbatch,
         length=length,
-        keys=shape.length,
+        keys=shape.length * (2 if shape.kind == "transformer_xl" else 1),
         whole=whole,
         split=whole / layout.tp if setup.software.sequence_parallel else whole,
         element=2.0 if half else 4.0,

@@ -173,7 +173,7 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
         vocab=vocab,
         length=row.seq_len or _length(kind),
         gated=gated,
-        tied=kind in ("dense_gpt", "bert", "t5"),
+        tied=kind in ("dense_gpt", "bert", "t5", "transformer_xl"),
         head_width=int(facts.pop("head_width", 0)) or hidden // heads or 1,
         experts=experts,
         topk=topk,

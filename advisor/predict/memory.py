@@ -21,6 +21,13 @@ _DEEPSPEED = ("deepspeed", "megatron-deepspeed")
 _FOREACH = ("ddp", "fsdp", "foundry", "torchtitan", "internevo")
 # Since this release Megatron-LM computes the loss in the buffer of the fp32 logits.
 LOSS_IN_PLACE = 2023.0
+# torch 2.1 brought segments that grow (October 2023); NVIDIA's recipes switch them on
+# (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True), which leaves half of the cache at most: 1.08
+# to 1.10 of what is allocated (Mist's README; Megatron-Bridge's notes on recompute).
+EXPANDABLE = 2024.0
+RECIPE_SLACK = 0.5
+# torch 1.6 brought autocast (July 2020), which computes losses in fp32; programs took it up after.
+AUTOCAST = 2021.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +35,8 @@ class StageMemory:
     """Bytes on a rank of one stage, at its fullest moment.
 
     `allocated` is what the framework's allocator counts as used, `reserved` what the process takes
-    of the device: cached blocks, context and communicators too.
+    of the device: cached blocks, context and communicators too. `fits`: what is needed, most of
+    the cache given back, is no more than the device has.
     """
 
     index: int
@@ -38,6 +46,7 @@ class StageMemory:
     work: float
     allocated: float
     reserved: float
+    fits: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +64,16 @@ def predict_memory(setup: Setup, constants: MemoryConstants = FITTED) -> MemoryP
     last = setup.layout.pp - 1
     stages = [stage_memory(setup, i, constants) for i in sorted({0, min(1, last), last})]
     stages.sort(key=lambda stage: -stage.reserved)
-    worst = stages[0]
-    c = constants
-    allocated, reserved = max(stage.allocated for stage in stages), worst.reserved
     return MemoryPrediction(
-        allocated=Range(
-            value=allocated, low=allocated * c.allocated_low, high=allocated * c.allocated_high
-        ),
-        reserved=Range(
-            value=reserved, low=reserved * c.reserved_low, high=reserved * c.reserved_high
-        ),
-        fits=reserved <= setup.cluster.device.memory_bytes.value,
+        allocated=_range(max(stage.allocated for stage in stages), constants),
+        reserved=_range(stages[0].reserved, constants),
+        fits=all(stage.fits for stage in stages),
         stages=tuple(stages),
     )
+
+
+def _range(value: float, constants: MemoryConstants) -> Range:
+    return Range(value=value, low=value * constants.low, high=value * constants.high)
 
 
 def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) -> StageMemory:
@@ -91,6 +97,8 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
     layout = setup.layout
     groups = sum(n > 1 for n in (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep))
     outside = constants.context_bytes + groups * constants.group_bytes
+    capacity = setup.cluster.device.memory_bytes.value
+    slack = constants.slack_share * (RECIPE_SLACK if _expandable(software) else 1)
     return StageMemory(
         index=index,
         moment=moment,
@@ -98,8 +106,14 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
         activations=activations,
         work=work,
         allocated=allocated,
-        reserved=cached * (1 + constants.slack_share) + outside,
+        # Before the allocator fails it gives back what it only caches.
+        reserved=max(allocated + outside, min(cached * (1 + slack) + outside, capacity)),
+        fits=allocated + outside <= constants.usable_share * capacity,
     )
+
+
+def _expandable(software: Software) -> bool:
+    return software.family == "megatron" and software.year >= EXPANDABLE
 
 
 def _shards(setup: Setup) -> tuple[float, float]:
@@ -166,24 +180,27 @@ def _layer_work(setup: Setup, stage: Stage, constants: MemoryConstants) -> float
     return most
 
 
-def loss_bytes(software: Software, element: float) -> float:
-    """Bytes a logit at the loss's fullest moment.
+def loss_bytes(software: Software, element: float, kind: str) -> float:
+    """Bytes a logit at the loss's fullest moment; `kind` of the model, as in `Shape`.
 
     Megatron-LM turns the fp32 copy of the logits into the gradient in place; before, the
     exponentials were a tensor of their own. torch's cross entropy holds the logits, their fp32
-    copy's log-softmax, its gradient and the fp32 gradient of the logits.
+    copy's log-softmax, its gradient and the fp32 gradient of the logits; before autocast, and in
+    Transformer-XL's own loss, all four are of the model's type.
     """
     if software.family in ("megatron", "internevo") and software.year >= LOSS_IN_PLACE:
         return element + 4
     if software.family in ("megatron", "megatron-deepspeed", "internevo"):
         return element + 8
+    if software.year < AUTOCAST or kind == "transformer_xl":
+        return 4 * element
     return element + 12 if element < 4 else 16
 
 
 def _loss(setup: Setup, stage: Stage, tokens: Tokens) -> float:
     assert setup.shape is not None
     share = 1 / DECODER_SHARE if setup.shape.kind == "t5" else 1.0
-    each = loss_bytes(setup.software, tokens.element)
+    each = loss_bytes(setup.software, tokens.element, setup.shape.kind)
     hidden = tokens.element * setup.shape.hidden * tokens.split * share
     return tokens.whole * share * stage.vocab * each + 2 * hidden
 

@@ -18,8 +18,9 @@ class MemoryConstants:
         slack_share: what the allocator holds over the fullest moment.
         context_bytes: of runtime and libraries outside the allocator.
         group_bytes: buffers of one communicator; a rank has one for each axis that has a group.
-        allocated_low, allocated_high, reserved_low, reserved_high: ends of the ranges over the
-            predicted value, which hold nine of ten published ones.
+        usable_share: of a device's memory; the rest is in pieces when a run fails.
+        low, high: ends of the range over the predicted value, which hold nine of ten published
+            ones of other sources.
     """
 
     workspace_bytes: float = 0.08 * GIB
@@ -28,10 +29,9 @@ class MemoryConstants:
     slack_share: float = 0.18
     context_bytes: float = 1.3 * GIB
     group_bytes: float = 0.4 * GIB
-    allocated_low: float = 0.9
-    allocated_high: float = 1.15
-    reserved_low: float = 0.85
-    reserved_high: float = 1.25
+    usable_share: float = 0.88
+    low: float = 0.85
+    high: float = 1.2
 
 
 FITTED = MemoryConstants()
