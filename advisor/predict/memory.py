@@ -6,7 +6,8 @@ backward of its last layer (with what recompute brings back), the optimizer's st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from advisor.predict.activations import DECODER_SHARE, Tokens, expert_ranks, kept_by, tokens_of
 from advisor.predict.memory_constants import FITTED, MemoryConstants
@@ -21,6 +22,10 @@ _DEEPSPEED = ("deepspeed", "megatron-deepspeed")
 _FOREACH = ("ddp", "fsdp", "foundry", "torchtitan", "internevo")
 # Since this release Megatron-LM computes the loss in the buffer of the fp32 logits.
 LOSS_IN_PLACE = 2023.0
+# Inside the allocator: a workspace of cuBLAS for each of the two threads that run forward and
+# backward, and one of the library of fused layers; 32 MiB each on Hopper (torch, Reproducibility
+# notes; Transformer Engine, module/base.py).
+WORKSPACE = 3 * 32 * 2**20
 # torch 2.1 brought segments that grow (October 2023); NVIDIA's recipes switch them on
 # (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True), which leaves half of the cache at most: 1.08
 # to 1.10 of what is allocated (Mist's README; Megatron-Bridge's notes on recompute).
@@ -35,8 +40,8 @@ class StageMemory:
     """Bytes on a rank of one stage, at its fullest moment.
 
     `allocated` is what the framework's allocator counts as used, `reserved` what the process takes
-    of the device: cached blocks, context and communicators too. `fits`: what is needed, most of
-    the cache given back, is no more than the device has.
+    of the device: cached blocks, context and communicators too; `wanted` what it would take of a
+    device without end.
     """
 
     index: int
@@ -46,7 +51,7 @@ class StageMemory:
     work: float
     allocated: float
     reserved: float
-    fits: bool
+    wanted: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +68,37 @@ def predict_memory(setup: Setup, constants: MemoryConstants = FITTED) -> MemoryP
     """Peak memory of a transformer's rank: the worst of first, second, last and longest stage."""
     last = setup.layout.pp - 1
     stages = [stage_memory(setup, i, constants) for i in sorted({0, min(1, last), last})]
-    stages.sort(key=lambda stage: -stage.reserved)
+    stages.sort(key=lambda stage: -stage.wanted)
+    allocated, reserved = max(stage.allocated for stage in stages), stages[0].reserved
+    more, c = _doubt(setup, stages, constants), constants
     return MemoryPrediction(
-        allocated=_range(max(stage.allocated for stage in stages), constants),
-        reserved=_range(stages[0].reserved, constants),
-        fits=all(stage.fits for stage in stages),
+        allocated=Range(
+            value=allocated,
+            low=allocated * c.allocated_low,
+            high=allocated * c.allocated_high * more,
+        ),
+        reserved=Range(
+            value=reserved,
+            low=reserved * c.reserved_low,
+            high=reserved * c.reserved_high * more,
+        ),
+        fits=stages[0].wanted <= c.usable_share * setup.cluster.device.memory_bytes.value,
         stages=tuple(stages),
     )
 
 
-def _range(value: float, constants: MemoryConstants) -> Range:
-    return Range(value=value, low=value * constants.low, high=value * constants.high)
+def _doubt(setup: Setup, stages: Sequence[StageMemory], constants: MemoryConstants) -> float:
+    """How much more it is if attention keeps scores after all.
+
+    Programs of the recipes with dropout come with both kinds of kernels; where a row does not say
+    which one ran, the other bounds the range.
+    """
+    software = setup.software
+    if software.attention_said or not (software.flash and software.dropout):
+        return 1.0
+    other = replace(setup, software=replace(software, flash=False))
+    most = max(stage_memory(other, stage.index, constants).allocated for stage in stages)
+    return max(1.0, most / max(stage.allocated for stage in stages))
 
 
 def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) -> StageMemory:
@@ -81,24 +106,25 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
     stage, tokens, software = stage_of(setup, index), tokens_of(setup), setup.software
     states = _states(setup, stage)
     flying = in_flight(setup.layout, index)
-    kept = _kept(setup, stage, tokens) * constants.kept_share * flying
+    kept = _kept(setup, stage, tokens) * flying
     gathered, step = _gathered(setup, stage, tokens), _step(setup, stage)
     moments = {
-        "backward": (kept, gathered + _layer_work(setup, stage, constants)),
+        "backward": (kept, gathered + _layer_work(setup, stage)),
     }
     if stage.last:
         moments["loss"] = (kept, gathered + _loss(setup, stage, tokens))
     moment, (activations, work) = max(moments.items(), key=lambda item: sum(item[1]))
     # Blocks that were cut for activations do not hold the optimizer's long ones: both stay cached.
-    cached = states + activations + work + step + constants.workspace_bytes
+    cached = states + activations + work + step + WORKSPACE
     if step > activations + work:
         moment, activations, work = "optimizer step", 0.0, step
-    allocated = states + activations + work + constants.workspace_bytes
+    allocated = states + activations + work + WORKSPACE
     layout = setup.layout
     groups = sum(n > 1 for n in (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep))
     outside = constants.context_bytes + groups * constants.group_bytes
     capacity = setup.cluster.device.memory_bytes.value
     slack = constants.slack_share * (RECIPE_SLACK if _expandable(software) else 1)
+    wanted = cached * (1 + slack) + outside
     return StageMemory(
         index=index,
         moment=moment,
@@ -107,8 +133,8 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
         work=work,
         allocated=allocated,
         # Before the allocator fails it gives back what it only caches.
-        reserved=max(allocated + outside, min(cached * (1 + slack) + outside, capacity)),
-        fits=allocated + outside <= constants.usable_share * capacity,
+        reserved=max(allocated + outside, min(wanted, capacity)),
+        wanted=wanted,
     )
 
 
@@ -164,7 +190,7 @@ def _kept(setup: Setup, stage: Stage, tokens: Tokens) -> float:
     return total
 
 
-def _layer_work(setup: Setup, stage: Stage, constants: MemoryConstants) -> float:
+def _layer_work(setup: Setup, stage: Stage) -> float:
     """Beside what is kept, while a layer runs its backward: what is computed again, gradients."""
     recompute, most = setup.software.recompute, 0.0
     for kind, count in stage.layers.items():
@@ -176,7 +202,8 @@ def _layer_work(setup: Setup, stage: Stage, constants: MemoryConstants) -> float
             "selective": kept.selective,
             "selective-ops": kept.all - kept.matrices,
         }.get(recompute, 0.0)
-        most = max(most, again + constants.transient_share * kept.all)
+        # Each tensor that was kept gets a gradient of its size while the layer is in work.
+        most = max(most, again + kept.all)
     return most
 
 

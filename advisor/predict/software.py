@@ -169,6 +169,7 @@ def software_of(
             overlap_experts=False,
             compiled=compiled,
             graphs=family == "megatron" and year >= GRAPHS_DEFAULT,
+            attention_said=row.attention is not None,
             offload=row.offload if row.offload not in (None, "n") else "none",
         ),
         assumed,
