@@ -141,7 +141,10 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
     heads = number("n_heads")
     if not heads:
         tp = row.tp or 1
-        heads = max(1, round(hidden / 128 / tp)) * tp
+        # Of about 128, and of a width that divides; else the nearest number the ranks can share.
+        near = max(1, round(hidden / 128 / tp)) * tp
+        fits = [n for n in range(tp, 2 * near, tp) if hidden % n == 0 and hidden // n % 8 == 0]
+        heads = min(fits, key=lambda n: abs(n - near), default=near)
         assumed.append(f"{heads} heads, of about 128 each")
     kv_heads = number("n_kv_heads") or heads
     experts, topk = number("n_experts"), number("moe_topk")

@@ -13,10 +13,9 @@ class Constants:
     """What cannot be read off a data sheet.
 
     Attributes:
-        ampere, volta, hopper, blackwell: share of the published best matmul rate that products
+        volta, turing, ampere, hopper, blackwell: share of the published best matmul rate that products
             sustain inside a step, by generation: power and clocks.
-        product_bytes: share of a product's own reading and writing that its computing does not
-            hide.
+        tail: part of a round of tiles that a product loses at its end.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
         flash: rate of attention without kept scores, as a share of the matmul rate.
         older_kernels: rate of attention written for Ampere's instructions on later devices.
@@ -28,14 +27,17 @@ class Constants:
         inside, between: rate of collectives in a step, as a share of their best, in a node and
             between nodes.
         tokens: rate of the exchange of tokens with experts, as a share of the links'.
-        launch_s: of one kernel by the host.
+        launch_s: of one kernel by the host, framework and library included.
+        older_host: how much longer hosts of the time of A100 and before take.
+        graphs: share of the launches that are left where layers run as recorded graphs.
     """
 
     volta: float = 0.8
+    turing: float = 0.6
     ampere: float = 0.85
     hopper: float = 0.8
     blackwell: float = 0.75
-    product_bytes: float = 0.7
+    tail: float = 0.5
     memory: float = 0.9
     flash: float = 0.65
     older_kernels: float = 0.6
@@ -47,7 +49,9 @@ class Constants:
     inside: float = 0.85
     between: float = 0.7
     tokens: float = 0.6
-    launch_s: float = 6e-6
+    launch_s: float = 6e-5
+    older_host: float = 1.6
+    graphs: float = 0.4
 
 
 CONSTANTS = Constants()

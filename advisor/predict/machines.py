@@ -132,10 +132,14 @@ def _inside(text: str, usual: str) -> Link:
     if usual.startswith("nvlink") and "pcie" not in text:
         # "NVLink4" of an H800 is half as wide: the device knows its own links best.
         return catalogue.link(usual)
-    for pattern, key in _INSIDE:
-        if re.search(pattern, text):
-            return catalogue.link(key)
-    return catalogue.link(usual)
+    key = next((key for pattern, key in _INSIDE if re.search(pattern, text)), usual)
+    link = catalogue.link(key)
+    if key.startswith("pcie") and re.search(r"x8\b", text):
+        # Half of the lanes; where a table names two widths, the narrower one is in every ring.
+        rate = link.bandwidth_bytes_per_s
+        rate = rate.model_copy(update={"value": rate.value / 2})
+        link = link.model_copy(update={"name": "PCIe x8", "bandwidth_bytes_per_s": rate})
+    return link
 
 
 def _between(

@@ -168,7 +168,9 @@ def software_of(
             overlap_tensor=family == "megatron" and year >= OVERLAP_GRADIENTS,
             overlap_experts=False,
             compiled=compiled,
-            graphs=family == "megatron" and year >= GRAPHS_DEFAULT,
+            graphs=family == "megatron"
+            and year >= GRAPHS_DEFAULT
+            and bool(_RECIPES.search(row.source or "")),
             attention_said=row.attention is not None,
             offload=row.offload if row.offload not in (None, "n") else "none",
         ),

@@ -14,6 +14,7 @@ the pipeline, what data-parallel traffic adds that computing does not hide, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from advisor.cost.collective import collective_s
 from advisor.cost.compute import peak_flop_per_s
@@ -27,14 +28,24 @@ from profiles.cluster import ClusterProfile, Collective
 # write gradients once more (8).
 UPDATE_BYTES = 38
 # CPU memory of a node that its devices' optimizers share: as `advisor.cost.compute`.
+# A product of activations with odd rows over one without (A100: 16-byte loads of 8 elements in one
+# against 2 to 4 byte ones).
+ODD = 4
+# Results of a product are computed in tiles of about 128 x 256, one on each multiprocessor at a
+# time: 108 of them on an A100, 132 on an H100, 148 on a B200. The last round is rarely full: what a
+# round could have held counts in part (`Constants.tail`). Rows of an expert fill whole tiles.
+TILE, WAVE = 128, 128 * 256 * 120
 HOST_BANDWIDTH_BYTES_PER_S = 100e9
 # Generations by the start of a device's name; parts of none are taken as `ampere`.
 _GENERATIONS = (
     ("V100", "volta"),
-    ("T4", "volta"),
-    ("Quadro", "volta"),
-    ("TITAN", "volta"),
-    ("RTX-20", "volta"),
+    ("P100", "volta"),
+    ("P40", "volta"),
+    ("GTX", "volta"),
+    ("T4", "turing"),
+    ("Quadro", "turing"),
+    ("TITAN", "turing"),
+    ("RTX-20", "turing"),
     ("H100", "hopper"),
     ("H200", "hopper"),
     ("H800", "hopper"),
@@ -56,7 +67,8 @@ class Pass:
     expert_s: float = 0.0
     expert_narrow_s: float = 0.0
     flash_s: float = 0.0
-    product_bytes_s: float = 0.0
+    tail_s: float = 0.0
+    back_tail_s: float = 0.0
     memory_s: float = 0.0
     kernels: float = 0.0
     tensor_s: float = 0.0
@@ -161,12 +173,14 @@ def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float,
     compute += (part.expert_s + part.expert_narrow_s / c.narrow) / (share * c.expert)
     older = c.older_kernels if basis.older_kernels else 1.0
     compute += part.flash_s / (share * c.flash * older)
-    compute += part.product_bytes_s * c.product_bytes + part.memory_s / c.memory
+    compute += part.tail_s * c.tail / share + part.memory_s / c.memory
     hidden = c.tensor_overlap if basis.overlap_tensor else 0.0
     tensor = part.tensor_s * (1 - hidden) / (c.between if basis.tensor_crosses else c.inside)
     tensor += part.context_s * (1 - c.tensor_overlap) / c.inside
     tokens = part.tokens_s / c.tokens
-    launch = 0.0 if basis.graphs else part.kernels * c.launch_s
+    launch = part.kernels * c.launch_s * (c.graphs if basis.graphs else 1.0)
+    if basis.generation in ("volta", "turing", "ampere"):
+        launch *= c.older_host
     return compute, tensor, tokens, max(0.0, launch - compute - tensor - tokens)
 
 
@@ -217,10 +231,13 @@ def basis_of(setup: Setup) -> Basis:
         sent = parameters * software.reduce_bytes
         pieces = _pieces(setup, parameters, size)
         at = {"group_size": size, "stride": step}
-        if zero == 0:
+        if zero == 0 or (zero == 1 and software.family == "megatron-deepspeed"):
+            # DeepSpeed's pipeline reduces whole gradients also where it splits optimizer states.
             reduce += collective_s(cluster, Collective.ALL_REDUCE, sent, **at)
+        else:
+            reduce += pieces * collective_s(cluster, kinds[0], sent / pieces, **at)
+        if zero == 0:
             continue
-        reduce += pieces * collective_s(cluster, kinds[0], sent / pieces, **at)
         weights = parameters * min(software.weight_bytes, 2.0)
         if software.family == "internevo":
             # Each owner broadcasts its part, within its shard group.
@@ -294,11 +311,21 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
     small = _narrow_peak(setup) * best if narrow else peak
     bandwidth = device.memory_bandwidth_bytes_per_s.value
     width = 4 if wide in ("float32", "tfloat32") else 2
-    plain = odd = low = expert = expert_low = elements = converted = 0.0
+    plain = odd = low = expert = expert_low = tail = back_tail = converted = streamed = 0.0
     for product in layer.products:
-        elements += product.elements
         seconds = product.flop / (small if narrow and product.linear else peak)
+        if not product.linear:
+            # Products of activations have little to reuse: their traffic decides. Rows that cannot
+            # be read 16 bytes at once take the kernels without tensor cores.
+            streamed += max(
+                product.elements * width * (ODD if product.odd else 1), seconds * bandwidth
+            )
+            continue
+        rate = (small if narrow else peak) * (1 if product.aligned else 0.5)
+        tail += 2 * product.k * WAVE / rate
+        back_tail += 2 * (product.n + product.m) * WAVE / rate
         if product.expert:
+            seconds *= ceil(product.m / TILE) * TILE / product.m
             expert, expert_low = (
                 (expert, expert_low + seconds) if narrow else (expert + seconds, expert_low)
             )
@@ -332,9 +359,11 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
         expert_s=expert,
         expert_narrow_s=expert_low,
         flash_s=layer.flash_flop / peak,
-        product_bytes_s=elements * width / bandwidth,
+        tail_s=tail,
+        back_tail_s=back_tail,
         # Reading 16 bits, writing 8 twice: as it is and transposed.
-        memory_s=(layer.moved_bytes + layer.score_bytes + 4 * converted) / bandwidth,
+        memory_s=((layer.moved_bytes + layer.score_bytes) * width / 2 + 4 * converted + streamed)
+        / bandwidth,
         kernels=layer.kernels,
         tensor_s=tensor,
         tokens_s=tokens,
@@ -346,7 +375,10 @@ def _backward(setup: Setup, layer: LayerWork, forward: Pass, _: Setup) -> Pass:
     """Two products for one, and gradients of weights that are added to what is there."""
     bandwidth = setup.cluster.device.memory_bandwidth_bytes_per_s.value
     weights = layer.parameters + layer.expert_parameters
-    added = 2 * setup.software.gradient_bytes * weights / bandwidth
+    # Read and written once more by the product itself (Megatron's fused accumulation), else a
+    # 16-bit gradient is read beside.
+    fused = setup.software.family == "megatron"
+    added = (2 * setup.software.gradient_bytes + (0 if fused else 2)) * weights / bandwidth
     twice = forward * 2
     again = 0.5 if setup.software.sequence_parallel else 0.0
     return Pass(
@@ -356,7 +388,7 @@ def _backward(setup: Setup, layer: LayerWork, forward: Pass, _: Setup) -> Pass:
         expert_s=twice.expert_s,
         expert_narrow_s=twice.expert_narrow_s,
         flash_s=2.5 * forward.flash_s,
-        product_bytes_s=twice.product_bytes_s,
+        tail_s=forward.back_tail_s,
         memory_s=twice.memory_s + added,
         kernels=twice.kernels,
         # Inputs are gathered once more for the weights' gradients.
@@ -428,7 +460,9 @@ def _update_s(
 
 
 def _peak(setup: Setup, dtype: str) -> float:
-    return peak_flop_per_s(setup.cluster.device, dtype).value
+    """Where 16 bits are slower than 32 (GeForce before 2018), libraries compute in 32."""
+    device = setup.cluster.device
+    return max(peak_flop_per_s(device, dtype).value, device.flop_per_s["float32"].value)
 
 
 def _narrow_peak(setup: Setup) -> float:

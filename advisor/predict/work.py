@@ -18,6 +18,12 @@ from advisor.predict.setup import Setup, Shape
 # Width of a score chunk and of the state in state-space layers (Mamba-2: chunk_size, ssm_state).
 CHUNK, STATE = 128, 128
 ALIGNMENT = 64
+# Adaptive softmax: all tokens see the most frequent words (20,000 of 267,735), few the rest.
+ADAPTIVE_SHARE = 0.15
+# Traffic of elementwise operations one by one over that of fused kernels: bias, activation, dropout
+# and residual are four reads and writes for two; norms are one kernel in both.
+EAGER = 1.5
+NARROW = frozenset({"float8_e4m3fn", "float4"})
 # Latents of multi-head latent attention: queries, keys and values, and the rotary part of a head
 # (DeepSeek-V3, config.json).
 QUERY_LATENT, KEY_LATENT, ROTARY = 1536, 512, 64
@@ -39,6 +45,11 @@ class Product:
         return 2.0 * self.m * self.n * self.k * self.count
 
     @property
+    def odd(self) -> bool:
+        """Whether a product of activations has rows that are no multiple of 16 bytes."""
+        return not self.linear and bool(self.k % 8 or self.n % 8)
+
+    @property
     def aligned(self) -> bool:
         """Whether rows of the weight and of the output are whole lines of 128 bytes.
 
@@ -58,7 +69,7 @@ class LayerWork:
 
     Attributes:
         flash_flop: of an attention that keeps no scores.
-        moved_bytes: by elementwise kernels.
+        moved_bytes, score_bytes: by elementwise kernels, where an element has 2 bytes.
         kernels: launched.
         tensor_bytes: payload of each of `tensor_exchanges` all-reduces of the tensor ranks, or
             of an all-gather and a reduce-scatter in place of each.
@@ -115,11 +126,9 @@ def work_of(setup: Setup) -> Work:
     slowest, last = _stages(setup, total)
     head = _head(setup, shape)
     tokens = layout.microbatch * shape.length / layout.cp
-    # Each tensor rank sends its part of what is between stages (Megatron's scatter-gather, 2021);
-    # DeepSpeed's pipeline sends all of it from each.
-    boundary = tokens * shape.hidden * 2
-    if setup.software.family == "megatron":
-        boundary /= layout.tp
+    # Each tensor rank sends its part of what is between stages (Megatron's scatter-gather, 2021;
+    # DeepSpeed's partitioned pipeline buffers).
+    boundary = tokens * shape.hidden * 2 / layout.tp
     per_stage = slowest
     embedding = shape.vocab * shape.hidden / layout.tp
     ends = embedding if layout.pp > 1 or shape.tied else 2 * embedding
@@ -242,9 +251,18 @@ def _layer(
             products.append(Product(tokens / tp, h, inner))
         moved += own * h * 11 + sent * (16 * inner + act * shape.expert_ffn)
         moved += tokens / tp * shape.experts * 12
-        kernels += 30
+        kernels += 45
         token_bytes = 2 * sent * inner
         expert_parameters = local * (matrices + 1) * inner * shape.expert_ffn
+    if layout.tp > 1:
+        kernels += 4 * exchanges
+    if layout.cp > 1:
+        kernels += 6 * layout.cp
+    if setup.dtype in NARROW:
+        # Scales, conversions and transposes before each product.
+        kernels += 4 * len(products)
+    if not software.fused:
+        moved *= EAGER
     weights = sum(p.n * p.k * p.count for p in products if p.linear and not p.expert)
     return LayerWork(
         products=tuple(products),
@@ -301,16 +319,20 @@ def _attention(
     # Softmax reads and writes; dropout reads, writes and keeps a byte.
     scores = pairs * (4 + (5 if setup.software.dropout else 0))
     if not setup.software.fused:
-        scores += pairs * (8 if shape.kind != "transformer_xl" else 24)
+        scores += pairs * (8 if shape.kind != "transformer_xl" else 60)
     return products, 0.0, scores, moved
 
 
 def _head(setup: Setup, shape: Shape) -> LayerWork:
     layout = setup.layout
     tokens = layout.microbatch * shape.length / layout.cp
-    logits = tokens * shape.vocab / layout.tp
+    # Padded to whole blocks of 128 on each rank (Megatron-LM, make_vocab_size_divisible_by).
+    vocab = float(ceil(shape.vocab / layout.tp / 128) * 128)
+    if shape.kind == "transformer_xl":
+        vocab *= ADAPTIVE_SHARE
+    logits = tokens * vocab
     return LayerWork(
-        products=(Product(tokens, shape.vocab / layout.tp, shape.hidden),),
+        products=(Product(tokens, vocab, shape.hidden),),
         moved_bytes=logits * 12,
         kernels=20,
         tensor_bytes=2 * tokens * shape.hidden,

@@ -11,7 +11,7 @@ from advisor.predict.rows import Row, row_of
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT.parent / "shared" / "data" / "measured"
 # Weight of a row in a fit and a median, by what its table says of it.
-WEIGHTS = {"high": 1.0, "medium": 0.5, "low": 0.0}
+WEIGHTS = {"high": 1.0, "medium": 0.25, "low": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
