@@ -1,8 +1,8 @@
 """The fitted constants of memory, from published runs: `python -m tests.scorecard.memory_fit`.
 
 What a device holds beyond what an allocator counts is fitted on what nvidia-smi showed, the usable
-share on which runs failed, the range on how predictions missed files they were not fitted on. Every file weighs as the square root of its rows; the same data gives the
-same constants.
+share on which runs failed, the ranges on how predictions missed files they were not fitted on.
+Every file weighs as the square root of its rows; the same data gives the same constants.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from math import exp, log, sqrt
 
 from advisor.predict.memory import MemoryPrediction, predict_memory, stage_memory
 from advisor.predict.memory_constants import FITTED, GIB, MemoryConstants
+from advisor.predict.prediction import Prediction
 from advisor.predict.resolve import resolve
 from advisor.predict.setup import Setup
 from tests.scorecard.published import WEIGHTS, Published, published
@@ -69,9 +70,7 @@ def held_runs(runs: Sequence[Published]) -> list[Held]:
     for held in found:
         if held.measured_bytes is not None:
             sizes[held.run.file] += 1
-    return [
-        replace(held, weight=held.weight / sqrt(sizes[held.run.file] or 1)) for held in found
-    ]
+    return [replace(held, weight=held.weight / sqrt(sizes[held.run.file] or 1)) for held in found]
 
 
 def counts_allocated(metric: str) -> bool:
@@ -105,6 +104,31 @@ def ends(held: Held, constants: MemoryConstants) -> tuple[float, float]:
     return found.low / found.value, found.high / found.value
 
 
+def as_published(
+    run: Published, prediction: Prediction, constants: MemoryConstants = FITTED
+) -> Prediction:
+    """The prediction with the memory that the run's figure counts, by its counter and its rank.
+
+    What is published of one rank says nothing of a fuller one. Both figures become that one, so
+    that whoever compares need not know which is meant; so does the range.
+    """
+    setup = resolve(run.row)
+    if not isinstance(setup, Setup) or setup.shape is None:
+        return prediction
+    held = Held(run, setup, 1.0)
+    predicted = predict_memory(setup, constants)
+    gib = counted(held, predicted, constants) / GIB
+    low, high = ends(held, constants)
+    return replace(
+        prediction,
+        predicted_peak_mem_gib=gib,
+        predicted_reserved_gib=gib,
+        mem_low_gib=gib * low,
+        mem_high_gib=gib * high,
+        predicted_fits=predicted.fits,
+    )
+
+
 def loss(constants: MemoryConstants, runs: Sequence[Held]) -> float:
     """Weighted mean of |log(measured / predicted)|."""
     total = sum(held.weight for held in runs)
@@ -116,9 +140,7 @@ def fit(runs: Sequence[Held], start: MemoryConstants = START) -> MemoryConstants
 
     What allocators counted is predicted without constants, so only the device's figures count.
     """
-    device = [
-        held for held in runs if held.measured_bytes is not None and not held.of_allocator
-    ]
+    device = [held for held in runs if held.measured_bytes is not None and not held.of_allocator]
     found = _descend(start, lambda constants: loss(constants, device)) if device else start
     return replace(found, usable_share=fit_usable(runs, found))
 
@@ -183,9 +205,7 @@ def with_ranges(
 
 
 def _whole(constants: MemoryConstants) -> MemoryConstants:
-    ones = dict.fromkeys(
-        ("allocated_low", "allocated_high", "reserved_low", "reserved_high"), 1.0
-    )
+    ones = dict.fromkeys(("allocated_low", "allocated_high", "reserved_low", "reserved_high"), 1.0)
     return replace(constants, **ones)
 
 
@@ -235,7 +255,7 @@ def main() -> int:
     for constant in fields(MemoryConstants):
         value = getattr(best, constant.name)
         shown = f"{value / GIB:.3g} * GIB" if constant.name.endswith("bytes") else f"{value:.3g}"
-        print(f"    {constant.name}: float = {shown}")
+        sys.stdout.write(f"    {constant.name}: float = {shown}\n")
     return 0
 
 
