@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from advisor.predict.rows import Row
 from advisor.predict.setup import Shape
+from advisor.predict.software import family_of
 
 # What the public configuration files of these models say (config.json of each on its model hub);
 # tables of runs print a part of it at most. Looked up by the start of the name.
@@ -131,7 +132,9 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
     if not vocab and row.n_layers == 1 and not row.params_b:
         assumed.append("one layer by itself, without embedding, head and update")
     elif not vocab:
-        vocab = VOCABULARIES.get(kind, GPT_VOCABULARY)
+        # Megatron-LM comes with GPT-2's vocabulary, whatever the layers.
+        own = kind in ("bert", "t5") or family_of(row) != "megatron"
+        vocab = VOCABULARIES.get(kind, GPT_VOCABULARY) if own else GPT_VOCABULARY
         assumed.append(f"a vocabulary of {vocab}")
     # Parameters of a layer of width h: 12 h^2; an encoder-decoder has 28 h^2 of each pair.
     of_layer = 28 if kind == "t5" else 12

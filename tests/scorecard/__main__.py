@@ -8,10 +8,13 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from advisor.predict.constants import CONSTANTS, Constants
-from advisor.predict.convnet_constants import FITTED, ConvnetConstants
+from advisor.predict.convnet_constants import FITTED as LAYERS
+from advisor.predict.convnet_constants import ConvnetConstants
+from advisor.predict.memory_constants import FITTED, MemoryConstants
 from advisor.predict.prediction import predict
 from tests.scorecard import fit_convnets
 from tests.scorecard.fit import fit, timed_runs
+from tests.scorecard.memory_fit import as_published, held_runs, left_out
 from tests.scorecard.published import FOLDER, published
 from tests.scorecard.score import card
 
@@ -32,21 +35,20 @@ def main() -> int:
         file: fit_convnets.fit([one for one in layered if one.file != file])
         for file in sorted({one.file for one in layered})
     }
-    fitted = [(run, predict(run.row)) for run in runs]
-    pairs = [
-        (
-            run,
-            predict(
-                run.row,
-                constants=without.get(run.file, CONSTANTS),
-                layers=layers.get(run.file, FITTED),
-            ),
+    memory = {held.run.file: constants for held, constants in left_out(held_runs(runs))}
+    fitted = [(run, as_published(run, predict(run.row))) for run in runs]
+    pairs = []
+    for run in runs:
+        told = predict(
+            run.row,
+            constants=without.get(run.file, CONSTANTS),
+            layers=layers.get(run.file, LAYERS),
         )
-        for run in runs
-    ]
-    values = {**asdict(CONSTANTS), **asdict(FITTED)}
+        pairs.append((run, as_published(run, told, memory.get(run.file, FITTED))))
+    values = {**asdict(CONSTANTS), **asdict(FITTED), **asdict(LAYERS)}
+    counts = [len(fields(kind)) for kind in (Constants, MemoryConstants, ConvnetConstants)]
     result = {
-        "constants": len(fields(Constants)) + len(fields(ConvnetConstants)),
+        "constants": sum(counts),
         "values": {key: round(value, 6) for key, value in values.items()},
         "fitted": card(fitted),
         "left out": card(pairs),
