@@ -6,24 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, hypot
 
-from advisor.cost.breakdown import Traffic
-from advisor.cost.collective import Way, ways
+from advisor.cost.ledger import HOST_LINK_BYTES_PER_S, Ledger
 from advisor.cost.loads import Loads, UnitLoad
 from advisor.cost.memory import BUCKET_BYTES, shard_degree
 from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
 from profiles.cluster import ClusterProfile, Collective
 from profiles.model import ModelProfile
 
-# DDP's buckets are of 25 MiB too (bucket_cap_mb). The first is small, so that something is sent
-# early (dist._DEFAULT_FIRST_BUCKET_BYTES).
+# DDP's first bucket is small, so that something is sent early (dist._DEFAULT_FIRST_BUCKET_BYTES).
 FIRST_BUCKET_BYTES = 2**20
 # What the ranks count is two fp64 numbers (samples, ranks that failed), and two more for every
 # replica that has several ranks (engines/microbatches.py); a loss is one fp32 number, and the seed
 # that the ranks of the tp axis agree on an int64.
 COUNT_BYTES, PRINT_BYTES, SCALAR_BYTES, SEED_BYTES = 16, 16, 4, 8
-# A device's share of its own PCIe 4.0 x16 slot: 31 GB/s nominal (ml-engineering), of which eight
-# devices at once reach 24 (NVIDIA GTC S62129). Assumed: no profile measures the way to the host.
-HOST_LINK_BYTES_PER_S = 24e9
 # How far latency + bytes/bandwidth is from a real collective, beside the errors of its inputs.
 # Published busbw of one link differs by this much between ring and tree (8 H200: 367 and 480 GB/s
 # of all-reduce; ml-engineering network).
@@ -52,67 +47,6 @@ class Exchange:
     root_gather_s: float = 0.0
     root_reduce_s: float = 0.0
     root_replicate_s: float = 0.0
-
-
-class Ledger:
-    """Adds up equal collectives while a plan is walked through; and what goes to the host.
-
-    `wires`: the ways of collectives on this cluster, found once.
-    """
-
-    def __init__(self, cluster: ClusterProfile, wires: Wires) -> None:
-        self.host_bytes = 0.0
-        self._cluster = cluster
-        self._wires = wires
-        self._counts: dict[tuple[Collective, str, float, int, int], int] = {}
-
-    @property
-    def host_s(self) -> float:
-        """Seconds of a step that transfers to and from main memory take, hidden or not."""
-        return self.host_bytes / HOST_LINK_BYTES_PER_S
-
-    def charge(
-        self,
-        kind: Collective,
-        purpose: str,
-        payload_bytes: float,
-        *,
-        group_size: int,
-        stride: int = 1,
-        count: int = 1,
-    ) -> float:
-        """Note `count` collectives; the seconds of one."""
-        if group_size < 2 or count == 0 or payload_bytes == 0:
-            return 0.0
-        key = (kind, purpose, payload_bytes, group_size, stride)
-        self._counts[key] = self._counts.get(key, 0) + count
-        return self._seconds(kind, payload_bytes, group_size, stride)
-
-    def _seconds(self, kind: Collective, payload_bytes: float, group: int, stride: int) -> float:
-        found = self._wires.get((kind, group, stride))
-        if found is None:
-            found = ways(self._cluster, kind, group_size=group, stride=stride)
-            self._wires[kind, group, stride] = found
-        return min(way.seconds(payload_bytes) for way in found)
-
-    def traffic(self) -> tuple[Traffic, ...]:
-        return tuple(
-            Traffic(
-                kind=kind,
-                purpose=purpose,
-                payload_bytes=payload,
-                count=count,
-                group_size=group,
-                stride=stride,
-                link=self._cluster.link(group, stride).name,
-                seconds=count * self._seconds(kind, payload, group, stride),
-            )
-            for (kind, purpose, payload, group, stride), count in self._counts.items()
-        )
-
-
-Wires = dict[tuple[Collective, int, int], tuple[Way, ...]]
-"""The ways of a collective in groups of a size and stride."""
 
 
 def shard_group(plan: Plan) -> tuple[int, int]:
@@ -154,13 +88,14 @@ def exchange(plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool) -> Exc
 
 
 def stage_exchange(
-    plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool, chunks: int
+    plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool, root_gathers: int
 ) -> Exchange:
-    """The same of one stage of a pipeline, whose rank has `chunks` of them.
+    """The same of one stage of a pipeline.
 
     FSDP2 gathers as without stages, and reduces when a round is over, ZeRO-1 after the last one.
-    The root group is released by every backward of the rank (engines/fsdp.py), so that each
-    microbatch gathers it once for each stage.
+
+    Args:
+        root_gathers: how often the root group is gathered where it is not kept for the step.
     """
     kind = plan.data_parallel
     found = _tensor(plan, loads.entries, ledger)
@@ -174,7 +109,7 @@ def stage_exchange(
         ledger,
         has_host=has_host,
         gathers=1 if gathered_once else 2 * plan.forwards,
-        root_gathers=1 if gathered_once else plan.forwards * chunks,
+        root_gathers=1 if gathered_once else root_gathers,
         reductions=1 if kind is DataParallel.ZERO1 else rounds_of(plan),
     )
 

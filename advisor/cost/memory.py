@@ -2,20 +2,17 @@
 
 Moments: the forward of each unit, the loss, the backward of each unit in reverse and the reduction
 of its gradients, the reduction of the root group, the optimizer step. Each is a sum of what lives
-then, so the peak is a real moment and not a sum of maxima. On a stage of a pipeline the activations
-of other microbatches live beside it, as many as its schedule has in flight at that moment.
+then, so the peak is a real moment and not a sum of maxima. Stages of pipelines: `stage_memory`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from advisor.cost.breakdown import Memory
 from advisor.cost.loads import Loads, UnitLoad, describe
-from advisor.cost.orders import Kind
-from advisor.cost.orders import Moment as InFlight
 from engines.plan import DataParallel, Offload, Plan, Recompute
 from profiles.cluster import Device
 from profiles.model import LOSS
@@ -33,11 +30,12 @@ ACTIVATION_ERROR = 0.08
 # FSDP2 holds a gathered unit, its flat gather buffer and the unit prefetched next. Two whole units
 # is what its streams allow when the host does not run ahead, three when it does.
 UNITS_WHEN_AHEAD = 1
-# The replicas of a stage average gradients in flat messages (engines/replicas.py).
+# Gradients go in flat messages: the buckets of DistributedDataParallel (bucket_cap_mb=25, in the
+# MiB that it means), and those of the replicas of a stage (engines/replicas.py).
 BUCKET_BYTES = 25 * 2**20
 
-_WHOLE = (DataParallel.NONE, DataParallel.THREADS, DataParallel.REPLICATE)
-_KEEPS_PARAMETERS = (DataParallel.ZERO1, DataParallel.ZERO2)
+WHOLE = (DataParallel.NONE, DataParallel.THREADS, DataParallel.REPLICATE)
+KEEPS_PARAMETERS = (DataParallel.ZERO1, DataParallel.ZERO2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +76,12 @@ class Peak:
     loss_bytes: float
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A stage of a pipeline, or the whole model, while one microbatch is in it.
-
-    Attributes:
-        forward, backward: the fullest moments, beside what other microbatches hold.
-        kept_bytes: what a microbatch holds between its forward and its backward: activations, and
-            what is sent on.
-        own_bytes: the activations among them.
-        cast_bytes: copies of the weights that autocast made, which it holds as well.
-        waiting_bytes: gradients between layers, where those of the weights come later.
-    """
-
-    forward: Moment
-    backward: Moment
-    kept_bytes: float
-    own_bytes: float
-    cast_bytes: float
-    waiting_bytes: float
-
-
 def shard_degree(plan: Plan) -> int:
     """Over how many ranks parameters and optimizer states are divided; those of cp hold parts too.
 
     Context parallelism leaves parameters alone, so its ranks share in what is sharded.
     """
-    if plan.data_parallel in _KEEPS_PARAMETERS:
+    if plan.data_parallel in KEEPS_PARAMETERS:
         return plan.dp_replicate * plan.cp
     return plan.dp_shard * plan.cp if plan.data_parallel.is_sharded else 1
 
@@ -125,14 +102,14 @@ def peak(
     on_device = not is_offloaded(plan, device)
     gradients = _gradients(plan, loads, on_device=on_device)
     moments = [
-        *_forward(plan, loads, gradients, _gathered(plan, loads)),
-        *_backward(plan, loads, gradients, _gathered(plan, loads)),
+        *forward_moments(plan, loads, gradients, _gathered(plan, loads)),
+        *backward_moments(plan, loads, gradients, _gathered(plan, loads)),
         *_root_reduction(plan, loads, gradients),
     ]
     if on_device:
-        moments.append(_optimizer_step(plan, loads.gradient_bytes, update, device))
+        moments.append(optimizer_step(plan, loads.gradient_bytes, update, device))
     fullest = max(moments, key=lambda moment: moment.total)
-    return _peak_at(
+    return peak_at(
         fullest,
         plan,
         parameter_bytes=loads.parameter_bytes,
@@ -140,7 +117,7 @@ def peak(
         update=update,
         device=device,
         batch_bytes=batch_bytes + loads.buffer_bytes,
-        ahead=UNITS_WHEN_AHEAD * _largest_copy(plan, loads),
+        ahead=UNITS_WHEN_AHEAD * largest_copy(plan, loads),
     )
 
 
@@ -149,7 +126,7 @@ def is_offloaded(plan: Plan, device: Device) -> bool:
     return plan.offload is Offload.STATES and device.kind != "cpu"
 
 
-def _peak_at(
+def peak_at(
     fullest: Moment,
     plan: Plan,
     *,
@@ -192,7 +169,7 @@ def _peak_at(
     )
 
 
-def _largest_copy(plan: Plan, loads: Loads) -> float:
+def largest_copy(plan: Plan, loads: Loads) -> float:
     if not plan.data_parallel.is_sharded:
         return 0.0
     return max((u.parameter_bytes for u in loads.separate), default=0.0) * loads.compute_share
@@ -233,13 +210,13 @@ def _gathered(plan: Plan, loads: Loads) -> Gathered:
     def one_by_one(i: int, following: int) -> float:
         return root + copies[i] + following_bytes(following)
 
-    if kind in _WHOLE:
+    if kind in WHOLE:
         return autocast
-    return kept if kind in _KEEPS_PARAMETERS else one_by_one
+    return kept if kind in KEEPS_PARAMETERS else one_by_one
 
 
 @dataclass(frozen=True, slots=True)
-class _Gradients:
+class Gradients:
     """Gradients held by the device before, and while, entry `i` runs its backward.
 
     `buffers` are beside them while it runs, `reduced` when it is done and its reduction begins;
@@ -253,7 +230,7 @@ class _Gradients:
     carried: float = 0.0
 
 
-def _gradients(plan: Plan, loads: Loads, *, on_device: bool) -> _Gradients:
+def _gradients(plan: Plan, loads: Loads, *, on_device: bool) -> Gradients:
     """Where gradients are, by data-parallel kind; `on_device` False means shards go to the host.
 
     DDP's live in its buckets from the start (gradient_as_bucket_view); microbatches before the last
@@ -268,7 +245,7 @@ def _gradients(plan: Plan, loads: Loads, *, on_device: bool) -> _Gradients:
     total = loads.gradient_bytes
     seen = list(accumulate(unit.gradient_bytes * unit.count for unit in units))
     after = [total - so_far + mine for so_far, mine in zip(seen, own, strict=True)]
-    if kind not in _WHOLE:
+    if kind not in WHOLE:
         # What backward makes of a unit, beside the fp32 input of the reduction before it, which
         # FSDP2 holds until the unit is done; then its own. The root group's gradients wait whole
         # for the end of the backward.
@@ -284,9 +261,9 @@ def _gradients(plan: Plan, loads: Loads, *, on_device: bool) -> _Gradients:
         reduced = [share * mine + mine for mine in inputs]
         waiting = share * loads.root_gradient_bytes
         if kind is DataParallel.ZERO1 and several:
-            return _Gradients(total, lambda i: total, lambda i: working[i], lambda i: reduced[i])
+            return Gradients(total, lambda i: total, lambda i: working[i], lambda i: reduced[i])
         kept = 1 / degree if on_device else 0.0
-        return _Gradients(
+        return Gradients(
             total * kept if several else 0.0,
             lambda i: (total if several else after[i]) * kept,
             lambda i: working[i] + waiting,
@@ -296,8 +273,8 @@ def _gradients(plan: Plan, loads: Loads, *, on_device: bool) -> _Gradients:
     if kind is DataParallel.REPLICATE:
         # Autograd makes a gradient, then it is copied into its bucket.
         held = 2 * total if several else total
-        return _Gradients(held, lambda i: held, lambda i: own[i])
-    return _Gradients(
+        return Gradients(held, lambda i: held, lambda i: own[i])
+    return Gradients(
         total if several else 0.0,
         lambda i: total if several else after[i],
         lambda i: own[i] if several else 0.0,
@@ -315,8 +292,8 @@ def _next_separate(units: Sequence[UnitLoad], *, backward: bool) -> list[int]:
     return found
 
 
-def _forward(
-    plan: Plan, loads: Loads, gradients: _Gradients, gathered: Gathered
+def forward_moments(
+    plan: Plan, loads: Loads, gradients: Gradients, gathered: Gathered
 ) -> Iterator[Moment]:
     following = _next_separate(loads.entries, backward=False)
     before = 0.0
@@ -335,8 +312,8 @@ def _forward(
         before += kept_bytes(unit, plan.recompute) * unit.count
 
 
-def _backward(
-    plan: Plan, loads: Loads, gradients: _Gradients, gathered: Gathered
+def backward_moments(
+    plan: Plan, loads: Loads, gradients: Gradients, gathered: Gathered
 ) -> Iterator[Moment]:
     """Each unit's backward with the forward that recompute runs before it, and its reduction."""
     units = loads.entries
@@ -366,7 +343,7 @@ def _backward(
         )
         live -= kept[i]
         if gradients.reduced is not None and unit.is_separate:
-            freed = 0.0 if plan.data_parallel in _KEEPS_PARAMETERS else unit.parameter_bytes
+            freed = 0.0 if plan.data_parallel in KEEPS_PARAMETERS else unit.parameter_bytes
             yield Moment(
                 event="reduction",
                 unit=unit.name,
@@ -379,7 +356,7 @@ def _backward(
             )
 
 
-def _root_reduction(plan: Plan, loads: Loads, gradients: _Gradients) -> Iterator[Moment]:
+def _root_reduction(plan: Plan, loads: Loads, gradients: Gradients) -> Iterator[Moment]:
     """The root group is reduced as one tensor when the backward is over."""
     if not plan.data_parallel.is_sharded:
         return
@@ -391,7 +368,7 @@ def _root_reduction(plan: Plan, loads: Loads, gradients: _Gradients) -> Iterator
     )
 
 
-def _optimizer_step(plan: Plan, gradient_bytes: float, update: Upkeep, device: Device) -> Moment:
+def optimizer_step(plan: Plan, gradient_bytes: float, update: Upkeep, device: Device) -> Moment:
     """The update's temporaries.
 
     torch's default on accelerators is foreach: for Adam one list of tensors as large as all local
@@ -402,120 +379,3 @@ def _optimizer_step(plan: Plan, gradient_bytes: float, update: Upkeep, device: D
         gradients=gradient_bytes / shard_degree(plan),
         transient=update.loop_bytes if device.kind == "cpu" else update.list_bytes,
     )
-
-
-def chunk_of(plan: Plan, loads: Loads, *, sent_bytes: float) -> Chunk:
-    """The units of `loads` as one stage of `plan`.
-
-    Gradients are whole until a round is over, and so are the parameters that ZeRO-1 and ZeRO-2
-    gather: both are the rank's, not the stage's (see `stage_peak`).
-
-    Args:
-        sent_bytes: of one microbatch, over the border after the stage.
-    """
-    share, kind = loads.compute_share, plan.data_parallel
-    units = loads.entries
-    one_by_one = kind.is_sharded and kind not in _KEEPS_PARAMETERS
-    copies = [u.parameter_bytes * share * (one_by_one and u.is_separate) for u in units]
-
-    def gathered(i: int, following: int) -> float:
-        return copies[i] + (copies[following] if 0 <= following < len(copies) else 0.0)
-
-    # Of every unit a new gradient is made before it is added to that of other microbatches.
-    made = share if kind.is_sharded else 1.0
-    gradients = _Gradients(0.0, lambda i: 0.0, lambda i: made * units[i].gradient_bytes)
-    forward = max(_forward(plan, loads, gradients, gathered), key=lambda moment: moment.total)
-    backward = max(_backward(plan, loads, gradients, gathered), key=lambda moment: moment.total)
-    cast = loads.parameter_bytes * share * (share != 1 and kind in _WHOLE)
-    own = sum(kept_bytes(unit, plan.recompute) * unit.count for unit in loads.runs)
-    return Chunk(
-        forward=replace(forward, gathered=forward.gathered + cast),
-        backward=backward,
-        kept_bytes=own + sent_bytes,
-        own_bytes=own,
-        cast_bytes=cast,
-        waiting_bytes=sum(unit.layer_bytes * unit.count for unit in loads.runs),
-    )
-
-
-def stage_peak(
-    plan: Plan,
-    parts: Sequence[Loads],
-    chunks: Sequence[Chunk],
-    in_flight: Sequence[InFlight],
-    *,
-    update: Upkeep,
-    device: Device,
-    batch_bytes: float,
-    buffer_bytes: float,
-    copied_bytes: float,
-) -> Peak:
-    """The fullest moment of a step on one rank of a pipeline.
-
-    Args:
-        parts, chunks: the rank's stages, in order.
-        in_flight: what it holds of other microbatches when its actions begin.
-        update: of the rank's part of the parameters.
-        batch_bytes: every stage is given the whole batch, and the model's buffers.
-        buffer_bytes: what is received is received into, for all microbatches of a round.
-        copied_bytes: parameters that another stage counts, and this one holds a copy of.
-    """
-    kind, on_device = plan.data_parallel, not is_offloaded(plan, device)
-    share, degree = parts[0].compute_share, shard_degree(plan)
-    parameter_bytes = sum(part.parameter_bytes for part in parts) + copied_bytes
-    gradient_bytes = sum(part.gradient_bytes for part in parts) + copied_bytes
-    root = sum(part.root_parameter_bytes for part in parts) + copied_bytes
-    whole = gradient_bytes
-    if kind.is_sharded and plan.accumulation > 1 and kind is not DataParallel.ZERO1 and on_device:
-        whole += gradient_bytes / degree  # of the rounds before
-    always = 0.0
-    if kind in _KEEPS_PARAMETERS:
-        always = parameter_bytes * share
-    elif kind.is_sharded:
-        always = root * share
-
-    def at(moment: InFlight) -> Moment:
-        chunk = chunks[moment.chunk]
-        is_forward = moment.kind is Kind.FORWARD
-        own = chunk.forward if is_forward else chunk.backward
-        kept, cast, waiting = own.activations, own.gathered + always, own.transient
-        if not is_forward:
-            kept -= chunk.own_bytes  # of the microbatch in work, which is among those held
-        for held, late, each in zip(moment.held, moment.waiting, chunks, strict=True):
-            kept += held * each.kept_bytes
-            cast += held * each.cast_bytes
-            waiting += late * each.waiting_bytes
-        return Moment(own.event, own.unit, whole, kept, cast, waiting, own.loss)
-
-    moments = [at(moment) for moment in in_flight]
-    moments.append(_meeting(plan, parts, whole, root=root, always=always))
-    if on_device:
-        moments.append(_optimizer_step(plan, gradient_bytes, update, device))
-    fullest = max(moments, key=lambda moment: moment.total)
-    return _peak_at(
-        fullest,
-        plan,
-        parameter_bytes=parameter_bytes,
-        gradient_bytes=gradient_bytes,
-        update=update,
-        device=device,
-        batch_bytes=batch_bytes,
-        buffer_bytes=buffer_bytes,
-        ahead=UNITS_WHEN_AHEAD * max(_largest_copy(plan, part) for part in parts),
-    )
-
-
-def _meeting(
-    plan: Plan, parts: Sequence[Loads], whole: float, *, root: float, always: float
-) -> Moment:
-    """The replicas of a stage meet when the round is over: gradients go by buckets, or are reduced
-    group by group from an fp32 copy."""
-    if plan.data_parallel.is_sharded:
-        groups = [unit.gradient_bytes for part in parts for unit in part.separate]
-        return Moment(
-            event="reduction of the stage",
-            gradients=whole,
-            gathered=always + max([root, *groups]),
-        )
-    bucket = min(whole, BUCKET_BYTES) if plan.data_degree > 1 else 0.0
-    return Moment(event="exchange of the stage's gradients", gradients=whole, gathered=bucket)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from advisor.cost.axes import without_experts
 from advisor.cost.breakdown import Estimate, Time
 from advisor.cost.communication import (
-    Ledger,
-    Wires,
     apart_s,
     communication_error,
     exchange,
@@ -27,6 +25,7 @@ from advisor.cost.compute import (
     unit_times,
     with_measured,
 )
+from advisor.cost.ledger import Ledger, Wires
 from advisor.cost.loads import Loads, UnitLoad, loads_of
 from advisor.cost.memory import Peak, peak, shard_degree
 from advisor.cost.replay import Slowdown, replay, slowdown
@@ -35,6 +34,7 @@ from advisor.cost.staged import staged
 from advisor.cost.stages import Stages
 from advisor.cost.tensor import Styles, cut_unit, is_split
 from advisor.facts import Facts
+from advisor.styles import proposed_styles
 from engines.legality import numerics
 from engines.plan import Plan
 from profiles.errors import PlanError
@@ -55,6 +55,7 @@ class CostModel:
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._units: dict[tuple[object, ...], tuple[UnitProfile, ...]] = {}
         self._updates: dict[tuple[object, ...], Upkeep] = {}
+        self._styles: dict[int, tuple[tuple[str, str], ...]] = {}
         self._load_bytes: float | None = None
         self._flop: dict[tuple[Numerics, int], float] = {}
         self._numerics: dict[tuple[object, bool], Numerics] = {}
@@ -229,19 +230,28 @@ class CostModel:
         kind = self.numerics(plan)
         samples = samples or plan.microbatch_size
         assert samples is not None
-        key = (kind, samples, plan.tp, plan.tensor_styles, plan.cp, plan.ep)
+        styles = self.styles(plan)
+        key = (kind, samples, plan.tp, styles, plan.cp, plan.ep)
         if key not in self._loads:
             self._loads[key] = loads_of(
                 self.facts.model,
                 numerics=kind,
                 samples=samples,
                 tp=plan.tp,
-                styles=plan.tensor_styles,
+                styles=styles,
                 cp=plan.cp,
                 ep=plan.ep,
                 runs=self.runs,
             )
         return self._loads[key]
+
+    def styles(self, plan: Plan) -> tuple[tuple[str, str], ...]:
+        """How layers are split; as proposed from the profile where the plan leaves it open."""
+        if plan.tp == 1 or plan.tensor_styles:
+            return plan.tensor_styles
+        if plan.tp not in self._styles:
+            self._styles[plan.tp] = proposed_styles(self.facts.model, plan.tp)
+        return self._styles[plan.tp]
 
     def computing(self, plan: Plan, loads: Loads) -> Computing:
         """Measured times of this device where the model carries some, else the roofline's.
@@ -287,6 +297,7 @@ class CostModel:
             tuple(counts.items()),
             tuple(unit.name for unit in copies),
             plan.tp,
+            self.styles(plan),
             plan.ep,
             shard_degree(plan),
         )
@@ -298,11 +309,12 @@ class CostModel:
         """Every unit with the parameters that one rank of the tp axis has; equal ones are one
         object, unless the optimizer knows them by their names."""
         model = self.facts.model
-        key = (plan.tp, plan.tensor_styles, plan.ep)
+        wanted = self.styles(plan)
+        key = (plan.tp, wanted, plan.ep)
         if self.facts.workload.optimizer.units is not None:
             return model.units
         if key not in self._units:
-            styles = Styles(plan.tensor_styles)
+            styles = Styles(wanted)
             kind = self.numerics(plan)
             found: list[UnitProfile] = []
             for run in self.runs:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from advisor.cost.breakdown import Estimate, StageEstimate
+from advisor.cost.breakdown import Estimate, StageEstimate, Traffic
 from advisor.cost.communication import (
-    Ledger,
     apart_s,
     replica_group,
     rounds_of,
@@ -17,11 +16,13 @@ from advisor.cost.communication import (
     summed_s,
 )
 from advisor.cost.compute import Busy, Computing, busy_s, optimizer_s
+from advisor.cost.ledger import Ledger
 from advisor.cost.loads import Loads
-from advisor.cost.memory import Chunk, Peak, chunk_of, shard_degree, stage_peak
-from advisor.cost.orders import SPLITS_BACKWARD, moments, stages_of
+from advisor.cost.memory import Peak, shard_degree
+from advisor.cost.orders import SPLITS_BACKWARD, gathers_of_root, moments, stages_of
 from advisor.cost.pipeline import Played, StageTimes, play, sends_late
 from advisor.cost.replay import backward, forward
+from advisor.cost.stage_memory import Chunk, chunk_of, stage_peak
 from advisor.cost.stages import Tie
 from engines.plan import DataParallel, Plan, Schedule
 from profiles.cluster import Collective
@@ -73,8 +74,10 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     in_round = 1 if schedule is Schedule.NAIVE else plan.microbatches
     rounds = rounds_of(plan)
     borders = _borders(model, plan, ends)
-    stages = _stages(model, plan, ends, borders, chunks=len(places) // plan.pp)
+    stages = _stages(model, plan, ends, borders)
     whole = model.stages.whole_backwards(ends) if schedule in SPLITS_BACKWARD else frozenset[int]()
+    halved = range(1, len(places)) if schedule in SPLITS_BACKWARD else range(0)
+    splits = frozenset(halved) - whole
     times = _times(schedule, stages, borders, whole)
     waits = sends_late(schedule) or not model.overlaps
     played = play(schedule, times, ranks=plan.pp, microbatches=in_round, waits=waits)
@@ -92,8 +95,6 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     ]
 
     def peak_of(rank: int, chunks: Sequence[Chunk]) -> Peak:
-        received = [borders[s - 1].there_bytes for s in own[rank] if s]
-        returned = [borders[s].back_bytes for s in own[rank] if s < len(borders)]
         return stage_peak(
             plan,
             [stages[s].part for s in own[rank]],
@@ -102,7 +103,8 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
             update=updates[rank],
             device=cluster.device,
             batch_bytes=batch_bytes,
-            buffer_bytes=_received_into(in_round, received, returned),
+            buffer_bytes=in_round
+            * sum(_received_into(borders, s, splits=splits) for s in own[rank]),
             copied_bytes=sum(t.unit.parameter_bytes for t in ties if rank in t.ranks[1:]),
         )
 
@@ -115,17 +117,18 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     busiest = max(range(plan.pp), key=lambda rank: played.busy_s[rank] + tails[rank].total_s)
     fullest = max(range(plan.pp), key=lambda rank: peaks[rank].high_bytes)
     # Its moments are named after its own units.
-    named = [chunk_of(plan, stages[s].part, sent_bytes=_sent(borders, s)) for s in own[fullest]]
+    named = [
+        chunk_of(
+            plan,
+            stages[s].part,
+            received_bytes=_sent(borders, s - 1),
+            sent_bytes=_sent(borders, s),
+        )
+        for s in own[fullest]
+    ]
     memory = peak_of(fullest, named)
 
-    ledger = model.ledger()
-    for s in own[busiest]:
-        stage_exchange(
-            plan, stages[s].part, ledger, has_host=model.overlaps, chunks=len(own[busiest])
-        )
-    _charge_sends(plan, own[busiest], borders, ledger)
-    _Tail.of(model, plan, [stages[s] for s in own[busiest]], busiest, ties, ledger)
-    apart = apart_s(plan, model.facts.model, ledger)
+    ledger, apart = _charged(model, plan, busiest, own[busiest], stages, borders, ties)
     late = sum(stage.late_s for stage in stages)
     between = max(end + tail.round_s for end, tail in zip(played.end_s, tails, strict=True))
     last = max(end + tail.last_s for end, tail in zip(played.end_s, tails, strict=True))
@@ -168,6 +171,44 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     )
 
 
+def traffic_of_ranks(model: CostModel, plan: Plan) -> tuple[tuple[Traffic, ...], ...]:
+    """What each rank of the pp axis is charged for, in their order; a legal plan with stages."""
+    ends = model.stages.ends(plan)
+    assert plan.schedule is not None
+    borders, ties = _borders(model, plan, ends), model.stages.ties(plan, ends)
+    count = len(ends) - 1
+    stages = _stages(model, plan, ends, borders)
+    found = []
+    for rank in range(plan.pp):
+        own = stages_of(plan.schedule, rank, ranks=plan.pp, stages=count)
+        ledger, _ = _charged(model, plan, rank, own, stages, borders, ties)
+        found.append(ledger.traffic())
+    return tuple(found)
+
+
+def _charged(
+    model: CostModel,
+    plan: Plan,
+    rank: int,
+    own: Sequence[int],
+    stages: Sequence[_Stage],
+    borders: Sequence[_Border],
+    ties: Sequence[Tie],
+) -> tuple[Ledger, float]:
+    """All that a rank with the stages `own` sends in a step; seconds of the small collectives."""
+    ledger = model.ledger()
+    assert plan.schedule is not None
+    in_round = 1 if plan.schedule is Schedule.NAIVE else plan.microbatches
+    gathers = rounds_of(plan) * gathers_of_root(
+        plan.schedule, rank, ranks=plan.pp, stages=len(stages), microbatches=in_round
+    )
+    for s in own:
+        stage_exchange(plan, stages[s].part, ledger, has_host=model.overlaps, root_gathers=gathers)
+    _charge_sends(plan, own, borders, ledger)
+    _Tail.of(model, plan, [stages[s] for s in own], rank, ties, ledger)
+    return ledger, apart_s(plan, model.facts.model, ledger)
+
+
 def _require_places(plan: Plan, count: int) -> None:
     if (
         count < plan.pp
@@ -197,27 +238,31 @@ def _borders(model: CostModel, plan: Plan, ends: Sequence[int]) -> list[_Border]
 
 
 def _sent(borders: Sequence[_Border], stage: int) -> float:
-    return borders[stage].there_bytes if stage < len(borders) else 0.0
+    """Bytes of a microbatch over the border after a stage; the last one has none, nor has -1."""
+    return borders[stage].there_bytes if 0 <= stage < len(borders) else 0.0
 
 
 def _stages(
-    model: CostModel, plan: Plan, ends: Sequence[int], borders: Sequence[_Border], *, chunks: int
+    model: CostModel, plan: Plan, ends: Sequence[int], borders: Sequence[_Border]
 ) -> list[_Stage]:
     """Every stage; those of equal units are worked out once."""
     loads, known = model.loads(plan), dict[object, _Stage]()
     found = []
     for stage, (first, last) in enumerate(pairwise(ends)):
         part = loads.part(first, last)
-        key = (part.runs, _sent(borders, stage))
+        received, sent = _sent(borders, stage - 1), _sent(borders, stage)
+        key = (part.runs, received, sent)
         if key not in known:
-            known[key] = _stage(model, plan, part, sent_bytes=key[1], chunks=chunks)
+            known[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)
         found.append(replace(known[key], part=part))
     return found
 
 
-def _stage(model: CostModel, plan: Plan, part: Loads, *, sent_bytes: float, chunks: int) -> _Stage:
+def _stage(
+    model: CostModel, plan: Plan, part: Loads, *, received_bytes: float, sent_bytes: float
+) -> _Stage:
     computing = model.computing(plan, part)
-    exchanged = stage_exchange(plan, part, model.ledger(), has_host=model.overlaps, chunks=chunks)
+    exchanged = stage_exchange(plan, part, model.ledger(), has_host=model.overlaps, root_gathers=1)
     kind = plan.data_parallel
     gathers = kind in (DataParallel.FULL_SHARD, DataParallel.HYBRID_SHARD)
     way = {"overlaps": model.overlaps}
@@ -235,7 +280,7 @@ def _stage(model: CostModel, plan: Plan, part: Loads, *, sent_bytes: float, chun
 
     return _Stage(
         part=part,
-        chunk=chunk_of(plan, part, sent_bytes=sent_bytes),
+        chunk=chunk_of(plan, part, received_bytes=received_bytes, sent_bytes=sent_bytes),
         computing=computing,
         forward_s=there.wall_s,
         backward_s=back.wall_s,
@@ -270,12 +315,14 @@ def _times(
     )
 
 
-def _received_into(
-    microbatches: int, received: Sequence[float], returned: Sequence[float]
-) -> float:
-    """torch's stages have a tensor for whatever arrives, of every microbatch of a round, as long as
-    the stage lives (`_RecvInfo` in torch/distributed/pipelining/stage.py)."""
-    return microbatches * (sum(received) + sum(returned))
+def _received_into(borders: Sequence[_Border], stage: int, *, splits: Container[int]) -> float:
+    """Bytes a microbatch: torch's stages have a tensor for whatever arrives, of every microbatch of
+    a round, as long as they live (`_RecvInfo` in torch/distributed/pipelining/stage.py). Where a
+    backward is split, gradients of what was received stay there too until the round is over
+    (`stage_backward_input`)."""
+    received = _sent(borders, stage - 1)
+    returned = borders[stage].back_bytes if stage < len(borders) else 0.0
+    return received + returned + (borders[stage - 1].back_bytes if stage in splits else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,8 +149,8 @@ def cut(cost: UnitCost, unit: UnitProfile, styled: Styled, *, tp: int, samples: 
             is_local = style.kind in (Kind.COLUMN, Kind.VOCAB)
             after = share if is_local else around
             if is_local and not by_tokens:
-                partial += layer.after.parameter_gradient_bytes
-                tensors += layer.after.parameter_gradient_bytes > 0
+                partial += sum(layer.after.parameter_gradient_bytes)
+                tensors += len(layer.after.parameter_gradient_bytes)
             sums.add(layer, own=share, after=after, kept=1.0, whole=layer.input_bytes)
     exchanges = tuple(_exchanges(cost, styled, samples=samples, by_tokens=by_tokens))
     kept = sums.activation_bytes
