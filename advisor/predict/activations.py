@@ -9,10 +9,11 @@ that is 32 bytes, with two masks of dropout the 34 of arXiv 2205.05198, beside 5
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from advisor.predict.setup import Setup, Shape
+from advisor.predict.work import KEY_LATENT, QUERY_LATENT, ROTARY
 
 # A T5's decoder sees a quarter of the encoder's tokens: 128 of 512 (Megatron-LM and NeMo T5 runs).
 DECODER_SHARE = 4
@@ -20,8 +21,6 @@ DECODER_SHARE = 4
 SUM_BYTES = 4
 # Router: logits, probabilities and their mask in fp32 (megatron/core/transformer/moe/router.py).
 ROUTER_BYTES = 12
-# Latents of DeepSeek-V3's attention: 1536 for queries, 512 + 64 for keys and values.
-LATENT_WIDTH = 1536 + 512 + 64
 # Mamba-2: inner width 2 h; B and C of 8 groups of 128 states (nemotron-3 configurations).
 MAMBA_STATES = 2 * 8 * 128
 
@@ -32,25 +31,31 @@ class Kept:
 
     Attributes:
         input: its input alone; what is kept when the whole layer is computed again.
-        scores: of the attention core; dropped by selective recompute.
+        selective: what selective recompute drops and brings back: the attention core's scores, and
+            of experts the nonlinearity's output (Megatron-LM's core_attn and moe_act).
         matrices: outputs of matrix products, and of attention: what a policy over operators keeps.
         all: everything, scores included.
     """
 
     input: float
-    scores: float
+    selective: float
     matrices: float
     all: float
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a rank sees of a microbatch: `whole` tokens of it, `split` of them outside the parts
-    that tensor parallelism divides; `element` bytes each number, `product` what matrix products
-    keep of their input (one byte with 8-bit floats)."""
+    """What a rank sees of a microbatch of `batch` sequences.
+
+    Attributes:
+        keys: positions that a token looks at; with Transformer-XL's memory twice the sequence's.
+        whole: tokens.
+        split: tokens outside the parts that tensor parallelism divides.
+        element: bytes of a number.
+        product: bytes that a matrix product keeps of a number of its input; one of 8-bit floats.
+    """
 
     batch: int
-    length: float
     keys: float
     whole: float
     split: float
@@ -60,13 +65,11 @@ class Tokens:
 
 def tokens_of(setup: Setup) -> Tokens:
     layout, shape = setup.layout, _shape(setup)
-    length = shape.length / layout.cp
-    whole = layout.microbatch * length
+    whole = layout.microbatch * shape.length / layout.cp
     half = setup.dtype not in ("float32", "tfloat32")
     return Tokens(
         batch=layout.microbatch,
-        length=length,
-        keys=shape.length,
+        keys=shape.length * (2 if shape.kind == "transformer_xl" else 1),
         whole=whole,
         split=whole / layout.tp if setup.software.sequence_parallel else whole,
         element=2.0 if half else 4.0,
@@ -97,7 +100,7 @@ def _attention(setup: Setup, tokens: Tokens, *, keys: float, cross: bool = False
     if shape.latent:
         # Keys are as wide as queries and hold the rotary part; latents are kept on every rank.
         projected = e * tokens.whole * queries * (1.5 + 1.5 + 1) / tp
-        projected += 2 * e * tokens.split * LATENT_WIDTH
+        projected += 2 * e * tokens.split * (QUERY_LATENT + KEY_LATENT + ROTARY)
     context = e * queries * tokens.whole / tp
     if product < e:
         context += product * queries * tokens.whole / tp
@@ -113,7 +116,7 @@ def _attention(setup: Setup, tokens: Tokens, *, keys: float, cross: bool = False
     total = inputs + normed + projected + context + mask + scores
     if not software.fused:
         total += 2 * inputs  # the norm's input in fp32, rotated queries and keys
-    return Kept(input=inputs, scores=scores, matrices=matrices, all=total)
+    return Kept(input=inputs, selective=scores, matrices=matrices, all=total)
 
 
 def _mlp(setup: Setup, tokens: Tokens, width: int) -> Kept:
@@ -128,7 +131,7 @@ def _mlp(setup: Setup, tokens: Tokens, width: int) -> Kept:
     total = inputs + normed + before + after + mask
     if not software.fused:
         total += 2 * inputs + (e * width * tokens.whole / tp if shape.gated else 0.0)
-    return Kept(input=inputs, scores=0.0, matrices=before + inputs, all=total)
+    return Kept(input=inputs, selective=0.0, matrices=before + inputs, all=total)
 
 
 def _experts(setup: Setup, tokens: Tokens) -> Kept:
@@ -156,7 +159,7 @@ def _experts(setup: Setup, tokens: Tokens) -> Kept:
         shared = _mlp(setup, tokens, shape.shared_ffn)
         total += shared.all - shared.input - normed
         matrices += shared.matrices - shared.input
-    return Kept(input=inputs, scores=0.0, matrices=matrices, all=total)
+    return Kept(input=inputs, selective=after, matrices=matrices, all=total)
 
 
 def _mamba(setup: Setup, tokens: Tokens) -> Kept:
@@ -168,14 +171,14 @@ def _mamba(setup: Setup, tokens: Tokens) -> Kept:
     convolved = e * (inner + MAMBA_STATES) * tokens.whole / tp
     scanned = 2 * e * inner * tokens.whole / tp
     total = 2 * inputs + projected + convolved + scanned
-    return Kept(input=inputs, scores=0.0, matrices=inputs + projected, all=total)
+    return Kept(input=inputs, selective=0.0, matrices=inputs + projected, all=total)
 
 
 def _together(*parts: Kept) -> Kept:
     """A layer of several parts; its input is the first one's."""
     return Kept(
         input=parts[0].input,
-        scores=sum(part.scores for part in parts),
+        selective=sum(part.selective for part in parts),
         matrices=sum(part.matrices for part in parts),
         all=sum(part.all for part in parts),
     )
@@ -192,14 +195,11 @@ def _expert_layer(setup: Setup, tokens: Tokens) -> Kept:
 
 def _decoder_layer(setup: Setup, tokens: Tokens) -> Kept:
     """A T5's: it looks at itself, then at what the encoder made."""
-    own = Tokens(
-        batch=tokens.batch,
-        length=tokens.length / DECODER_SHARE,
+    own = replace(
+        tokens,
         keys=tokens.keys / DECODER_SHARE,
         whole=tokens.whole / DECODER_SHARE,
         split=tokens.split / DECODER_SHARE,
-        element=tokens.element,
-        product=tokens.product,
     )
     return _together(
         _attention(setup, own, keys=own.keys),

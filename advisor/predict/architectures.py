@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from advisor.predict.rows import Row
 from advisor.predict.setup import Shape
+from advisor.predict.software import family_of
 
 # What the public configuration files of these models say (config.json of each on its model hub);
 # tables of runs print a part of it at most. Looked up by the start of the name.
@@ -55,6 +56,13 @@ _PUBLIC: Mapping[str, Mapping[str, int | bool]] = MappingProxyType(
             "n_layers": 52, "hidden": 2688, "n_heads": 32, "n_kv_heads": 2, "vocab": 131072,
             "n_experts": 128, "moe_topk": 6, "moe_ffn_hidden": 1856, "shared_ffn": 3712,
             "head_width": 128, "attention_layers": 6, "mamba_layers": 23, "mamba_width": 4096,
+        },
+        # NVIDIA's configurations for WikiText-103, whose words are its vocabulary.
+        "transformer-xl-base": {
+            "n_layers": 16, "hidden": 512, "n_heads": 8, "ffn_hidden": 2048, "vocab": 267735,
+        },
+        "transformer-xl-large": {
+            "n_layers": 18, "hidden": 1024, "n_heads": 16, "ffn_hidden": 4096, "vocab": 267735,
         },
         "llama-3-8b": {
             "n_layers": 32, "hidden": 4096, "n_heads": 32, "n_kv_heads": 8, "ffn_hidden": 14336,
@@ -124,7 +132,9 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
     if not vocab and row.n_layers == 1 and not row.params_b:
         assumed.append("one layer by itself, without embedding, head and update")
     elif not vocab:
-        vocab = VOCABULARIES.get(kind, GPT_VOCABULARY)
+        # Megatron-LM comes with GPT-2's vocabulary, whatever the layers.
+        own = kind in ("bert", "t5") or family_of(row) != "megatron"
+        vocab = VOCABULARIES.get(kind, GPT_VOCABULARY) if own else GPT_VOCABULARY
         assumed.append(f"a vocabulary of {vocab}")
     # Parameters of a layer of width h: 12 h^2; an encoder-decoder has 28 h^2 of each pair.
     of_layer = 28 if kind == "t5" else 12
@@ -174,7 +184,7 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
         vocab=vocab,
         length=row.seq_len or _length(kind),
         gated=gated,
-        tied=kind in ("dense_gpt", "bert", "t5"),
+        tied=kind in ("dense_gpt", "bert", "t5", "transformer_xl"),
         head_width=int(facts.pop("head_width", 0)) or hidden // heads or 1,
         experts=experts,
         topk=topk,

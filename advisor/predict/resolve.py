@@ -92,7 +92,7 @@ def _resolve(row: Row) -> Setup:
         zero=layout.zero,
         dtype=dtype,
         device=cluster.device.name,
-        classic=shape is not None and not shape.gated and not shape.is_hybrid,
+        shape=shape,
     )
     notes += unsaid
     setup = Setup(

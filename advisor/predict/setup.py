@@ -96,7 +96,7 @@ class Software:
         recompute: "none", "selective" (attention core), "selective-ops" (keep matmuls' outputs, as
             torch's selective checkpointing does), "full" (keep each layer's input).
         sequence_parallel: norms and dropout split over the tp ranks.
-        flash: attention keeps no score matrix.
+        flash: attention keeps no score matrix; `attention_said`: the row says which kernel ran.
         weight_bytes, gradient_bytes, master_bytes, moment_bytes: per parameter, as held between
             steps: the weights computed with, gradients, fp32 masters (0 where the weights are
             fp32), all optimizer moments together.
@@ -126,6 +126,7 @@ class Software:
     overlap_tensor: bool
     overlap_experts: bool = False
     compiled: bool = False
+    attention_said: bool = True
     offload: str = "none"
 
 

@@ -14,9 +14,11 @@ dropout       0.1 in the recipes of GPT-3, BERT and T5 (Megatron-LM's default), 
               gated: recipes since LLaMA.
 states        Megatron: weights and gradients of 2 + 4 bytes (gradients of 2 with fp16), fp32 master
               and moments 12, split over replicas by the distributed optimizer. The recipes of NeMo
-              and Megatron-Bridge add gradients up in 2 bytes (grad_reduce_in_fp32=False).
-              DeepSpeed: gradients of 2 bytes; with bfloat16 (its BF16 optimizer, 2022) of 4. FSDP: fp32 weights, split;
-              gathered and reduced in 16 bits.
+              and Megatron-Bridge add gradients up in 2 bytes (grad_reduce_in_fp32=False), and for
+              models after DeepSeek's keep both moments in 2 bytes, as its authors did
+              (arXiv 2412.19437, 3.3.3). DeepSpeed: gradients of 2 bytes; with bfloat16 (its BF16
+              optimizer, 2022) fp32 sums beside them. FSDP: fp32 weights, split; gathered and
+              reduced in 16 bits.
 fused         Megatron's kernels and compilers join chains of elementwise operations; so does
               TensorFlow's graph, which also stores maps as matrix units want them.
 overlap       DDP buckets beside the backward pass. Megatron exchanged gradients after it until
@@ -28,14 +30,19 @@ from __future__ import annotations
 import re
 
 from advisor.predict.rows import Row
-from advisor.predict.setup import Software
+from advisor.predict.setup import Shape, Software
 
 SELECTIVE_RECOMPUTE = 2022.35
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
 SHORT_GRADIENTS = 2024.0
-# Values of the column `arch` whose networks are trained with SGD where no optimizer is named.
-CONVOLUTIONAL = frozenset({"resnet", "cnn", "nasnet", "unet"})
+# Values of the column `arch` that are networks on images. They are trained with SGD where no
+# optimizer is named, but those of attention.
+ATTENTIVE = frozenset({"vit", "deit", "swin"})
+CONVOLUTIONAL = ATTENTIVE | {
+    "resnet", "resnext", "cnn", "nasnet", "unet", "vgg", "alexnet", "inception", "googlenet",
+    "densenet", "mobilenet", "efficientnet", "convnext", "regnet",
+}  # fmt: skip
 
 _YEARS = (
     ("V100", 2020.0),
@@ -87,26 +94,24 @@ def year_of(row: Row) -> float | None:
 
 
 def software_of(
-    row: Row, *, zero: int, dtype: str, device: str, classic: bool
+    row: Row, *, zero: int, dtype: str, device: str, shape: Shape | None
 ) -> tuple[Software, list[str]]:
-    """How the program of a row works, and what of it the row does not say.
-
-    `classic`: the model is of the first kind of transformers, without gated units.
-    """
+    """How the program of a row works on a model of `shape`, and what of it the row does not say."""
     family, assumed = family_of(row), []
+    classic = shape is not None and not shape.gated and not shape.is_hybrid
     year = year_of(row)
     if year is None:
         year = _usual_year(device)
         assumed.append(f"software of {year:g}")
     megatron = family in ("megatron", "megatron-deepspeed", "nemo")
-    sharded = family in ("foundry", "torchtitan", "fsdp") or (zero == 3 and not megatron)
+    sharded = family in ("foundry", "torchtitan", "fsdp")
     tensor = (row.tp or 1) > 1
 
-    flash = year >= FLASH_DEFAULT and row.arch not in ("bert", "t5")
+    flash = year >= FLASH_DEFAULT and row.arch not in ("bert", "t5", "transformer_xl")
     if row.attention is not None:
         flash = "flash" in row.attention.lower() or "cudnn" in row.attention.lower()
         flash = flash or "sdpa" in row.attention.lower()
-    else:
+    elif row.arch not in CONVOLUTIONAL:
         assumed.append(f"attention {'without' if flash else 'with'} kept scores")
 
     recompute = _recompute(row, family, year, megatron)
@@ -123,7 +128,10 @@ def software_of(
     reduce = 4.0 if full else 2.0
     if megatron and not full and dtype != "float16":
         gradient = reduce = 4.0
-    if family == "megatron" and year >= SHORT_GRADIENTS and _RECIPES.search(row.source or ""):
+    if family == "megatron-deepspeed" and dtype == "bfloat16":
+        gradient = 6.0
+    recipe = year >= SHORT_GRADIENTS and _RECIPES.search(row.source or "") is not None
+    if family == "megatron" and recipe:
         gradient = reduce = 2.0
     if family == "megatron" and dtype == "float16" and year < SELECTIVE_RECOMPUTE:
         gradient = reduce = 2.0
@@ -132,9 +140,9 @@ def software_of(
     if family == "tensorflow" and not full:
         # Variables stay in fp32, and so do their gradients.
         weight, gradient, master, reduce = 4.0, 4.0, 0.0, 4.0
-    moments = 8.0
+    moments = 4.0 if recipe and shape is not None and shape.latent else 8.0
     optimizer = (row.optimizer or "").lower()
-    if not optimizer and row.arch in CONVOLUTIONAL:
+    if not optimizer and row.arch in CONVOLUTIONAL - ATTENTIVE:
         moments = 0.0
         assumed.append("SGD without momentum")
     if "8-bit" in optimizer or "8bit" in optimizer:
@@ -164,6 +172,7 @@ def software_of(
             overlap_tensor=family == "megatron" and year >= OVERLAP_GRADIENTS,
             overlap_experts=False,
             compiled=compiled,
+            attention_said=row.attention is not None,
             offload=row.offload if row.offload not in (None, "n") else "none",
         ),
         assumed,

@@ -1,4 +1,4 @@
-"""Stages: which layers and how many parameters a pipeline stage holds, and what it has in flight."""
+"""Stages: the layers and parameters that a pipeline stage holds, and what it has in flight."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from math import ceil
 
 from advisor.predict.activations import MAMBA_STATES, expert_ranks
 from advisor.predict.setup import Layout, Setup, Shape
+from advisor.predict.work import KEY_LATENT, QUERY_LATENT, ROTARY
 
 # Megatron-LM pads its vocabulary to a multiple of 128 for each tensor rank
 # (--make-vocab-size-divisible-by); so do the programs that grew from it.
@@ -91,9 +92,11 @@ def layer_parameters(setup: Setup, kind: str) -> tuple[float, float]:
     if biased:
         attention += (queries + values) / tp + h
     if shape.latent:
-        # DeepSeek-V3: latents of 1536 and 512 + 64, heads of 128 + 64 (rotary) and 128.
-        attention = h * (1536 + 576) + norm
-        attention += (1536 * queries * 1.5 + 512 * queries * 2 + h * queries) / tp
+        # Down to the latents on every rank; up to queries with a rotary part, keys and values.
+        rotary = shape.heads * ROTARY
+        attention = h * (QUERY_LATENT + KEY_LATENT + ROTARY) + norm
+        attention += QUERY_LATENT * (queries + rotary) / tp
+        attention += (2 * KEY_LATENT * queries + h * queries) / tp
     matrices = 3 if shape.gated else 2
     mlp = matrices * h * shape.ffn / tp + norm + ((shape.ffn / tp + h) if biased else 0)
     inner = shape.expert_width or h
