@@ -70,6 +70,7 @@ class Basis:
     overlap_boundary: bool
     older_kernels: bool
     waits: int
+    blocking: bool
     once: int
 
 
@@ -122,6 +123,7 @@ def basis_of(setup: Setup) -> Basis:
         overlap_tensor=software.overlap_tensor,
         overlap_boundary=software.overlap_tensor,
         once=STEP_KERNELS if setup.shape is not None and setup.shape.vocab else 0,
+        blocking=software.blocking,
         waits=WAITS if layout.pp > 1 and "deepspeed" in software.family else 0,
         older_kernels=_generation(cluster.device.name) in ("hopper", "blackwell")
         and software.family not in ("megatron", "torchtitan"),

@@ -92,7 +92,8 @@ def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float,
     launch = part.kernels * c.launch_s
     if basis.generation in ("volta", "turing", "ampere"):
         launch *= c.older_host
-    return compute, tensor, tokens, max(0.0, launch - compute - tensor - tokens)
+    busy = 0.0 if basis.blocking else compute + tensor + tokens
+    return compute, tensor, tokens, max(0.0, launch - busy)
 
 
 def _data_s(basis: Basis, c: Constants, microbatch_s: float) -> float:
