@@ -1,0 +1,259 @@
+"""Memory of a row: the fullest moment of a step on each pipeline stage, and the worst of them.
+
+A stage holds its states all the time. Beside them, the fullest moment is one of: the loss, the
+backward of its last layer (with what recompute brings back), the optimizer's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from advisor.predict.activations import DECODER_SHARE, Tokens, expert_ranks, kept_by, tokens_of
+from advisor.predict.memory_constants import FITTED, MemoryConstants
+from advisor.predict.setup import Range, Setup, Software
+from advisor.predict.stages import Stage, in_flight, stage_of
+
+# DeepSpeed's defaults: buckets of 5e8 numbers to gather and to reduce, 1e9 parameters alive
+# (deepspeed.ai configuration pages).
+BUCKET = 5e8
+LIVE = 1e9
+_DEEPSPEED = ("deepspeed", "megatron-deepspeed")
+_FOREACH = ("ddp", "fsdp", "foundry", "torchtitan", "internevo")
+# Since this release Megatron-LM computes the loss in the buffer of the fp32 logits.
+LOSS_IN_PLACE = 2023.0
+# Inside the allocator: a workspace of cuBLAS for each of the two threads that run forward and
+# backward, and one of the library of fused layers; 32 MiB each on Hopper (torch, Reproducibility
+# notes; Transformer Engine, module/base.py).
+WORKSPACE = 3 * 32 * 2**20
+# torch 2.1 brought segments that grow (October 2023); NVIDIA's recipes switch them on
+# (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True), which leaves half of the cache at most: 1.08
+# to 1.10 of what is allocated (Mist's README; Megatron-Bridge's notes on recompute).
+EXPANDABLE = 2024.0
+RECIPE_SLACK = 0.5
+# torch 1.6 brought autocast (July 2020), which computes losses in fp32; programs took it up after.
+AUTOCAST = 2021.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes on a rank of one stage, at its fullest moment.
+
+    `allocated` is what the framework's allocator counts as used, `reserved` what the process takes
+    of the device: cached blocks, context and communicators too; `wanted` what it would take of a
+    device without end.
+    """
+
+    index: int
+    moment: str
+    states: float
+    activations: float
+    work: float
+    allocated: float
+    reserved: float
+    wanted: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPrediction:
+    """Of the worst rank, with every stage that can be it, the worst first."""
+
+    allocated: Range
+    reserved: Range
+    fits: bool
+    stages: tuple[StageMemory, ...]
+
+
+def predict_memory(setup: Setup, constants: MemoryConstants = FITTED) -> MemoryPrediction:
+    """Peak memory of a transformer's rank: the worst of first, second, last and longest stage."""
+    last = setup.layout.pp - 1
+    stages = [stage_memory(setup, i, constants) for i in sorted({0, min(1, last), last})]
+    stages.sort(key=lambda stage: -stage.wanted)
+    allocated, reserved = max(stage.allocated for stage in stages), stages[0].reserved
+    more, c = _doubt(setup, stages, constants), constants
+    return MemoryPrediction(
+        allocated=Range(
+            value=allocated,
+            low=allocated * c.allocated_low,
+            high=allocated * c.allocated_high * more,
+        ),
+        reserved=Range(
+            value=reserved,
+            low=reserved * c.reserved_low,
+            high=reserved * c.reserved_high * more,
+        ),
+        fits=stages[0].wanted <= c.usable_share * setup.cluster.device.memory_bytes.value,
+        stages=tuple(stages),
+    )
+
+
+def _doubt(setup: Setup, stages: Sequence[StageMemory], constants: MemoryConstants) -> float:
+    """How much more it is if attention keeps scores after all.
+
+    Programs of the recipes with dropout come with both kinds of kernels; where a row does not say
+    which one ran, the other bounds the range.
+    """
+    software = setup.software
+    if software.attention_said or not (software.flash and software.dropout):
+        return 1.0
+    other = replace(setup, software=replace(software, flash=False))
+    most = max(stage_memory(other, stage.index, constants).allocated for stage in stages)
+    return max(1.0, most / max(stage.allocated for stage in stages))
+
+
+def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) -> StageMemory:
+    """The fullest moment of a rank of the stage at `index`."""
+    stage, tokens, software = stage_of(setup, index), tokens_of(setup), setup.software
+    states = _states(setup, stage)
+    flying = in_flight(setup.layout, index)
+    kept = _kept(setup, stage, tokens) * flying
+    gathered, step = _gathered(setup, stage, tokens), _step(setup, stage)
+    moments = {
+        "backward": (kept, gathered + _layer_work(setup, stage)),
+    }
+    if stage.last:
+        moments["loss"] = (kept, gathered + _loss(setup, stage, tokens))
+    moment, (activations, work) = max(moments.items(), key=lambda item: sum(item[1]))
+    # Blocks that were cut for activations do not hold the optimizer's long ones: both stay cached.
+    cached = states + activations + work + step + WORKSPACE
+    if step > activations + work:
+        moment, activations, work = "optimizer step", 0.0, step
+    allocated = states + activations + work + WORKSPACE
+    layout = setup.layout
+    groups = sum(n > 1 for n in (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep))
+    outside = constants.context_bytes + groups * constants.group_bytes
+    capacity = setup.cluster.device.memory_bytes.value
+    slack = constants.slack_share * (RECIPE_SLACK if _expandable(software) else 1)
+    wanted = cached * (1 + slack) + outside
+    return StageMemory(
+        index=index,
+        moment=moment,
+        states=states,
+        activations=activations,
+        work=work,
+        allocated=allocated,
+        # Before the allocator fails it gives back what it only caches.
+        reserved=max(allocated + outside, min(wanted, capacity)),
+        wanted=wanted,
+    )
+
+
+def _expandable(software: Software) -> bool:
+    return software.family == "megatron" and software.year >= EXPANDABLE
+
+
+def _shards(setup: Setup) -> tuple[float, float]:
+    """Over how many ranks optimizer states are split: outside experts, and inside."""
+    layout = setup.layout
+    if layout.zero == 0:
+        return 1.0, 1.0
+    ranks = layout.dp * layout.cp * layout.tp
+    return float(layout.shard), max(1.0, ranks / (layout.ep * expert_ranks(setup)))
+
+
+def _states(setup: Setup, stage: Stage) -> float:
+    """Weights, gradients, masters and moments; the buffers that gradients are exchanged in."""
+    software, zero = setup.software, setup.layout.zero
+    weights, gradients = software.weight_bytes, software.gradient_bytes
+    optimizer = software.master_bytes + software.moment_bytes
+    if software.offload.startswith("optimizer"):
+        optimizer = 0.0
+    total = 0.0
+    for parameters, shards in zip((stage.dense, stage.experts), _shards(setup), strict=True):
+        total += parameters * (
+            weights / (shards if zero == 3 else 1)
+            + gradients / (shards if zero >= 2 else 1)
+            + optimizer / (shards if zero >= 1 else 1)
+        )
+    parameters = stage.dense + stage.experts
+    if software.family in _DEEPSPEED and setup.layout.dp > 1 and setup.layout.pp == 1:
+        total += min(BUCKET, parameters) * software.reduce_bytes * 2
+    if software.family == "ddp" and setup.layout.dp > 1:
+        total += parameters * software.reduce_bytes
+    return total
+
+
+def _kept(setup: Setup, stage: Stage, tokens: Tokens) -> float:
+    """What one microbatch leaves in the stage's layers until its backward."""
+    recompute, total = setup.software.recompute, 0.0
+    for kind, count in stage.layers.items():
+        kept = kept_by(setup, kind)
+        each = {
+            "full": kept.input,
+            "selective": kept.all - kept.selective,
+            "selective-ops": kept.matrices,
+        }.get(recompute, kept.all)
+        total += count * each
+    if stage.first and setup.software.dropout:
+        assert setup.shape is not None
+        total += tokens.split * setup.shape.hidden
+    return total
+
+
+def _layer_work(setup: Setup, stage: Stage) -> float:
+    """Beside what is kept, while a layer runs its backward: what is computed again, gradients."""
+    recompute, most = setup.software.recompute, 0.0
+    for kind, count in stage.layers.items():
+        if not count:
+            continue
+        kept = kept_by(setup, kind)
+        again = {
+            "full": kept.all - kept.input,
+            "selective": kept.selective,
+            "selective-ops": kept.all - kept.matrices,
+        }.get(recompute, 0.0)
+        # Each tensor that was kept gets a gradient of its size while the layer is in work.
+        most = max(most, again + kept.all)
+    return most
+
+
+def loss_bytes(software: Software, element: float, kind: str) -> float:
+    """Bytes a logit at the loss's fullest moment; `kind` of the model, as in `Shape`.
+
+    Megatron-LM turns the fp32 copy of the logits into the gradient in place; before, the
+    exponentials were a tensor of their own. torch's cross entropy holds the logits, their fp32
+    copy's log-softmax, its gradient and the fp32 gradient of the logits; before autocast, and in
+    Transformer-XL's own loss, all four are of the model's type.
+    """
+    if software.family in ("megatron", "internevo") and software.year >= LOSS_IN_PLACE:
+        return element + 4
+    if software.family in ("megatron", "megatron-deepspeed", "internevo"):
+        return element + 8
+    if software.year < AUTOCAST or kind == "transformer_xl":
+        return 4 * element
+    return element + 12 if element < 4 else 16
+
+
+def _loss(setup: Setup, stage: Stage, tokens: Tokens) -> float:
+    assert setup.shape is not None
+    share = 1 / DECODER_SHARE if setup.shape.kind == "t5" else 1.0
+    each = loss_bytes(setup.software, tokens.element, setup.shape.kind)
+    hidden = tokens.element * setup.shape.hidden * tokens.split * share
+    return tokens.whole * share * stage.vocab * each + 2 * hidden
+
+
+def _gathered(setup: Setup, stage: Stage, tokens: Tokens) -> float:
+    """Whole parameters and gradients of the layers in work, where states are split."""
+    software = setup.software
+    if setup.layout.zero == 3:
+        if software.family in _DEEPSPEED:
+            return min(LIVE, stage.dense + stage.experts) * tokens.element
+        # The layer in work, the one prefetched, the root's; then the gradients of one.
+        whole = 2 * stage.largest_layer + stage.ends
+        return whole * tokens.element + stage.largest_layer * (tokens.element + 4)
+    if software.weight_bytes > tokens.element:
+        return (stage.dense + stage.experts) * tokens.element  # autocast's copies
+    return 0.0
+
+
+def _step(setup: Setup, stage: Stage) -> float:
+    """What the update makes for itself: fp32 copies of 16-bit gradients, or one list of tensors."""
+    software = setup.software
+    if software.offload.startswith("optimizer"):
+        return 0.0
+    shards = _shards(setup)
+    local = stage.dense / shards[0] + stage.experts / shards[1]
+    each = 4.0 if software.master_bytes and software.gradient_bytes < 4 else 0.0
+    if software.family in _FOREACH:
+        each += 4.0
+    return each * local

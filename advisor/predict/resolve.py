@@ -1,0 +1,231 @@
+"""Rows to setups: every blank filled in by a rule, or a reason why it cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil, gcd
+
+from advisor.predict.architectures import parameters_of, shape_of
+from advisor.predict.convnet_memory import filled
+from advisor.predict.machines import cluster_of
+from advisor.predict.rows import Row
+from advisor.predict.setup import Layout, Refusal, Setup, Shape
+from advisor.predict.software import (
+    CONVOLUTIONAL,
+    OVERLAP_GRADIENTS,
+    family_of,
+    software_of,
+    year_of,
+)
+from profiles.cluster import ClusterProfile
+from profiles.convnets.layers import Network
+from profiles.convnets.registry import network_of
+from profiles.errors import InputError
+
+_DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "amp": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+    "tf32": "tfloat32",
+    "fp8": "float8_e4m3fn",
+    "mxfp8": "float8_e4m3fn",
+    "fp4": "float4",
+    "nvfp4": "float4",
+}
+# Model states a device may hold when nothing says how a model was split: 16 to 18 bytes a parameter
+# in half of the memory leave the other half to activations.
+STATE_BYTES, STATE_SHARE = 18, 0.5
+TOKENS_AT_ONCE = 16384
+
+
+def resolve(row: Row) -> Setup | Refusal:
+    """What a row ran, ready to be computed; no cell's content raises."""
+    try:
+        return _resolve(row)
+    except InputError as error:
+        return Refusal(row_id=row.row_id, reason=str(error).replace("\n", " "))
+    except _Impossible as reason:
+        return Refusal(row_id=row.row_id, reason=str(reason))
+
+
+class _Impossible(Exception):
+    """A layout that no program can run; says what, and the rule with its numbers."""
+
+
+def _resolve(row: Row) -> Setup:
+    cluster, assumed = cluster_of(row)
+    notes = list(assumed)
+    vision = row.arch in CONVOLUTIONAL
+    shape: Shape | None = None
+    network: Network | None = None
+    if vision:
+        size = row.params_b * 1e9 if row.params_b else None
+        network, unknown = network_of(
+            row.model_name, kind=row.arch, parameters=size, pixels=row.seq_len or 0
+        )
+        notes += [unknown] if unknown else []
+    else:
+        found = shape_of(row)
+        if isinstance(found, str):
+            raise _Impossible(found)
+        shape, said = found
+        notes += said
+    dtype = _DTYPES.get((row.dtype or "").lower())
+    if dtype is None:
+        if row.dtype:
+            raise _Impossible(f"`dtype` is `{row.dtype}`; known are {', '.join(_DTYPES)}")
+        known = cluster.device.flop_per_s
+        dtype = "float32" if vision else "bfloat16" if "bfloat16" in known else "float16"
+        notes.append(f"dtype {dtype}")
+    if dtype == "float32" and "tfloat32" in cluster.device.flop_per_s:
+        # Since Ampere products of float32 run in TF32 unless told not to (cuDNN's default; NVIDIA's
+        # containers for cuBLAS): what tables call fp32.
+        dtype = "tfloat32"
+    layout, said = _layout(row, shape, cluster)
+    notes += said
+    software, unsaid = software_of(
+        row,
+        zero=layout.zero,
+        dtype=dtype,
+        device=cluster.device.name,
+        shape=shape,
+    )
+    notes += unsaid
+    setup = Setup(
+        row_id=row.row_id,
+        shape=shape,
+        network=network,
+        cluster=cluster,
+        dtype=dtype,
+        layout=layout,
+        software=software,
+        assumed=tuple(notes),
+    )
+    if network is None or row.microbatch or row.global_batch:
+        return setup
+    setup = filled(setup)
+    filling = f"microbatch {setup.layout.microbatch}, as many as fit"
+    return replace(setup, assumed=(*(n for n in notes if n != "microbatch 1"), filling))
+
+
+def _layout(
+    row: Row, shape: Shape | None, cluster: ClusterProfile
+) -> tuple[Layout, tuple[str, ...]]:
+    world, notes = cluster.world_size, []
+    degrees = {"tp": row.tp, "pp": row.pp, "cp": row.cp}
+    if shape is not None and row.dp is None and row.tp is None and row.pp is None:
+        degrees["tp"], degrees["pp"] = _smallest(shape, cluster)
+        notes.append(f"tp={degrees['tp']} pp={degrees['pp']}, the fewest devices that hold it")
+    tp, pp, cp = (degrees[axis] or 1 for axis in ("tp", "pp", "cp"))
+    if row.dp is None:
+        if world % (tp * pp * cp):
+            raise _Impossible(f"tp={tp} * pp={pp} * cp={cp} does not divide {world} devices")
+        dp = world // (tp * pp * cp)
+        notes.append(f"dp={dp}")
+    else:
+        dp = row.dp
+    if dp * tp * pp * cp != world:
+        raise _Impossible(
+            f"dp={dp} * tp={tp} * pp={pp} * cp={cp} is {dp * tp * pp * cp}, not the {world} devices"
+        )
+    ep = row.ep or 1
+    if shape is not None:
+        ep = _check(shape, tp, pp, ep, dp * cp * tp, notes)
+    zero = {"1": 1, "2": 2, "3": 3, "hsdp": 3}.get((row.zero_stage or "").lower(), 0)
+    recent = family_of(row) == "megatron" and (year_of(row) or 0) >= OVERLAP_GRADIENTS
+    if row.zero_stage is None and dp > 1 and shape is not None:
+        # What Megatron-DeepSpeed was made for: pipelines with ZeRO-1; later Megatron's default.
+        zero = 1 if recent or family_of(row) == "megatron-deepspeed" else 0
+        notes.append("optimizer states split over replicas" if zero else "no state sharding")
+    microbatch, accumulation, said = _batch(row, dp, pp, shape)
+    notes += said
+    schedule = (row.pp_schedule or "1f1b").lower()
+    virtual = row.virtual_stages or 1
+    unsaid = row.pp_schedule is None or "interleaved" in schedule
+    if unsaid and recent and row.virtual_stages is None and pp > 1 and shape is not None:
+        # Since it overlaps what passes between stages, Megatron's advice is one layer a chunk.
+        virtual = max(1, shape.layers // pp)
+        notes.append(f"{virtual} chunks a stage")
+    layout = Layout(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        zero=zero,
+        shard=row.shard_group or dp * cp,
+        microbatch=microbatch,
+        accumulation=accumulation,
+        schedule="gpipe" if "gpipe" in schedule else "interleaved" if virtual > 1 else "1f1b",
+        virtual=virtual,
+    )
+    return layout, tuple(notes)
+
+
+def _check(shape: Shape, tp: int, pp: int, ep: int, ranks: int, notes: list[str]) -> int:
+    layers = shape.layers * (2 if shape.kind == "t5" else 1)
+    if layers < pp:
+        raise _Impossible(f"{layers} layers cannot be cut into pp={pp} stages")
+    if shape.heads % tp:
+        raise _Impossible(f"tp={tp} does not divide {shape.heads} heads")
+    if not shape.experts:
+        return 1
+    if shape.experts % ep:
+        raise _Impossible(f"ep={ep} does not divide {shape.experts} experts")
+    if ranks % ep:
+        inside = gcd(ep, ranks)
+        notes.append(f"ep={inside}: {ep} does not divide the {ranks} ranks of a stage")
+        return inside
+    return ep
+
+
+def _smallest(shape: Shape, cluster: ClusterProfile) -> tuple[int, int]:
+    """Tensor ranks inside a node, then stages, until the model states fit."""
+    room = cluster.device.memory_bytes.value * STATE_SHARE
+    need = parameters_of(shape) * STATE_BYTES
+    tp = 1
+    while need / tp > room and tp * 2 <= cluster.devices_per_node and shape.heads % (tp * 2) == 0:
+        tp *= 2
+    pp = 1
+    while need / (tp * pp) > room:
+        bigger = [
+            p
+            for p in range(pp + 1, shape.layers + 1)
+            if shape.layers % p == 0 and cluster.world_size % (tp * p) == 0
+        ]
+        if not bigger:
+            break
+        pp = bigger[0]
+    return (tp, pp) if cluster.world_size % (tp * pp) == 0 else (1, 1)
+
+
+def _batch(row: Row, dp: int, pp: int, shape: Shape | None) -> tuple[int, int, list[str]]:
+    """Microbatch, microbatches a step, and what was assumed of them."""
+    batch, micro, accumulation = row.global_batch, row.microbatch, row.grad_accum
+    if micro is None and batch is not None and accumulation is not None:
+        micro = max(1, batch // (dp * accumulation))
+        return micro, accumulation, [f"microbatch {micro}"]
+    said = []
+    if micro is None:
+        micro = 1
+        if pp == 1 and batch is not None and shape is not None:
+            # Nothing to fill: as many samples at once as make some ten thousand tokens.
+            own = max(1, batch // dp)
+            room = max(1, TOKENS_AT_ONCE // shape.length)
+            micro = next(size for size in range(min(own, room), 0, -1) if own % size == 0)
+        said.append(f"microbatch {micro}")
+    if batch is None:
+        if accumulation is None:
+            accumulation = 4 * pp if pp > 1 else 1
+            said.append(f"{accumulation} microbatches a step")
+        return micro, accumulation, said
+    if batch < dp:
+        raise _Impossible(f"global_batch={batch} leaves some of dp={dp} replicas without a sample")
+    steps = ceil(batch / (dp * micro))
+    if steps * dp * micro != batch or (accumulation is not None and accumulation != steps):
+        said.append(f"{steps} microbatches a step, from global_batch={batch}")
+    return micro, steps, said

@@ -1,0 +1,1 @@
+"""Networks of convolutions as lists of layers with shapes: facts for a roofline, without torch."""

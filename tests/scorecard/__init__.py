@@ -1,0 +1,1 @@
+"""The scorecard: predictions for published runs beside what was measured."""

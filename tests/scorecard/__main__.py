@@ -1,0 +1,82 @@
+"""`make scorecard`: every published row predicted, with the constants and without its source."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from advisor.predict.constants import CONSTANTS, Constants
+from advisor.predict.convnet_constants import FITTED as LAYERS
+from advisor.predict.convnet_constants import ConvnetConstants
+from advisor.predict.memory_constants import FITTED, MemoryConstants
+from advisor.predict.prediction import predict
+from tests.scorecard import fit_convnets, memory_fit, table
+from tests.scorecard.fit import left_out, timed_runs
+from tests.scorecard.memory_fit import as_published, held_runs
+from tests.scorecard.published import FOLDER, published
+from tests.scorecard.score import card
+
+RESULT = Path(__file__).with_name("scorecard.json")
+
+
+def main() -> int:
+    if not FOLDER.is_dir():
+        sys.stderr.write(f"no published runs at {FOLDER}: nothing to score\n")
+        return 2
+    runs = published()
+    without = left_out(timed_runs(runs))
+    layered = fit_convnets.timed_runs(runs)
+    layers = {
+        file: fit_convnets.fit([one for one in layered if one.file != file])
+        for file in sorted({one.file for one in layered})
+    }
+    memory = {held.run.file: constants for held, constants in memory_fit.left_out(held_runs(runs))}
+    fitted = [(run, as_published(run, predict(run.row))) for run in runs]
+    pairs = []
+    for run in runs:
+        told = predict(
+            run.row,
+            constants=without.get(run.file, CONSTANTS),
+            layers=layers.get(run.file, LAYERS),
+        )
+        pairs.append((run, as_published(run, told, memory.get(run.file, FITTED))))
+    values = {**asdict(CONSTANTS), **asdict(FITTED), **asdict(LAYERS)}
+    counts = [len(fields(kind)) for kind in (Constants, MemoryConstants, ConvnetConstants)]
+    result = {
+        "constants": sum(counts),
+        "values": {key: round(value, 6) for key, value in values.items()},
+        "fitted": card(fitted),
+        "left out": card(pairs),
+    }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    table.write(result)
+    for kind in ("fitted", "left out"):
+        sys.stdout.write(f"== {kind}\n")
+        for name, scores in result[kind].items():  # type: ignore[attr-defined]
+            sys.stdout.write(f"{name:28s} {_line(scores)}\n")
+    return 0
+
+
+def _line(scores: dict[str, dict[str, float] | None]) -> str:
+    words = []
+    for part in ("time", "memory"):
+        found = scores[part] or scores[f"{part}, medium too"]
+        if found:
+            words.append(
+                f"{part} n{found['rows']:4d} median {found['median']:.3f} p90 {found['p90']:.3f}"
+                f" in range {found['covered']:.2f} beyond {found['beyond']:.2f}"
+            )
+    found = scores["choice"]
+    if found:
+        words.append(f"layouts n{found['groups']} r {found['correlation']:.2f}"
+                     f" regret {found['regret']:.3f}")  # fmt: skip
+    found = scores["failures"]
+    if found and found["recall"] is not None:
+        words.append(f"oom recall {found['recall']:.2f} precision {found['precision'] or 0:.2f}")
+    return " | ".join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Published runs with what was measured of them; only tests and the scorecard may read this."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+from advisor.predict.rows import Row, row_of
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT.parent / "shared" / "data" / "measured"
+# Weight of a row in a fit and a median, by what its table says of it.
+WEIGHTS = {"high": 1.0, "medium": 0.25, "low": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A row and its measured columns; None where a figure was not published."""
+
+    file: str
+    row: Row
+    reliability: str
+    step_s: float | None
+    samples_per_s: float | None
+    memory_gib: float | None
+    memory_metric: str
+    oom: bool | None
+
+
+def published(folder: Path = FOLDER) -> list[Published]:
+    """All runs of a folder, in the order of its files."""
+    found = []
+    for path in sorted(folder.glob("*.csv")):
+        with path.open(newline="", encoding="utf-8") as file:
+            for cells in csv.DictReader(file):
+                row = row_of(cells, where=path.name)
+                found.append(
+                    Published(
+                        file=path.stem,
+                        row=row,
+                        reliability=cells["reliability"] or "low",
+                        step_s=_step_s(cells, row),
+                        samples_per_s=_number(cells["samples_per_s"]),
+                        memory_gib=_number(cells["peak_mem_gib_per_gpu"]),
+                        memory_metric=cells["mem_metric"].lower(),
+                        oom={"y": True, "n": False}.get(cells["oom"]),
+                    )
+                )
+    return found
+
+
+def _step_s(cells: dict[str, str], row: Row) -> float | None:
+    """The published step time, else the derived one, else from a rate."""
+    for column in ("measured_step_time_s", "step_time_derived_s"):
+        if (seconds := _number(cells[column])) is not None:
+            return seconds
+    if row.global_batch is None:
+        return None
+    if (rate := _number(cells["samples_per_s"])) is not None:
+        return row.global_batch / rate
+    rate = _number(cells["tokens_per_s_per_gpu"])
+    if rate is None or row.seq_len is None or row.n_gpus is None:
+        return None
+    return row.global_batch * row.seq_len / (rate * row.n_gpus)
+
+
+def _number(text: str | None) -> float | None:
+    return float(text) if text else None
