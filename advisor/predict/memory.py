@@ -19,7 +19,11 @@ from advisor.predict.stages import Stage, in_flight, stage_of
 BUCKET = 5e8
 LIVE = 1e9
 _DEEPSPEED = ("deepspeed", "megatron-deepspeed")
-_FOREACH = ("ddp", "fsdp", "foundry", "torchtitan", "internevo")
+# Programs with torch's own Adam; its default became one kernel for a list of tensors with 2.0
+# (March 2023), with one list of temporaries as large as the parameters; before, it went tensor by
+# tensor, of which the embedding's is the largest.
+_TORCH_ADAM = ("ddp", "fsdp", "internevo")
+FOREACH_DEFAULT = 2023.2
 # Since this release Megatron-LM computes the loss in the buffer of the fp32 logits.
 LOSS_IN_PLACE = 2023.0
 # Inside the allocator: a workspace of cuBLAS for each of the two threads that run forward and
@@ -213,12 +217,15 @@ def loss_bytes(software: Software, element: float, kind: str) -> float:
     Megatron-LM turns the fp32 copy of the logits into the gradient in place; before, the
     exponentials were a tensor of their own. torch's cross entropy holds the logits, their fp32
     copy's log-softmax, its gradient and the fp32 gradient of the logits; before autocast, and in
-    Transformer-XL's own loss, all four are of the model's type.
+    Transformer-XL's own loss, all four are of the model's type. LLM Foundry's loss is one kernel
+    (`fused_crossentropy`), from logits to their gradient.
     """
     if software.family in ("megatron", "internevo") and software.year >= LOSS_IN_PLACE:
         return element + 4
     if software.family in ("megatron", "megatron-deepspeed", "internevo"):
         return element + 8
+    if software.family == "foundry":
+        return 2 * element
     if software.year < AUTOCAST or kind == "transformer_xl":
         return 4 * element
     return element + 12 if element < 4 else 16
@@ -238,9 +245,11 @@ def _gathered(setup: Setup, stage: Stage, tokens: Tokens) -> float:
     if setup.layout.zero == 3:
         if software.family in _DEEPSPEED:
             return min(LIVE, stage.dense + stage.experts) * tokens.element
-        # The layer in work, the one prefetched, the root's; then the gradients of one.
-        whole = 2 * stage.largest_layer + stage.ends
-        return whole * tokens.element + stage.largest_layer * (tokens.element + 4)
+        # The layer in work, its gradients, the layer that is fetched next; the root's. Gradients
+        # that are exchanged in a wider type are copied for it.
+        whole = 3 * stage.largest_layer + stage.ends
+        copy = software.reduce_bytes if software.reduce_bytes > tokens.element else 0.0
+        return whole * tokens.element + stage.largest_layer * copy
     if software.weight_bytes > tokens.element:
         return (stage.dense + stage.experts) * tokens.element  # autocast's copies
     return 0.0
@@ -253,7 +262,9 @@ def _step(setup: Setup, stage: Stage) -> float:
         return 0.0
     shards = _shards(setup)
     local = stage.dense / shards[0] + stage.experts / shards[1]
-    each = 4.0 if software.master_bytes and software.gradient_bytes < 4 else 0.0
-    if software.family in _FOREACH:
-        each += 4.0
-    return each * local
+    found = 4 * local if software.master_bytes and software.gradient_bytes < 4 else 0.0
+    if software.family in _TORCH_ADAM:
+        assert setup.shape is not None
+        one_by_one = software.year < FOREACH_DEFAULT
+        found += 4 * (stage.vocab * setup.shape.hidden / shards[0] if one_by_one else local)
+    return found

@@ -25,14 +25,14 @@ class MemoryConstants:
             predicted value, which hold nine of ten published ones of other files.
     """
 
-    slack_share: float = 0.204
-    context_bytes: float = 1.63 * GIB
-    group_bytes: float = 0.221 * GIB
-    usable_share: float = 1.1
-    allocated_low: float = 0.929
-    allocated_high: float = 1.07
-    reserved_low: float = 0.845
-    reserved_high: float = 1.15
+    slack_share: float = 0.206
+    context_bytes: float = 1.78 * GIB
+    group_bytes: float = 0.139 * GIB
+    usable_share: float = 1.17
+    allocated_low: float = 0.759
+    allocated_high: float = 1.09
+    reserved_low: float = 0.855
+    reserved_high: float = 1.17
 
 
 FITTED = MemoryConstants()

@@ -25,7 +25,7 @@ from tests.scorecard.published import WEIGHTS, Published, published
 # Where a constant may go.
 BOUNDS = {
     "slack_share": (0.02, 0.4),
-    "context_bytes": (0.3 * GIB, 3.0 * GIB),
+    "context_bytes": (0.3 * GIB, 2.0 * GIB),
     "group_bytes": (0.05 * GIB, 1.0 * GIB),
 }
 # What out-of-memory predictions should reach: the share of failed runs that are foretold, and the
@@ -57,13 +57,13 @@ class Held:
 
 
 def held_runs(runs: Sequence[Published]) -> list[Held]:
-    """The transformers among `runs` with a measured memory, or that say whether they fit."""
+    """The transformers among `runs` with a measured memory, or that ran or failed for memory."""
     found = []
     for run in runs:
         setup = resolve(run.row)
         if not isinstance(setup, Setup) or setup.shape is None or not WEIGHTS[run.reliability]:
             continue
-        if run.memory_gib is None and run.oom is None:
+        if run.memory_gib is None and run.oom is None and run.step_s is None:
             continue
         found.append(Held(run, setup, WEIGHTS[run.reliability]))
     sizes: Counter[str] = Counter()
@@ -146,15 +146,18 @@ def fit(runs: Sequence[Held], start: MemoryConstants = START) -> MemoryConstants
 
 
 def fit_usable(runs: Sequence[Held], constants: MemoryConstants) -> float:
-    """The share of the memory from which on runs fail: the best of recall and precision."""
+    """The share of the memory from which on runs fail: the best of recall and precision.
+
+    A run with a published time did not fail.
+    """
     filled = sorted(
         (
             max(stage.wanted for stage in predict_memory(held.setup, constants).stages)
             / held.setup.cluster.device.memory_bytes.value,
-            held.run.oom,
+            bool(held.run.oom),
         )
         for held in runs
-        if held.run.oom is not None
+        if held.run.oom is not None or held.run.step_s is not None
     )
     failed = sum(oom for _, oom in filled if oom)
     best, share = -1.0, constants.usable_share
@@ -173,16 +176,18 @@ def fit_range(
     """Ends over the prediction, from what constants of other files missed of each run.
 
     What a range allows for already, because a row does not say which kernel ran, does not count.
-    A counter that fewer than two files publish takes all files' ends.
+    A counter that fewer than two files publish takes all files' ends. Files weigh the same: the
+    range is for runs of yet another one.
     """
     own = [pair for pair in left if pair[0].of_allocator == of_allocator]
     if len({held.run.file for held, _ in own}) < 2:
         own = list(left)
+    sizes = Counter(held.run.file for held, _ in own)
     ratios = []
     for held, constants in own:
         missed, neutral = ratio(held, constants), _whole(constants)
         allowed = ends(held, neutral)[1]
-        ratios.append((min(missed, max(1.0, missed / allowed)), held.weight))
+        ratios.append((min(missed, max(1.0, missed / allowed)), 1 / sizes[held.run.file]))
     ratios.sort()
     sums = list(accumulate(weight for _, weight in ratios))
     low = bisect_left(sums, TAIL * sums[-1])
