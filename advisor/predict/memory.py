@@ -30,11 +30,12 @@ LOSS_IN_PLACE = 2023.0
 # backward, and one of the library of fused layers; 32 MiB each on Hopper (torch, Reproducibility
 # notes; Transformer Engine, module/base.py).
 WORKSPACE = 3 * 32 * 2**20
-# torch 2.1 brought segments that grow (October 2023); NVIDIA's recipes switch them on
-# (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True), which leaves half of the cache at most: 1.08
-# to 1.10 of what is allocated (Mist's README; Megatron-Bridge's notes on recompute).
+# The allocator's slack is half where blocks fit each other: FSDP's units are of one size, and since
+# torch 2.1 (October 2023) NVIDIA's recipes let segments grow (expandable_segments:True). 1.08 to
+# 1.10 of what is allocated (Mist's README; Megatron-Bridge's notes on recompute).
 EXPANDABLE = 2024.0
-RECIPE_SLACK = 0.5
+TIDY_SLACK = 0.5
+_OF_UNITS = ("fsdp", "foundry", "torchtitan")
 # torch 1.6 brought autocast (July 2020), which computes losses in fp32; programs took it up after.
 AUTOCAST = 2021.0
 
@@ -127,7 +128,7 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
     groups = sum(n > 1 for n in (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep))
     outside = constants.context_bytes + groups * constants.group_bytes
     capacity = setup.cluster.device.memory_bytes.value
-    slack = constants.slack_share * (RECIPE_SLACK if _expandable(software) else 1)
+    slack = constants.slack_share * (TIDY_SLACK if _tidy(software) else 1)
     wanted = cached * (1 + slack) + outside
     return StageMemory(
         index=index,
@@ -142,8 +143,9 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
     )
 
 
-def _expandable(software: Software) -> bool:
-    return software.family == "megatron" and software.year >= EXPANDABLE
+def _tidy(software: Software) -> bool:
+    recipes = software.family == "megatron" and software.year >= EXPANDABLE
+    return recipes or software.family in _OF_UNITS
 
 
 def _shards(setup: Setup) -> tuple[float, float]:

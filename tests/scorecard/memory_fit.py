@@ -176,18 +176,16 @@ def fit_range(
     """Ends over the prediction, from what constants of other files missed of each run.
 
     What a range allows for already, because a row does not say which kernel ran, does not count.
-    A counter that fewer than two files publish takes all files' ends. Files weigh the same: the
-    range is for runs of yet another one.
+    A counter that fewer than two files publish takes all files' ends.
     """
     own = [pair for pair in left if pair[0].of_allocator == of_allocator]
     if len({held.run.file for held, _ in own}) < 2:
         own = list(left)
-    sizes = Counter(held.run.file for held, _ in own)
     ratios = []
     for held, constants in own:
         missed, neutral = ratio(held, constants), _whole(constants)
         allowed = ends(held, neutral)[1]
-        ratios.append((min(missed, max(1.0, missed / allowed)), 1 / sizes[held.run.file]))
+        ratios.append((min(missed, max(1.0, missed / allowed)), held.weight))
     ratios.sort()
     sums = list(accumulate(weight for _, weight in ratios))
     low = bisect_left(sums, TAIL * sums[-1])
