@@ -78,7 +78,7 @@ def even_stages(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> tup
     flop = {unit.name: unit.flop(model.samples) for unit in model.units}
     legal = [n for n in range(1, len(order)) if _is_border(order[n], model, cluster)]
     places = legal if len(legal) >= count - 1 else list(range(1, len(order)))
-    ends = _even([flop.get(unit, 0.0) for unit in order], places, count)
+    ends = even_cuts([flop.get(unit, 0.0) for unit in order], places, count)
     return tuple(order[n] for n in ends)
 
 
@@ -87,7 +87,7 @@ def _is_border(unit: str, model: ModelProfile, cluster: ClusterProfile) -> bool:
     return not any(pipeline(alone, model, cluster))
 
 
-def _even(costs: Sequence[float], places: Sequence[int], count: int) -> list[int]:
+def even_cuts(costs: Sequence[float], places: Sequence[int], count: int) -> list[int]:
     """Where to cut `costs`, at `count` - 1 of `places`, so that the largest sum is least."""
     sums = [0.0]
     for cost in costs:

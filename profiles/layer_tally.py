@@ -13,7 +13,7 @@ from profiles.places import Layer, Part
 Line = Callable[[int, int | None], Affine]
 """Through a figure at the batch and at twice it."""
 
-_OF_STRETCH = tuple(Stretch.model_fields)
+_OF_STRETCH = tuple(n for n in Stretch.model_fields if n != "parameter_gradient_bytes")
 _OF_CALLS = ("input_bytes", "output_bytes")
 
 
@@ -50,8 +50,10 @@ def layer_cost(one: LayerSum, two: LayerSum | None, line: Line) -> LayerCost:
     def affine(name: str) -> Affine:
         return line(one.figures[name], two.figures[name] if two is not None else None)
 
-    def stretch(name: str) -> Stretch:
-        return Stretch(**{field: affine(f"{name}.{field}") for field in _OF_STRETCH})
+    def stretch(name: str, part: Part) -> Stretch:
+        figures = {field: affine(f"{name}.{field}") for field in _OF_STRETCH}
+        trained = tuple(nbytes for nbytes in part.parameters.values() if nbytes)
+        return Stretch(**figures, parameter_gradient_bytes=trained)
 
     whole = sum(layer.pieces) == shape.outputs
     return LayerCost(
@@ -64,6 +66,6 @@ def layer_cost(one: LayerSum, two: LayerSum | None, line: Line) -> LayerCost:
         reaches_output=layer.reaches_output,
         pieces=tuple(layer.pieces) if whole and len(layer.pieces) > 1 else (),
         heads=layer.heads,
-        own=stretch("own"),
-        after=stretch("after"),
+        own=stretch("own", Part(layer.own.place)),  # the layer's own are told apart
+        after=stretch("after", layer.after),
     )

@@ -89,7 +89,7 @@ class LayerTrace:
         self._place = place
         self._is_outside = is_outside
         self._features = Features()
-        self._inputs: dict[Place, list[weakref.ref[Tensor]]] = {}
+        self._inputs: dict[Place, list[weakref.ref[Tensor] | None]] = {}
 
     def watch(self, unit: Unit, shapes: Shapes) -> None:
         """Hook the layers of a unit; its own hooks are there already, if it is one itself."""
@@ -125,7 +125,7 @@ class LayerTrace:
             place = self._here(unit)
             if place is None:
                 return
-            given = tensors_in((args, kwargs))
+            given = tensors_in((args, kwargs))[:1]
             layer = place.layers.get(shape.path)
             if layer is None:
                 layer = Layer(
@@ -135,7 +135,7 @@ class LayerTrace:
                     after=Part(place),
                     same_input=self._same_input(place, given),
                     sources=self._sources(given),
-                    needs_input_gradient=any(tensor.requires_grad for tensor in given),
+                    needs_input_gradient=bool(given) and given[0].requires_grad,
                 )
                 place.layers[shape.path] = layer
             layer.calls += 1
@@ -164,8 +164,9 @@ class LayerTrace:
         """The first layer that was given the very tensor that this one is."""
         before = self._inputs.setdefault(place, [])
         mine = given[0] if given else None
-        number = next((n for n, ref in enumerate(before) if ref() is mine), len(before))
-        before.append(weakref.ref(mine) if mine is not None else lambda: None)
+        known = enumerate(before)
+        number = next((n for n, ref in known if ref is not None and ref() is mine), len(before))
+        before.append(weakref.ref(mine) if mine is not None else None)
         return number
 
     def _sources(self, tensors: Iterable[Tensor]) -> tuple[int, ...]:

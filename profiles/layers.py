@@ -31,6 +31,10 @@ class Stretch(Record):
     """What a piece of a unit's code runs and keeps; the fields are those of `UnitCost`.
 
     What is kept belongs to the stretch that made it, whoever keeps it.
+
+    Attributes:
+        parameter_gradient_bytes: of each trainable parameter that it uses beside its layer's (of
+            norms between layers), as built. Used on split features, their gradients are parts.
     """
 
     forward_flop: Affine = Affine()
@@ -39,6 +43,7 @@ class Stretch(Record):
     backward_moved_bytes: Affine = Affine()
     activation_bytes: Affine = Affine()
     selective_activation_bytes: Affine = Affine()
+    parameter_gradient_bytes: tuple[NonNegativeInt, ...] = ()
 
 
 class LayerCost(Record):
@@ -50,7 +55,8 @@ class LayerCost(Record):
         calls: within one forward.
         weight_bytes, bias_bytes: as built; 0 for one that is tied to an earlier layer's.
         weight_gradient_bytes, bias_gradient_bytes: the same, of what is trained.
-        input_bytes, output_bytes: of the tensors that the layer is given and returns.
+        input_bytes, output_bytes: of the tensor that the layer is given (the first, if there are
+            more), and of what it returns.
         needs_input_gradient: a gradient goes back through what it is given.
         same_input: the first layer of the unit, by position, that is given the very same tensor;
             itself if there is none before.

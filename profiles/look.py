@@ -81,7 +81,15 @@ def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: b
             known=[storage for storage in before if storage is not None],
             casts_are_parameters=is_autocast,
         )
-        trace = Trace(storages, low_precision=low_precision)
+        trace = Trace(
+            storages,
+            low_precision=low_precision,
+            gradient_bytes={
+                subject.names[key][0]: parameter.nbytes
+                for key, parameter in subject.parameters.items()
+                if parameter.requires_grad
+            },
+        )
         trace.watch(model, subject.units, subject.layers)
         repeats = None if every_block else Repeats(trace, subject.units)
         stack.enter_context(_gradients_put_back(trace))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from profiles.layers import LayerKind
@@ -61,11 +61,15 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A layer's own code, or what follows it up to the next layer: see `profiles.layers`."""
+    """A layer's own code, or what follows it up to the next layer: see `profiles.layers`.
+
+    `parameters`: gradient bytes of those that it uses, by what they are known by.
+    """
 
     place: Place
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
+    parameters: dict[Hashable, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,16 @@ class Trace(Pretence):
         storages: memory that was there before.
         low_precision: dtype that floating inputs of units are cast to, as FSDP's mixed precision
             does.
+        gradient_bytes: of the trainable parameters as built, by their first names.
     """
 
-    def __init__(self, storages: Storages, *, low_precision: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        storages: Storages,
+        *,
+        low_precision: torch.dtype | None,
+        gradient_bytes: Mapping[str, int],
+    ) -> None:
         super().__init__()
         self.storages = storages
         self.flow = FlowTrace(storages)
@@ -61,6 +68,7 @@ class Trace(Pretence):
         self._timeline = storages.timeline
         self._timeline.open((self.place, False))
         self._low_precision = low_precision
+        self._gradient_bytes = gradient_bytes
         self._in_backward = False
         self._callers: list[Place] = []
         self._part: Part | None = None  # of the backward
@@ -271,6 +279,9 @@ class Trace(Pretence):
         self.flow.operation(inputs, outputs, written, draws=draws)
         for tensor in inputs:
             holders = self.storages.holders_of(tensor)
+            if holders and part is not None:
+                name = self.storages.parameter_name(tensor)
+                part.parameters[name] = self._gradient_bytes.get(name, 0)
             if holders and self.place.name not in holders:
                 self.shared |= holders  # used outside its own unit
         if self.place.is_block and operator in self._kept_operators:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
 from profiles.optimizers import OPTIMIZERS, OptimizerProfile
 from profiles.record import Record
@@ -19,6 +19,8 @@ class Workload(Record):
         optimizer: bytes it keeps and moves.
         precision: "fp32" or "bf16" as in `Plan.precision`; numerics are the user's choice, the
             advisor never changes them.
+        host_overhead_s: of a step in which the devices wait for data or for the host. Nothing of it
+            follows from a model or a machine, so none is assumed until somebody says or measures.
         given: the fields that somebody named; the others are defaults. What the record is built
             with, unless said.
     """
@@ -27,6 +29,7 @@ class Workload(Record):
     tokens_per_sample: PositiveInt | None = None
     optimizer: OptimizerProfile = OPTIMIZERS["adamw"]
     precision: str = "fp32"
+    host_overhead_s: NonNegativeFloat = 0.0
     given: tuple[str, ...] = ()
 
     @model_validator(mode="before")

@@ -16,7 +16,8 @@ class Memory(Record):
             that gathers and reductions work in.
         transient: the unit in work (the loss too): temporaries, and gradients of activations.
         batch: the batch, and the model's own buffers.
-        context: runtime, libraries and process group.
+        transfers: what the stages of a pipeline receive into, for all microbatches of a round.
+        context: runtime and libraries, among them the buffers of NCCL or gloo.
     """
 
     parameters: float = 0.0
@@ -26,6 +27,7 @@ class Memory(Record):
     gathered: float = 0.0
     transient: float = 0.0
     batch: float = 0.0
+    transfers: float = 0.0
     context: float = 0.0
 
     @property
@@ -38,6 +40,7 @@ class Memory(Record):
             + self.gathered
             + self.transient
             + self.batch
+            + self.transfers
             + self.context
         )
 
@@ -58,6 +61,8 @@ class Time(Record):
         host_s: the same for transfers between device and main memory.
         overlapped_s: communication and transfers that are hidden.
         launch_s: operations too short to keep the device busy.
+        idle_s: standing still while other stages of a pipeline work.
+        host_overhead_s: waiting for data and the host; the workload's own figure.
     """
 
     compute_s: float = 0.0
@@ -67,6 +72,8 @@ class Time(Record):
     host_s: float = 0.0
     overlapped_s: float = 0.0
     launch_s: float = 0.0
+    idle_s: float = 0.0
+    host_overhead_s: float = 0.0
 
     @property
     def total(self) -> float:
@@ -77,6 +84,8 @@ class Time(Record):
             + self.exposed_s
             + self.host_s
             + self.launch_s
+            + self.idle_s
+            + self.host_overhead_s
         )
 
 
@@ -108,13 +117,42 @@ class Traffic(Record):
         return self.kind.bus_factor(self.group_size) * self.payload_bytes * self.count
 
 
+class StageEstimate(Record):
+    """One rank of a pipeline, with all its stages.
+
+    Attributes:
+        rank: its place on the pp axis.
+        units: first and last unit of each of its stages.
+        peak_bytes, peak_low_bytes, peak_high_bytes, reserved_bytes, states_bytes: as `Estimate`'s.
+        in_flight: the most microbatches that it holds at once, of all its stages together.
+        forward_s, backward_s: of one microbatch through its stages, exchanges within them too.
+        busy_s, idle_s: of a step, what it works at microbatches and what it waits for others.
+    """
+
+    rank: int
+    units: tuple[tuple[str, str], ...]
+    peak_bytes: float
+    peak_low_bytes: float
+    peak_high_bytes: float
+    reserved_bytes: float
+    states_bytes: float
+    in_flight: int
+    forward_s: float
+    backward_s: float
+    busy_s: float
+    idle_s: float
+
+
 class Estimate(Record):
     """The predicted cost of one plan.
 
     Attributes:
         memory: at the fullest moment of the step.
         phase: that moment, in words.
-        peak_bytes, peak_low_bytes, peak_high_bytes: prediction and range.
+        peak_bytes, peak_low_bytes, peak_high_bytes: prediction and range, of what is allocated; the
+            upper end holds allocator slack.
+        reserved_bytes: what the allocator takes from the device for it: as much, and what it
+            cannot use again (1.08 to 1.10 in Mist's README).
         states_bytes: parameters, gradients and optimizer states held when the optimizer steps.
         loss_bytes: what the loss holds of the peak: the logits in fp32, what is kept of them for
             the backward, their gradient. 0 where the peak is at another moment.
@@ -130,6 +168,8 @@ class Estimate(Record):
         samples_per_s, tokens_per_s: of the whole job; tokens None where samples are not text.
         traffic: the collectives that were charged.
         host_traffic_bytes: between device and host per step and device.
+        stages: of a pipeline, the ranks of its pp axis, fullest first. Memory is that of the first
+            of them, time and traffic those of the rank that works most.
     """
 
     memory: Memory
@@ -137,6 +177,7 @@ class Estimate(Record):
     peak_bytes: float
     peak_low_bytes: float
     peak_high_bytes: float
+    reserved_bytes: float = 0.0
     states_bytes: float
     loss_bytes: float = 0.0
     host_bytes: float = 0.0
@@ -154,6 +195,7 @@ class Estimate(Record):
     tokens_per_s: float | None = None
     traffic: tuple[Traffic, ...] = ()
     host_traffic_bytes: float = 0.0
+    stages: tuple[StageEstimate, ...] = ()
 
     def fits(self, usable_bytes: float) -> bool:
         """Whether the upper end of the peak stays within `usable_bytes`."""

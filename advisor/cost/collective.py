@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from math import ceil, log2
+from typing import NamedTuple
 
 from profiles.cluster import ClusterProfile, Collective
+
+
+class Way(NamedTuple):
+    """How a collective may be carried out: seconds = latency + payload * seconds a byte."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def seconds(self, payload_bytes: float) -> float:
+        return self.latency_s + payload_bytes * self.s_per_byte
 
 
 def collective_s(
@@ -15,18 +26,26 @@ def collective_s(
     group_size: int,
     stride: int = 1,
 ) -> float:
-    """Seconds of one collective: latency + bus_factor * bytes / bus bandwidth.
+    """Seconds of one collective: the fastest of its `ways`."""
+    found = ways(cluster, kind, group_size=group_size, stride=stride)
+    return min(way.seconds(payload_bytes) for way in found)
+
+
+def ways(
+    cluster: ClusterProfile, kind: Collective, *, group_size: int, stride: int = 1
+) -> tuple[Way, ...]:
+    """The ways to carry out a collective: latency + bus_factor * bytes / bus bandwidth.
 
     A measured fit of this collective takes precedence: of exactly this axis, then of the tier.
     Otherwise a ring pays one latency for each of its steps, over the tier that the step uses; an
     all-reduce takes two rings or, where cheaper, a tree over the nodes (NCCL's two shapes).
     """
     if group_size < 2:
-        return 0.0
-    bus_bytes = kind.bus_factor(group_size) * payload_bytes
+        return (Way(0.0, 0.0),)
+    factor = kind.bus_factor(group_size)
     exact = cluster.measured(kind, group_size, stride)
     if exact is not None:
-        return exact.latency_s + bus_bytes / exact.busbw_bytes_per_s
+        return (Way(exact.latency_s, factor / exact.busbw_bytes_per_s),)
     link = cluster.link(group_size, stride)
     bandwidth = cluster.group_bandwidth(group_size, stride).value
     fit = link.fits.get(kind)
@@ -34,7 +53,7 @@ def collective_s(
         # The fit saw all ranks of a node share its cards; a sparser group gets its part of them.
         part = min(1.0, bandwidth / cluster.group_bandwidth(cluster.world_size).value)
         part = part if cluster.crosses_nodes(group_size, stride) else 1.0
-        return fit.latency_s + bus_bytes / (fit.busbw_bytes_per_s * part)
+        return (Way(fit.latency_s, factor / (fit.busbw_bytes_per_s * part)),)
     per_node = cluster.ranks_per_node(group_size, stride)
     nodes = ceil(group_size / per_node)
     inside = cluster.intra.latency_s.value if cluster.intra is not None else 0.0
@@ -42,17 +61,14 @@ def collective_s(
     # A ring enters each node once; its other steps stay inside.
     ring = (group_size - nodes) * inside + (nodes - 1) * between
     if kind is Collective.ALL_REDUCE:
-        rings_s = 2 * ring + bus_bytes / bandwidth
-        shape = {"per_node": per_node, "nodes": nodes, "stride": stride}
-        return min(rings_s, _tree_s(cluster, payload_bytes, **shape))
+        tree = _tree(cluster, per_node=per_node, nodes=nodes, stride=stride)
+        return Way(2 * ring, factor / bandwidth), tree
     if kind is Collective.SEND_RECV:
         ring = between if nodes > 1 else inside
-    return ring + bus_bytes / bandwidth
+    return (Way(ring, factor / bandwidth),)
 
 
-def _tree_s(
-    cluster: ClusterProfile, payload_bytes: float, *, per_node: int, nodes: int, stride: int
-) -> float:
+def _tree(cluster: ClusterProfile, *, per_node: int, nodes: int, stride: int) -> Way:
     """An all-reduce over a tree of nodes: what is sent between them does not grow with the ranks.
 
     A ring of n ranks puts 2(n-1)/n of the payload on a node's cards, double binary trees over N
@@ -63,11 +79,11 @@ def _tree_s(
     if cluster.intra is not None and per_node > 1:
         latency += 2 * (per_node - 1) * cluster.intra.latency_s.value
         inside = cluster.group_bandwidth(per_node, stride).value
-        inside_s = Collective.ALL_REDUCE.bus_factor(per_node) * payload_bytes / inside
+        inside_s = Collective.ALL_REDUCE.bus_factor(per_node) / inside
     if cluster.inter is not None and nodes > 1:
         latency += 2 * log2(nodes) * cluster.inter.latency_s.value
         # What one rank of every node gets while its neighbours talk too, times those of the group.
         apart = max(stride, cluster.devices_per_node)
         between = per_node * cluster.group_bandwidth(nodes, apart).value
-        between_s = Collective.ALL_REDUCE.bus_factor(nodes) * payload_bytes / between
-    return latency + max(inside_s, between_s)
+        between_s = Collective.ALL_REDUCE.bus_factor(nodes) / between
+    return Way(latency, max(inside_s, between_s))

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil, hypot
 
-from advisor.cost.breakdown import Traffic
-from advisor.cost.collective import collective_s
-from advisor.cost.loads import Loads
-from advisor.cost.memory import shard_degree
-from engines.plan import DataParallel, Offload, Plan
+from advisor.cost.ledger import HOST_LINK_BYTES_PER_S, Ledger
+from advisor.cost.loads import Loads, UnitLoad
+from advisor.cost.memory import BUCKET_BYTES, shard_degree
+from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
 from profiles.cluster import ClusterProfile, Collective
 from profiles.model import ModelProfile
 
-# DDP's default buckets (bucket_cap_mb=25, in the MiB that it means). The first is small, so that
-# something is sent early (dist._DEFAULT_FIRST_BUCKET_BYTES).
-BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
-# What the ranks count is two fp64 numbers (samples, ranks that failed); a loss is one fp32 number.
-COUNT_BYTES, SCALAR_BYTES = 16, 4
-# A device's share of its own PCIe 4.0 x16 slot: 31 GB/s nominal (ml-engineering), of which eight
-# devices at once reach 24 (NVIDIA GTC S62129). Assumed: no profile measures the way to the host.
-HOST_LINK_BYTES_PER_S = 24e9
+# DDP's first bucket is small, so that something is sent early (dist._DEFAULT_FIRST_BUCKET_BYTES).
+FIRST_BUCKET_BYTES = 2**20
+# What the ranks count is two fp64 numbers (samples, ranks that failed), and two more for every
+# replica that has several ranks (engines/microbatches.py); a loss is one fp32 number, and the seed
+# that the ranks of the tp axis agree on an int64.
+COUNT_BYTES, PRINT_BYTES, SCALAR_BYTES, SEED_BYTES = 16, 16, 4, 8
 # How far latency + bytes/bandwidth is from a real collective, beside the errors of its inputs.
 # Published busbw of one link differs by this much between ring and tree (8 H200: 367 and 480 GB/s
 # of all-reduce; ml-engineering network).
@@ -29,105 +27,130 @@ COMMUNICATION_ERROR = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Seconds of a plan's collectives, unit by unit, and what they are.
+    """Seconds of a plan's collectives for each entry of the loads, of one unit and microbatch.
 
     Attributes:
         gather_s: of each unit's parameters before its forward or backward.
         reduce_s: of each unit's gradients inside the shard group.
         replicate_s: of each unit's gradients (or shards) between replicas.
+        tensor_forward_s, tensor_backward_s, tensor_again_s: among the ranks of the tp axis, in a
+            forward, a backward, and a forward that is run again.
         root_gather_s, root_reduce_s, root_replicate_s: the same for the root group.
-        apart_s: small collectives that nothing hides, all of a step.
-        traffic: everything, as it is charged.
-        host_bytes: to and from main memory in a step.
     """
 
     gather_s: tuple[float, ...]
     reduce_s: tuple[float, ...]
     replicate_s: tuple[float, ...]
-    root_gather_s: float
-    root_reduce_s: float
-    root_replicate_s: float
-    apart_s: float
-    traffic: tuple[Traffic, ...]
-    host_bytes: float = 0.0
-
-    @property
-    def host_s(self) -> float:
-        """Seconds of a step that transfers to and from main memory take, hidden or not."""
-        return self.host_bytes / HOST_LINK_BYTES_PER_S
+    tensor_forward_s: tuple[float, ...]
+    tensor_backward_s: tuple[float, ...]
+    tensor_again_s: tuple[float, ...]
+    root_gather_s: float = 0.0
+    root_reduce_s: float = 0.0
+    root_replicate_s: float = 0.0
 
 
-class _Ledger:
-    """Adds up equal collectives while a plan is walked through."""
+def shard_group(plan: Plan) -> tuple[int, int]:
+    """Size and stride of the group that shares parameters or states; cp lies inside it."""
+    return shard_degree(plan), plan.tp
 
-    def __init__(self, cluster: ClusterProfile) -> None:
-        self._cluster = cluster
-        self._counts: dict[tuple[Collective, str, float, int, int], int] = {}
-        self._seconds: dict[tuple[Collective, float, int, int], float] = {}
 
-    def charge(
-        self,
-        kind: Collective,
-        purpose: str,
-        payload_bytes: float,
-        *,
-        group_size: int,
-        stride: int = 1,
-        count: int = 1,
-    ) -> float:
-        """Note `count` collectives; the seconds of one."""
-        if group_size < 2 or count == 0 or payload_bytes == 0:
-            return 0.0
-        key = (kind, purpose, payload_bytes, group_size, stride)
-        self._counts[key] = self._counts.get(key, 0) + count
-        shape = (kind, payload_bytes, group_size, stride)
-        if shape not in self._seconds:
-            self._seconds[shape] = collective_s(
-                self._cluster, kind, payload_bytes, group_size=group_size, stride=stride
-            )
-        return self._seconds[shape]
+def replica_group(plan: Plan) -> tuple[int, int]:
+    """Size and stride of the group whose ranks hold the same shard, or the same whole."""
+    if plan.data_parallel is DataParallel.HYBRID_SHARD:
+        return plan.dp_replicate, plan.dp_shard * plan.cp * plan.tp
+    return plan.dp_replicate * plan.cp, plan.tp
 
-    def traffic(self) -> tuple[Traffic, ...]:
-        return tuple(
-            Traffic(
-                kind=kind,
-                purpose=purpose,
-                payload_bytes=payload,
-                count=count,
-                group_size=group,
-                stride=stride,
-                link=self._cluster.link(group, stride).name,
-                seconds=count * self._seconds[(kind, payload, group, stride)],
-            )
-            for (kind, purpose, payload, group, stride), count in self._counts.items()
+
+def exchange(plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool) -> Exchange:
+    """What `plan` sends of the parameters, gradients and activations of `loads` in one step.
+
+    Without stages; see `stage_exchange`.
+    """
+    units, kind = loads.entries, plan.data_parallel
+    found = _tensor(plan, units, ledger)
+    replicas = kind in (DataParallel.REPLICATE, DataParallel.NONE)
+    if replicas and replica_group(plan)[0] > 1:
+        return replace(found, replicate_s=_replicas(plan, loads, ledger))
+    if kind.is_sharded:
+        once = kind is DataParallel.ZERO1
+        gathered_once = kind in (DataParallel.ZERO1, DataParallel.ZERO2)
+        return _shards(
+            found,
+            plan,
+            loads,
+            ledger,
+            has_host=has_host,
+            gathers=1 if gathered_once else 2 * plan.forwards,
+            root_gathers=1 if gathered_once else plan.forwards,
+            reductions=1 if once else plan.forwards,
         )
+    return found
 
 
-def exchange(plan: Plan, loads: Loads, *, model: ModelProfile, cluster: ClusterProfile) -> Exchange:
-    """Everything that `plan` sends in one step."""
-    ledger = _Ledger(cluster)
-    units, kind = loads.units, plan.data_parallel
-    zeros = (0.0,) * len(units)
-    found = Exchange(zeros, zeros, zeros, 0.0, 0.0, 0.0, 0.0, ())
-    if kind is DataParallel.REPLICATE:
-        found = _replicas(plan, loads, ledger)
-    elif kind.is_sharded:
-        found = _shards(plan, loads, ledger, has_host=cluster.device.kind != "cpu")
-    apart = _apart(plan, model, ledger)
-    return Exchange(
-        gather_s=found.gather_s,
-        reduce_s=found.reduce_s,
-        replicate_s=found.replicate_s,
-        root_gather_s=found.root_gather_s,
-        root_reduce_s=found.root_reduce_s,
-        root_replicate_s=found.root_replicate_s,
-        apart_s=apart,
-        traffic=ledger.traffic(),
-        host_bytes=found.host_bytes,
+def stage_exchange(
+    plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool, root_gathers: int
+) -> Exchange:
+    """The same of one stage of a pipeline.
+
+    FSDP2 gathers as without stages, and reduces when a round is over, ZeRO-1 after the last one.
+
+    Args:
+        root_gathers: how often the root group is gathered where it is not kept for the step.
+    """
+    kind = plan.data_parallel
+    found = _tensor(plan, loads.entries, ledger)
+    if not kind.is_sharded:
+        return found
+    gathered_once = kind in (DataParallel.ZERO1, DataParallel.ZERO2)
+    return _shards(
+        found,
+        plan,
+        loads,
+        ledger,
+        has_host=has_host,
+        gathers=1 if gathered_once else 2 * plan.forwards,
+        root_gathers=1 if gathered_once else root_gathers,
+        reductions=1 if kind is DataParallel.ZERO1 else rounds_of(plan),
     )
 
 
-def _replicas(plan: Plan, loads: Loads, ledger: _Ledger) -> Exchange:
+def rounds_of(plan: Plan) -> int:
+    """How often the pipeline fills and drains in a step; the naive one does for each microbatch."""
+    return plan.forwards if plan.schedule is Schedule.NAIVE else plan.accumulation
+
+
+def _tensor(plan: Plan, units: Sequence[UnitLoad], ledger: Ledger) -> Exchange:
+    """Collectives inside units; each is waited for. Recompute repeats those of forwards."""
+    groups = {
+        "tp": (plan.tp, 1),
+        "cp": (plan.cp, plan.tp),
+        "ep": (plan.ep, plan.cp * plan.tp),
+    }
+    forward, backward, again = [], [], []
+    for unit in units:
+        sums = [0.0, 0.0, 0.0]
+        runs_again = unit.is_block and plan.recompute is not Recompute.NONE
+        for each in unit.exchanges:
+            repeats = runs_again and each.is_repeated
+            group, stride = groups[each.axis]
+            seconds = ledger.charge(
+                each.kind,
+                each.purpose,
+                each.payload_bytes,
+                group_size=group,
+                stride=stride,
+                count=plan.forwards * unit.count * (2 if repeats else 1),
+            )
+            sums[0 if each.in_forward else 1] += seconds
+            sums[2] += seconds * repeats
+        forward.append(sums[0])
+        backward.append(sums[1])
+        again.append(sums[2])
+    zeros = (0.0,) * len(units)
+    return Exchange(zeros, zeros, zeros, tuple(forward), tuple(backward), tuple(again))
+
+
+def _replicas(plan: Plan, loads: Loads, ledger: Ledger) -> tuple[float, ...]:
     """DDP: all gradients once per step, in buckets that fill as the backward goes.
 
     A bucket's latency is shared by the units in it.
@@ -135,96 +158,119 @@ def _replicas(plan: Plan, loads: Loads, ledger: _Ledger) -> Exchange:
     total = loads.gradient_bytes
     first = min(total, FIRST_BUCKET_BYTES)
     buckets = ceil((total - first) / BUCKET_BYTES)
+    group, stride = replica_group(plan)
 
     def reduce(payload: float, count: int) -> float:
         return count * ledger.charge(
             Collective.ALL_REDUCE,
             "gradients",
             payload,
-            group_size=plan.dp_replicate,
+            group_size=group,
+            stride=stride,
             count=count,
         )
 
     whole = reduce(first, 1) + (reduce((total - first) / buckets, buckets) if buckets else 0.0)
-    seconds = tuple(whole * unit.gradient_bytes / total for unit in loads.units)
-    zeros = (0.0,) * len(loads.units)
-    return Exchange(zeros, zeros, seconds, 0.0, 0.0, 0.0, 0.0, ())
+    return tuple(whole * unit.gradient_bytes / total for unit in loads.entries)
 
 
-def _shards(plan: Plan, loads: Loads, ledger: _Ledger, *, has_host: bool) -> Exchange:
+def _shards(
+    found: Exchange,
+    plan: Plan,
+    loads: Loads,
+    ledger: Ledger,
+    *,
+    has_host: bool,
+    gathers: int,
+    root_gathers: int,
+    reductions: int,
+) -> Exchange:
     """FSDP2: gathers in the dtype of computing, reductions in the dtype of the masters.
 
     ZeRO-1 and ZeRO-2 gather once a step; ZeRO-3 before each forward and backward. ZeRO-1 reduces
     once a step, the others every microbatch. HSDP adds one all-reduce of gradient shards a step.
     """
-    kind, group = plan.data_parallel, shard_degree(plan)
-    once = kind in (DataParallel.ZERO1, DataParallel.ZERO2)
-    reductions = 1 if kind is DataParallel.ZERO1 else plan.forwards
+    group, stride = shard_group(plan)
     offloads = plan.offload is Offload.STATES and has_host
-    host_bytes = 0.0
 
     def gather(payload: float, times: int) -> float:
-        nonlocal host_bytes
         seconds = ledger.charge(
             Collective.ALL_GATHER,
             "parameters",
             payload * loads.compute_share,
             group_size=group,
+            stride=stride,
             count=times,
         )
-        if offloads:
-            host_bytes += times * payload / group
-            seconds += payload / group / HOST_LINK_BYTES_PER_S
-        return seconds
+        return seconds + to_host(payload, times)
 
-    def reduce(payload: float) -> float:
-        nonlocal host_bytes
+    def reduce(payload: float, times: int) -> float:
         seconds = ledger.charge(
-            Collective.REDUCE_SCATTER, "gradients", payload, group_size=group, count=reductions
+            Collective.REDUCE_SCATTER,
+            "gradients",
+            payload,
+            group_size=group,
+            stride=stride,
+            count=times,
         )
-        if offloads:
-            host_bytes += reductions * payload / group
-            seconds += payload / group / HOST_LINK_BYTES_PER_S
-        return seconds
+        return seconds + to_host(payload, times)
 
-    def replicate(payload: float) -> float:
-        if kind is not DataParallel.HYBRID_SHARD:
+    def to_host(payload: float, times: int) -> float:
+        if not offloads:
             return 0.0
+        ledger.host_bytes += times * payload / group
+        return payload / group / HOST_LINK_BYTES_PER_S
+
+    def replicate(payload: float, count: int) -> float:
+        if plan.data_parallel is not DataParallel.HYBRID_SHARD:
+            return 0.0
+        size, apart = replica_group(plan)
         return ledger.charge(
             Collective.ALL_REDUCE,
             "gradient shards",
             payload / group,
-            group_size=plan.dp_replicate,
-            stride=plan.dp_shard,
+            group_size=size,
+            stride=apart,
+            count=count,
         )
 
-    times = 1 if once else 2 * plan.forwards
-    separate = [u if u.is_separate else None for u in loads.units]
-    gathers = tuple(gather(u.parameter_bytes, times) if u else 0.0 for u in separate)
-    reduces = tuple(reduce(u.gradient_bytes) if u else 0.0 for u in separate)
-    between = tuple(replicate(u.gradient_bytes) if u else 0.0 for u in separate)
-    # The root group stays whole from the first forward to the end of the backward.
-    root_gather = gather(loads.root_parameter_bytes, 1 if once else plan.forwards)
-    root_reduce = reduce(loads.root_gradient_bytes)
-    root_between = replicate(loads.root_gradient_bytes)
-    return Exchange(
-        gathers, reduces, between, root_gather, root_reduce, root_between, 0.0, (), host_bytes
+    separate = [u if u.is_separate else None for u in loads.entries]
+    return replace(
+        found,
+        gather_s=tuple(
+            gather(u.parameter_bytes, gathers * u.count) if u else 0.0 for u in separate
+        ),
+        reduce_s=tuple(
+            reduce(u.gradient_bytes, reductions * u.count) if u else 0.0 for u in separate
+        ),
+        replicate_s=tuple(replicate(u.gradient_bytes, u.count) if u else 0.0 for u in separate),
+        # The root group stays whole from the first forward to the end of the backward.
+        root_gather_s=gather(loads.root_parameter_bytes, root_gathers),
+        root_reduce_s=reduce(loads.root_gradient_bytes, reductions),
+        root_replicate_s=replicate(loads.root_gradient_bytes, 1),
     )
 
 
-def _apart(plan: Plan, model: ModelProfile, ledger: _Ledger) -> float:
-    """Sample count and loss of every step, what DDP asks about unused parameters, batch norms."""
-    group = plan.data_degree
+def apart_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
+    """Small collectives that nothing hides: sample count and loss of every step, the seed of split
+    layers, what DDP asks about unused parameters, batch norms. Seconds of a step."""
+    world = plan.world_size
+    replicas, stride = plan.data_degree, plan.cp * plan.tp
+    count = COUNT_BYTES + (PRINT_BYTES * replicas if world > replicas else 0)
     seconds = sum(
-        ledger.charge(Collective.ALL_REDUCE, purpose, payload, group_size=group)
-        for purpose, payload in (("sample count", COUNT_BYTES), ("loss", SCALAR_BYTES))
+        ledger.charge(Collective.ALL_REDUCE, purpose, payload, group_size=world)
+        for purpose, payload in (("sample count", count), ("loss", SCALAR_BYTES))
     )
-    if model.unused and plan.data_parallel is DataParallel.REPLICATE:
+    seconds += ledger.charge(
+        Collective.SEND_RECV, "seed (broadcast)", SEED_BYTES, group_size=plan.tp
+    )
+    is_ddp = plan.data_parallel is DataParallel.REPLICATE and plan.pp == plan.tp == 1
+    if model.unused and is_ddp:
         # One number per parameter tensor; a profile does not count those, and latency is all of it.
         seconds += ledger.charge(
-            Collective.ALL_REDUCE, "unused parameters", SCALAR_BYTES, group_size=group
+            Collective.ALL_REDUCE, "unused parameters", SCALAR_BYTES, group_size=replicas
         )
-    if not model.batch_norms or group < 2:
+    if not model.batch_norms or replicas < 2:
         return seconds
     if plan.sync_batch_norm:
         # Mean and variance with the forward, their gradients with the backward.
@@ -233,19 +279,53 @@ def _apart(plan: Plan, model: ModelProfile, ledger: _Ledger) -> float:
             Collective.ALL_REDUCE,
             "batch norm statistics",
             model.buffer_bytes / len(model.batch_norms),
-            group_size=group,
+            group_size=replicas,
+            stride=stride,
             count=count,
         )
         return seconds + count * one
     one = ledger.charge(
-        Collective.SEND_RECV, "buffers (broadcast)", model.buffer_bytes, group_size=group
+        Collective.SEND_RECV,
+        "buffers (broadcast)",
+        model.buffer_bytes,
+        group_size=replicas,
+        stride=stride,
     )
     return seconds + one
 
 
+def summed_s(
+    ledger: Ledger,
+    purpose: str,
+    *,
+    gradient_bytes: float,
+    tensors: int,
+    group_size: int,
+    stride: int,
+) -> float:
+    """Seconds of `engines.replicas.sum_gradients`: who has gradients, then they in flat messages.
+
+    A message is full when a tensor has passed 25 MiB: half a tensor more, on the average.
+    """
+    if group_size < 2 or not tensors or not gradient_bytes:
+        return 0.0
+    group = {"group_size": group_size, "stride": stride}
+    seconds = ledger.charge(
+        Collective.ALL_REDUCE, f"{purpose}: which there are", tensors * SCALAR_BYTES, **group
+    )
+    full = BUCKET_BYTES + gradient_bytes / tensors / 2
+    count = 1 if gradient_bytes < BUCKET_BYTES else ceil(gradient_bytes / full)
+    one = ledger.charge(
+        Collective.ALL_REDUCE, purpose, gradient_bytes / count, **group, count=count
+    )
+    return seconds + count * one
+
+
 def communication_error(plan: Plan, cluster: ClusterProfile) -> float:
     """Half-width of the range of communication time, as a fraction."""
-    groups = [(shard_degree(plan), 1), (plan.dp_replicate, plan.dp_shard)]
+    groups = [shard_group(plan), replica_group(plan), (plan.tp, 1)]
+    if plan.pp > 1:
+        groups.append((plan.pp, plan.world_size // plan.pp))
     errors = []
     for size, stride in groups:
         if size < 2:

@@ -47,7 +47,10 @@ HOST_BANDWIDTH_BYTES_PER_S = 100e9
 
 @dataclass(frozen=True, slots=True)
 class UnitTime:
-    """Seconds of one unit: busy forward and backward, what recompute repeats, and waiting."""
+    """Seconds of one unit: busy forward and backward, what recompute repeats, and waiting.
+
+    `count`: equal units one after the other, each of which takes as long.
+    """
 
     forward_s: float
     backward_s: float
@@ -55,6 +58,7 @@ class UnitTime:
     forward_launch_s: float
     backward_launch_s: float
     recompute_launch_s: float
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,33 @@ class Computing:
     times: tuple[UnitTime, ...]
     error: float
     measured_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Seconds that a rank computes in a step, by what for."""
+
+    compute_s: float
+    recompute_s: float
+    launch_s: float
+
+    @property
+    def total(self) -> float:
+        return self.compute_s + self.recompute_s + self.launch_s
+
+
+def busy_s(computing: Computing, forwards: int) -> Busy:
+    """What a rank computes in `forwards` microbatches."""
+    times = computing.times
+    return Busy(
+        compute_s=forwards * sum(t.count * (t.forward_s + t.backward_s) for t in times),
+        recompute_s=forwards * sum(t.count * t.recompute_s for t in times),
+        launch_s=forwards
+        * sum(
+            t.count * (t.forward_launch_s + t.backward_launch_s + t.recompute_launch_s)
+            for t in times
+        ),
+    )
 
 
 def peak_flop_per_s(device: Device, dtype: str) -> Quantity:
@@ -118,9 +149,9 @@ def product_efficiency(device: Device, flop: float, peak: float) -> float:
 def unit_times(
     loads: Loads, *, recompute: Recompute, device: Device, dtype: str
 ) -> tuple[UnitTime, ...]:
-    """Every unit of `loads` on `device`."""
+    """Every entry of `loads` on `device`: seconds of one unit."""
     peak = peak_flop_per_s(device, dtype).value
-    return tuple(_unit_time(unit, recompute, device, peak) for unit in loads.units)
+    return tuple(_unit_time(unit, recompute, device, peak) for unit in loads.entries)
 
 
 def block_times(
@@ -158,7 +189,7 @@ def with_measured(
         error: of the roofline.
     """
     found, seconds, doubts, known = [], 0.0, 0.0, 0.0
-    for unit, time, then in zip(loads.units, times, at_measured, strict=True):
+    for unit, time, then in zip(loads.entries, times, at_measured, strict=True):
         timing = measured.units.get(unit.name)
         doubt = error
         if timing is not None:
@@ -167,7 +198,7 @@ def with_measured(
             if measured.samples != loads.samples:
                 doubt = hypot(doubt, SCALED_ERROR)
         found.append(time)
-        busy = time.forward_s + time.backward_s + time.recompute_s
+        busy = unit.count * (time.forward_s + time.backward_s + time.recompute_s)
         seconds += busy
         doubts += doubt * busy
         known += busy * (timing is not None)
@@ -194,6 +225,7 @@ def _measured_time(time: UnitTime, then: UnitTime, timing: UnitTiming) -> UnitTi
         forward_launch_s=0.0,
         backward_launch_s=0.0,
         recompute_launch_s=0.0,
+        count=time.count,
     )
 
 
@@ -236,6 +268,7 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, device: Device, peak: float
         forward_launch_s=forward[1],
         backward_launch_s=backward[1],
         recompute_launch_s=again[1],
+        count=unit.count,
     )
 
 

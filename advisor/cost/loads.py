@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from profiles.model import LOSS, ModelProfile, Numerics
+from advisor.cost.axes import over_experts, over_tokens
+from advisor.cost.runs import Run, divided, runs_of
+from advisor.cost.tensor import Styled, Styles, TensorExchange, cut, is_split, split_loss
+from engines.tensor.styles import Kind, Style
+from profiles.model import GLUE, LOSS, ModelProfile, Numerics, UnitProfile
 
 # bfloat16 is 2 bytes, float32 is 4: what a cast leaves of a parameter.
 BF16_SHARE = 2 / 4
@@ -12,7 +18,18 @@ BF16_SHARE = 2 / 4
 
 @dataclass(frozen=True, slots=True)
 class UnitLoad:
-    """A unit at one microbatch size. `is_separate`: gathered and released on its own by FSDP."""
+    """A unit at one microbatch size, on one rank of the tp axis.
+
+    Attributes:
+        name: of the first unit, where it stands for several.
+        count: equal units one after the other, for which it stands.
+        is_separate: gathered and released on its own by FSDP.
+        layer_bytes: outputs of its weight layers, whose gradients wait where a backward is split.
+        tensors: trainable parameters.
+        partial_gradient_bytes, partial_tensors: of parameters that are whole on every rank of the
+            tp axis while their gradients are parts of a sum.
+        exchanges: the tensor collectives of one unit's forward and backward.
+    """
 
     name: str
     is_block: bool
@@ -31,73 +48,247 @@ class UnitLoad:
     output_bytes: float
     forward_transient_bytes: float
     backward_transient_bytes: float
+    count: int = 1
+    layer_bytes: float = 0.0
+    tensors: int = 1
+    partial_gradient_bytes: float = 0.0
+    partial_tensors: int = 0
+    exchanges: tuple[TensorExchange, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Loads:
-    """All units in call order, and the sums that several formulas need.
+    """Units in call order, and the sums that several formulas need.
 
-    `compute_share` is what a parameter's copy for computing takes of it: 1/2 where an fp32 model
-    runs in bf16, else 1. `root` is everything that is not a separate unit.
+    Equal neighbours come as one `UnitLoad` in `runs`. `entries` are they again, with both ends of a
+    long run taken out of it: what changes along a run changes evenly, so that its moments lie
+    between those of its first two units and of its last two.
+
+    Attributes:
+        compute_share: what a parameter's copy for computing takes of it: 1/2 where an fp32 model
+            runs in bf16, else 1.
     """
 
-    units: tuple[UnitLoad, ...]
+    runs: tuple[UnitLoad, ...]
     samples: int
     compute_share: float
-    parameter_bytes: float
-    gradient_bytes: float
-    root_parameter_bytes: float
-    root_gradient_bytes: float
     buffer_bytes: float
+    names: tuple[str, ...] = ()
+
+    @cached_property
+    def entries(self) -> tuple[UnitLoad, ...]:
+        found: list[UnitLoad] = []
+        place = 0
+        for run in self.runs:
+            ends = (1, 1, run.count - 4, 1, 1) if run.count > 5 else (1,) * run.count
+            for count in ends:
+                found.append(replace(run, name=self.names[place], count=count))
+                place += count
+        return tuple(found)
+
+    @property
+    def units(self) -> Iterator[UnitLoad]:
+        """Every single unit."""
+        names = iter(self.names)
+        for run in self.runs:
+            for _ in range(run.count):
+                yield replace(run, name=next(names), count=1)
 
     @property
     def separate(self) -> tuple[UnitLoad, ...]:
-        return tuple(unit for unit in self.units if unit.is_separate)
+        return tuple(unit for unit in self.runs if unit.is_separate)
 
+    @cached_property
+    def parameter_bytes(self) -> float:
+        return sum(run.parameter_bytes * run.count for run in self.runs)
 
-def loads_of(model: ModelProfile, *, numerics: Numerics, samples: int) -> Loads:
-    """Every unit of `model` at a microbatch of `samples` under `numerics`."""
-    separate = {unit.name for unit in model.shard_units()}
-    units = []
-    for unit in model.units:
-        cost = unit.cost(numerics)
-        units.append(
-            UnitLoad(
-                name=unit.name,
-                is_block=unit.is_block,
-                # A model that is one unit is its own root: there is nothing to release.
-                is_separate=unit.name in separate and unit.name != "",
-                parameter_bytes=unit.parameter_bytes,
-                gradient_bytes=unit.gradient_bytes,
-                forward_flop=cost.forward_flop.at(samples),
-                backward_flop=cost.backward_flop.at(samples),
-                forward_moved_bytes=cost.forward_moved_bytes.at(samples),
-                backward_moved_bytes=cost.backward_moved_bytes.at(samples),
-                forward_kernels=cost.forward_kernels,
-                backward_kernels=cost.backward_kernels,
-                activation_bytes=cost.activation_bytes.at(samples),
-                selective_bytes=cost.selective_activation_bytes.at(samples),
-                input_bytes=cost.input_bytes.at(samples),
-                output_bytes=cost.output_bytes.at(samples),
-                forward_transient_bytes=cost.forward_transient_bytes.at(samples),
-                backward_transient_bytes=cost.backward_transient_bytes.at(samples),
+    @cached_property
+    def gradient_bytes(self) -> float:
+        return sum(run.gradient_bytes * run.count for run in self.runs)
+
+    @cached_property
+    def root_parameter_bytes(self) -> float:
+        """Of everything that is not a separate unit: FSDP's root group."""
+        return sum(run.parameter_bytes * run.count for run in self.runs if not run.is_separate)
+
+    @cached_property
+    def root_gradient_bytes(self) -> float:
+        return sum(run.gradient_bytes * run.count for run in self.runs if not run.is_separate)
+
+    @cached_property
+    def tensors(self) -> int:
+        """Trainable parameters."""
+        return sum(run.tensors * run.count for run in self.runs)
+
+    def part(self, first: int, last: int) -> Loads:
+        """Units [first, last) alone."""
+        if (first, last) not in self._parts:
+            found, place = [], 0
+            for run in self.runs:
+                count = min(last, place + run.count) - max(first, place)
+                if count > 0:
+                    found.append(run if count == run.count else replace(run, count=count))
+                place += run.count
+            self._parts[first, last] = Loads(
+                runs=tuple(found),
+                samples=self.samples,
+                compute_share=self.compute_share,
+                buffer_bytes=self.buffer_bytes,
+                names=self.names[first:last],
             )
+        return self._parts[first, last]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], Loads]:
+        return {}
+
+
+def loads_of(
+    model: ModelProfile,
+    *,
+    numerics: Numerics,
+    samples: int,
+    tp: int = 1,
+    styles: Iterable[tuple[str, str]] = (),
+    cp: int = 1,
+    ep: int = 1,
+    runs: Sequence[Run] | None = None,
+) -> Loads:
+    """Every unit of `model` at a microbatch of `samples` under `numerics`, on one rank.
+
+    Args:
+        tp, styles: layers are split as `Plan.tensor_styles` says, over so many ranks.
+        cp: ranks that share the tokens of a sample: each has 1/cp of what grows with the sample.
+        ep: ranks that share the experts of a block.
+        runs: of the model, where they are known.
+    """
+    runs = runs_of(model) if runs is None else runs
+    separate = {unit.name for unit in model.shard_units()}
+    wanted = Styles(styles) if tp > 1 else Styles(())
+    styled = [wanted.of_unit(unit, unit.cost(numerics).layers) for unit in model.units]
+    if tp > 1:
+        runs = divided(runs, styled)
+    logits = next((s for s in styled if _splits_logits(s)), None) if tp > 1 else None
+    found = []
+    for run in runs:
+        load = _load(
+            run,
+            numerics,
+            samples / cp,
+            is_separate=run.unit.name in separate and run.unit.name != "",
+            styled=styled[run.first],
+            tp=tp,
         )
-    root = [unit for unit in units if not unit.is_separate]
+        if cp > 1:
+            load = over_tokens(load, run.unit.cost(numerics), cp=cp, samples=samples / cp)
+        if ep > 1:
+            load = over_experts(load, run.unit, ep=ep)
+        if logits is not None and run.unit.name == _loss_unit(model):
+            load = _with_split_loss(load, model, numerics, samples / cp, tp=tp)
+        found.append(load)
     return Loads(
-        units=tuple(units),
+        runs=tuple(found),
         samples=samples,
         compute_share=1.0 if numerics is Numerics.AS_BUILT else BF16_SHARE,
-        parameter_bytes=sum(unit.parameter_bytes for unit in units),
-        gradient_bytes=sum(unit.gradient_bytes for unit in units),
-        root_parameter_bytes=sum(unit.parameter_bytes for unit in root),
-        root_gradient_bytes=sum(unit.gradient_bytes for unit in root),
         buffer_bytes=model.buffer_bytes,
+        names=tuple(unit.name for unit in model.units),
     )
 
 
-def describe(unit: UnitLoad) -> str:
+def _splits_logits(styled: Styled) -> bool:
+    """Whether a layer of the unit hands on logits that stay split."""
+    head = Style(kind=Kind.VOCAB)
+    return any(head in place.styles for place in styled)
+
+
+def _loss_unit(model: ModelProfile) -> str:
+    """Where the loss is computed: apart, or in code between units of a model that returns it."""
+    names = [unit.name for unit in model.units]
+    return LOSS if LOSS in names else GLUE
+
+
+def _load(
+    run: Run, numerics: Numerics, samples: float, *, is_separate: bool, styled: Styled, tp: int
+) -> UnitLoad:
+    unit = run.unit
+    cost = unit.cost(numerics)
+    load = UnitLoad(
+        name=unit.name,
+        is_block=unit.is_block,
+        # A model that is one unit is its own root: there is nothing to release.
+        is_separate=is_separate,
+        parameter_bytes=unit.parameter_bytes,
+        gradient_bytes=unit.gradient_bytes,
+        forward_flop=cost.forward_flop.at(samples),
+        backward_flop=cost.backward_flop.at(samples),
+        forward_moved_bytes=cost.forward_moved_bytes.at(samples),
+        backward_moved_bytes=cost.backward_moved_bytes.at(samples),
+        forward_kernels=cost.forward_kernels,
+        backward_kernels=cost.backward_kernels,
+        activation_bytes=cost.activation_bytes.at(samples),
+        selective_bytes=cost.selective_activation_bytes.at(samples),
+        input_bytes=cost.input_bytes.at(samples),
+        output_bytes=cost.output_bytes.at(samples),
+        forward_transient_bytes=cost.forward_transient_bytes.at(samples),
+        backward_transient_bytes=cost.backward_transient_bytes.at(samples),
+        count=run.count,
+        layer_bytes=sum(layer.output_bytes.at(samples) for layer in cost.layers),
+        tensors=_tensors(unit),
+    )
+    if tp == 1 or not is_split(styled):
+        return load
+    own = cut(cost, unit, styled, tp=tp, samples=samples)
+    return replace(
+        load,
+        parameter_bytes=own.parameter_bytes,
+        gradient_bytes=own.gradient_bytes,
+        partial_gradient_bytes=own.partial_gradient_bytes,
+        partial_tensors=own.partial_tensors,
+        forward_flop=own.forward_flop,
+        backward_flop=own.backward_flop,
+        forward_moved_bytes=own.forward_moved_bytes,
+        backward_moved_bytes=own.backward_moved_bytes,
+        activation_bytes=own.activation_bytes,
+        selective_bytes=own.selective_bytes,
+        input_bytes=own.input_bytes,
+        output_bytes=own.output_bytes,
+        forward_transient_bytes=own.forward_transient_bytes,
+        backward_transient_bytes=own.backward_transient_bytes,
+        exchanges=own.exchanges,
+    )
+
+
+def _tensors(unit: UnitProfile) -> int:
+    """Trainable parameters of a unit; one where its shapes are not known."""
+    return sum(shape.count for shape in unit.shapes) or int(unit.gradient_bytes > 0)
+
+
+def _with_split_loss(
+    load: UnitLoad, model: ModelProfile, numerics: Numerics, samples: float, *, tp: int
+) -> UnitLoad:
+    """The loss of logits that stay split: a rank computes on its share of the vocabulary."""
+    heads = [unit.cost(numerics).layers for unit in model.units]
+    head = max((layer for layers in heads for layer in layers), key=lambda layer: layer.outputs)
+    dtype = model.dtype if numerics is Numerics.AS_BUILT else "bfloat16"
+    rows = head.output_bytes.at(samples) / (head.outputs * (4 if dtype == "float32" else 2))
+    share = 1 / tp
+    return replace(
+        load,
+        forward_flop=load.forward_flop * share,
+        backward_flop=load.backward_flop * share,
+        forward_moved_bytes=load.forward_moved_bytes * share,
+        backward_moved_bytes=load.backward_moved_bytes * share,
+        activation_bytes=load.activation_bytes * share,
+        selective_bytes=load.selective_bytes * share,
+        input_bytes=load.input_bytes * share,
+        forward_transient_bytes=load.forward_transient_bytes * share,
+        backward_transient_bytes=load.backward_transient_bytes * share,
+        exchanges=split_loss(rows),
+    )
+
+
+def describe(name: str) -> str:
     """The unit as a sentence names it."""
-    if unit.name == LOSS:
+    if name == LOSS:
         return "the loss"
-    return f"`{unit.name}`" if unit.name else "the model"
+    return f"`{name}`" if name else "the model"

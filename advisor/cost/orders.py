@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from engines.plan import Schedule
@@ -175,6 +176,29 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         while done[Kind.WEIGHT, stage] < done[Kind.INPUT, stage]:
             run(Kind.WEIGHT, stage)
     yield from found
+
+
+def gathers_of_root(
+    schedule: Schedule, rank: int, *, ranks: int, stages: int, microbatches: int
+) -> int:
+    """How often a rank gathers FSDP2's root group in a round: its first forward does, and the first
+    after a backward, which lets go of it (engines/fsdp.py)."""
+    match schedule:
+        case Schedule.NAIVE:
+            return microbatches
+        case Schedule.GPIPE:
+            return 1
+        case Schedule.ONE_F_ONE_B:
+            return 1 + microbatches - min(microbatches, ranks - rank)
+        case _:
+            # Once the pipeline is full every forward follows a backward.
+            shown = min(microbatches, FULL_AFTER * ranks + microbatches % ranks)
+            order = orders(schedule, ranks=ranks, stages=stages, microbatches=shown)[rank]
+            kinds = [Kind.BACKWARD, *(action.kind for action in order)]
+            first = sum(
+                kind is Kind.FORWARD and last is not Kind.FORWARD for last, kind in pairwise(kinds)
+            )
+            return first + (microbatches - shown) * stages // ranks
 
 
 class Moment(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from advisor.cost.communication import Exchange
 from advisor.cost.compute import UnitTime
@@ -66,49 +67,46 @@ def replay(plan: Plan, times: Sequence[UnitTime], exchanged: Exchange, *, overla
     kind = plan.data_parallel
     count, once = plan.forwards, kind in (DataParallel.ZERO1, DataParallel.ZERO2)
     every = kind is not DataParallel.ZERO1
-    first = _forward(times, exchanged, gathers=True, overlaps=overlaps)
-    last = _backward(
-        times,
-        exchanged,
-        gathers=not once,
-        reduces=True,
-        replicates=True,
-        overlaps=overlaps,
-    )
-    apart = exchanged.apart_s
+    way = {"overlaps": overlaps}
+    first = forward(times, exchanged, gathers=True, **way)
+    last = backward(times, exchanged, gathers=not once, reduces=True, replicates=True, **way)
     if count == 1:
-        return Replay(first.wall_s + last.wall_s + apart, first.sent_s + last.sent_s + apart)
-    later = _forward(times, exchanged, gathers=not once, overlaps=overlaps)
-    middle = _backward(
-        times, exchanged, gathers=not once, reduces=every, replicates=False, overlaps=overlaps
-    )
+        return Replay(first.wall_s + last.wall_s, first.sent_s + last.sent_s)
+    later = forward(times, exchanged, gathers=not once, **way)
+    middle = backward(times, exchanged, gathers=not once, reduces=every, replicates=False, **way)
     return Replay(
-        wall_s=first.wall_s + last.wall_s + (count - 1) * (later.wall_s + middle.wall_s) + apart,
-        sent_s=first.sent_s + last.sent_s + (count - 1) * (later.sent_s + middle.sent_s) + apart,
+        wall_s=first.wall_s + last.wall_s + (count - 1) * (later.wall_s + middle.wall_s),
+        sent_s=first.sent_s + last.sent_s + (count - 1) * (later.sent_s + middle.sent_s),
     )
 
 
-def _forward(
-    times: Sequence[UnitTime], exchanged: Exchange, *, gathers: bool, overlaps: bool
+def forward(
+    times: Sequence[UnitTime],
+    exchanged: Exchange,
+    *,
+    gathers: bool,
+    overlaps: bool,
 ) -> Replay:
-    computing = sum(t.forward_s + t.forward_launch_s for t in times)
+    """One microbatch forward through all units."""
+    tensor_s = exchanged.tensor_forward_s
+    seconds = [
+        t.forward_s + t.forward_launch_s + sent for t, sent in zip(times, tensor_s, strict=True)
+    ]
+    inside = _sum(times, tensor_s)
     if not gathers:
-        return Replay(computing, 0.0)
-    sent = exchanged.root_gather_s + sum(exchanged.gather_s)
+        return Replay(_sum(times, seconds), inside)
+    sent = exchanged.root_gather_s + _sum(times, exchanged.gather_s)
     if not overlaps:
-        return Replay(computing + sent, sent)
-    clock = queue = exchanged.root_gather_s
-    ready = _Prefetch(exchanged.gather_s, range(len(times)))
-    queue = ready.fetch_next(queue)
-    for i, unit in enumerate(times):
-        clock = max(clock, ready.at(i))
-        if exchanged.gather_s[i]:
-            queue = ready.fetch_next(max(queue, clock))
-        clock += unit.forward_s + unit.forward_launch_s
-    return Replay(clock, sent)
+        return Replay(_sum(times, seconds) + sent, sent + inside)
+    steps = [
+        _Steps(time.count, busy, gather)
+        for time, busy, gather in zip(times, seconds, exchanged.gather_s, strict=True)
+    ]
+    queues = _Queues(exchanged.root_gather_s, exchanged.root_gather_s, 0.0, 0.0)
+    return Replay(_through(steps, queues).clock, sent + inside)
 
 
-def _backward(
+def backward(
     times: Sequence[UnitTime],
     exchanged: Exchange,
     *,
@@ -117,50 +115,97 @@ def _backward(
     replicates: bool,
     overlaps: bool,
 ) -> Replay:
-    seconds = [
-        t.backward_s + t.backward_launch_s + t.recompute_s + t.recompute_launch_s for t in times
+    """One microbatch backward through all units, last to first."""
+    tensor_s = [
+        sent + again
+        for sent, again in zip(exchanged.tensor_backward_s, exchanged.tensor_again_s, strict=True)
     ]
-    gather_s = exchanged.gather_s if gathers else (0.0,) * len(times)
-    reduce_s = exchanged.reduce_s if reduces else (0.0,) * len(times)
-    replicate_s = exchanged.replicate_s if replicates else (0.0,) * len(times)
+    seconds = [
+        t.backward_s + t.backward_launch_s + t.recompute_s + t.recompute_launch_s + sent
+        for t, sent in zip(times, tensor_s, strict=True)
+    ]
+    zeros = (0.0,) * len(times)
+    gather_s = exchanged.gather_s if gathers else zeros
+    reduce_s = exchanged.reduce_s if reduces else zeros
+    replicate_s = exchanged.replicate_s if replicates else zeros
     root_reduce = exchanged.root_reduce_s if reduces else 0.0
     root_replicate = exchanged.root_replicate_s if replicates else 0.0
-    sent = sum(gather_s) + sum(reduce_s) + sum(replicate_s) + root_reduce + root_replicate
+    sent = sum(_sum(times, each) for each in (gather_s, reduce_s, replicate_s))
+    sent += root_reduce + root_replicate
+    inside = _sum(times, tensor_s)
     if not overlaps:
-        return Replay(sum(seconds) + sent, sent)
-    clock = queue = between = 0.0
-    ready = _Prefetch(gather_s, range(len(times) - 1, -1, -1))
-    queue = ready.fetch_next(queue)
-    for i in range(len(times) - 1, -1, -1):
-        clock = max(clock, ready.at(i))
-        if gather_s[i]:
-            queue = ready.fetch_next(max(queue, clock))
-        clock += seconds[i]
-        if reduce_s[i]:
-            queue = max(queue, clock) + reduce_s[i]
-        if replicate_s[i]:
-            between = max(between, queue if reduce_s[i] else clock) + replicate_s[i]
-    queue = max(queue, clock) + root_reduce
-    between = max(between, queue) + root_replicate
-    return Replay(between, sent)
+        return Replay(_sum(times, seconds) + sent, sent + inside)
+    order = range(len(times) - 1, -1, -1)
+    steps = [
+        _Steps(times[i].count, seconds[i], gather_s[i], reduce_s[i], replicate_s[i]) for i in order
+    ]
+    queues = _through(steps, _Queues(0.0, 0.0, 0.0, 0.0))
+    queue = max(queues.queue, queues.clock) + root_reduce
+    return Replay(max(queues.between, queue) + root_replicate, sent + inside)
 
 
-class _Prefetch:
-    """Gathers in the order of use, one ahead of the unit in work."""
+def _sum(times: Sequence[UnitTime], seconds: Sequence[float]) -> float:
+    return sum(time.count * each for time, each in zip(times, seconds, strict=True))
 
-    def __init__(self, seconds: Sequence[float], order: Sequence[int]) -> None:
-        self._seconds = seconds
-        self._waiting = iter([i for i in order if seconds[i]])
-        self._ready: dict[int, float] = {}
 
-    def fetch_next(self, start: float) -> float:
-        """Begin the next gather at `start`; when the queue is free again."""
-        i = next(self._waiting, None)
-        if i is None:
-            return start
-        self._ready[i] = start + self._seconds[i]
-        return self._ready[i]
+class _Steps(NamedTuple):
+    """Units one after the other: what each computes, gathers before it and sends behind it."""
 
-    def at(self, i: int) -> float:
-        """When unit `i` is whole; 0 for a unit that is never gathered."""
-        return self._ready.get(i, 0.0)
+    units: int
+    busy_s: float
+    gather_s: float
+    reduce_s: float = 0.0
+    replicate_s: float = 0.0
+
+
+class _Queues(NamedTuple):
+    """When the computing, the shard group's queue and that between replicas are free, and when the
+    unit that was fetched last is whole."""
+
+    clock: float
+    queue: float
+    between: float
+    ready: float
+
+
+def _through(steps: Sequence[_Steps], start: _Queues) -> _Queues:
+    """Units in order, the next gather beside each. Of many equal ones only so many are played until
+    each moves all queues by the same time."""
+    following = [0.0] * len(steps)
+    latest = 0.0
+    for i in range(len(steps) - 1, -1, -1):
+        following[i] = latest
+        latest = steps[i].gather_s or latest
+    now = start
+    if latest:
+        ready = now.queue + latest
+        now = now._replace(queue=ready, ready=ready)
+    for step, after in zip(steps, following, strict=True):
+        left = step.units - 1
+        while left:
+            then = now
+            now = _after(step, now, following=step.gather_s or after)
+            left -= 1
+            moved = now.clock - then.clock
+            if left and all(
+                abs(b - a - moved) <= 1e-12 * b for a, b in zip(then, now, strict=True)
+            ):
+                now = _Queues(*(each + left * moved for each in now))
+                left = 0
+        now = _after(step, now, following=after)
+    return now
+
+
+def _after(step: _Steps, now: _Queues, *, following: float) -> _Queues:
+    clock, queue, between, ready = now
+    if step.gather_s:
+        clock = max(clock, ready)
+        queue = max(queue, clock) + following
+        ready = queue
+    clock += step.busy_s
+    if step.reduce_s:
+        queue = max(queue, clock) + step.reduce_s
+    if step.replicate_s:
+        between = max(between, queue if step.reduce_s else clock) + step.replicate_s
+    # Nothing begins before this moment any more, so that a queue that is idle moves along.
+    return _Queues(clock, max(queue, clock), max(between, clock), max(ready, clock))

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from engines.tensor.styles import Kind, Style, cutting, matches
 from profiles.cluster import Collective
 from profiles.layers import LayerCost, LayerKind
 from profiles.model import Shape, UnitCost, UnitProfile
+from profiles.optimizer_laws import FP32_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class TensorExchange:
     Attributes:
         in_forward: else in the backward.
         is_repeated: recompute runs it again before the backward.
-        waits_for: payloads beside it on the device: the clone or the gathered whole it makes.
+        axis: of the mesh: "tp", or "cp" and "ep", which are estimated alone.
     """
 
     kind: Collective
@@ -32,6 +34,7 @@ class TensorExchange:
     payload_bytes: float
     in_forward: bool
     is_repeated: bool = False
+    axis: str = "tp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Cut:
     parameter_bytes: float
     gradient_bytes: float
     partial_gradient_bytes: float
+    partial_tensors: int
     forward_flop: float
     backward_flop: float
     forward_moved_bytes: float
@@ -54,9 +58,16 @@ class Cut:
     exchanges: tuple[TensorExchange, ...]
 
 
-Styled = tuple[tuple[Style, ...], ...]
-"""The styles of a unit itself, then of each of its layers; the latter with those of the modules
-around the layer that join tokens."""
+class Place(NamedTuple):
+    """What is done to a module: its styles, and where the tokens that it takes are joined (its own
+    path, or that of a module around it)."""
+
+    styles: tuple[Style, ...]
+    joined_at: str | None = None
+
+
+Styled = tuple[Place, ...]
+"""Of a unit itself, then of each of its layers."""
 
 
 class Styles:
@@ -68,19 +79,20 @@ class Styles:
     def of_unit(self, unit: UnitProfile, layers: Sequence[LayerCost]) -> Styled:
         """What is done to `unit` and to each of its `layers`."""
         inside = [self._of_layer(unit.name, layer.path) for layer in layers]
-        return (self._at(unit.name), *inside)
+        return (Place(self._at(unit.name)), *inside)
 
     def _at(self, path: str) -> tuple[Style, ...]:
         return tuple(style for pattern, style in self._pairs if matches(pattern, path))
 
-    def _of_layer(self, unit: str, path: str) -> tuple[Style, ...]:
-        """The layer's own, and where the tokens it takes are joined: at itself or around it."""
-        found = [style for style in self._at(_joined(unit, path)) if style.kind is not Kind.SIZES]
+    def _of_layer(self, unit: str, path: str) -> Place:
+        styles = self._at(_joined(unit, path))
         parts = path.split(".")
-        for depth in range(1, len(parts)):
-            around = self._at(_joined(unit, ".".join(parts[:depth])))
-            found += [style for style in around if style.kind is Kind.JOINED]
-        return tuple(found)
+        around = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)] if path else []
+        joined = [p for p in around if _JOINED in self._at(_joined(unit, p))]
+        return Place(styles, joined[-1] if joined else None)
+
+
+_JOINED = Style(kind=Kind.JOINED)
 
 
 def _joined(unit: str, path: str) -> str:
@@ -98,18 +110,20 @@ def cut_share(layer: LayerCost, style: Style, tp: int) -> float:
 
 def is_split(styled: Styled) -> bool:
     """Whether anything is done to the unit at all."""
-    return any(styled)
+    return any(place.styles for place in styled)
 
 
 def cut(cost: UnitCost, unit: UnitProfile, styled: Styled, *, tp: int, samples: float) -> Cut:
     """`unit` on one of `tp` ranks at a microbatch of `samples`."""
-    by_tokens = any(style.kind is Kind.SEQUENCE for style in styled[0])
+    by_tokens = any(style.kind is Kind.SEQUENCE for style in styled[0].styles)
     around = 1 / tp if by_tokens else 1.0
     sums = _Sums(cost, samples, around)
     parameter_bytes, gradient_bytes = float(unit.parameter_bytes), float(unit.gradient_bytes)
-    partial = gradient_bytes
-    for layer, styles in zip(cost.layers, styled[1:], strict=True):
-        style = cutting(styles)
+    # By tokens, whatever is whole; else what lies between a column-wise layer and its row.
+    partial = gradient_bytes if by_tokens else 0.0
+    tensors = sum(shape.count for shape in unit.shapes) if by_tokens else 0
+    for layer, place in zip(cost.layers, styled[1:], strict=True):
+        style = cutting(place.styles)
         weights, biases = layer.weight_gradient_bytes, layer.bias_gradient_bytes
         if style is None:
             sums.add(layer, own=around, after=around, kept=around)
@@ -118,11 +132,15 @@ def cut(cost: UnitCost, unit: UnitProfile, styled: Styled, *, tp: int, samples: 
         row = style.kind is Kind.ROW
         parameter_bytes -= layer.weight_bytes * (1 - share)
         gradient_bytes -= weights * (1 - share)
-        partial -= weights
+        if by_tokens:
+            partial -= weights
+            tensors -= weights > 0
         if not row and layer.kind is not LayerKind.EMBEDDING:
             parameter_bytes -= layer.bias_bytes * (1 - share)
             gradient_bytes -= biases * (1 - share)
-            partial -= biases
+            if by_tokens:
+                partial -= biases
+                tensors -= biases > 0
         if layer.kind is LayerKind.EMBEDDING:
             sums.add(layer, own=1.0, after=around, kept=1.0)
         elif row:
@@ -130,14 +148,19 @@ def cut(cost: UnitCost, unit: UnitProfile, styled: Styled, *, tp: int, samples: 
         else:
             is_local = style.kind in (Kind.COLUMN, Kind.VOCAB)
             after = share if is_local else around
+            if is_local and not by_tokens:
+                partial += sum(layer.after.parameter_gradient_bytes)
+                tensors += len(layer.after.parameter_gradient_bytes)
             sums.add(layer, own=share, after=after, kept=1.0, whole=layer.input_bytes)
     exchanges = tuple(_exchanges(cost, styled, samples=samples, by_tokens=by_tokens))
     kept = sums.activation_bytes
     if by_tokens:
-        # Joined tokens are kept whole for the gradient of the weight, where a share was.
-        kept += (1 - around) * sum(
-            layer.input_bytes.at(samples) for layer in _joining(cost, styled) if _keeps(layer, samples)
-        )
+        # Joined tokens are kept whole for the gradient of the weight, as often as they are joined,
+        # where a share of what was made was.
+        joined = [layer for layer in _joining(cost, styled) if _keeps(layer, samples)]
+        once = {layer.same_input: layer for layer in joined}
+        kept += sum(layer.input_bytes.at(samples) for layer in joined)
+        kept -= around * sum(layer.input_bytes.at(samples) for layer in once.values())
     whole_kept = cost.activation_bytes.at(samples)
     moved = cost.backward_moved_bytes.at(samples)
     in_work = sums.backward_moved_bytes / moved if moved else 1.0
@@ -150,7 +173,8 @@ def cut(cost: UnitCost, unit: UnitProfile, styled: Styled, *, tp: int, samples: 
     return Cut(
         parameter_bytes=parameter_bytes,
         gradient_bytes=gradient_bytes,
-        partial_gradient_bytes=partial if by_tokens else 0.0,
+        partial_gradient_bytes=partial,
+        partial_tensors=tensors,
         forward_flop=sums.forward_flop,
         backward_flop=sums.backward_flop,
         forward_moved_bytes=sums.forward_moved_bytes,
@@ -221,15 +245,14 @@ def _keeps(layer: LayerCost, samples: float) -> bool:
 
 
 def _joining(cost: UnitCost, styled: Styled) -> Iterator[LayerCost]:
-    """The layers whose input is a tensor that was joined, one for each such tensor."""
+    """The first layers that take what was joined, one for each place where tokens are."""
     seen = set()
-    for layer, styles in zip(cost.layers, styled[1:], strict=True):
-        style = cutting(styles)
-        if style is None or style.kind is Kind.ROW or layer.same_input in seen:
-            continue
-        if any(s.kind is Kind.JOINED for s in styles):
-            seen.add(layer.same_input)
-            yield layer
+    for layer, place in zip(cost.layers, styled[1:], strict=True):
+        style = cutting(place.styles)
+        if style is not None and style.kind is not Kind.ROW and place.joined_at not in seen:
+            seen.add(place.joined_at)
+            if place.joined_at is not None:
+                yield layer
 
 
 def _exchanges(
@@ -237,8 +260,8 @@ def _exchanges(
 ) -> Iterator[TensorExchange]:
     """In the order of `engines.tensor.split`: what is dressed how."""
     copied = None  # the tensor whose gradient the last layer of that kind sums
-    for layer, styles in zip(cost.layers, styled[1:], strict=True):
-        style = cutting(styles)
+    for layer, place in zip(cost.layers, styled[1:], strict=True):
+        style = cutting(place.styles)
         if style is None:
             continue
         given, made = layer.input_bytes.at(samples), layer.output_bytes.at(samples)
@@ -252,17 +275,13 @@ def _exchanges(
                 yield TensorExchange(
                     Collective.REDUCE_SCATTER, "outputs by tokens", made, True, again
                 )
-                yield TensorExchange(
-                    Collective.ALL_GATHER, "gradients by tokens", made, False
-                )
+                yield TensorExchange(Collective.ALL_GATHER, "gradients by tokens", made, False)
             else:
                 yield TensorExchange(Collective.ALL_REDUCE, "outputs", made, True, again)
             continue
         if not (by_tokens and style.kind is Kind.COLUMN):
             if layer.same_input != copied and layer.needs_input_gradient:
-                yield TensorExchange(
-                    Collective.ALL_REDUCE, "gradients of inputs", given, False
-                )
+                yield TensorExchange(Collective.ALL_REDUCE, "gradients of inputs", given, False)
             copied = layer.same_input
         if style.kind is Kind.GATHER:
             yield TensorExchange(Collective.ALL_GATHER, "gathered outputs", made, True, again)
@@ -279,14 +298,23 @@ def _exchanges(
     yield TensorExchange(Collective.ALL_GATHER, "gradients by tokens", whole, False)
 
 
+def split_loss(rows: float) -> tuple[TensorExchange, ...]:
+    """Of cross-entropy on logits that are split: for every row its highest logit, the sum of its
+    exponentials and the logit of its class (`engines.tensor.logits`), in fp32."""
+    purposes = ("highest logits", "sums of exponentials", "logits of classes")
+    return tuple(
+        TensorExchange(Collective.ALL_REDUCE, purpose, rows * FP32_BYTES, True)
+        for purpose in purposes
+    )
+
+
 def _room(exchanges: Sequence[TensorExchange], *, in_forward: bool) -> float:
     """What the largest exchange holds beside what is there: a sum clones what others may hold; what
     is gathered or scattered is laid out anew on the way."""
     rooms = [
         (1 if each.kind is Collective.ALL_REDUCE else 2) * each.payload_bytes
         for each in exchanges
-        if each.in_forward is in_forward
-        and not (in_forward and each.kind is Collective.ALL_REDUCE)
+        if each.in_forward is in_forward and not (in_forward and each.kind is Collective.ALL_REDUCE)
     ]
     return max(rooms, default=0.0)
 
@@ -295,8 +323,8 @@ def cut_unit(unit: UnitProfile, cost: UnitCost, styled: Styled, *, tp: int) -> U
     """`unit` with the parameters that one of `tp` ranks holds, for an optimizer to step."""
     shapes = list(unit.shapes)
     parameter_bytes, gradient_bytes = float(unit.parameter_bytes), float(unit.gradient_bytes)
-    for layer, styles in zip(cost.layers, styled[1:], strict=True):
-        style = cutting(styles)
+    for layer, place in zip(cost.layers, styled[1:], strict=True):
+        style = cutting(place.styles)
         if style is None:
             continue
         share = cut_share(layer, style, tp)

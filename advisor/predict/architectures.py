@@ -57,6 +57,13 @@ _PUBLIC: Mapping[str, Mapping[str, int | bool]] = MappingProxyType(
             "n_experts": 128, "moe_topk": 6, "moe_ffn_hidden": 1856, "shared_ffn": 3712,
             "head_width": 128, "attention_layers": 6, "mamba_layers": 23, "mamba_width": 4096,
         },
+        # NVIDIA's configurations for WikiText-103, whose words are its vocabulary.
+        "transformer-xl-base": {
+            "n_layers": 16, "hidden": 512, "n_heads": 8, "ffn_hidden": 2048, "vocab": 267735,
+        },
+        "transformer-xl-large": {
+            "n_layers": 18, "hidden": 1024, "n_heads": 16, "ffn_hidden": 4096, "vocab": 267735,
+        },
         "llama-3-8b": {
             "n_layers": 32, "hidden": 4096, "n_heads": 32, "n_kv_heads": 8, "ffn_hidden": 14336,
             "vocab": 128256,
@@ -91,6 +98,9 @@ _PUBLIC: Mapping[str, Mapping[str, int | bool]] = MappingProxyType(
         },
     }
 )  # fmt: skip
+# Those of a configuration that no column of a table names.
+_FACTS = ("shared_ffn", "dense_layers", "latent", "head_width", "attention_layers", "mamba_layers",
+          "mamba_width", "expert_width")  # fmt: skip
 # Layers of models that only count their parameters: hidden is about 128 times the layers in GPT-3's
 # table (12 x 768, 32 x 4096, 96 x 12288: 64, 128, 128; arXiv 2005.14165, Table 2.1).
 ASPECT = 128
@@ -163,9 +173,7 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
         expert_ffn = ffn or 4 * hidden
     if experts:
         topk = topk or 1
-    facts = {key: public[key] for key in ("shared_ffn", "dense_layers", "latent", "head_width",
-                                          "attention_layers", "mamba_layers", "expert_width")
-             if key in public}  # fmt: skip
+    facts = {key: public[key] for key in _FACTS if key in public}
     shape = Shape(
         kind=kind,
         layers=layers,

@@ -13,10 +13,11 @@ class Constants:
     """What cannot be read off a data sheet.
 
     Attributes:
-        volta, turing, ampere, hopper, blackwell: share of the published best matmul rate that products
-            sustain inside a step, by generation: power and clocks.
+        volta, turing, ampere, hopper, blackwell: share of the published best matmul rate that
+            products sustain inside a step, by generation: power and clocks.
         tail: part of a round of tiles that a product loses at its end.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
+        scan_bytes: traffic of a state-space layer's kernels for an element of its width, forward.
         flash: rate of attention without kept scores, as a share of the matmul rate.
         older_kernels: rate of attention written for Ampere's instructions on later devices.
         unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
@@ -24,34 +25,32 @@ class Constants:
         expert: rate of grouped products of experts, as a share of others'.
         tensor_overlap: hidden part of tensor-parallel exchanges where they are overlapped.
         data_overlap: hidden part of data-parallel exchanges where they are overlapped.
-        inside, between: rate of collectives in a step, as a share of their best, in a node and
-            between nodes.
-        tokens: rate of the exchange of tokens with experts, as a share of the links'.
+        inside, rails, shared: rate of collectives in a step, as a share of their best: in a node,
+            between nodes with a network card for each device, and where devices share cards.
         launch_s: of one kernel by the host, framework and library included.
-        older_host: how much longer hosts of the time of A100 and before take.
-        graphs: share of the launches that are left where layers run as recorded graphs.
+        older_host: how much longer the hosts of A100 and older devices take.
     """
 
-    volta: float = 0.8
-    turing: float = 0.6
-    ampere: float = 0.85
-    hopper: float = 0.8
-    blackwell: float = 0.75
-    tail: float = 0.5
-    memory: float = 0.9
-    flash: float = 0.65
-    older_kernels: float = 0.6
-    unaligned: float = 0.75
-    narrow: float = 0.85
-    expert: float = 0.8
-    tensor_overlap: float = 0.6
-    data_overlap: float = 0.85
-    inside: float = 0.85
-    between: float = 0.7
-    tokens: float = 0.6
-    launch_s: float = 6e-5
-    older_host: float = 1.6
-    graphs: float = 0.4
+    volta: float = 1.03
+    turing: float = 0.807
+    ampere: float = 0.954
+    hopper: float = 0.858
+    blackwell: float = 1.01
+    tail: float = 0.0722
+    memory: float = 0.71
+    scan_bytes: float = 112
+    flash: float = 0.39
+    older_kernels: float = 0.666
+    unaligned: float = 0.581
+    narrow: float = 0.911
+    expert: float = 0.586
+    tensor_overlap: float = 0.857
+    data_overlap: float = 0.645
+    inside: float = 0.646
+    rails: float = 0.62
+    shared: float = 0.292
+    launch_s: float = 6.69e-05
+    older_host: float = 1.2
 
 
 CONSTANTS = Constants()

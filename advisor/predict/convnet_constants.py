@@ -19,7 +19,6 @@ class ConvnetConstants:
             order that matrix units want, where the program keeps channels first.
         element_flop: float32 operations for each element that streams by. Norms of 2-byte maps
             are bound by these on devices with much bandwidth.
-        kernel_s: below which no kernel goes.
         cache_share: what allocator and libraries hold over the tensors, while there is room.
         context_bytes: of the driver, its libraries and the process group.
     """
@@ -29,19 +28,17 @@ class ConvnetConstants:
     stream_share: float
     layout_passes: float
     element_flop: float
-    kernel_s: float
     cache_share: float
     context_bytes: float
 
 
 # Calibrated on the rows of published runs with `python -m tests.scorecard.fit_convnets`.
 FITTED = ConvnetConstants(
-    tensor_share=0.55,
-    vector_share=0.95,
-    stream_share=0.8,
-    layout_passes=0.4,
-    element_flop=30.0,
-    kernel_s=5e-6,
-    cache_share=0.15,
+    tensor_share=0.63,
+    vector_share=0.89,
+    stream_share=0.80,
+    layout_passes=0.28,
+    element_flop=28.0,
+    cache_share=0.22,
     context_bytes=1.0 * 2**30,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from advisor.predict.convnet_constants import FITTED, ConvnetConstants
 from advisor.predict.convnet_step import cut
@@ -76,8 +77,7 @@ def filled(setup: Setup, constants: ConvnetConstants = FITTED) -> Setup:
 
 
 def _fullest(setup: Setup, blocks: Sequence[Block], bounds: Sequence[int]) -> float:
-    pairs = zip(bounds, bounds[1:], strict=False)
-    return max(_allocated(setup, blocks[low:high]) for low, high in pairs)
+    return max(_allocated(setup, blocks[low:high]) for low, high in pairwise(bounds))
 
 
 def _allocated(setup: Setup, blocks: Sequence[Block]) -> float:

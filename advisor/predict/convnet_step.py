@@ -9,17 +9,19 @@ all          + the update, kernel by kernel; at least what decoding the images t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 from math import inf
 
-from advisor.cost.collective import collective_s
-from advisor.cost.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from advisor.cost.collective import collective_s, ways
+from advisor.cost.communication import FIRST_BUCKET_BYTES
+from advisor.cost.memory import BUCKET_BYTES
 from advisor.cost.pipeline import StageTimes, play
 from advisor.cost.replay import slowdown
 from advisor.predict.convnet_constants import FITTED, ConvnetConstants
-from advisor.predict.convnet_time import BlockTime, block_time, numbers_of, total
+from advisor.predict.convnet_time import BlockTime, Numbers, block_time, numbers_of, total
+from advisor.predict.recurrent import transformer_xl
 from advisor.predict.setup import Setup
 from engines.plan import Schedule
 from profiles.cluster import Collective
@@ -32,8 +34,8 @@ _INPUT_PIXELS = 224
 # SGD with momentum, tensor by tensor: weight decay, momentum twice, update. Since torch 2.0 (March
 # 2023) all tensors of a kind are one kernel (`foreach`).
 UPDATE_KERNELS, FOREACH_DEFAULT = 4, 2023.25
-# Read gradient, momentum and weight; write momentum and weight.
-UPDATE_PASSES = 5
+# NCCL 2.4 (February 2019) brought trees; before, an all-reduce went round a ring of all ranks.
+TREES = 2019.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,8 @@ class ConvnetStep:
 
     Attributes:
         compute_s: one device's, the slowest stage's; `bubble_s` what the others make it wait.
-        data_s: gradients, where they are not hidden, and what hiding them costs.
+        data_s: gradients, where they are not hidden, and what hiding them costs; `sent_s` all that
+            their exchange takes, no part of the sum.
         host_s: waiting for kernels to be launched, or for images.
     """
 
@@ -52,6 +55,7 @@ class ConvnetStep:
     data_s: float
     update_s: float
     host_s: float
+    sent_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -60,22 +64,38 @@ class ConvnetStep:
 
 
 def convnet_step(setup: Setup, constants: ConvnetConstants = FITTED) -> ConvnetStep:
-    """A step of `setup.network`.
+    """A step of `setup.network`, or of a model that is a list of layers as one is.
 
     Raises:
-        ValueError: the setup is of a transformer.
+        ValueError: the setup is of another transformer.
     """
-    if setup.network is None:
-        raise ValueError("only networks of convolutions are counted here")
+    network = layered(setup)
+    if network is None:
+        raise ValueError("only what is a list of layers is counted here")
+    software, samples = setup.software, setup.layout.microbatch
     device = setup.cluster.device
-    numbers = numbers_of(device, setup.dtype, fused=setup.software.fused)
-    samples = setup.layout.microbatch
-    times = [block_time(block, samples, numbers, constants) for block in setup.network.blocks]
-    if setup.layout.pp > 1 or setup.software.recompute == "full":
-        step = _staged(setup, setup.network, times)
+    numbers = numbers_of(device, setup.dtype, fused=software.fused, year=software.year)
+    times = _block_times(network, samples, numbers, constants)
+    if setup.layout.pp > 1 or software.recompute == "full":
+        step = _staged(setup, network, times)
     else:
-        step = _replicated(setup, setup.network, times)
-    return _with_input(setup, setup.network, step)
+        step = _replicated(setup, network, times)
+    return _with_input(setup, network, step)
+
+
+@lru_cache(maxsize=256)
+def _block_times(
+    network: Network, samples: int, numbers: Numbers, constants: ConvnetConstants
+) -> tuple[BlockTime, ...]:
+    """Of every block; remembered, as runs of one network on one kind of device share them."""
+    return tuple(block_time(block, samples, numbers, constants) for block in network.blocks)
+
+
+def layered(setup: Setup) -> Network | None:
+    """What this module counts: networks of convolutions, and Transformer-XL."""
+    if setup.network is None and setup.shape is not None and setup.shape.kind == "transformer_xl":
+        return transformer_xl(setup.shape)
+    return setup.network
 
 
 def _replicated(setup: Setup, network: Network, times: Sequence[BlockTime]) -> ConvnetStep:
@@ -83,27 +103,35 @@ def _replicated(setup: Setup, network: Network, times: Sequence[BlockTime]) -> C
     busy = rounds * (whole.forward_s + whole.backward_s)
     launch_s = setup.cluster.device.launch_s.value
     launching = rounds * (whole.forward_kernels + whole.backward_kernels) * launch_s
+    added, sent = _exchanged_s(setup, network.blocks, [time.backward_s for time in times])
     return ConvnetStep(
         compute_s=busy,
         recompute_s=0.0,
         bubble_s=0.0,
-        data_s=_exchanged_s(setup, network.blocks, [time.backward_s for time in times]),
+        data_s=added,
         update_s=_update_s(setup, network.blocks),
         host_s=max(0.0, launching - busy),
+        sent_s=sent,
     )
 
 
-def _exchanged_s(setup: Setup, blocks: Sequence[Block], backward_s: Sequence[float]) -> float:
-    """What the all-reduces of gradients add to a step, bucket by bucket behind the backward."""
-    ranks, stride = setup.layout.dp, 1
+def _exchanged_s(
+    setup: Setup, blocks: Sequence[Block], backward_s: Sequence[float]
+) -> tuple[float, float]:
+    """What the all-reduces of gradients add to a step, and all that they take.
+
+    Buckets queue behind the backward of what fills them.
+    """
+    ranks, trees = setup.layout.dp, setup.software.year >= TREES
     if ranks < 2:
-        return 0.0
+        return 0.0, 0.0
     cluster, each = setup.cluster, setup.software.reduce_bytes
 
+    ring, *faster = ways(cluster, Collective.ALL_REDUCE, group_size=ranks)
+    known = (ring, *faster) if trees else (ring,)
+
     def reduced_s(payload: float) -> float:
-        return collective_s(
-            cluster, Collective.ALL_REDUCE, payload, group_size=ranks, stride=stride
-        )
+        return min(way.seconds(payload) for way in known)
 
     clock = queue = sent = waiting = 0.0
     limit: float = FIRST_BUCKET_BYTES
@@ -112,7 +140,7 @@ def _exchanged_s(setup: Setup, blocks: Sequence[Block], backward_s: Sequence[flo
         waiting += block.parameters * each
         while waiting >= limit:
             # A tensor larger than a bucket goes whole; many small ones fill several.
-            bucket = max(limit, max(l.parameters for l in block.layers) * each)
+            bucket = max(limit, max(layer.parameters for layer in block.layers) * each)
             bucket = min(bucket, waiting)
             queue = max(queue, clock) + reduced_s(bucket)
             sent += reduced_s(bucket)
@@ -125,10 +153,11 @@ def _exchanged_s(setup: Setup, blocks: Sequence[Block], backward_s: Sequence[flo
     copies = 4 * sum(block.parameters for block in blocks) * each
     copied = copies / cluster.device.memory_bandwidth_bytes_per_s.value
     if not setup.software.overlap_reduce:
-        return sent + copied
+        return sent + copied, sent
     exposed = max(0.0, queue - clock)
     hidden = max(0.0, sent - exposed)
-    return exposed + copied + hidden * slowdown(None, computing_s=clock, sent_s=sent).middle
+    slowed = hidden * slowdown(None, computing_s=clock, sent_s=sent).middle
+    return exposed + copied + slowed, sent
 
 
 def _staged(setup: Setup, network: Network, times: Sequence[BlockTime]) -> ConvnetStep:
@@ -141,7 +170,7 @@ def _staged(setup: Setup, network: Network, times: Sequence[BlockTime]) -> Convn
         again = 1.0 if rounds == 1 else (rounds - 1) / rounds
     launch_s = cluster.device.launch_s.value
     bounds = cut([t.forward_s * (1 + again) + t.backward_s for t in times], layout.pp)
-    stages = [total(times[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)]
+    stages = [total(times[low:high]) for low, high in pairwise(bounds)]
     forward = [max(t.forward_s, t.forward_kernels * launch_s) for t in stages]
     repeated = [again * seconds for seconds in forward]
     backward = [max(t.backward_s, t.backward_kernels * launch_s) for t in stages]
@@ -175,13 +204,15 @@ def _staged(setup: Setup, network: Network, times: Sequence[BlockTime]) -> Convn
     recompute = rounds * repeated[slowest]
     blocks = network.blocks[bounds[slowest] : bounds[slowest + 1]]
     backward_s = [time.backward_s for time in times[bounds[slowest] : bounds[slowest + 1]]]
+    added, sent = _exchanged_s(setup, blocks, backward_s)
     return ConvnetStep(
         compute_s=compute,
         recompute_s=recompute,
         bubble_s=played.wall_s - compute - host - recompute,
-        data_s=_exchanged_s(setup, blocks, backward_s),
+        data_s=added,
         update_s=_update_s(setup, blocks),
         host_s=host,
+        sent_s=sent,
     )
 
 
@@ -195,7 +226,7 @@ def cut(seconds: Sequence[float], stages: int) -> list[int]:
     count = len(seconds)
     stages = min(stages, count)
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(done: int, left: int) -> tuple[float, int]:
         """The slowest of `left` stages from block `done` on, and where the first of them ends."""
         if left == 1:
@@ -215,7 +246,9 @@ def cut(seconds: Sequence[float], stages: int) -> list[int]:
 def _update_s(setup: Setup, blocks: Sequence[Block]) -> float:
     device = setup.cluster.device
     parameters = sum(block.parameters for block in blocks)
-    moved = UPDATE_PASSES * parameters * 4 / device.memory_bandwidth_bytes_per_s.value
+    # Gradient and weight are read and the weight is written; every moment is read and written.
+    passes = 3 + 2 * setup.software.moment_bytes / 4
+    moved = passes * parameters * 4 / device.memory_bandwidth_bytes_per_s.value
     tensors = sum(
         2 if layer.kind is Kind.NORM else 1
         for block in blocks
@@ -232,12 +265,4 @@ def _with_input(setup: Setup, network: Network, step: ConvnetStep) -> ConvnetSte
     least = images / (INPUT_IMAGES_PER_S * setup.cluster.num_nodes)
     if step.step_s >= least:
         return step
-    waited = least - step.step_s
-    return ConvnetStep(
-        compute_s=step.compute_s,
-        recompute_s=step.recompute_s,
-        bubble_s=step.bubble_s,
-        data_s=step.data_s,
-        update_s=step.update_s,
-        host_s=step.host_s + waited,
-    )
+    return replace(step, host_s=step.host_s + least - step.step_s)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from advisor.cost.compute import size_efficiency
 from advisor.predict.convnet_constants import ConvnetConstants
 from profiles.cluster import Device
 from profiles.convnets.layers import Block, Kind, Layer
@@ -23,6 +24,10 @@ _PASSES = {
     Kind.JOIN: ((1, 1), (1, 1)),
     Kind.RESIZE: ((1, 1), (1, 1)),
 }
+# cuBLAS 11 took products of any size to the matrix units; PyTorch 1.7 (October 2020) came with it.
+ANY_SIZE = 2020.8
+# No kernel is shorter: start and end of one on the device. Assumed.
+KERNEL_S = 3e-6
 # What a compiler joins to the norm or product before it.
 _FUSED = (Kind.ACTIVATION, Kind.ADD)
 
@@ -37,6 +42,8 @@ class Numbers:
         element_bytes: of maps.
         fused: chains of elementwise operations are one kernel, and maps lie as matrix units want
             them; else channels come first.
+        any_size: matrix units take products of any size; else 16-bit ones whose depth and columns
+            are multiples of 8.
     """
 
     peak_flop_per_s: float
@@ -45,6 +52,7 @@ class Numbers:
     is_tensor: bool
     element_bytes: int
     fused: bool
+    any_size: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +65,12 @@ class BlockTime:
     backward_kernels: int
 
 
-def numbers_of(device: Device, dtype: str, *, fused: bool) -> Numbers:
-    """`dtype` as in `Setup`. Where a device is slower in it than in float32 (consumer cards of
-    2016), libraries compute in float32 and store in it."""
+def numbers_of(device: Device, dtype: str, *, fused: bool, year: float) -> Numbers:
+    """`dtype` as in `Setup`, `year` of the program.
+
+    Where a device is slower in it than in float32 (consumer cards of 2016), libraries compute in
+    float32 and store in it.
+    """
     vector = device.flop_per_s["float32"].value
     quantity = device.flop_per_s.get(dtype)
     peak = quantity.value if quantity is not None else 0.0
@@ -67,9 +78,11 @@ def numbers_of(device: Device, dtype: str, *, fused: bool) -> Numbers:
         peak_flop_per_s=max(peak, vector),
         vector_flop_per_s=vector,
         bytes_per_s=device.memory_bandwidth_bytes_per_s.value,
-        is_tensor=dtype != "float32" and peak >= vector,
+        # Matrix units that are no faster than the others (TF32 of consumer cards) are not used.
+        is_tensor=dtype != "float32" and peak > vector,
         element_bytes=2 if dtype in ("float16", "bfloat16") else 4,
         fused=fused,
+        any_size=year >= ANY_SIZE,
     )
 
 
@@ -108,14 +121,20 @@ def _layer(
 
 def _product_s(layer: Layer, samples: int, numbers: Numbers, constants: ConvnetConstants) -> float:
     """Forward, or the gradient of either operand: as many multiply-adds, over the same maps."""
-    share = constants.tensor_share if numbers.is_tensor else constants.vector_share
+    odd = numbers.element_bytes == 2 and (layer.depth % 8 or layer.columns % 8)
+    is_tensor = numbers.is_tensor and (numbers.any_size or not odd)
+    share = constants.tensor_share if is_tensor else constants.vector_share
+    peak = numbers.peak_flop_per_s
+    if numbers.is_tensor and not is_tensor:
+        peak = numbers.vector_flop_per_s
     filled = layer.columns / (ceil(layer.columns / TILE_COLUMNS) * TILE_COLUMNS)
-    computing = samples * layer.forward_flop / (numbers.peak_flop_per_s * share * filled)
+    flop = float(samples * layer.forward_flop)
+    computing = flop / (peak * share * filled * size_efficiency(flop, peak))
     elements = samples * (layer.inputs + layer.outputs)
     moved = elements + layer.parameters
     moving = moved * numbers.element_bytes / (numbers.bytes_per_s * constants.stream_share)
-    seconds = max(computing, moving, constants.kernel_s)
-    if numbers.is_tensor and not numbers.fused and layer.kind is Kind.CONVOLUTION:
+    seconds = max(computing, moving, KERNEL_S)
+    if is_tensor and not numbers.fused and layer.kind is Kind.CONVOLUTION:
         seconds += (
             constants.layout_passes
             * 2
@@ -129,7 +148,7 @@ def _product_s(layer: Layer, samples: int, numbers: Numbers, constants: ConvnetC
 def _stream_s(elements: float, numbers: Numbers, constants: ConvnetConstants) -> float:
     moving = elements * numbers.element_bytes / (numbers.bytes_per_s * constants.stream_share)
     computing = elements * constants.element_flop / numbers.vector_flop_per_s
-    return max(moving + computing, constants.kernel_s)
+    return max(moving + computing, KERNEL_S)
 
 
 def total(times: Sequence[BlockTime]) -> BlockTime:

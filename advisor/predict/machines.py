@@ -102,7 +102,7 @@ def _cluster(
     domain = RACK if "nvl72" in inside else per_node
     domain = _largest_divisor(world, domain)
     nodes = world // domain
-    intra = inter = pair = bridge = None
+    intra = inter = pair = bridge = cards = None
     if domain > 1:
         intra = _inside(inside, entry.intra)
         if "bridge pair" in inside:
@@ -111,7 +111,7 @@ def _cluster(
             # The driver lets these reach each other through main memory only (but for bridges).
             bridge = HostBridge(link=intra, devices=domain, peer_to_peer=False)
     if nodes > 1:
-        inter, said = _between(between, gbps, name, domain, per_node)
+        inter, cards, said = _between(between, gbps, name, domain, per_node)
         if said:
             assumed.append(said)
     cluster = ClusterProfile(
@@ -121,6 +121,7 @@ def _cluster(
         device=catalogue.accelerator(name),
         intra=intra,
         inter=inter,
+        network_cards=cards,
         pair=pair,
         host_bridge=bridge,
         notes=(),
@@ -144,8 +145,8 @@ def _inside(text: str, usual: str) -> Link:
 
 def _between(
     text: str, gbps: float | None, name: str, domain: int, per_node: int
-) -> tuple[Link, str]:
-    """The network of a node of `domain` devices, of which `per_node` share a chassis."""
+) -> tuple[Link, int | None, str]:
+    """The network of a node of `domain` devices, of which `per_node` share a chassis, its cards."""
     rate = gbps
     cards = re.search(r"(\d+)\s*x\s*(\d+)\s*g", text)
     if rate is None and cards:
@@ -154,9 +155,10 @@ def _between(
     kind = next((key for pattern, key in _KINDS if re.search(pattern, text)), None)
     if rate is None:
         link = catalogue.assumed_network(name, domain)
-        return link, f"the network a {name} usually comes with"
+        return link, None, f"the network a {name} usually comes with"
     base = catalogue.link(kind or "ib-hdr-8x200")
-    share = catalogue.link_entry(kind or "ib-hdr-8x200").achieved
+    entry = catalogue.link_entry(kind or "ib-hdr-8x200")
+    share, number = entry.achieved, int(cards[1]) if cards else entry.cards
     link = base.model_copy(
         update={
             "name": text or f"{rate:g} Gbit/s",
@@ -168,7 +170,8 @@ def _between(
             ),
         }
     )
-    return link, "" if kind else f"a network of {rate:g} Gbit/s that works as {base.name}"
+    said = "" if kind else f"a network of {rate:g} Gbit/s that works as {base.name}"
+    return link, number * chassis if number else None, said
 
 
 def _pcie(usual: str) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from advisor.predict.constants import CONSTANTS, Constants
+from advisor.predict.convnet_constants import FITTED, ConvnetConstants
 from advisor.predict.convnet_memory import convnet_memory
-from advisor.predict.convnet_step import convnet_step
+from advisor.predict.convnet_step import convnet_step, layered
 from advisor.predict.memory import predict_memory
 from advisor.predict.ranges import memory_range, time_range
 from advisor.predict.resolve import resolve
@@ -44,28 +45,34 @@ class Prediction:
     note: str = ""
 
 
-def predict(row: Row, *, constants: Constants = CONSTANTS) -> Prediction:
+def predict(
+    row: Row | Refusal, *, constants: Constants = CONSTANTS, layers: ConvnetConstants = FITTED
+) -> Prediction:
     """Time and memory of a row, or the reason why there is none."""
-    setup = resolve(row)
+    setup = resolve(row) if isinstance(row, Row) else row
     if isinstance(setup, Refusal):
         return Prediction(row_id=row.row_id, note=f"no prediction: {setup.reason}")
-    return predict_setup(setup, constants=constants)
+    return predict_setup(setup, constants=constants, layers=layers)
 
 
-def predict_setup(setup: Setup, *, constants: Constants = CONSTANTS) -> Prediction:
-    """Time and memory of a setup."""
+def predict_setup(
+    setup: Setup, *, constants: Constants = CONSTANTS, layers: ConvnetConstants = FITTED
+) -> Prediction:
+    """Time and memory of a setup; `layers` are the constants of what is counted layer by layer."""
+    if layered(setup) is not None:
+        time = time_range(setup, convnet_step(setup, layers).step_s)
+    else:
+        step = time_of(setup, constants)
+        time = time_range(setup, step.step_s, host_share=step.host_s / step.step_s)
     if setup.network is not None:
-        seconds = convnet_step(setup).step_s
-        memory = convnet_memory(setup)
+        memory = convnet_memory(setup, layers)
         allocated, reserved = memory.allocated_bytes, memory.reserved_bytes
         fits = memory.fits
         span = memory_range(setup, allocated)
     else:
-        seconds = time_of(setup, constants).step_s
         found = predict_memory(setup)
         allocated, reserved = found.allocated.value, found.reserved.value
         fits, span = found.fits, found.allocated
-    time = time_range(setup, seconds)
     return Prediction(
         row_id=setup.row_id,
         predicted_step_time_s=time.value,

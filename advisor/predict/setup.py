@@ -106,7 +106,6 @@ class Software:
         overlap_reduce, overlap_gather: data-parallel traffic runs beside the computing.
         overlap_tensor: part of tensor-parallel traffic runs beside matrix products.
         overlap_experts: the exchange of tokens with experts runs beside another microbatch.
-        graphs: kernels are launched from recorded graphs, so that the host is no limit.
         offload: "none", "optimizer" or "optimizer+params".
     """
 
@@ -127,7 +126,6 @@ class Software:
     overlap_tensor: bool
     overlap_experts: bool = False
     compiled: bool = False
-    graphs: bool = False
     attention_said: bool = True
     offload: str = "none"
 

@@ -35,10 +35,14 @@ from advisor.predict.setup import Shape, Software
 SELECTIVE_RECOMPUTE = 2022.35
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
-GRAPHS_DEFAULT = 2025.5
 SHORT_GRADIENTS = 2024.0
-# Values of the column `arch` whose networks are trained with SGD where no optimizer is named.
-CONVOLUTIONAL = frozenset({"resnet", "cnn", "nasnet", "unet"})
+# Values of the column `arch` that are networks on images. They are trained with SGD where no
+# optimizer is named, but those of attention.
+ATTENTIVE = frozenset({"vit", "deit", "swin"})
+CONVOLUTIONAL = ATTENTIVE | {
+    "resnet", "resnext", "cnn", "nasnet", "unet", "vgg", "alexnet", "inception", "googlenet",
+    "densenet", "mobilenet", "efficientnet", "convnext", "regnet",
+}  # fmt: skip
 
 _YEARS = (
     ("V100", 2020.0),
@@ -103,11 +107,11 @@ def software_of(
     sharded = family in ("foundry", "torchtitan", "fsdp")
     tensor = (row.tp or 1) > 1
 
-    flash = year >= FLASH_DEFAULT and row.arch not in ("bert", "t5")
+    flash = year >= FLASH_DEFAULT and row.arch not in ("bert", "t5", "transformer_xl")
     if row.attention is not None:
         flash = "flash" in row.attention.lower() or "cudnn" in row.attention.lower()
         flash = flash or "sdpa" in row.attention.lower()
-    else:
+    elif row.arch not in CONVOLUTIONAL:
         assumed.append(f"attention {'without' if flash else 'with'} kept scores")
 
     recompute = _recompute(row, family, year, megatron)
@@ -138,7 +142,7 @@ def software_of(
         weight, gradient, master, reduce = 4.0, 4.0, 0.0, 4.0
     moments = 4.0 if recipe and shape is not None and shape.latent else 8.0
     optimizer = (row.optimizer or "").lower()
-    if not optimizer and row.arch in CONVOLUTIONAL:
+    if not optimizer and row.arch in CONVOLUTIONAL - ATTENTIVE:
         moments = 0.0
         assumed.append("SGD without momentum")
     if "8-bit" in optimizer or "8bit" in optimizer:
@@ -168,9 +172,6 @@ def software_of(
             overlap_tensor=family == "megatron" and year >= OVERLAP_GRADIENTS,
             overlap_experts=False,
             compiled=compiled,
-            graphs=family == "megatron"
-            and year >= GRAPHS_DEFAULT
-            and bool(_RECIPES.search(row.source or "")),
             attention_said=row.attention is not None,
             offload=row.offload if row.offload not in (None, "n") else "none",
         ),

@@ -27,6 +27,11 @@ from profiles.cluster import ClusterProfile, Collective
 # writes three of them and the 16-bit weight (4 + 12 + 12 + 2), clipping and unscaling read and
 # write gradients once more (8).
 UPDATE_BYTES = 38
+# DeepSpeed's pipeline waits for each tensor that it passes on, so that the host launches the first
+# layer's kernels anew, forward and backward.
+WAITS = 40
+# Launched once a step: norms, clipping and update over lists of tensors, loss and counters fetched.
+STEP_KERNELS = 300
 # CPU memory of a node that its devices' optimizers share: as `advisor.cost.compute`.
 # A product of activations with odd rows over one without (A100: 16-byte loads of 8 elements in one
 # against 2 to 4 byte ones).
@@ -70,6 +75,7 @@ class Pass:
     tail_s: float = 0.0
     back_tail_s: float = 0.0
     memory_s: float = 0.0
+    scan_s: float = 0.0
     kernels: float = 0.0
     tensor_s: float = 0.0
     tokens_s: float = 0.0
@@ -97,9 +103,9 @@ class Basis:
     virtual: int
     accumulation: int
     boundary_s: float
-    tensor_crosses: bool
-    data_crosses: bool
-    tokens_cross: bool
+    tensor_rate: str
+    data_rate: str
+    boundary_rate: str
     reduce_s: float
     gather_s: float
     once_s: float
@@ -109,8 +115,9 @@ class Basis:
     overlap_gather: bool
     overlap_tensor: bool
     overlap_boundary: bool
-    graphs: bool
     older_kernels: bool
+    waits: int
+    once: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +157,10 @@ def step_time(basis: Basis, constants: Constants) -> StepTime:
     m = basis.accumulation
     share = m * bottleneck / whole
     bubble = (whole - bottleneck) / basis.virtual
-    boundary = basis.boundary_s / constants.between
+    boundary = basis.boundary_s / _of(constants, basis.boundary_rate)
     visible = 1 - constants.tensor_overlap if basis.overlap_boundary else 1.0
     bubble += (2 * m * basis.virtual * visible + 2 * (basis.stages - 1)) * boundary
+    bubble += 2 * m * basis.waits * constants.launch_s
     data = _data_s(basis, constants, whole / basis.stages)
     return StepTime(
         compute_s=(layers[0] + head[0]) * share,
@@ -162,23 +170,25 @@ def step_time(basis: Basis, constants: Constants) -> StepTime:
         bubble_s=bubble,
         data_s=data,
         update_s=basis.update_s,
-        host_s=(layers[3] + again[3] + head[3]) * share,
+        host_s=(layers[3] + again[3] + head[3]) * share + basis.once * constants.launch_s,
     )
 
 
 def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float, float]:
     """Seconds of computing, tensor and context exchange, tokens, and waiting for the host."""
-    share = getattr(c, basis.generation)
+    share = _of(c, basis.generation)
     compute = (part.plain_s + part.unaligned_s / c.unaligned + part.narrow_s / c.narrow) / share
     compute += (part.expert_s + part.expert_narrow_s / c.narrow) / (share * c.expert)
     older = c.older_kernels if basis.older_kernels else 1.0
     compute += part.flash_s / (share * c.flash * older)
-    compute += part.tail_s * c.tail / share + part.memory_s / c.memory
+    compute += (
+        part.tail_s * c.tail / share + (part.memory_s + part.scan_s * c.scan_bytes) / c.memory
+    )
     hidden = c.tensor_overlap if basis.overlap_tensor else 0.0
-    tensor = part.tensor_s * (1 - hidden) / (c.between if basis.tensor_crosses else c.inside)
+    tensor = part.tensor_s * (1 - hidden) / _of(c, basis.tensor_rate)
     tensor += part.context_s * (1 - c.tensor_overlap) / c.inside
-    tokens = part.tokens_s / c.tokens
-    launch = part.kernels * c.launch_s * (c.graphs if basis.graphs else 1.0)
+    tokens = part.tokens_s
+    launch = part.kernels * c.launch_s
     if basis.generation in ("volta", "turing", "ampere"):
         launch *= c.older_host
     return compute, tensor, tokens, max(0.0, launch - compute - tensor - tokens)
@@ -186,7 +196,7 @@ def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float,
 
 def _data_s(basis: Basis, c: Constants, microbatch_s: float) -> float:
     """What the exchange of gradients and weights adds to a step."""
-    rate = c.between if basis.data_crosses else c.inside
+    rate = _of(c, basis.data_rate)
     reduce, gather = basis.reduce_s / rate, basis.gather_s / rate
     if basis.zero == 3:
         # Weights come twice and gradients leave once in each microbatch, beside the computing.
@@ -227,6 +237,7 @@ def basis_of(setup: Setup) -> Basis:
     ):
         if size < 2 or not parameters:
             continue
+        whole = size
         size = min(size, shard) if zero == 3 else size
         sent = parameters * software.reduce_bytes
         pieces = _pieces(setup, parameters, size)
@@ -240,13 +251,25 @@ def basis_of(setup: Setup) -> Basis:
             continue
         weights = parameters * min(software.weight_bytes, 2.0)
         if software.family == "internevo":
-            # Each owner broadcasts its part, within its shard group.
-            at["group_size"] = pieces = min(size, shard)
+            # Each owner broadcasts its part to its shard group, along a chain of the nodes.
+            at["group_size"] = owners = min(size, shard)
+            chain = owners // cluster.ranks_per_node(owners, step)
+            between = cluster.inter.latency_s.value if cluster.inter is not None else 0.0
+            gather += owners * (chain - 1) * between
         gather += pieces * collective_s(cluster, kinds[1], weights / pieces, **at)
+        if zero == 3 and size < whole:
+            # What each shard group has reduced is reduced between the groups (HSDP).
+            once += collective_s(
+                cluster,
+                Collective.ALL_REDUCE,
+                sent / size,
+                group_size=whole // size,
+                stride=step * size,
+            )
     if layout.pp > 1 and setup.shape is not None and setup.shape.tied:
         ends = setup.shape.vocab * setup.shape.hidden / layout.tp * software.reduce_bytes
         apart = layout.world // layout.pp
-        once = collective_s(cluster, Collective.ALL_REDUCE, ends, group_size=2, stride=apart)
+        once += collective_s(cluster, Collective.ALL_REDUCE, ends, group_size=2, stride=apart)
     boundary = 0.0
     if layout.pp > 1:
         boundary = collective_s(
@@ -268,9 +291,9 @@ def basis_of(setup: Setup) -> Basis:
         virtual=layout.virtual,
         accumulation=layout.accumulation,
         boundary_s=boundary,
-        tensor_crosses=cluster.crosses_nodes(layout.tp),
-        data_crosses=cluster.crosses_nodes(ranks, stride),
-        tokens_cross=cluster.crosses_nodes(layout.ep),
+        tensor_rate=_rate(cluster, layout.tp, 1),
+        data_rate=_rate(cluster, ranks, stride),
+        boundary_rate=_rate(cluster, layout.pp, layout.world // layout.pp),
         reduce_s=reduce,
         gather_s=gather,
         once_s=once,
@@ -280,7 +303,8 @@ def basis_of(setup: Setup) -> Basis:
         overlap_gather=software.overlap_gather,
         overlap_tensor=software.overlap_tensor,
         overlap_boundary=software.overlap_tensor,
-        graphs=software.graphs,
+        once=STEP_KERNELS if setup.shape is not None and setup.shape.vocab else 0,
+        waits=WAITS if layout.pp > 1 and "deepspeed" in software.family else 0,
         older_kernels=_generation(cluster.device.name) in ("hopper", "blackwell")
         and software.family not in ("megatron", "torchtitan"),
     )
@@ -364,6 +388,7 @@ def _pass(setup: Setup, layer: LayerWork) -> Pass:
         # Reading 16 bits, writing 8 twice: as it is and transposed.
         memory_s=((layer.moved_bytes + layer.score_bytes) * width / 2 + 4 * converted + streamed)
         / bandwidth,
+        scan_s=layer.scan / bandwidth,
         kernels=layer.kernels,
         tensor_s=tensor,
         tokens_s=tokens,
@@ -390,6 +415,7 @@ def _backward(setup: Setup, layer: LayerWork, forward: Pass, _: Setup) -> Pass:
         flash_s=2.5 * forward.flash_s,
         tail_s=forward.back_tail_s,
         memory_s=twice.memory_s + added,
+        scan_s=twice.scan_s,
         kernels=twice.kernels,
         # Inputs are gathered once more for the weights' gradients.
         tensor_s=forward.tensor_s * (1 + again),
@@ -471,6 +497,18 @@ def _narrow_peak(setup: Setup) -> float:
     if "float8_e4m3fn" not in rates:
         return _peak(setup, "bfloat16")
     return rates["float8_e4m3fn"].value * (2 if setup.dtype == "float4" else 1)
+
+
+def _of(constants: Constants, name: str) -> float:
+    return float(getattr(constants, name))
+
+
+def _rate(cluster: ClusterProfile, size: int, stride: int) -> str:
+    """Which constant says what a group's collectives reach of their best."""
+    if not cluster.crosses_nodes(size, stride):
+        return "inside"
+    cards = cluster.network_cards or cluster.devices_per_node
+    return "shared" if cards < cluster.devices_per_node else "rails"
 
 
 def _generation(name: str) -> str:

@@ -18,8 +18,6 @@ from advisor.predict.setup import Setup, Shape
 # Width of a score chunk and of the state in state-space layers (Mamba-2: chunk_size, ssm_state).
 CHUNK, STATE = 128, 128
 ALIGNMENT = 64
-# Adaptive softmax: all tokens see the most frequent words (20,000 of 267,735), few the rest.
-ADAPTIVE_SHARE = 0.15
 # Traffic of elementwise operations one by one over that of fused kernels: bias, activation, dropout
 # and residual are four reads and writes for two; norms are one kernel in both.
 EAGER = 1.5
@@ -70,12 +68,12 @@ class LayerWork:
     Attributes:
         flash_flop: of an attention that keeps no scores.
         moved_bytes, score_bytes: by elementwise kernels, where an element has 2 bytes.
+        scan: elements that a state-space layer carries its state through.
         kernels: launched.
         tensor_bytes: payload of each of `tensor_exchanges` all-reduces of the tensor ranks, or
             of an all-gather and a reduce-scatter in place of each.
         token_bytes: sent to experts, and back, by a rank.
         context_bytes: keys and values that pass between the context ranks.
-        quantised: elements that are converted to fp8 or fp4.
         parameters, expert_parameters: held by a rank.
     """
 
@@ -86,6 +84,7 @@ class LayerWork:
     kernels: float = 0.0
     tensor_bytes: float = 0.0
     tensor_exchanges: int = 0
+    scan: float = 0.0
     token_bytes: float = 0.0
     context_bytes: float = 0.0
     parameters: float = 0.0
@@ -203,7 +202,7 @@ def _layer(
     h = shape.hidden
     own = tokens / tp if software.sequence_parallel else tokens
     products: list[Product] = []
-    flash = scores = moved = token_bytes = context = expert_parameters = 0.0
+    flash = scores = moved = token_bytes = context = expert_parameters = scan = 0.0
     kernels = exchanges = 0
     if attention:
         for _ in range(2 if cross else 1):
@@ -229,7 +228,8 @@ def _layer(
         products.append(Product(tokens, (2 * width + 2 * 8 * STATE) / tp, h))
         products.append(Product(tokens, h, width / tp))
         flash += 2 * tokens * width / tp * (CHUNK + 2 * STATE)
-        moved += own * h * 11 + tokens * width / tp * 24
+        moved += own * h * 11
+        scan = tokens * width / tp
         kernels += 20
         exchanges += 1
     if experts:
@@ -249,18 +249,18 @@ def _layer(
         if shape.expert_width:
             products.append(Product(tokens / tp, inner, h))
             products.append(Product(tokens / tp, h, inner))
-        moved += own * h * 11 + sent * (16 * inner + act * shape.expert_ffn)
+        moved += own * h * 11 + sent * (10 * inner + act * shape.expert_ffn)
         moved += tokens / tp * shape.experts * 12
-        kernels += 45
+        kernels += 36
         token_bytes = 2 * sent * inner
         expert_parameters = local * (matrices + 1) * inner * shape.expert_ffn
     if layout.tp > 1:
-        kernels += 4 * exchanges
+        kernels += 2 * exchanges
     if layout.cp > 1:
-        kernels += 6 * layout.cp
+        kernels += 3 * layout.cp
     if setup.dtype in NARROW:
         # Scales, conversions and transposes before each product.
-        kernels += 4 * len(products)
+        kernels += len(products)
     if not software.fused:
         moved *= EAGER
     weights = sum(p.n * p.k * p.count for p in products if p.linear and not p.expert)
@@ -272,6 +272,7 @@ def _layer(
         kernels=kernels,
         tensor_bytes=2 * tokens * h,
         tensor_exchanges=exchanges if tp > 1 else 0,
+        scan=scan,
         token_bytes=token_bytes if layout.ep > 1 else 0.0,
         context_bytes=context,
         parameters=weights,
@@ -303,8 +304,6 @@ def _attention(
         ]
     moved = tokens * heads * width * (16 if shape.kind not in ("dense_gpt", "bert", "t5") else 8)
     length = shape.length
-    if shape.kind == "transformer_xl":
-        length *= 2  # keys are those of the segment before, too
     pairs = tokens * length * heads  # this rank's queries with all keys
     if setup.software.flash:
         half = 0.5 if shape.causal else 1.0
@@ -312,14 +311,11 @@ def _attention(
     batch = layout.microbatch * heads
     rows = shape.length / layout.cp
     products.append(Product(rows, length, width, count=batch, linear=False))
-    if shape.kind == "transformer_xl":
-        # A second product with the positions, shifted and added.
-        products.append(Product(rows, length, width, count=batch, linear=False))
     products.append(Product(rows, value, length, count=batch, linear=False))
     # Softmax reads and writes; dropout reads, writes and keeps a byte.
     scores = pairs * (4 + (5 if setup.software.dropout else 0))
     if not setup.software.fused:
-        scores += pairs * (8 if shape.kind != "transformer_xl" else 60)
+        scores += pairs * 8
     return products, 0.0, scores, moved
 
 
@@ -328,8 +324,6 @@ def _head(setup: Setup, shape: Shape) -> LayerWork:
     tokens = layout.microbatch * shape.length / layout.cp
     # Padded to whole blocks of 128 on each rank (Megatron-LM, make_vocab_size_divisible_by).
     vocab = float(ceil(shape.vocab / layout.tp / 128) * 128)
-    if shape.kind == "transformer_xl":
-        vocab *= ADAPTIVE_SHARE
     logits = tokens * vocab
     return LayerWork(
         products=(Product(tokens, vocab, shape.hidden),),

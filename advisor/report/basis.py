@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from advisor.cost.communication import COMMUNICATION_ERROR, HOST_LINK_BYTES_PER_S
+from advisor.cost.communication import COMMUNICATION_ERROR
 from advisor.cost.compute import (
     COMPUTE_ERROR,
     HOST_BANDWIDTH_BYTES_PER_S,
     block_times,
     matmul_fraction,
 )
+from advisor.cost.ledger import HOST_LINK_BYTES_PER_S
 from advisor.cost.memory import ACTIVATION_ERROR, shard_degree
 from advisor.cost.replay import USUAL_OVERLAP
 from advisor.decision import Decision

@@ -105,7 +105,7 @@ def _reading(*attributes: str) -> set[Callable[..., Any]]:
 
 
 _ABOUT_SHAPE = {
-    *_reading("shape", "dtype", "device", "ndim", "layout"),
+    *_reading("shape", "dtype", "device", "ndim", "layout", "_base"),
     Tensor.size,
     Tensor.dim,
     Tensor.numel,

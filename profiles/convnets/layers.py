@@ -205,7 +205,42 @@ class Draft:
         self._add(Layer(Kind.LINEAR, x.elements, width, parameters, 1, x.elements, width))
         return out
 
+    def project(self, x: Map, width: int) -> Map:
+        """nn.Linear at every position."""
+        self._keep(x)
+        out = self._map(width, x.height, x.width)
+        rows, depth = x.height * x.width, x.channels
+        parameters = depth * width + width
+        self._add(Layer(Kind.LINEAR, x.elements, out.elements, parameters, rows, depth, width))
+        return out
+
+    def attention(self, x: Map, heads: int) -> Map:
+        """Queries, keys and values of every position, scores of each pair; scores are kept."""
+        positions, width = x.height * x.width, x.channels // heads
+        parts = self.project(x, 3 * x.channels)
+        self._keep(parts)
+        scores = self._map(heads, positions, positions)
+        pair = Layer(
+            Kind.LINEAR, 2 * x.elements, scores.elements, 0, positions, width, positions, heads
+        )
+        self._add(pair)
+        self._add(Layer(Kind.ACTIVATION, scores.elements, scores.elements))
+        self._keep(scores)
+        out = self._map(x.channels, x.height, x.width)
+        inputs = scores.elements + x.elements
+        self._add(
+            Layer(Kind.LINEAR, inputs, out.elements, 0, positions, positions, width, heads)
+        )
+        return out
+
     # What streams memory
+
+    def embedded(self, x: Map) -> Map:
+        """Positions are added, and one token for the class."""
+        out = self._map(x.channels, x.height, x.width)
+        parameters = x.channels * x.height + x.channels
+        self._add(Layer(Kind.ADD, x.elements, out.elements, parameters))
+        return out
 
     def norm(self, x: Map, *, affine: bool = True) -> Map:
         """Batch norm, or instance norm: its input is kept."""
@@ -222,9 +257,7 @@ class Draft:
         self._add(Layer(Kind.ACTIVATION, x.elements, x.elements, in_place=in_place))
         return out
 
-    def pool(
-        self, x: Map, kernel: int, *, stride: int, padding: int = 0, up: bool = False
-    ) -> Map:
+    def pool(self, x: Map, kernel: int, *, stride: int, padding: int = 0, up: bool = False) -> Map:
         """Maxima or means; the input is kept. `up`: sizes are rounded up."""
         sizes = [
             (size + 2 * padding - kernel + (stride - 1) * up) // stride + 1

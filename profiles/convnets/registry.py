@@ -14,13 +14,20 @@ from profiles.convnets.layers import Layer, Network
 from profiles.convnets.plain import DENSENETS, VGG_DEPTHS, alexnet, densenet, vgg
 from profiles.convnets.resnet import DEPTHS, resnet
 from profiles.convnets.unet import unet
+from profiles.convnets.vit import SIZES, vit
 
 # What each was made for, where a table does not say: its paper's images, and those of the GPipe
 # papers for U-Net.
 _PIXELS = {"inception": 299, "unet": 192}
 _USUAL_PIXELS = 224
 # What stands in for a network that is not known by name, for each kind that tables tell apart.
-_TYPICAL = {"resnet": "resnet50", "cnn": "resnet50", "nasnet": "amoebanet", "unet": "unet"}
+_TYPICAL = {
+    "nasnet": "amoebanet",
+    "unet": "unet",
+    "vit": "vit-base",
+    "deit": "vit-base",
+    "swin": "vit-base",
+}
 # Parameters may differ by this share (another number of classes, auxiliary heads) before a name is
 # taken to mean a network of another width.
 _SAME_SIZE = 0.15
@@ -78,6 +85,8 @@ def _by_name(plain: str) -> Callable[[str, int], Network] | None:
         return inception3
     if "googlenet" in plain or plain in ("inception-1", "inception-v1"):
         return googlenet
+    if re.match(r"(vit|deit)\b", plain):
+        return _vit(plain)
     if "alexnet" in plain:
         return alexnet
     for family, (usual, sized) in _SIZED.items():
@@ -85,6 +94,16 @@ def _by_name(plain: str) -> Callable[[str, int], Network] | None:
             size = (numbers[0], numbers[1]) if len(numbers) > 1 else usual
             return lambda n, p: sized(n, p, *size)
     return None
+
+
+def _vit(plain: str) -> Callable[[str, int], Network]:
+    """"vit-b-16", "vit-large-patch32-384", "deit-small": size and patch; 16 where none is named."""
+    words = plain.split("-")
+    size = next(
+        (full for word in words[1:] for full in SIZES if word and full.startswith(word)), "base"
+    )
+    patch = next((int(n) for n in re.findall(r"(?:patch|-)(14|16|32)\b", plain)), 16)
+    return lambda n, p: vit(n, p, size=size, patch=patch)
 
 
 def _amoebanet(name: str, pixels: int, cells: int, filters: int) -> Network:

@@ -10,7 +10,8 @@ LEVELS = 5
 def unet(name: str, pixels: int, *, convolutions: int = 5, channels: int = 64) -> Network:
     """torchgpipe's `benchmarks/models/unet`: instance norms without parameters, no biases."""
     draft = Draft(pixels)
-    x, skips = draft.image, []
+    x = draft.image
+    skips: list[Map] = []
     for level in range(LEVELS):
         width = channels * 2**level
         for index in range(convolutions):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from profiles.places import Place
+from profiles.places import Part, Place
 from profiles.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Made:
         saved_by, kept_by: the first place whose backward needs it; and that would keep it if
             blocks were recomputed selectively.
         is_taken: it was among the inputs of a block already.
+        part: of a unit, that made it.
     """
 
     number: int | None
@@ -56,6 +57,7 @@ class Made:
     saved_by: Place | None = None
     kept_by: Place | None = None
     is_taken: bool = False
+    part: Part | None = None
 
 
 class Storage:
@@ -79,7 +81,7 @@ class Array:
     `index` says which of the node's outputs it is.
     """
 
-    __slots__ = ("dtype", "index", "node", "shape", "storage", "strides", "tape")
+    __slots__ = ("__weakref__", "dtype", "index", "node", "shape", "storage", "strides", "tape")
 
     def __init__(
         self, tape: Tape, shape: Shape, strides: Shape, dtype: DType, storage: Storage

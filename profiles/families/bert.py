@@ -160,8 +160,7 @@ def _bert(fields: Fields, prefix: str) -> Family:
         decoder = f"{before}decoder"
         if tied is None:
             return unit.linear(hidden, decoder, tables.vocab, bias=True)
-        weight = unit.tie(f"{decoder}.weight", tied)
-        return kernels.linear(hidden, weight, unit.tie(f"{decoder}.bias", bias))
+        return unit.linear(hidden, decoder, tables.vocab, bias=False, tied=tied, tied_bias=bias)
 
     return Family(kind, run, longest=tables.positions)
 

@@ -16,6 +16,7 @@ from profiles.families.attention import (
 from profiles.families.fields import Fields
 from profiles.families.layers import ACTIVATIONS, activate, head, next_token_loss
 from profiles.families.network import Family, Network, Unit
+from profiles.layers import LayerKind
 
 
 def gpt2(fields: Fields) -> Family:
@@ -54,23 +55,17 @@ def gpt2(fields: Fields) -> Family:
     def one_layer(unit: Unit, hidden: Array, position_ids: Array) -> Array:
         residual = hidden
         hidden = unit.layer_norm(hidden, "ln_1")
-        fused = conv1d(unit, hidden, "attn.c_attn", 3 * width)
+        fused = unit.conv1d(hidden, "attn.c_attn", 3 * width)
         query, key, value = (heads(x, width // count) for x in ops.split(fused, [width] * 3))
         attended = attend(query, key, value, dropout=drop_attention, is_causal=True)
-        attended = conv1d(unit, attended, "attn.c_proj", width)
+        attended = unit.conv1d(attended, "attn.c_proj", width)
         del query, key, value, fused
         attended = ops.dropout(attended, drop_residual)
         hidden = ops.add(attended, residual)
         residual = hidden
         hidden = unit.layer_norm(hidden, "ln_2")
-        wide = activate(conv1d(unit, hidden, "mlp.c_fc", inner), activation)
-        return ops.add(
-            residual, ops.dropout(conv1d(unit, wide, "mlp.c_proj", width), drop_residual)
-        )
-
-    def conv1d(unit: Unit, x: Array, path: str, out: int) -> Array:
-        weight = unit.parameter(f"{path}.weight", x.shape[-1], out)
-        return kernels.linear(x, weight, unit.parameter(f"{path}.bias", out), is_transposed=True)
+        wide = activate(unit.conv1d(hidden, "mlp.c_fc", inner), activation)
+        return ops.add(residual, ops.dropout(unit.conv1d(wide, "mlp.c_proj", width), drop_residual))
 
     return Family(kind, run, longest=longest)
 
@@ -196,8 +191,13 @@ def opt(fields: Fields) -> Family:
         return present, ops.cast(summed, DType.INT64)
 
     def learned(unit: Unit, present: Array, position_ids: Array) -> Array:
-        moved = position_ids.tape.run([position_ids], position_ids.shape, DType.INT64)
-        return unit.embedding(moved, "", longest + 2, width)  # two rows are never asked for
+        weight = unit.parameter("weight", longest + 2, width)  # two rows are never asked for
+
+        def call() -> Array:
+            moved = position_ids.tape.run([position_ids], position_ids.shape, DType.INT64)
+            return kernels.embedding(weight, moved)
+
+        return unit.layer("", LayerKind.EMBEDDING, present, weight, None, call)
 
     def one_layer(unit: Unit, hidden: Array, position_ids: Array) -> Array:
         residual = hidden
@@ -218,9 +218,10 @@ def opt(fields: Fields) -> Family:
 
     def attention(unit: Unit, hidden: Array) -> Array:
         query = ops.mul_number(unit.linear(hidden, "self_attn.q_proj", width, bias=bias))
+        query = heads(query, width // count)
         key = unit.linear(hidden, "self_attn.k_proj", width, bias=bias)
         value = unit.linear(hidden, "self_attn.v_proj", width, bias=bias)
-        query, key, value = (heads(x, width // count) for x in (query, key, value))
+        key, value = heads(key, width // count), heads(value, width // count)
         attended = attend(query, key, value, dropout=drop_attention, is_causal=True)
         return unit.linear(attended, "self_attn.out_proj", width, bias=bias)
 

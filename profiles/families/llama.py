@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from profiles.families import kernels
 from profiles.families import operations as ops
 from profiles.families.arrays import Array, DType
 from profiles.families.attention import (
@@ -20,6 +21,7 @@ from profiles.families.attention import (
 from profiles.families.fields import Fields
 from profiles.families.layers import ACTIVATIONS, activate, head, next_token_loss
 from profiles.families.network import Family, Network, Unit
+from profiles.layers import LayerKind
 
 _PREFIXES = {
     "llama": "Llama",
@@ -214,10 +216,15 @@ def _run(
 
 
 def _embed(unit: Unit, ids: Array, *, shape: Shape) -> Array:
-    hidden = unit.embedding(ids, "", shape.vocab, shape.hidden)
     if not shape.is_gemma:
-        return hidden
-    return ops.mul(hidden, ops.cast(unit.buffer(), hidden.dtype))
+        return unit.embedding(ids, "", shape.vocab, shape.hidden)
+    weight = unit.parameter("weight", shape.vocab, shape.hidden)
+
+    def scaled() -> Array:
+        hidden = kernels.embedding(weight, ids)
+        return ops.mul(hidden, ops.cast(unit.buffer(), hidden.dtype))
+
+    return unit.layer("", LayerKind.EMBEDDING, ids, weight, None, scaled)
 
 
 def _layer(

@@ -10,7 +10,9 @@ from profiles.families import kernels
 from profiles.families import operations as ops
 from profiles.families.arrays import Array, DType
 from profiles.families.tape import Tape, has_gradient
+from profiles.layers import LayerKind
 from profiles.model import LOSS, Numerics
+from profiles.places import LayerShape
 
 Output = TypeVar("Output", bound=Array | tuple[Array, ...])
 
@@ -182,19 +184,79 @@ class Unit:
 
     # Layers of torch.nn
 
-    def linear(
-        self, x: Array, path: str, width: int, *, bias: bool, tied: Array | None = None
+    def layer(
+        self,
+        path: str,
+        kind: LayerKind,
+        given: Array,
+        weight: Array,
+        bias: Array | None,
+        call: Callable[[], Array],
     ) -> Array:
-        """nn.Linear; `tied` gives its weight."""
+        """`call()` as the call of the weight layer `path`; only own parameters count as its."""
+        sizes = weight.shape
+        flipped = kind in (LayerKind.EMBEDDING, LayerKind.TRANSPOSED)
+        weight_bytes, bias_bytes = (
+            x.elements * DType.FLOAT32.size_bytes
+            if x is not None and self.parameters.get(_joined(self.name, path, name)) is x
+            else 0
+            for name, x in (("weight", weight), ("bias", bias))
+        )
+        shape = LayerShape(
+            path=path,
+            kind=kind,
+            inputs=sizes[0] if flipped else sizes[1],
+            outputs=sizes[1] if flipped else sizes[0],
+            weight_bytes=weight_bytes,
+            bias_bytes=bias_bytes,
+            weight_gradient_bytes=weight_bytes,
+            bias_gradient_bytes=bias_bytes,
+        )
+        calls = self.network.tape.layers
+        layer = calls.enter(shape, given)
+        out = call()
+        calls.leave(layer, out)
+        return out
+
+    def linear(
+        self,
+        x: Array,
+        path: str,
+        width: int,
+        *,
+        bias: bool,
+        tied: Array | None = None,
+        tied_bias: Array | None = None,
+    ) -> Array:
+        """nn.Linear; `tied` gives its weight, `tied_bias` its bias."""
         prefix = f"{path}." if path else ""
         name = f"{prefix}weight"
         weight = self.tie(name, tied) if tied else self.parameter(name, width, x.shape[-1])
-        return kernels.linear(x, weight, self.parameter(f"{prefix}bias", width) if bias else None)
+        added = self.tie(f"{prefix}bias", tied_bias) if tied_bias else None
+        added = self.parameter(f"{prefix}bias", width) if bias else added
+        return self.layer(
+            path, LayerKind.LINEAR, x, weight, added, lambda: kernels.linear(x, weight, added)
+        )
 
-    def embedding(self, ids: Array, path: str, rows: int, width: int) -> Array:
-        """nn.Embedding."""
-        prefix = f"{path}." if path else ""
-        return kernels.embedding(self.parameter(f"{prefix}weight", rows, width), ids)
+    def conv1d(self, x: Array, path: str, width: int) -> Array:
+        """transformers' Conv1D: a linear layer whose weight is (in, out)."""
+        weight = self.parameter(f"{path}.weight", x.shape[-1], width)
+        bias = self.parameter(f"{path}.bias", width)
+
+        def call() -> Array:
+            return kernels.linear(x, weight, bias, is_transposed=True)
+
+        return self.layer(path, LayerKind.TRANSPOSED, x, weight, bias, call)
+
+    def embedding(
+        self, ids: Array, path: str, rows: int, width: int, *, tied: Array | None = None
+    ) -> Array:
+        """nn.Embedding; `tied` gives its weight."""
+        name = f"{path}.weight" if path else "weight"
+        weight = self.tie(name, tied) if tied else self.parameter(name, rows, width)
+        return self.layer(
+            path, LayerKind.EMBEDDING, ids, weight, None, lambda: kernels.embedding(weight, ids)
+        )
 
     def layer_norm(self, x: Array, path: str) -> Array:
         """nn.LayerNorm over the last dimension, with weight and bias."""
@@ -212,3 +274,7 @@ class Unit:
         variance = ops.mean_last(ops.power(x))
         x = ops.mul(x, ops.rsqrt(ops.add_number(variance)))
         return ops.mul(self.parameter(f"{prefix}weight", x.shape[-1]), ops.cast(x, dtype))
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(part for part in parts if part)

@@ -116,14 +116,12 @@ def _costs(network: Network, family: Family) -> dict[str, Cost]:
     """Forward and backward, and what each unit took."""
     tape = network.tape
     loss = network.finish(*family.run(network))
-    saved, selective = tape.saved_bytes(), tape.selective_bytes()
+    kept = tape.kept()
     tape.backward(loss, ops.adapt)
     parameters = (p for unit in network.units.values() for p in unit.parameters.values())
     numbers = (gradient_number(parameter) for parameter in parameters)
     ignored = frozenset(number for number in numbers if number is not None)
-    return tally(
-        tape.places, saved=saved, selective=selective, peaks=tape.timeline.peaks(ignored=ignored)
-    )
+    return tally(tape.places, kept, peaks=tape.timeline.peaks(ignored=ignored))
 
 
 def _in_order(network: Network, costs: Mapping[str, UnitCost]) -> list[str]:

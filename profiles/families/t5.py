@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from profiles.families import kernels
 from profiles.families import operations as ops
 from profiles.families.arrays import Array, DType, dense
 from profiles.families.attention import attend, heads
@@ -83,7 +82,9 @@ def _stack(
     """The encoder, or with what that gave the decoder."""
     name = "encoder" if encoded is None else "decoder"
     tokens = network.unit(f"{name}.embed_tokens", "Embedding")
-    embedded = tokens(lambda unit, x: kernels.embedding(unit.tie("weight", words), x), ids)
+    embedded = tokens(
+        lambda unit, x: unit.embedding(x, "", shape.vocab, shape.width, tied=words), ids
+    )
     drop = network.unit(f"{name}.dropout", "Dropout")
     hidden = drop(lambda unit, x: ops.dropout(x, shape.dropout), embedded)
     bias: Array | None = None
@@ -159,7 +160,7 @@ def _dense(unit: Unit, shape: Shape, x: Array, path: str) -> Array:
     wide = ops.dropout(wide, shape.dropout)
     weight = unit.parameter(f"{path}.wo.weight", shape.width, shape.inner)
     wide = ops.cast(wide, weight.dtype)
-    return kernels.linear(wide, weight)
+    return unit.linear(wide, f"{path}.wo", shape.width, bias=False)
 
 
 def _attention(

@@ -10,14 +10,18 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from profiles.families.arrays import Array, DType, Made, Shape, Storage, contiguous
+from profiles.families.layer_calls import LayerCalls
 from profiles.model import GLUE, Numerics
-from profiles.places import Place
+from profiles.places import Part, Place
+from profiles.tally import Kept
 from profiles.timeline import Timeline
 
+Keeper = TypeVar("Keeper", bound=Hashable)
 Gradient = Array | None
 Backward = Callable[..., Sequence[Gradient]]
 """Gradients of a node's outputs to gradients of its inputs."""
@@ -34,6 +38,8 @@ class Node:
         outputs: shape and dtype that gradients have to have.
         gradients: what has arrived, by output.
         waiting: how many gradients are yet to come.
+        part: of the place, that made it.
+        layer: number of the layer whose output this is.
     """
 
     sequence: float
@@ -43,6 +49,8 @@ class Node:
     outputs: list[tuple[Shape, DType]]
     gradients: list[Gradient] = field(default_factory=list)
     waiting: int = 0
+    part: Part | None = None
+    layer: int | None = None
 
 
 class Tape:
@@ -54,7 +62,10 @@ class Tape:
         self.place = Place(GLUE)
         self.places = [self.place]
         self.shared: set[str] = set()
+        self.layers = LayerCalls(self.place)
+        self._part: Part | None = None  # of the backward
         self._made: list[Made] = []
+        self._gradient_bytes: dict[Made, int] = {}  # of trainable parameters
         self._in_backward = False
         self._sequence = itertools.count()
         self._casts: dict[Node, Array] = {}
@@ -65,7 +76,7 @@ class Tape:
     def empty(self, shape: Shape, dtype: DType, strides: Shape | None = None) -> Array:
         """Memory for an array."""
         size_bytes = math.prod(shape) * dtype.size_bytes
-        made = Made(self.timeline.make(size_bytes), size_bytes)
+        made = Made(self.timeline.make(size_bytes), size_bytes, part=self._doing)
         self._made.append(made)
         storage = Storage(made, self.timeline)
         return Array(self, shape, strides or contiguous(shape), dtype, storage)
@@ -77,6 +88,7 @@ class Tape:
         made = Made(None, math.prod(shape) * dtype.size_bytes, holders=frozenset(holders))
         array = Array(self, shape, contiguous(shape), dtype, Storage(made, self.timeline))
         if trainable:
+            self._gradient_bytes[made] = array.elements * DType.FLOAT32.size_bytes  # as built
             array.node = Node(float("inf"), self.place, None, [], [(shape, dtype)])
         return array
 
@@ -89,17 +101,20 @@ class Tape:
                 made.kept_by = made.kept_by or self.place
         return array.detached()
 
-    def saved_bytes(self) -> dict[Place, int]:
-        """What is kept now, by the first place that saved it."""
-        return _sum((made.saved_by, made) for made in self._made if made.is_alive)
-
-    def selective_bytes(self) -> dict[Place, int]:
-        """What would be if blocks kept only their inputs and what matrix products gave."""
-        return _sum(
+    def kept(self) -> Kept:
+        """What is kept now, by the first place that saved it; and what would be if blocks kept only
+        their inputs and what matrix products gave."""
+        saved = [(made.saved_by, made) for made in self._made if made.is_alive]
+        selective = [
             (made.kept_by, made)
             for made in self._made
             if made.is_alive or (made.kept_by is not None and made.kept_by.is_block)
-        )
+        ]
+        return Kept(_sum(saved), _sum(selective), _of_parts(saved), _of_parts(selective))
+
+    @property
+    def _doing(self) -> Part | None:
+        return self._part if self._in_backward else self.place.part
 
     # Operations
 
@@ -131,16 +146,19 @@ class Tape:
 
         `is_kept`: an operation whose outputs selective recompute keeps.
         """
-        work = self.place.backward if self._in_backward else self.place.forward
-        work.kernels += 1
-        work.flop += flop
         if read_bytes is None:
             read_bytes = sum(array.occupied_bytes for array in inputs)
-        work.moved_bytes += read_bytes + sum(array.occupied_bytes for array in outputs)
+        moved = read_bytes + sum(array.occupied_bytes for array in outputs)
+        part = self._doing
+        for doer in (self.place, part) if part is not None else (self.place,):
+            work = doer.backward if self._in_backward else doer.forward
+            work.add(flop=flop, moved_bytes=moved)
         if self._in_backward:
             return
         for array in inputs:
-            holders = array.storage.made.holders
+            made, holders = array.storage.made, array.storage.made.holders
+            if part is not None and made in self._gradient_bytes:
+                part.parameters[made] = self._gradient_bytes[made]
             if holders and self.place.name not in holders:
                 self.shared |= holders
         if is_kept and self.place.is_block:
@@ -157,7 +175,9 @@ class Tape:
             backward,
             [(array.node, array.index) if array.node else None for array in inputs],
             [(array.shape, array.dtype) for array in outputs],
+            part=self.place.part,
         )
+        self.layers.operation(inputs, outputs)
         for index, array in enumerate(outputs):
             array.node, array.index = node, index
 
@@ -182,12 +202,14 @@ class Tape:
 
     def leave(self, outputs: Sequence[Array]) -> None:
         """The unit returns."""
+        self.layers.finish(outputs)
         self.place.output_bytes += sum({id(a): a.size_bytes for a in outputs}.values())
         self.timeline.close((self.place, False))
         self._go_to(Place(GLUE))
 
     def _go_to(self, place: Place) -> None:
         self.place = place
+        self.layers = LayerCalls(place)
         self.places.append(place)
         self.timeline.open((place, False))
 
@@ -235,6 +257,7 @@ class Tape:
         adapt: Callable[[Array, Shape, DType], Array],
     ) -> None:
         assert node.backward is not None
+        self._part = node.part
         if node.place is not self.place:
             self.timeline.close((self.place, True))
             self.place = node.place
@@ -299,9 +322,17 @@ def _prepare(root: Node) -> None:
             node.waiting += 1
 
 
-def _sum(found: Iterable[tuple[Place | None, Made]]) -> dict[Place, int]:
-    total: dict[Place, int] = {}
-    for place, made in found:
-        if place is not None:
-            total[place] = total.get(place, 0) + made.size_bytes
+def _sum(found: Iterable[tuple[Keeper | None, Made]]) -> dict[Keeper, int]:
+    total: dict[Keeper, int] = {}
+    for keeper, made in found:
+        if keeper is not None:
+            total[keeper] = total.get(keeper, 0) + made.size_bytes
     return total
+
+
+def _of_parts(found: Iterable[tuple[Place | None, Made]]) -> dict[Part, int]:
+    """Of what places keep, the parts of them that made it."""
+    return _sum(
+        (made.part if made.part is not None and made.part.place is place else None, made)
+        for place, made in found
+    )

@@ -9,6 +9,7 @@ from profiles.families.attention import attend, heads
 from profiles.families.fields import Fields
 from profiles.families.layers import ACTIVATIONS, activate
 from profiles.families.network import Family, Network, Unit
+from profiles.layers import LayerKind
 
 
 def vit(fields: Fields) -> Family:
@@ -45,11 +46,14 @@ def vit(fields: Fields) -> Family:
         batch, side = pixels.shape[0], image // patch
         token = unit.parameter("cls_token", 1, 1, width)
         places = unit.parameter("position_embeddings", 1, side * side + 1, width)
-        hidden = kernels.patches(
-            pixels,
-            unit.parameter("patch_embeddings.projection.weight", width, channels, patch, patch),
-            unit.parameter("patch_embeddings.projection.bias", width),
-        )
+        path = "patch_embeddings.projection"
+        weight = unit.parameter(f"{path}.weight", width, channels, patch, patch)
+        bias = unit.parameter(f"{path}.bias", width)
+
+        def project() -> Array:
+            return kernels.patches(pixels, weight, bias)
+
+        hidden = unit.layer(path, LayerKind.CONVOLUTION, pixels, weight, bias, project)
         hidden = ops.transpose(ops.reshape(hidden, batch, width, -1), 1, 2)
         hidden = ops.cat([ops.expand(token, batch, 1, width), hidden], 1)
         hidden = ops.add(hidden, places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from random import Random
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ from advisor.cost.orders import (
     Action,
     Kind,
     Order,
+    gathers_of_root,
     moments,
     orders,
     stages_of,
@@ -307,6 +309,19 @@ def test_moments_hold_all_that_playing_the_orders_piles_up(schedule: Schedule) -
         assert not any(held.values())
         shown = [max(moment.held[n] for moment in found[rank]) for n in range(len(own))]
         assert shown == list(fullest.values())
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_the_root_group_is_gathered_by_forwards_that_begin_or_follow_a_backward(
+    schedule: Schedule,
+) -> None:
+    for microbatches in (3, 12, 42):
+        stages = 3 * (1 if schedule in ONE_STAGE else 2)
+        shape = {"ranks": 3, "stages": stages, "microbatches": microbatches}
+        for rank, order in enumerate(orders(schedule, **shape)):
+            letters = "".join(action.kind for action in order)
+            runs = [run for run in re.split("[BIW]+", letters) if run]
+            assert gathers_of_root(schedule, rank, **shape) == len(runs)
 
 
 def test_a_stage_whose_backward_is_not_split_lets_go_with_the_gradient_of_its_input() -> None:

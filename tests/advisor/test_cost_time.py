@@ -212,7 +212,7 @@ def units(count: int, forward_s: float, backward_s: float) -> tuple[UnitTime, ..
 
 def sent(count: int, *, gather_s: float, reduce_s: float) -> Exchange:
     zeros = (0.0,) * count
-    return Exchange((gather_s,) * count, (reduce_s,) * count, zeros, 0.0, 0.0, 0.0, 0.0, ())
+    return Exchange((gather_s,) * count, (reduce_s,) * count, zeros, zeros, zeros, zeros)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,6 +40,9 @@ _PAYLOADS = {
     "_reduce_scatter_base_": (Collective.REDUCE_SCATTER, 1),
 }
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd")
+# A broadcast is charged as a send; what is received was charged to its sender.
+_SENDS = ("broadcast_", "send")
+_RECEIVES = ("recv_", "recv_any_source_")
 
 
 class _Below(TorchDispatchMode):
@@ -72,6 +76,31 @@ class Collectives(_Below):
         kind, position = _PAYLOADS[name]
         tensors = [leaf for leaf in tree_leaves(args[position]) if isinstance(leaf, Tensor)]
         self.calls[kind, sum(tensor.nbytes for tensor in tensors)] += 1
+
+
+Sent = Counter[tuple[Collective, int, int, int]]
+"""The same with the size of the group, and how far apart its ranks are."""
+
+
+class Messages(_Below):
+    """Counts what a rank sends: collectives and messages, with the ranks that they go to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Sent = Counter()
+
+    def after(self, func: Any, args: tuple[Any, ...], result: object) -> None:
+        name = func.overloadpacket.__name__
+        if func.namespace != "c10d" or name in _RECEIVES:
+            return
+        kind, position = (Collective.SEND_RECV, 0) if name in _SENDS else _PAYLOADS[name]
+        tensors = [leaf for leaf in tree_leaves(args[position]) if isinstance(leaf, Tensor)]
+        group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+        if name == "send":
+            ranks = [dist.get_rank(), ranks[args[2]]]
+        payload = sum(tensor.nbytes for tensor in tensors)
+        self.sent[kind, payload, len(ranks), abs(ranks[1] - ranks[0])] += 1
 
 
 class Held(_Below):
@@ -132,6 +161,11 @@ def optimizer_states(parallel: ParallelModel) -> list[Tensor]:
 
 def prediction(plan: Plan, profile: ModelProfile) -> Estimate:
     """The estimate for AdamW on CPU ranks that take no memory but for tensors."""
+    return estimate(plan, facts_of(plan, profile))
+
+
+def facts_of(plan: Plan, profile: ModelProfile) -> Facts:
+    """AdamW on CPU ranks that take no memory but for tensors."""
     cluster = cpu_ranks(plan.world_size)
     nothing = Quantity(value=0.0, source=Source.ASSUMED)
     speeds = dict.fromkeys(("float32", "bfloat16"), cluster.device.flop_per_s["float32"])
@@ -139,4 +173,4 @@ def prediction(plan: Plan, profile: ModelProfile) -> Estimate:
     assert plan.global_batch_size is not None
     workload = Workload(global_batch_size=plan.global_batch_size, precision=plan.precision.value)
     cluster = cluster.model_copy(update={"device": device})
-    return estimate(plan, Facts(model=profile, cluster=cluster, workload=workload))
+    return Facts(model=profile, cluster=cluster, workload=workload)

@@ -8,10 +8,13 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from advisor.predict.constants import CONSTANTS, Constants
+from advisor.predict.convnet_constants import FITTED as LAYERS
+from advisor.predict.convnet_constants import ConvnetConstants
 from advisor.predict.memory_constants import FITTED, MemoryConstants
 from advisor.predict.prediction import predict
-from tests.scorecard.fit import fit, timed_runs
-from tests.scorecard.memory_fit import as_published, held_runs, left_out
+from tests.scorecard import fit_convnets, memory_fit, table
+from tests.scorecard.fit import left_out, timed_runs
+from tests.scorecard.memory_fit import as_published, held_runs
 from tests.scorecard.published import FOLDER, published
 from tests.scorecard.score import card
 
@@ -23,24 +26,32 @@ def main() -> int:
         sys.stderr.write(f"no published runs at {FOLDER}: nothing to score\n")
         return 2
     runs = published()
-    timed = timed_runs(runs)
-    without: dict[str, Constants] = {}
-    for file in sorted({one.run.file for one in timed}):
-        without[file] = fit([one for one in timed if one.run.file != file], rounds=12)
-    memory = {held.run.file: constants for held, constants in left_out(held_runs(runs))}
+    without = left_out(timed_runs(runs))
+    layered = fit_convnets.timed_runs(runs)
+    layers = {
+        file: fit_convnets.fit([one for one in layered if one.file != file])
+        for file in sorted({one.file for one in layered})
+    }
+    memory = {held.run.file: constants for held, constants in memory_fit.left_out(held_runs(runs))}
     fitted = [(run, as_published(run, predict(run.row))) for run in runs]
     pairs = []
     for run in runs:
-        told = predict(run.row, constants=without.get(run.file, CONSTANTS))
+        told = predict(
+            run.row,
+            constants=without.get(run.file, CONSTANTS),
+            layers=layers.get(run.file, LAYERS),
+        )
         pairs.append((run, as_published(run, told, memory.get(run.file, FITTED))))
-    values = {**asdict(CONSTANTS), **asdict(FITTED)}
+    values = {**asdict(CONSTANTS), **asdict(FITTED), **asdict(LAYERS)}
+    counts = [len(fields(kind)) for kind in (Constants, MemoryConstants, ConvnetConstants)]
     result = {
-        "constants": len(fields(Constants)) + len(fields(MemoryConstants)),
+        "constants": sum(counts),
         "values": {key: round(value, 6) for key, value in values.items()},
         "fitted": card(fitted),
         "left out": card(pairs),
     }
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    table.write(result)
     for kind in ("fitted", "left out"):
         sys.stdout.write(f"== {kind}\n")
         for name, scores in result[kind].items():  # type: ignore[attr-defined]

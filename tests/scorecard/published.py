@@ -22,6 +22,7 @@ class Published:
     row: Row
     reliability: str
     step_s: float | None
+    samples_per_s: float | None
     memory_gib: float | None
     memory_metric: str
     oom: bool | None
@@ -40,6 +41,7 @@ def published(folder: Path = FOLDER) -> list[Published]:
                         row=row,
                         reliability=cells["reliability"] or "low",
                         step_s=_step_s(cells, row),
+                        samples_per_s=_number(cells["samples_per_s"]),
                         memory_gib=_number(cells["peak_mem_gib_per_gpu"]),
                         memory_metric=cells["mem_metric"].lower(),
                         oom={"y": True, "n": False}.get(cells["oom"]),

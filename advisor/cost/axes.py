@@ -1,0 +1,109 @@
+"""Context and expert parallelism: what they send and spare. Estimated; no engine carries them out.
+
+A rank of the cp axis has its part of the tokens (`loads_of` counts so much less of a sample), and
+attention needs the keys and values of all of them (ring attention, arXiv:2310.01889). A rank of the
+ep axis has its part of the experts, and tokens travel to them and back (GShard, arXiv:2006.16668).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from advisor.cost.tensor import TensorExchange
+from profiles.cluster import Collective
+from profiles.model import Shape, UnitCost, UnitProfile
+
+if TYPE_CHECKING:
+    from advisor.cost.loads import UnitLoad
+
+# Experts that a token is sent to. A profile does not say; GShard and Mixtral have two. Assumed.
+EXPERTS_PER_TOKEN = 2
+
+
+def over_tokens(load: UnitLoad, cost: UnitCost, *, cp: int, samples: float) -> UnitLoad:
+    """A block of which `cp` ranks share the tokens; `samples` is a rank's share of a microbatch.
+
+    The ring passes keys and values once in the forward; in the backward again, with their
+    gradients. A rank holds its own and those that are passing.
+    """
+    if not load.is_block:
+        return load
+    own = _keys_and_values(cost, samples)
+    whole = own * cp
+    names = "keys and values", "gradients of keys and values"
+    found = (
+        TensorExchange(Collective.ALL_GATHER, names[0], whole, True, True, "cp"),
+        TensorExchange(Collective.ALL_GATHER, names[0], whole, False, False, "cp"),
+        TensorExchange(Collective.REDUCE_SCATTER, names[1], whole, False, False, "cp"),
+    )
+    return replace(
+        load,
+        exchanges=(*load.exchanges, *found),
+        forward_transient_bytes=load.forward_transient_bytes + own,
+        backward_transient_bytes=load.backward_transient_bytes + 2 * own,
+    )
+
+
+def _keys_and_values(cost: UnitCost, samples: float) -> float:
+    """Bytes of a rank's keys and values: of the last two among three or more layers, or pieces of
+    one, that take the block's first tensor; else as wide as the block."""
+    first = [layer for layer in cost.layers if layer.same_input == 0]
+    if len(first) >= 3:
+        return sum(layer.output_bytes.at(samples) for layer in first[-2:])
+    if len(first) == 1 and len(first[0].pieces) >= 3:
+        pieces = first[0].pieces
+        return first[0].output_bytes.at(samples) * sum(pieces[-2:]) / sum(pieces)
+    return 2 * cost.output_bytes.at(samples)
+
+
+def expert_bytes(unit: UnitProfile, *, ep: int) -> float:
+    """Of a unit's experts that `ep` ranks can share: weights with a dimension of their own."""
+    return float(
+        sum(
+            shape.nbytes * shape.count
+            for shape in unit.shapes
+            if unit.is_block and len(shape.sizes) == 3 and shape.sizes[0] % ep == 0
+        )
+    )
+
+
+def without_experts(unit: UnitProfile, *, ep: int) -> UnitProfile:
+    """`unit` with a rank's part of its experts, for an optimizer to step."""
+    spared = expert_bytes(unit, ep=ep) * (1 - 1 / ep)
+    if not spared:
+        return unit
+
+    def part(shape: Shape) -> Shape:
+        first, *rest = shape.sizes
+        is_shared = len(rest) == 2 and first % ep == 0
+        return shape.model_copy(update={"sizes": (first // ep, *rest)}) if is_shared else shape
+
+    update = {
+        "parameter_bytes": round(unit.parameter_bytes - spared),
+        "gradient_bytes": round(unit.gradient_bytes - spared),
+        "shapes": tuple(map(part, unit.shapes)),
+    }
+    return unit.model_copy(update=update)
+
+
+def over_experts(load: UnitLoad, unit: UnitProfile, *, ep: int) -> UnitLoad:
+    """A block whose experts `ep` ranks share: as much computing, for tokens of all of them."""
+    experts = expert_bytes(unit, ep=ep)
+    if not experts:
+        return load
+    spared = experts * (1 - 1 / ep)
+    return replace(
+        load,
+        parameter_bytes=load.parameter_bytes - spared,
+        gradient_bytes=load.gradient_bytes - spared,
+        exchanges=(*load.exchanges, *_travel(load)),
+    )
+
+
+def _travel(load: UnitLoad) -> Iterator[TensorExchange]:
+    payload = EXPERTS_PER_TOKEN * load.output_bytes
+    for purpose in ("tokens to experts", "tokens from experts"):
+        yield TensorExchange(Collective.ALL_TO_ALL, purpose, payload, True, True, "ep")
+        yield TensorExchange(Collective.ALL_TO_ALL, purpose, payload, False, False, "ep")

@@ -1,0 +1,71 @@
+"""The ledger: every collective that a plan is charged with, equal ones together."""
+
+from __future__ import annotations
+
+from advisor.cost.breakdown import Traffic
+from advisor.cost.collective import Way, ways
+from profiles.cluster import ClusterProfile, Collective
+
+# A device's share of its own PCIe 4.0 x16 slot: 31 GB/s nominal (ml-engineering), of which eight
+# devices at once reach 24 (NVIDIA GTC S62129). Assumed: no profile measures the way to the host.
+HOST_LINK_BYTES_PER_S = 24e9
+
+Wires = dict[tuple[Collective, int, int], tuple[Way, ...]]
+"""The ways of a collective in groups of a size and stride."""
+
+
+class Ledger:
+    """Adds up equal collectives while a plan is walked through; and what goes to the host.
+
+    `wires`: the ways of collectives on this cluster, found once.
+    """
+
+    def __init__(self, cluster: ClusterProfile, wires: Wires) -> None:
+        self.host_bytes = 0.0
+        self._cluster = cluster
+        self._wires = wires
+        self._counts: dict[tuple[Collective, str, float, int, int], int] = {}
+
+    @property
+    def host_s(self) -> float:
+        """Seconds of a step that transfers to and from main memory take, hidden or not."""
+        return self.host_bytes / HOST_LINK_BYTES_PER_S
+
+    def charge(
+        self,
+        kind: Collective,
+        purpose: str,
+        payload_bytes: float,
+        *,
+        group_size: int,
+        stride: int = 1,
+        count: int = 1,
+    ) -> float:
+        """Note `count` collectives; the seconds of one."""
+        if group_size < 2 or count == 0 or payload_bytes == 0:
+            return 0.0
+        key = (kind, purpose, payload_bytes, group_size, stride)
+        self._counts[key] = self._counts.get(key, 0) + count
+        return self._seconds(kind, payload_bytes, group_size, stride)
+
+    def _seconds(self, kind: Collective, payload_bytes: float, group: int, stride: int) -> float:
+        found = self._wires.get((kind, group, stride))
+        if found is None:
+            found = ways(self._cluster, kind, group_size=group, stride=stride)
+            self._wires[kind, group, stride] = found
+        return min(way.seconds(payload_bytes) for way in found)
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        return tuple(
+            Traffic(
+                kind=kind,
+                purpose=purpose,
+                payload_bytes=payload,
+                count=count,
+                group_size=group,
+                stride=stride,
+                link=self._cluster.link(group, stride).name,
+                seconds=count * self._seconds(kind, payload, group, stride),
+            )
+            for (kind, purpose, payload, group, stride), count in self._counts.items()
+        )

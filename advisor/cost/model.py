@@ -1,0 +1,347 @@
+"""The cost model: sums that plans share are made once, for any plan of the same facts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from advisor.cost.axes import without_experts
+from advisor.cost.breakdown import Estimate, Time
+from advisor.cost.communication import (
+    apart_s,
+    communication_error,
+    exchange,
+    summed_s,
+)
+from advisor.cost.compute import (
+    Busy,
+    Computing,
+    block_times,
+    busy_s,
+    compute_error,
+    launch_error,
+    optimizer_s,
+    peak_flop_per_s,
+    unit_times,
+    with_measured,
+)
+from advisor.cost.ledger import Ledger, Wires
+from advisor.cost.loads import Loads, UnitLoad, loads_of
+from advisor.cost.memory import Peak, peak, shard_degree
+from advisor.cost.replay import Slowdown, replay, slowdown
+from advisor.cost.runs import Run, runs_of
+from advisor.cost.staged import staged
+from advisor.cost.stages import Stages
+from advisor.cost.tensor import Styles, cut_unit, is_split
+from advisor.facts import Facts
+from advisor.styles import proposed_styles
+from engines.legality import numerics
+from engines.plan import Plan
+from profiles.errors import PlanError
+from profiles.loading import load_memory
+from profiles.model import Numerics, UnitProfile
+from profiles.optimizers import Upkeep, upkeep
+
+
+class CostModel:
+    """`estimate` for many plans of the same facts."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.runs: tuple[Run, ...] = runs_of(facts.model)
+        self.stages = Stages(facts.model, facts.cluster)
+        self._wires: Wires = {}
+        self._loads: dict[tuple[object, ...], Loads] = {}
+        self._computing: dict[tuple[object, ...], Computing] = {}
+        self._units: dict[tuple[object, ...], tuple[UnitProfile, ...]] = {}
+        self._updates: dict[tuple[object, ...], Upkeep] = {}
+        self._styles: dict[int, tuple[tuple[str, str], ...]] = {}
+        self._load_bytes: float | None = None
+        self._flop: dict[tuple[Numerics, int], float] = {}
+        self._numerics: dict[tuple[object, bool], Numerics] = {}
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """See `advisor.cost.estimate`."""
+        if plan.microbatch_size is None:
+            raise PlanError(
+                "the plan leaves microbatch_size open, so it has no cost", where=f"plan: {plan}"
+            )
+        if plan.pp > 1:
+            return staged(self, plan)
+        return self._whole(plan)
+
+    def _whole(self, plan: Plan) -> Estimate:
+        """Of a plan whose ranks have all units."""
+        model, cluster = self.facts.model, self.facts.cluster
+        device = cluster.device
+        loads, ledger = self.loads(plan), self.ledger()
+        update = self.update(plan, 0, len(model.units))
+        memory = peak(plan, loads, update=update, device=device, batch_bytes=self.batch_bytes(plan))
+        computing = self.computing(plan, loads)
+        exchanged = exchange(plan, loads, ledger, has_host=device.kind != "cpu")
+        apart = apart_s(plan, model, ledger) + self.partial_s(plan, loads.runs, ledger)
+        overlaps = self.overlaps
+        played = replay(plan, computing.times, exchanged, overlaps=overlaps)
+        busy = busy_s(computing, plan.forwards)
+        exposed = max(0.0, played.wall_s - busy.total) + apart
+        sent = played.sent_s + apart
+        return self.assemble(
+            plan,
+            memory=memory,
+            busy=busy,
+            update_s=optimizer_s(plan, update, device=device, ranks=cluster.devices_per_node),
+            exposed_s=exposed,
+            overlapped_s=max(0.0, sent - exposed) if overlaps else 0.0,
+            sent_s=sent,
+            idle_s=0.0,
+            computing=computing,
+            ledger=ledger,
+        )
+
+    def assemble(
+        self,
+        plan: Plan,
+        *,
+        memory: Peak,
+        busy: Busy,
+        update_s: float,
+        exposed_s: float,
+        overlapped_s: float,
+        sent_s: float,
+        idle_s: float,
+        computing: Computing,
+        ledger: Ledger,
+    ) -> Estimate:
+        """Memory and time, with their ranges and rates. What is idle is as uncertain as what other
+        stages compute meanwhile."""
+        facts, device = self.facts, self.facts.cluster.device
+        dtype, host_s = self.dtype(plan), self.facts.workload.host_overhead_s
+        added: Slowdown = slowdown(facts.cluster.overlap, computing_s=busy.total, sent_s=sent_s)
+        slowed = overlapped_s * added.middle
+        # Both wait in the same queue, so what is exposed is shared out by their lengths.
+        to_host = min(1.0, ledger.host_s / sent_s) if sent_s else 0.0
+        time = Time(
+            compute_s=busy.compute_s,
+            recompute_s=busy.recompute_s,
+            optimizer_s=update_s,
+            exposed_s=(exposed_s + slowed) * (1 - to_host),
+            host_s=(exposed_s + slowed) * to_host,
+            overlapped_s=overlapped_s,
+            launch_s=busy.launch_s,
+            idle_s=idle_s,
+            host_overhead_s=host_s,
+        )
+        step_s = time.total
+        # The update is a roofline's whatever the rest is.
+        computed = busy.compute_s + busy.recompute_s
+        working = computed + update_s
+        doubt = computing.error * computed + compute_error(device, dtype) * update_s
+        compute_doubt = doubt / working
+        launch_doubt = launch_error(device)
+        sent_doubt = min(1.0, communication_error(plan, facts.cluster))
+        waiting = working + idle_s
+        assert plan.microbatch_size is not None
+        local, tokens = plan.microbatch_size * plan.forwards, facts.tokens_per_sample
+        samples = local * plan.data_degree
+        flop = self.flop(plan, local) / (plan.pp * plan.tp * plan.cp)
+        return Estimate(
+            memory=memory.memory,
+            phase=memory.phase,
+            peak_bytes=memory.memory.total,
+            peak_low_bytes=memory.low_bytes,
+            peak_high_bytes=memory.high_bytes,
+            reserved_bytes=memory.reserved_bytes,
+            states_bytes=memory.states_bytes,
+            loss_bytes=memory.loss_bytes,
+            host_bytes=memory.host_bytes,
+            load_bytes=self.load_bytes,
+            step_s=step_s,
+            step_low_s=waiting * (1 - compute_doubt)
+            + busy.launch_s * (1 - launch_doubt)
+            + exposed_s * (1 - sent_doubt)
+            + overlapped_s * added.low
+            + host_s,
+            step_high_s=waiting * (1 + compute_doubt)
+            + busy.launch_s * (1 + launch_doubt)
+            + exposed_s * (1 + sent_doubt)
+            + overlapped_s * added.high
+            + host_s,
+            time=time,
+            compute_error=compute_doubt,
+            measured_share=computing.measured_share,
+            launch_error=launch_doubt,
+            communication_error=sent_doubt,
+            mfu=flop / step_s / peak_flop_per_s(device, dtype).value,
+            samples_per_s=samples / step_s,
+            tokens_per_s=samples * tokens / step_s if tokens else None,
+            traffic=ledger.traffic(),
+            host_traffic_bytes=ledger.host_bytes,
+        )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether exchanges go on beside computing.
+
+        gloo's threads share the cores with the computing: on processors nothing is hidden. (What
+        they were measured to inflict on each other, 2 ranks on 2 cores: computing takes 1.8 times
+        as long and sending 2.0 times. A second of overlap then adds 0.9, as good as all of it.)
+        """
+        return self.facts.cluster.device.kind != "cpu"
+
+    @property
+    def load_bytes(self) -> float:
+        """Main memory that one rank takes while the model is loaded."""
+        if self._load_bytes is None:
+            self._load_bytes = load_memory(self.facts.model, ranks_per_node=1).per_rank_bytes
+        return self._load_bytes
+
+    def numerics(self, plan: Plan) -> Numerics:
+        """See `engines.legality.numerics`."""
+        key = plan.precision, plan.data_parallel.is_sharded
+        if key not in self._numerics:
+            self._numerics[key] = numerics(plan, self.facts.model)
+        return self._numerics[key]
+
+    def flop(self, plan: Plan, samples: int) -> float:
+        """Model FLOP of one forward and backward of all units, without recompute."""
+        kind = self.numerics(plan)
+        if (kind, samples) not in self._flop:
+            found = (run.count * run.unit.flop(samples, kind) for run in self.runs)
+            self._flop[kind, samples] = sum(found)
+        return self._flop[kind, samples]
+
+    def ledger(self) -> Ledger:
+        """An empty one for this cluster."""
+        return Ledger(self.facts.cluster, self._wires)
+
+    def dtype(self, plan: Plan) -> str:
+        """In which matrices are multiplied."""
+        is_built = self.numerics(plan) is Numerics.AS_BUILT
+        return self.facts.model.dtype if is_built else "bfloat16"
+
+    def batch_bytes(self, plan: Plan) -> float:
+        """A rank's part of the batch of a step."""
+        assert plan.microbatch_size is not None
+        local = plan.microbatch_size * plan.forwards
+        return self.facts.model.batch_bytes.at(local / plan.cp)
+
+    def loads(self, plan: Plan, samples: int | None = None) -> Loads:
+        """All units on one rank of the tp axis; at the plan's microbatch unless said."""
+        kind = self.numerics(plan)
+        samples = samples or plan.microbatch_size
+        assert samples is not None
+        styles = self.styles(plan)
+        key = (kind, samples, plan.tp, styles, plan.cp, plan.ep)
+        if key not in self._loads:
+            self._loads[key] = loads_of(
+                self.facts.model,
+                numerics=kind,
+                samples=samples,
+                tp=plan.tp,
+                styles=styles,
+                cp=plan.cp,
+                ep=plan.ep,
+                runs=self.runs,
+            )
+        return self._loads[key]
+
+    def styles(self, plan: Plan) -> tuple[tuple[str, str], ...]:
+        """How layers are split; as proposed from the profile where the plan leaves it open."""
+        if plan.tp == 1 or plan.tensor_styles:
+            return plan.tensor_styles
+        if plan.tp not in self._styles:
+            self._styles[plan.tp] = proposed_styles(self.facts.model, plan.tp)
+        return self._styles[plan.tp]
+
+    def computing(self, plan: Plan, loads: Loads) -> Computing:
+        """Measured times of this device where the model carries some, else the roofline's.
+
+        `loads` are all units of the plan, or some neighbours of them.
+        """
+        key = (loads.runs, loads.names[:1], plan.recompute, self.dtype(plan))
+        if key not in self._computing:
+            self._computing[key] = self._timed(plan, loads)
+        return self._computing[key]
+
+    def _timed(self, plan: Plan, loads: Loads) -> Computing:
+        model, cluster = self.facts.model, self.facts.cluster
+        device, dtype = cluster.device, self.dtype(plan)
+        times = unit_times(loads, recompute=plan.recompute, device=device, dtype=dtype)
+        error = compute_error(device, dtype)
+        is_split = plan.tp * plan.cp * plan.ep > 1  # what was measured are whole units
+        kind = self.numerics(plan)
+        measured = None if is_split else block_times(model, cluster, kind, samples=loads.samples)
+        if measured is None:
+            return Computing(times, error)
+        start = next(n for n, unit in enumerate(model.units) if unit.name == loads.names[0])
+        then = self.loads(plan, measured.samples).part(start, start + len(loads.names))
+        at_measured = unit_times(then, recompute=plan.recompute, device=device, dtype=dtype)
+        return with_measured(times, loads, measured=measured, at_measured=at_measured, error=error)
+
+    def update(
+        self, plan: Plan, first: int, last: int, copies: Sequence[UnitProfile] = ()
+    ) -> Upkeep:
+        """Of the parameters of units [first, last) that one rank holds, and of `copies`."""
+        return self.update_of(plan, [(first, last)], copies)
+
+    def update_of(
+        self, plan: Plan, parts: Sequence[tuple[int, int]], copies: Sequence[UnitProfile] = ()
+    ) -> Upkeep:
+        """The same of several stages."""
+        optimizer = self.facts.workload.optimizer
+        units = self._held(plan)
+        own = [unit for first, last in parts for unit in units[first:last]]
+        by_name = optimizer.units is not None
+        counts = Counter(unit.name if by_name else id(unit) for unit in own)
+        key = (
+            tuple(counts.items()),
+            tuple(unit.name for unit in copies),
+            plan.tp,
+            self.styles(plan),
+            plan.ep,
+            shard_degree(plan),
+        )
+        if key not in self._updates:
+            self._updates[key] = upkeep(optimizer, [*own, *copies], shards=shard_degree(plan))
+        return self._updates[key]
+
+    def _held(self, plan: Plan) -> tuple[UnitProfile, ...]:
+        """Every unit with the parameters that one rank of the tp axis has; equal ones are one
+        object, unless the optimizer knows them by their names."""
+        model = self.facts.model
+        wanted = self.styles(plan)
+        key = (plan.tp, wanted, plan.ep)
+        if self.facts.workload.optimizer.units is not None:
+            return model.units
+        if key not in self._units:
+            styles = Styles(wanted)
+            kind = self.numerics(plan)
+            found: list[UnitProfile] = []
+            for run in self.runs:
+                known: dict[object, UnitProfile] = {}
+                for unit in model.units[run.first : run.last]:
+                    cost = unit.cost(kind)
+                    styled = styles.of_unit(unit, cost.layers) if plan.tp > 1 else ()
+                    if styled not in known:
+                        known[styled] = (
+                            cut_unit(run.unit, cost, styled, tp=plan.tp)
+                            if is_split(styled)
+                            else run.unit
+                        )
+                        if plan.ep > 1:
+                            known[styled] = without_experts(known[styled], ep=plan.ep)
+                    found.append(known[styled])
+            self._units[key] = tuple(found)
+        return self._units[key]
+
+    def partial_s(self, plan: Plan, units: Sequence[UnitLoad], ledger: Ledger) -> float:
+        """Seconds of a step to sum the gradients of parameters that the tp axis holds whole."""
+        return summed_s(
+            ledger,
+            "gradients of whole parameters",
+            gradient_bytes=sum(u.partial_gradient_bytes * u.count for u in units)
+            / shard_degree(plan),
+            tensors=sum(u.partial_tensors * u.count for u in units),
+            group_size=plan.tp,
+            stride=1,
+        )

@@ -1,0 +1,181 @@
+"""Memory of a rank of a pipeline: its stages' moments beside what other microbatches hold.
+
+Of each stage the fullest moments of one forward and of one backward are found as without stages.
+Beside them live the activations of as many microbatches as the schedule has in flight at that
+moment, whole gradients until the round is over, and tensors to receive into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from advisor.cost.loads import Loads
+from advisor.cost.memory import (
+    BUCKET_BYTES,
+    KEEPS_PARAMETERS,
+    UNITS_WHEN_AHEAD,
+    WHOLE,
+    Gradients,
+    Moment,
+    Peak,
+    backward_moments,
+    forward_moments,
+    is_offloaded,
+    kept_bytes,
+    largest_copy,
+    optimizer_step,
+    peak_at,
+    shard_degree,
+)
+from advisor.cost.orders import Kind
+from advisor.cost.orders import Moment as InFlight
+from engines.plan import DataParallel, Plan
+from profiles.cluster import Device
+from profiles.optimizers import Upkeep
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stage of a pipeline, or the whole model, while one microbatch is in it.
+
+    Attributes:
+        forward, backward: the fullest moments, beside what other microbatches hold.
+        kept_bytes: what a microbatch holds between its forward and its backward: activations, and
+            what is sent on, but for what it received, which stays where it was received into.
+        own_bytes: all activations.
+        cast_bytes: copies of the weights that autocast made, which it holds as well.
+        waiting_bytes: gradients between layers, where those of the weights come later.
+    """
+
+    forward: Moment
+    backward: Moment
+    kept_bytes: float
+    own_bytes: float
+    cast_bytes: float
+    waiting_bytes: float
+
+
+def chunk_of(plan: Plan, loads: Loads, *, received_bytes: float, sent_bytes: float) -> Chunk:
+    """The units of `loads` as one stage of `plan`.
+
+    Gradients are whole until a round is over, and so are the parameters that ZeRO-1 and ZeRO-2
+    gather: both are the rank's, not the stage's (see `stage_peak`).
+
+    Args:
+        received_bytes, sent_bytes: of one microbatch, over the borders before and after the stage.
+    """
+    share, kind = loads.compute_share, plan.data_parallel
+    units = loads.entries
+    one_by_one = kind.is_sharded and kind not in KEEPS_PARAMETERS
+    copies = [u.parameter_bytes * share * (one_by_one and u.is_separate) for u in units]
+
+    def gathered(i: int, following: int) -> float:
+        return copies[i] + (copies[following] if 0 <= following < len(copies) else 0.0)
+
+    # Of every unit a new gradient is made before it is added to that of other microbatches.
+    made = share if kind.is_sharded else 1.0
+    gradients = Gradients(0.0, lambda i: 0.0, lambda i: made * units[i].gradient_bytes)
+    forward = max(
+        forward_moments(plan, loads, gradients, gathered), key=lambda moment: moment.total
+    )
+    backward = max(
+        backward_moments(plan, loads, gradients, gathered), key=lambda moment: moment.total
+    )
+    cast = loads.parameter_bytes * share * (share != 1 and kind in WHOLE)
+    own = sum(kept_bytes(unit, plan.recompute) * unit.count for unit in loads.runs)
+    return Chunk(
+        forward=replace(forward, gathered=forward.gathered + cast),
+        backward=backward,
+        kept_bytes=own - min(own, received_bytes) + sent_bytes,
+        own_bytes=own,
+        cast_bytes=cast,
+        waiting_bytes=sum(unit.layer_bytes * unit.count for unit in loads.runs),
+    )
+
+
+def _fullest(moments: Iterable[Moment]) -> Moment:
+    return max(moments, key=lambda moment: moment.total)
+
+
+def stage_peak(
+    plan: Plan,
+    parts: Sequence[Loads],
+    chunks: Sequence[Chunk],
+    in_flight: Sequence[InFlight],
+    *,
+    update: Upkeep,
+    device: Device,
+    batch_bytes: float,
+    buffer_bytes: float,
+    copied_bytes: float,
+) -> Peak:
+    """The fullest moment of a step on one rank of a pipeline.
+
+    Args:
+        parts, chunks: the rank's stages, in order.
+        in_flight: what it holds of other microbatches when its actions begin.
+        update: of the rank's part of the parameters.
+        batch_bytes: every stage is given the whole batch, and the model's buffers.
+        buffer_bytes: what is received is received into, for all microbatches of a round.
+        copied_bytes: parameters that another stage counts, and this one holds a copy of.
+    """
+    kind, on_device = plan.data_parallel, not is_offloaded(plan, device)
+    share, degree = parts[0].compute_share, shard_degree(plan)
+    parameter_bytes = sum(part.parameter_bytes for part in parts) + copied_bytes
+    gradient_bytes = sum(part.gradient_bytes for part in parts) + copied_bytes
+    root = sum(part.root_parameter_bytes for part in parts) + copied_bytes
+    whole = gradient_bytes
+    if kind.is_sharded and plan.accumulation > 1 and kind is not DataParallel.ZERO1 and on_device:
+        whole += gradient_bytes / degree  # of the rounds before
+    always = 0.0
+    if kind in KEEPS_PARAMETERS:
+        always = parameter_bytes * share
+    elif kind.is_sharded:
+        always = root * share
+
+    def at(moment: InFlight) -> Moment:
+        chunk = chunks[moment.chunk]
+        is_forward = moment.kind is Kind.FORWARD
+        own = chunk.forward if is_forward else chunk.backward
+        kept, cast, waiting = own.activations, own.gathered + always, own.transient
+        if not is_forward:
+            kept -= chunk.own_bytes  # of the microbatch in work, which is among those held
+        for held, late, each in zip(moment.held, moment.waiting, chunks, strict=True):
+            kept += held * each.kept_bytes
+            cast += held * each.cast_bytes
+            waiting += late * each.waiting_bytes
+        return Moment(own.event, own.unit, whole, kept, cast, waiting, own.loss)
+
+    moments = [at(moment) for moment in in_flight]
+    moments.append(_meeting(plan, parts, whole, root=root, always=always))
+    if on_device:
+        moments.append(optimizer_step(plan, gradient_bytes, update, device))
+    fullest = _fullest(moments)
+    return peak_at(
+        fullest,
+        plan,
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=gradient_bytes,
+        update=update,
+        device=device,
+        batch_bytes=batch_bytes,
+        buffer_bytes=buffer_bytes,
+        ahead=UNITS_WHEN_AHEAD * max(largest_copy(plan, part) for part in parts),
+    )
+
+
+def _meeting(
+    plan: Plan, parts: Sequence[Loads], whole: float, *, root: float, always: float
+) -> Moment:
+    """The replicas of a stage meet when the round is over: gradients go by buckets, or are reduced
+    group by group from an fp32 copy."""
+    if plan.data_parallel.is_sharded:
+        groups = [unit.gradient_bytes for part in parts for unit in part.separate]
+        return Moment(
+            event="reduction of the stage",
+            gradients=whole,
+            gathered=always + max([root, *groups]),
+        )
+    bucket = min(whole, BUCKET_BYTES) if plan.data_degree > 1 else 0.0
+    return Moment(event="exchange of the stage's gradients", gradients=whole, gathered=bucket)

@@ -1,0 +1,181 @@
+"""Stages of a pipeline as the cost model sees them: which units, what crosses, what is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from advisor.complete import even_cuts, even_stages
+from advisor.cost.orders import ONE_STAGE, rank_of
+from engines.plan import Plan, Schedule
+from profiles.affine import Affine
+from profiles.cluster import ClusterProfile
+from profiles.errors import PlanError
+from profiles.flow import GLUE, LOSS
+from profiles.model import ModelProfile, Numerics, UnitProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A parameter that several ranks of a pipeline hold.
+
+    Attributes:
+        unit: with the parameter alone, as big as it is.
+        ranks: positions on the pp axis, ascending; the first one's unit counts it.
+    """
+
+    unit: UnitProfile
+    ranks: tuple[int, ...]
+
+
+class Stages:
+    """Borders of pipelines in one model; what was found is kept for other plans."""
+
+    def __init__(self, model: ModelProfile, cluster: ClusterProfile) -> None:
+        self._model = model
+        self._cluster = cluster
+        self._place = {unit.name: place for place, unit in enumerate(model.units)}
+        self._even: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._crossing: dict[int, tuple[Affine, Affine]] = {}
+
+    def ends(self, plan: Plan) -> tuple[int, ...]:
+        """Places in the model where the stages of `plan` begin and end: 0, ..., all units.
+
+        Raises:
+            PlanError: a border is no unit, or borders are not in order.
+        """
+        if not plan.stages:
+            return self._evenly(plan)
+        try:
+            borders = [self._place[name] for name in plan.stages]
+        except KeyError as error:
+            raise PlanError(
+                f"stage border {error} is not a unit of {self._model.name}", where=f"plan: {plan}"
+            ) from None
+        found = (0, *borders, len(self._model.units))
+        if any(one >= other for one, other in pairwise(found)):
+            raise PlanError("stage borders are in the order of calls", where=f"plan: {plan}")
+        return found
+
+    def _evenly(self, plan: Plan) -> tuple[int, ...]:
+        """As `advisor.complete` fills them in; over all units where nobody knows the dataflow."""
+        chunks = 1 if plan.schedule in (*ONE_STAGE, Schedule.ZERO_BUBBLE, None) else 2
+        key = plan.pp, chunks
+        if key not in self._even:
+            model = self._model
+            if model.flow.calls:
+                cuts = [self._place[name] for name in even_stages(plan, model, self._cluster)]
+            else:
+                order = [n for n, unit in enumerate(model.units) if unit.name not in (GLUE, LOSS)]
+                flop = [model.units[n].flop(model.samples, model.numerics[0]) for n in order]
+                found = even_cuts(flop, list(range(1, len(order))), plan.pp * chunks)
+                cuts = [order[n] for n in found]
+            if len(cuts) < plan.pp * chunks - 1:
+                raise PlanError(
+                    f"{model.name} has no {plan.pp * chunks} stages", where=f"plan: {plan}"
+                )
+            self._even[key] = (0, *cuts, len(model.units))
+        return self._even[key]
+
+    def crossing(self, place: int, *, numerics: Numerics, samples: float) -> tuple[float, float]:
+        """Bytes of one microbatch over the border before unit `place`: there, and gradients back.
+
+        Recorded as the model is built; FSDP computes in bf16, autocast leaves sums in fp32.
+        """
+        model = self._model
+        start = model.flow.first_call(model.units[place].name) if model.flow.calls else None
+        if start is None:
+            sent = model.units[place - 1].cost(numerics).output_bytes.at(samples)
+            return sent, sent
+        if place not in self._crossing:
+            values = model.flow.crossing(start)
+            there = sum((value.bytes for value in values), Affine())
+            back = sum((value.bytes for value in values if value.needs_gradient), Affine())
+            self._crossing[place] = there, back
+        share = 1 / 2 if numerics is Numerics.BF16 and model.dtype == "float32" else 1.0
+        there, back = self._crossing[place]
+        return share * there.at(samples), share * back.at(samples)
+
+    def ties(self, plan: Plan, ends: Sequence[int]) -> tuple[Tie, ...]:
+        """Tied parameters whose places lie on several ranks."""
+        found = []
+        for names in self._model.tied:
+            homes = [self._home(name) for name in names]
+            ranks = {
+                rank_of(
+                    plan.schedule or Schedule.GPIPE,
+                    next(s for s, (_, last) in enumerate(pairwise(ends)) if home < last),
+                    ranks=plan.pp,
+                    stages=len(ends) - 1,
+                )
+                for home in homes
+            }
+            if len(ranks) > 1:
+                found.append(Tie(self._alone(names[0], homes[0]), tuple(sorted(ranks))))
+        return tuple(found)
+
+    def _home(self, parameter: str) -> int:
+        """The place of the unit that holds a parameter."""
+        path = parameter
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self._place:
+                return self._place[path]
+        return self._place.get(GLUE, 0)
+
+    def _alone(self, parameter: str, home: int) -> UnitProfile:
+        """A unit that is nothing but the parameter: its layer's weight, else all its unit has."""
+        unit = self._model.units[home]
+        layers = next(iter(unit.costs.values())).layers
+        prefix = f"{unit.name}." if unit.name else ""
+        for layer in layers:
+            if parameter == f"{prefix}{layer.path + '.' if layer.path else ''}weight":
+                sizes = {(layer.inputs, layer.outputs), (layer.outputs, layer.inputs)}
+                shapes = tuple(s for s in unit.shapes if s.sizes[:2] in sizes)[:1]
+                return unit.model_copy(
+                    update={
+                        "parameter_bytes": layer.weight_bytes,
+                        "gradient_bytes": layer.weight_gradient_bytes,
+                        "shapes": tuple(s.model_copy(update={"count": 1}) for s in shapes),
+                    }
+                )
+        return unit
+
+    def whole_backwards(self, ends: Sequence[int]) -> frozenset[int]:
+        """Stages whose backward is not split in two halves: `engines.pipeline.split` without the
+        modules. The first one does all of it later."""
+        return frozenset(
+            stage
+            for stage, (first, last) in enumerate(pairwise(ends))
+            if stage and not self._can_split(first, last)
+        )
+
+    def _can_split(self, first: int, last: int) -> bool:
+        flow, units = self._model.flow, self._model.units
+        names = {unit.name: unit for unit in units[first:last]}
+        start = flow.first_call(units[first].name)
+        if start is None:
+            return True  # nobody looked at what is between the units
+        if any(unit.is_shared for unit in names.values()):
+            return False
+        if set(flow.called_again()) & set(names) or {c for _, c in flow.inside} & set(names):
+            return False
+        own = [n for n, call in enumerate(flow.calls) if n >= start and call.unit in names]
+        inside = set(own)
+        if any(flow.calls[e.source].unit == GLUE and e.target in inside for e in flow.edges):
+            return False
+        keys = flow.crossing_keys(start)
+        fed = {(n, v) for n, v in keys if flow.calls[n].values[v].needs_gradient}
+        for number in own:
+            call = flow.calls[number]
+            if call.parameters and call.unit != GLUE:
+                return False
+            takes = any((e.source, e.value) in fed for e in flow.edges if e.target == number)
+            outputs = [v for v, value in enumerate(call.values) if value.needs_gradient]
+            trainable = names[call.unit].trainable_parameters > 0
+            if call.unit not in (GLUE, LOSS) and trainable and (not takes or len(outputs) > 1):
+                return False
+            if takes:
+                fed.update((number, value) for value in outputs)
+        return True

@@ -1,0 +1,81 @@
+"""Context and expert parallelism against counts done by hand. No engine carries them out."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.cost import Estimate, estimate
+from engines.plan import Plan
+from profiles.cluster import Collective
+from profiles.model import ModelProfile, Shape
+from tests.factories import chain, cpus, facts, gpus, transformer
+
+# chain(): units of 1 M fp32 parameters, and a row of 512 x 1000 x 4 bytes a sample.
+UNIT = 4_000_000
+ROW = 512 * 1000 * 4
+
+
+def on_cpus(text: str, model: ModelProfile | None = None, *, samples: int = 2) -> Estimate:
+    plan = Plan.parse(f"{text} microbatch_size={samples}")
+    found = facts(model or chain(), cpus(plan.world_size), batch=64, precision="fp32")
+    return estimate(plan, found)
+
+
+def test_ranks_that_share_the_tokens_share_activations_and_computing() -> None:
+    whole, shared = on_cpus("dp_replicate=1", samples=64), on_cpus("cp=4", samples=64)
+    assert shared.memory.activations == whole.memory.activations / 4
+    assert shared.states_bytes == whole.states_bytes
+    assert shared.time.compute_s == pytest.approx(whole.time.compute_s / 4)
+    assert shared.samples_per_s * shared.step_s == whole.samples_per_s * whole.step_s
+
+
+def test_keys_and_values_go_round_once_forward_and_twice_backward() -> None:
+    """Each as wide as the block, where nobody knows better: 2 rows of two samples, four units."""
+    found = on_cpus("cp=4")
+    passed = {item.purpose: item for item in found.traffic if item.group_size == 4}
+    assert passed["keys and values"].payload_bytes == 2 * 2 * ROW
+    assert passed["keys and values"].count == 2 * 4
+    assert passed["gradients of keys and values"].kind is Collective.REDUCE_SCATTER
+    # Parameters are whole on all of them, so their gradients are averaged like those of replicas.
+    assert sum(
+        item.payload_bytes * item.count for item in found.traffic if item.purpose == "gradients"
+    ) == (pytest.approx(4 * UNIT))
+
+
+def test_what_is_sharded_is_shared_by_the_ranks_of_both_axes() -> None:
+    found = on_cpus("dp_shard=2 cp=2")
+    assert found.states_bytes == 4 * 4 * UNIT / 4
+    gathers = next(item for item in found.traffic if item.purpose == "parameters")
+    assert (gathers.group_size, gathers.stride) == (4, 1)
+
+
+def mixture() -> ModelProfile:
+    """Every unit 8 experts of 100 k parameters beside 200 k that all tokens take."""
+    model = chain(tokens=8)
+    shapes = (
+        Shape(sizes=(8, 100, 1000), element_bytes=4),
+        Shape(sizes=(200, 1000), element_bytes=4),
+    )
+    units = tuple(unit.model_copy(update={"shapes": shapes}) for unit in model.units)
+    return model.model_copy(update={"units": units})
+
+
+def test_ranks_that_share_experts_hold_their_part_and_send_tokens_there_and_back() -> None:
+    whole, shared = on_cpus("dp_replicate=4", mixture()), on_cpus("dp_replicate=4 ep=4", mixture())
+    experts = 4 * 800_000 * 16
+    assert whole.states_bytes - shared.states_bytes == experts * 3 / 4
+    sent = [item for item in shared.traffic if item.kind is Collective.ALL_TO_ALL]
+    # Two experts a token; four units; forward and backward.
+    row = 2 * 8 * 1000 * 4
+    assert {item.payload_bytes for item in sent} == {2 * row}
+    assert sum(item.count for item in sent) == 4 * 2 * 2
+    assert shared.time.compute_s == whole.time.compute_s
+
+
+def test_tokens_on_more_devices_are_no_slower_on_fast_links() -> None:
+    steps = []
+    for cp in (1, 2, 4, 8):
+        plan = Plan.parse(f"dp_shard={8 // cp} cp={cp} microbatch_size=1 precision=bf16")
+        found = facts(transformer(layers=8, tokens=32768), gpus(1), batch=8)
+        steps.append(estimate(plan, found).step_s)
+    assert steps == sorted(steps, reverse=True)

@@ -1,0 +1,269 @@
+"""What one rank of a hybrid plan sends and holds in a fake world, beside what it is charged for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from advisor.cost.model import CostModel
+from advisor.cost.staged import traffic_of_ranks
+from engines.hybrid import apply_plan
+from engines.parallel import ParallelModel
+from engines.pipeline.parts import stages_of_rank
+from engines.pipeline.stage import buffers
+from engines.plan import Plan, Recompute
+from engines.tensor.proposal import propose_styles
+from profiles.batch import Batch
+from profiles.capture import capture
+from profiles.cluster import Collective
+from profiles.model import ModelProfile, Numerics
+from profiles.torch_compat import tensors_in
+from tests.contract.fake_world import fake_rank
+from tests.contract.subjects import Decoder, batch_of
+from tests.contract.watch import (
+    Held,
+    Messages,
+    Sent,
+    facts_of,
+    gradients,
+    local,
+    optimizer_states,
+)
+from tests.engines.cases import cpu_ranks, token_loss
+
+ROWS = 2  # of a microbatch
+
+PLANS = {
+    "DDP": "dp_replicate=1024",
+    "ZeRO-1": "dp_replicate=8 zero=1 accumulation=2",
+    "ZeRO-2": "dp_replicate=8 zero=2 accumulation=2",
+    "ZeRO-3": "dp_shard=8 accumulation=2",
+    "HSDP": "dp_replicate=128 dp_shard=8 accumulation=2",
+    "TP": "tp=8",
+    "TP by tokens": "tp=8",
+    "TP, recompute": "tp=8 recompute=full",
+    "PP (1F1B)": "pp=4 microbatches=8 schedule=1f1b",
+    "PP (GPipe)": "pp=4 microbatches=8 schedule=gpipe",
+    "PP (interleaved)": "pp=2 microbatches=4 schedule=interleaved",
+    "PP (ZBV)": "pp=2 microbatches=4 schedule=zbv",
+    "PP + DP": "pp=2 dp_replicate=8 microbatches=4 schedule=1f1b accumulation=2",
+    "PP + ZeRO-1": "pp=2 dp_replicate=8 zero=1 microbatches=4 schedule=1f1b accumulation=2",
+    "PP + ZeRO-2": "pp=2 dp_replicate=8 zero=2 microbatches=4 schedule=1f1b",
+    "PP + ZeRO-3": "pp=2 dp_shard=8 microbatches=4 schedule=1f1b accumulation=2",
+    "PP + HSDP": "pp=2 dp_replicate=64 dp_shard=8 microbatches=4 schedule=1f1b",
+    "TP + DP": "tp=4 dp_replicate=256",
+    "TP + ZeRO-1": "tp=4 dp_replicate=8 zero=1",
+    "TP + ZeRO-2": "tp=4 dp_replicate=8 zero=2 accumulation=2",
+    "TP + ZeRO-3": "tp=4 dp_shard=8 accumulation=2",
+    "TP + HSDP": "tp=2 dp_replicate=16 dp_shard=8",
+    "PP + TP": "pp=2 tp=4 microbatches=4 schedule=1f1b",
+    "PP + TP + DP": "pp=4 tp=8 dp_replicate=32 microbatches=8 schedule=1f1b",
+    "PP + TP + ZeRO-1": "pp=4 tp=4 dp_replicate=8 zero=1 microbatches=8 schedule=1f1b",
+    "PP + TP + ZeRO-2": "pp=2 tp=2 dp_replicate=8 zero=2 microbatches=4 schedule=1f1b",
+    "PP + TP + ZeRO-3": "pp=2 tp=4 dp_shard=8 microbatches=4 schedule=1f1b",
+    "PP + TP + HSDP": "pp=4 tp=4 dp_replicate=8 dp_shard=8 microbatches=4 schedule=1f1b",
+    "PP + TP + DP, recompute, tied": (
+        "pp=2 tp=4 dp_replicate=2 microbatches=4 schedule=1f1b recompute=full"
+    ),
+}
+"""Every engine, and what combines them; worlds of 2 to 1,024 ranks."""
+STAGES = {
+    2: ("blocks.2",),
+    4: ("blocks.1", "blocks.2", "blocks.3"),
+}
+"""Borders by the number of stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A plan with its styles and borders, the model it is for, and what is known of that."""
+
+    name: str
+    plan: Plan
+    profile: ModelProfile
+    is_tied: bool
+
+    def build(self) -> Decoder:
+        return Decoder(tied=self.is_tied)
+
+    @property
+    def ranks(self) -> Iterator[int]:
+        """One for every stage: the first on all other axes."""
+        return iter(range(0, self.plan.world_size, self.plan.world_size // self.plan.pp))
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Of one rank: what was called and what was charged, in messages and bytes.
+
+    Attributes:
+        states: parameters, gradients and optimizer states when the optimizer steps.
+        activations: kept from the forward of one microbatch to its backward, of all its stages.
+    """
+
+    rank: int
+    called: Sent
+    charged: Sent
+    states: int
+    charged_states: float
+    activations: int | None
+    charged_activations: float
+
+    @property
+    def unexplained(self) -> tuple[Sent, Sent]:
+        """Messages called and not charged, and charged and not called.
+
+        DDP fills its buckets with whole tensors in the order of their gradients, which a profile
+        does not have: where that is all that differs, and their number and bytes are the same, it
+        is no difference.
+        """
+        called, charged = self.called - self.charged, self.charged - self.called
+        if _totals(called) == _totals(charged):
+            return Counter(), Counter()
+        return called, charged
+
+
+def _totals(sent: Sent) -> dict[object, tuple[int, int]]:
+    """Number and bytes of all-reduces by their groups; other kinds one by one."""
+    found: dict[object, tuple[int, int]] = {}
+    for (kind, payload, size, stride), count in sent.items():
+        is_sum = kind is Collective.ALL_REDUCE
+        key = (kind, size, stride) if is_sum else (kind, payload, size, stride)
+        before = found.get(key, (0, 0))
+        found[key] = before[0] + count, before[1] + count * payload
+    return found
+
+
+@cache
+def _profile(is_tied: bool) -> ModelProfile:
+    model = Decoder(tied=is_tied)
+    return capture(model, batch_of(ROWS), loss_fn=token_loss, numerics=tuple(Numerics))
+
+
+@cache
+def _styles(is_tied: bool, tp: int, by_tokens: bool) -> tuple[tuple[str, str], ...]:
+    """As the engine proposes and proves them."""
+    return propose_styles(
+        Decoder(tied=is_tied),
+        batch_of(ROWS),
+        size=tp,
+        profile=_profile(is_tied),
+        has_target=True,
+        by_tokens=by_tokens,
+    ).styles
+
+
+def subject_of(name: str) -> Subject:
+    plan, is_tied = Plan.parse(f"{PLANS[name]} microbatch_size={ROWS}"), "tied" in name
+    stages = plan.pp * (2 if "interleaved" in name or "ZBV" in name else 1)
+    update: dict[str, object] = {"stages": STAGES.get(stages, ())}
+    if plan.tp > 1:
+        update["tensor_styles"] = _styles(is_tied, plan.tp, "tokens" in name)
+    return Subject(name, plan.model_copy(update=update), _profile(is_tied), is_tied)
+
+
+def compared(subject: Subject, rank: int) -> Compared:
+    """Three steps of one rank; the last one is looked at, when DDP has settled on its buckets."""
+    plan = subject.plan
+    with fake_rank(rank, plan.world_size):
+        parallel = apply_plan(
+            subject.build(),
+            plan,
+            profile=subject.profile,
+            cluster=cpu_ranks(plan.world_size),
+            loss_fn=token_loss,
+            sample=batch_of(ROWS),
+        )
+        batch = batch_of(ROWS * plan.forwards)
+        parallel.train_step(batch)
+        parallel.train_step(batch)
+        states = []
+        hook = parallel.optimizer.register_step_pre_hook(
+            lambda *_: states.append(_states(parallel))
+        )
+        with Messages() as messages:
+            parallel.train_step(batch)
+        hook.remove()
+        kept = None if plan.data_parallel.is_sharded else _kept(parallel, batch_of(ROWS))
+    model = CostModel(facts_of(plan, subject.profile))
+    position = rank // (plan.world_size // plan.pp)
+    return Compared(
+        rank=rank,
+        called=messages.sent,
+        charged=charged(model, plan, position),
+        states=states[0],
+        charged_states=_charged_states(model, plan, position),
+        activations=kept,
+        charged_activations=_charged_activations(model, plan, position),
+    )
+
+
+def charged(model: CostModel, plan: Plan, position: int) -> Sent:
+    """What the rank at a position of the pp axis is charged for."""
+    whole = plan.pp == 1
+    traffic = model.estimate(plan).traffic if whole else traffic_of_ranks(model, plan)[position]
+    found: Sent = Counter()
+    for item in traffic:
+        key = item.kind, round(item.payload_bytes), item.group_size, item.stride
+        found[key] += item.count
+    return found
+
+
+def _charged_states(model: CostModel, plan: Plan, position: int) -> float:
+    estimate = model.estimate(plan)
+    if plan.pp == 1:
+        return estimate.states_bytes
+    return next(stage.states_bytes for stage in estimate.stages if stage.rank == position)
+
+
+def _charged_activations(model: CostModel, plan: Plan, position: int) -> float:
+    ends = model.stages.ends(plan) if plan.pp > 1 else (0, len(model.facts.model.units))
+    own = stages_of_rank(plan, position) if plan.pp > 1 else (0,)
+    loads = model.loads(plan)
+    units = [u for s in own for u in loads.part(ends[s], ends[s + 1]).units]
+    is_again = plan.recompute is Recompute.FULL
+    return sum(u.input_bytes if is_again and u.is_block else u.activation_bytes for u in units)
+
+
+def _states(parallel: ParallelModel) -> int:
+    """Step counters are left out, they are no bytes worth charging."""
+    moments = [state for state in optimizer_states(parallel) if state.dim()]
+    tensors = [*map(local, parallel.parameters()), *gradients(parallel), *moments]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _kept(parallel: ParallelModel, batch: Batch) -> int:
+    """Bytes that a forward of every stage leaves for its backward.
+
+    What arrives over a border is kept by the first unit of a stage; what leaves it belongs to the
+    exchange, as the loss does.
+    """
+    pipeline = parallel._pipeline
+    module = parallel.module
+    known = [*map(local, module.parameters()), *module.buffers(), *batch]
+    if pipeline is None:
+        return _left(lambda: parallel._loss(batch), known, arrived=())
+    recording = pipeline._recording(batch)
+    pipeline._round.pieces, pipeline._round.weights = [batch], [torch.ones(1)]
+    number, found = torch.zeros(1, dtype=torch.int64), 0
+    for stage in pipeline._stages(recording):
+        arrived = buffers(stage.part.received, recording, torch.device("cpu"))
+        run = partial(stage, *arrived, microbatch=number)
+        found += _left(run, known, arrived)
+    return found
+
+
+def _left(run: Callable[[], object], known: Sequence[Tensor], arrived: Sequence[Tensor]) -> int:
+    """What is held after a call, beside what it returns; `arrived` counts."""
+    held = Held([*known, *arrived])
+    before = held.now()
+    with held:
+        output = run()
+    returned = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors_in(output)}
+    made = held.now() - before - sum(storage.nbytes() for storage in returned.values())
+    return made + sum(tensor.nbytes for tensor in arrived)
