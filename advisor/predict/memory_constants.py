@@ -28,11 +28,11 @@ class MemoryConstants:
     slack_share: float = 0.206
     context_bytes: float = 1.78 * GIB
     group_bytes: float = 0.139 * GIB
-    usable_share: float = 1.17
-    allocated_low: float = 0.759
-    allocated_high: float = 1.09
+    usable_share: float = 1.11
+    allocated_low: float = 0.929
+    allocated_high: float = 1.07
     reserved_low: float = 0.855
-    reserved_high: float = 1.17
+    reserved_high: float = 1.12
 
 
 FITTED = MemoryConstants()

@@ -148,7 +148,7 @@ def fit(runs: Sequence[Held], start: MemoryConstants = START) -> MemoryConstants
 def fit_usable(runs: Sequence[Held], constants: MemoryConstants) -> float:
     """The share of the memory from which on runs fail: the best of recall and precision.
 
-    A run with a published time did not fail.
+    A run with a published time did not fail; unless its recompute is known, that says nothing.
     """
     filled = sorted(
         (
@@ -157,7 +157,7 @@ def fit_usable(runs: Sequence[Held], constants: MemoryConstants) -> float:
             bool(held.run.oom),
         )
         for held in runs
-        if held.run.oom is not None or held.run.step_s is not None
+        if held.run.oom is not None or (held.run.step_s and held.run.row.recompute)
     )
     failed = sum(oom for _, oom in filled if oom)
     best, share = -1.0, constants.usable_share
@@ -215,12 +215,21 @@ def _whole(constants: MemoryConstants) -> MemoryConstants:
 def left_out(runs: Sequence[Held]) -> list[tuple[Held, MemoryConstants]]:
     """Each run with the constants, ends of the range included, that all other files gave."""
     files = sorted({held.run.file for held in runs})
-    without = {file: fit([held for held in runs if held.run.file != file]) for file in files}
+    showing = {held.run.file for held in runs if held.measured_bytes and not held.of_allocator}
+    whole, without = fit(runs), {}
+    for file in files:
+        others = [held for held in runs if held.run.file != file]
+        # A file that shows nothing of the device takes no part in that fit.
+        without[file] = (
+            fit(others)
+            if file in showing
+            else replace(whole, usable_share=fit_usable(others, whole))
+        )
     missed = [(held, without[held.run.file]) for held in runs if held.measured_bytes is not None]
     found: list[tuple[Held, MemoryConstants]] = []
     for file in files:
-        others = [pair for pair in missed if pair[0].run.file != file]
-        constants = with_ranges(without[file], others)
+        elsewhere = [pair for pair in missed if pair[0].run.file != file]
+        constants = with_ranges(without[file], elsewhere)
         found += [(held, constants) for held in runs if held.run.file == file]
     return found
 
