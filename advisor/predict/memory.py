@@ -35,6 +35,10 @@ WORKSPACE = 3 * 32 * 2**20
 # 1.10 of what is allocated (Mist's README; Megatron-Bridge's notes on recompute).
 EXPANDABLE = 2024.0
 TIDY_SLACK = 0.5
+# Of what is cached in excess, that an allocator in need can give back: whole segments only. Runs
+# that filled their device wanted up to a tenth more than it has (LLM Foundry's largest batches,
+# BigScience's at 76 of 80 GB).
+GIVEN_BACK = 0.5
 _OF_UNITS = ("fsdp", "foundry", "torchtitan")
 # torch 1.6 brought autocast (July 2020), which computes losses in fp32; programs took it up after.
 AUTOCAST = 2021.0
@@ -46,7 +50,7 @@ class StageMemory:
 
     `allocated` is what the framework's allocator counts as used, `reserved` what the process takes
     of the device: cached blocks, context and communicators too; `wanted` what it would take of a
-    device without end.
+    device without end. `fits`: half of the slack given back, that is no more than there is.
     """
 
     index: int
@@ -57,6 +61,7 @@ class StageMemory:
     allocated: float
     reserved: float
     wanted: float
+    fits: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +92,7 @@ def predict_memory(setup: Setup, constants: MemoryConstants = FITTED) -> MemoryP
             low=reserved * c.reserved_low,
             high=reserved * c.reserved_high * more,
         ),
-        fits=stages[0].wanted <= c.usable_share * setup.cluster.device.memory_bytes.value,
+        fits=all(stage.fits for stage in stages),
         stages=tuple(stages),
     )
 
@@ -140,6 +145,7 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
         # Before the allocator fails it gives back what it only caches.
         reserved=max(allocated + outside, min(wanted, capacity)),
         wanted=wanted,
+        fits=wanted <= capacity * (1 + GIVEN_BACK * slack),
     )
 
 

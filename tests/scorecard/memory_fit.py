@@ -1,8 +1,8 @@
 """The fitted constants of memory, from published runs: `python -m tests.scorecard.memory_fit`.
 
-What a device holds beyond what an allocator counts is fitted on what nvidia-smi showed, the usable
-share on which runs failed, the ranges on how predictions missed files they were not fitted on.
-Every file weighs as the square root of its rows; the same data gives the same constants.
+What a device holds beyond what an allocator counts is fitted on what nvidia-smi showed, the ranges
+on how predictions missed files they were not fitted on. Every file weighs as the square root of its
+rows; the same data gives the same constants.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ BOUNDS = {
     "context_bytes": (0.3 * GIB, 2.0 * GIB),
     "group_bytes": (0.05 * GIB, 1.0 * GIB),
 }
-# What out-of-memory predictions should reach: the share of failed runs that are foretold, and the
-# share of foretold ones that failed.
-RECALL, PRECISION = 0.95, 0.9
 # Where the search begins, whatever was fitted before: a tenth, a context of today, one buffer.
 START = MemoryConstants(slack_share=0.1, context_bytes=GIB, group_bytes=0.25 * GIB)
 # Nine of ten between the ends.
@@ -141,33 +138,7 @@ def fit(runs: Sequence[Held], start: MemoryConstants = START) -> MemoryConstants
     What allocators counted is predicted without constants, so only the device's figures count.
     """
     device = [held for held in runs if held.measured_bytes is not None and not held.of_allocator]
-    found = _descend(start, lambda constants: loss(constants, device)) if device else start
-    return replace(found, usable_share=fit_usable(runs, found))
-
-
-def fit_usable(runs: Sequence[Held], constants: MemoryConstants) -> float:
-    """The share of the memory from which on runs fail: the best of recall and precision.
-
-    A run with a published time did not fail; unless its recompute is known, that says nothing.
-    """
-    filled = sorted(
-        (
-            max(stage.wanted for stage in predict_memory(held.setup, constants).stages)
-            / held.setup.cluster.device.memory_bytes.value,
-            bool(held.run.oom),
-        )
-        for held in runs
-        if held.run.oom is not None or (held.run.step_s and held.run.row.recompute)
-    )
-    failed = sum(oom for _, oom in filled if oom)
-    best, share = -1.0, constants.usable_share
-    for i in range(1, len(filled)):
-        caught = sum(1 for _, oom in filled[i:] if oom)
-        recall, precision = caught / max(failed, 1), caught / len(filled[i:])
-        reached = min(recall / RECALL, 1.0) + min(precision / PRECISION, 1.0)
-        if reached > best:
-            best, share = reached, (filled[i - 1][0] + filled[i][0]) / 2
-    return share
+    return _descend(start, lambda constants: loss(constants, device)) if device else start
 
 
 def fit_range(
@@ -216,15 +187,12 @@ def left_out(runs: Sequence[Held]) -> list[tuple[Held, MemoryConstants]]:
     """Each run with the constants, ends of the range included, that all other files gave."""
     files = sorted({held.run.file for held in runs})
     showing = {held.run.file for held in runs if held.measured_bytes and not held.of_allocator}
-    whole, without = fit(runs), {}
-    for file in files:
-        others = [held for held in runs if held.run.file != file]
-        # A file that shows nothing of the device takes no part in that fit.
-        without[file] = (
-            fit(others)
-            if file in showing
-            else replace(whole, usable_share=fit_usable(others, whole))
-        )
+    whole = fit(runs)
+    # A file that shows nothing of the device takes no part in that fit.
+    without = {
+        file: fit([held for held in runs if held.run.file != file]) if file in showing else whole
+        for file in files
+    }
     missed = [(held, without[held.run.file]) for held in runs if held.measured_bytes is not None]
     found: list[tuple[Held, MemoryConstants]] = []
     for file in files:
