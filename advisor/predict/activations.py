@@ -31,8 +31,9 @@ class Kept:
 
     Attributes:
         input: its input alone; what is kept when the whole layer is computed again.
-        selective: what selective recompute drops and brings back: the attention core's scores, and
-            of experts the nonlinearity's output (Megatron-LM's core_attn and moe_act).
+        selective: what selective recompute drops and brings back: the attention core's scores, what
+            comes out of latents, and of experts the nonlinearity's output (Megatron-LM's modules
+            core_attn, mla_up_proj and moe_act).
         matrices: outputs of matrix products, and of attention: what a policy over operators keeps.
         all: everything, scores included.
     """
@@ -96,11 +97,12 @@ def _attention(setup: Setup, tokens: Tokens, *, keys: float, cross: bool = False
     values = 2 * shape.kv_heads * shape.head_width
     of_keys = tokens.batch * keys / setup.layout.cp if cross else tokens.whole
     inputs = e * shape.hidden * tokens.split
-    projected = e * (queries * tokens.whole + values * of_keys) / tp
+    projected, again = e * (queries * tokens.whole + values * of_keys) / tp, 0.0
     if shape.latent:
-        # Keys are as wide as queries and hold the rotary part; latents are kept on every rank.
-        projected = e * tokens.whole * queries * (1.5 + 1.5 + 1) / tp
-        projected += 2 * e * tokens.split * (QUERY_LATENT + KEY_LATENT + ROTARY)
+        # Keys are as wide as queries and hold the rotary part; latents are kept on every rank, and
+        # what is projected up from them can be computed again.
+        again = e * tokens.whole * (3 * queries + 2 * shape.heads * ROTARY) / tp
+        projected = again + 2 * e * tokens.split * (QUERY_LATENT + KEY_LATENT + ROTARY)
     context = e * queries * tokens.whole / tp
     if product < e:
         context += product * queries * tokens.whole / tp
@@ -114,9 +116,9 @@ def _attention(setup: Setup, tokens: Tokens, *, keys: float, cross: bool = False
         scores = each * shape.heads / tp * tokens.whole * keys
     matrices = projected + context + inputs
     total = inputs + normed + projected + context + mask + scores
-    if not software.fused:
-        total += 2 * inputs  # the norm's input in fp32, rotated queries and keys
-    return Kept(input=inputs, selective=scores, matrices=matrices, all=total)
+    if not software.fused and shape.gated:
+        total += 2 * inputs  # RMSNorm's input in fp32; LayerNorm has a kernel of its own
+    return Kept(input=inputs, selective=scores + again, matrices=matrices, all=total)
 
 
 def _mlp(setup: Setup, tokens: Tokens, width: int) -> Kept:
@@ -129,8 +131,8 @@ def _mlp(setup: Setup, tokens: Tokens, width: int) -> Kept:
     after = product * width * tokens.whole / tp
     mask = shape.hidden * tokens.split if software.dropout else 0.0
     total = inputs + normed + before + after + mask
-    if not software.fused:
-        total += 2 * inputs + (e * width * tokens.whole / tp if shape.gated else 0.0)
+    if not software.fused and shape.gated:
+        total += 2 * inputs + e * width * tokens.whole / tp  # before and after the gate
     return Kept(input=inputs, selective=0.0, matrices=before + inputs, all=total)
 
 

@@ -19,18 +19,27 @@ from advisor.predict.stages import Stage, in_flight, stage_of
 BUCKET = 5e8
 LIVE = 1e9
 _DEEPSPEED = ("deepspeed", "megatron-deepspeed")
-_FOREACH = ("ddp", "fsdp", "foundry", "torchtitan", "internevo")
+# Programs with torch's own Adam; its default became one kernel for a list of tensors with 2.0
+# (March 2023), with one list of temporaries as large as the parameters; before, it went tensor by
+# tensor, of which the embedding's is the largest.
+_TORCH_ADAM = ("ddp", "fsdp", "internevo")
+FOREACH_DEFAULT = 2023.2
 # Since this release Megatron-LM computes the loss in the buffer of the fp32 logits.
 LOSS_IN_PLACE = 2023.0
 # Inside the allocator: a workspace of cuBLAS for each of the two threads that run forward and
 # backward, and one of the library of fused layers; 32 MiB each on Hopper (torch, Reproducibility
 # notes; Transformer Engine, module/base.py).
 WORKSPACE = 3 * 32 * 2**20
-# torch 2.1 brought segments that grow (October 2023); NVIDIA's recipes switch them on
-# (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True), which leaves half of the cache at most: 1.08
-# to 1.10 of what is allocated (Mist's README; Megatron-Bridge's notes on recompute).
+# The allocator's slack is half where blocks fit each other: FSDP's units are of one size, and since
+# torch 2.1 (October 2023) NVIDIA's recipes let segments grow (expandable_segments:True). 1.08 to
+# 1.10 of what is allocated (Mist's README; Megatron-Bridge's notes on recompute).
 EXPANDABLE = 2024.0
-RECIPE_SLACK = 0.5
+TIDY_SLACK = 0.5
+# Of what is cached in excess, that an allocator in need can give back: whole segments only. Runs
+# that filled their device wanted up to a tenth more than it has (LLM Foundry's largest batches,
+# BigScience's at 76 of 80 GB).
+GIVEN_BACK = 0.5
+_OF_UNITS = ("fsdp", "foundry", "torchtitan")
 # torch 1.6 brought autocast (July 2020), which computes losses in fp32; programs took it up after.
 AUTOCAST = 2021.0
 
@@ -41,7 +50,7 @@ class StageMemory:
 
     `allocated` is what the framework's allocator counts as used, `reserved` what the process takes
     of the device: cached blocks, context and communicators too; `wanted` what it would take of a
-    device without end.
+    device without end. `fits`: half of the slack given back, that is no more than there is.
     """
 
     index: int
@@ -52,6 +61,7 @@ class StageMemory:
     allocated: float
     reserved: float
     wanted: float
+    fits: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +92,7 @@ def predict_memory(setup: Setup, constants: MemoryConstants = FITTED) -> MemoryP
             low=reserved * c.reserved_low,
             high=reserved * c.reserved_high * more,
         ),
-        fits=stages[0].wanted <= c.usable_share * setup.cluster.device.memory_bytes.value,
+        fits=all(stage.fits for stage in stages),
         stages=tuple(stages),
     )
 
@@ -123,7 +133,7 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
     groups = sum(n > 1 for n in (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep))
     outside = constants.context_bytes + groups * constants.group_bytes
     capacity = setup.cluster.device.memory_bytes.value
-    slack = constants.slack_share * (RECIPE_SLACK if _expandable(software) else 1)
+    slack = constants.slack_share * (TIDY_SLACK if _tidy(software) else 1)
     wanted = cached * (1 + slack) + outside
     return StageMemory(
         index=index,
@@ -135,11 +145,13 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
         # Before the allocator fails it gives back what it only caches.
         reserved=max(allocated + outside, min(wanted, capacity)),
         wanted=wanted,
+        fits=wanted <= capacity * (1 + GIVEN_BACK * slack),
     )
 
 
-def _expandable(software: Software) -> bool:
-    return software.family == "megatron" and software.year >= EXPANDABLE
+def _tidy(software: Software) -> bool:
+    recipes = software.family == "megatron" and software.year >= EXPANDABLE
+    return recipes or software.family in _OF_UNITS
 
 
 def _shards(setup: Setup) -> tuple[float, float]:
@@ -213,12 +225,15 @@ def loss_bytes(software: Software, element: float, kind: str) -> float:
     Megatron-LM turns the fp32 copy of the logits into the gradient in place; before, the
     exponentials were a tensor of their own. torch's cross entropy holds the logits, their fp32
     copy's log-softmax, its gradient and the fp32 gradient of the logits; before autocast, and in
-    Transformer-XL's own loss, all four are of the model's type.
+    Transformer-XL's own loss, all four are of the model's type. LLM Foundry's loss is one kernel
+    (`fused_crossentropy`), from logits to their gradient.
     """
     if software.family in ("megatron", "internevo") and software.year >= LOSS_IN_PLACE:
         return element + 4
     if software.family in ("megatron", "megatron-deepspeed", "internevo"):
         return element + 8
+    if software.family == "foundry":
+        return 2 * element
     if software.year < AUTOCAST or kind == "transformer_xl":
         return 4 * element
     return element + 12 if element < 4 else 16
@@ -238,9 +253,11 @@ def _gathered(setup: Setup, stage: Stage, tokens: Tokens) -> float:
     if setup.layout.zero == 3:
         if software.family in _DEEPSPEED:
             return min(LIVE, stage.dense + stage.experts) * tokens.element
-        # The layer in work, the one prefetched, the root's; then the gradients of one.
-        whole = 2 * stage.largest_layer + stage.ends
-        return whole * tokens.element + stage.largest_layer * (tokens.element + 4)
+        # The layer in work, its gradients, the layer that is fetched next; the root's. Gradients
+        # that are exchanged in a wider type are copied for it.
+        whole = 3 * stage.largest_layer + stage.ends
+        copy = software.reduce_bytes if software.reduce_bytes > tokens.element else 0.0
+        return whole * tokens.element + stage.largest_layer * copy
     if software.weight_bytes > tokens.element:
         return (stage.dense + stage.experts) * tokens.element  # autocast's copies
     return 0.0
@@ -253,7 +270,9 @@ def _step(setup: Setup, stage: Stage) -> float:
         return 0.0
     shards = _shards(setup)
     local = stage.dense / shards[0] + stage.experts / shards[1]
-    each = 4.0 if software.master_bytes and software.gradient_bytes < 4 else 0.0
-    if software.family in _FOREACH:
-        each += 4.0
-    return each * local
+    found = 4 * local if software.master_bytes and software.gradient_bytes < 4 else 0.0
+    if software.family in _TORCH_ADAM:
+        assert setup.shape is not None
+        one_by_one = software.year < FOREACH_DEFAULT
+        found += 4 * (stage.vocab * setup.shape.hidden / shards[0] if one_by_one else local)
+    return found
