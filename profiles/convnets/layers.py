@@ -228,9 +228,7 @@ class Draft:
         self._keep(scores)
         out = self._map(x.channels, x.height, x.width)
         inputs = scores.elements + x.elements
-        self._add(
-            Layer(Kind.LINEAR, inputs, out.elements, 0, positions, positions, width, heads)
-        )
+        self._add(Layer(Kind.LINEAR, inputs, out.elements, 0, positions, positions, width, heads))
         return out
 
     # What streams memory

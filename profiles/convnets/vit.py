@@ -22,9 +22,7 @@ def vit(
     layers, hidden, heads = SIZES[size]
     draft = Draft(pixels)
     with draft.block("patches", draft.image):
-        x = draft.convolution(
-            draft.image, hidden, patch, stride=patch, padding=0, bias=True
-        )
+        x = draft.convolution(draft.image, hidden, patch, stride=patch, padding=0, bias=True)
         x = Map(hidden, x.height * x.width + 1, 1, x.number)
         x = draft.embedded(x)
     for index in range(layers):
