@@ -31,25 +31,25 @@ class Constants:
         older_host: how much longer the hosts of A100 and older devices take.
     """
 
-    volta: float = 1.08
-    turing: float = 0.659
-    ampere: float = 0.956
-    hopper: float = 0.858
-    blackwell: float = 1.27
-    tail: float = 0.197
-    memory: float = 0.692
-    scan_bytes: float = 158
-    flash: float = 0.394
-    older_kernels: float = 0.666
-    unaligned: float = 0.578
-    narrow: float = 0.929
-    expert: float = 0.471
-    tensor_overlap: float = 0.849
-    data_overlap: float = 0.699
-    inside: float = 0.789
-    rails: float = 0.572
-    shared: float = 0.293
-    launch_s: float = 6.74e-05
+    volta: float = 1.07
+    turing: float = 0.787
+    ampere: float = 0.96
+    hopper: float = 0.86
+    blackwell: float = 1.01
+    tail: float = 0.216
+    memory: float = 0.693
+    scan_bytes: float = 111
+    flash: float = 0.397
+    older_kernels: float = 0.667
+    unaligned: float = 0.58
+    narrow: float = 0.925
+    expert: float = 0.595
+    tensor_overlap: float = 0.864
+    data_overlap: float = 0.66
+    inside: float = 0.731
+    rails: float = 0.629
+    shared: float = 0.299
+    launch_s: float = 6.73e-05
     older_host: float = 1.19
 
 

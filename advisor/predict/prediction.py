@@ -46,10 +46,10 @@ class Prediction:
 
 
 def predict(
-    row: Row, *, constants: Constants = CONSTANTS, layers: ConvnetConstants = FITTED
+    row: Row | Refusal, *, constants: Constants = CONSTANTS, layers: ConvnetConstants = FITTED
 ) -> Prediction:
     """Time and memory of a row, or the reason why there is none."""
-    setup = resolve(row)
+    setup = resolve(row) if isinstance(row, Row) else row
     if isinstance(setup, Refusal):
         return Prediction(row_id=row.row_id, note=f"no prediction: {setup.reason}")
     return predict_setup(setup, constants=constants, layers=layers)

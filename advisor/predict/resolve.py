@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil
+from math import ceil, gcd
 
 from advisor.predict.architectures import parameters_of, shape_of
 from advisor.predict.convnet_memory import filled
@@ -177,7 +177,7 @@ def _check(shape: Shape, tp: int, pp: int, ep: int, ranks: int, notes: list[str]
     if shape.experts % ep:
         raise _Impossible(f"ep={ep} does not divide {shape.experts} experts")
     if ranks % ep:
-        inside = next(size for size in range(min(ep, ranks), 0, -1) if ranks % size == 0)
+        inside = gcd(ep, ranks)
         notes.append(f"ep={inside}: {ep} does not divide the {ranks} ranks of a stage")
         return inside
     return ep

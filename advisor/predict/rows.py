@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from advisor.predict.setup import Refusal
 from profiles.errors import FileError, InputError
 
 # What was measured, or follows from it. A prediction that saw these would prove nothing.
@@ -85,28 +86,43 @@ class Row:
     optimizer: str | None = None
 
 
+# No number of a run is larger: what is beyond is a slip, and would take long to factor.
+MOST = 10**9
+_LIMITS = {"n_gpus": 10**6, "gpus_per_node": 1024, "n_layers": 10**5, "global_batch": 10**8}
 _KINDS = {f.name: str(f.type) for f in fields(Row)}
 
 
-def read_rows(path: str | os.PathLike[str]) -> list[Row]:
-    """The rows of a CSV file, in its order.
+def read_rows(path: str | os.PathLike[str]) -> list[Row | Refusal]:
+    """The rows of a CSV file, in its order; a refusal where a cell cannot be used.
 
     Raises:
         FileError: the file is missing, is not CSV, or lacks `row_id`.
-        InputError: a cell that must hold a positive number does not; the row is named.
     """
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            table = list(csv.DictReader(file))
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            table = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise FileError(f"cannot read {path}: {error}", where=str(path)) from None
-    if table and "row_id" not in table[0]:
+    if "row_id" not in (reader.fieldnames or ()):
         raise FileError("no column `row_id`", where=str(path), hints=["name the columns in line 1"])
-    return [row_of(cells, where=f"{path}: row {number}") for number, cells in enumerate(table, 1)]
+    return [_row_or_reason(cells, number) for number, cells in enumerate(table, 1)]
+
+
+def _row_or_reason(cells: Mapping[str, str | None], number: int) -> Row | Refusal:
+    row_id = (cells.get("row_id") or "").strip() or f"row {number}"
+    try:
+        return row_of({**cells, "row_id": row_id})
+    except InputError as error:
+        return Refusal(row_id=row_id, reason=" ".join([error.what, *error.hints]))
 
 
 def row_of(cells: Mapping[str, str | None], *, where: str | None = None) -> Row:
-    """The row that `cells` (column name to text) say; unknown columns are left alone."""
+    """The row that `cells` (column name to text) say; unknown columns are left alone.
+
+    Raises:
+        InputError: a cell that must hold a positive number does not.
+    """
     given: dict[str, object] = {}
     for name, kind in _KINDS.items():
         text = (cells.get(name) or "").strip()
@@ -122,9 +138,12 @@ def _parse(name: str, text: str, kind: str, where: str | None) -> object:
         number = float(text)
     except ValueError:
         number = float("nan")
-    if not 0 < number < float("inf"):
+    most = _LIMITS.get(name, MOST)
+    if not 0 < number <= most:
         raise InputError(
-            f"`{name}` is `{text}`", where=where, hints=[f"`{name}` is a positive number, or blank"]
+            f"`{name}` is `{text}`",
+            where=where,
+            hints=[f"`{name}` is a positive number up to {most}, or blank"],
         )
     if kind.startswith("int"):
         if number != int(number):
