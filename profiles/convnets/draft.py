@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 
 from profiles.convnets.layers import Block, Kind, Layer, Network
+from profiles.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,12 @@ class Draft:
 
     def _map(self, channels: int, height: int, width: int) -> Map:
         self._count += 1
-        assert prod((channels, height, width)) > 0, "the image is too small for the network"
+        if min(channels, height, width) < 1:
+            side = self.image.height
+            raise InputError(
+                f"images of {side} x {side} shrink to nothing inside the network",
+                hints=["give the side of the images that it was trained on"],
+            )
         return Map(channels, height, width, self._count)
 
     def _keep(self, x: Map) -> None:
