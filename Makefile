@@ -1,6 +1,7 @@
 # make demo    train a small GPT on two local ranks and compare prediction with measurement
 # make test    the tests
 # make matrix  30 architectures under 15 plans against one process (MATRIX="--only T5 --plan zbv")
+# make scorecard  published runs predicted, with and without their source; into the README
 # make timed   the tests that compare clocks, for a machine that does nothing else
 # make check   formatting, lint, types, layers, spelling
 #
@@ -15,7 +16,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test matrix timed check format clean
+.PHONY: help demo test matrix scorecard timed check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -39,6 +40,11 @@ matrix: $(STAMP)
 	@echo "== the matrix: 450 cells, about 10 minutes on 2 cores; kept in tests/matrix/results.json"
 	@start=$$SECONDS; $(BIN)/python -m tests.matrix $(MATRIX); \
 	echo "== the matrix took $$((SECONDS - start)) s"
+
+scorecard: $(STAMP)
+	@echo "== the scorecard: about 5 minutes; kept in tests/scorecard/scorecard.json"
+	@start=$$SECONDS; $(BIN)/python -m tests.scorecard; \
+	echo "== the scorecard took $$((SECONDS - start)) s"
 
 timed: $(STAMP)
 	@echo "== tests that compare clocks: about 4 minutes on 2 cores that do nothing else"

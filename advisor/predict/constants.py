@@ -13,8 +13,8 @@ class Constants:
     """What cannot be read off a data sheet.
 
     Attributes:
-        volta, turing, ampere, hopper, blackwell: share of the published best matmul rate that products
-            sustain inside a step, by generation: power and clocks.
+        volta, turing, ampere, hopper, blackwell: share of the published best matmul rate that
+            products sustain inside a step, by generation: power and clocks.
         tail: part of a round of tiles that a product loses at its end.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
         scan_bytes: traffic of a state-space layer's kernels for an element of its width, forward.
@@ -31,26 +31,26 @@ class Constants:
         older_host: how much longer the hosts of A100 and older devices take.
     """
 
-    volta: float = 1.07
-    turing: float = 0.787
-    ampere: float = 0.96
-    hopper: float = 0.86
+    volta: float = 1.03
+    turing: float = 0.807
+    ampere: float = 0.954
+    hopper: float = 0.858
     blackwell: float = 1.01
-    tail: float = 0.216
-    memory: float = 0.693
-    scan_bytes: float = 111
-    flash: float = 0.397
-    older_kernels: float = 0.667
-    unaligned: float = 0.58
-    narrow: float = 0.925
-    expert: float = 0.595
-    tensor_overlap: float = 0.864
-    data_overlap: float = 0.66
-    inside: float = 0.731
-    rails: float = 0.629
-    shared: float = 0.299
-    launch_s: float = 6.73e-05
-    older_host: float = 1.19
+    tail: float = 0.0722
+    memory: float = 0.71
+    scan_bytes: float = 112
+    flash: float = 0.39
+    older_kernels: float = 0.666
+    unaligned: float = 0.581
+    narrow: float = 0.911
+    expert: float = 0.586
+    tensor_overlap: float = 0.857
+    data_overlap: float = 0.645
+    inside: float = 0.646
+    rails: float = 0.62
+    shared: float = 0.292
+    launch_s: float = 6.69e-05
+    older_host: float = 1.2
 
 
 CONSTANTS = Constants()

@@ -60,9 +60,10 @@ def predict_setup(
 ) -> Prediction:
     """Time and memory of a setup; `layers` are the constants of what is counted layer by layer."""
     if layered(setup) is not None:
-        seconds = convnet_step(setup, layers).step_s
+        time = time_range(setup, convnet_step(setup, layers).step_s)
     else:
-        seconds = time_of(setup, constants).step_s
+        step = time_of(setup, constants)
+        time = time_range(setup, step.step_s, host_share=step.host_s / step.step_s)
     if setup.network is not None:
         memory = convnet_memory(setup, layers)
         allocated, reserved = memory.allocated_bytes, memory.reserved_bytes
@@ -72,7 +73,6 @@ def predict_setup(
         found = predict_memory(setup)
         allocated, reserved = found.allocated.value, found.reserved.value
         fits, span = found.fits, found.allocated
-    time = time_range(setup, seconds)
     return Prediction(
         row_id=setup.row_id,
         predicted_step_time_s=time.value,

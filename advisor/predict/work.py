@@ -18,8 +18,6 @@ from advisor.predict.setup import Setup, Shape
 # Width of a score chunk and of the state in state-space layers (Mamba-2: chunk_size, ssm_state).
 CHUNK, STATE = 128, 128
 ALIGNMENT = 64
-# Adaptive softmax: all tokens see the most frequent words (20,000 of 267,735), few the rest.
-ADAPTIVE_SHARE = 0.15
 # Traffic of elementwise operations one by one over that of fused kernels: bias, activation, dropout
 # and residual are four reads and writes for two; norms are one kernel in both.
 EAGER = 1.5
@@ -306,8 +304,6 @@ def _attention(
         ]
     moved = tokens * heads * width * (16 if shape.kind not in ("dense_gpt", "bert", "t5") else 8)
     length = shape.length
-    if shape.kind == "transformer_xl":
-        length *= 2  # keys are those of the segment before, too
     pairs = tokens * length * heads  # this rank's queries with all keys
     if setup.software.flash:
         half = 0.5 if shape.causal else 1.0
@@ -315,14 +311,11 @@ def _attention(
     batch = layout.microbatch * heads
     rows = shape.length / layout.cp
     products.append(Product(rows, length, width, count=batch, linear=False))
-    if shape.kind == "transformer_xl":
-        # A second product with the positions, shifted and added.
-        products.append(Product(rows, length, width, count=batch, linear=False))
     products.append(Product(rows, value, length, count=batch, linear=False))
     # Softmax reads and writes; dropout reads, writes and keeps a byte.
     scores = pairs * (4 + (5 if setup.software.dropout else 0))
     if not setup.software.fused:
-        scores += pairs * (8 if shape.kind != "transformer_xl" else 60)
+        scores += pairs * 8
     return products, 0.0, scores, moved
 
 
@@ -331,8 +324,6 @@ def _head(setup: Setup, shape: Shape) -> LayerWork:
     tokens = layout.microbatch * shape.length / layout.cp
     # Padded to whole blocks of 128 on each rank (Megatron-LM, make_vocab_size_divisible_by).
     vocab = float(ceil(shape.vocab / layout.tp / 128) * 128)
-    if shape.kind == "transformer_xl":
-        vocab *= ADAPTIVE_SHARE
     logits = tokens * vocab
     return LayerWork(
         products=(Product(tokens, vocab, shape.hidden),),

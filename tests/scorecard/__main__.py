@@ -12,9 +12,9 @@ from advisor.predict.convnet_constants import FITTED as LAYERS
 from advisor.predict.convnet_constants import ConvnetConstants
 from advisor.predict.memory_constants import FITTED, MemoryConstants
 from advisor.predict.prediction import predict
-from tests.scorecard import fit_convnets
-from tests.scorecard.fit import fit, timed_runs
-from tests.scorecard.memory_fit import as_published, held_runs, left_out
+from tests.scorecard import fit_convnets, memory_fit, table
+from tests.scorecard.fit import left_out, timed_runs
+from tests.scorecard.memory_fit import as_published, held_runs
 from tests.scorecard.published import FOLDER, published
 from tests.scorecard.score import card
 
@@ -26,16 +26,13 @@ def main() -> int:
         sys.stderr.write(f"no published runs at {FOLDER}: nothing to score\n")
         return 2
     runs = published()
-    timed = timed_runs(runs)
-    without: dict[str, Constants] = {}
-    for file in sorted({one.run.file for one in timed}):
-        without[file] = fit([one for one in timed if one.run.file != file], rounds=12)
+    without = left_out(timed_runs(runs))
     layered = fit_convnets.timed_runs(runs)
     layers = {
         file: fit_convnets.fit([one for one in layered if one.file != file])
         for file in sorted({one.file for one in layered})
     }
-    memory = {held.run.file: constants for held, constants in left_out(held_runs(runs))}
+    memory = {held.run.file: constants for held, constants in memory_fit.left_out(held_runs(runs))}
     fitted = [(run, as_published(run, predict(run.row))) for run in runs]
     pairs = []
     for run in runs:
@@ -54,6 +51,7 @@ def main() -> int:
         "left out": card(pairs),
     }
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    table.write(result)
     for kind in ("fitted", "left out"):
         sys.stdout.write(f"== {kind}\n")
         for name, scores in result[kind].items():  # type: ignore[attr-defined]

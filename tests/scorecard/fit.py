@@ -7,12 +7,14 @@ the square root of its rows, so that no table dominates; the same data gives the
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import exp, log, sqrt
 
 from advisor.predict.constants import CONSTANTS, Constants
+from advisor.predict.convnet_step import layered
+from advisor.predict.ranges import situation_of
 from advisor.predict.resolve import resolve
 from advisor.predict.setup import Setup
 from advisor.predict.time import Basis, basis_of, step_time
@@ -53,7 +55,7 @@ def timed_runs(runs: Sequence[Published]) -> list[Timed]:
     found = []
     for run in runs:
         setup = resolve(run.row)
-        if run.step_s is None or not isinstance(setup, Setup) or setup.shape is None:
+        if run.step_s is None or not isinstance(setup, Setup) or layered(setup) is not None:
             continue
         found.append(Timed(run, setup, basis_of(setup), run.step_s, WEIGHTS[run.reliability]))
     sizes = Counter[str]()
@@ -81,7 +83,8 @@ def loss(constants: Constants, runs: Sequence[Timed]) -> float:
 def fit(runs: Sequence[Timed], start: Constants = CONSTANTS, *, rounds: int = 40) -> Constants:
     """The constants of least loss that steps find, along one constant at a time.
 
-    Beside the loss, a weak prior holds what these runs do not determine. Steps shrink when a round gains little, and grow along a direction that goes on gaining.
+    Beside the loss, a weak prior holds what these runs do not determine. Steps shrink when a round
+    gains little, and grow along a direction that goes on gaining.
     """
 
     def cost(constants: Constants) -> float:
@@ -113,12 +116,49 @@ def _bounded(name: str, value: float) -> float:
     return min(max(value, low), 1.3 if name in WIDE else high)
 
 
+def left_out(runs: Sequence[Timed], *, rounds: int = 10) -> dict[str, Constants]:
+    """The constants fitted without each file, by its name."""
+    files = sorted({timed.run.file for timed in runs})
+    return {
+        file: fit([timed for timed in runs if timed.run.file != file], rounds=rounds)
+        for file in files
+    }
+
+
+def ranges(runs: Sequence[Timed], without: dict[str, Constants]) -> dict[str, tuple[float, float]]:
+    """By situation, the 5 % and 95 % quantiles of measured over predicted, each file left out."""
+    ratios: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for timed in runs:
+        time = step_time(timed.basis, without[timed.run.file])
+        situation = situation_of(timed.setup, host_share=time.host_s / time.step_s)
+        ratios[situation].append((timed.step_s / time.step_s, timed.weight))
+    return {
+        situation: (_quantile(found, 0.05), _quantile(found, 0.95))
+        for situation, found in sorted(ratios.items())
+    }
+
+
+def _quantile(values: list[tuple[float, float]], share: float) -> float:
+    """The value that `share` of the weight lies below."""
+    ordered = sorted(values)
+    wanted, passed = share * sum(weight for _, weight in ordered), 0.0
+    for value, weight in ordered:
+        passed += weight
+        if passed >= wanted:
+            return value
+    return ordered[-1][0]
+
+
 def main() -> int:
     runs = timed_runs(published())
     best = fit(runs)
-    print(f"loss {loss(CONSTANTS, runs):.4f} -> {loss(best, runs):.4f}")
+    write = sys.stdout.write
+    write(f"loss {loss(CONSTANTS, runs):.4f} -> {loss(best, runs):.4f}\n")
     for constant in fields(Constants):
-        print(f"    {constant.name}: float = {getattr(best, constant.name):.3g}")
+        write(f"    {constant.name}: float = {getattr(best, constant.name):.3g}\n")
+    write("measured over predicted, each file left out, 5 % and 95 %\n")
+    for situation, (low, high) in ranges(runs, left_out(runs)).items():
+        write(f'    "{situation}": ({low:.2f}, {high:.2f}),\n')
     return 0
 
 

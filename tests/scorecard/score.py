@@ -72,7 +72,7 @@ def time_errors(pairs: Iterable[Pair]) -> Errors | None:
 
 
 def memory_errors(pairs: Iterable[Pair]) -> Errors | None:
-    """Of the peak, against the counter that the row names: allocated, or reserved and the card's."""
+    """Of the peak, against the counter that the row names: allocated, or what the card shows."""
     found = []
     for run, p in pairs:
         if p.predicted_peak_mem_gib is None or p.predicted_reserved_gib is None:
@@ -80,7 +80,8 @@ def memory_errors(pairs: Iterable[Pair]) -> Errors | None:
         allocated = "alloc" in run.memory_metric
         value = p.predicted_peak_mem_gib if allocated else p.predicted_reserved_gib
         scale = value / p.predicted_peak_mem_gib
-        assert p.mem_low_gib is not None and p.mem_high_gib is not None
+        assert p.mem_low_gib is not None
+        assert p.mem_high_gib is not None
         low, high = p.mem_low_gib * scale, p.mem_high_gib * scale
         found.append((run.row.row_id, run.memory_gib, value, low, high))
     return _errors(found)
