@@ -36,8 +36,8 @@ class ConvnetConstants:
 FITTED = ConvnetConstants(
     tensor_share=0.63,
     vector_share=0.89,
-    stream_share=0.80,
-    layout_passes=0.28,
+    stream_share=0.79,
+    layout_passes=0.27,
     element_flop=28.0,
     cache_share=0.22,
     context_bytes=1.0 * 2**30,
