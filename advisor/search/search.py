@@ -40,8 +40,9 @@ class Search:
         self._policy = policy
         self._stages = stages
         self._weighed: dict[int, Candidate] = {}
-        usable = policy.usable_bytes(costs.facts.cluster.device)
-        self._missing = np.maximum(0.0, self.bounds.peak_high_bytes * (1 - ROUNDING) - usable)
+        self._usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
+        missing = self.bounds.peak_high_bytes * (1 - ROUNDING) - self._usable_bytes
+        self._missing = np.maximum(0.0, missing)
 
     @property
     def rows(self) -> Rows:
@@ -166,12 +167,22 @@ class Search:
                 break
             if number == most:
                 raise _TooMany
+            if fits and self._surely_misses(int(index)):
+                continue
             candidate = self.candidate(int(index))
             if candidate.fits or not fits:
                 found = key(candidate)
                 if best is None or found < least:
                     best, least = candidate, found
         return best
+
+    def _surely_misses(self, index: int) -> bool:
+        """Whether a row does not fit with the borders that are best for it; noted as its bound."""
+        if index not in self._weighed:
+            least = self._stages.least_peak_bytes(self.space, index)
+            missing = least * (1 - ROUNDING) - self._usable_bytes
+            self._missing[index] = max(self._missing[index], missing)
+        return bool(self._missing[index] > 0)
 
     def _simplest_tie(self, rows: Rows, fastest: Candidate) -> Candidate:
         """The simplest row that cannot be told from the fastest; of equally simple ones the
@@ -183,6 +194,8 @@ class Search:
             for index in group[np.argsort(self.bounds.step_s[group], kind="stable")]:
                 if self.bounds.step_s[index] * (1 - ROUNDING) > least[0]:
                     break
+                if self._surely_misses(int(index)):
+                    continue
                 candidate = self.candidate(int(index))
                 if candidate.fits and _ties(candidate.estimate, fastest.estimate, self._policy):
                     found = (candidate.estimate.step_s, str(candidate.plan))
