@@ -17,6 +17,7 @@ from advisor.cost import CostModel, Estimate
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, fits_device, margin_s, simplicity, weigh
 from advisor.search.bounds import ROUNDING, Bounds, bounds_of
+from advisor.search.columns import unique
 from advisor.search.space import KINDS, Space
 from advisor.search.stages import Stages
 from engines.plan import Plan
@@ -78,17 +79,15 @@ class Search:
             (self._weighed[index],) = weigh([plan], self._costs, self._policy)
         return self._weighed[index]
 
-    def kinds(self) -> Iterator[tuple[Plan, Rows]]:
+    def kinds(self) -> list[tuple[Plan, Rows]]:
         """Rows that use the same axes and shard the same, with a plan that stands for them.
 
         Its stages are not named.
         """
         space = self.space
-        keys = np.stack([space.pp > 1, space.tp > 1, space.kind])
-        unique, group = np.unique(keys, axis=1, return_inverse=True)
-        for number in range(unique.shape[1]):
-            rows = np.flatnonzero(group.ravel() == number)
-            yield space.plan(int(rows[0])), rows
+        different, group = unique(np.stack([space.pp > 1, space.tp > 1, space.kind]))
+        found = (np.flatnonzero(group == number) for number in range(different.shape[1]))
+        return [(space.plan(int(rows[0])), rows) for rows in found]
 
     def besides(self, rows: Rows, plan: Plan) -> Rows:
         """Those of `rows` with other degrees or another kind than `plan`."""

@@ -95,8 +95,10 @@ class Stages:
     def _best(self, plan: Plan, names: Sequence[str], stages: int) -> tuple[tuple[str, ...], float]:
         pieces = self._pieces_of(plan, names)
         least = 0.0
-        if plan.schedule in ONE_STAGE:
-            seconds = spans(pieces.seconds) + self._waiting_s(plan, pieces)
+        if stages == plan.pp:
+            seconds = spans(pieces.seconds)
+            if plan.schedule in ONE_STAGE:
+                seconds = seconds + self._waiting_s(plan, pieces)
             nbytes = self._held_bytes(plan, pieces, stages)
             found = cut(seconds, nbytes, usable_bytes=self._room_bytes(plan))
             context = self._costs.facts.cluster.device.context_bytes.high
@@ -157,9 +159,11 @@ class Stages:
         in_round = 1 if plan.schedule is Schedule.NAIVE else plan.microbatches
         held += in_round * (pieces.there[:, None] + pieces.back[None, :])
         kept = spans(pieces.kept) + pieces.there[None, :]
-        in_flight = moments(
-            plan.schedule or Schedule.GPIPE, ranks=stages, stages=stages, microbatches=in_round
-        )
+        # Zero bubble has as many microbatches in flight as 1F1B when its first backward begins.
+        schedule = Schedule.ONE_F_ONE_B
+        if plan.schedule in (Schedule.NAIVE, Schedule.GPIPE):
+            schedule = plan.schedule
+        in_flight = moments(schedule, ranks=stages, stages=stages, microbatches=in_round)
         most = [max(moment.held[0] for moment in rank) for rank in in_flight]
         return [held + count * kept for count in most]
 
