@@ -23,6 +23,7 @@ from advisor.complete import completed, spans_devices
 from advisor.decision import Decision
 from advisor.facts import Facts
 from advisor.policy import Policy
+from advisor.proved import with_proved_styles
 from engines.failures import together
 from engines.footprint import optimizer_footprint
 from engines.hybrid import apply_plan
@@ -110,7 +111,8 @@ def advise(
         precision=precision or pins.get("precision"),
         timed=timed,
     )
-    return choose(facts, policy=_policy(objective), pins=pins)
+    decision = choose(facts, policy=_policy(objective), pins=pins)
+    return with_proved_styles(decision, model, sample, has_target=loss_fn is not None)
 
 
 def auto_parallelize(
@@ -199,7 +201,8 @@ def auto_parallelize(
         )
 
     def decide() -> Decision:
-        return choose(facts(), policy=_policy(objective), pins=pins)
+        decision = choose(facts(), policy=_policy(objective), pins=pins)
+        return with_proved_styles(decision, model, sample, has_target=loss_fn is not None)
 
     if timed and world.rank > 0:
         with contextlib.suppress(AdvisorError):  # rank 0 meets it too, and tells all

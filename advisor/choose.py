@@ -44,7 +44,7 @@ def choose(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) ->
         trace=trace,
         alternatives=tuple(others[: policy.alternatives]),
         weighed=choice.total,
-        estimated=len(weighed),
+        estimated=choice.estimated,
         rejected=choice.rejected,
         dissent=_dissent(winner, choice.fitting, policy, trace),
     )

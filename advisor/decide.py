@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from advisor.candidates import refuse, searched
+from advisor.comparison import Kind, kind
 from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
@@ -23,6 +24,9 @@ _DEFAULT = Policy()
 _NO_PINS: Pins = {}
 # So many plans are all estimated, a fraction of a second: then what is said of them is complete.
 _FEW_ROWS = 256
+# Plans of one kind that are estimated to find its best: another kind is shown for comparison, and
+# what takes longer to tell is not shown.
+_MOST_OF_A_KIND = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class Choice:
         winner: None where nothing fits.
         weighed: the plans that were estimated exactly: all that an answer depends on. `pool` are
             those that fit and that the winner was taken from, `fitting` all that fit.
-        total: plans that were weighed, most of them by their bounds alone.
+        total: plans that were weighed, most of them by their bounds alone; `estimated` exactly.
         rejected: by rule, how many of them cannot be taken.
         kinds: a plan of every kind that was weighed; its stages are not named.
     """
@@ -44,6 +48,7 @@ class Choice:
     weighed: Sequence[Candidate]
     trace: Trace
     total: int
+    estimated: int
     rejected: dict[str, int]
     kinds: Sequence[Plan]
 
@@ -79,12 +84,15 @@ def decide(
         # A CPU rank's device memory is the host's already.
         searches.append(searched(facts, pins, costs, policy, offload=Offload.STATES))
         winner = _winner(searches[1], policy, trace)
+    left_open: set[Kind] = set()
     for search in searches:
         if winner is None:
             search.nearest(search.rows)
         elif compares:
-            _compare_kinds(search, winner)
-    weighed = [candidate for search in searches for candidate in search.weighed]
+            left_open |= _compare_kinds(search, winner, policy)
+    # Of a kind that is left open nothing is said but of its best plan, if that was taken.
+    left_open -= {kind(winner.plan)} if winner else set()
+    weighed = [c for search in searches for c in search.weighed if kind(c.plan) not in left_open]
     fitting = [c for c in weighed if c.fits]
     of_leaf = [c for c in fitting if in_leaf(c.plan, trace)]
     follows = policy.objective is Objective.TREE and bool(of_leaf)
@@ -95,6 +103,7 @@ def decide(
         weighed=weighed,
         trace=trace,
         total=sum(len(search.space) for search in searches),
+        estimated=sum(len(search.weighed) for search in searches),
         rejected=dict(sorted(sum((s.left_out for s in searches), Counter()).items())),
         kinds=[plan for search in searches for plan, _ in search.kinds()],
     )
@@ -110,10 +119,17 @@ def _winner(search: Search, policy: Policy, trace: Trace) -> Candidate | None:
     return search.preferred(search.rows)
 
 
-def _compare_kinds(search: Search, winner: Candidate) -> None:
-    """Estimate what the winner is set against: few rows all, else the best of every kind."""
+def _compare_kinds(search: Search, winner: Candidate, policy: Policy) -> set[Kind]:
+    """Estimate what the winner is set against: few rows all, else the best of every kind that keeps
+    the model in one piece and of the others that may be fastest. The kinds that are left open."""
     if len(search.space) <= _FEW_ROWS:
         search.weigh_all()
-        return
-    for _, rows in search.kinds():
-        search.strongest(search.besides(rows, winner.plan))
+        return set()
+    groups = [(plan, search.besides(rows, winner.plan)) for plan, rows in search.kinds()]
+    groups.sort(key=lambda group: (group[0].pp * group[0].tp > 1, search.least_step_s(group[1])))
+    shown = policy.alternatives + sum(plan.pp * plan.tp == 1 for plan, _ in groups)
+    return {
+        kind(plan)
+        for number, (plan, rows) in enumerate(groups)
+        if number >= shown or search.strongest(rows, most=_MOST_OF_A_KIND) is None
+    }

@@ -87,6 +87,7 @@ WITH_TORCH = {
     "engines.tensor.wiring",
     "engines.world",
     "advisor.auto",
+    "advisor.proved",
 }
 WITH_TORCH_PREFIXES = ("advisor.demo.", "profiles.bench.", "profiles.tracing", "profiles.modules")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from functools import lru_cache
-from itertools import pairwise
 from operator import ge
 from typing import NamedTuple
 
@@ -182,23 +181,26 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 def gathers_of_root(
     schedule: Schedule, rank: int, *, ranks: int, stages: int, microbatches: int
 ) -> int:
-    """How often a rank gathers FSDP2's root group in a round: its first forward does, and the first
-    after a backward, which lets go of it (engines/fsdp.py)."""
+    """How often a rank gathers FSDP2's root group in a round. Every backward lets go of it
+    (engines/fsdp.py); forwards ask for it again, and so do backwards of the last stage, the only
+    one whose forward runs to the model's end and tells FSDP2 that a backward will follow."""
     match schedule:
         case Schedule.NAIVE:
             return microbatches
         case Schedule.GPIPE:
-            return 1
+            return microbatches if rank == ranks - 1 else 1
         case Schedule.ONE_F_ONE_B:
             return 1 + microbatches - min(microbatches, ranks - rank)
         case _:
             # Once the pipeline is full every forward follows a backward.
             shown = min(microbatches, FULL_AFTER * ranks + microbatches % ranks)
             order = orders(schedule, ranks=ranks, stages=stages, microbatches=shown)[rank]
-            kinds = [Kind.BACKWARD, *(action.kind for action in order)]
-            first = sum(
-                kind is Kind.FORWARD and last is not Kind.FORWARD for last, kind in pairwise(kinds)
-            )
+            first, is_there = 0, False
+            for kind, stage, _ in order:
+                asks = kind is Kind.FORWARD or (stage == stages - 1 and kind is not Kind.WEIGHT)
+                if asks and not is_there:
+                    first, is_there = first + 1, True
+                is_there = is_there and kind not in (Kind.BACKWARD, Kind.INPUT)
             return first + (microbatches - shown) * stages // ranks
 
 

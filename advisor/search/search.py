@@ -17,6 +17,7 @@ from advisor.cost import CostModel, Estimate
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, fits_device, margin_s, simplicity, weigh
 from advisor.search.bounds import ROUNDING, Bounds, bounds_of
+from advisor.search.columns import unique
 from advisor.search.space import KINDS, Space
 from advisor.search.stages import Stages
 from engines.plan import Plan
@@ -40,8 +41,9 @@ class Search:
         self._policy = policy
         self._stages = stages
         self._weighed: dict[int, Candidate] = {}
-        usable = policy.usable_bytes(costs.facts.cluster.device)
-        self._missing = np.maximum(0.0, self.bounds.peak_high_bytes * (1 - ROUNDING) - usable)
+        self._usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
+        missing = self.bounds.peak_high_bytes * (1 - ROUNDING) - self._usable_bytes
+        self._missing = np.maximum(0.0, missing)
 
     @property
     def rows(self) -> Rows:
@@ -77,17 +79,15 @@ class Search:
             (self._weighed[index],) = weigh([plan], self._costs, self._policy)
         return self._weighed[index]
 
-    def kinds(self) -> Iterator[tuple[Plan, Rows]]:
+    def kinds(self) -> list[tuple[Plan, Rows]]:
         """Rows that use the same axes and shard the same, with a plan that stands for them.
 
         Its stages are not named.
         """
         space = self.space
-        keys = np.stack([space.pp > 1, space.tp > 1, space.kind])
-        unique, group = np.unique(keys, axis=1, return_inverse=True)
-        for number in range(unique.shape[1]):
-            rows = np.flatnonzero(group.ravel() == number)
-            yield space.plan(int(rows[0])), rows
+        different, group = unique(np.stack([space.pp > 1, space.tp > 1, space.kind]))
+        found = (np.flatnonzero(group == number) for number in range(different.shape[1]))
+        return [(space.plan(int(rows[0])), rows) for rows in found]
 
     def besides(self, rows: Rows, plan: Plan) -> Rows:
         """Those of `rows` with other degrees or another kind than `plan`."""
@@ -102,12 +102,23 @@ class Search:
         """The preferred plan that fits, else the one that misses by least; None without rows."""
         return self.preferred(rows) or self.nearest(rows)
 
-    def strongest(self, rows: Rows) -> Candidate | None:
+    def strongest(self, rows: Rows, *, most: int) -> Candidate | None:
         """The fastest that fits (the smallest, where memory is the objective), else the one that
-        misses by least; None without rows."""
+        misses by least; None where it takes more than `most` estimates to tell."""
         is_memory = self._policy.objective is Objective.MEMORY
-        found = self.smallest(rows) if is_memory else self.fastest(rows)
-        return found or self.nearest(rows)
+        bounds = self.bounds.step_s
+        key: Callable[[Candidate], tuple[Any, ...]] = _by_time
+        if is_memory:
+            bounds, key = self.bounds.peak_high_bytes, _by_memory
+        try:
+            found = self._least(self._may_fit(rows), bounds, key, most=most)
+            return found or self._least(rows, self._missing, _by_missing, fits=False, most=most)
+        except _TooMany:
+            return None
+
+    def least_step_s(self, rows: Rows) -> float:
+        """Of those that may fit none is faster."""
+        return float(self.bounds.step_s[self._may_fit(rows)].min(initial=np.inf))
 
     def fastest(self, rows: Rows) -> Candidate | None:
         """Of those that fit; on equal times the simpler one."""
@@ -141,19 +152,36 @@ class Search:
         key: Callable[[Candidate], tuple[Any, ...]],
         *,
         fits: bool = True,
+        most: int | None = None,
     ) -> Candidate | None:
-        """The candidate of least key, whose first number `bounds` are not above."""
+        """The candidate of least key, whose first number `bounds` are not above.
+
+        Raises:
+            _TooMany: more than `most` rows would have to be estimated.
+        """
         best: Candidate | None = None
         least: tuple[Any, ...] = (np.inf,)
-        for index in rows[np.argsort(bounds[rows], kind="stable")]:
+        for number, index in enumerate(rows[np.argsort(bounds[rows], kind="stable")]):
             if bounds[index] * (1 - ROUNDING) > least[0]:
                 break
+            if number == most:
+                raise _TooMany
+            if fits and self._surely_misses(int(index)):
+                continue
             candidate = self.candidate(int(index))
             if candidate.fits or not fits:
                 found = key(candidate)
                 if best is None or found < least:
                     best, least = candidate, found
         return best
+
+    def _surely_misses(self, index: int) -> bool:
+        """Whether a row does not fit with the borders that are best for it; noted as its bound."""
+        if index not in self._weighed:
+            least = self._stages.least_peak_bytes(self.space, index)
+            missing = least * (1 - ROUNDING) - self._usable_bytes
+            self._missing[index] = max(self._missing[index], missing)
+        return bool(self._missing[index] > 0)
 
     def _simplest_tie(self, rows: Rows, fastest: Candidate) -> Candidate:
         """The simplest row that cannot be told from the fastest; of equally simple ones the
@@ -165,6 +193,8 @@ class Search:
             for index in group[np.argsort(self.bounds.step_s[group], kind="stable")]:
                 if self.bounds.step_s[index] * (1 - ROUNDING) > least[0]:
                     break
+                if self._surely_misses(int(index)):
+                    continue
                 candidate = self.candidate(int(index))
                 if candidate.fits and _ties(candidate.estimate, fastest.estimate, self._policy):
                     found = (candidate.estimate.step_s, str(candidate.plan))
@@ -181,6 +211,10 @@ class Search:
             groups.setdefault(simplicity(self.space.row(index)), []).append(index)
         for key in sorted(groups):
             yield np.array(groups[key])
+
+
+class _TooMany(Exception):
+    """A question is left open: no answer would depend on it enough."""
 
 
 def _ties(estimate: Estimate, fastest: Estimate, policy: Policy) -> bool:

@@ -14,9 +14,7 @@ from collections.abc import Iterator
 
 from tests.contract.hybrids import PLANS, Compared, Subject, compared, subject_of
 
-HEADER = (
-    "plan                          ranks   rank  messages   MB sent  charged  states  activations"
-)
+HEADER = f"{'plan':<28}  ranks   rank  messages   MB sent  charged  states  activations"
 
 
 def main(arguments: list[str]) -> int:
