@@ -107,6 +107,7 @@ class Columns:
         self._sharded = {int(key[0]): group for key, group in pairs if key[3]}
         self._whole = {int(key[0]): group for key, group in pairs if not key[3]}
         self._ledger = self.costs.ledger()
+        self._different: dict[tuple[int, ...], tuple[Integers, Integers, Sequence[Integers]]] = {}
 
     @property
     def is_elementwise(self) -> bool:
@@ -120,7 +121,11 @@ class Columns:
 
     def each(self, keys: Sequence[Integers], amount: Callable[..., float]) -> Floats:
         """`amount` of every distinct combination of `keys`, for each row."""
-        different, back = unique(np.stack(keys))
+        known = tuple(id(key) for key in keys)
+        if known not in self._different:
+            # The keys are kept with what was found, so that no other array gets their places.
+            self._different[known] = (*unique(np.stack(keys)), keys)
+        different, back, _ = self._different[known]
         return np.array([amount(*(int(n) for n in key)) for key in different.T])[back]
 
     def optimizer_s(self) -> Floats:
@@ -228,10 +233,21 @@ class Columns:
         return self._ledger.charge(kind, "", payload, group_size=group, stride=stride)
 
 
+# Codes up to this are counted in a table, which takes a byte for each; larger ones are sorted.
+_TABLE = 1 << 24
+
+
 def unique(keys: Integers) -> tuple[Integers, Integers]:
     """The distinct columns of `keys`, and for every column which of them it is."""
     code = np.zeros(keys.shape[1], dtype=np.int64)
     for row in keys:
         code = code * (int(row.max(initial=0)) + 1) + row
-    _, first, back = np.unique(code, return_index=True, return_inverse=True)
+    if code.max(initial=0) >= _TABLE:
+        _, first, back = np.unique(code, return_index=True, return_inverse=True)
+        return keys[:, first], back
+    seen = np.zeros(int(code.max(initial=0)) + 1, dtype=bool)
+    seen[code] = True
+    back = (np.cumsum(seen) - 1)[code]
+    first = np.zeros(int(seen.sum()), dtype=np.int64)
+    first[back] = np.arange(len(code))
     return keys[:, first], back

@@ -17,6 +17,7 @@ from advisor.cost import CostModel, Estimate
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, fits_device, margin_s, simplicity, weigh
 from advisor.search.bounds import ROUNDING, Bounds, bounds_of
+from advisor.search.columns import unique
 from advisor.search.space import KINDS, Space
 from advisor.search.stages import Stages
 from engines.plan import Plan
@@ -40,8 +41,9 @@ class Search:
         self._policy = policy
         self._stages = stages
         self._weighed: dict[int, Candidate] = {}
-        usable = policy.usable_bytes(costs.facts.cluster.device)
-        self._missing = np.maximum(0.0, self.bounds.peak_high_bytes * (1 - ROUNDING) - usable)
+        self._usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
+        missing = self.bounds.peak_high_bytes * (1 - ROUNDING) - self._usable_bytes
+        self._missing = np.maximum(0.0, missing)
 
     @property
     def rows(self) -> Rows:
@@ -77,17 +79,15 @@ class Search:
             (self._weighed[index],) = weigh([plan], self._costs, self._policy)
         return self._weighed[index]
 
-    def kinds(self) -> Iterator[tuple[Plan, Rows]]:
+    def kinds(self) -> list[tuple[Plan, Rows]]:
         """Rows that use the same axes and shard the same, with a plan that stands for them.
 
         Its stages are not named.
         """
         space = self.space
-        keys = np.stack([space.pp > 1, space.tp > 1, space.kind])
-        unique, group = np.unique(keys, axis=1, return_inverse=True)
-        for number in range(unique.shape[1]):
-            rows = np.flatnonzero(group.ravel() == number)
-            yield space.plan(int(rows[0])), rows
+        different, group = unique(np.stack([space.pp > 1, space.tp > 1, space.kind]))
+        found = (np.flatnonzero(group == number) for number in range(different.shape[1]))
+        return [(space.plan(int(rows[0])), rows) for rows in found]
 
     def besides(self, rows: Rows, plan: Plan) -> Rows:
         """Those of `rows` with other degrees or another kind than `plan`."""
@@ -166,12 +166,22 @@ class Search:
                 break
             if number == most:
                 raise _TooMany
+            if fits and self._surely_misses(int(index)):
+                continue
             candidate = self.candidate(int(index))
             if candidate.fits or not fits:
                 found = key(candidate)
                 if best is None or found < least:
                     best, least = candidate, found
         return best
+
+    def _surely_misses(self, index: int) -> bool:
+        """Whether a row does not fit with the borders that are best for it; noted as its bound."""
+        if index not in self._weighed:
+            least = self._stages.least_peak_bytes(self.space, index)
+            missing = least * (1 - ROUNDING) - self._usable_bytes
+            self._missing[index] = max(self._missing[index], missing)
+        return bool(self._missing[index] > 0)
 
     def _simplest_tie(self, rows: Rows, fastest: Candidate) -> Candidate:
         """The simplest row that cannot be told from the fastest; of equally simple ones the
@@ -183,6 +193,8 @@ class Search:
             for index in group[np.argsort(self.bounds.step_s[group], kind="stable")]:
                 if self.bounds.step_s[index] * (1 - ROUNDING) > least[0]:
                     break
+                if self._surely_misses(int(index)):
+                    continue
                 candidate = self.candidate(int(index))
                 if candidate.fits and _ties(candidate.estimate, fastest.estimate, self._policy):
                     found = (candidate.estimate.step_s, str(candidate.plan))

@@ -16,7 +16,7 @@ from advisor.cost import CostModel
 from advisor.cost.memory import ALLOCATOR_SLACK, shard_degree
 from advisor.cost.orders import ONE_STAGE, moments
 from advisor.policy import Policy
-from advisor.search.borders import Matrix, cut, largest, spans
+from advisor.search.borders import Matrix, cut, spans
 from advisor.search.microbatch import Crossing, Floats, Microbatch, crossing_of, microbatch
 from advisor.search.space import Pins, Space
 from engines.plan import DataParallel, Offload, Plan, Schedule
@@ -31,8 +31,8 @@ class _Pieces:
 
     Attributes:
         seconds: of one microbatch, forward and backward, with what is sent along the tp axis.
-        parameters, gradients, kept, work: bytes; `kept` of one microbatch, `work` while the fullest
-            of its units runs backward.
+        parameters, gradients, kept, work: bytes; `kept` of one microbatch, `work` while the last of
+            its units runs backward.
         there, back: bytes that one microbatch sends over the border before each piece and after
             the last: one more than there are pieces, zeros at both ends.
     """
@@ -54,17 +54,26 @@ class Stages:
         self._pinned = tuple(pins.get("stages", ()))
         self._usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
         self._place = {unit.name: n for n, unit in enumerate(costs.facts.model.units)}
-        self._found: dict[tuple[object, ...], tuple[str, ...]] = {}
+        self._found: dict[tuple[object, ...], tuple[tuple[str, ...], float]] = {}
         self._crossing: dict[bool, Crossing] = {}
         self._pieces: dict[tuple[object, ...], _Pieces] = {}
 
     def plan(self, space: Space, index: int) -> Plan:
         """The plan of a row."""
-        row = space.row(index)
-        if row.pp == 1:
+        if space.pp[index] == 1:
             return space.plan(index)
-        if self._pinned:
-            return space.plan(index, stages=self._pinned)
+        return space.plan(index, stages=self._pinned or self._cut(space, index)[0])
+
+    def least_peak_bytes(self, space: Space, index: int) -> float:
+        """Below which the upper end of the peak does not stay with these borders, nor with any
+        others where they were looked for; 0 where nothing is known."""
+        if space.pp[index] == 1 or self._pinned:
+            return 0.0
+        return self._cut(space, index)[1]
+
+    def _cut(self, space: Space, index: int) -> tuple[tuple[str, ...], float]:
+        """The units that begin stages 1, 2, ..., and what the fullest stage takes at least."""
+        row = space.row(index)
         key = (
             row.pp,
             row.tp,
@@ -79,22 +88,26 @@ class Stages:
             row.recompute,
         )
         if key not in self._found:
-            open_plan = space.plan(index)
-            self._found[key] = self._starts(open_plan, space.pieces, row.pp * row.per_rank)
-        return space.plan(index, stages=self._found[key])
+            plan = space.plan(index)
+            self._found[key] = self._best(plan, space.pieces, row.pp * row.per_rank)
+        return self._found[key]
 
-    def _starts(self, plan: Plan, names: Sequence[str], stages: int) -> tuple[str, ...]:
+    def _best(self, plan: Plan, names: Sequence[str], stages: int) -> tuple[tuple[str, ...], float]:
         pieces = self._pieces_of(plan, names)
-        if plan.schedule in ONE_STAGE:
-            seconds = spans(pieces.seconds) + self._waiting_s(plan, pieces)
-            nbytes = self._held_bytes(plan, pieces, stages)
-            usable = self._room_bytes(plan)
-        else:
+        least = 0.0
+        if stages == plan.pp:
             seconds = spans(pieces.seconds)
+            if plan.schedule in ONE_STAGE:
+                seconds = seconds + self._waiting_s(plan, pieces)
+            nbytes = self._held_bytes(plan, pieces, stages)
+            found = cut(seconds, nbytes, usable_bytes=self._room_bytes(plan))
+            context = self._costs.facts.cluster.device.context_bytes.high
+            beside = self._usable_bytes - context - self._room_bytes(plan) * (1 + ALLOCATOR_SLACK)
+            least = found.nbytes * (1 + ALLOCATOR_SLACK) + beside + context
+        else:
             nbytes = [spans(pieces.parameters)] * stages
-            usable = np.inf
-        found = cut(seconds, nbytes, usable_bytes=usable)
-        return tuple(names[start] for start in found.starts)
+            found = cut(spans(pieces.seconds), nbytes, usable_bytes=np.inf)
+        return tuple(names[start] for start in found.starts), least
 
     def _pieces_of(self, plan: Plan, names: Sequence[str]) -> _Pieces:
         is_sharded = plan.data_parallel.is_sharded
@@ -111,7 +124,7 @@ class Stages:
             parameters=_summed(of, [unit.parameter_bytes for unit in of.units], places),
             gradients=_summed(of, [unit.gradient_bytes for unit in of.units], places),
             kept=_summed(of, of.kept, places),
-            work=np.maximum.reduceat(_each(of, of.work), places),
+            work=_each(of, of.work)[[*(place - 1 for place in places[1:]), -1]],
             there=np.pad(there, 1),
             back=np.pad(back, 1),
         )
@@ -142,13 +155,15 @@ class Stages:
         whole = 1 + repeated * on_device / degree
         states = on_device * update.state_bytes / pieces.gradients.sum()
         held = spans(own * pieces.parameters + (whole + states) * pieces.gradients)
-        held = held + largest(pieces.work)
+        held = held + np.pad(pieces.work, (1, 0))[None, :]
         in_round = 1 if plan.schedule is Schedule.NAIVE else plan.microbatches
         held += in_round * (pieces.there[:, None] + pieces.back[None, :])
         kept = spans(pieces.kept) + pieces.there[None, :]
-        in_flight = moments(
-            plan.schedule or Schedule.GPIPE, ranks=stages, stages=stages, microbatches=in_round
-        )
+        # Zero bubble has as many microbatches in flight as 1F1B when its first backward begins.
+        schedule = Schedule.ONE_F_ONE_B
+        if plan.schedule in (Schedule.NAIVE, Schedule.GPIPE):
+            schedule = plan.schedule
+        in_flight = moments(schedule, ranks=stages, stages=stages, microbatches=in_round)
         most = [max(moment.held[0] for moment in rank) for rank in in_flight]
         return [held + count * kept for count in most]
 

@@ -90,11 +90,13 @@ def situations(draw: st.DrawFn) -> Facts:
 def test_no_estimate_is_below_its_bound(whole: Facts, offload: Offload) -> None:
     policy = Policy()
     search = searched(whole, policy, offload)
-    bounds = search.bounds
+    bounds, stages = search.bounds, Stages(CostModel(whole), {}, policy)
     for index, candidate in enumerate(all_of(search, whole, policy)):
         found, time = candidate.estimate, candidate.estimate.time
         high = found.peak_high_bytes
         assert bounds.peak_high_bytes[index] <= high * (1 + ROUNDING), str(candidate.plan)
+        with_borders = stages.least_peak_bytes(search.space, index)
+        assert with_borders <= high * (1 + ROUNDING), str(candidate.plan)
         rounding = ROUNDING * found.step_s
         assert bounds.step_s[index] <= found.step_s + rounding, str(candidate.plan)
         for name, bound in zip(PARTS, bounds.parts[:, index], strict=True):
