@@ -291,17 +291,24 @@ def look(
     if timed:
         profile = _with_times(model, sample, loss_fn, profile, cluster)
     cluster = _with_context(cluster, model)
-    workload = Workload(
-        global_batch_size=global_batch_size or batch_size(sample) * cluster.world_size,
-        tokens_per_sample=profile.tokens_per_sample,
-        optimizer=optimizer_footprint(
-            optimizer,
-            model,
-            units=[unit.name for unit in profile.units],
-            device_kind=cluster.device.kind,
-        ),
-        precision=wanted,
-        given=_given(global_batch_size=global_batch_size, optimizer=optimizer, precision=precision),
+    batch = global_batch_size
+    if batch is None:
+        batch = batch_size(sample) * cluster.world_size
+    workload = Workload.build(
+        {
+            "global_batch_size": batch,
+            "tokens_per_sample": profile.tokens_per_sample,
+            "optimizer": optimizer_footprint(
+                optimizer,
+                model,
+                units=[unit.name for unit in profile.units],
+                device_kind=cluster.device.kind,
+            ),
+            "precision": wanted,
+            "given": _given(
+                global_batch_size=global_batch_size, optimizer=optimizer, precision=precision
+            ),
+        }
     )
     return Facts(model=profile, cluster=cluster, workload=workload)
 

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import NonNegativeFloat
 
 from advisor.candidates import searched
-from advisor.comparison import title
+from advisor.comparison import short_cuts, title
 from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.fleet import on
@@ -163,4 +163,7 @@ def _because(candidate: Candidate, faster: Candidate | None) -> str:
     gains = [words.format("less") for words, change in changes.items() if change < 0]
     losses = [words.format("more") for words, change in changes.items() if change > 0]
     losses.insert(0, f"{format_seconds(mine.step_s - faster.estimate.step_s)} more a step")
-    return f"{' and '.join(gains)} than {title(faster.plan)}, for {' and '.join(losses)}"
+    name = title(faster.plan)
+    if name == title(candidate.plan):
+        name = f"with {short_cuts(faster.plan)}"
+    return f"{' and '.join(gains)} than {name}, for {' and '.join(losses)}"

@@ -14,7 +14,7 @@ from advisor import advise, auto_parallelize
 from advisor.decision import Decision
 from engines.plan import Plan
 from profiles.cluster import ClusterProfile
-from profiles.errors import AdvisorError, ModelError, NoPlanError, PlanError
+from profiles.errors import AdvisorError, InputError, ModelError, NoPlanError, PlanError
 from tests.engines.cases import CASES, cpu_ranks, token_loss
 from tests.workers import Pool
 
@@ -53,6 +53,19 @@ def test_a_named_cluster_is_looked_up_and_a_wrong_one_names_the_near_miss() -> N
     assert decision.plan.world_size == 16
     with pytest.raises(AdvisorError, match="H100-SMX-80GB"):
         advise(case.build(), cluster="2x8xH100-SMX-80GB", **options)
+
+
+@pytest.mark.parametrize("batch", [0, -4])
+def test_a_batch_of_nothing_is_refused(batch: int) -> None:
+    case = CASES["gpt"]
+    with pytest.raises(InputError, match=f"`global_batch_size` = {batch}: more than 0 is wanted"):
+        advise(
+            case.build(),
+            sample=case.batch(2),
+            loss_fn=token_loss,
+            cluster=cpu_ranks(2),
+            global_batch_size=batch,
+        )
 
 
 def test_a_sample_that_does_not_fit_the_model_is_explained() -> None:

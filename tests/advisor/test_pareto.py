@@ -82,6 +82,12 @@ def test_fewer_devices_are_worth_more_time_and_memory() -> None:
     )
 
 
+def test_plans_of_one_title_are_told_apart_by_how_they_cut_the_batch() -> None:
+    fast, small = made(1.0, 5.0, 8), made(2.0, 4.0, 8)
+    recut = Candidate(fast.plan.model_copy(update={"accumulation": 2}), small.estimate)
+    assert front([fast, recut])[1].because.startswith("1 B less memory than with mb 1, for ")
+
+
 def test_money_is_unknown_where_no_price_is() -> None:
     assert front([made(1.0, 5.0, 8)])[0].money is None
 
