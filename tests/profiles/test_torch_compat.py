@@ -215,9 +215,11 @@ def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
     doubled = weight * 2
     between = compat.next_sequence_number()
     total = doubled.sum()
-    assert doubled.grad_fn is not None and total.grad_fn is not None
+    assert doubled.grad_fn is not None
+    assert total.grad_fn is not None
     first, second = map(compat.sequence_number, (doubled.grad_fn, total.grad_fn))
     assert first < between <= second < compat.next_sequence_number()
     (leaf, _), *_ = doubled.grad_fn.next_functions
-    assert leaf is not None and compat.is_leaf_node(leaf)
+    assert leaf is not None
+    assert compat.is_leaf_node(leaf)
     assert not compat.is_leaf_node(doubled.grad_fn)
