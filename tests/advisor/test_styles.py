@@ -12,10 +12,14 @@ from profiles.model import ModelProfile
 from tests.contract.subjects import Decoder, batch_of
 from tests.engines.cases import CASES, profile_of, token_loss
 
-# Models that make a cache of their own are taken without.
 FAMILIES = (
-    "BERT", "GPT-2", "GPT-NeoX", "Llama", "Mistral, no cache", "OLMo 2", "OPT", "Qwen 3", "T5",
+    "BERT", "GPT-2", "GPT-NeoX", "Llama", "Mistral", "OLMo 2", "OPT", "Qwen 3", "T5",
 )  # fmt: skip
+UNPROVED = {
+    # A bias for all heads, of zeros and so without a gradient, is handed from block to block.
+    "T5": "EncDecAttention",
+}
+"""Layers that the engine's proof refuses to pair for what a profile does not tell."""
 
 
 @pytest.mark.parametrize(("name", "tp"), [*((name, 2) for name in FAMILIES), ("Llama", 4)])
@@ -26,6 +30,9 @@ def test_known_models_are_split_as_the_engine_proves(name: str, tp: int) -> None
 
     build, sample = zoo.ARCHITECTURES[name]
     model = build()
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False  # what a block keeps for later is no output of it
     profile = capture(model, sample, name=name)
     names = [path for path, _ in model.named_modules()]
 
@@ -34,7 +41,13 @@ def test_known_models_are_split_as_the_engine_proves(name: str, tp: int) -> None
         return {path: str(style) for path, style in found.items() if style is not None}
 
     proved = propose_styles(model, sample, size=tp, profile=profile)
-    assert cuts(proposed_styles(profile, tp)) == cuts(proved.styles)
+    ours, theirs = cuts(proposed_styles(profile, tp)), cuts(proved.styles)
+    assert ours.keys() == theirs.keys()
+    refused = {path for path, style in ours.items() if theirs[path] != style}
+    assert {theirs[path] for path in refused} <= {"gather"}
+    part = UNPROVED.get(name)
+    assert all(part and part in path for path in refused)
+    assert bool(part) == bool(refused)
 
 
 def gpt() -> ModelProfile:
