@@ -208,3 +208,18 @@ def _first_rows() -> int:
 @pytest.mark.dist
 def test_a_shard_knows_its_first_row(pool: Pool) -> None:
     assert pool.run(_first_rows, world_size=2) == [0, 3]
+
+
+def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    doubled = weight * 2
+    between = compat.next_sequence_number()
+    total = doubled.sum()
+    assert doubled.grad_fn is not None
+    assert total.grad_fn is not None
+    first, second = map(compat.sequence_number, (doubled.grad_fn, total.grad_fn))
+    assert first < between <= second < compat.next_sequence_number()
+    (leaf, _), *_ = doubled.grad_fn.next_functions
+    assert leaf is not None
+    assert compat.is_leaf_node(leaf)
+    assert not compat.is_leaf_node(doubled.grad_fn)
