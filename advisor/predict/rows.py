@@ -101,10 +101,10 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row | Refusal]:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            table = list(reader)
+            table, names = list(reader), reader.fieldnames or ()
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise FileError(f"cannot read {path}: {error}", where=str(path)) from None
-    if "row_id" not in (reader.fieldnames or ()):
+    if "row_id" not in names:
         raise FileError("no column `row_id`", where=str(path), hints=["name the columns in line 1"])
     return [_row_or_reason(cells, number) for number, cells in enumerate(table, 1)]
 

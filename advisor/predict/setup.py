@@ -106,6 +106,7 @@ class Software:
         overlap_reduce, overlap_gather: data-parallel traffic runs beside the computing.
         overlap_tensor: part of tensor-parallel traffic runs beside matrix products.
         overlap_experts: the exchange of tokens with experts runs beside another microbatch.
+        blocking: each kernel is waited for before the next is launched.
         offload: "none", "optimizer" or "optimizer+params".
     """
 
@@ -126,6 +127,7 @@ class Software:
     overlap_tensor: bool
     overlap_experts: bool = False
     compiled: bool = False
+    blocking: bool = False
     attention_said: bool = True
     offload: str = "none"
 

@@ -21,6 +21,8 @@ states        Megatron: weights and gradients of 2 + 4 bytes (gradients of 2 wit
               reduced in 16 bits.
 fused         Megatron's kernels and compilers join chains of elementwise operations; so does
               TensorFlow's graph, which also stores maps as matrix units want them.
+blocking      BigScience launched with CUDA_LAUNCH_BLOCKING=1 from 2022 on, against hangs
+              (bigscience-workshop/bigscience, tr11-176B-ml.slurm).
 overlap       DDP buckets beside the backward pass. Megatron exchanged gradients after it until
               --overlap-grad-reduce (2023); Megatron-DeepSpeed's ZeRO-1 never did. FSDP prefetches.
 """
@@ -33,6 +35,7 @@ from advisor.predict.rows import Row
 from advisor.predict.setup import Shape, Software
 
 SELECTIVE_RECOMPUTE = 2022.35
+BLOCKING_LAUNCHES = 2022.0
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
 SHORT_GRADIENTS = 2024.0
@@ -175,6 +178,7 @@ def software_of(
             overlap_tensor=family == "megatron" and year >= OVERLAP_GRADIENTS,
             overlap_experts=False,
             compiled=compiled,
+            blocking=family == "megatron-deepspeed" and year >= BLOCKING_LAUNCHES,
             attention_said=row.attention is not None,
             offload=row.offload if row.offload not in (None, "n") else "none",
         ),

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import exp, log, sqrt
 
+from advisor.predict.basis import Basis, basis_of
 from advisor.predict.constants import CONSTANTS, Constants
 from advisor.predict.convnet_step import layered
 from advisor.predict.ranges import situation_of
 from advisor.predict.resolve import resolve
 from advisor.predict.setup import Setup
-from advisor.predict.time import Basis, basis_of, step_time
+from advisor.predict.time import step_time
 from tests.scorecard.published import WEIGHTS, Published, published
 
 # Where a constant may go: shares are at most 1, and nothing is without effect.

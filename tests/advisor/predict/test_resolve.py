@@ -1,0 +1,134 @@
+"""Rows become setups by rule, or a reason says why they cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.predict.machines import accelerator_of
+from advisor.predict.resolve import resolve
+from advisor.predict.rows import row_of
+from advisor.predict.setup import Refusal, Setup
+
+# GPT-3 175B on 64 nodes as tables print it.
+CELLS = {
+    "row_id": "x-1",
+    "source": "megatron-sc21",
+    "source_date": "2021-04",
+    "arch": "dense_gpt",
+    "n_layers": "96",
+    "hidden": "12288",
+    "n_heads": "96",
+    "vocab": "51200",
+    "seq_len": "2048",
+    "gpu_type": "A100-SXM-80GB",
+    "gpus_per_node": "8",
+    "n_gpus": "512",
+    "dtype": "fp16",
+    "dp": "8",
+    "tp": "8",
+    "pp": "8",
+    "microbatch": "1",
+    "global_batch": "512",
+}
+
+
+def setup_of(**cells: str) -> Setup:
+    setup = resolve(row_of({**CELLS, **cells}))
+    assert isinstance(setup, Setup), setup
+    return setup
+
+
+def reason_of(**cells: str) -> str:
+    refusal = resolve(row_of({**CELLS, **cells}))
+    assert isinstance(refusal, Refusal)
+    return refusal.reason
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        ({"dp": "4"}, "dp=4 * tp=8 * pp=8 * cp=1 is 256, not the 512 devices"),
+        ({"dp": "", "tp": "7", "pp": "1"}, "tp=7 * pp=1 * cp=1 does not divide 512 devices"),
+        ({"n_heads": "90"}, "tp=8 does not divide 90 heads"),
+        ({"n_layers": "6"}, "6 layers cannot be cut into pp=8 stages"),
+        ({"global_batch": "4"}, "global_batch=4 leaves some of dp=8 replicas without a sample"),
+        ({"gpu_type": "TPU-v4"}, "`TPU-v4`"),
+        ({"gpu_type": ""}, "`gpu_type` is blank"),
+        ({"dtype": "int3"}, "`dtype` is `int3`"),
+        ({"hidden": "", "params_b": ""}, "`hidden` and `params_b` are blank"),
+        ({"arch": "moe", "n_experts": "6", "moe_topk": "2", "ep": "4"}, "ep=4 does not divide 6"),
+    ],
+)
+def test_what_cannot_be_run_is_told_with_its_numbers(cells: dict[str, str], words: str) -> None:
+    assert words in reason_of(**cells)
+
+
+@pytest.mark.parametrize(
+    ("printed", "memory", "known"),
+    [
+        ("V100-SXM3-32GB", 32, "V100-SXM2-32GB"),
+        ("V100-SXM2 (memory not stated)", None, "V100-SXM2-16GB"),
+        ("P100 (Pascal; model not stated)", None, "P100-SXM2-16GB"),
+        ("A100-SXM-40GB", 40, "A100-SXM-40GB"),
+        ("A100 40GB", 40, "A100-SXM-40GB"),
+        ("h100", 80, "H100-SXM-80GB"),
+        ("GB300", 288, "GB300"),
+    ],
+)
+def test_devices_are_found_by_the_names_that_tables_use(
+    printed: str, memory: float | None, known: str
+) -> None:
+    found = accelerator_of(printed, memory)
+    assert found == known or found.startswith(known.split("-")[0])
+    assert found.split("-")[0] == known.split("-")[0]
+
+
+def test_recompute_is_what_programs_did_at_the_time() -> None:
+    # Selective recompute was published in May 2022; kernels without scores came in 2023.
+    assert setup_of(source_date="2021-04").software.recompute == "full"
+    assert setup_of(source_date="2022-11").software.recompute == "selective"
+    assert setup_of(source_date="2024-07").software.recompute == "none"
+
+
+def test_selective_means_the_attention_core_in_megatron_and_operators_in_fsdp() -> None:
+    assert setup_of(recompute="selective").software.recompute == "selective"
+    other = setup_of(source="torchtitan", recompute="selective", zero_stage="3",
+                     dp="512", tp="1", pp="1")  # fmt: skip
+    assert other.software.recompute == "selective-ops"
+
+
+def test_a_source_never_seen_gets_the_rule_of_what_its_layout_needs() -> None:
+    sharded = setup_of(source="somebody-2024", zero_stage="3", dp="512", tp="1", pp="1")
+    assert sharded.software.family == "fsdp"
+    assert setup_of(source="somebody-2024").software.family == "megatron"
+    replicas = setup_of(source="", dp="512", tp="1", pp="1")
+    assert replicas.software.family == "ddp"
+
+
+def test_what_a_blank_was_taken_for_is_named() -> None:
+    told = " ".join(setup_of(recompute="", attention="").assumed)
+    assert "recompute full" in told
+    assert "attention" in told
+    assert "recompute" not in " ".join(setup_of(recompute="full", attention="flash").assumed)
+
+
+def test_microbatches_follow_from_the_batch_and_the_replicas() -> None:
+    layout = setup_of(global_batch="1024", microbatch="2").layout
+    assert (layout.microbatch, layout.accumulation) == (2, 1024 // (2 * 8))
+
+
+def test_a_rack_of_nvlink_is_one_domain() -> None:
+    setup = setup_of(gpu_type="GB200", gpus_per_node="4", n_gpus="256", intra_link="NVLink5 NVL72",
+                     dp="32", tp="8", pp="1", dtype="bf16")  # fmt: skip
+    # 72 devices a rack; 64 is the most that divides 256.
+    assert setup.cluster.devices_per_node == 64
+
+
+def test_the_width_of_heads_follows_from_the_parameters() -> None:
+    # Qwen3-30B-A3B: 32 heads of 128 on a hidden size of 2048 (its config.json); 64 by division.
+    setup = setup_of(arch="moe", params_b="30.5", n_layers="48", hidden="2048", n_heads="32",
+                     n_kv_heads="4", vocab="151936", n_experts="128", moe_topk="8",
+                     moe_ffn_hidden="768", model_name="", dp="512", tp="1", pp="1",
+                     dtype="bf16")  # fmt: skip
+    assert setup.shape is not None
+    assert setup.shape.head_width == 128
