@@ -167,7 +167,7 @@ def test_gpipe_keeps_a_stage_input_for_each_microbatch() -> None:
     [
         ({"n_gpus": 32, "pp": 32}, "18 blocks of resnet50 cannot be cut into pp=32"),
         ({"n_gpus": 2, "tp": 2}, "networks on images are not split so"),
-        ({"seq_len": 8, "model_name": "vgg16"}, "images of 8 x 8 shrink to nothing"),
+        ({"seq_len": 8, "model_name": "vgg16"}, "images of 8 pixels"),
     ],
 )
 def test_what_no_program_can_run_is_refused_with_the_rule(
