@@ -1,6 +1,7 @@
 """The fitted constants of the time of transformers: few, physical, the same for every row.
 
-Fitted on published runs by `python -m tests.scorecard.fit`, which prints this table's values.
+Fitted on published runs by `python -m tests.scorecard.fit`, which prints this table's values; what
+the runs at hand do not determine stays near a prior that is written there.
 """
 
 from __future__ import annotations

@@ -40,6 +40,8 @@ _DTYPES = {
 # in half of the memory leave the other half to activations.
 STATE_BYTES, STATE_SHARE = 18, 0.5
 TOKENS_AT_ONCE = 16384
+# Networks for images halve them five times.
+LEAST_PIXELS = 32
 
 
 def resolve(row: Row) -> Setup | Refusal:
@@ -63,6 +65,8 @@ def _resolve(row: Row) -> Setup:
     shape: Shape | None = None
     network: Network | None = None
     if vision:
+        if row.seq_len is not None and row.seq_len < LEAST_PIXELS:
+            raise _Impossible(f"images of {row.seq_len} pixels; {LEAST_PIXELS} is the least")
         size = row.params_b * 1e9 if row.params_b else None
         network, unknown = network_of(
             row.model_name, kind=row.arch, parameters=size, pixels=row.seq_len or 0
@@ -152,6 +156,11 @@ def _layout(
         # Since it overlaps what passes between stages, Megatron's advice is one layer a chunk.
         virtual = max(1, shape.layers // pp)
         notes.append(f"{virtual} chunks a stage")
+    chunks = pp * virtual
+    if shape is not None and virtual > 1 and chunks > shape.layers * _depth(shape) + 2:
+        raise _Impossible(
+            f"{shape.layers} layers, embedding and head cannot fill pp={pp} * {virtual} chunks"
+        )
     layout = Layout(
         dp=dp,
         tp=tp,
@@ -178,7 +187,7 @@ def _check_network(network: Network, layout: Layout) -> None:
 
 
 def _check(shape: Shape, tp: int, pp: int, ep: int, ranks: int, notes: list[str]) -> int:
-    layers = shape.layers * (2 if shape.kind == "t5" else 1)
+    layers = shape.layers * _depth(shape)
     if layers < pp:
         raise _Impossible(f"{layers} layers cannot be cut into pp={pp} stages")
     if shape.heads % tp:
@@ -192,6 +201,11 @@ def _check(shape: Shape, tp: int, pp: int, ep: int, ranks: int, notes: list[str]
         notes.append(f"ep={inside}: {ep} does not divide the {ranks} ranks of a stage")
         return inside
     return ep
+
+
+def _depth(shape: Shape) -> int:
+    """Stacks of layers: an encoder-decoder has two."""
+    return 2 if shape.kind == "t5" else 1
 
 
 def _smallest(shape: Shape, cluster: ClusterProfile) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from advisor.predict.convnet_constants import FITTED
 from advisor.predict.convnet_memory import convnet_memory, filled
 from advisor.predict.convnet_step import convnet_step, cut
 from advisor.predict.convnet_time import block_time, numbers_of
+from advisor.predict.ranges import time_range
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import Row
 from advisor.predict.setup import Refusal, Setup
@@ -166,7 +167,7 @@ def test_gpipe_keeps_a_stage_input_for_each_microbatch() -> None:
     [
         ({"n_gpus": 32, "pp": 32}, "18 blocks of resnet50 cannot be cut into pp=32"),
         ({"n_gpus": 2, "tp": 2}, "networks on images are not split so"),
-        ({"seq_len": 8, "model_name": "vgg16"}, "images of 8 x 8 shrink to nothing"),
+        ({"seq_len": 8, "model_name": "vgg16"}, "images of 8 pixels"),
     ],
 )
 def test_what_no_program_can_run_is_refused_with_the_rule(
@@ -189,14 +190,15 @@ def test_what_no_program_can_run_is_refused_with_the_rule(
 def test_transformer_xl_goes_through_the_same_roofline(size: str, tokens_per_s: float) -> None:
     """V100, fp16, end of 2022: lambdal/deeplearning-benchmark; no constant was fitted for it."""
     batch, length = {"base": (12, 192), "large": (4, 256)}[size]
-    step = seconds(
+    found = setup(
         model_name=f"transformer-xl-{size}",
         arch="transformer_xl",
         seq_len=length,
         dtype="fp16",
         microbatch=batch,
     )
-    assert batch * length / step == pytest.approx(tokens_per_s, rel=0.35)
+    span = time_range(found, convnet_step(found).step_s)
+    assert span.low < batch * length / tokens_per_s < span.high
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no published runs at {FOLDER}")
