@@ -157,15 +157,20 @@ def again_of(setup: Setup, layer: LayerWork, forward: Pass) -> Pass:
         return forward
     if recompute == "none":
         return Pass()
-    core = [product for product in layer.products if not product.linear]
-    scores = LayerWork(
-        products=tuple(core), flash_flop=layer.flash_flop, score_bytes=layer.score_bytes, kernels=3
-    )
-    one = forward_of(setup, scores)
     if recompute == "selective-ops":
-        moved = LayerWork(products=(), moved_bytes=layer.moved_bytes, kernels=layer.kernels / 2)
-        one += forward_of(setup, moved)
-    return one
+        # What lies between products and attention; torchtitan keeps every other product only
+        # (activation_checkpoint.py, `mm_count % 2`).
+        one = LayerWork(products=(), moved_bytes=layer.moved_bytes, kernels=layer.kernels / 2)
+        half = 0.5 if setup.software.family == "torchtitan" else 0.0
+        linear = tuple(product for product in layer.products if product.linear)
+        return forward_of(setup, one) + forward_of(setup, LayerWork(products=linear)) * half
+    core = LayerWork(
+        products=tuple(product for product in layer.products if not product.linear),
+        flash_flop=layer.flash_flop,
+        score_bytes=layer.score_bytes,
+        kernels=3,
+    )
+    return forward_of(setup, core)
 
 
 def exchange_s(cluster: ClusterProfile, sent_bytes: float, setup: Setup) -> float:

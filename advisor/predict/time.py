@@ -107,6 +107,9 @@ def _data_s(basis: Basis, c: Constants, microbatch_s: float) -> float:
         return (traffic - hidden) * basis.accumulation + basis.once_s / rate
     if basis.overlap_reduce:
         reduce -= min(c.data_overlap * reduce, microbatch_s * 2 / 3)
+    if basis.zero == 2:
+        # Gradients that are split cannot be added up first: they leave in each microbatch.
+        reduce *= basis.accumulation
     if basis.overlap_gather:
         gather -= min(c.data_overlap * gather, microbatch_s / 3)
     return reduce + gather + basis.once_s / rate

@@ -116,18 +116,22 @@ def choice(pairs: Iterable[Pair]) -> Choice | None:
             for run, p in group
             if p.predicted_step_time_s is not None and (run.step_s is not None or run.oom)
         ]
-        timed = [(run, p) for run, p in told if run.step_s is not None]
-        if len({_layout(run) for run, _ in timed}) < LEAST_LAYOUTS:
+        # Runs of one layout, on other days or with other releases, are one: their median.
+        times: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
+        for run, p in told:
+            if run.step_s is not None:
+                times[_layout(run)].append((p.predicted_step_time_s or 0.0, run.step_s))
+        if len(times) < LEAST_LAYOUTS:
             continue
-        predicted = [p.predicted_step_time_s or 0.0 for _, p in timed]
-        measured = [run.step_s or 0.0 for run, _ in timed]
-        correlations.append(_spearman(predicted, measured))
-        fitting = [(run, p) for run, p in told if p.predicted_fits] or timed
+        measured = {layout: median(m for _, m in found) for layout, found in times.items()}
+        predicted = {layout: median(p for p, _ in found) for layout, found in times.items()}
+        correlations.append(_spearman(list(predicted.values()), list(measured.values())))
+        fitting = [(run, p) for run, p in told if p.predicted_fits] or told
         run, _ = min(fitting, key=lambda pair: pair[1].predicted_step_time_s or 0.0)
-        if run.step_s is None:
-            failed += 1
+        if _layout(run) in measured:
+            regrets.append(measured[_layout(run)] / min(measured.values()) - 1)
         else:
-            regrets.append(run.step_s / min(measured) - 1)
+            failed += 1
     if not correlations:
         return None
     return Choice(

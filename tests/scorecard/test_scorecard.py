@@ -12,6 +12,7 @@ from advisor.predict.constants import CONSTANTS
 from advisor.predict.prediction import Prediction
 from advisor.predict.rows import Row
 from advisor.predict.time import step_time
+from tests.scorecard.__main__ import left_out_predictions
 from tests.scorecard.fit import fit, loss, timed_runs
 from tests.scorecard.published import FOLDER, Published, published
 from tests.scorecard.score import choice, failures, time_errors
@@ -87,8 +88,15 @@ def test_the_readme_shows_the_kept_scorecard() -> None:
 
 
 def test_nine_of_ten_times_of_sources_left_out_lie_in_their_ranges() -> None:
+    if not FOLDER.is_dir():
+        pytest.skip(f"no published runs at {FOLDER}")
     kept = json.loads(KEPT.read_text())
-    assert 0.85 <= kept["left out"]["all"]["time"]["covered"] <= 0.95
+    pairs = left_out_predictions(published(), kept["without"])
+    errors = time_errors(pair for pair in pairs if pair[0].reliability == "high")
+    assert errors is not None
+    assert 0.85 <= errors.covered <= 0.95
+    # What the kept scorecard says is what its constants give.
+    assert errors.median == pytest.approx(kept["left out"]["all"]["time"]["median"], abs=1e-3)
 
 
 def test_a_fit_finds_the_constant_that_runs_were_made_with() -> None:
