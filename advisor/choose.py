@@ -47,7 +47,7 @@ def choose(
         facts=facts,
         policy=policy,
         pins=dict(pins),
-        reasons=tuple(reasons(winner, choice.pool, costs, policy, trace)),
+        reasons=tuple(reasons(winner, choice.pool, costs, policy, trace, pins)),
         trace=trace,
         alternatives=tuple(others[: policy.alternatives]),
         weighed=choice.total,

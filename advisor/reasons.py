@@ -9,6 +9,7 @@ from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, margin_s, simplicity
+from advisor.search.space import Pins
 from advisor.tree import Family, Trace, belongs, in_leaf
 from engines.legality import numerics
 from engines.plan import DataParallel, Offload, Recompute
@@ -28,6 +29,7 @@ def reasons(
     costs: CostModel,
     policy: Policy,
     trace: Trace,
+    pins: Pins,
 ) -> Iterator[str]:
     """What the states need, the path through the tree, and why this plan among its like.
 
@@ -37,7 +39,7 @@ def reasons(
     yield _states_reason(winner, facts, policy)
     for step in trace.steps[1:]:
         yield f"{step.question} {_capitalised(step.answer)}: {step.because}"
-    yield _leaf_reason(winner, policy, trace)
+    yield _leaf_reason(winner, policy, trace, pins)
     yield from _stages_reason(winner)
     yield from _split_reason(winner)
     yield from _recompute_reason(winner, costs, policy)
@@ -70,7 +72,7 @@ def _states_reason(winner: Candidate, facts: Facts, policy: Policy) -> str:
     return sentence
 
 
-def _leaf_reason(winner: Candidate, policy: Policy, trace: Trace) -> str:
+def _leaf_reason(winner: Candidate, policy: Policy, trace: Trace, pins: Pins) -> str:
     advice = f"The tree says: {trace.advice}"
     if trace.not_weighed:
         advice += f" (not weighed yet: {', '.join(trace.not_weighed)})"
@@ -78,6 +80,8 @@ def _leaf_reason(winner: Candidate, policy: Policy, trace: Trace) -> str:
         wanted = "fastest" if policy.objective is Objective.TIME else "smallest"
         return f"{advice}; the {wanted} plan was asked for, wherever it stands"
     if not in_leaf(winner.plan, trace):
+        if pins:
+            return f"{advice}; of what you left open, nothing that it names can be taken"
         return f"{advice}; of the families that are weighed, none of these fits here"
     return advice
 
