@@ -160,6 +160,8 @@ _PARTS = {
     "exposed_s": "exposed communication",
     "host_s": "transfers to the host",
     "launch_s": "launching",
+    "idle_s": "waiting for other stages",
+    "host_overhead_s": "data loading and host",
 }
 # Parts are named until less than this of a difference is left: about what rounding hides.
 _UNNAMED = 0.05

@@ -191,10 +191,9 @@ def _as_pairs(
             path = _joined(unit.name, layer.path)
             patterns.setdefault(_joined(name, layer.path), {})[path] = found.get(path)
     for pattern, styles in patterns.items():
-        alike = len(set(styles.values())) == 1
-        for path, style in [(pattern, *set(styles.values()))] if alike else styles.items():
-            if style is not None:
-                yield path, str(style)
+        found_styles = set(styles.values())
+        entries = dict.fromkeys([pattern], *found_styles) if len(found_styles) == 1 else styles
+        yield from ((path, str(style)) for path, style in entries.items() if style is not None)
 
 
 def _takes_ids(table: LayerCost, unit: UnitProfile) -> bool:

@@ -24,6 +24,7 @@ WITH_TORCH = {
     "profiles.flow_trace",
     "profiles.gpus",
     "profiles.laps",
+    "profiles.layer_trace",
     "profiles.look",
     "profiles.memory",
     "profiles.operators",

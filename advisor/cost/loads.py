@@ -10,7 +10,9 @@ from advisor.cost.axes import over_experts, over_tokens
 from advisor.cost.runs import Run, divided, runs_of
 from advisor.cost.tensor import Styled, Styles, TensorExchange, cut, is_split, split_loss
 from engines.tensor.styles import Kind, Style
+from profiles.layers import LayerCost, LayerKind
 from profiles.model import GLUE, LOSS, ModelProfile, Numerics, UnitProfile
+from profiles.optimizer_laws import FP32_BYTES
 
 # bfloat16 is 2 bytes, float32 is 4: what a cast leaves of a parameter.
 BF16_SHARE = 2 / 4
@@ -168,7 +170,7 @@ def loads_of(
     styled = [wanted.of_unit(unit, unit.cost(numerics).layers) for unit in model.units]
     if tp > 1:
         runs = divided(runs, styled)
-    logits = next((s for s in styled if _splits_logits(s)), None) if tp > 1 else None
+    head = _split_head(model, styled, numerics) if tp > 1 else None
     found = []
     for run in runs:
         load = _load(
@@ -183,8 +185,8 @@ def loads_of(
             load = over_tokens(load, run.unit.cost(numerics), cp=cp, samples=samples / cp)
         if ep > 1:
             load = over_experts(load, run.unit, ep=ep)
-        if logits is not None and run.unit.name == _loss_unit(model):
-            load = _with_split_loss(load, model, numerics, samples / cp, tp=tp)
+        if head is not None and run.unit.name == _loss_unit(model):
+            load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp)
         found.append(load)
     return Loads(
         runs=tuple(found),
@@ -195,10 +197,16 @@ def loads_of(
     )
 
 
-def _splits_logits(styled: Styled) -> bool:
-    """Whether a layer of the unit hands on logits that stay split."""
-    head = Style(kind=Kind.VOCAB)
-    return any(head in place.styles for place in styled)
+def _split_head(
+    model: ModelProfile, styled: Sequence[Styled], numerics: Numerics
+) -> LayerCost | None:
+    """The layer that hands on logits which stay split, if there is one."""
+    split = Style(kind=Kind.VOCAB)
+    for unit, places in zip(model.units, styled, strict=True):
+        for layer, place in zip(unit.cost(numerics).layers, places[1:], strict=True):
+            if split in place.styles and layer.kind is not LayerKind.EMBEDDING:
+                return layer
+    return None
 
 
 def _loss_unit(model: ModelProfile) -> str:
@@ -264,22 +272,29 @@ def _tensors(unit: UnitProfile) -> int:
 
 
 def _with_split_loss(
-    load: UnitLoad, model: ModelProfile, numerics: Numerics, samples: float, *, tp: int
+    load: UnitLoad,
+    head: LayerCost,
+    model: ModelProfile,
+    numerics: Numerics,
+    samples: float,
+    *,
+    tp: int,
 ) -> UnitLoad:
     """The loss of logits that stay split: a rank computes on its share of the vocabulary."""
-    heads = [unit.cost(numerics).layers for unit in model.units]
-    head = max((layer for layers in heads for layer in layers), key=lambda layer: layer.outputs)
     dtype = model.dtype if numerics is Numerics.AS_BUILT else "bfloat16"
     rows = head.output_bytes.at(samples) / (head.outputs * (4 if dtype == "float32" else 2))
     share = 1 / tp
+    # Beside the exponentials the engine keeps what they are of: picking a row's class needs its
+    # shape, and torch's backward of `gather` holds the whole of it.
+    picked = rows * head.outputs * share * FP32_BYTES
     return replace(
         load,
         forward_flop=load.forward_flop * share,
         backward_flop=load.backward_flop * share,
         forward_moved_bytes=load.forward_moved_bytes * share,
         backward_moved_bytes=load.backward_moved_bytes * share,
-        activation_bytes=load.activation_bytes * share,
-        selective_bytes=load.selective_bytes * share,
+        activation_bytes=load.activation_bytes * share + picked,
+        selective_bytes=load.selective_bytes * share + picked,
         input_bytes=load.input_bytes * share,
         forward_transient_bytes=load.forward_transient_bytes * share,
         backward_transient_bytes=load.backward_transient_bytes * share,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from advisor.cost.borders import Border, borders_of, charge_sends, received_into, sent_over
 from advisor.cost.breakdown import Estimate, StageEstimate, Traffic
 from advisor.cost.communication import (
     apart_s,
@@ -19,14 +20,14 @@ from advisor.cost.compute import Busy, Computing, busy_s, optimizer_s
 from advisor.cost.ledger import Ledger
 from advisor.cost.loads import Loads
 from advisor.cost.memory import Peak, shard_degree
-from advisor.cost.orders import SPLITS_BACKWARD, gathers_of_root, moments, stages_of
+from advisor.cost.orders import SPLITS_BACKWARD, Moment, gathers_of_root, moments, stages_of
 from advisor.cost.pipeline import Played, StageTimes, play, sends_late
 from advisor.cost.replay import backward, forward
 from advisor.cost.stage_memory import Chunk, chunk_of, stage_peak
 from advisor.cost.stages import Tie
 from engines.plan import DataParallel, Plan, Schedule
-from profiles.cluster import Collective
 from profiles.errors import PlanError
+from profiles.optimizers import Upkeep
 
 if TYPE_CHECKING:
     from advisor.cost.model import CostModel
@@ -53,159 +54,187 @@ class _Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Border:
-    """What one microbatch sends over a border, there and back, and the slower of both."""
+class _Layout:
+    """A plan's stages on the ranks of its pp axis.
 
-    there_bytes: float
-    back_bytes: float
-    seconds: float
+    Attributes:
+        own: the stages of each rank.
+        in_round: microbatches between filling and draining; a step has `rounds` of that.
+        whole: stages whose backward is not split, where the schedule splits backwards.
+    """
+
+    schedule: Schedule
+    places: tuple[tuple[int, int], ...]
+    own: tuple[tuple[int, ...], ...]
+    borders: tuple[Border, ...]
+    stages: tuple[_Stage, ...]
+    ties: tuple[Tie, ...]
+    in_round: int
+    rounds: int
+    whole: frozenset[int]
+
+    def of(self, rank: int) -> list[_Stage]:
+        """The stages of a rank."""
+        return [self.stages[stage] for stage in self.own[rank]]
+
+    def in_flight(self, rank: int) -> tuple[Moment, ...]:
+        """What a rank holds at the fullest moments of a round."""
+        found = moments(
+            self.schedule,
+            ranks=len(self.own),
+            stages=len(self.stages),
+            microbatches=self.in_round,
+            whole=self.whole,
+        )
+        return found[rank]
+
+    @property
+    def splits(self) -> frozenset[int]:
+        """Stages that serve their inputs first in a backward; the first stage has none."""
+        if self.schedule not in SPLITS_BACKWARD:
+            return frozenset()
+        return frozenset(range(1, len(self.stages))) - self.whole
 
 
 def staged(model: CostModel, plan: Plan) -> Estimate:
     """Memory of the fullest rank; time of the whole pipeline, and traffic of its busiest rank."""
-    if plan.schedule is None:
-        raise PlanError("a pipeline needs a schedule to have a cost", where=f"plan: {plan}")
-    schedule = plan.schedule
-    cluster = model.facts.cluster
-    ends = model.stages.ends(plan)
-    places = list(pairwise(ends))
-    _require_places(plan, len(places))
-    own = [stages_of(schedule, r, ranks=plan.pp, stages=len(places)) for r in range(plan.pp)]
-    in_round = 1 if schedule is Schedule.NAIVE else plan.microbatches
-    rounds = rounds_of(plan)
-    borders = _borders(model, plan, ends)
-    stages = _stages(model, plan, ends, borders)
-    whole = model.stages.whole_backwards(ends) if schedule in SPLITS_BACKWARD else frozenset[int]()
-    halved = range(1, len(places)) if schedule in SPLITS_BACKWARD else range(0)
-    splits = frozenset(halved) - whole
-    times = _times(schedule, stages, borders, whole)
-    waits = sends_late(schedule) or not model.overlaps
-    played = play(schedule, times, ranks=plan.pp, microbatches=in_round, waits=waits)
-
-    ties = model.stages.ties(plan, ends)
-    in_flight = moments(
-        schedule, ranks=plan.pp, stages=len(places), microbatches=in_round, whole=whole
-    )
-    batch_bytes = model.batch_bytes(plan) + model.loads(plan).buffer_bytes
+    layout = _laid_out(model, plan)
     updates = [
         model.update_of(
-            plan, [places[s] for s in own[r]], [tie.unit for tie in ties if r in tie.ranks[1:]]
-        )
-        for r in range(plan.pp)
-    ]
-
-    def peak_of(rank: int, chunks: Sequence[Chunk]) -> Peak:
-        return stage_peak(
             plan,
-            [stages[s].part for s in own[rank]],
-            chunks,
-            in_flight[rank],
-            update=updates[rank],
-            device=cluster.device,
-            batch_bytes=batch_bytes,
-            buffer_bytes=in_round
-            * sum(_received_into(borders, s, splits=splits) for s in own[rank]),
-            copied_bytes=sum(t.unit.parameter_bytes for t in ties if rank in t.ranks[1:]),
+            [layout.places[stage] for stage in layout.own[rank]],
+            [tie.unit for tie in layout.ties if rank in tie.ranks[1:]],
         )
-
-    peaks = [peak_of(rank, [stages[s].chunk for s in own[rank]]) for rank in range(plan.pp)]
-    tails = [_Tail.of(model, plan, [stages[s] for s in own[r]], r, ties) for r in range(plan.pp)]
-    update_s = [
-        optimizer_s(plan, update, device=cluster.device, ranks=cluster.devices_per_node)
-        for update in updates
+        for rank in range(plan.pp)
     ]
+    peaks = [
+        _peak(model, plan, layout, rank, updates[rank], [stage.chunk for stage in layout.of(rank)])
+        for rank in range(plan.pp)
+    ]
+    order = sorted(range(plan.pp), key=lambda rank: -peaks[rank].high_bytes)
+    fullest = order[0]
+    # Its moments are named after its own units, not after those of the first stage like it.
+    named = [_chunk(plan, layout, stage) for stage in layout.own[fullest]]
+    memory = _peak(model, plan, layout, fullest, updates[fullest], named)
+
+    waits = sends_late(layout.schedule) or not model.overlaps
+    played = play(
+        layout.schedule, _times(layout), ranks=plan.pp, microbatches=layout.in_round, waits=waits
+    )
+    tails = [_Tail.of(model, plan, layout, rank) for rank in range(plan.pp)]
     busiest = max(range(plan.pp), key=lambda rank: played.busy_s[rank] + tails[rank].total_s)
-    fullest = max(range(plan.pp), key=lambda rank: peaks[rank].high_bytes)
-    # Its moments are named after its own units.
-    named = [
-        chunk_of(
-            plan,
-            stages[s].part,
-            received_bytes=_sent(borders, s - 1),
-            sent_bytes=_sent(borders, s),
-        )
-        for s in own[fullest]
-    ]
-    memory = peak_of(fullest, named)
-
-    ledger, apart = _charged(model, plan, busiest, own[busiest], stages, borders, ties)
-    late = sum(stage.late_s for stage in stages)
+    ledger, apart = _charged(model, plan, layout, busiest)
+    again = layout.rounds - 1
+    late = sum(stage.late_s for stage in layout.stages)
     between = max(end + tail.round_s for end, tail in zip(played.end_s, tails, strict=True))
     last = max(end + tail.last_s for end, tail in zip(played.end_s, tails, strict=True))
-    wall = late + (rounds - 1) * between + last + apart
-    busy = _busy([stages[s] for s in own[busiest]], plan.forwards)
-    inside = rounds * played.busy_s[busiest] - busy.total
-    tail_s = (rounds - 1) * tails[busiest].round_s + tails[busiest].last_s
-    exposed = max(0.0, inside) + tail_s + apart + late
-    sent = plan.forwards * sum(stages[s].sent_s for s in own[busiest]) + tail_s + apart + late
+    wall = late + again * between + last + apart
+    busy = _busy(layout.of(busiest), plan.forwards)
+    inside = layout.rounds * played.busy_s[busiest] - busy.total
+    waited = again * tails[busiest].round_s + tails[busiest].last_s + apart + late
+    exposed = max(0.0, inside) + waited
+    sent = plan.forwards * sum(stage.sent_s for stage in layout.of(busiest)) + waited
+    device, ranks = model.facts.cluster.device, model.facts.cluster.devices_per_node
     found = model.assemble(
         plan,
         memory=memory,
         busy=busy,
-        update_s=max(update_s),
+        update_s=max(optimizer_s(plan, each, device=device, ranks=ranks) for each in updates),
         exposed_s=exposed,
         overlapped_s=max(0.0, sent - exposed) if model.overlaps else 0.0,
         sent_s=sent,
         idle_s=max(0.0, wall - busy.total - exposed),
-        computing=_of_all(stages),
+        computing=_of_all(layout.stages),
         ledger=ledger,
     )
-    order = sorted(range(plan.pp), key=lambda rank: -peaks[rank].high_bytes)
     names = [unit.name for unit in model.facts.model.units]
-    return found.model_copy(
-        update={
-            "stages": tuple(
-                _estimate_of(
-                    rank,
-                    [(names[places[s][0]], names[places[s][1] - 1]) for s in own[rank]],
-                    peaks[rank],
-                    [stages[s] for s in own[rank]],
-                    in_flight=max(sum(moment.held) for moment in in_flight[rank]),
-                    played=played,
-                    rounds=rounds,
-                    wall_s=wall,
-                )
-                for rank in order
-            )
-        }
+    stages = [
+        _estimate_of(layout, rank, peaks[rank], names=names, played=played, wall_s=wall)
+        for rank in order
+    ]
+    return found.model_copy(update={"stages": tuple(stages)})
+
+
+def _laid_out(model: CostModel, plan: Plan) -> _Layout:
+    """Raises:
+    PlanError: no schedule, or stages that do not go round the ranks.
+    """
+    if plan.schedule is None:
+        raise PlanError("a pipeline needs a schedule to have a cost", where=f"plan: {plan}")
+    schedule, ends = plan.schedule, model.stages.ends(plan)
+    count = len(ends) - 1
+    _require_places(plan, count)
+    borders = borders_of(model, plan, ends)
+    splits = schedule in SPLITS_BACKWARD
+    return _Layout(
+        schedule=schedule,
+        places=tuple(pairwise(ends)),
+        own=tuple(stages_of(schedule, r, ranks=plan.pp, stages=count) for r in range(plan.pp)),
+        borders=tuple(borders),
+        stages=tuple(_stages(model, plan, ends, borders)),
+        ties=model.stages.ties(plan, ends),
+        in_round=1 if schedule is Schedule.NAIVE else plan.microbatches,
+        rounds=rounds_of(plan),
+        whole=model.stages.whole_backwards(ends) if splits else frozenset(),
+    )
+
+
+def _peak(
+    model: CostModel,
+    plan: Plan,
+    layout: _Layout,
+    rank: int,
+    update: Upkeep,
+    chunks: Sequence[Chunk],
+) -> Peak:
+    """The fullest moment of a rank, with `chunks` for its stages."""
+    received = sum(
+        received_into(layout.borders, stage, splits=layout.splits) for stage in layout.own[rank]
+    )
+    copies = [tie.unit.parameter_bytes for tie in layout.ties if rank in tie.ranks[1:]]
+    return stage_peak(
+        plan,
+        [stage.part for stage in layout.of(rank)],
+        chunks,
+        layout.in_flight(rank),
+        update=update,
+        device=model.facts.cluster.device,
+        batch_bytes=model.batch_bytes(plan) + model.loads(plan).buffer_bytes,
+        buffer_bytes=layout.in_round * received,
+        copied_bytes=sum(copies),
+    )
+
+
+def _chunk(plan: Plan, layout: _Layout, stage: int) -> Chunk:
+    return chunk_of(
+        plan,
+        layout.stages[stage].part,
+        received_bytes=sent_over(layout.borders, stage - 1),
+        sent_bytes=sent_over(layout.borders, stage),
     )
 
 
 def traffic_of_ranks(model: CostModel, plan: Plan) -> tuple[tuple[Traffic, ...], ...]:
     """What each rank of the pp axis is charged for, in their order; a legal plan with stages."""
-    ends = model.stages.ends(plan)
-    assert plan.schedule is not None
-    borders, ties = _borders(model, plan, ends), model.stages.ties(plan, ends)
-    count = len(ends) - 1
-    stages = _stages(model, plan, ends, borders)
-    found = []
-    for rank in range(plan.pp):
-        own = stages_of(plan.schedule, rank, ranks=plan.pp, stages=count)
-        ledger, _ = _charged(model, plan, rank, own, stages, borders, ties)
-        found.append(ledger.traffic())
-    return tuple(found)
+    layout = _laid_out(model, plan)
+    found = (_charged(model, plan, layout, rank) for rank in range(plan.pp))
+    return tuple(ledger.traffic() for ledger, _ in found)
 
 
-def _charged(
-    model: CostModel,
-    plan: Plan,
-    rank: int,
-    own: Sequence[int],
-    stages: Sequence[_Stage],
-    borders: Sequence[_Border],
-    ties: Sequence[Tie],
-) -> tuple[Ledger, float]:
-    """All that a rank with the stages `own` sends in a step; seconds of the small collectives."""
+def _charged(model: CostModel, plan: Plan, layout: _Layout, rank: int) -> tuple[Ledger, float]:
+    """All that a rank sends in a step; seconds of the small collectives."""
     ledger = model.ledger()
-    assert plan.schedule is not None
-    in_round = 1 if plan.schedule is Schedule.NAIVE else plan.microbatches
-    gathers = rounds_of(plan) * gathers_of_root(
-        plan.schedule, rank, ranks=plan.pp, stages=len(stages), microbatches=in_round
+    gathers = layout.rounds * gathers_of_root(
+        layout.schedule,
+        rank,
+        ranks=plan.pp,
+        stages=len(layout.stages),
+        microbatches=layout.in_round,
     )
-    for s in own:
-        stage_exchange(plan, stages[s].part, ledger, has_host=model.overlaps, root_gathers=gathers)
-    _charge_sends(plan, own, borders, ledger)
-    _Tail.of(model, plan, [stages[s] for s in own], rank, ties, ledger)
+    for stage in layout.of(rank):
+        stage_exchange(plan, stage.part, ledger, has_host=model.overlaps, root_gathers=gathers)
+    charge_sends(plan, layout.own[rank], layout.borders, ledger)
+    _Tail.of(model, plan, layout, rank, ledger)
     return ledger, apart_s(plan, model.facts.model, ledger)
 
 
@@ -221,36 +250,15 @@ def _require_places(plan: Plan, count: int) -> None:
         )
 
 
-def _borders(model: CostModel, plan: Plan, ends: Sequence[int]) -> list[_Border]:
-    assert plan.microbatch_size is not None
-    kind = model.numerics(plan)
-    ledger, stride = model.ledger(), plan.world_size // plan.pp
-    found = []
-    for place in ends[1:-1]:
-        there, back = model.stages.crossing(
-            place, numerics=kind, samples=plan.microbatch_size / plan.cp
-        )
-        seconds = ledger.charge(
-            Collective.SEND_RECV, "", max(there, back), group_size=2, stride=stride
-        )
-        found.append(_Border(there, back, seconds))
-    return found
-
-
-def _sent(borders: Sequence[_Border], stage: int) -> float:
-    """Bytes of a microbatch over the border after a stage; the last one has none, nor has -1."""
-    return borders[stage].there_bytes if 0 <= stage < len(borders) else 0.0
-
-
 def _stages(
-    model: CostModel, plan: Plan, ends: Sequence[int], borders: Sequence[_Border]
+    model: CostModel, plan: Plan, ends: Sequence[int], borders: Sequence[Border]
 ) -> list[_Stage]:
     """Every stage; those of equal units are worked out once."""
     loads, known = model.loads(plan), dict[object, _Stage]()
     found = []
     for stage, (first, last) in enumerate(pairwise(ends)):
         part = loads.part(first, last)
-        received, sent = _sent(borders, stage - 1), _sent(borders, stage)
+        received, sent = sent_over(borders, stage - 1), sent_over(borders, stage)
         key = (part.runs, received, sent)
         if key not in known:
             known[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)
@@ -291,19 +299,15 @@ def _stage(
     )
 
 
-def _times(
-    schedule: Schedule,
-    stages: Sequence[_Stage],
-    borders: Sequence[_Border],
-    whole: frozenset[int],
-) -> StageTimes:
+def _times(layout: _Layout) -> StageTimes:
     """Halves of a backward are equal: a product has a gradient of each factor. What is computed
     again is so for the first of them; the first stage does all with the weights."""
+    schedule, stages = layout.schedule, layout.stages
     backward_s, weight_s = [], []
     for number, stage in enumerate(stages):
         again = sum(t.count * (t.recompute_s + t.recompute_launch_s) for t in stage.computing.times)
         split = 0.0
-        if schedule in SPLITS_BACKWARD and number not in whole:
+        if schedule in SPLITS_BACKWARD and number not in layout.whole:
             split = stage.backward_s if number == 0 else (stage.backward_s - again) / 2
         backward_s.append(stage.backward_s - split)
         weight_s.append(split)
@@ -311,18 +315,8 @@ def _times(
         forward_s=tuple(stage.forward_s for stage in stages),
         backward_s=tuple(backward_s),
         weight_s=tuple(weight_s),
-        send_s=tuple(border.seconds for border in borders),
+        send_s=tuple(border.seconds for border in layout.borders),
     )
-
-
-def _received_into(borders: Sequence[_Border], stage: int, *, splits: Container[int]) -> float:
-    """Bytes a microbatch: torch's stages have a tensor for whatever arrives, of every microbatch of
-    a round, as long as they live (`_RecvInfo` in torch/distributed/pipelining/stage.py). Where a
-    backward is split, gradients of what was received stay there too until the round is over
-    (`stage_backward_input`)."""
-    received = _sent(borders, stage - 1)
-    returned = borders[stage].back_bytes if stage < len(borders) else 0.0
-    return received + returned + (borders[stage - 1].back_bytes if stage in splits else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,14 +335,14 @@ class _Tail:
         cls,
         model: CostModel,
         plan: Plan,
-        stages: Sequence[_Stage],
+        layout: _Layout,
         rank: int,
-        ties: Sequence[Tie],
         ledger: Ledger | None = None,
     ) -> _Tail:
-        """Of the rank with these stages; what is sent is noted in `ledger`."""
+        """Of a rank; what is sent is noted in `ledger`."""
         ledger = ledger or model.ledger()
-        kind = plan.data_parallel
+        kind, stages = plan.data_parallel, layout.of(rank)
+        copies = [tie for tie in layout.ties if rank in tie.ranks[1:]]
         reduce_s = sum(stage.reduce_s for stage in stages)
         replicate_s = sum(stage.replicate_s for stage in stages)
         settle_s = 0.0
@@ -357,14 +351,15 @@ class _Tail:
             settle_s += summed_s(
                 ledger,
                 "gradients",
-                gradient_bytes=sum(stage.part.gradient_bytes for stage in stages),
-                tensors=sum(stage.part.tensors for stage in stages),
+                gradient_bytes=sum(stage.part.gradient_bytes for stage in stages)
+                + sum(tie.unit.gradient_bytes for tie in copies),
+                tensors=sum(stage.part.tensors for stage in stages) + len(copies),
                 group_size=group,
                 stride=stride,
             )
         units = [unit for stage in stages for unit in stage.part.runs]
         settle_s += model.partial_s(plan, units, ledger)
-        for tie in ties:
+        for tie in layout.ties:
             if rank in tie.ranks:
                 settle_s += summed_s(
                     ledger,
@@ -376,32 +371,6 @@ class _Tail:
                 )
         once = kind is DataParallel.ZERO1
         return cls(round_s=0.0 if once else reduce_s, last_s=reduce_s + replicate_s + settle_s)
-
-
-def _charge_sends(
-    plan: Plan, own: Sequence[int], borders: Sequence[_Border], ledger: Ledger
-) -> None:
-    """What the rank's stages send: forward to the next stage, and gradients to the one before.
-    Under ZBV the last rank hands from one of its stages to the other without sending."""
-    stride = plan.world_size // plan.pp
-    for stage in own:
-        sends = {
-            "activations": (stage + 1, borders[stage].there_bytes if stage < len(borders) else 0.0),
-            "gradients of activations": (
-                stage - 1,
-                borders[stage - 1].back_bytes if stage else 0.0,
-            ),
-        }
-        for purpose, (to, payload) in sends.items():
-            if to not in own:
-                ledger.charge(
-                    Collective.SEND_RECV,
-                    purpose,
-                    payload,
-                    group_size=2,
-                    stride=stride,
-                    count=plan.forwards,
-                )
 
 
 def _busy(stages: Sequence[_Stage], forwards: int) -> Busy:
@@ -426,28 +395,21 @@ def _of_all(stages: Sequence[_Stage]) -> Computing:
 
 
 def _estimate_of(
-    rank: int,
-    units: Sequence[tuple[str, str]],
-    peak: Peak,
-    stages: Sequence[_Stage],
-    *,
-    in_flight: int,
-    played: Played,
-    rounds: int,
-    wall_s: float,
+    layout: _Layout, rank: int, peak: Peak, *, names: Sequence[str], played: Played, wall_s: float
 ) -> StageEstimate:
-    busy_s = rounds * played.busy_s[rank]
+    busy_s = layout.rounds * played.busy_s[rank]
+    ends = [layout.places[stage] for stage in layout.own[rank]]
     return StageEstimate(
         rank=rank,
-        units=tuple(units),
+        units=tuple((names[first], names[last - 1]) for first, last in ends),
         peak_bytes=peak.memory.total,
         peak_low_bytes=peak.low_bytes,
         peak_high_bytes=peak.high_bytes,
         reserved_bytes=peak.reserved_bytes,
         states_bytes=peak.states_bytes,
-        in_flight=in_flight,
-        forward_s=sum(stage.forward_s for stage in stages),
-        backward_s=sum(stage.backward_s for stage in stages),
+        in_flight=max(sum(moment.held) for moment in layout.in_flight(rank)),
+        forward_s=sum(stage.forward_s for stage in layout.of(rank)),
+        backward_s=sum(stage.backward_s for stage in layout.of(rank)),
         busy_s=busy_s,
         idle_s=max(0.0, wall_s - busy_s),
     )

@@ -8,7 +8,9 @@ from itertools import pairwise
 
 from advisor.complete import even_cuts, even_stages
 from advisor.cost.orders import ONE_STAGE, rank_of
+from advisor.cost.tensor import Styles, cut_share
 from engines.plan import Plan, Schedule
+from engines.tensor.styles import cutting
 from profiles.affine import Affine
 from profiles.cluster import ClusterProfile
 from profiles.errors import PlanError
@@ -112,7 +114,8 @@ class Stages:
                 for home in homes
             }
             if len(ranks) > 1:
-                found.append(Tie(self._alone(names[0], homes[0]), tuple(sorted(ranks))))
+                alone = self._alone(names[0], homes[0], plan)
+                found.append(Tie(alone, tuple(sorted(ranks))))
         return tuple(found)
 
     def _home(self, parameter: str) -> int:
@@ -124,19 +127,23 @@ class Stages:
                 return self._place[path]
         return self._place.get(GLUE, 0)
 
-    def _alone(self, parameter: str, home: int) -> UnitProfile:
-        """A unit that is nothing but the parameter: its layer's weight, else all its unit has."""
+    def _alone(self, parameter: str, home: int, plan: Plan) -> UnitProfile:
+        """A unit that is nothing but a rank's part of the parameter: its layer's weight, else all
+        its unit has."""
         unit = self._model.units[home]
         layers = next(iter(unit.costs.values())).layers
         prefix = f"{unit.name}." if unit.name else ""
-        for layer in layers:
+        styled = Styles(plan.tensor_styles).of_unit(unit, layers)[1:]
+        for layer, place in zip(layers, styled, strict=True):
             if parameter == f"{prefix}{layer.path + '.' if layer.path else ''}weight":
                 sizes = {(layer.inputs, layer.outputs), (layer.outputs, layer.inputs)}
                 shapes = tuple(s for s in unit.shapes if s.sizes[:2] in sizes)[:1]
+                style = cutting(place.styles)
+                share = cut_share(layer, style, plan.tp) if style is not None else 1.0
                 return unit.model_copy(
                     update={
-                        "parameter_bytes": layer.weight_bytes,
-                        "gradient_bytes": layer.weight_gradient_bytes,
+                        "parameter_bytes": round(layer.weight_bytes * share),
+                        "gradient_bytes": round(layer.weight_gradient_bytes * share),
                         "shapes": tuple(s.model_copy(update={"count": 1}) for s in shapes),
                     }
                 )

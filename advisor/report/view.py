@@ -130,6 +130,7 @@ def _memory_parts(estimate: Estimate) -> Iterator[Part]:
         "gathered": "gathered and buffers",
         "transient": "unit in work",
         "batch": "batch",
+        "transfers": "transfers between stages",
         "context": "context",
     }
     for field, name in names.items():
@@ -147,6 +148,8 @@ def _time_parts(estimate: Estimate) -> Iterator[Part]:
         "exposed_s": "exposed communication",
         "host_s": "transfers to the host",
         "launch_s": "launching",
+        "idle_s": "waiting for other stages",
+        "host_overhead_s": "data loading and host",
     }
     for field, name in names.items():
         value = getattr(estimate.time, field)

@@ -111,6 +111,7 @@ _ABOUT_SHAPE = {
     Tensor.numel,
     Tensor.__len__,
     Tensor.is_floating_point,
+    torch.is_floating_point,
 }
 _ABOUT_PART = {*_reading("requires_grad", "grad_fn"), Tensor.register_hook}
 _CASTS = {Tensor.float, Tensor.to, Tensor.double, Tensor.bfloat16, Tensor.half, Tensor.contiguous}

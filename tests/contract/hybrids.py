@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from engines.hybrid import apply_plan
 from engines.parallel import ParallelModel
 from engines.pipeline.parts import stages_of_rank
 from engines.pipeline.stage import buffers
-from engines.plan import Plan, Recompute
+from engines.plan import Plan, Precision, Recompute
 from engines.tensor.proposal import propose_styles
 from profiles.batch import Batch
 from profiles.capture import capture
@@ -67,9 +68,12 @@ PLANS = {
     "PP + TP + ZeRO-2": "pp=2 tp=2 dp_replicate=8 zero=2 microbatches=4 schedule=1f1b",
     "PP + TP + ZeRO-3": "pp=2 tp=4 dp_shard=8 microbatches=4 schedule=1f1b",
     "PP + TP + HSDP": "pp=4 tp=4 dp_replicate=8 dp_shard=8 microbatches=4 schedule=1f1b",
-    "PP + TP + DP, recompute, tied": (
-        "pp=2 tp=4 dp_replicate=2 microbatches=4 schedule=1f1b recompute=full"
-    ),
+    "PP + DP, recompute": "pp=2 dp_replicate=4 microbatches=4 schedule=1f1b recompute=full",
+    "PP + TP + DP, tied": "pp=2 tp=4 dp_replicate=2 microbatches=4 schedule=1f1b",
+    "PP + TP by tokens + ZeRO-1": "pp=2 tp=4 dp_replicate=8 zero=1 microbatches=4 schedule=1f1b",
+    "DDP, bf16": "dp_replicate=8 precision=bf16",
+    "TP + ZeRO-3, bf16": "tp=4 dp_shard=8 precision=bf16",
+    "PP + ZeRO-1, bf16": "pp=2 dp_replicate=8 zero=1 microbatches=4 schedule=1f1b precision=bf16",
 }
 """Every engine, and what combines them; worlds of 2 to 1,024 ranks."""
 STAGES = {
@@ -189,7 +193,9 @@ def compared(subject: Subject, rank: int) -> Compared:
         with Messages() as messages:
             parallel.train_step(batch)
         hook.remove()
-        kept = None if plan.data_parallel.is_sharded else _kept(parallel, batch_of(ROWS))
+        # Gathered parameters and autocast's copies are held as well, and charged elsewhere.
+        is_plain = not plan.data_parallel.is_sharded and plan.precision is Precision.FP32
+        kept = _kept(parallel, batch_of(ROWS)) if is_plain else None
     model = CostModel(facts_of(plan, subject.profile))
     position = rank // (plan.world_size // plan.pp)
     return Compared(
@@ -264,6 +270,7 @@ def _left(run: Callable[[], object], known: Sequence[Tensor], arrived: Sequence[
     before = held.now()
     with held:
         output = run()
+    gc.collect()  # a forward that ends early leaves frames that hold each other
     returned = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors_in(output)}
     made = held.now() - before - sum(storage.nbytes() for storage in returned.values())
     return made + sum(tensor.nbytes for tensor in arrived)

@@ -1,0 +1,78 @@
+"""Borders between the stages of a pipeline: what is sent over them, and received into."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from advisor.cost.ledger import Ledger
+from engines.plan import Plan
+from profiles.cluster import Collective
+
+if TYPE_CHECKING:
+    from advisor.cost.model import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What one microbatch sends over a border, there and back, and the slower of both."""
+
+    there_bytes: float
+    back_bytes: float
+    seconds: float
+
+
+def borders_of(model: CostModel, plan: Plan, ends: Sequence[int]) -> list[Border]:
+    assert plan.microbatch_size is not None
+    kind = model.numerics(plan)
+    ledger, stride = model.ledger(), plan.world_size // plan.pp
+    found = []
+    for place in ends[1:-1]:
+        there, back = model.stages.crossing(
+            place, numerics=kind, samples=plan.microbatch_size / plan.cp
+        )
+        seconds = ledger.charge(
+            Collective.SEND_RECV, "", max(there, back), group_size=2, stride=stride
+        )
+        found.append(Border(there, back, seconds))
+    return found
+
+
+def sent_over(borders: Sequence[Border], stage: int) -> float:
+    """Bytes of a microbatch over the border after a stage; the last one has none, nor has -1."""
+    return borders[stage].there_bytes if 0 <= stage < len(borders) else 0.0
+
+
+def received_into(borders: Sequence[Border], stage: int, *, splits: Container[int]) -> float:
+    """Bytes a microbatch: torch's stages have a tensor for whatever arrives, of every microbatch of
+    a round, as long as they live (`_RecvInfo` in torch/distributed/pipelining/stage.py). Where a
+    backward is split, gradients of what was received stay there too until the round is over
+    (`stage_backward_input`)."""
+    received = sent_over(borders, stage - 1)
+    returned = borders[stage].back_bytes if stage < len(borders) else 0.0
+    return received + returned + (borders[stage - 1].back_bytes if stage in splits else 0.0)
+
+
+def charge_sends(plan: Plan, own: Sequence[int], borders: Sequence[Border], ledger: Ledger) -> None:
+    """What the rank's stages send: forward to the next stage, and gradients to the one before.
+    Under ZBV the last rank hands from one of its stages to the other without sending."""
+    stride = plan.world_size // plan.pp
+    for stage in own:
+        sends = {
+            "activations": (stage + 1, borders[stage].there_bytes if stage < len(borders) else 0.0),
+            "gradients of activations": (
+                stage - 1,
+                borders[stage - 1].back_bytes if stage else 0.0,
+            ),
+        }
+        for purpose, (to, payload) in sends.items():
+            if to not in own:
+                ledger.charge(
+                    Collective.SEND_RECV,
+                    purpose,
+                    payload,
+                    group_size=2,
+                    stride=stride,
+                    count=plan.forwards,
+                )

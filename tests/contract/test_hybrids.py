@@ -1,0 +1,50 @@
+"""Every engine, and what combines them, in worlds of up to 1,024 ranks: what is charged is true."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from advisor.styles import proposed_styles
+from tests.contract.hybrids import PLANS, Compared, compared, subject_of
+
+# Scratch of a few bytes a token: which row of a table is here, the logit of a row's class.
+ACTIVATIONS_WITHIN = 0.02
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def found(request: pytest.FixtureRequest) -> list[Compared]:
+    subject = subject_of(request.param)
+    return [compared(subject, rank) for rank in subject.ranks]
+
+
+def test_the_messages_charged_are_those_sent(found: list[Compared]) -> None:
+    """Kind, bytes, number, and the group: how many ranks, and how far apart."""
+    for rank in found:
+        assert rank.called.total() > 0
+        assert rank.unexplained == (Counter(), Counter())
+
+
+def test_the_states_charged_are_those_held(found: list[Compared]) -> None:
+    for rank in found:
+        assert rank.states == rank.charged_states
+
+
+def test_the_activations_charged_are_those_kept(found: list[Compared]) -> None:
+    for rank in found:
+        if rank.activations is not None:
+            wanted = pytest.approx(rank.activations, rel=ACTIVATIONS_WITHIN)
+            assert rank.charged_activations == wanted
+
+
+def test_worlds_go_up_to_a_thousand_ranks() -> None:
+    worlds = {subject_of(name).plan.world_size for name in PLANS}
+    assert (min(worlds), max(worlds)) == (2, 1024)
+
+
+@pytest.mark.parametrize("name", ["TP", "TP + DP", "TP + HSDP"])
+def test_the_split_proposed_from_the_profile_is_the_proved_one(name: str) -> None:
+    subject = subject_of(name)
+    proposed = dict(proposed_styles(subject.profile, subject.plan.tp))
+    assert proposed == dict(subject.plan.tensor_styles)
