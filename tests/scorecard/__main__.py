@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     counts = [len(fields(kind)) for kind in (Constants, MemoryConstants, ConvnetConstants)]
     result = {
         "constants": sum(counts),
-        "values": {key: round(value, 6) for key, value in values.items()},
+        "values": {key: float(f"{value:.6g}") for key, value in values.items()},
         "fitted": card(fitted),
         "left out": card(pairs),
         "without": without,
