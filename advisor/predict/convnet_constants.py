@@ -34,11 +34,11 @@ class ConvnetConstants:
 
 # Calibrated on the rows of published runs with `python -m tests.scorecard.fit_convnets`.
 FITTED = ConvnetConstants(
-    tensor_share=0.63,
-    vector_share=0.89,
-    stream_share=0.80,
-    layout_passes=0.28,
-    element_flop=28.0,
+    tensor_share=0.61,
+    vector_share=0.88,
+    stream_share=0.78,
+    layout_passes=0.30,
+    element_flop=21.0,
     cache_share=0.22,
     context_bytes=1.0 * 2**30,
 )

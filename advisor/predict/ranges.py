@@ -27,7 +27,7 @@ TIME: Mapping[str, tuple[float, float]] = MappingProxyType(
         # Devices without a transformer's run among the published ones. Assumed: twice as wide.
         "other devices": (0.6, 1.4),
         # Of 379 setups on one device or as replicas, and 17 of pipelines, each source left out
-        # (`python -m tests.scorecard.fit_convnets`): 0.85 to 1.37 and 0.93 to 1.55; 0.71 to 1.60.
+        # (`python -m tests.scorecard.fit_convnets`).
         "layers": (0.85, 1.45),
         "stages": (0.7, 1.6),
     }

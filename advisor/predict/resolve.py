@@ -91,6 +91,8 @@ def _resolve(row: Row) -> Setup:
         dtype = "tfloat32"
     layout, said = _layout(row, shape, cluster)
     notes += said
+    if network is not None:
+        _check_network(network, layout)
     software, unsaid = software_of(
         row,
         zero=layout.zero,
@@ -173,6 +175,15 @@ def _layout(
         virtual=virtual,
     )
     return layout, tuple(notes)
+
+
+def _check_network(network: Network, layout: Layout) -> None:
+    if layout.tp * layout.cp > 1:
+        raise _Impossible(f"tp={layout.tp} cp={layout.cp}: networks on images are not split so")
+    if layout.pp > len(network.blocks):
+        raise _Impossible(
+            f"{len(network.blocks)} blocks of {network.name} cannot be cut into pp={layout.pp}"
+        )
 
 
 def _check(shape: Shape, tp: int, pp: int, ep: int, ranks: int, notes: list[str]) -> int:

@@ -39,6 +39,7 @@ BLOCKING_LAUNCHES = 2022.0
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
 SHORT_GRADIENTS = 2024.0
+_JOINED = re.compile(r"mlperf|mxnet")
 # Values of the column `arch` that are networks on images. They are trained with SGD where no
 # optimizer is named, but those of attention.
 ATTENTIVE = frozenset({"vit", "deit", "swin"})
@@ -154,6 +155,8 @@ def software_of(
         moments = 4.0
     overlap = family in ("ddp", "fsdp", "foundry", "torchtitan", "internevo", "deepspeed")
     overlap = overlap or (family == "megatron" and year >= OVERLAP_GRADIENTS)
+    # Entries to MLPerf and MXNet join norms, additions and ReLU, and keep channels last.
+    joined = row.arch in CONVOLUTIONAL and bool(_JOINED.search((row.source or "").lower()))
     compiled = (row.compile or "n").lower() not in ("n", "no", "none", "false", "0")
     return (
         Software(
@@ -167,7 +170,7 @@ def software_of(
             master_bytes=master,
             moment_bytes=moments,
             reduce_bytes=reduce,
-            fused=megatron or compiled or family == "tensorflow",
+            fused=megatron or compiled or family == "tensorflow" or joined,
             dropout=megatron and (year < FLASH_DEFAULT or classic),
             overlap_reduce=overlap,
             # InternEvo waits for the broadcast of updated weights.

@@ -1,1 +1,1 @@
-"""Networks of convolutions as lists of layers with shapes: facts for a roofline, without torch."""
+"""Networks on images as lists of layers with shapes: facts for a roofline, without torch."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from profiles.convnets.layers import Draft, Map, Network
+from profiles.convnets.draft import Draft, Map
+from profiles.convnets.layers import Network
 
 # Which of a cell's states each operation takes; its results are added two by two. Real et al.,
 # arXiv 1802.01548, as torchgpipe's `benchmarks/models/amoebanet` has it.

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from profiles.convnets.layers import Draft, Map, Network
+from profiles.convnets.draft import Draft, Map
+from profiles.convnets.layers import Network
 
 Size = int | tuple[int, int]
 # Channels, kernel and stride of a convolution; padding keeps the size where the stride is 1.

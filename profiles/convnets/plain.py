@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from profiles.convnets.layers import Draft, Map, Network
+from profiles.convnets.draft import Draft, Map
+from profiles.convnets.layers import Network
 
 # Convolutions of each stage. Simonyan and Zisserman, arXiv 1409.1556, table 1 (A, B, D, E).
 VGG_DEPTHS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}

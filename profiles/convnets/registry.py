@@ -97,7 +97,8 @@ def _by_name(plain: str) -> Callable[[str, int], Network] | None:
 
 
 def _vit(plain: str) -> Callable[[str, int], Network]:
-    """"vit-b-16", "vit-large-patch32-384", "deit-small": size and patch; 16 where none is named."""
+    """Size and patch of "vit-b-16", "vit-large-patch32-384", "deit-small": base and 16 where none
+    is named."""
     words = plain.split("-")
     size = next(
         (full for word in words[1:] for full in SIZES if word and full.startswith(word)), "base"

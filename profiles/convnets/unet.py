@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from profiles.convnets.layers import Draft, Map, Network
+from profiles.convnets.draft import Draft, Map
+from profiles.convnets.layers import Network
 
 LEVELS = 5
 

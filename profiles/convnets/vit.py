@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from profiles.convnets.layers import Draft, Map, Network
+from profiles.convnets.draft import Draft, Map
+from profiles.convnets.layers import Network
 
 # Layers, hidden size, heads. Dosovitskiy et al., arXiv 2010.11929, table 1; tiny and small of
 # Touvron et al., arXiv 2012.12877, table 1. The MLP is four times as wide.
@@ -22,9 +23,7 @@ def vit(
     layers, hidden, heads = SIZES[size]
     draft = Draft(pixels)
     with draft.block("patches", draft.image):
-        x = draft.convolution(
-            draft.image, hidden, patch, stride=patch, padding=0, bias=True
-        )
+        x = draft.convolution(draft.image, hidden, patch, stride=patch, padding=0, bias=True)
         x = Map(hidden, x.height * x.width + 1, 1, x.number)
         x = draft.embedded(x)
     for index in range(layers):

@@ -14,10 +14,17 @@ from functools import cache
 
 import pytest
 
+from advisor.cost import CostModel
+from advisor.facts import Facts
 from advisor.predict.convnet_step import ConvnetStep, convnet_step
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import Row
 from advisor.predict.setup import Setup
+from engines.plan import Plan, Schedule
+from profiles.clusters import cluster_from_name
+from profiles.convnets.profile import profile_of
+from profiles.convnets.registry import network_of
+from profiles.workload import Workload
 
 SPLITS = (1, 3, 5, 8, 10, 12, 20, 40, 60)
 ONE_S, NAIVE_S, SPLIT_20_S, SPLIT_12_S = 3.75, 4.02, 2.51, 2.43
@@ -76,6 +83,59 @@ def test_time_over_the_size_of_a_split_is_a_u() -> None:
     assert seconds[lowest:] == sorted(seconds[lowest:])
     assert seconds[0] > 1.5 * min(seconds)
     assert seconds[-1] > 1.2 * min(seconds)
+
+
+@cache
+def two_stages(split: int) -> float:
+    """The same by the cost model of plans, cut before the third stage as the tutorial cuts."""
+    return (
+        tutorial()
+        .estimate(
+            Plan(
+                pp=2,
+                microbatch_size=split,
+                microbatches=120 // split,
+                schedule=Schedule.GPIPE,
+                stages=("layer3.0",),
+            )
+        )
+        .step_s
+    )
+
+
+@cache
+def tutorial() -> CostModel:
+    network, _ = network_of("resnet50-128px")
+    cluster = cluster_from_name("1x2xV100-PCIe-32GB")
+    workload = Workload(global_batch_size=120)
+    model = profile_of(network, samples=120)
+    return CostModel(Facts(model=model, cluster=cluster, workload=workload))
+
+
+def test_the_cost_model_of_plans_says_the_same() -> None:
+    one = tutorial().estimate(Plan(microbatch_size=120)).step_s
+    assert two_stages(120) / one - 1 == pytest.approx(0.07, abs=0.04)
+    assert one / two_stages(20) - 1 == pytest.approx(ONE_S / SPLIT_20_S - 1, abs=0.12)
+    seconds = [two_stages(split) for split in SPLITS]
+    lowest = seconds.index(min(seconds))
+    assert SPLITS[lowest] in (10, 12, 20)
+    assert seconds[: lowest + 1] == sorted(seconds[: lowest + 1], reverse=True)
+    assert seconds[lowest:] == sorted(seconds[lowest:])
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_the_cost_model_of_plans_scales_replicas_on_a_node_with_nvlink(replicas: int) -> None:
+    """32 images of 224 x 224 each, as the benchmark of DDP has it."""
+    network, _ = network_of("resnet50-224px")
+    facts = Facts(
+        model=profile_of(network, samples=32),
+        cluster=cluster_from_name(f"1x{replicas}xV100-SXM2-16GB"),
+        workload=Workload(global_batch_size=32 * replicas),
+    )
+    model = CostModel(facts)
+    one = model.estimate(Plan(microbatch_size=32)).step_s
+    many = model.estimate(Plan(microbatch_size=32, dp_replicate=replicas)).step_s
+    assert 0.93 < one / many < 1
 
 
 def step(n_gpus: int, **cells: object) -> ConvnetStep:

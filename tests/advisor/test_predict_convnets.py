@@ -12,11 +12,12 @@ from advisor.predict.convnet_constants import FITTED
 from advisor.predict.convnet_memory import convnet_memory, filled
 from advisor.predict.convnet_step import convnet_step, cut
 from advisor.predict.convnet_time import block_time, numbers_of
+from advisor.predict.ranges import time_range
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import Row
-from advisor.predict.setup import Setup
+from advisor.predict.setup import Refusal, Setup
 from profiles import catalogue
-from profiles.convnets.layers import Draft
+from profiles.convnets.draft import Draft
 from tests.scorecard.fit_convnets import timed_runs
 from tests.scorecard.published import FOLDER, published
 
@@ -76,7 +77,7 @@ def test_the_images_need_no_gradient() -> None:
 def test_thin_groups_leave_tiles_idle() -> None:
     """ResNeXt-50 multiplies 3 % more than ResNet-50; published, it takes 49 % longer on a V100."""
     slower = seconds(model_name="resnext50_32x4d", microbatch=32) / seconds(microbatch=32)
-    assert 145 / 97 == pytest.approx(slower, rel=0.2)
+    assert slower == pytest.approx(145 / 97, rel=0.2)
 
 
 def test_cards_with_slow_half_precision_compute_in_single() -> None:
@@ -161,18 +162,43 @@ def test_gpipe_keeps_a_stage_input_for_each_microbatch() -> None:
     assert 0 < eight - four < 4 * 8 * 4 * 256 * 56**2
 
 
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"n_gpus": 32, "pp": 32}, "18 blocks of resnet50 cannot be cut into pp=32"),
+        ({"n_gpus": 2, "tp": 2}, "networks on images are not split so"),
+        ({"seq_len": 8, "model_name": "vgg16"}, "images of 8 pixels"),
+    ],
+)
+def test_what_no_program_can_run_is_refused_with_the_rule(
+    cells: dict[str, object], reason: str
+) -> None:
+    given: dict[str, object] = {
+        "row_id": "row",
+        "model_name": "resnet50",
+        "arch": "resnet",
+        "gpu_type": "V100-SXM2-16GB",
+        "n_gpus": 1,
+        "microbatch": 1,
+    }
+    found = resolve(Row(**{**given, **cells}))  # type: ignore[arg-type]
+    assert isinstance(found, Refusal)
+    assert reason in found.reason
+
+
 @pytest.mark.parametrize(("size", "tokens_per_s"), [("base", 18493.6), ("large", 6071.6)])
 def test_transformer_xl_goes_through_the_same_roofline(size: str, tokens_per_s: float) -> None:
     """V100, fp16, end of 2022: lambdal/deeplearning-benchmark; no constant was fitted for it."""
     batch, length = {"base": (12, 192), "large": (4, 256)}[size]
-    step = seconds(
+    found = setup(
         model_name=f"transformer-xl-{size}",
         arch="transformer_xl",
         seq_len=length,
         dtype="fp16",
         microbatch=batch,
     )
-    assert batch * length / step == pytest.approx(tokens_per_s, rel=0.35)
+    span = time_range(found, convnet_step(found).step_s)
+    assert span.low < batch * length / tokens_per_s < span.high
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no published runs at {FOLDER}")

@@ -8,7 +8,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from profiles.convnets.layers import Kind, Network
+from profiles.convnets.profile import profile_of
 from profiles.convnets.registry import network_of
+from profiles.model import Numerics
 
 # Parameters and multiply-adds (1e9, at the size each was made for) as torchvision's table of
 # weights prints them; Inception-3 without its auxiliary classifier of 3,326,696.
@@ -126,6 +128,22 @@ def test_flop_and_kept_elements_of_resnet50_are_what_torch_counts() -> None:
     elements = sum(tensor.numel() for tensor in kept.values()) - images.numel()
     assert network.kept * 2 == elements
     assert network.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_network_is_a_profile_of_its_blocks() -> None:
+    network, _ = network_of("resnet50-128px")
+    profile = profile_of(network, samples=8)
+    assert profile.parameters == 25_557_032
+    assert profile.flop(8) == 8 * (network.forward_flop + network.backward_flop)
+    kept = sum(unit.cost(Numerics.AS_BUILT).activation_bytes.at(8) for unit in profile.units)
+    assert kept == 8 * 4 * network.kept
+    # Before the third stage 512 channels of 16 x 16 cross.
+    position = profile.flow.first_call("layer3.0")
+    assert position is not None
+    (crossing,) = profile.flow.crossing(position)
+    assert crossing.bytes.at(8) == 8 * 4 * 512 * 16 * 16
+    # Running mean and variance of 26,560 channels, and a count for each of 53 norms.
+    assert profile.buffer_bytes == 2 * 26_560 * 4 + 53 * 8
 
 
 def test_a_side_in_the_name_counts_before_one_beside_it() -> None:

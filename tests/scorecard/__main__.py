@@ -68,7 +68,8 @@ def main(arguments: Sequence[str]) -> int:
         without = left_out_constants(runs)
     fitted = [(run, as_published(run, predict(run.row))) for run in runs]
     pairs = left_out_predictions(runs, without)
-    values = {**asdict(CONSTANTS), **asdict(FITTED), **asdict(LAYERS)}
+    by_layers = {f"layers {name}": value for name, value in asdict(LAYERS).items()}
+    values = {**asdict(CONSTANTS), **asdict(FITTED), **by_layers}
     counts = [len(fields(kind)) for kind in (Constants, MemoryConstants, ConvnetConstants)]
     result = {
         "constants": sum(counts),
