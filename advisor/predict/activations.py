@@ -31,8 +31,9 @@ class Kept:
 
     Attributes:
         input: its input alone; what is kept when the whole layer is computed again.
-        selective: what selective recompute drops and brings back: the attention core's scores, and
-            of experts the nonlinearity's output (Megatron-LM's core_attn and moe_act).
+        selective: what selective recompute drops and brings back: the attention core's scores, what
+            comes out of latents, and of experts the nonlinearity's output (Megatron-LM's modules
+            core_attn, mla_up_proj and moe_act).
         matrices: outputs of matrix products, and of attention: what a policy over operators keeps.
         all: everything, scores included.
     """
@@ -64,7 +65,7 @@ class Tokens:
 
 
 def tokens_of(setup: Setup) -> Tokens:
-    layout, shape = setup.layout, _shape(setup)
+    layout, shape = setup.layout, transformer_of(setup)
     whole = layout.microbatch * shape.length / layout.cp
     half = setup.dtype not in ("float32", "tfloat32")
     return Tokens(
@@ -82,7 +83,12 @@ def kept_by(setup: Setup, kind: str) -> Kept:
     return LAYERS[kind](setup, tokens_of(setup))
 
 
-def _shape(setup: Setup) -> Shape:
+def transformer_of(setup: Setup) -> Shape:
+    """The shape of a setup.
+
+    Raises:
+        ValueError: it has none: the network is of convolutions.
+    """
     if setup.shape is None:
         raise ValueError(f"{setup.row_id} is no transformer")
     return setup.shape
@@ -90,17 +96,18 @@ def _shape(setup: Setup) -> Shape:
 
 def _attention(setup: Setup, tokens: Tokens, *, keys: float, cross: bool = False) -> Kept:
     """Norm, projections, core, projection, dropout. `keys`: positions that are looked at."""
-    shape, software, tp = _shape(setup), setup.software, setup.layout.tp
+    shape, software, tp = transformer_of(setup), setup.software, setup.layout.tp
     e, product = tokens.element, tokens.product
     queries = shape.heads * shape.head_width
     values = 2 * shape.kv_heads * shape.head_width
     of_keys = tokens.batch * keys / setup.layout.cp if cross else tokens.whole
     inputs = e * shape.hidden * tokens.split
-    projected = e * (queries * tokens.whole + values * of_keys) / tp
+    projected, again = e * (queries * tokens.whole + values * of_keys) / tp, 0.0
     if shape.latent:
-        # Keys are as wide as queries and hold the rotary part; latents are kept on every rank.
-        projected = e * tokens.whole * queries * (1.5 + 1.5 + 1) / tp
-        projected += 2 * e * tokens.split * (QUERY_LATENT + KEY_LATENT + ROTARY)
+        # Keys are as wide as queries and hold the rotary part; latents are kept on every rank, and
+        # what is projected up from them can be computed again.
+        again = e * tokens.whole * (3 * queries + 2 * shape.heads * ROTARY) / tp
+        projected = again + 2 * e * tokens.split * (QUERY_LATENT + KEY_LATENT + ROTARY)
     context = e * queries * tokens.whole / tp
     if product < e:
         context += product * queries * tokens.whole / tp
@@ -114,14 +121,14 @@ def _attention(setup: Setup, tokens: Tokens, *, keys: float, cross: bool = False
         scores = each * shape.heads / tp * tokens.whole * keys
     matrices = projected + context + inputs
     total = inputs + normed + projected + context + mask + scores
-    if not software.fused:
-        total += 2 * inputs  # the norm's input in fp32, rotated queries and keys
-    return Kept(input=inputs, selective=scores, matrices=matrices, all=total)
+    if not software.fused and shape.gated:
+        total += 2 * inputs  # RMSNorm's input in fp32; LayerNorm has a kernel of its own
+    return Kept(input=inputs, selective=scores + again, matrices=matrices, all=total)
 
 
 def _mlp(setup: Setup, tokens: Tokens, width: int) -> Kept:
     """Norm, first product, nonlinearity, second product, dropout."""
-    shape, software, tp = _shape(setup), setup.software, setup.layout.tp
+    shape, software, tp = transformer_of(setup), setup.software, setup.layout.tp
     e, product = tokens.element, tokens.product
     inputs = e * shape.hidden * tokens.split
     normed = product * shape.hidden * tokens.split
@@ -129,8 +136,8 @@ def _mlp(setup: Setup, tokens: Tokens, width: int) -> Kept:
     after = product * width * tokens.whole / tp
     mask = shape.hidden * tokens.split if software.dropout else 0.0
     total = inputs + normed + before + after + mask
-    if not software.fused:
-        total += 2 * inputs + (e * width * tokens.whole / tp if shape.gated else 0.0)
+    if not software.fused and shape.gated:
+        total += 2 * inputs + e * width * tokens.whole / tp  # before and after the gate
     return Kept(input=inputs, selective=0.0, matrices=before + inputs, all=total)
 
 
@@ -140,7 +147,7 @@ def _experts(setup: Setup, tokens: Tokens) -> Kept:
     The copies of a token are spread evenly over the experts. Ranks that split an expert all see all
     of its tokens; ranks that do not, see their share.
     """
-    shape, layout, e = _shape(setup), setup.layout, tokens.element
+    shape, layout, e = transformer_of(setup), setup.layout, tokens.element
     copies = shape.topk * tokens.whole / layout.tp
     inner = shape.expert_width or shape.hidden
     within = expert_ranks(setup)
@@ -164,7 +171,7 @@ def _experts(setup: Setup, tokens: Tokens) -> Kept:
 
 def _mamba(setup: Setup, tokens: Tokens) -> Kept:
     """Norm, projection in, convolution, scan, gated norm, projection out."""
-    shape, e, tp = _shape(setup), tokens.element, setup.layout.tp
+    shape, e, tp = transformer_of(setup), tokens.element, setup.layout.tp
     inputs = e * shape.hidden * tokens.split
     inner = 2 * shape.hidden
     projected = e * (2 * inner + MAMBA_STATES) * tokens.whole / tp
@@ -186,7 +193,7 @@ def _together(*parts: Kept) -> Kept:
 
 def _dense_layer(setup: Setup, tokens: Tokens) -> Kept:
     attention = _attention(setup, tokens, keys=tokens.keys)
-    return _together(attention, _mlp(setup, tokens, _shape(setup).ffn))
+    return _together(attention, _mlp(setup, tokens, transformer_of(setup).ffn))
 
 
 def _expert_layer(setup: Setup, tokens: Tokens) -> Kept:
@@ -204,7 +211,7 @@ def _decoder_layer(setup: Setup, tokens: Tokens) -> Kept:
     return _together(
         _attention(setup, own, keys=own.keys),
         _attention(setup, own, keys=tokens.keys, cross=True),
-        _mlp(setup, own, _shape(setup).ffn),
+        _mlp(setup, own, transformer_of(setup).ffn),
     )
 
 
@@ -231,7 +238,7 @@ def expert_ranks(setup: Setup) -> int:
     (--expert-tensor-parallel-size 1). Where the expert ranks reach beyond the data-parallel ones,
     they take tensor-parallel ranks, and what is left splits the experts.
     """
-    layout, shape = setup.layout, _shape(setup)
+    layout, shape = setup.layout, transformer_of(setup)
     if layout.ep > layout.dp * layout.cp:
         return min(layout.tp, layout.dp * layout.cp * layout.tp // layout.ep)
     return 1 if shape.gated else layout.tp

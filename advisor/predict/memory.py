@@ -9,28 +9,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from advisor.predict.activations import DECODER_SHARE, Tokens, expert_ranks, kept_by, tokens_of
+from advisor.predict.activations import (
+    DECODER_SHARE,
+    Tokens,
+    expert_ranks,
+    kept_by,
+    tokens_of,
+    transformer_of,
+)
 from advisor.predict.memory_constants import FITTED, MemoryConstants
 from advisor.predict.setup import Range, Setup, Software
-from advisor.predict.stages import Stage, in_flight, stage_of
+from advisor.predict.stages import Stage, contenders, in_flight, stage_of
 
 # DeepSpeed's defaults: buckets of 5e8 numbers to gather and to reduce, 1e9 parameters alive
 # (deepspeed.ai configuration pages).
 BUCKET = 5e8
 LIVE = 1e9
 _DEEPSPEED = ("deepspeed", "megatron-deepspeed")
-_FOREACH = ("ddp", "fsdp", "foundry", "torchtitan", "internevo")
+# Programs with torch's own Adam; its default became one kernel for a list of tensors with 2.0
+# (March 2023), with one list of temporaries as large as the parameters; before, it went tensor by
+# tensor, of which the embedding's is the largest.
+_TORCH_ADAM = ("ddp", "fsdp", "internevo")
+FOREACH_DEFAULT = 2023.2
 # Since this release Megatron-LM computes the loss in the buffer of the fp32 logits.
 LOSS_IN_PLACE = 2023.0
 # Inside the allocator: a workspace of cuBLAS for each of the two threads that run forward and
 # backward, and one of the library of fused layers; 32 MiB each on Hopper (torch, Reproducibility
 # notes; Transformer Engine, module/base.py).
 WORKSPACE = 3 * 32 * 2**20
-# torch 2.1 brought segments that grow (October 2023); NVIDIA's recipes switch them on
-# (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True), which leaves half of the cache at most: 1.08
-# to 1.10 of what is allocated (Mist's README; Megatron-Bridge's notes on recompute).
+# The allocator's slack is half where blocks fit each other: FSDP's units are of one size, and since
+# torch 2.1 (October 2023) NVIDIA's recipes let segments grow (expandable_segments:True). 1.08 to
+# 1.10 of what is allocated (Mist's README; Megatron-Bridge's notes on recompute).
 EXPANDABLE = 2024.0
-RECIPE_SLACK = 0.5
+TIDY_SLACK = 0.5
+# Of what is cached in excess, that an allocator in need can give back: whole segments only. Runs
+# that filled their device wanted up to a tenth more than it has (LLM Foundry's largest batches,
+# BigScience's at 76 of 80 GB).
+GIVEN_BACK = 0.5
+_OF_UNITS = ("fsdp", "foundry", "torchtitan")
 # torch 1.6 brought autocast (July 2020), which computes losses in fp32; programs took it up after.
 AUTOCAST = 2021.0
 
@@ -41,7 +57,7 @@ class StageMemory:
 
     `allocated` is what the framework's allocator counts as used, `reserved` what the process takes
     of the device: cached blocks, context and communicators too; `wanted` what it would take of a
-    device without end.
+    device without end. `fits`: half of the slack given back, that is no more than there is.
     """
 
     index: int
@@ -52,6 +68,7 @@ class StageMemory:
     allocated: float
     reserved: float
     wanted: float
+    fits: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +82,12 @@ class MemoryPrediction:
 
 
 def predict_memory(setup: Setup, constants: MemoryConstants = FITTED) -> MemoryPrediction:
-    """Peak memory of a transformer's rank: the worst of first, second, last and longest stage."""
-    last = setup.layout.pp - 1
-    stages = [stage_memory(setup, i, constants) for i in sorted({0, min(1, last), last})]
+    """Peak memory of a transformer's rank, on the worst stage.
+
+    Raises:
+        ValueError: the setup is not of a transformer.
+    """
+    stages = [stage_memory(setup, i, constants) for i in contenders(setup)]
     stages.sort(key=lambda stage: -stage.wanted)
     allocated, reserved = max(stage.allocated for stage in stages), stages[0].reserved
     more, c = _doubt(setup, stages, constants), constants
@@ -82,7 +102,7 @@ def predict_memory(setup: Setup, constants: MemoryConstants = FITTED) -> MemoryP
             low=reserved * c.reserved_low,
             high=reserved * c.reserved_high * more,
         ),
-        fits=stages[0].wanted <= c.usable_share * setup.cluster.device.memory_bytes.value,
+        fits=all(stage.fits for stage in stages),
         stages=tuple(stages),
     )
 
@@ -108,9 +128,7 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
     flying = in_flight(setup.layout, index)
     kept = _kept(setup, stage, tokens) * flying
     gathered, step = _gathered(setup, stage, tokens), _step(setup, stage)
-    moments = {
-        "backward": (kept, gathered + _layer_work(setup, stage)),
-    }
+    moments = {"backward": (kept, gathered + _layer_work(setup, stage))}
     if stage.last:
         moments["loss"] = (kept, gathered + _loss(setup, stage, tokens))
     moment, (activations, work) = max(moments.items(), key=lambda item: sum(item[1]))
@@ -123,7 +141,7 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
     groups = sum(n > 1 for n in (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep))
     outside = constants.context_bytes + groups * constants.group_bytes
     capacity = setup.cluster.device.memory_bytes.value
-    slack = constants.slack_share * (RECIPE_SLACK if _expandable(software) else 1)
+    slack = constants.slack_share * (TIDY_SLACK if _tidy(software) else 1)
     wanted = cached * (1 + slack) + outside
     return StageMemory(
         index=index,
@@ -135,11 +153,13 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
         # Before the allocator fails it gives back what it only caches.
         reserved=max(allocated + outside, min(wanted, capacity)),
         wanted=wanted,
+        fits=wanted <= capacity * (1 + GIVEN_BACK * slack),
     )
 
 
-def _expandable(software: Software) -> bool:
-    return software.family == "megatron" and software.year >= EXPANDABLE
+def _tidy(software: Software) -> bool:
+    recipes = software.family == "megatron" and software.year >= EXPANDABLE
+    return recipes or software.family in _OF_UNITS
 
 
 def _shards(setup: Setup) -> tuple[float, float]:
@@ -157,7 +177,10 @@ def _states(setup: Setup, stage: Stage) -> float:
     weights, gradients = software.weight_bytes, software.gradient_bytes
     optimizer = software.master_bytes + software.moment_bytes
     if software.offload.startswith("optimizer"):
-        optimizer = 0.0
+        # The update runs on the host, so the shards of gradients go there too.
+        optimizer, gradients = 0.0, 0.0 if zero >= 2 else gradients
+    if software.offload.endswith("params"):
+        weights = 0.0
     total = 0.0
     for parameters, shards in zip((stage.dense, stage.experts), _shards(setup), strict=True):
         total += parameters * (
@@ -185,8 +208,7 @@ def _kept(setup: Setup, stage: Stage, tokens: Tokens) -> float:
         }.get(recompute, kept.all)
         total += count * each
     if stage.first and setup.software.dropout:
-        assert setup.shape is not None
-        total += tokens.split * setup.shape.hidden
+        total += tokens.split * transformer_of(setup).hidden
     return total
 
 
@@ -213,22 +235,25 @@ def loss_bytes(software: Software, element: float, kind: str) -> float:
     Megatron-LM turns the fp32 copy of the logits into the gradient in place; before, the
     exponentials were a tensor of their own. torch's cross entropy holds the logits, their fp32
     copy's log-softmax, its gradient and the fp32 gradient of the logits; before autocast, and in
-    Transformer-XL's own loss, all four are of the model's type.
+    Transformer-XL's own loss, all four are of the model's type. LLM Foundry's loss is one kernel
+    (`fused_crossentropy`), from logits to their gradient.
     """
     if software.family in ("megatron", "internevo") and software.year >= LOSS_IN_PLACE:
         return element + 4
     if software.family in ("megatron", "megatron-deepspeed", "internevo"):
         return element + 8
+    if software.family == "foundry":
+        return 2 * element
     if software.year < AUTOCAST or kind == "transformer_xl":
         return 4 * element
     return element + 12 if element < 4 else 16
 
 
 def _loss(setup: Setup, stage: Stage, tokens: Tokens) -> float:
-    assert setup.shape is not None
-    share = 1 / DECODER_SHARE if setup.shape.kind == "t5" else 1.0
-    each = loss_bytes(setup.software, tokens.element, setup.shape.kind)
-    hidden = tokens.element * setup.shape.hidden * tokens.split * share
+    shape = transformer_of(setup)
+    share = 1 / DECODER_SHARE if shape.kind == "t5" else 1.0
+    each = loss_bytes(setup.software, tokens.element, shape.kind)
+    hidden = tokens.element * shape.hidden * tokens.split * share
     return tokens.whole * share * stage.vocab * each + 2 * hidden
 
 
@@ -238,9 +263,11 @@ def _gathered(setup: Setup, stage: Stage, tokens: Tokens) -> float:
     if setup.layout.zero == 3:
         if software.family in _DEEPSPEED:
             return min(LIVE, stage.dense + stage.experts) * tokens.element
-        # The layer in work, the one prefetched, the root's; then the gradients of one.
-        whole = 2 * stage.largest_layer + stage.ends
-        return whole * tokens.element + stage.largest_layer * (tokens.element + 4)
+        # The layer in work, its gradients, the layer that is fetched next; the root's. Gradients
+        # that are exchanged in a wider type are copied for it.
+        whole = 3 * stage.largest_layer + stage.ends
+        copy = software.reduce_bytes if software.reduce_bytes > tokens.element else 0.0
+        return whole * tokens.element + stage.largest_layer * copy
     if software.weight_bytes > tokens.element:
         return (stage.dense + stage.experts) * tokens.element  # autocast's copies
     return 0.0
@@ -253,7 +280,8 @@ def _step(setup: Setup, stage: Stage) -> float:
         return 0.0
     shards = _shards(setup)
     local = stage.dense / shards[0] + stage.experts / shards[1]
-    each = 4.0 if software.master_bytes and software.gradient_bytes < 4 else 0.0
-    if software.family in _FOREACH:
-        each += 4.0
-    return each * local
+    found = 4 * local if software.master_bytes and software.gradient_bytes < 4 else 0.0
+    if software.family in _TORCH_ADAM:
+        table = stage.vocab * transformer_of(setup).hidden / shards[0]
+        found += 4 * (local if software.year >= FOREACH_DEFAULT else table)
+    return found

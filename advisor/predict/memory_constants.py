@@ -19,20 +19,17 @@ class MemoryConstants:
         slack_share: what the allocator holds over the fullest moment.
         context_bytes: of runtime and libraries outside the allocator.
         group_bytes: buffers of one communicator; a rank has one for each axis that has a group.
-        usable_share: of a device's memory, that a run may want before it fails; what is cached in
-            excess can be given back.
         allocated_low, allocated_high, reserved_low, reserved_high: ends of the ranges over the
             predicted value, which hold nine of ten published ones of other files.
     """
 
-    slack_share: float = 0.204
-    context_bytes: float = 1.63 * GIB
-    group_bytes: float = 0.221 * GIB
-    usable_share: float = 1.1
+    slack_share: float = 0.206
+    context_bytes: float = 1.78 * GIB
+    group_bytes: float = 0.139 * GIB
     allocated_low: float = 0.929
     allocated_high: float = 1.07
-    reserved_low: float = 0.845
-    reserved_high: float = 1.15
+    reserved_low: float = 0.855
+    reserved_high: float = 1.12
 
 
 FITTED = MemoryConstants()

@@ -1,8 +1,8 @@
 """The fitted constants of memory, from published runs: `python -m tests.scorecard.memory_fit`.
 
-What a device holds beyond what an allocator counts is fitted on what nvidia-smi showed, the usable
-share on which runs failed, the ranges on how predictions missed files they were not fitted on.
-Every file weighs as the square root of its rows; the same data gives the same constants.
+What a device holds beyond what an allocator counts is fitted on what nvidia-smi showed, the ranges
+on how predictions missed files they were not fitted on. Every file weighs as the square root of its
+rows; the same data gives the same constants.
 """
 
 from __future__ import annotations
@@ -25,12 +25,9 @@ from tests.scorecard.published import WEIGHTS, Published, published
 # Where a constant may go.
 BOUNDS = {
     "slack_share": (0.02, 0.4),
-    "context_bytes": (0.3 * GIB, 3.0 * GIB),
+    "context_bytes": (0.3 * GIB, 2.0 * GIB),
     "group_bytes": (0.05 * GIB, 1.0 * GIB),
 }
-# What out-of-memory predictions should reach: the share of failed runs that are foretold, and the
-# share of foretold ones that failed.
-RECALL, PRECISION = 0.95, 0.9
 # Where the search begins, whatever was fitted before: a tenth, a context of today, one buffer.
 START = MemoryConstants(slack_share=0.1, context_bytes=GIB, group_bytes=0.25 * GIB)
 # Nine of ten between the ends.
@@ -57,13 +54,13 @@ class Held:
 
 
 def held_runs(runs: Sequence[Published]) -> list[Held]:
-    """The transformers among `runs` with a measured memory, or that say whether they fit."""
+    """The transformers among `runs` with a measured memory, or that ran or failed for memory."""
     found = []
     for run in runs:
         setup = resolve(run.row)
         if not isinstance(setup, Setup) or setup.shape is None or not WEIGHTS[run.reliability]:
             continue
-        if run.memory_gib is None and run.oom is None:
+        if run.memory_gib is None and run.oom is None and run.step_s is None:
             continue
         found.append(Held(run, setup, WEIGHTS[run.reliability]))
     sizes: Counter[str] = Counter()
@@ -141,30 +138,7 @@ def fit(runs: Sequence[Held], start: MemoryConstants = START) -> MemoryConstants
     What allocators counted is predicted without constants, so only the device's figures count.
     """
     device = [held for held in runs if held.measured_bytes is not None and not held.of_allocator]
-    found = _descend(start, lambda constants: loss(constants, device)) if device else start
-    return replace(found, usable_share=fit_usable(runs, found))
-
-
-def fit_usable(runs: Sequence[Held], constants: MemoryConstants) -> float:
-    """The share of the memory from which on runs fail: the best of recall and precision."""
-    filled = sorted(
-        (
-            max(stage.wanted for stage in predict_memory(held.setup, constants).stages)
-            / held.setup.cluster.device.memory_bytes.value,
-            held.run.oom,
-        )
-        for held in runs
-        if held.run.oom is not None
-    )
-    failed = sum(oom for _, oom in filled if oom)
-    best, share = -1.0, constants.usable_share
-    for i in range(1, len(filled)):
-        caught = sum(1 for _, oom in filled[i:] if oom)
-        recall, precision = caught / max(failed, 1), caught / len(filled[i:])
-        reached = min(recall / RECALL, 1.0) + min(precision / PRECISION, 1.0)
-        if reached > best:
-            best, share = reached, (filled[i - 1][0] + filled[i][0]) / 2
-    return share
+    return _descend(start, lambda constants: loss(constants, device)) if device else start
 
 
 def fit_range(
@@ -212,12 +186,18 @@ def _whole(constants: MemoryConstants) -> MemoryConstants:
 def left_out(runs: Sequence[Held]) -> list[tuple[Held, MemoryConstants]]:
     """Each run with the constants, ends of the range included, that all other files gave."""
     files = sorted({held.run.file for held in runs})
-    without = {file: fit([held for held in runs if held.run.file != file]) for file in files}
+    showing = {held.run.file for held in runs if held.measured_bytes and not held.of_allocator}
+    whole = fit(runs)
+    # A file that shows nothing of the device takes no part in that fit.
+    without = {
+        file: fit([held for held in runs if held.run.file != file]) if file in showing else whole
+        for file in files
+    }
     missed = [(held, without[held.run.file]) for held in runs if held.measured_bytes is not None]
     found: list[tuple[Held, MemoryConstants]] = []
     for file in files:
-        others = [pair for pair in missed if pair[0].run.file != file]
-        constants = with_ranges(without[file], others)
+        elsewhere = [pair for pair in missed if pair[0].run.file != file]
+        constants = with_ranges(without[file], elsewhere)
         found += [(held, constants) for held in runs if held.run.file == file]
     return found
 
