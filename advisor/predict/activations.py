@@ -65,7 +65,7 @@ class Tokens:
 
 
 def tokens_of(setup: Setup) -> Tokens:
-    layout, shape = setup.layout, _shape(setup)
+    layout, shape = setup.layout, transformer_of(setup)
     whole = layout.microbatch * shape.length / layout.cp
     half = setup.dtype not in ("float32", "tfloat32")
     return Tokens(
@@ -83,7 +83,12 @@ def kept_by(setup: Setup, kind: str) -> Kept:
     return LAYERS[kind](setup, tokens_of(setup))
 
 
-def _shape(setup: Setup) -> Shape:
+def transformer_of(setup: Setup) -> Shape:
+    """The shape of a setup.
+
+    Raises:
+        ValueError: it has none: the network is of convolutions.
+    """
     if setup.shape is None:
         raise ValueError(f"{setup.row_id} is no transformer")
     return setup.shape
@@ -91,7 +96,7 @@ def _shape(setup: Setup) -> Shape:
 
 def _attention(setup: Setup, tokens: Tokens, *, keys: float, cross: bool = False) -> Kept:
     """Norm, projections, core, projection, dropout. `keys`: positions that are looked at."""
-    shape, software, tp = _shape(setup), setup.software, setup.layout.tp
+    shape, software, tp = transformer_of(setup), setup.software, setup.layout.tp
     e, product = tokens.element, tokens.product
     queries = shape.heads * shape.head_width
     values = 2 * shape.kv_heads * shape.head_width
@@ -123,7 +128,7 @@ def _attention(setup: Setup, tokens: Tokens, *, keys: float, cross: bool = False
 
 def _mlp(setup: Setup, tokens: Tokens, width: int) -> Kept:
     """Norm, first product, nonlinearity, second product, dropout."""
-    shape, software, tp = _shape(setup), setup.software, setup.layout.tp
+    shape, software, tp = transformer_of(setup), setup.software, setup.layout.tp
     e, product = tokens.element, tokens.product
     inputs = e * shape.hidden * tokens.split
     normed = product * shape.hidden * tokens.split
@@ -142,7 +147,7 @@ def _experts(setup: Setup, tokens: Tokens) -> Kept:
     The copies of a token are spread evenly over the experts. Ranks that split an expert all see all
     of its tokens; ranks that do not, see their share.
     """
-    shape, layout, e = _shape(setup), setup.layout, tokens.element
+    shape, layout, e = transformer_of(setup), setup.layout, tokens.element
     copies = shape.topk * tokens.whole / layout.tp
     inner = shape.expert_width or shape.hidden
     within = expert_ranks(setup)
@@ -166,7 +171,7 @@ def _experts(setup: Setup, tokens: Tokens) -> Kept:
 
 def _mamba(setup: Setup, tokens: Tokens) -> Kept:
     """Norm, projection in, convolution, scan, gated norm, projection out."""
-    shape, e, tp = _shape(setup), tokens.element, setup.layout.tp
+    shape, e, tp = transformer_of(setup), tokens.element, setup.layout.tp
     inputs = e * shape.hidden * tokens.split
     inner = 2 * shape.hidden
     projected = e * (2 * inner + MAMBA_STATES) * tokens.whole / tp
@@ -188,7 +193,7 @@ def _together(*parts: Kept) -> Kept:
 
 def _dense_layer(setup: Setup, tokens: Tokens) -> Kept:
     attention = _attention(setup, tokens, keys=tokens.keys)
-    return _together(attention, _mlp(setup, tokens, _shape(setup).ffn))
+    return _together(attention, _mlp(setup, tokens, transformer_of(setup).ffn))
 
 
 def _expert_layer(setup: Setup, tokens: Tokens) -> Kept:
@@ -206,7 +211,7 @@ def _decoder_layer(setup: Setup, tokens: Tokens) -> Kept:
     return _together(
         _attention(setup, own, keys=own.keys),
         _attention(setup, own, keys=tokens.keys, cross=True),
-        _mlp(setup, own, _shape(setup).ffn),
+        _mlp(setup, own, transformer_of(setup).ffn),
     )
 
 
@@ -233,7 +238,7 @@ def expert_ranks(setup: Setup) -> int:
     (--expert-tensor-parallel-size 1). Where the expert ranks reach beyond the data-parallel ones,
     they take tensor-parallel ranks, and what is left splits the experts.
     """
-    layout, shape = setup.layout, _shape(setup)
+    layout, shape = setup.layout, transformer_of(setup)
     if layout.ep > layout.dp * layout.cp:
         return min(layout.tp, layout.dp * layout.cp * layout.tp // layout.ep)
     return 1 if shape.gated else layout.tp

@@ -9,10 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from advisor.predict.activations import DECODER_SHARE, Tokens, expert_ranks, kept_by, tokens_of
+from advisor.predict.activations import (
+    DECODER_SHARE,
+    Tokens,
+    expert_ranks,
+    kept_by,
+    tokens_of,
+    transformer_of,
+)
 from advisor.predict.memory_constants import FITTED, MemoryConstants
 from advisor.predict.setup import Range, Setup, Software
-from advisor.predict.stages import Stage, in_flight, stage_of
+from advisor.predict.stages import Stage, contenders, in_flight, stage_of
 
 # DeepSpeed's defaults: buckets of 5e8 numbers to gather and to reduce, 1e9 parameters alive
 # (deepspeed.ai configuration pages).
@@ -75,9 +82,12 @@ class MemoryPrediction:
 
 
 def predict_memory(setup: Setup, constants: MemoryConstants = FITTED) -> MemoryPrediction:
-    """Peak memory of a transformer's rank: the worst of first, second, last and longest stage."""
-    last = setup.layout.pp - 1
-    stages = [stage_memory(setup, i, constants) for i in sorted({0, min(1, last), last})]
+    """Peak memory of a transformer's rank, on the worst stage.
+
+    Raises:
+        ValueError: the setup is not of a transformer.
+    """
+    stages = [stage_memory(setup, i, constants) for i in contenders(setup)]
     stages.sort(key=lambda stage: -stage.wanted)
     allocated, reserved = max(stage.allocated for stage in stages), stages[0].reserved
     more, c = _doubt(setup, stages, constants), constants
@@ -118,9 +128,7 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
     flying = in_flight(setup.layout, index)
     kept = _kept(setup, stage, tokens) * flying
     gathered, step = _gathered(setup, stage, tokens), _step(setup, stage)
-    moments = {
-        "backward": (kept, gathered + _layer_work(setup, stage)),
-    }
+    moments = {"backward": (kept, gathered + _layer_work(setup, stage))}
     if stage.last:
         moments["loss"] = (kept, gathered + _loss(setup, stage, tokens))
     moment, (activations, work) = max(moments.items(), key=lambda item: sum(item[1]))
@@ -169,7 +177,10 @@ def _states(setup: Setup, stage: Stage) -> float:
     weights, gradients = software.weight_bytes, software.gradient_bytes
     optimizer = software.master_bytes + software.moment_bytes
     if software.offload.startswith("optimizer"):
-        optimizer = 0.0
+        # The update runs on the host, so the shards of gradients go there too.
+        optimizer, gradients = 0.0, 0.0 if zero >= 2 else gradients
+    if software.offload.endswith("params"):
+        weights = 0.0
     total = 0.0
     for parameters, shards in zip((stage.dense, stage.experts), _shards(setup), strict=True):
         total += parameters * (
@@ -197,8 +208,7 @@ def _kept(setup: Setup, stage: Stage, tokens: Tokens) -> float:
         }.get(recompute, kept.all)
         total += count * each
     if stage.first and setup.software.dropout:
-        assert setup.shape is not None
-        total += tokens.split * setup.shape.hidden
+        total += tokens.split * transformer_of(setup).hidden
     return total
 
 
@@ -240,10 +250,10 @@ def loss_bytes(software: Software, element: float, kind: str) -> float:
 
 
 def _loss(setup: Setup, stage: Stage, tokens: Tokens) -> float:
-    assert setup.shape is not None
-    share = 1 / DECODER_SHARE if setup.shape.kind == "t5" else 1.0
-    each = loss_bytes(setup.software, tokens.element, setup.shape.kind)
-    hidden = tokens.element * setup.shape.hidden * tokens.split * share
+    shape = transformer_of(setup)
+    share = 1 / DECODER_SHARE if shape.kind == "t5" else 1.0
+    each = loss_bytes(setup.software, tokens.element, shape.kind)
+    hidden = tokens.element * shape.hidden * tokens.split * share
     return tokens.whole * share * stage.vocab * each + 2 * hidden
 
 
@@ -272,7 +282,6 @@ def _step(setup: Setup, stage: Stage) -> float:
     local = stage.dense / shards[0] + stage.experts / shards[1]
     found = 4 * local if software.master_bytes and software.gradient_bytes < 4 else 0.0
     if software.family in _TORCH_ADAM:
-        assert setup.shape is not None
-        one_by_one = software.year < FOREACH_DEFAULT
-        found += 4 * (stage.vocab * setup.shape.hidden / shards[0] if one_by_one else local)
+        table = stage.vocab * transformer_of(setup).hidden / shards[0]
+        found += 4 * (local if software.year >= FOREACH_DEFAULT else table)
     return found

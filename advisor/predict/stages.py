@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from advisor.predict.activations import MAMBA_STATES, expert_ranks
+from advisor.predict.activations import MAMBA_STATES, expert_ranks, transformer_of
 from advisor.predict.setup import Layout, Setup, Shape
 from advisor.predict.work import KEY_LATENT, QUERY_LATENT, ROTARY
 
@@ -46,8 +46,7 @@ def padded_vocabulary(shape: Shape, tp: int) -> int:
 
 def stage_of(setup: Setup, index: int) -> Stage:
     """The stage at `index`. Layers are spread as evenly as they go."""
-    shape, layout = setup.shape, setup.layout
-    assert shape is not None
+    shape, layout = transformer_of(setup), setup.layout
     layers = _layers(shape, layout, index)
     dense = experts = largest = 0.0
     for kind, count in layers.items():
@@ -80,10 +79,21 @@ def stage_of(setup: Setup, index: int) -> Stage:
     )
 
 
+def contenders(setup: Setup) -> list[int]:
+    """Stages of which one is the fullest: the ends, the second, and the first with a layer more.
+
+    All others have as many layers as one of these and fewer microbatches in flight.
+    """
+    shape, stages = transformer_of(setup), setup.layout.pp
+    parts = stages * setup.layout.virtual
+    over = (shape.layers * (2 if shape.kind == "t5" else 1)) % parts
+    longer = (ceil(parts / over) - 1) % stages if over else 0
+    return sorted({0, min(1, stages - 1), longer, stages - 1})
+
+
 def layer_parameters(setup: Setup, kind: str) -> tuple[float, float]:
     """Parameters of a layer on one tensor and expert rank: outside experts, and inside."""
-    shape, layout = setup.shape, setup.layout
-    assert shape is not None
+    shape, layout = transformer_of(setup), setup.layout
     h, tp = shape.hidden, layout.tp
     biased = shape.kind in ("dense_gpt", "bert", "t5")
     queries, values = shape.heads * shape.head_width, 2 * shape.kv_heads * shape.head_width

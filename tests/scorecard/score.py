@@ -75,7 +75,7 @@ def memory_errors(pairs: Iterable[Pair]) -> Errors | None:
     """Of the peak, against the counter that the row names: allocated, or what the card shows."""
     found = []
     for run, p in pairs:
-        if p.predicted_peak_mem_gib is None or p.predicted_reserved_gib is None:
+        if run.oom or p.predicted_peak_mem_gib is None or p.predicted_reserved_gib is None:
             continue
         allocated = "alloc" in run.memory_metric
         value = p.predicted_peak_mem_gib if allocated else p.predicted_reserved_gib

@@ -193,6 +193,13 @@ def test_all_layers_are_on_some_stage() -> None:
         assert layers == int(cells["n_layers"]) * (2 if cells.get("arch") == "t5" else 1)
 
 
+@pytest.mark.parametrize("layers", [48, 49, 50, 51, 53])
+def test_no_stage_is_fuller_than_the_one_that_is_told(layers: int) -> None:
+    setup = setup_of(n_layers=layers, tp=1, pp=8, dp=1, grad_accum=16, recompute="full")
+    every = [stage_memory(setup, i).allocated for i in range(8)]
+    assert predict_memory(setup).allocated.value == max(every)
+
+
 @pytest.mark.parametrize(
     ("less", "more"),
     [
@@ -203,6 +210,7 @@ def test_all_layers_are_on_some_stage() -> None:
         ({"sequence_parallel": "y"}, {"sequence_parallel": "n"}),
         ({"attention": "flash"}, {"attention": "unfused"}),
         ({"zero_stage": 1}, {"zero_stage": ""}),
+        ({"offload": "optimizer"}, {"offload": "none"}),
         ({"tp": 4, "dp": 2}, {"tp": 2, "dp": 4}),
         ({**PIPELINE, "grad_accum": 1}, {**PIPELINE, "grad_accum": 8}),
     ],

@@ -8,6 +8,7 @@ import pytest
 
 from advisor.predict.basis import basis_of
 from advisor.predict.constants import CONSTANTS
+from advisor.predict.ranges import time_range
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import row_of
 from advisor.predict.setup import Setup
@@ -101,6 +102,28 @@ def test_published_steps_are_met(cells: dict[str, str], seconds: float) -> None:
 def test_a_fit_may_move_any_constant_and_the_step_follows() -> None:
     faster = step_time(basis_of(setup_of()), replace(CONSTANTS, ampere=2 * CONSTANTS.ampere))
     assert faster.step_s < time_of(setup_of()).step_s
+
+
+def test_ranges_are_wider_for_devices_that_nobody_timed() -> None:
+    def width(device: str) -> float:
+        span = time_range(setup_of(gpu_type=device, dtype="bf16"), 1.0)
+        return span.high - span.low
+
+    assert width("MI300X") > width("A100-SXM-80GB")
+
+
+def test_operators_recomputed_selectively_cost_less_than_layers() -> None:
+    cells = {"source": "torchtitan", "zero_stage": "3", "dp": "512", "tp": "1", "pp": "1"}
+    some = time_of(setup_of(recompute="selective", **cells))
+    whole = time_of(setup_of(recompute="full", **cells))
+    assert 0 < some.recompute_s < whole.recompute_s
+
+
+def test_gradients_that_are_split_leave_in_every_microbatch() -> None:
+    cells = {"source": "deepspeed", "dp": "512", "tp": "1", "pp": "1", "microbatch": "1"}
+    once = time_of(setup_of(zero_stage="1", global_batch="4096", **cells))
+    often = time_of(setup_of(zero_stage="2", global_batch="4096", **cells))
+    assert often.data_s > 2 * once.data_s
 
 
 def test_a_layer_by_itself_has_no_update() -> None:
