@@ -14,7 +14,7 @@ from advisor.search.space import KINDS, RECOMPUTES, SCHEDULES, Space
 from advisor.search.space import Pins as Pins
 from advisor.search.stages import Stages
 from engines.legality import Problem, problems
-from engines.plan import DataParallel, Offload, Plan, Precision
+from engines.plan import DataParallel, Offload, Plan, Precision, format_setting
 from profiles.errors import InputError, PlanError
 
 
@@ -70,7 +70,7 @@ def why_illegal(facts: Facts, pins: Pins, *, styles: Styles | None = None) -> li
 def refuse(facts: Facts, pins: Pins) -> PlanError:
     """The error for pins that allow no legal plan: the problems and the nearest legal settings."""
     found = why_illegal(facts, pins)
-    asked = " ".join(f"{key}={value}" for key, value in pins.items())
+    asked = " ".join(f"{key}={format_setting(value)}" for key, value in pins.items())
     where = [f"plan: {asked}"] if asked else []
     where += [f"also: {problem.what}" for problem in found[1:]]
     hints = list(nearest_settings(facts, pins))

@@ -222,7 +222,7 @@ class Plan(Document):
         for name in _SETTINGS_AFTER_DEGREES:
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
-                words.append(f"{name}={_format(value)}")
+                words.append(f"{name}={format_setting(value)}")
         return " ".join(words) or "dp_replicate=1"
 
     @classmethod
@@ -378,7 +378,8 @@ def _parse_value(key: str, value: str, text: str) -> Any:
     return int(value)
 
 
-def _format(value: Any) -> str:
+def format_setting(value: Any) -> str:
+    """A setting's value as `Plan.parse` reads it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""What is filled in for plans with stages or split layers, and that the result trains."""
+"""What is filled in for plans with stages or split layers, and that what is decided trains."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 from advisor.auto import auto_parallelize
 from advisor.complete import completed, even_stages
+from advisor.decision import Decision
 from engines.legality import problems
 from engines.plan import Plan, Schedule
-from profiles.errors import PlanError
+from profiles.errors import InputError
 from tests.engines.cases import CASES, cpu_ranks, profile_of
 from tests.engines.parity import gradient_error, local_rows, reference_loss, relative, sgd
 from tests.workers import Pool
@@ -75,13 +76,15 @@ def _told(settings: str) -> tuple[float, float, str]:
         loss_fn=CASE.loss_fn,
         optimizer=sgd,
         plan=settings,
+        global_batch_size=8,
         cluster=cpu_ranks(4),
     )
     batch = CASE.batch(8)
     loss = parallel.forward_backward(local_rows(parallel, batch, 8))
     expected = reference_loss(reference, CASE, batch)
     expected.backward()  # type: ignore[no-untyped-call]
-    assert parallel.decision is None
+    assert isinstance(parallel.decision, Decision)
+    assert parallel.decision.plan == parallel.plan
     error = relative(loss, expected.detach())
     return error, gradient_error(parallel, reference), str(parallel.plan)
 
@@ -96,12 +99,13 @@ def test_settings_that_name_axes_alone_train(pool: Pool, settings: str) -> None:
 
 
 def _too_many() -> str:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(InputError) as caught:  # rank 0 decides, the others are told
         _told("pp=4 stages=blocks.1")
-    return caught.value.what
+    return str(caught.value)
 
 
 @pytest.mark.dist
 def test_what_cannot_be_is_refused_as_ever(pool: Pool) -> None:
     for what in pool.run(_too_many, world_size=4):
-        assert "pp=4" in what
+        assert "pp=4 needs 3 borders, `stages` names 1" in what
+        assert "plan: pp=4 stages=blocks.1" in what
