@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from engines.tensor.exchange import SEQUENCE, require_equal_tokens
 from engines.tensor.slices import Slice
-from engines.tensor.specimen import SEED, Specimen
+from engines.tensor.specimen import SEED, Specimen, first_line
 from engines.tensor.split import split
 from engines.tensor.styles import Style
 from profiles.errors import AdvisorError
@@ -68,8 +68,7 @@ def prove(specimen: Specimen, styles: Mapping[str, Sequence[Style]], *, size: in
     except AdvisorError as error:
         return Verdict(error.what)
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Verdict(f"the split unit does not run: {first}")
+        return Verdict(f"the split unit does not run: {first_line(error)}")
     try:
         record.require_sums()
         for run in runs:

@@ -15,7 +15,7 @@ from engines.tensor.ties import split_differently
 from engines.tensor.variants import Styles, sequence_variants, variants
 from engines.tensor.wiring import Pair, wiring_of
 from profiles.batch import Batch
-from profiles.errors import PlanError
+from profiles.errors import ModelError, PlanError
 from profiles.flow import GLUE, LOSS, Flow
 from profiles.model import SMALLEST_SHARD_FRACTION, ModelProfile
 from profiles.record import Record
@@ -87,17 +87,16 @@ def propose_styles(
     for kind in kinds_of(model, sample, units, has_target=has_target):
         first = kind.paths[0]
         unit = model.get_submodule(first)
-        trial: _Layer | _Trial
+        trial: _Layer | _Trial | _Whole
         if is_plain(unit):
             trial = _Layer(unit, size=size, smallest=smallest)
         else:
-            trial = _Trial(specimen_of(model, kind), size=size, smallest=smallest)
-            trial.take_all({inner: shipped[path] for path, inner in _within(first, shipped)})
-            for pair in trial.wiring.pairs:
-                trial.take_pair(pair)
-            trial.gather_others()
-            if by_tokens:
-                trial.split_tokens()
+            own = {inner: shipped[path] for path, inner in _within(first, shipped)}
+            try:
+                trial = _Trial(specimen_of(model, kind), size=size, smallest=smallest)
+                trial.run(own, by_tokens=by_tokens)
+            except ModelError as error:
+                trial = _Whole(unit, error.what)
         for path in kind.paths:
             running.append(path)
             found.update({_joined(path, inner): style for inner, style in trial.styles.items()})
@@ -127,6 +126,14 @@ class _Layer:
         self.why: dict[str, str] = {"": small} if small else {}
 
 
+class _Whole:
+    """A unit that cannot be tried; `styles` and `why` as for `_Trial`."""
+
+    def __init__(self, unit: nn.Module, reason: str) -> None:
+        self.styles: Styles = {}
+        self.why = {path: reason for path, module in unit.named_modules() if can_split(module)}
+
+
 class _Trial:
     """The styles of one kind of unit, found one after another; each is proved with those before.
 
@@ -142,6 +149,15 @@ class _Trial:
         self._specimen = specimen
         self._size = size
         self._smallest = smallest
+
+    def run(self, shipped: Mapping[str, Style], *, by_tokens: bool) -> None:
+        """All attempts, in turn; `shipped`: the model's own styles, by paths within the unit."""
+        self.take_all(shipped)
+        for pair in self.wiring.pairs:
+            self.take_pair(pair)
+        self.gather_others()
+        if by_tokens:
+            self.split_tokens()
 
     def take_all(self, styles: Mapping[str, Style]) -> None:
         """All of `styles` or, if that is not right, nothing."""

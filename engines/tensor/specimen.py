@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.tensor.copies import remade
 from profiles.batch import Batch, call_model, map_batch, split_rows
 from profiles.errors import AdvisorError, ModelError
 from profiles.fakes import random_state_kept, stand_ins
@@ -18,10 +19,9 @@ from profiles.pretence import Pretence
 from profiles.torch_compat import (
     flatten,
     is_fake,
-    map_leaves,
     map_tensors,
     tensors_in,
-    unflatten,
+    version_of,
     without_onednn,
 )
 
@@ -33,11 +33,15 @@ _OWN_NUMBER = ("layer_idx", "layer_id", "block_idx", "index")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Arguments of one call of a unit, and which tensors of its output the model's output needs."""
+    """Arguments of one call of a unit, and which tensors of its output the model's output needs.
+
+    `why_not`: what kept the arguments from being noted, if anything did.
+    """
 
     args: Any
     kwargs: Any
     used: frozenset[int]
+    why_not: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +78,19 @@ class Specimen:
     def inputs(self) -> tuple[Any, Any, list[Tensor]]:
         """Arguments for one call, and what the gradients of those that have one arrive at.
 
-        The arguments are not those leaves themselves: a unit may write to what it is given.
+        The arguments are not those leaves themselves: a unit may write to what it is given, also
+        to a cache, so that every call has one of its own.
         """
-        leaves, structure = flatten((self.args, self.kwargs))
-        fresh = [
-            leaf.detach().clone().requires_grad_(leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else _own(leaf)
-            for leaf in leaves
-        ]
-        given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in fresh]
-        again: Any = unflatten(given, structure)
-        return *again, [t for t in fresh if isinstance(t, Tensor) and t.requires_grad]
+        leaves: list[Tensor] = []
+
+        def given(tensor: Tensor) -> Tensor:
+            leaf = _alone(tensor)
+            if leaf.requires_grad:
+                leaves.append(leaf)
+            return leaf.clone()
+
+        args, kwargs = remade((self.args, self.kwargs), given)
+        return args, kwargs, leaves
 
 
 def specimens(
@@ -122,27 +127,44 @@ def kinds_of(
 
 
 def specimen_of(model: nn.Module, kind: UnitKind) -> Specimen:
-    """The first way of making up numbers with which the unit runs and stays finite."""
+    """The first way of making up numbers with which the unit runs and stays finite.
+
+    Raises:
+        ModelError: there is none, or the arguments of its call cannot be copied.
+    """
     paths, call = kind.paths, kind.call
+    if call.why_not:
+        raise _untried(paths[0], call.why_not)
     original = model.get_submodule(paths[0])
     is_large = sum(parameter.numel() for parameter in original.parameters()) > LARGE
-    last: Exception | None = None
+    why_not = ""
     # Code may cast to float32 by name; a mask may hide where it is true, or where it is not.
     for dtype in [torch.float32] if is_large else [torch.float64, torch.float32]:
         for whole_number in (1, 0):
-            made = _made_up(original, paths, call, dtype, whole_number)
-            args, kwargs, _ = made.inputs()
             try:
+                made = _made_up(original, paths, call, dtype, whole_number)
+                args, kwargs, _ = made.inputs()
                 with torch.no_grad():
                     outputs = made.outputs(made.fresh()(*args, **kwargs))
-            except (RuntimeError, IndexError) as error:
-                last = error
+            except Exception as error:  # the unit's own code, on numbers it was not made for
+                why_not = first_line(error)
                 continue
             if all(t.isfinite().all() for t in outputs):
                 return made
-            last = ModelError(f"`{paths[0]}` makes numbers that are not finite")
-    assert last is not None
-    raise last
+            why_not = "it makes numbers that are not finite"
+    raise _untried(paths[0], why_not)
+
+
+def _untried(path: str, why_not: str) -> ModelError:
+    return ModelError(
+        f"`{path}` cannot be tried alone: {why_not}",
+        hints=["leave its layers out of `tensor_styles`"],
+    )
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, in short."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _made_up(
@@ -175,7 +197,7 @@ def _made_up(
         memo[id(parameter)] = nn.Parameter(torch.empty_like(values[name], device="meta"))
     for buffer in original.buffers():
         memo[id(buffer)] = noise(buffer.shape) if buffer.is_meta else argument(buffer)
-    args, kwargs = map_tensors(argument, (call.args, call.kwargs))
+    args, kwargs = remade((call.args, call.kwargs), argument)
     floats = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
     if floats:
         floats[0].requires_grad_()  # what the unit is there to turn, also in a frozen model
@@ -192,7 +214,7 @@ def _kind(unit: nn.Module, call: Call) -> object:
     ]
     leaves, structure = flatten((call.args, call.kwargs))
     given = [tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in leaves]
-    return tuple(shapes), tuple(settings), tuple(given), str(structure), call.used
+    return tuple(shapes), tuple(settings), tuple(given), str(structure), call.used, call.why_not
 
 
 def _calls(
@@ -256,6 +278,7 @@ class _Note:
 
     args: Any
     kwargs: Any
+    why_not: str = ""
     ends: tuple[tuple[Any, int], ...] | None = None
 
 
@@ -282,11 +305,23 @@ def mark(tensor: Tensor) -> Tensor:
 @contextmanager
 def _noted(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, _Note]]:
     notes: dict[str, _Note] = {}
+    copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def kept(tensor: Tensor) -> Tensor:
+        """As it is now, one copy for all units: a cache that grows comes by again and again."""
+        key = id(tensor), version_of(tensor)
+        if key not in copies:
+            copies[key] = tensor, _alone(tensor)  # with itself, whose id then stays its own
+        return copies[key][1]
 
     def enter(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if path not in notes:
-                notes[path] = _Note(*map_leaves(_kept, (args, kwargs)))
+            if path in notes:
+                return
+            try:
+                notes[path] = _Note(*remade((args, kwargs), kept))
+            except ModelError as error:
+                notes[path] = _Note((), {}, error.what)
 
         return hook
 
@@ -330,24 +365,15 @@ def _with_use(notes: Mapping[str, _Note], output: object) -> dict[str, Call]:
                 for number, place in enumerate(note.ends or ())
                 if place[0] is None or place in reached
             ),
+            note.why_not,
         )
         for path, note in notes.items()
     }
 
 
-def _kept(leaf: object) -> object:
-    """As it is now; whether a gradient comes back for a tensor stays known."""
-    if isinstance(leaf, Tensor):
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-    return _own(leaf)
-
-
-def _own(leaf: object) -> object:
-    """A copy of what a call may change (a cache of keys and values), where there can be one."""
-    try:
-        return copy.deepcopy(leaf)
-    except (RuntimeError, TypeError):
-        return leaf
+def _alone(tensor: Tensor) -> Tensor:
+    """As it is now; whether a gradient comes back for it stays known."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 @contextmanager

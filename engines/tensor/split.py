@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -18,7 +19,7 @@ from engines.tensor.layers import feature_dim, features, slices_of, with_bias, w
 from engines.tensor.logits import VocabLogits
 from engines.tensor.sequence import share_tokens
 from engines.tensor.slices import Slice, share
-from engines.tensor.styles import Kind, Style
+from engines.tensor.styles import Kind, Style, cutting
 from profiles.errors import PlanError
 from profiles.transformers_compat import is_transposed_linear
 
@@ -95,7 +96,8 @@ def split(
                         hints=["give them one style, or leave the weight whole"],
                     )
             _dress(module, style, exchange, again, by_tokens=by_tokens)
-    model.register_forward_hook(again.forget, always_call=True)
+    for path in _above(path for path, wanted in styles.items() if cutting(wanted)):
+        _run_within(model.get_submodule(path), again.forward)
     parameters = dict(model.named_parameters())
     for name, cut in cuts.items():
         _keep_part(parameters[name], cut, exchange)
@@ -109,6 +111,16 @@ def _keep_part(parameter: nn.Parameter, cut: Slice, exchange: Exchange) -> None:
         parameter.data = parameter.data[(0,) * parameter.dim()].expand(part.shape)
     else:
         parameter.data = part.clone(memory_format=torch.contiguous_format)
+
+
+def _above(paths: Iterable[str]) -> list[str]:
+    """All modules in which those of `paths` lie."""
+    found: dict[str, None] = {}
+    for path in paths:
+        while path:
+            path = path.rpartition(".")[0]
+            found[path] = None
+    return list(found)
 
 
 def _lies_in(path: str, block: str) -> bool:
@@ -218,15 +230,33 @@ def _replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
     vars(module)["forward"] = MethodType(forward, module)
 
 
+def _run_within(
+    module: nn.Module, context: Callable[[nn.Module], AbstractContextManager[None]]
+) -> None:
+    """Every forward of `module`, or of a copy of it, runs inside `context(it)`."""
+    own = module.forward
+    method = own.__func__ if isinstance(own, MethodType) and own.__self__ is module else None
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+        with context(self):
+            return own(*args, **kwargs) if method is None else method(self, *args, **kwargs)
+
+    if method is not None:  # trainers ask a model for the names of its arguments
+        functools.update_wrapper(forward, method)
+    _replace_forward(module, forward)
+
+
 class _CopiedOnce:
     """One exchange for all layers that take the same tensor: query, key and value say.
 
     It remembers the last tensor only, which those layers keep for their backward anyway, and
-    nothing once the model's forward is over.
+    nothing outside of a `forward`, however that ends: a stage of a pipeline breaks off the model's,
+    and of a block that is recomputed only its own runs a second time.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
+        self._depth = 0
         self._last: tuple[Tensor, Tensor, bool] | None = None
 
     def __call__(self, whole: Tensor) -> Tensor:
@@ -234,11 +264,20 @@ class _CopiedOnce:
         if self._last is not None and self._last[0] is whole and self._last[2] == is_grad:
             return self._last[1]
         copied = self._exchange.copy(whole)
-        self._last = (whole, copied, is_grad)
+        if self._depth:
+            self._last = (whole, copied, is_grad)
         return copied
 
-    def forget(self, *_: object) -> None:
-        self._last = None
+    @contextmanager
+    def forward(self, module: nn.Module) -> Iterator[None]:
+        """While the forward of `module` runs, in which the layers lie."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._last = None
 
 
 def _count_local(module: nn.Module, names: Sequence[str], exchange: Exchange, *, path: str) -> None:
@@ -251,14 +290,7 @@ def _count_local(module: nn.Module, names: Sequence[str], exchange: Exchange, *,
                 " ranks",
                 where=f"tensor style {path}:sizes({'+'.join(names)})",
             )
-    own = module.forward
-    method = own.__func__ if isinstance(own, MethodType) and own.__self__ is module else None
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
-        with _counting(self, names, exchange.size):
-            return own(*args, **kwargs) if method is None else method(self, *args, **kwargs)
-
-    _replace_forward(module, forward)
+    _run_within(module, lambda module: _counting(module, names, exchange.size))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from advisor.auto import auto_parallelize
 from engines.hybrid import apply_plan
 from engines.plan import Plan
 from profiles.batch import Batch, batch_size
@@ -82,3 +83,44 @@ def test_recompute_of_a_block_that_fills_a_cache_is_explained(pool: Pool) -> Non
     text = pool.run(cached_t5, world_size=2)[0]
     assert "a block computes something else the second time" in text
     assert "use_cache=False" in text
+
+
+def cached_split(name: str) -> tuple[float, float, bool]:
+    """Largest differences of loss and gradients between tp=2 and one process, relative, and
+    whether the blocks are split.
+
+    The model is as its authors made it, and fills the cache that it fills by default.
+    """
+    from tests import zoo
+
+    torch.manual_seed(0)
+    make, batch = zoo.ARCHITECTURES[name]
+    model = make().eval()
+    reference = copy.deepcopy(model)
+    output = reference(**batch)
+    assert output.past_key_values is not None
+    output.loss.backward()
+    parallel = auto_parallelize(
+        model, sample=batch, plan="tp=2", cluster=cpu_ranks(2), learns=False
+    )
+    loss = parallel.forward_backward(batch)
+    got = parallel.full_gradients()
+    wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    assert got.keys() == wanted.keys()
+    largest = max(gradient.abs().max().item() for gradient in wanted.values())
+    return (
+        abs(loss.item() - output.loss.item()) / output.loss.item(),
+        max((got[n] - wanted[n]).abs().max().item() for n in wanted) / largest,
+        {"column", "row"} <= {style for _, style in parallel.plan.tensor_styles},
+    )
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "T5"])
+def test_a_model_that_fills_its_cache_is_split_and_trains_like_one_process(
+    pool: Pool, name: str
+) -> None:
+    for loss, gradient, is_split in pool.run(cached_split, name, world_size=2, timeout_s=120):
+        assert loss < 1e-6
+        assert gradient < 1e-5
+        assert is_split

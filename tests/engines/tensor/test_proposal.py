@@ -60,6 +60,30 @@ def test_units_may_write_to_what_they_are_given() -> None:
     assert {style for _, style in proposed(model).styles} == {"gather"}
 
 
+def test_blocks_that_fill_a_cache_are_split_like_any_other() -> None:
+    found = {p.removeprefix("blocks.*."): s for p, s in proposed(units.CachingStack()).styles}
+    assert found == HEADS
+
+
+def test_a_unit_that_cannot_be_tried_is_left_whole_and_said() -> None:
+    class WithHead(units.CachingStack):
+        def __init__(self) -> None:
+            super().__init__(units.LockedCache)
+            self.head = nn.Linear(units.WIDTH, units.WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.head(super().forward(x))
+            return found
+
+    found = proposed(WithHead())
+    assert dict(found.styles) == {"head": "gather"}
+    notes = {note.layer: str(note) for note in found.notes}
+    assert notes.keys() == {f"blocks.*.{name}" for name in HEADS}
+    assert all(
+        "whole, `blocks.0` cannot be tried alone: a LockedCache" in s for s in notes.values()
+    )
+
+
 def test_a_model_without_a_layer_is_refused_with_the_reason() -> None:
     with pytest.raises(PlanError, match="no layer that tensor parallelism could split"):
         proposed(units.Stack([nn.LayerNorm(units.WIDTH), nn.LayerNorm(units.WIDTH)]))
@@ -115,3 +139,20 @@ def test_known_models_are_split_as_by_hand(name: str) -> None:
     profile = capture(model, sample, name=name)
     found = dict(propose_styles(model, sample, size=2, profile=profile).styles)
     assert {path: found.get(path) for path in PLANS[name]} == PLANS[name]
+
+
+@pytest.mark.parametrize("name", ["Mistral", "T5"])
+def test_a_cache_changes_nothing_of_how_a_model_is_split(name: str) -> None:
+    """These hold tensors from the beginning, or are read in the middle of a forward."""
+    pytest.importorskip("transformers")
+    from tests import zoo
+
+    def split(*, caches: bool) -> Proposal:
+        build, sample = zoo.ARCHITECTURES[name]
+        model = build()
+        for module in model.modules():
+            if hasattr(module, "config") and not caches:
+                module.config.use_cache = False
+        return propose_styles(model, sample, size=2, profile=capture(model, sample, name=name))
+
+    assert split(caches=True) == split(caches=False)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engines.tensor.proved import proved
 from profiles.capture import capture
-from profiles.errors import PlanError, UnknownNameError
+from profiles.errors import ModelError, PlanError, UnknownNameError
 from tests.engines.tensor import units
 
 HEADS = (
@@ -94,3 +94,8 @@ def test_a_tied_weight_must_be_split_in_all_of_its_places() -> None:
     with pytest.raises(PlanError, match="used in another place that is not split alike"):
         partial_of(model, ("0", "gather"))
     assert partial_of(model, ("0", "gather"), ("1", "gather")) == frozenset()
+
+
+def test_a_plan_for_units_that_cannot_be_tried_is_refused_with_the_reason() -> None:
+    with pytest.raises(ModelError, match=r"`blocks\.0` cannot be tried alone: a LockedCache"):
+        partial_of(units.CachingStack(units.LockedCache), *HEADS)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import weakref
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from engines.plan import Recompute
+from engines.recompute import recompute_blocks
 from engines.tensor.slices import Slice
 from engines.tensor.split import split
 from engines.tensor.styles import Style
+from profiles.capture import capture
 from tests.engines.tensor import units
 
 
@@ -36,12 +41,16 @@ class Alone:
     split_tokens = join_tokens = reduce_tokens = reduce
 
 
+class End(BaseException):
+    """What breaks off a stage's forward."""
+
+
 STYLES = {"q": "column", "k": "column", "v": "column", "o": "row"}
 
 
-def halved(unit: units.Attention) -> Alone:
+def halved(unit: nn.Module, prefix: str = "") -> Alone:
     exchange = Alone()
-    split(unit, {path: (Style.parse(text),) for path, text in STYLES.items()}, exchange)
+    split(unit, {prefix + path: (Style.parse(text),) for path, text in STYLES.items()}, exchange)
     return exchange
 
 
@@ -65,14 +74,46 @@ def test_query_key_and_value_share_one_exchange() -> None:
     assert len(exchange.copied) == 1
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_nothing_of_a_forward_is_kept_when_it_is_over(fails: bool) -> None:
+@pytest.mark.parametrize("error", [None, ZeroDivisionError, End])
+def test_nothing_of_a_forward_is_kept_when_it_is_over(error: type[BaseException] | None) -> None:
     unit = units.Attention()
     exchange = halved(unit)
-    if fails:
-        unit.o.register_forward_pre_hook(lambda *_: 1 / 0)
-    try:
+
+    def fail(*_: object) -> None:
+        if error is not None:
+            raise error
+
+    unit.o.register_forward_pre_hook(fail)
+    with contextlib.suppress(ZeroDivisionError, End):
         unit(torch.randn(2, 8, units.WIDTH).requires_grad_())
-    except ZeroDivisionError:
-        assert fails
     assert [made() for made in exchange.copied] == [None]
+
+
+def test_nothing_is_kept_of_a_forward_that_a_stage_breaks_off_after_its_last_layer() -> None:
+    model = units.Stack([units.Attention(), nn.Identity()])
+    exchange = halved(model, "blocks.0.")
+
+    def end(*_: object) -> None:
+        raise End
+
+    model.blocks[1].register_forward_pre_hook(end)
+    with contextlib.suppress(End):
+        model(torch.randn(2, 8, units.WIDTH).requires_grad_())
+    assert [made() for made in exchange.copied] == [None]
+
+
+def test_nothing_is_kept_of_the_second_run_of_a_block_that_recomputes() -> None:
+    model = units.Stack([units.Attention(), units.Attention()])
+    exchange = halved(model, "blocks.1.")
+    profile = capture(model, torch.randn(2, 8, units.WIDTH))
+    exchange.copied.clear()
+    recompute_blocks(model, Recompute.FULL, profile=profile)
+    loss = model(torch.randn(2, 8, units.WIDTH)).sum()
+    loss.backward()
+    assert [made() for made in exchange.copied] == [None, None]  # one for each run, not for q, k, v
+
+
+def test_the_model_still_says_the_names_of_its_arguments() -> None:
+    unit = units.Attention()
+    halved(unit)
+    assert list(inspect.signature(unit.forward).parameters) == ["x"]

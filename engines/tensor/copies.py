@@ -1,0 +1,64 @@
+"""Copies of what a call is given, down to the tensors inside of objects."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from profiles.errors import ModelError
+from profiles.torch_compat import Tree, map_leaves
+
+
+def remade(tree: Tree, of: Callable[[Tensor], Tensor]) -> Tree:
+    """`tree` with `of(tensor)` for every tensor, also for those inside of its objects.
+
+    Objects, a cache of keys and values say, are copied: what a call writes to them, it writes to
+    the copy alone. An object that occurs twice is one object in the copy too.
+
+    Raises:
+        ModelError: an object that cannot be copied.
+    """
+    copies: dict[int, Any] = {}
+
+    def leaf(found: object) -> object:
+        if isinstance(found, Tensor):
+            return of(found)
+        try:
+            with _Replacing(of):
+                return copy.deepcopy(found, copies)
+        except Exception as error:  # an object may fail to be copied in a way of its own
+            raise ModelError(f"a {type(found).__name__} cannot be copied: {error}") from error
+
+    return map_leaves(leaf, tree)
+
+
+class _Replacing(TorchFunctionMode):
+    """A deep copy has `of(tensor)` in place of a tensor.
+
+    Left to itself it refuses results of operations, which is what a cache holds; and what it makes
+    of fake tensors outside of their mode crashes the process.
+    """
+
+    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._of = of
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        if func is not Tensor.__deepcopy__:
+            if any(isinstance(value, Tensor) for value in args):  # a parameter copies itself so
+                raise TypeError("it holds tensors that are copied in a way of their own")
+            return func(*args, **(kwargs or {}))
+        tensor, copies = args
+        if id(tensor) not in copies:
+            copies[id(tensor)] = self._of(tensor)
+        return copies[id(tensor)]
