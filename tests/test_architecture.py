@@ -72,6 +72,7 @@ WITH_TORCH = {
     "engines.replicas",
     "engines.state",
     "engines.steps",
+    "engines.tensor.copies",
     "engines.tensor.exchange",
     "engines.tensor.layers",
     "engines.tensor.logits",
