@@ -15,7 +15,7 @@ from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate
 from advisor.search.legal import Styles
-from advisor.search.search import Search
+from advisor.search.search import Rows, Search
 from advisor.search.space import Pins
 from advisor.tree import Trace, in_leaf
 from advisor.walk import walk
@@ -136,5 +136,16 @@ def _compare_kinds(search: Search, winner: Candidate, policy: Policy) -> set[Kin
     return {
         kind(plan)
         for number, (plan, rows) in enumerate(groups)
-        if number >= shown or search.strongest(rows, most=_MOST_OF_A_KIND) is None
+        if not _is_told(
+            search, rows, is_shown=number < shown, is_own=kind(plan) == kind(winner.plan)
+        )
     }
+
+
+def _is_told(search: Search, rows: Rows, *, is_shown: bool, is_own: bool) -> bool:
+    """Whether the best of `rows` is known now. Of the winner's own kind it always is: it is weighed
+    already, and a plan of it is the first that one would rather have taken."""
+    if is_own:
+        search.strongest(rows)
+        return True
+    return is_shown and search.strongest(rows, most=_MOST_OF_A_KIND) is not None

@@ -172,7 +172,7 @@ def loads_of(
         styled = styled_units(model, numerics=numerics, styles=styles if tp > 1 else ())
     if tp > 1:
         runs = divided(runs, styled)
-    head = _split_head(model, styled, numerics) if tp > 1 else None
+    head = _split_head(runs, styled, numerics) if tp > 1 else None
     found = []
     for run in runs:
         load = _load(
@@ -208,12 +208,13 @@ def styled_units(
 
 
 def _split_head(
-    model: ModelProfile, styled: Sequence[Styled], numerics: Numerics
+    runs: Sequence[Run], styled: Sequence[Styled], numerics: Numerics
 ) -> LayerCost | None:
     """The layer that hands on logits which stay split, if there is one."""
     split = Style(kind=Kind.VOCAB)
-    for unit, places in zip(model.units, styled, strict=True):
-        for layer, place in zip(unit.cost(numerics).layers, places[1:], strict=True):
+    for run in runs:
+        layers, places = run.unit.cost(numerics).layers, styled[run.first]
+        for layer, place in zip(layers, places[1:], strict=True):
             if split in place.styles and layer.kind is not LayerKind.EMBEDDING:
                 return layer
     return None

@@ -79,16 +79,22 @@ def cut(seconds: Matrix, nbytes: Sequence[Matrix], *, usable_bytes: float) -> Cu
             f"{stages} stages need as many pieces that can be parted, there are {pieces}",
             hints=[f"take at most {pieces} stages"],
         )
-    within = [np.where(one <= usable_bytes, seconds, np.inf) for one in nbytes]
+    # So many pieces at least are before and behind each stage: what is left of a matrix.
+    spare = pieces - stages + 1
+    held = [one[k : k + spare, k + 1 : k + 1 + spare] for k, one in enumerate(nbytes)]
+    within = [
+        np.where(one <= usable_bytes, seconds[k : k + spare, k + 1 : k + 1 + spare], np.inf)
+        for k, one in enumerate(held)
+    ]
     fastest, starts = _least(within)
     if fastest < np.inf:
         limit = fastest * (1 + _ROUNDING)
         even = [
-            np.where(times <= limit, one, np.inf) for times, one in zip(within, nbytes, strict=True)
+            np.where(times <= limit, one, np.inf) for times, one in zip(within, held, strict=True)
         ]
         _, starts = _least(even)
     else:
-        _, starts = _least(nbytes)
+        _, starts = _least(held)
     ends = [*starts, pieces]
     bounds = list(zip([0, *starts], ends, strict=True))
     return Cut(
@@ -99,19 +105,21 @@ def cut(seconds: Matrix, nbytes: Sequence[Matrix], *, usable_bytes: float) -> Cu
 
 
 def _least(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
-    """The cut whose largest cost is least: its value, and the first pieces of stages 1, 2, ..."""
+    """The cut whose largest cost is least: its value, and the first pieces of stages 1, 2, ...
+
+    Of stage k [i, j]: it holds pieces k + i, ..., k + j.
+    """
     count = len(costs[0])
     # Stages hold at least one piece: below the diagonal there is none.
-    empty = np.tril(np.full((count, count), np.inf))
-    best = costs[0][0] + empty[0]
+    empty = np.tril(np.full((count, count), np.inf), -1)
+    best = costs[0][0]
     before = []
     for cost in costs[1:]:
-        # [i, j]: the stages so far end at i, this one at j.
         reached = np.maximum(best[:, None], cost + empty)
         before.append(reached.argmin(axis=0))
         best = reached.min(axis=0)
     end, starts = count - 1, []
-    for choice in reversed(before):
+    for stage, choice in reversed(list(enumerate(before, 1))):
         end = int(choice[end])
-        starts.append(end)
+        starts.append(stage + end)
     return float(best[-1]), starts[::-1]

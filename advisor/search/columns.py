@@ -247,7 +247,10 @@ def unique(keys: Integers) -> tuple[Integers, Integers]:
         return keys[:, first], back
     seen = np.zeros(int(code.max(initial=0)) + 1, dtype=bool)
     seen[code] = True
-    back = (np.cumsum(seen) - 1)[code]
-    first = np.zeros(int(seen.sum()), dtype=np.int64)
+    found = np.flatnonzero(seen)
+    place = np.empty(len(seen), dtype=np.int64)
+    place[found] = np.arange(len(found))
+    back = place[code]
+    first = np.zeros(len(found), dtype=np.int64)
     first[back] = np.arange(len(code))
     return keys[:, first], back

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class Search:
         counts = Counter(c.finding.rule for c in self._weighed.values() if c.finding)
         by_bound = np.flatnonzero(self._missing > 0)
         counts[fits_device.__name__.replace("_", "-")] += len(by_bound) - sum(
-            index in self._weighed for index in by_bound.tolist()
+            bool(self._missing[index] > 0) for index in self._weighed
         )
         return +counts
 
@@ -102,9 +103,9 @@ class Search:
         """The preferred plan that fits, else the one that misses by least; None without rows."""
         return self.preferred(rows) or self.nearest(rows)
 
-    def strongest(self, rows: Rows, *, most: int) -> Candidate | None:
+    def strongest(self, rows: Rows, *, most: int | None = None) -> Candidate | None:
         """The fastest that fits (the smallest, where memory is the objective), else the one that
-        misses by least; None where it takes more than `most` estimates to tell."""
+        misses by least; None where the first `most` by their bounds do not tell."""
         is_memory = self._policy.objective is Objective.MEMORY
         bounds = self.bounds.step_s
         key: Callable[[Candidate], tuple[Any, ...]] = _by_time
@@ -157,23 +158,42 @@ class Search:
         """The candidate of least key, whose first number `bounds` are not above.
 
         Raises:
-            _TooMany: more than `most` rows would have to be estimated.
+            _TooMany: the first `most` rows leave open whether another one is better.
         """
+        ordered = rows[np.argsort(bounds[rows], kind="stable")]
         best: Candidate | None = None
         least: tuple[Any, ...] = (np.inf,)
-        for number, index in enumerate(rows[np.argsort(bounds[rows], kind="stable")]):
-            if bounds[index] * (1 - ROUNDING) > least[0]:
+        for bound, index in self._by_bound(ordered[:most], bounds, fits=fits):
+            if bound * (1 - ROUNDING) > least[0]:
                 break
-            if number == most:
-                raise _TooMany
-            if fits and self._surely_misses(int(index)):
-                continue
-            candidate = self.candidate(int(index))
+            candidate = self.candidate(index)
             if candidate.fits or not fits:
                 found = key(candidate)
                 if best is None or found < least:
                     best, least = candidate, found
+        left = ordered[len(ordered) if most is None else most :]
+        if len(left) and bounds[left[0]] * (1 - ROUNDING) <= least[0]:
+            raise _TooMany
         return best
+
+    def _by_bound(
+        self, ordered: Rows, bounds: NDArray[np.float64], *, fits: bool
+    ) -> Iterator[tuple[float, int]]:
+        """Rows with the bounds that they are ordered by; those in stages when their turn is with
+        the borders that are best for them, if they may fit with these."""
+        later: list[tuple[float, int, int]] = []
+        for place, (bound, index) in enumerate(
+            zip(bounds[ordered].tolist(), ordered.tolist(), strict=True)
+        ):
+            while later and later[0][0] <= bound:
+                yield later[0][0], heappop(later)[2]
+            if fits and self._surely_misses(index):
+                continue
+            if bounds is self.bounds.step_s:
+                bound = max(bound, self._least_step_s(index))
+            heappush(later, (bound, place, index))
+        while later:
+            yield later[0][0], heappop(later)[2]
 
     def _surely_misses(self, index: int) -> bool:
         """Whether a row does not fit with the borders that are best for it; noted as its bound."""
@@ -182,6 +202,10 @@ class Search:
             missing = least * (1 - ROUNDING) - self._usable_bytes
             self._missing[index] = max(self._missing[index], missing)
         return bool(self._missing[index] > 0)
+
+    def _least_step_s(self, index: int) -> float:
+        """No step of a row is faster with the borders that are best for it."""
+        return self._stages.least_step_s(self.space, index)
 
     def _simplest_tie(self, rows: Rows, fastest: Candidate) -> Candidate:
         """The simplest row that cannot be told from the fastest; of equally simple ones the
@@ -194,6 +218,8 @@ class Search:
                 if self.bounds.step_s[index] * (1 - ROUNDING) > least[0]:
                     break
                 if self._surely_misses(int(index)):
+                    continue
+                if self._least_step_s(int(index)) * (1 - ROUNDING) > least[0]:
                     continue
                 candidate = self.candidate(int(index))
                 if candidate.fits and _ties(candidate.estimate, fastest.estimate, self._policy):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from advisor.cost import CostModel
 from advisor.cost.memory import ALLOCATOR_SLACK, shard_degree
-from advisor.cost.orders import ONE_STAGE, moments
+from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
 from advisor.policy import Policy
 from advisor.search.borders import Matrix, cut, spans
 from advisor.search.microbatch import Crossing, Floats, Microbatch, crossing_of, microbatch
@@ -30,20 +31,42 @@ class _Pieces:
     """What lies between places where a stage may begin: amounts of each piece.
 
     Attributes:
-        seconds: of one microbatch, forward and backward, with what is sent along the tp axis.
+        forward_s, backward_s: of one microbatch, with what is sent along the tp axis.
         parameters, gradients, kept, work: bytes; `kept` of one microbatch, `work` while the last of
             its units runs backward.
         there, back: bytes that one microbatch sends over the border before each piece and after
             the last: one more than there are pieces, zeros at both ends.
     """
 
-    seconds: Floats
+    forward_s: Floats
+    backward_s: Floats
     parameters: Floats
     gradients: Floats
     kept: Floats
     work: Floats
     there: Floats
     back: Floats
+
+    @property
+    def seconds(self) -> Floats:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The best borders.
+
+    Attributes:
+        names: of the units that begin stages 1, 2, ...
+        least_bytes: below which the upper end of the peak does not stay with these borders, nor
+            with any others where they were looked for; 0 where nothing is known.
+        forward_s, backward_s: of every stage.
+    """
+
+    names: tuple[str, ...]
+    least_bytes: float
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
 
 
 class Stages:
@@ -54,7 +77,7 @@ class Stages:
         self._pinned = tuple(pins.get("stages", ()))
         self._usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
         self._place = {unit.name: n for n, unit in enumerate(costs.facts.model.units)}
-        self._found: dict[tuple[object, ...], tuple[tuple[str, ...], float]] = {}
+        self._found: dict[tuple[object, ...], _Found] = {}
         self._crossing: dict[bool, Crossing] = {}
         self._pieces: dict[tuple[object, ...], _Pieces] = {}
 
@@ -62,37 +85,54 @@ class Stages:
         """The plan of a row."""
         if space.pp[index] == 1:
             return space.plan(index)
-        return space.plan(index, stages=self._pinned or self._cut(space, index)[0])
+        return space.plan(index, stages=self._pinned or self._cut(space, index).names)
 
     def least_peak_bytes(self, space: Space, index: int) -> float:
         """Below which the upper end of the peak does not stay with these borders, nor with any
         others where they were looked for; 0 where nothing is known."""
         if space.pp[index] == 1 or self._pinned:
             return 0.0
-        return self._cut(space, index)[1]
+        return self._cut(space, index).least_bytes
 
-    def _cut(self, space: Space, index: int) -> tuple[tuple[str, ...], float]:
-        """The units that begin stages 1, 2, ..., and what the fullest stage takes at least."""
+    def least_step_s(self, space: Space, index: int) -> float:
+        """No step with these borders is faster; 0 where nothing is known.
+
+        A rank begins when the first microbatch has passed the stages before its own, and then works
+        on all of a round. Unless weights come later, it ends with a backward of its first stage,
+        whose gradient passes the stages before it again.
+        """
+        if space.pp[index] == 1 or self._pinned:
+            return 0.0
+        row, found = space.row(index), self._cut(space, index)
+        assert row.schedule is not None
+        is_naive, stages = row.schedule is Schedule.NAIVE, len(found.forward_s)
+        in_round = 1 if is_naive else row.microbatches
+        before = list(accumulate(found.forward_s, initial=0.0))
+        if row.schedule not in SPLITS_BACKWARD:
+            after = accumulate(found.backward_s, initial=0.0)
+            before = [there + back for there, back in zip(before, after, strict=True)]
+        slowest = 0.0
+        for rank in range(row.pp):
+            own = stages_of(row.schedule, rank, ranks=row.pp, stages=stages)
+            busy = sum(found.forward_s[stage] + found.backward_s[stage] for stage in own)
+            slowest = max(slowest, before[own[0]] + in_round * busy)
+        return slowest * (row.forwards if is_naive else row.accumulation)
+
+    def _cut(self, space: Space, index: int) -> _Found:
         row = space.row(index)
-        key = (
-            row.pp,
-            row.tp,
-            row.data_parallel,
-            row.dp_replicate,
-            row.dp_shard,
-            row.schedule,
-            row.per_rank,
-            row.microbatch_size,
-            row.microbatches,
-            row.accumulation,
-            row.recompute,
-        )
+        stages = row.pp * row.per_rank
+        # Where a rank has several stages, borders depend on seconds and parameters alone.
+        kind = row.data_parallel if stages == row.pp else row.data_parallel.is_sharded
+        key: tuple[object, ...] = (row.tp, stages, kind, row.microbatch_size, row.recompute)
+        if stages == row.pp:
+            degrees = row.dp_replicate, row.dp_shard
+            key = (*key, *degrees, row.schedule, row.microbatches, row.accumulation)
         if key not in self._found:
             plan = space.plan(index)
-            self._found[key] = self._best(plan, space.pieces, row.pp * row.per_rank)
+            self._found[key] = self._best(plan, space.pieces, stages)
         return self._found[key]
 
-    def _best(self, plan: Plan, names: Sequence[str], stages: int) -> tuple[tuple[str, ...], float]:
+    def _best(self, plan: Plan, names: Sequence[str], stages: int) -> _Found:
         pieces = self._pieces_of(plan, names)
         least = 0.0
         if stages == plan.pp:
@@ -107,7 +147,12 @@ class Stages:
         else:
             nbytes = [spans(pieces.parameters)] * stages
             found = cut(spans(pieces.seconds), nbytes, usable_bytes=np.inf)
-        return tuple(names[start] for start in found.starts), least
+        return _Found(
+            names=tuple(names[start] for start in found.starts),
+            least_bytes=least,
+            forward_s=tuple(np.add.reduceat(pieces.forward_s, [0, *found.starts]).tolist()),
+            backward_s=tuple(np.add.reduceat(pieces.backward_s, [0, *found.starts]).tolist()),
+        )
 
     def _pieces_of(self, plan: Plan, names: Sequence[str]) -> _Pieces:
         is_sharded = plan.data_parallel.is_sharded
@@ -120,7 +165,8 @@ class Stages:
         of = microbatch(self._costs, plan, self._crossing[is_sharded])
         there, back = of.crossing.at(of.loads.samples)
         self._pieces[key] = _Pieces(
-            seconds=_summed(of, of.unit_s.sum(axis=0), places),
+            forward_s=_summed(of, of.unit_s[0], places),
+            backward_s=_summed(of, of.unit_s[1], places),
             parameters=_summed(of, [unit.parameter_bytes for unit in of.units], places),
             gradients=_summed(of, [unit.gradient_bytes for unit in of.units], places),
             kept=_summed(of, of.kept, places),
@@ -165,7 +211,8 @@ class Stages:
             schedule = plan.schedule
         in_flight = moments(schedule, ranks=stages, stages=stages, microbatches=in_round)
         most = [max(moment.held[0] for moment in rank) for rank in in_flight]
-        return [held + count * kept for count in most]
+        filled = {count: held + count * kept for count in set(most)}
+        return [filled[count] for count in most]
 
     def _room_bytes(self, plan: Plan) -> float:
         """What is left for a stage beside what all ranks hold alike."""
