@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,10 +114,8 @@ finally:
 """
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-def test_advise_answers_at_once_where_torch_cannot_be_imported(
-    config: Path, precision: str | None
-) -> None:
+def without_torch(config: Path, precision: str | None) -> tuple[dict[str, Any], float]:
+    """What `advise` says where torch cannot be imported, and CPU seconds of the process."""
     config.write_text(json.dumps(LLAMA_3_8B))
     command = [sys.executable, "-c", BLOCKED, str(config), "--cluster", "8xH100-SXM-80GB"]
     command += ["--global-batch", "64", "--seq", "2048", "--json"]
@@ -125,9 +124,19 @@ def test_advise_answers_at_once_where_torch_cannot_be_imported(
     assert run.returncode == 0, run.stderr
     decision = json.loads(run.stdout)
     assert "without torch, LlamaForCausalLM is profiled in closed form" in run.stderr
-    seconds = float(run.stderr.rpartition("cpu seconds:")[2])
-    assert seconds < 1
+    return decision, float(run.stderr.rpartition("cpu seconds:")[2])
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_advise_answers_where_torch_cannot_be_imported(config: Path, precision: str | None) -> None:
+    decision, _ = without_torch(config, precision)
     assert decision["plan"]["precision"] == (precision or "fp32")
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_advise_answers_at_once(config: Path, precision: str | None) -> None:
+    assert without_torch(config, precision)[1] < 1
 
 
 def test_a_size_that_transformers_would_make_up_is_asked_for(config: Path) -> None:
