@@ -69,6 +69,7 @@ class Loads:
     Attributes:
         compute_share: what a parameter's copy for computing takes of it: 1/2 where an fp32 model
             runs in bf16, else 1.
+        pieces: of a part of other loads, (which of their runs, how many units of it).
     """
 
     runs: tuple[UnitLoad, ...]
@@ -76,6 +77,7 @@ class Loads:
     compute_share: float
     buffer_bytes: float
     names: tuple[str, ...] = ()
+    pieces: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def entries(self) -> tuple[UnitLoad, ...]:
@@ -125,11 +127,12 @@ class Loads:
     def part(self, first: int, last: int) -> Loads:
         """Units [first, last) alone."""
         if (first, last) not in self._parts:
-            found, place = [], 0
-            for run in self.runs:
+            found, pieces, place = [], [], 0
+            for number, run in enumerate(self.runs):
                 count = min(last, place + run.count) - max(first, place)
                 if count > 0:
                     found.append(run if count == run.count else replace(run, count=count))
+                    pieces.append((number, count))
                 place += run.count
             self._parts[first, last] = Loads(
                 runs=tuple(found),
@@ -137,6 +140,7 @@ class Loads:
                 compute_share=self.compute_share,
                 buffer_bytes=self.buffer_bytes,
                 names=self.names[first:last],
+                pieces=tuple(pieces),
             )
         return self._parts[first, last]
 

@@ -31,7 +31,7 @@ from advisor.cost.loads import Loads, UnitLoad, loads_of, styled_units
 from advisor.cost.memory import Peak, peak, shard_degree
 from advisor.cost.replay import Slowdown, replay, slowdown
 from advisor.cost.runs import Run, runs_of
-from advisor.cost.staged import staged
+from advisor.cost.staged import Stage, staged
 from advisor.cost.stages import Stages
 from advisor.cost.tensor import Styled, cut_unit, is_split
 from advisor.facts import Facts
@@ -55,6 +55,7 @@ class CostModel:
         # A plan says all of its batch, and its cost does not ask how much memory there is.
         self._estimates: dict[Plan, Estimate] = {}
         self._loads: dict[tuple[object, ...], Loads] = {}
+        self._stages: dict[tuple[object, ...], dict[object, Stage]] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._units: dict[tuple[object, ...], tuple[UnitProfile, ...]] = {}
         self._styled: dict[tuple[Numerics, tuple[tuple[str, str], ...]], list[Styled]] = {}
@@ -82,7 +83,7 @@ class CostModel:
         found = copy(self)
         found.facts = facts
         if mine.cluster != other.cluster.model_copy(update={"device": mine.cluster.device}):
-            found._wires, found._estimates = {}, {}
+            found._wires, found._estimates, found._stages = {}, {}, {}
         return found
 
     def estimate(self, plan: Plan) -> Estimate:
@@ -275,6 +276,23 @@ class CostModel:
                 styled=self._styled_units(plan),
             )
         return self._loads[key]
+
+    def stages_of(self, plan: Plan) -> dict[object, Stage]:
+        """Stages that were worked out, of plans that one microbatch cannot tell from this one."""
+        key = (
+            self.numerics(plan),
+            plan.microbatch_size,
+            plan.tp,
+            self.styles(plan),
+            plan.cp,
+            plan.ep,
+            plan.data_parallel,
+            plan.dp_replicate,
+            plan.dp_shard,
+            plan.recompute,
+            plan.offload,
+        )
+        return self._stages.setdefault(key, {})
 
     def _styled_units(self, plan: Plan) -> list[Styled]:
         """What is done to each unit, looked up once for all microbatches."""

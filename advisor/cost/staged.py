@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
+class Stage:
     """One stage: seconds of one microbatch, and bytes.
 
     Attributes:
@@ -67,13 +67,13 @@ class _Layout:
     places: tuple[tuple[int, int], ...]
     own: tuple[tuple[int, ...], ...]
     borders: tuple[Border, ...]
-    stages: tuple[_Stage, ...]
+    stages: tuple[Stage, ...]
     ties: tuple[Tie, ...]
     in_round: int
     rounds: int
     whole: frozenset[int]
 
-    def of(self, rank: int) -> list[_Stage]:
+    def of(self, rank: int) -> list[Stage]:
         """The stages of a rank."""
         return [self.stages[stage] for stage in self.own[rank]]
 
@@ -252,14 +252,15 @@ def _require_places(plan: Plan, count: int) -> None:
 
 def _stages(
     model: CostModel, plan: Plan, ends: Sequence[int], borders: Sequence[Border]
-) -> list[_Stage]:
-    """Every stage; those of equal units are worked out once."""
-    loads, known = model.loads(plan), dict[object, _Stage]()
-    found = []
+) -> list[Stage]:
+    """Every stage; those of equal units are worked out once, for all plans."""
+    loads, found = model.loads(plan), []
+    # Of a microbatch: schedules and how many there are make no difference to one.
+    known = model.stages_of(plan)
     for stage, (first, last) in enumerate(pairwise(ends)):
         part = loads.part(first, last)
         received, sent = sent_over(borders, stage - 1), sent_over(borders, stage)
-        key = (part.runs, received, sent)
+        key = (part.pieces, received, sent)
         if key not in known:
             known[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)
         found.append(replace(known[key], part=part))
@@ -268,7 +269,7 @@ def _stages(
 
 def _stage(
     model: CostModel, plan: Plan, part: Loads, *, received_bytes: float, sent_bytes: float
-) -> _Stage:
+) -> Stage:
     computing = model.computing(plan, part)
     exchanged = stage_exchange(plan, part, model.ledger(), has_host=model.overlaps, root_gathers=1)
     kind = plan.data_parallel
@@ -286,7 +287,7 @@ def _stage(
     def all_of(seconds: Sequence[float]) -> float:
         return sum(n * each for n, each in zip(counts, seconds, strict=True))
 
-    return _Stage(
+    return Stage(
         part=part,
         chunk=chunk_of(plan, part, received_bytes=received_bytes, sent_bytes=sent_bytes),
         computing=computing,
@@ -373,7 +374,7 @@ class _Tail:
         return cls(round_s=0.0 if once else reduce_s, last_s=reduce_s + replicate_s + settle_s)
 
 
-def _busy(stages: Sequence[_Stage], forwards: int) -> Busy:
+def _busy(stages: Sequence[Stage], forwards: int) -> Busy:
     parts = [busy_s(stage.computing, forwards) for stage in stages]
     return Busy(
         compute_s=sum(part.compute_s for part in parts),
@@ -382,7 +383,7 @@ def _busy(stages: Sequence[_Stage], forwards: int) -> Busy:
     )
 
 
-def _of_all(stages: Sequence[_Stage]) -> Computing:
+def _of_all(stages: Sequence[Stage]) -> Computing:
     """How far the computing of all stages is to be trusted, by their seconds."""
     busy = [stage.forward_s + stage.backward_s for stage in stages]
     total = sum(busy) or 1.0

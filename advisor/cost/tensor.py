@@ -88,10 +88,9 @@ class _Pattern(NamedTuple):
         return cls(len(parts), tuple(part for part in parts if part not in others), others)
 
     def fits(self, parts: Sequence[str]) -> bool:
-        return (
-            len(parts) == self.length
-            and all(parts[place] == name for place, name in self.names)
-            and all(fnmatchcase(parts[place], wanted) for place, wanted in self.others)
+        """Whether it stands for a path of as many parts."""
+        return all(parts[place] == name for place, name in self.names) and all(
+            fnmatchcase(parts[place], wanted) for place, wanted in self.others
         )
 
 
@@ -99,7 +98,10 @@ class Styles:
     """`Plan.tensor_styles`, looked up by path."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
-        self._pairs = [(_Pattern.of(pattern), Style.parse(text)) for pattern, text in pairs]
+        found = [(_Pattern.of(pattern), Style.parse(text)) for pattern, text in pairs]
+        self._of_length: dict[int, list[tuple[_Pattern, Style]]] = {}
+        for pattern, style in found:
+            self._of_length.setdefault(pattern.length, []).append((pattern, style))
 
     def of_unit(self, unit: UnitProfile, layers: Sequence[LayerCost]) -> Styled:
         """What is done to `unit` and to each of its `layers`."""
@@ -108,7 +110,8 @@ class Styles:
 
     def _at(self, path: str) -> tuple[Style, ...]:
         parts = path.split(".")
-        return tuple(style for pattern, style in self._pairs if pattern.fits(parts))
+        alike = self._of_length.get(len(parts), ())
+        return tuple(style for pattern, style in alike if pattern.fits(parts))
 
     def _of_layer(self, unit: str, path: str) -> Place:
         styles = self._at(_joined(unit, path))

@@ -161,39 +161,30 @@ class Search:
             _TooMany: the first `most` rows leave open whether another one is better.
         """
         ordered = rows[np.argsort(bounds[rows], kind="stable")]
+        shown, left = (ordered, ordered[:0]) if most is None else (ordered[:most], ordered[most:])
         best: Candidate | None = None
         least: tuple[Any, ...] = (np.inf,)
-        for bound, index in self._by_bound(ordered[:most], bounds, fits=fits):
-            if bound * (1 - ROUNDING) > least[0]:
+        # Rows that wait for their turn with the borders that are best for them.
+        waiting: list[tuple[float, int, int]] = []
+        for place in range(len(shown) + 1):
+            bound = bounds[shown[place]] if place < len(shown) else np.inf
+            while waiting and waiting[0][0] <= min(bound, least[0] * (1 + ROUNDING)):
+                candidate = self.candidate(heappop(waiting)[-1])
+                if candidate.fits or not fits:
+                    found = key(candidate)
+                    if best is None or found < least:
+                        best, least = candidate, found
+            if place == len(shown) or bound * (1 - ROUNDING) > least[0]:
                 break
-            candidate = self.candidate(index)
-            if candidate.fits or not fits:
-                found = key(candidate)
-                if best is None or found < least:
-                    best, least = candidate, found
-        left = ordered[len(ordered) if most is None else most :]
-        if len(left) and bounds[left[0]] * (1 - ROUNDING) <= least[0]:
-            raise _TooMany
-        return best
-
-    def _by_bound(
-        self, ordered: Rows, bounds: NDArray[np.float64], *, fits: bool
-    ) -> Iterator[tuple[float, int]]:
-        """Rows with the bounds that they are ordered by; those in stages when their turn is with
-        the borders that are best for them, if they may fit with these."""
-        later: list[tuple[float, int, int]] = []
-        for place, (bound, index) in enumerate(
-            zip(bounds[ordered].tolist(), ordered.tolist(), strict=True)
-        ):
-            while later and later[0][0] <= bound:
-                yield later[0][0], heappop(later)[2]
+            index = int(shown[place])
             if fits and self._surely_misses(index):
                 continue
             if bounds is self.bounds.step_s:
-                bound = max(bound, self._least_step_s(index))
-            heappush(later, (bound, place, index))
-        while later:
-            yield later[0][0], heappop(later)[2]
+                bound = max(bound, self._stages.least_step_s(self.space, index))
+            heappush(waiting, (bound, place, index))
+        if len(left) and bounds[left[0]] * (1 - ROUNDING) <= least[0]:
+            raise _TooMany
+        return best
 
     def _surely_misses(self, index: int) -> bool:
         """Whether a row does not fit with the borders that are best for it; noted as its bound."""
@@ -202,10 +193,6 @@ class Search:
             missing = least * (1 - ROUNDING) - self._usable_bytes
             self._missing[index] = max(self._missing[index], missing)
         return bool(self._missing[index] > 0)
-
-    def _least_step_s(self, index: int) -> float:
-        """No step of a row is faster with the borders that are best for it."""
-        return self._stages.least_step_s(self.space, index)
 
     def _simplest_tie(self, rows: Rows, fastest: Candidate) -> Candidate:
         """The simplest row that cannot be told from the fastest; of equally simple ones the
@@ -219,7 +206,8 @@ class Search:
                     break
                 if self._surely_misses(int(index)):
                     continue
-                if self._least_step_s(int(index)) * (1 - ROUNDING) > least[0]:
+                step_s = self._stages.least_step_s(self.space, int(index))
+                if step_s * (1 - ROUNDING) > least[0]:
                     continue
                 candidate = self.candidate(int(index))
                 if candidate.fits and _ties(candidate.estimate, fastest.estimate, self._policy):
@@ -232,11 +220,16 @@ class Search:
 
     def _by_simplicity(self, rows: Rows) -> Iterator[Rows]:
         """Groups of equally simple rows, simplest first."""
+        space = self.space.part(rows)
+        alike = (space.pp, space.tp, space.kind, space.schedule, space.per_rank, space.recompute)
+        different, group = unique(np.stack([*alike, space.forwards]))
+        first = np.full(different.shape[1], len(rows))
+        np.minimum.at(first, group, np.arange(len(rows)))
         groups: dict[tuple[int, ...], list[int]] = {}
-        for index in rows.tolist():
-            groups.setdefault(simplicity(self.space.row(index)), []).append(index)
+        for number, place in enumerate(first.tolist()):
+            groups.setdefault(simplicity(space.row(place)), []).append(number)
         for key in sorted(groups):
-            yield np.array(groups[key])
+            yield np.asarray(rows[np.isin(group, groups[key])])
 
 
 class _TooMany(Exception):

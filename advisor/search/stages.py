@@ -19,7 +19,7 @@ from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
 from advisor.policy import Policy
 from advisor.search.borders import Matrix, cut, spans
 from advisor.search.microbatch import Crossing, Floats, Microbatch, crossing_of, microbatch
-from advisor.search.space import Pins, Space
+from advisor.search.space import KINDS, SCHEDULES, Pins, Space
 from engines.plan import DataParallel, Offload, Plan, Schedule
 from profiles.cluster import Collective
 
@@ -103,30 +103,32 @@ class Stages:
         """
         if space.pp[index] == 1 or self._pinned:
             return 0.0
-        row, found = space.row(index), self._cut(space, index)
-        assert row.schedule is not None
-        is_naive, stages = row.schedule is Schedule.NAIVE, len(found.forward_s)
-        in_round = 1 if is_naive else row.microbatches
+        found, schedule = self._cut(space, index), SCHEDULES[space.schedule[index]]
+        assert schedule is not None
+        stages, ranks = len(found.forward_s), int(space.pp[index])
+        in_round, rounds = int(space.microbatches[index]), int(space.accumulation[index])
+        if schedule is Schedule.NAIVE:
+            in_round, rounds = 1, in_round * rounds
         before = list(accumulate(found.forward_s, initial=0.0))
-        if row.schedule not in SPLITS_BACKWARD:
+        if schedule not in SPLITS_BACKWARD:
             after = accumulate(found.backward_s, initial=0.0)
             before = [there + back for there, back in zip(before, after, strict=True)]
         slowest = 0.0
-        for rank in range(row.pp):
-            own = stages_of(row.schedule, rank, ranks=row.pp, stages=stages)
+        for rank in range(ranks):
+            own = stages_of(schedule, rank, ranks=ranks, stages=stages)
             busy = sum(found.forward_s[stage] + found.backward_s[stage] for stage in own)
             slowest = max(slowest, before[own[0]] + in_round * busy)
-        return slowest * (row.forwards if is_naive else row.accumulation)
+        return slowest * rounds
 
     def _cut(self, space: Space, index: int) -> _Found:
-        row = space.row(index)
-        stages = row.pp * row.per_rank
+        stages = int(space.pp[index] * space.per_rank[index])
+        columns = [space.tp, space.microbatch_size, space.recompute]
+        if stages == space.pp[index]:
+            columns += [space.dp_replicate, space.dp_shard, space.kind, space.schedule]
+            columns += [space.microbatches, space.accumulation]
         # Where a rank has several stages, borders depend on seconds and parameters alone.
-        kind = row.data_parallel if stages == row.pp else row.data_parallel.is_sharded
-        key: tuple[object, ...] = (row.tp, stages, kind, row.microbatch_size, row.recompute)
-        if stages == row.pp:
-            degrees = row.dp_replicate, row.dp_shard
-            key = (*key, *degrees, row.schedule, row.microbatches, row.accumulation)
+        is_sharded = KINDS[space.kind[index]].is_sharded
+        key = (stages, is_sharded, *(int(column[index]) for column in columns))
         if key not in self._found:
             plan = space.plan(index)
             self._found[key] = self._best(plan, space.pieces, stages)

@@ -99,6 +99,8 @@ def test_no_estimate_is_below_its_bound(whole: Facts, offload: Offload) -> None:
         assert with_borders <= high * (1 + ROUNDING), str(candidate.plan)
         rounding = ROUNDING * found.step_s
         assert bounds.step_s[index] <= found.step_s + rounding, str(candidate.plan)
+        with_borders = stages.least_step_s(search.space, index)
+        assert with_borders <= found.step_s + rounding, str(candidate.plan)
         for name, bound in zip(PARTS, bounds.parts[:, index], strict=True):
             assert bound <= getattr(time, name) + rounding, (name, str(candidate.plan))
 
