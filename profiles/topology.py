@@ -91,13 +91,17 @@ class Topology:
     def share(self, group_size: int, stride: int = 1) -> Share:
         """What each group of `group_size` ranks, `stride` apart, gets while all of them talk.
 
+        Ranks too far apart for blocks of such groups (the first and the last stage of a pipeline,
+        which hold a tied weight) are taken to be as far apart as blocks allow.
+
         >>> Topology(2, 8, device_bytes_per_s=360e9, node_bytes_per_s=400e9, cards=8).share(2, 8)
         Share(bytes_per_s=50000000000.0, tier=<Tier.INTER: 'inter'>)
 
         Raises:
             ValueError: a group of one rank uses no link.
         """
-        return _share(self, group_size, stride)
+        widest = self.num_nodes * self.devices_per_node // max(group_size, 1)
+        return _share(self, group_size, max(1, min(stride, widest)))
 
     def card_of(self, device: int) -> str:
         """The card beside a device; where there are more cards, as many as make one a device."""

@@ -365,3 +365,13 @@ def test_the_graph_has_every_node_and_both_directions() -> None:
 
 def test_shares_compare_by_value() -> None:
     assert Topology(2, 8, node_bytes_per_s=400.0, cards=8).share(2, 8) == Share(50.0, Tier.INTER)
+
+
+def test_the_ends_of_a_row_of_ranks_talk_as_its_halves_do() -> None:
+    """Ranks 0 and 7 of one node: there is no second such pair, and no way out of the node."""
+    node = Topology(1, 8, device_bytes_per_s=360e9, node_bytes_per_s=400e9, cards=8)
+    assert node.share(2, 7) == node.share(2, 4)
+    assert node.share(2, 7).tier is Tier.INTRA
+    nodes = Topology(4, 8, device_bytes_per_s=360e9, node_bytes_per_s=400e9, cards=8)
+    assert nodes.share(2, 24) == nodes.share(2, 16)
+    assert nodes.share(2, 24).tier is Tier.INTER
