@@ -264,6 +264,14 @@ def _too_large_to_load(decision: Decision) -> Iterator[str]:
     fitting = int(usable // estimate.load_bytes)
     enough = format_gib(needed / (1 - decision.policy.host_headroom_fraction))
     fewer = f"start {fitting} rank{'s' if fitting > 1 else ''} a node, or " if fitting else ""
+    if decision.plan.pp > 1:
+        own = format_gib(needed / decision.plan.pp)
+        yield (
+            f"loading does not fit: {ranks} ranks build the whole model, {format_gib(needed)} of"
+            f" {format_gib(usable)} usable main memory a node; build it on the meta device and give"
+            f" `weights=`: a rank then makes its own stages alone, some {own} a node"
+        )
+        return
     shards = shard_degree(decision.plan)
     sharded = load_memory(facts.model, Loading.SHARDS, ranks_per_node=ranks, shards=shards)
     yield (
