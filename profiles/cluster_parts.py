@@ -35,6 +35,7 @@ def device_of(accelerator: str | None, table: DeviceTable | None, where: str | N
         "matmul_fraction": table.matmul_fraction,
         "launch_s": table.launch,
         "context_bytes": table.context,
+        "board_power_w": table.board_power,
         "matmul_efficiency": table.matmul_efficiency,
     }
     update: dict[str, object] = {key: value for key, value in given.items() if value is not None}

@@ -50,6 +50,7 @@ class DeviceTable(Record):
     matmul_fraction: written.Fraction = None
     launch: written.Time = None
     context: written.Memory = None
+    board_power: written.Power = None
     matmul_efficiency: dict[PositiveInt, written.Factor] | None = None
 
 

@@ -15,12 +15,14 @@ from profiles.units import (
     parse_bytes,
     parse_flop_rate,
     parse_seconds,
+    parse_watts,
 )
 
 _BYTES = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1))
 _RATES = (("GB/s", 1e9), ("MB/s", 1e6), ("B/s", 1.0))
 _FLOPS = (("TFLOP/s", 1e12), ("GFLOP/s", 1e9), ("FLOP/s", 1.0))
 _TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+_WATTS = (("W", 1.0),)
 _Units = tuple[tuple[str, float], ...]
 
 
@@ -64,6 +66,8 @@ def _lines(cluster: ClusterProfile) -> Iterator[str]:
     yield f"matmul_fraction = {_written(device.matmul_fraction, float, ())}"
     yield f"launch = {_written(device.launch_s, parse_seconds, _TIMES)}"
     yield f"context = {_written(device.context_bytes, parse_bytes, _BYTES)}"
+    if device.board_power_w is not None:
+        yield f"board_power = {_written(device.board_power_w, parse_watts, _WATTS)}"
     yield ""
     yield "[device.flop_rate]"
     for dtype, quantity in device.flop_per_s.items():

@@ -14,7 +14,13 @@ from pydantic import AfterValidator, BeforeValidator, NonNegativeFloat, Positive
 
 from profiles.errors import InputError
 from profiles.provenance import Quantity, Source
-from profiles.units import parse_bandwidth, parse_bytes, parse_flop_rate, parse_seconds
+from profiles.units import (
+    parse_bandwidth,
+    parse_bytes,
+    parse_flop_rate,
+    parse_seconds,
+    parse_watts,
+)
 
 # A card may beat its printed peak a little, by its boost clock; percent begin far above.
 LARGEST_SHARE = 1.5
@@ -66,6 +72,7 @@ Bandwidth = Annotated[
     Quantity | None, BeforeValidator(partial(_quantity, parse_bandwidth)), _Positive
 ]
 Time = Annotated[Quantity | None, BeforeValidator(partial(_quantity, parse_seconds))]
+Power = Annotated[Quantity | None, BeforeValidator(partial(_quantity, parse_watts)), _Positive]
 Fraction = Annotated[
     Quantity | None, BeforeValidator(partial(_quantity, float)), AfterValidator(_share)
 ]
