@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from advisor.facts import Facts
 from profiles.cluster import ClusterProfile, Device, Link
+from profiles.families import profile_from_config
 from profiles.model import LOSS, Affine, ModelProfile, Numerics, UnitCost, UnitProfile
 from profiles.provenance import Quantity, Source
 from profiles.units import GIB
@@ -256,4 +257,23 @@ def facts(
         model=model or transformer(),
         cluster=cluster or gpus(),
         workload=Workload(global_batch_size=batch, precision=precision),
+    )
+
+
+def small_llama() -> ModelProfile:
+    """Four blocks of a width of 1,024 in closed form, as a config.json gives them."""
+    return profile_from_config(
+        {
+            "model_type": "llama",
+            "vocab_size": 4000,
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 4096,
+        },
+        samples=1,
+        sequence_length=1024,
+        name="small",
+        numerics=tuple(Numerics),
     )

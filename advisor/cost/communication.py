@@ -72,17 +72,14 @@ def exchange(plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool) -> Exc
     if replicas and replica_group(plan)[0] > 1:
         return replace(found, replicate_s=_replicas(plan, loads, ledger))
     if kind.is_sharded:
-        once = kind is DataParallel.ZERO1
-        gathered_once = kind in (DataParallel.ZERO1, DataParallel.ZERO2)
         return _shards(
             found,
             plan,
             loads,
             ledger,
             has_host=has_host,
-            gathers=1 if gathered_once else 2 * plan.forwards,
-            root_gathers=1 if gathered_once else plan.forwards,
-            reductions=1 if once else plan.forwards,
+            root_gathers=plan.forwards,
+            reductions=plan.forwards,
         )
     return found
 
@@ -97,20 +94,17 @@ def stage_exchange(
     Args:
         root_gathers: how often the root group is gathered where it is not kept for the step.
     """
-    kind = plan.data_parallel
     found = _tensor(plan, loads.entries, ledger)
-    if not kind.is_sharded:
+    if not plan.data_parallel.is_sharded:
         return found
-    gathered_once = kind in (DataParallel.ZERO1, DataParallel.ZERO2)
     return _shards(
         found,
         plan,
         loads,
         ledger,
         has_host=has_host,
-        gathers=1 if gathered_once else 2 * plan.forwards,
-        root_gathers=1 if gathered_once else root_gathers,
-        reductions=1 if kind is DataParallel.ZERO1 else rounds_of(plan),
+        root_gathers=root_gathers,
+        reductions=rounds_of(plan),
     )
 
 
@@ -181,15 +175,23 @@ def _shards(
     ledger: Ledger,
     *,
     has_host: bool,
-    gathers: int,
     root_gathers: int,
     reductions: int,
 ) -> Exchange:
     """FSDP2: gathers in the dtype of computing, reductions in the dtype of the masters.
 
     ZeRO-1 and ZeRO-2 gather once a step; ZeRO-3 before each forward and backward. ZeRO-1 reduces
-    once a step, the others every microbatch. HSDP adds one all-reduce of gradient shards a step.
+    once a step. HSDP adds one all-reduce of gradient shards a step.
+
+    Args:
+        root_gathers, reductions: in a step, of plans that gather and reduce more than once.
     """
+    kind = plan.data_parallel
+    gathers = 2 * plan.forwards
+    if kind in (DataParallel.ZERO1, DataParallel.ZERO2):
+        gathers = root_gathers = 1
+    if kind is DataParallel.ZERO1:
+        reductions = 1
     group, stride = shard_group(plan)
     offloads = plan.offload is Offload.STATES and has_host
 

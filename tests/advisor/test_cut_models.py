@@ -12,22 +12,9 @@ from advisor.policy import Objective, Policy
 from advisor.report.view import view_of
 from advisor.rules import margin_s
 from advisor.tree import Family, belongs
-from profiles.families import profile_from_config
-from profiles.model import Numerics
-from tests.factories import facts, gpus
+from tests.factories import facts, gpus, small_llama
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 4000,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 4096,
-}
-SMALL = profile_from_config(
-    LLAMA, samples=1, sequence_length=1024, name="small", numerics=tuple(Numerics)
-)
+SMALL = small_llama()
 
 
 @pytest.fixture(scope="module")

@@ -16,24 +16,11 @@ from advisor.levers import Lever, value, varied
 from advisor.rules import Candidate
 from engines.plan import Plan
 from profiles.cluster import AxisFits, Collective, LinkFit
-from profiles.families import profile_from_config
-from profiles.model import Numerics
 from profiles.units import GIB
-from tests.factories import facts, gpus, transformer
+from tests.factories import facts, gpus, small_llama, transformer
 
 MIDDLE = transformer(name="middle", layers=8, hidden=2048, ffn=5504, tokens=4096)
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 4000,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 4096,
-}
-SMALL = profile_from_config(
-    LLAMA, samples=1, sequence_length=1024, name="small", numerics=tuple(Numerics)
-)
+SMALL = small_llama()
 DDP = Plan.parse("dp_replicate=8 microbatch_size=1")
 FSDP = Plan.parse("dp_shard=8 microbatch_size=1")
 
