@@ -13,7 +13,8 @@ import pytest
 from advisor.models import load_model, profile_model
 from profiles.errors import FileError, InputError, ModelError, UnknownNameError
 from profiles.model import ModelProfile, Numerics
-from tests.profiles.test_families import LLAMA_3_8B, VIT, assert_equal
+from tests.profiles.equal_profiles import assert_equal
+from tests.profiles.family_configs import LLAMA_3_8B, VIT
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = {**LLAMA_3_8B, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3} | {
