@@ -121,7 +121,7 @@ def without_torch(config: Path, precision: str | None) -> tuple[dict[str, Any], 
     command = [sys.executable, "-c", BLOCKED, str(config), "--cluster", "8xH100-SXM-80GB"]
     command += ["--global-batch", "64", "--seq", "2048", "--json"]
     command += ["--precision", precision] if precision else []
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert run.returncode == 0, run.stderr
     decision = json.loads(run.stdout)
     assert "without torch, LlamaForCausalLM is profiled in closed form" in run.stderr

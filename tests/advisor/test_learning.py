@@ -349,7 +349,7 @@ def test_a_training_is_kept_when_its_process_ends(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": root}
     command = [sys.executable, "-W", "error", "-c", PROGRAM]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert (ended.returncode, ended.stderr) == (0, "")
     (path,) = (tmp_path / "parallel-advisor").glob("runs-*.json")
     assert Run.load(path).step.repeats == 22
