@@ -19,7 +19,6 @@ from advisor.search.microbatch import Crossing, Microbatch, crossing_of, microba
 from advisor.search.space import KINDS, RECOMPUTES, Integers, Space
 from engines.plan import DataParallel, Plan
 from profiles.cluster import Collective
-from profiles.optimizers import Law
 
 Floats = NDArray[np.float64]
 
@@ -109,12 +108,6 @@ class Columns:
         self._ledger = self.costs.ledger()
         self._different: dict[tuple[int, ...], tuple[Integers, Integers, Sequence[Integers]]] = {}
 
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether the optimizer's states are as large as gradients are, whatever their shapes."""
-        optimizer = self.costs.facts.workload.optimizer
-        return optimizer.law is Law.ELEMENTWISE and optimizer.units is None
-
     def of(self, amount: Callable[[Microbatch], float]) -> Floats:
         """An amount of its microbatch for each row."""
         return np.array([amount(group) for group in self.groups])[self.group]
@@ -152,7 +145,7 @@ class Columns:
     def _of_part(self, amount: Callable[[int, int], float]) -> Floats:
         """Of a rank's part of the parameters, (tp, shards); what goes by elements is in proportion
         to them."""
-        if self.is_elementwise:
+        if self.costs.facts.workload.optimizer.is_elementwise:
             return self.each([self.space.tp], lambda tp: amount(tp, 1)) / self.shards
         return self.each([self.space.tp, self.shards], amount)
 

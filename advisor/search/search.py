@@ -169,7 +169,10 @@ class Search:
         for place in range(len(shown) + 1):
             bound = bounds[shown[place]] if place < len(shown) else np.inf
             while waiting and waiting[0][0] <= min(bound, least[0] * (1 + ROUNDING)):
-                candidate = self.candidate(heappop(waiting)[-1])
+                index = heappop(waiting)[-1]
+                if fits and self._surely_misses(index):
+                    continue
+                candidate = self.candidate(index)
                 if candidate.fits or not fits:
                     found = key(candidate)
                     if best is None or found < least:
@@ -177,8 +180,6 @@ class Search:
             if place == len(shown) or bound * (1 - ROUNDING) > least[0]:
                 break
             index = int(shown[place])
-            if fits and self._surely_misses(index):
-                continue
             if bounds is self.bounds.step_s:
                 bound = max(bound, self._stages.least_step_s(self.space, index))
             heappush(waiting, (bound, place, index))
@@ -204,10 +205,8 @@ class Search:
             for index in group[np.argsort(self.bounds.step_s[group], kind="stable")]:
                 if self.bounds.step_s[index] * (1 - ROUNDING) > least[0]:
                     break
-                if self._surely_misses(int(index)):
-                    continue
                 step_s = self._stages.least_step_s(self.space, int(index))
-                if step_s * (1 - ROUNDING) > least[0]:
+                if step_s * (1 - ROUNDING) > least[0] or self._surely_misses(int(index)):
                     continue
                 candidate = self.candidate(int(index))
                 if candidate.fits and _ties(candidate.estimate, fastest.estimate, self._policy):
