@@ -179,6 +179,7 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     yield from found
 
 
+@lru_cache(maxsize=8192)
 def gathers_of_root(
     schedule: Schedule, rank: int, *, ranks: int, stages: int, microbatches: int
 ) -> int:

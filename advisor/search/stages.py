@@ -13,13 +13,12 @@ from itertools import accumulate
 
 import numpy as np
 
-from advisor.cost import CostModel
 from advisor.cost.memory import ALLOCATOR_SLACK, is_offloaded, shard_degree
 from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
 from advisor.policy import Policy
 from advisor.search.borders import Matrix, cut, spans
 from advisor.search.held import fullest_bytes
-from advisor.search.microbatch import Crossing, crossing_of, microbatch
+from advisor.search.kept import Kept
 from advisor.search.pieces import Pieces, pieces_of
 from advisor.search.space import KINDS, SCHEDULES, Pins, Space
 from engines.plan import Plan, Schedule
@@ -44,13 +43,14 @@ class _Found:
 class Stages:
     """Finds borders, once for rows that share all that they depend on."""
 
-    def __init__(self, costs: CostModel, pins: Pins, policy: Policy) -> None:
+    def __init__(self, kept: Kept, pins: Pins, policy: Policy) -> None:
+        costs = kept.costs
+        self._kept = kept
         self._costs = costs
         self._pinned = tuple(pins.get("stages", ()))
         self._usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
         self._place = {unit.name: n for n, unit in enumerate(costs.facts.model.units)}
         self._found: dict[tuple[object, ...], _Found] = {}
-        self._crossing: dict[bool, Crossing] = {}
         self._pieces: dict[tuple[object, ...], Pieces] = {}
         self._states: dict[tuple[int, int], float] = {}
 
@@ -142,10 +142,7 @@ class Stages:
         key = (plan.tp, plan.microbatch_size, plan.recompute, is_sharded)
         if key not in self._pieces:
             places = [0, *(self._place[name] for name in names[1:])]
-            if is_sharded not in self._crossing:
-                self._crossing[is_sharded] = crossing_of(self._costs, plan, places[1:])
-            of = microbatch(self._costs, plan, self._crossing[is_sharded])
-            self._pieces[key] = pieces_of(of, places)
+            self._pieces[key] = pieces_of(self._kept.microbatch(plan, places[1:]), places)
         return self._pieces[key]
 
     def _waiting_s(self, plan: Plan, pieces: Pieces) -> Matrix:
