@@ -149,6 +149,18 @@ class Loads:
         return {}
 
 
+def together(parts: Sequence[Loads]) -> Loads:
+    """Parts of the same loads as one, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    return replace(
+        parts[0],
+        runs=tuple(run for part in parts for run in part.runs),
+        names=tuple(name for part in parts for name in part.names),
+        pieces=tuple(piece for part in parts for piece in part.pieces),
+    )
+
+
 def loads_of(
     model: ModelProfile,
     *,
