@@ -202,7 +202,7 @@ def loads_of(
         if cp > 1:
             load = over_tokens(load, run.unit.cost(numerics), cp=cp, samples=samples / cp)
         if ep > 1:
-            load = over_experts(load, run.unit, ep=ep)
+            load = over_experts(load, run.unit, ep=ep, per_token=model.experts_per_token)
         if head is not None and run.unit.name == _loss_unit(model):
             load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp)
         found.append(load)
