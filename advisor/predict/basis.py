@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from advisor.cost.collective import collective_s
 from advisor.cost.compute import HOST_BANDWIDTH_BYTES_PER_S
+from advisor.predict.generations import generation_of, host_slowness
 from advisor.predict.passes import Pass, again_of, backward_of, forward_of
 from advisor.predict.setup import Setup
 from advisor.predict.work import Work, work_of
@@ -20,25 +21,6 @@ UPDATE_BYTES = 38
 WAITS = 40
 # Launched once a step: norms, clipping and update over lists of tensors, loss and counters fetched.
 STEP_KERNELS = 300
-# Generations by the start of a device's name; parts of none are taken as `ampere`.
-_GENERATIONS = (
-    ("V100", "volta"),
-    ("P100", "volta"),
-    ("P40", "volta"),
-    ("GTX", "volta"),
-    ("T4", "turing"),
-    ("Quadro", "turing"),
-    ("TITAN", "turing"),
-    ("RTX-20", "turing"),
-    ("H100", "hopper"),
-    ("H200", "hopper"),
-    ("H800", "hopper"),
-    ("H20", "hopper"),
-    ("GH200", "hopper"),
-    ("B200", "blackwell"),
-    ("B300", "blackwell"),
-    ("GB", "blackwell"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +28,7 @@ class Basis:
     """A step before the fitted constants."""
 
     generation: str
+    host_slowness: float
     forward: Pass
     backward: Pass
     again: Pass
@@ -99,7 +82,8 @@ def basis_of(setup: Setup) -> Basis:
             stride=apart,
         )
     return Basis(
-        generation=_generation(cluster.device.name),
+        generation=generation_of(cluster.device.name),
+        host_slowness=host_slowness(cluster.device.name),
         forward=forward,
         backward=backward,
         again=again,
@@ -125,7 +109,7 @@ def basis_of(setup: Setup) -> Basis:
         once=STEP_KERNELS if setup.shape is not None and setup.shape.vocab else 0,
         blocking=software.blocking,
         waits=WAITS if layout.pp > 1 and "deepspeed" in software.family else 0,
-        older_kernels=_generation(cluster.device.name) in ("hopper", "blackwell")
+        older_kernels=generation_of(cluster.device.name) in ("hopper", "blackwell")
         and software.family not in ("megatron", "torchtitan"),
     )
 
@@ -220,6 +204,3 @@ def _rate(cluster: ClusterProfile, size: int, stride: int) -> str:
     cards = cluster.network_cards or cluster.devices_per_node
     return "shared" if cards < cluster.devices_per_node else "rails"
 
-
-def _generation(name: str) -> str:
-    return next((kind for start, kind in _GENERATIONS if name.startswith(start)), "ampere")

@@ -22,14 +22,12 @@ class Constants:
         flash: rate of attention without kept scores, as a share of the matmul rate.
         older_kernels: rate of attention written for Ampere's instructions on later devices.
         unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
-        narrow: rate of fp8 products, as a share of what their larger peak promises.
         expert: rate of grouped products of experts, as a share of others'.
         tensor_overlap: hidden part of tensor-parallel exchanges where they are overlapped.
         data_overlap: hidden part of data-parallel exchanges where they are overlapped.
         inside, rails, shared: rate of collectives in a step, as a share of their best: in a node,
             between nodes with a network card for each device, and where devices share cards.
-        launch_s: of one kernel by the host, framework and library included.
-        older_host: how much longer the hosts of A100 and older devices take.
+        launch_s: of one kernel by the host of an H100, framework and library included.
     """
 
     volta: float = 1
@@ -43,7 +41,6 @@ class Constants:
     flash: float = 0.379
     older_kernels: float = 0.686
     unaligned: float = 0.66
-    narrow: float = 0.917
     expert: float = 0.584
     tensor_overlap: float = 0.829
     data_overlap: float = 0.633
@@ -51,7 +48,6 @@ class Constants:
     rails: float = 0.608
     shared: float = 0.297
     launch_s: float = 6.73e-05
-    older_host: float = 1.13
 
 
 CONSTANTS = Constants()

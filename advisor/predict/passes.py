@@ -10,6 +10,7 @@ from math import ceil
 
 from advisor.cost.collective import collective_s
 from advisor.cost.compute import peak_flop_per_s
+from advisor.predict.generations import narrow_share
 from advisor.predict.setup import Setup
 from advisor.predict.work import NARROW, LayerWork
 from profiles.cluster import ClusterProfile, Collective
@@ -58,7 +59,7 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
     narrow = setup.dtype in NARROW
     wide = "bfloat16" if narrow else setup.dtype
     peak = _peak(setup, wide) * best
-    small = _narrow_peak(setup) * best if narrow else peak
+    small = _narrow_peak(setup) * best * narrow_share(device.name) if narrow else peak
     bandwidth = device.memory_bandwidth_bytes_per_s.value
     width = 4 if wide in ("float32", "tfloat32") else 2
     plain = odd = low = expert = expert_low = tail = back_tail = converted = streamed = 0.0

@@ -47,6 +47,7 @@ def time_of(setup: Setup, constants: Constants = CONSTANTS) -> StepTime:
 
 def step_time(basis: Basis, constants: Constants) -> StepTime:
     """A step from its basis: the formulas of this module."""
+    launch_s = constants.launch_s * basis.host_slowness
     layers = _parts(basis.forward + basis.backward, basis, constants)
     again = _parts(basis.again, basis, constants)
     head = _parts(basis.head, basis, constants)
@@ -61,7 +62,7 @@ def step_time(basis: Basis, constants: Constants) -> StepTime:
     boundary = basis.boundary_s / _of(constants, basis.boundary_rate)
     visible = 1 - constants.tensor_overlap if basis.overlap_boundary else 1.0
     bubble += (2 * m * basis.virtual * visible + 2 * (basis.stages - 1)) * boundary
-    bubble += 2 * m * basis.waits * constants.launch_s
+    bubble += 2 * m * basis.waits * launch_s
     data = _data_s(basis, constants, whole / basis.stages)
     return StepTime(
         compute_s=(layers[0] + head[0]) * share,
@@ -71,15 +72,15 @@ def step_time(basis: Basis, constants: Constants) -> StepTime:
         bubble_s=bubble,
         data_s=data,
         update_s=basis.update_s,
-        host_s=(layers[3] + again[3] + head[3]) * share + basis.once * constants.launch_s,
+        host_s=(layers[3] + again[3] + head[3]) * share + basis.once * launch_s,
     )
 
 
 def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float, float]:
     """Seconds of computing, tensor and context exchange, tokens, and waiting for the host."""
     share = _of(c, basis.generation)
-    compute = (part.plain_s + part.unaligned_s / c.unaligned + part.narrow_s / c.narrow) / share
-    compute += (part.expert_s + part.expert_narrow_s / c.narrow) / (share * c.expert)
+    compute = (part.plain_s + part.unaligned_s / c.unaligned + part.narrow_s) / share
+    compute += (part.expert_s + part.expert_narrow_s) / (share * c.expert)
     older = c.older_kernels if basis.older_kernels else 1.0
     compute += part.flash_s / (share * c.flash * older)
     compute += (
@@ -89,9 +90,7 @@ def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float,
     tensor = part.tensor_s * (1 - hidden) / _of(c, basis.tensor_rate)
     tensor += part.context_s * (1 - c.tensor_overlap) / c.inside
     tokens = part.tokens_s
-    launch = part.kernels * c.launch_s
-    if basis.generation in ("volta", "turing", "ampere"):
-        launch *= c.older_host
+    launch = part.kernels * c.launch_s * basis.host_slowness
     busy = 0.0 if basis.blocking else compute + tensor + tokens
     return compute, tensor, tokens, max(0.0, launch - busy)
 
