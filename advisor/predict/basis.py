@@ -51,7 +51,6 @@ class Basis:
     overlap_gather: bool
     overlap_tensor: bool
     overlap_boundary: bool
-    older_kernels: bool
     waits: int
     blocking: bool
     once: int
@@ -109,8 +108,6 @@ def basis_of(setup: Setup) -> Basis:
         once=STEP_KERNELS if setup.shape is not None and setup.shape.vocab else 0,
         blocking=software.blocking,
         waits=WAITS if layout.pp > 1 and "deepspeed" in software.family else 0,
-        older_kernels=generation_of(cluster.device.name) in ("hopper", "blackwell")
-        and software.family not in ("megatron", "torchtitan"),
     )
 
 

@@ -19,8 +19,7 @@ class Constants:
         tail: part of a round of tiles that a product loses at its end.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
         scan_bytes: traffic of a state-space layer's kernels for an element of its width, forward.
-        flash: rate of attention without kept scores, as a share of the matmul rate.
-        older_kernels: rate of attention written for Ampere's instructions on later devices.
+        flash: rate of attention without kept scores on an A100, as a share of the matmul rate.
         unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
         expert: rate of grouped products of experts, as a share of others'.
         tensor_overlap: hidden part of tensor-parallel exchanges where they are overlapped.
@@ -39,7 +38,6 @@ class Constants:
     memory: float = 0.72
     scan_bytes: float = 114
     flash: float = 0.379
-    older_kernels: float = 0.686
     unaligned: float = 0.66
     expert: float = 0.584
     tensor_overlap: float = 0.829

@@ -10,7 +10,7 @@ from math import ceil
 
 from advisor.cost.collective import collective_s
 from advisor.cost.compute import peak_flop_per_s
-from advisor.predict.generations import narrow_share
+from advisor.predict.generations import attention_share, narrow_share
 from advisor.predict.setup import Setup
 from advisor.predict.work import NARROW, LayerWork
 from profiles.cluster import ClusterProfile, Collective
@@ -60,6 +60,8 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
     wide = "bfloat16" if narrow else setup.dtype
     peak = _peak(setup, wide) * best
     small = _narrow_peak(setup) * best * narrow_share(device.name) if narrow else peak
+    own = setup.software.family in ("megatron", "torchtitan")
+    attention = attention_share(device.name, own_kernels=own)
     bandwidth = device.memory_bandwidth_bytes_per_s.value
     width = 4 if wide in ("float32", "tfloat32") else 2
     plain = odd = low = expert = expert_low = tail = back_tail = converted = streamed = 0.0
@@ -72,7 +74,7 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
                 product.elements * width * (ODD if product.odd else 1), seconds * bandwidth
             )
             continue
-        rate = (small if narrow else peak) * (1 if product.aligned else 0.5)
+        rate = small if narrow else peak
         tail += 2 * product.k * WAVE / rate
         back_tail += 2 * (product.n + product.m) * WAVE / rate
         if product.expert:
@@ -109,7 +111,7 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
         narrow_s=low,
         expert_s=expert,
         expert_narrow_s=expert_low,
-        flash_s=layer.flash_flop / peak,
+        flash_s=layer.flash_flop / (peak * attention),
         tail_s=tail,
         back_tail_s=back_tail,
         # Reading 16 bits, writing 8 twice: as it is and transposed.

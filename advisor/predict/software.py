@@ -71,6 +71,8 @@ _WORDS = (
 )
 
 
+# A container's release, YY.MM (NVIDIA's), says what ran; `source_date` when its table was read.
+_RELEASE = re.compile(r"\b(?:container|nemo)[ -](2\d)\.(0[1-9]|1[0-2])\b", re.IGNORECASE)
 _RECIPES = re.compile(r"nemo|bridge", re.IGNORECASE)
 
 
@@ -91,6 +93,8 @@ def family_of(row: Row) -> str:
 
 def year_of(row: Row) -> float | None:
     """The release's date in years, 2022.25 for the end of March 2022; None where none is given."""
+    if (release := _RELEASE.search(f"{row.source or ''} {row.source_ref or ''}")) is not None:
+        return 2000 + float(release[1]) + float(release[2]) / 12
     found = re.search(r"(20[0-4]\d)(?:-(\d\d))?", re.sub(r"\b[0-9a-f]{7,10}\b", "", _date(row)))
     if found is None:
         return None

@@ -81,8 +81,7 @@ def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float,
     share = _of(c, basis.generation)
     compute = (part.plain_s + part.unaligned_s / c.unaligned + part.narrow_s) / share
     compute += (part.expert_s + part.expert_narrow_s) / (share * c.expert)
-    older = c.older_kernels if basis.older_kernels else 1.0
-    compute += part.flash_s / (share * c.flash * older)
+    compute += part.flash_s / (share * c.flash)
     compute += (
         part.tail_s * c.tail / share + (part.memory_s + part.scan_s * c.scan_bytes) / c.memory
     )
