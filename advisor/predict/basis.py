@@ -53,6 +53,7 @@ class Basis:
     overlap_boundary: bool
     waits: int
     blocking: bool
+    fused_experts: bool
     once: int
 
 
@@ -107,6 +108,7 @@ def basis_of(setup: Setup) -> Basis:
         overlap_boundary=software.overlap_tensor,
         once=STEP_KERNELS if setup.shape is not None and setup.shape.vocab else 0,
         blocking=software.blocking,
+        fused_experts=software.fused_experts,
         waits=WAITS if layout.pp > 1 and "deepspeed" in software.family else 0,
     )
 

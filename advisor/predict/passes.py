@@ -32,9 +32,7 @@ class Pass:
 
     plain_s: float = 0.0
     unaligned_s: float = 0.0
-    narrow_s: float = 0.0
     expert_s: float = 0.0
-    expert_narrow_s: float = 0.0
     flash_s: float = 0.0
     tail_s: float = 0.0
     back_tail_s: float = 0.0
@@ -64,7 +62,7 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
     attention = attention_share(device.name, own_kernels=own)
     bandwidth = device.memory_bandwidth_bytes_per_s.value
     width = 4 if wide in ("float32", "tfloat32") else 2
-    plain = odd = low = expert = expert_low = tail = back_tail = converted = streamed = 0.0
+    plain = odd = expert = tail = back_tail = converted = streamed = 0.0
     for product in layer.products:
         seconds = product.flop / (small if narrow and product.linear else peak)
         if not product.linear:
@@ -78,17 +76,12 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
         tail += 2 * product.k * WAVE / rate
         back_tail += 2 * (product.n + product.m) * WAVE / rate
         if product.expert:
-            seconds *= ceil(product.m / TILE) * TILE / product.m
-            expert, expert_low = (
-                (expert, expert_low + seconds) if narrow else (expert + seconds, expert_low)
-            )
-        elif narrow and product.linear:
-            low += seconds
-        elif not product.aligned:
+            expert += seconds * ceil(product.m / TILE) * TILE / product.m
+        elif not (product.aligned or narrow):
             odd += seconds
         else:
             plain += seconds
-        if narrow and product.linear:
+        if narrow and not (product.expert and setup.software.fused_experts):
             converted += product.m * product.k * product.count
     tensor = tokens = context = 0.0
     if layer.tensor_exchanges:
@@ -108,9 +101,7 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
     return Pass(
         plain_s=plain,
         unaligned_s=odd,
-        narrow_s=low,
         expert_s=expert,
-        expert_narrow_s=expert_low,
         flash_s=layer.flash_flop / (peak * attention),
         tail_s=tail,
         back_tail_s=back_tail,
@@ -138,9 +129,7 @@ def backward_of(setup: Setup, layer: LayerWork, forward: Pass) -> Pass:
     return Pass(
         plain_s=twice.plain_s,
         unaligned_s=twice.unaligned_s,
-        narrow_s=twice.narrow_s,
         expert_s=twice.expert_s,
-        expert_narrow_s=twice.expert_narrow_s,
         flash_s=2.5 * forward.flash_s,
         tail_s=forward.back_tail_s,
         memory_s=twice.memory_s + added,

@@ -21,6 +21,10 @@ states        Megatron: weights and gradients of 2 + 4 bytes (gradients of 2 wit
               reduced in 16 bits.
 fused         Megatron's kernels and compilers join chains of elementwise operations; so does
               TensorFlow's graph, which also stores maps as matrix units want them.
+captured      The recipes of Megatron-Bridge (from 2025.7) launch attention and router by CUDA graphs
+              beside Grace hosts (cuda_graph_scope in its scripts/performance/configs).
+experts       From its release 0.5 (container 26.06) fp8 recipes on Blackwell join grouped products,
+              activation and conversion (CuTe DSL) and launch whole steps by CUDA graphs.
 blocking      BigScience launched with CUDA_LAUNCH_BLOCKING=1 from 2022 on, against hangs
               (bigscience-workshop/bigscience, tr11-176B-ml.slurm).
 overlap       DDP buckets beside the backward pass. Megatron exchanged gradients after it until
@@ -31,6 +35,7 @@ from __future__ import annotations
 
 import re
 
+from advisor.predict.generations import generation_of
 from advisor.predict.rows import Row
 from advisor.predict.setup import Shape, Software
 
@@ -39,6 +44,8 @@ BLOCKING_LAUNCHES = 2022.0
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
 SHORT_GRADIENTS = 2024.0
+CAPTURED_LAYERS = 2025.6
+FUSED_EXPERTS = 2026.45
 _JOINED = re.compile(r"mlperf|mxnet")
 # Values of the column `arch` that are networks on images. They are trained with SGD where no
 # optimizer is named, but those of attention.
@@ -161,6 +168,11 @@ def software_of(
     overlap = overlap or (family == "megatron" and year >= OVERLAP_GRADIENTS)
     # Entries to MLPerf and MXNet join norms, additions and ReLU, and keep channels last.
     joined = row.arch in CONVOLUTIONAL and bool(_JOINED.search((row.source or "").lower()))
+    recipe = family == "megatron" and recipe
+    captured = recipe and year >= CAPTURED_LAYERS and device.startswith(("GB", "GH"))
+    experts = shape is not None and shape.experts > 0 and shape.gated and dtype in ("float8_e4m3fn", "float4")
+    experts = experts and recipe and year >= FUSED_EXPERTS
+    fused_experts = experts and generation_of(device) == "blackwell"
     compiled = (row.compile or "n").lower() not in ("n", "no", "none", "false", "0")
     return (
         Software(
@@ -182,6 +194,8 @@ def software_of(
             overlap_tensor=family == "megatron" and year >= OVERLAP_GRADIENTS,
             overlap_experts=False,
             compiled=compiled,
+            captured=captured,
+            fused_experts=fused_experts,
             blocking=family == "megatron-deepspeed" and year >= BLOCKING_LAUNCHES,
             attention_said=row.attention is not None,
             offload=row.offload if row.offload not in (None, "n") else "none",

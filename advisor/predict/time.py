@@ -79,8 +79,8 @@ def step_time(basis: Basis, constants: Constants) -> StepTime:
 def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float, float]:
     """Seconds of computing, tensor and context exchange, tokens, and waiting for the host."""
     share = _of(c, basis.generation)
-    compute = (part.plain_s + part.unaligned_s / c.unaligned + part.narrow_s) / share
-    compute += (part.expert_s + part.expert_narrow_s) / (share * c.expert)
+    compute = (part.plain_s + part.unaligned_s / c.unaligned) / share
+    compute += part.expert_s / (share * (1.0 if basis.fused_experts else c.expert))
     compute += part.flash_s / (share * c.flash)
     compute += (
         part.tail_s * c.tail / share + (part.memory_s + part.scan_s * c.scan_bytes) / c.memory

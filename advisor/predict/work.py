@@ -21,6 +21,8 @@ ALIGNMENT = 64
 # Traffic of elementwise operations one by one over that of fused kernels: bias, activation, dropout
 # and residual are four reads and writes for two; norms are one kernel in both.
 EAGER = 1.5
+# Kernels of a layer with experts that its CUDA graphs leave out: dispatch, grouped products, return.
+OUTSIDE_GRAPHS = 18
 NARROW = frozenset({"float8_e4m3fn", "float4"})
 # Latents of multi-head latent attention: queries, keys and values, and the rotary part of a head
 # (DeepSeek-V3, config.json).
@@ -249,7 +251,8 @@ def _layer(
         if shape.expert_width:
             products.append(Product(tokens / tp, inner, h))
             products.append(Product(tokens / tp, h, inner))
-        moved += own * h * 11 + sent * (10 * inner + act * shape.expert_ffn)
+        activated = 0 if software.fused_experts else act
+        moved += own * h * 11 + sent * (10 * inner + activated * shape.expert_ffn)
         moved += tokens / tp * shape.experts * 12
         kernels += 36
         token_bytes = 2 * sent * inner
@@ -261,6 +264,10 @@ def _layer(
     if setup.dtype in NARROW:
         # Scales, conversions and transposes before each product.
         kernels += len(products)
+    if software.captured:
+        kernels = OUTSIDE_GRAPHS if experts else 0
+    if software.fused_experts:
+        kernels = 0
     if not software.fused:
         moved *= EAGER
     weights = sum(p.n * p.k * p.count for p in products if p.linear and not p.expert)
