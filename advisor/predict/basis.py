@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from advisor.cost.collective import collective_s
 from advisor.cost.compute import HOST_BANDWIDTH_BYTES_PER_S
-from advisor.predict.generations import generation_of, host_slowness
+from advisor.predict.generations import generation_of, host_slowness, power_share
 from advisor.predict.passes import Pass, again_of, backward_of, forward_of
 from advisor.predict.setup import Setup
 from advisor.predict.work import Work, work_of
@@ -27,8 +27,9 @@ STEP_KERNELS = 500
 class Basis:
     """A step before the fitted constants."""
 
-    generation: str
+    limited: bool
     host_slowness: float
+    power: float
     forward: Pass
     backward: Pass
     again: Pass
@@ -82,8 +83,9 @@ def basis_of(setup: Setup) -> Basis:
             stride=apart,
         )
     return Basis(
-        generation=generation_of(cluster.device.name),
+        limited=generation_of(cluster.device.name) in ("turing", "hopper", "blackwell"),
         host_slowness=host_slowness(cluster.device.name),
+        power=power_share(cluster.device),
         forward=forward,
         backward=backward,
         again=again,

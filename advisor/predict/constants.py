@@ -14,8 +14,8 @@ class Constants:
     """What cannot be read off a data sheet.
 
     Attributes:
-        volta, turing, ampere, hopper, blackwell: share of the published best matmul rate that
-            products sustain inside a step, by generation: power and clocks.
+        sustained: share of the published best matmul rate that products sustain inside a step.
+        limited: the same of boards that reach the limit of their power: H100 and later, T4.
         tail: part of a round of tiles that a product loses at its end.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
         scan_bytes: traffic of a state-space layer's kernels for an element of its width, forward.
@@ -29,11 +29,8 @@ class Constants:
         launch_s: of one kernel by the host of an H100, framework and library included.
     """
 
-    volta: float = 1
-    turing: float = 0.764
-    ampere: float = 0.964
-    hopper: float = 0.855
-    blackwell: float = 1
+    sustained: float = 0.963
+    limited: float = 0.855
     tail: float = 0.1
     memory: float = 0.72
     scan_bytes: float = 114

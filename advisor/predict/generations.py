@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from profiles.cluster import Device
+
 # By the start of a device's name; what is not listed is taken as "ampere".
 _STARTS = (
     ("V100", "volta"),
@@ -33,6 +35,9 @@ _HOSTS: Mapping[str, float] = MappingProxyType(
 )
 # Grace: as many instructions a clock as Golden Cove, at 3.1 GHz.
 _SUPERCHIPS, _GRACE = ("GB", "GH"), 1.22
+# Chips of this generation differ in how much power their boards admit, and products in a step are
+# bound by it: their rate is in proportion to it. Watts per TFLOP/s of 16-bit peak of a GB200.
+_POWER: Mapping[str, float] = MappingProxyType({"blackwell": 1200 / 2500})
 # Best rate of fp8 products over twice that of bfloat16 ones (ml-engineering, maximum achievable
 # matmul: H100 1403 over 2 x 795 TFLOP/s, B200 3433 over 2 x 1745).
 _NARROW: Mapping[str, float] = MappingProxyType({"blackwell": 0.98})
@@ -68,3 +73,12 @@ def attention_share(device: str, *, own_kernels: bool) -> float:
     if generation_of(device) not in ("hopper", "blackwell"):
         return 1.0
     return _OWN_ATTENTION if own_kernels else _OLDER_ATTENTION
+
+
+def power_share(device: Device) -> float:
+    """What more or less power lets a board sustain, against its generation's."""
+    reference = _POWER.get(generation_of(device.name))
+    if reference is None or device.board_power_w is None:
+        return 1.0
+    peak = device.flop_per_s["bfloat16"].value / 1e12
+    return device.board_power_w.value / peak / reference

@@ -78,7 +78,7 @@ def step_time(basis: Basis, constants: Constants) -> StepTime:
 
 def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float, float]:
     """Seconds of computing, tensor and context exchange, tokens, and waiting for the host."""
-    share = _of(c, basis.generation)
+    share = (c.limited if basis.limited else c.sustained) * basis.power
     compute = (part.plain_s + part.unaligned_s / c.unaligned) / share
     compute += part.expert_s / (share * (1.0 if basis.fused_experts else c.expert))
     compute += part.flash_s / (share * c.flash)

@@ -25,7 +25,7 @@ from tests.scorecard.published import WEIGHTS, Published, published
 BOUNDS = {"launch_s": (1e-6, 1e-3), "scan_bytes": (10.0, 1000.0)}
 DEFAULT_BOUNDS = (0.05, 1.0)
 # A share of an efficiency times the published best rate may exceed 1 a little.
-WIDE = frozenset({"volta", "turing", "ampere", "hopper", "blackwell", "expert", "tail"})
+WIDE = frozenset({"sustained", "limited", "expert", "tail"})
 
 
 # What a constant is believed to be before any run is seen, and how much a run on the other side of
@@ -33,7 +33,7 @@ WIDE = frozenset({"volta", "turing", "ampere", "hopper", "blackwell", "expert", 
 # sustain nine tenths of the best rate published for them; a scan passes over its elements a dozen
 # times in fp32, forward.
 PRIORS = {
-    **dict.fromkeys(("volta", "turing", "ampere", "hopper", "blackwell"), 0.9),
+    **dict.fromkeys(("sustained", "limited"), 0.9),
     "scan_bytes": 100.0,
     "expert": 0.6,
 }
