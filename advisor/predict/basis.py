@@ -20,7 +20,7 @@ UPDATE_BYTES = 38
 # layer's kernels anew, forward and backward.
 WAITS = 40
 # Launched once a step: norms, clipping and update over lists of tensors, loss and counters fetched.
-STEP_KERNELS = 500
+STEP_KERNELS = 400
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,9 @@ ALIGNMENT = 64
 # Traffic of elementwise operations one by one over that of fused kernels: bias, activation, dropout
 # and residual are four reads and writes for two; norms are one kernel in both.
 EAGER = 1.5
+# Launched in place of one product each for queries, keys and values: products down to latents and
+# up, their two norms, and what splits, turns and joins the rotary parts.
+LATENT_KERNELS = 35
 # Kernels of a layer with experts that its CUDA graphs leave out: dispatch, grouped products, return.
 OUTSIDE_GRAPHS = 18
 NARROW = frozenset({"float8_e4m3fn", "float4"})
@@ -213,7 +216,7 @@ def _layer(
             flash += flop
             scores += score
             moved += bytes_ + own * h * 11
-            kernels += 14
+            kernels += 14 + (LATENT_KERNELS if shape.latent else 0)
             exchanges += 1
         if layout.cp > 1:
             context = 2 * 2 * tokens * (layout.cp - 1) * shape.kv_heads * shape.head_width / tp
