@@ -22,8 +22,9 @@ ODD = 4
 # time: 108 of them on an A100, 132 on an H100, 148 on a B200. The last round is rarely full: what a
 # round could have held counts in part (`Constants.tail`). Rows of an expert fill whole tiles.
 TILE, WAVE = 128, 128 * 256 * 120
-# Dispatchers since this release (DeepEP) send a token once to each node, not once to each expert.
-ONCE_A_NODE = 2025.0
+# Dispatchers since this release (DeepEP, HybridEP) send a token once to each node, and there once to
+# each rank, not once to each expert.
+ONCE_A_NODE = ONCE_A_RANK = 2025.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,10 @@ def exchange_s(cluster: ClusterProfile, sent_bytes: float, setup: Setup) -> floa
     latency = cluster.link(size).latency_s.value
     seconds = latency * (inside - 1 if nodes == 1 else nodes)
     if inside > 1 and cluster.intra is not None:
-        seconds += sent_bytes * (size - 1) / size / cluster.intra.bandwidth_bytes_per_s.value
+        distinct = (size - 1) / size
+        if setup.software.year >= ONCE_A_RANK:
+            distinct *= size * (1 - (1 - 1 / size) ** shape.topk) / shape.topk
+        seconds += sent_bytes * distinct / cluster.intra.bandwidth_bytes_per_s.value
     if nodes > 1:
         crossing = (nodes - 1) / nodes
         if setup.software.year >= ONCE_A_NODE:
