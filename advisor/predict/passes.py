@@ -84,6 +84,9 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
             plain += seconds
         if narrow and not (product.expert and setup.software.fused_experts):
             converted += product.m * product.k * product.count
+            if product.expert:
+                # Rows of each expert are padded to whole blocks of scales, and taken out again.
+                converted += product.m * product.k * product.count
     tensor = tokens = context = 0.0
     if layer.tensor_exchanges:
         tensor = layer.tensor_exchanges * collective_s(
