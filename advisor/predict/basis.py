@@ -50,6 +50,7 @@ class Basis:
     update_s: float
     overlap_reduce: bool
     overlap_gather: bool
+    buckets: bool
     overlap_tensor: bool
     overlap_boundary: bool
     waits: int
@@ -106,6 +107,7 @@ def basis_of(setup: Setup) -> Basis:
         update_s=_update_s(setup, work),
         overlap_reduce=software.overlap_reduce,
         overlap_gather=software.overlap_gather,
+        buckets=software.family == "megatron",
         overlap_tensor=software.overlap_tensor,
         overlap_boundary=software.overlap_tensor,
         once=STEP_KERNELS if setup.shape is not None and setup.shape.vocab else 0,
@@ -203,5 +205,5 @@ def _rate(cluster: ClusterProfile, size: int, stride: int) -> str:
     if not cluster.crosses_nodes(size, stride):
         return "inside"
     cards = cluster.network_cards or cluster.devices_per_node
-    return "shared" if cards < cluster.devices_per_node else "rails"
+    return "shared" if cards < cluster.devices_per_node else "inside"
 

@@ -40,7 +40,6 @@ class Constants:
     tensor_overlap: float = 0.829
     data_overlap: float = 0.633
     inside: float = 0.766
-    rails: float = 0.608
     shared: float = 0.297
     launch_s: float = 6.73e-05
 

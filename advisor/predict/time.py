@@ -103,13 +103,14 @@ def _data_s(basis: Basis, c: Constants, microbatch_s: float) -> float:
         traffic = 2 * gather + reduce
         hidden = min(c.data_overlap * traffic, microbatch_s) if basis.overlap_gather else 0.0
         return (traffic - hidden) * basis.accumulation + basis.once_s / rate
+    part = 1.0 if basis.buckets else c.data_overlap
     if basis.overlap_reduce:
-        reduce -= min(c.data_overlap * reduce, microbatch_s * 2 / 3)
+        reduce -= min(part * reduce, microbatch_s * 2 / 3)
     if basis.zero == 2:
         # Gradients that are split cannot be added up first: they leave in each microbatch.
         reduce *= basis.accumulation
     if basis.overlap_gather:
-        gather -= min(c.data_overlap * gather, microbatch_s / 3)
+        gather -= min(part * gather, microbatch_s / 3)
     return reduce + gather + basis.once_s / rate
 
 
