@@ -37,8 +37,7 @@ class Constants:
     flash: float = 0.379
     unaligned: float = 0.66
     expert: float = 0.584
-    tensor_overlap: float = 0.829
-    data_overlap: float = 0.633
+    overlap: float = 0.55
     inside: float = 0.766
     shared: float = 0.297
     launch_s: float = 6.73e-05

@@ -60,7 +60,7 @@ def step_time(basis: Basis, constants: Constants) -> StepTime:
     share = m * bottleneck / whole
     bubble = (whole - bottleneck) / basis.virtual
     boundary = basis.boundary_s / _of(constants, basis.boundary_rate)
-    visible = 1 - constants.tensor_overlap if basis.overlap_boundary else 1.0
+    visible = 1 - constants.overlap if basis.overlap_boundary else 1.0
     bubble += (2 * m * basis.virtual * visible + 2 * (basis.stages - 1)) * boundary
     bubble += 2 * m * basis.waits * launch_s
     data = _data_s(basis, constants, whole / basis.stages)
@@ -85,9 +85,9 @@ def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float,
     compute += (
         part.tail_s * c.tail / share + (part.memory_s + part.scan_s * c.scan_bytes) / c.memory
     )
-    hidden = c.tensor_overlap if basis.overlap_tensor else 0.0
+    hidden = c.overlap if basis.overlap_tensor else 0.0
     tensor = part.tensor_s * (1 - hidden) / _of(c, basis.tensor_rate)
-    tensor += part.context_s * (1 - c.tensor_overlap) / c.inside
+    tensor += part.context_s * (1 - c.overlap) / c.inside
     tokens = part.tokens_s
     launch = part.kernels * c.launch_s * basis.host_slowness
     busy = 0.0 if basis.blocking else compute + tensor + tokens
@@ -101,9 +101,9 @@ def _data_s(basis: Basis, c: Constants, microbatch_s: float) -> float:
     if basis.zero == 3:
         # Weights come twice and gradients leave once in each microbatch, beside the computing.
         traffic = 2 * gather + reduce
-        hidden = min(c.data_overlap * traffic, microbatch_s) if basis.overlap_gather else 0.0
+        hidden = min(c.overlap * traffic, microbatch_s) if basis.overlap_gather else 0.0
         return (traffic - hidden) * basis.accumulation + basis.once_s / rate
-    part = 1.0 if basis.buckets else c.data_overlap
+    part = 1.0 if basis.buckets else c.overlap
     if basis.overlap_reduce:
         reduce -= min(part * reduce, microbatch_s * 2 / 3)
     if basis.zero == 2:
