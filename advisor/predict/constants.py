@@ -16,22 +16,19 @@ class Constants:
     Attributes:
         sustained: share of the published best matmul rate that products sustain inside a step.
         limited: the same of boards that reach the limit of their power: H100 and later, T4.
-        tail: part of a round of tiles that a product loses at its end.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
         scan_bytes: traffic of a state-space layer's kernels for an element of its width, forward.
         flash: rate of attention without kept scores on an A100, as a share of the matmul rate.
         unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
         expert: rate of grouped products of experts, as a share of others'.
-        tensor_overlap: hidden part of tensor-parallel exchanges where they are overlapped.
-        data_overlap: hidden part of data-parallel exchanges where they are overlapped.
-        inside, rails, shared: rate of collectives in a step, as a share of their best: in a node,
-            between nodes with a network card for each device, and where devices share cards.
+        overlap: hidden part of exchanges that run beside computing, but for Megatron's buckets.
+        inside, shared: rate of collectives in a step, as a share of their best: in a node or with a
+            network card for each device, and where devices share cards.
         launch_s: of one kernel by the host of an H100, framework and library included.
     """
 
     sustained: float = 0.963
     limited: float = 0.855
-    tail: float = 0.1
     memory: float = 0.72
     scan_bytes: float = 114
     flash: float = 0.379

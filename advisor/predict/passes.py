@@ -18,10 +18,8 @@ from profiles.cluster import ClusterProfile, Collective
 # A product of activations with odd rows over one without (A100: 16-byte loads of 8 elements in one
 # against 2 to 4 byte ones).
 ODD = 4
-# Results of a product are computed in tiles of about 128 x 256, one on each multiprocessor at a
-# time: 108 of them on an A100, 132 on an H100, 148 on a B200. The last round is rarely full: what a
-# round could have held counts in part (`Constants.tail`). Rows of an expert fill whole tiles.
-TILE, WAVE = 128, 128 * 256 * 120
+# Results of a product are computed in tiles; rows of an expert fill whole ones.
+TILE = 128
 # Dispatchers since this release (DeepEP, HybridEP) send a token once to each node, and there once to
 # each rank, not once to each expert.
 ONCE_A_NODE = ONCE_A_RANK = 2025.0
@@ -35,8 +33,6 @@ class Pass:
     unaligned_s: float = 0.0
     expert_s: float = 0.0
     flash_s: float = 0.0
-    tail_s: float = 0.0
-    back_tail_s: float = 0.0
     memory_s: float = 0.0
     scan_s: float = 0.0
     kernels: float = 0.0
@@ -63,7 +59,7 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
     attention = attention_share(device.name, own_kernels=own)
     bandwidth = device.memory_bandwidth_bytes_per_s.value
     width = 4 if wide in ("float32", "tfloat32") else 2
-    plain = odd = expert = tail = back_tail = converted = streamed = 0.0
+    plain = odd = expert = converted = streamed = 0.0
     for product in layer.products:
         seconds = product.flop / (small if narrow and product.linear else peak)
         if not product.linear:
@@ -73,9 +69,6 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
                 product.elements * width * (ODD if product.odd else 1), seconds * bandwidth
             )
             continue
-        rate = small if narrow else peak
-        tail += 2 * product.k * WAVE / rate
-        back_tail += 2 * (product.n + product.m) * WAVE / rate
         if product.expert:
             expert += seconds * ceil(product.m / TILE) * TILE / product.m
         elif not (product.aligned or narrow):
@@ -107,8 +100,6 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
         unaligned_s=odd,
         expert_s=expert,
         flash_s=layer.flash_flop / (peak * attention),
-        tail_s=tail,
-        back_tail_s=back_tail,
         # Reading 16 bits, writing 8 twice: as it is and transposed.
         memory_s=((layer.moved_bytes + layer.score_bytes) * width / 2 + 4 * converted + streamed)
         / bandwidth,
@@ -135,7 +126,6 @@ def backward_of(setup: Setup, layer: LayerWork, forward: Pass) -> Pass:
         unaligned_s=twice.unaligned_s,
         expert_s=twice.expert_s,
         flash_s=2.5 * forward.flash_s,
-        tail_s=forward.back_tail_s,
         memory_s=twice.memory_s + added,
         scan_s=twice.scan_s,
         kernels=twice.kernels,

@@ -3,7 +3,7 @@
 A step is `accumulation` microbatches through the fullest stage, the bubble of filling and draining
 the pipeline, what data-parallel traffic adds that computing does not hide, and the update:
 
-    product    flop / (peak * best share * share in a step) + the round of tiles that it ends in
+    product    flop / (peak * best share * share in a step)
     attention  flop at its own rate, or products and passes over scores where those are kept
     exchange   `advisor.cost.collective` over the rate that collectives reach inside a step
     host       a layer takes no less than launching its kernels
@@ -82,9 +82,7 @@ def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float,
     compute = (part.plain_s + part.unaligned_s / c.unaligned) / share
     compute += part.expert_s / (share * (1.0 if basis.fused_experts else c.expert))
     compute += part.flash_s / (share * c.flash)
-    compute += (
-        part.tail_s * c.tail / share + (part.memory_s + part.scan_s * c.scan_bytes) / c.memory
-    )
+    compute += (part.memory_s + part.scan_s * c.scan_bytes) / c.memory
     hidden = c.overlap if basis.overlap_tensor else 0.0
     tensor = part.tensor_s * (1 - hidden) / _of(c, basis.tensor_rate)
     tensor += part.context_s * (1 - c.overlap) / c.inside

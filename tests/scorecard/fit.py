@@ -25,7 +25,7 @@ from tests.scorecard.published import WEIGHTS, Published, published
 BOUNDS = {"launch_s": (1e-6, 1e-3), "scan_bytes": (10.0, 1000.0)}
 DEFAULT_BOUNDS = (0.05, 1.0)
 # A share of an efficiency times the published best rate may exceed 1 a little.
-WIDE = frozenset({"sustained", "limited", "expert", "tail"})
+WIDE = frozenset({"sustained", "limited", "expert"})
 
 
 # What a constant is believed to be before any run is seen, and how much a run on the other side of
