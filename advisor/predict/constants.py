@@ -27,17 +27,17 @@ class Constants:
         launch_s: of one kernel by the host of an H100, framework and library included.
     """
 
-    sustained: float = 0.963
-    limited: float = 0.855
-    memory: float = 0.72
-    scan_bytes: float = 114
-    flash: float = 0.379
-    unaligned: float = 0.66
-    expert: float = 0.584
-    overlap: float = 0.55
-    inside: float = 0.766
-    shared: float = 0.297
-    launch_s: float = 6.73e-05
+    sustained: float = 0.967
+    limited: float = 0.846
+    memory: float = 0.724
+    scan_bytes: float = 112
+    flash: float = 0.378
+    unaligned: float = 0.653
+    expert: float = 0.572
+    overlap: float = 0.587
+    inside: float = 0.649
+    shared: float = 0.29
+    launch_s: float = 5.19e-05
 
 
 CONSTANTS = Constants()

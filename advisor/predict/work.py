@@ -24,6 +24,9 @@ EAGER = 1.5
 # Launched in place of one product each for queries, keys and values: products down to latents and
 # up, their two norms, and what splits, turns and joins the rotary parts.
 LATENT_KERNELS = 35
+# Launched for a layer's experts: router, permutations, exchange, grouped products; and for weighing
+# and adding up what several experts make of a token, with the balance of their loads.
+ROUTED, WEIGHED = 30, 20
 # Kernels of a layer with experts that its CUDA graphs leave out: dispatch, grouped products, return.
 OUTSIDE_GRAPHS = 18
 NARROW = frozenset({"float8_e4m3fn", "float4"})
@@ -257,7 +260,7 @@ def _layer(
         activated = 0 if software.fused_experts else act
         moved += own * h * 11 + sent * (10 * inner + activated * shape.expert_ffn)
         moved += tokens / tp * shape.experts * 12
-        kernels += 36
+        kernels += ROUTED + (WEIGHED if shape.topk > 1 else 0)
         token_bytes = 2 * sent * inner
         expert_parameters = local * (matrices + 1) * inner * shape.expert_ffn
     if layout.tp > 1:
