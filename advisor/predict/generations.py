@@ -34,7 +34,7 @@ _HOSTS: Mapping[str, float] = MappingProxyType(
     {"volta": 1.5, "turing": 1.5, "ampere": 1.45, "hopper": 1.0, "blackwell": 1.0}
 )
 # Grace: as many instructions a clock as Golden Cove, at 3.1 GHz.
-_SUPERCHIPS, _GRACE = ("GB", "GH"), 1.22
+SUPERCHIPS, _GRACE = ("GB", "GH"), 1.22
 # Chips of this generation differ in how much power their boards admit, and products in a step are
 # bound by it: their rate is in proportion to it. Watts per TFLOP/s of 16-bit peak of a GB200.
 _POWER: Mapping[str, float] = MappingProxyType({"blackwell": 1200 / 2500})
@@ -50,13 +50,13 @@ _OLDER_ATTENTION, _OWN_ATTENTION = 0.7, 1.2
 
 
 def generation_of(device: str) -> str:
-    """"volta", "turing", "ampere", "hopper" or "blackwell"."""
+    """ "volta", "turing", "ampere", "hopper" or "blackwell"."""
     return next((kind for start, kind in _STARTS if device.startswith(start)), "ampere")
 
 
 def host_slowness(device: str) -> float:
     """Time of a host thread beside this device over that beside an H100."""
-    return _GRACE if device.startswith(_SUPERCHIPS) else _HOSTS[generation_of(device)]
+    return _GRACE if device.startswith(SUPERCHIPS) else _HOSTS[generation_of(device)]
 
 
 def narrow_share(device: str) -> float:

@@ -20,9 +20,9 @@ from profiles.cluster import ClusterProfile, Collective
 ODD = 4
 # Results of a product are computed in tiles; rows of an expert fill whole ones.
 TILE = 128
-# Dispatchers since this release (DeepEP, HybridEP) send a token once to each node, and there once to
-# each rank, not once to each expert.
-ONCE_A_NODE = ONCE_A_RANK = 2025.0
+# Dispatchers of this date on (DeepEP, HybridEP) send a token once to each node and, in it, once to
+# each rank; not once to each expert.
+ONCE = 2025.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +174,12 @@ def exchange_s(cluster: ClusterProfile, sent_bytes: float, setup: Setup) -> floa
     seconds = latency * (inside - 1 if nodes == 1 else nodes)
     if inside > 1 and cluster.intra is not None:
         distinct = (size - 1) / size
-        if setup.software.year >= ONCE_A_RANK:
+        if setup.software.year >= ONCE:
             distinct *= size * (1 - (1 - 1 / size) ** shape.topk) / shape.topk
         seconds += sent_bytes * distinct / cluster.intra.bandwidth_bytes_per_s.value
     if nodes > 1:
         crossing = (nodes - 1) / nodes
-        if setup.software.year >= ONCE_A_NODE:
+        if setup.software.year >= ONCE:
             # Distinct other nodes among those of `topk` experts drawn evenly.
             copies = (nodes - 1) * (1 - (1 - 1 / nodes) ** shape.topk)
             crossing = min(crossing, copies / shape.topk)

@@ -1,7 +1,8 @@
 """Software: what the programs of a time did where a row does not say.
 
 Each rule goes by the kind of program and the date of its release, never by a row. A program is told
-by words of `source` and, where these say nothing, by what only some programs do.
+by words of `source` and, where these say nothing, by what only some programs do; its release by
+that of its container, where `source_ref` names one, else by `source_date`.
 
 recompute     Megatron and what grew from it recomputed whole layers before selective recompute came
               (arXiv 2205.05198, May 2022), selectively after; with kernels that keep no scores
@@ -21,10 +22,10 @@ states        Megatron: weights and gradients of 2 + 4 bytes (gradients of 2 wit
               reduced in 16 bits.
 fused         Megatron's kernels and compilers join chains of elementwise operations; so does
               TensorFlow's graph, which also stores maps as matrix units want them.
-captured      The recipes of Megatron-Bridge (from 2025.7) launch attention and router by CUDA graphs
-              beside Grace hosts (cuda_graph_scope in its scripts/performance/configs).
-experts       From its release 0.5 (container 26.06) fp8 recipes on Blackwell join grouped products,
-              activation and conversion (CuTe DSL) and launch whole steps by CUDA graphs.
+captured      The recipes of Megatron-Bridge launch attention and router by CUDA graphs where hosts
+              are Grace (cuda_graph_scope in its scripts/performance/configs, from 2025.7 on).
+experts       From its release 0.5 (container 26.06) on, fp8 recipes on Blackwell join grouped
+              products, SwiGLU and conversion (CuTe DSL) and launch whole steps by CUDA graphs.
 blocking      BigScience launched with CUDA_LAUNCH_BLOCKING=1 from 2022 on, against hangs
               (bigscience-workshop/bigscience, tr11-176B-ml.slurm).
 overlap       DDP buckets beside the backward pass. Megatron exchanged gradients after it until
@@ -35,7 +36,7 @@ from __future__ import annotations
 
 import re
 
-from advisor.predict.generations import generation_of
+from advisor.predict.generations import SUPERCHIPS, generation_of
 from advisor.predict.rows import Row
 from advisor.predict.setup import Shape, Software
 
@@ -169,10 +170,10 @@ def software_of(
     # Entries to MLPerf and MXNet join norms, additions and ReLU, and keep channels last.
     joined = row.arch in CONVOLUTIONAL and bool(_JOINED.search((row.source or "").lower()))
     recipe = family == "megatron" and recipe
-    captured = recipe and year >= CAPTURED_LAYERS and device.startswith(("GB", "GH"))
-    experts = shape is not None and shape.experts > 0 and shape.gated and dtype in ("float8_e4m3fn", "float4")
-    experts = experts and recipe and year >= FUSED_EXPERTS
-    fused_experts = experts and generation_of(device) == "blackwell"
+    captured = recipe and year >= CAPTURED_LAYERS and device.startswith(SUPERCHIPS)
+    fused_experts = recipe and year >= FUSED_EXPERTS and generation_of(device) == "blackwell"
+    fused_experts = fused_experts and dtype in ("float8_e4m3fn", "float4")
+    fused_experts = fused_experts and shape is not None and shape.gated and shape.experts > 0
     compiled = (row.compile or "n").lower() not in ("n", "no", "none", "false", "0")
     return (
         Software(

@@ -22,12 +22,14 @@ ALIGNMENT = 64
 # and residual are four reads and writes for two; norms are one kernel in both.
 EAGER = 1.5
 # Launched in place of one product each for queries, keys and values: products down to latents and
-# up, their two norms, and what splits, turns and joins the rotary parts.
+# up, their two norms, and what splits, turns and joins the rotary parts. Calibrated on runs that
+# wait for their hosts (latent attention among Megatron's functional tests, Moonlight on 8 H100).
 LATENT_KERNELS = 35
 # Launched for a layer's experts: router, permutations, exchange, grouped products; and for weighing
-# and adding up what several experts make of a token, with the balance of their loads.
+# and adding up what several experts make of a token, with the balance of their loads. Calibrated on
+# Megatron's functional tests with one expert a token, and with two.
 ROUTED, WEIGHED = 30, 20
-# Kernels of a layer with experts that its CUDA graphs leave out: dispatch, grouped products, return.
+# Kernels of a layer with experts that its CUDA graphs leave out: dispatch, products, return.
 OUTSIDE_GRAPHS = 18
 NARROW = frozenset({"float8_e4m3fn", "float4"})
 # Latents of multi-head latent attention: queries, keys and values, and the rotary part of a head
@@ -270,10 +272,8 @@ def _layer(
     if setup.dtype in NARROW:
         # Scales, conversions and transposes before each product.
         kernels += len(products)
-    if software.captured:
-        kernels = OUTSIDE_GRAPHS if experts else 0
-    if software.fused_experts:
-        kernels = 0
+    if software.captured or software.fused_experts:
+        kernels = OUTSIDE_GRAPHS if experts and not software.fused_experts else 0
     if not software.fused:
         moved *= EAGER
     weights = sum(p.n * p.k * p.count for p in products if p.linear and not p.expert)
