@@ -45,6 +45,7 @@ class Row:
     row_id: str
     source: str | None = None
     source_date: str | None = None
+    source_ref: str | None = None
     model_name: str | None = None
     arch: str | None = None
     params_b: float | None = None

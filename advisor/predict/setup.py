@@ -106,6 +106,9 @@ class Software:
         overlap_reduce, overlap_gather: data-parallel traffic runs beside the computing.
         overlap_tensor: part of tensor-parallel traffic runs beside matrix products.
         overlap_experts: the exchange of tokens with experts runs beside another microbatch.
+        captured: CUDA graphs launch a layer but for its experts' part.
+        fused_experts: grouped products of experts convert and activate what they compute, and CUDA
+            graphs launch whole steps.
         blocking: each kernel is waited for before the next is launched.
         offload: "none", "optimizer" or "optimizer+params".
     """
@@ -127,6 +130,8 @@ class Software:
     overlap_tensor: bool
     overlap_experts: bool = False
     compiled: bool = False
+    captured: bool = False
+    fused_experts: bool = False
     blocking: bool = False
     attention_said: bool = True
     offload: str = "none"

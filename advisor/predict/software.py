@@ -1,7 +1,8 @@
 """Software: what the programs of a time did where a row does not say.
 
 Each rule goes by the kind of program and the date of its release, never by a row. A program is told
-by words of `source` and, where these say nothing, by what only some programs do.
+by words of `source` and, where these say nothing, by what only some programs do; its release by
+that of its container, where `source_ref` names one, else by `source_date`.
 
 recompute     Megatron and what grew from it recomputed whole layers before selective recompute came
               (arXiv 2205.05198, May 2022), selectively after; with kernels that keep no scores
@@ -21,6 +22,10 @@ states        Megatron: weights and gradients of 2 + 4 bytes (gradients of 2 wit
               reduced in 16 bits.
 fused         Megatron's kernels and compilers join chains of elementwise operations; so does
               TensorFlow's graph, which also stores maps as matrix units want them.
+captured      The recipes of Megatron-Bridge launch attention and router by CUDA graphs where hosts
+              are Grace (cuda_graph_scope in its scripts/performance/configs, from 2025.7 on).
+experts       From its release 0.5 (container 26.06) on, fp8 recipes on Blackwell join grouped
+              products, SwiGLU and conversion (CuTe DSL) and launch whole steps by CUDA graphs.
 blocking      BigScience launched with CUDA_LAUNCH_BLOCKING=1 from 2022 on, against hangs
               (bigscience-workshop/bigscience, tr11-176B-ml.slurm).
 overlap       DDP buckets beside the backward pass. Megatron exchanged gradients after it until
@@ -31,6 +36,7 @@ from __future__ import annotations
 
 import re
 
+from advisor.predict.generations import SUPERCHIPS, generation_of
 from advisor.predict.rows import Row
 from advisor.predict.setup import Shape, Software
 
@@ -39,6 +45,8 @@ BLOCKING_LAUNCHES = 2022.0
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
 SHORT_GRADIENTS = 2024.0
+CAPTURED_LAYERS = 2025.6
+FUSED_EXPERTS = 2026.45
 _JOINED = re.compile(r"mlperf|mxnet")
 # Values of the column `arch` that are networks on images. They are trained with SGD where no
 # optimizer is named, but those of attention.
@@ -71,6 +79,8 @@ _WORDS = (
 )
 
 
+# A container's release, YY.MM (NVIDIA's), says what ran; `source_date` when its table was read.
+_RELEASE = re.compile(r"\b(?:container|nemo)[ -](2\d)\.(0[1-9]|1[0-2])\b", re.IGNORECASE)
 _RECIPES = re.compile(r"nemo|bridge", re.IGNORECASE)
 
 
@@ -91,6 +101,8 @@ def family_of(row: Row) -> str:
 
 def year_of(row: Row) -> float | None:
     """The release's date in years, 2022.25 for the end of March 2022; None where none is given."""
+    if (release := _RELEASE.search(f"{row.source or ''} {row.source_ref or ''}")) is not None:
+        return 2000 + float(release[1]) + float(release[2]) / 12
     found = re.search(r"(20[0-4]\d)(?:-(\d\d))?", re.sub(r"\b[0-9a-f]{7,10}\b", "", _date(row)))
     if found is None:
         return None
@@ -157,6 +169,11 @@ def software_of(
     overlap = overlap or (family == "megatron" and year >= OVERLAP_GRADIENTS)
     # Entries to MLPerf and MXNet join norms, additions and ReLU, and keep channels last.
     joined = row.arch in CONVOLUTIONAL and bool(_JOINED.search((row.source or "").lower()))
+    recipe = family == "megatron" and recipe
+    captured = recipe and year >= CAPTURED_LAYERS and device.startswith(SUPERCHIPS)
+    fused_experts = recipe and year >= FUSED_EXPERTS and generation_of(device) == "blackwell"
+    fused_experts = fused_experts and dtype in ("float8_e4m3fn", "float4")
+    fused_experts = fused_experts and shape is not None and shape.gated and shape.experts > 0
     compiled = (row.compile or "n").lower() not in ("n", "no", "none", "false", "0")
     return (
         Software(
@@ -178,6 +195,8 @@ def software_of(
             overlap_tensor=family == "megatron" and year >= OVERLAP_GRADIENTS,
             overlap_experts=False,
             compiled=compiled,
+            captured=captured,
+            fused_experts=fused_experts,
             blocking=family == "megatron-deepspeed" and year >= BLOCKING_LAUNCHES,
             attention_said=row.attention is not None,
             offload=row.offload if row.offload not in (None, "n") else "none",

@@ -103,8 +103,8 @@ def test_a_fit_finds_the_constant_that_runs_were_made_with() -> None:
     if not FOLDER.is_dir():
         pytest.skip(f"no published runs at {FOLDER}")
     runs = [one for one in timed_runs(published()) if one.run.file == "megatron_a100_scaling"]
-    truth = replace(CONSTANTS, ampere=0.8 * CONSTANTS.ampere)
+    truth = replace(CONSTANTS, sustained=0.8 * CONSTANTS.sustained)
     made = [replace(one, step_s=step_time(one.basis, truth).step_s) for one in runs]
     found = fit(made, rounds=12)
-    assert found.ampere == pytest.approx(truth.ampere, rel=0.05)
+    assert found.sustained == pytest.approx(truth.sustained, rel=0.05)
     assert loss(found, made) < 0.01 < loss(CONSTANTS, made)
