@@ -22,7 +22,8 @@ from advisor.predict.setup import Range, Setup, Software
 from advisor.predict.stages import Stage, contenders, in_flight, stage_of
 
 # DeepSpeed's defaults: buckets of 5e8 numbers to gather and to reduce, 1e9 parameters alive
-# (deepspeed.ai configuration pages).
+# (deepspeed.ai configuration pages). With ZeRO-3 its examples and Transformers' "auto" size the
+# buckets as a square matrix of the model.
 BUCKET = 5e8
 LIVE = 1e9
 _DEEPSPEED = ("deepspeed", "megatron-deepspeed")
@@ -31,6 +32,9 @@ _DEEPSPEED = ("deepspeed", "megatron-deepspeed")
 # tensor, of which the embedding's is the largest.
 _TORCH_ADAM = ("ddp", "fsdp", "internevo")
 FOREACH_DEFAULT = 2023.2
+# DeepSpeed's pipeline lets go of a last stage's outputs, logits in fp32, two microbatches later: the
+# backward of the loss returns before it does (deepspeed/runtime/pipe/engine.py, two buffers).
+PIPED = 4
 # Since this release Megatron-LM computes the loss in the buffer of the fp32 logits.
 LOSS_IN_PLACE = 2023.0
 # Inside the allocator: a workspace of cuBLAS for each of the two threads that run forward and
@@ -42,10 +46,10 @@ WORKSPACE = 3 * 32 * 2**20
 # 1.10 of what is allocated (Mist's README; Megatron-Bridge's notes on recompute).
 EXPANDABLE = 2024.0
 TIDY_SLACK = 0.5
-# Of what is cached in excess, that an allocator in need can give back: whole segments only. Runs
-# that filled their device wanted up to a tenth more than it has (LLM Foundry's largest batches,
-# BigScience's at 76 of 80 GB).
-GIVEN_BACK = 0.5
+# Of the slack, what an allocator in need cannot give back: a block that is used in part. Of runs on
+# full devices those that ended wanted up to 0.93 of them and those that failed 0.935 and more,
+# caches given back (LLM Foundry's largest batches; BigScience's on V100 and A100).
+NOT_GIVEN_BACK = 1 / 3
 _OF_UNITS = ("fsdp", "foundry", "torchtitan")
 # torch 1.6 brought autocast (July 2020), which computes losses in fp32; programs took it up after.
 AUTOCAST = 2021.0
@@ -57,7 +61,7 @@ class StageMemory:
 
     `allocated` is what the framework's allocator counts as used, `reserved` what the process takes
     of the device: cached blocks, context and communicators too; `wanted` what it would take of a
-    device without end. `fits`: half of the slack given back, that is no more than there is.
+    device without end. `fits`: what an allocator in need gives back given back, there is enough.
     """
 
     index: int
@@ -153,7 +157,7 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
         # Before the allocator fails it gives back what it only caches.
         reserved=max(allocated + outside, min(wanted, capacity)),
         wanted=wanted,
-        fits=wanted <= capacity * (1 + GIVEN_BACK * slack),
+        fits=allocated * (1 + NOT_GIVEN_BACK * slack) + outside <= capacity,
     )
 
 
@@ -190,7 +194,8 @@ def _states(setup: Setup, stage: Stage) -> float:
         )
     parameters = stage.dense + stage.experts
     if software.family in _DEEPSPEED and setup.layout.dp > 1 and setup.layout.pp == 1:
-        total += min(BUCKET, parameters) * software.reduce_bytes * 2
+        bucket = transformer_of(setup).hidden ** 2 if zero == 3 else BUCKET
+        total += min(bucket, parameters) * software.reduce_bytes * 2
     if software.family == "ddp" and setup.layout.dp > 1:
         total += parameters * software.reduce_bytes
     return total
@@ -202,7 +207,7 @@ def _kept(setup: Setup, stage: Stage, tokens: Tokens) -> float:
     for kind, count in stage.layers.items():
         kept = kept_by(setup, kind)
         each = {
-            "full": kept.input,
+            "full": 0.0 if setup.software.inputs_on_host else kept.input,
             "selective": kept.all - kept.selective,
             "selective-ops": kept.matrices,
         }.get(recompute, kept.all)
@@ -224,8 +229,7 @@ def _layer_work(setup: Setup, stage: Stage) -> float:
             "selective": kept.selective,
             "selective-ops": kept.all - kept.matrices,
         }.get(recompute, 0.0)
-        # Each tensor that was kept gets a gradient of its size while the layer is in work.
-        most = max(most, again + kept.all)
+        most = max(most, again + kept.gradients)
     return most
 
 
@@ -253,6 +257,8 @@ def _loss(setup: Setup, stage: Stage, tokens: Tokens) -> float:
     shape = transformer_of(setup)
     share = 1 / DECODER_SHARE if shape.kind == "t5" else 1.0
     each = loss_bytes(setup.software, tokens.element, shape.kind)
+    if setup.layout.pp > 1 and setup.software.family in _DEEPSPEED:
+        each += PIPED if setup.layout.accumulation > 1 else 0
     hidden = tokens.element * shape.hidden * tokens.split * share
     return tokens.whole * share * stage.vocab * each + 2 * hidden
 

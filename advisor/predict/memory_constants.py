@@ -23,13 +23,13 @@ class MemoryConstants:
             predicted value, which hold nine of ten published ones of other files.
     """
 
-    slack_share: float = 0.206
-    context_bytes: float = 1.78 * GIB
-    group_bytes: float = 0.139 * GIB
+    slack_share: float = 0.24
+    context_bytes: float = 1.53 * GIB
+    group_bytes: float = 0.238 * GIB
     allocated_low: float = 0.929
     allocated_high: float = 1.07
-    reserved_low: float = 0.855
-    reserved_high: float = 1.12
+    reserved_low: float = 0.839
+    reserved_high: float = 1.1
 
 
 FITTED = MemoryConstants()

@@ -95,6 +95,7 @@ class Software:
         year: of the release, with the month as a fraction.
         recompute: "none", "selective" (attention core), "selective-ops" (keep matmuls' outputs, as
             torch's selective checkpointing does), "full" (keep each layer's input).
+        inputs_on_host: with full recompute, those inputs wait in the host's memory.
         sequence_parallel: norms and dropout split over the tp ranks.
         flash: attention keeps no score matrix; `attention_said`: the row says which kernel ran.
         weight_bytes, gradient_bytes, master_bytes, moment_bytes: per parameter, as held between
@@ -128,6 +129,7 @@ class Software:
     overlap_experts: bool = False
     compiled: bool = False
     blocking: bool = False
+    inputs_on_host: bool = False
     attention_said: bool = True
     offload: str = "none"
 

@@ -5,7 +5,8 @@ by words of `source` and, where these say nothing, by what only some programs do
 
 recompute     Megatron and what grew from it recomputed whole layers before selective recompute came
               (arXiv 2205.05198, May 2022), selectively after; with kernels that keep no scores
-              (from 2023) that repeats next to nothing. FSDP programs checkpoint when told to.
+              (from 2023) that repeats next to nothing. FSDP programs checkpoint when told to;
+              torchtitan's recipes select operators. More where that does not fit (`recompute`).
 "selective"   In Megatron and NeMo the attention core; in torchtitan and FSDP a policy over
               operators that keeps matrix products.
 attention     Kernels that keep no scores: the default from 2023 (FlashAttention-2, July 2023); not
@@ -19,6 +20,9 @@ states        Megatron: weights and gradients of 2 + 4 bytes (gradients of 2 wit
               (arXiv 2412.19437, 3.3.3). DeepSpeed: gradients of 2 bytes; with bfloat16 (its BF16
               optimizer, 2022) fp32 sums beside them. FSDP: fp32 weights, split; gathered and
               reduced in 16 bits.
+checkpoints   DeepSpeed's example of Megatron-LM with ZeRO-3 keeps what recompute starts from in the
+              host's memory (--checkpoint-in-cpu; DeepSpeedExamples, Megatron-LM-v1.1.5-ZeRO3,
+              ds_pretrain_gpt2-zero3.sh), and so does Megatron-DeepSpeed, which grew from it.
 fused         Megatron's kernels and compilers join chains of elementwise operations; so does
               TensorFlow's graph, which also stores maps as matrix units want them.
 blocking      BigScience launched with CUDA_LAUNCH_BLOCKING=1 from 2022 on, against hangs
@@ -97,6 +101,11 @@ def year_of(row: Row) -> float | None:
     return float(found[1]) + (float(found[2]) / 12 if found[2] else 0.5)
 
 
+def eight_bit(row: Row) -> bool:
+    """Whether its optimizer keeps both moments in a byte each, as bitsandbytes' do."""
+    return re.search(r"8-?bit", (row.optimizer or "").lower()) is not None
+
+
 def software_of(
     row: Row, *, zero: int, dtype: str, device: str, shape: Shape | None
 ) -> tuple[Software, list[str]]:
@@ -121,6 +130,9 @@ def software_of(
     recompute = _recompute(row, family, year, megatron)
     if row.recompute is None:
         assumed.append(f"recompute {recompute}")
+    on_host = family == "megatron-deepspeed" and zero == 3 and recompute == "full"
+    if on_host:
+        assumed.append("inputs of recomputed layers in the host's memory")
     sequence = megatron and tensor and year >= SELECTIVE_RECOMPUTE and family == "megatron"
     if row.sequence_parallel is not None:
         sequence = row.sequence_parallel == "y"
@@ -149,7 +161,7 @@ def software_of(
     if not optimizer and row.arch in CONVOLUTIONAL - ATTENTIVE:
         moments = 0.0
         assumed.append("SGD without momentum")
-    if "8-bit" in optimizer or "8bit" in optimizer:
+    if eight_bit(row):
         moments = 2.0
     elif "sgd" in optimizer or "muon" in optimizer:
         moments = 4.0
@@ -163,6 +175,7 @@ def software_of(
             family=family,
             year=year,
             recompute=recompute,
+            inputs_on_host=on_host,
             sequence_parallel=sequence,
             flash=flash,
             weight_bytes=weight,
@@ -194,6 +207,8 @@ def _recompute(row: Row, family: str, year: float, megatron: bool) -> str:
         return "selective" if megatron else "selective-ops"
     if said:
         return "none"
+    if family == "torchtitan":
+        return "selective-ops"
     if not megatron:
         return "none"
     if year < SELECTIVE_RECOMPUTE:
