@@ -23,13 +23,13 @@ class MemoryConstants:
             predicted value, which hold nine of ten published ones of other files.
     """
 
-    slack_share: float = 0.24
-    context_bytes: float = 1.53 * GIB
-    group_bytes: float = 0.238 * GIB
+    slack_share: float = 0.228
+    context_bytes: float = 1.68 * GIB
+    group_bytes: float = 0.402 * GIB
     allocated_low: float = 0.929
     allocated_high: float = 1.07
-    reserved_low: float = 0.839
-    reserved_high: float = 1.1
+    reserved_low: float = 0.905
+    reserved_high: float = 1.09
 
 
 FITTED = MemoryConstants()
