@@ -34,7 +34,8 @@ class Kept:
         selective: what selective recompute drops and brings back: the attention core's scores, what
             comes out of latents, and of experts the nonlinearity's output (Megatron-LM's modules
             core_attn, mla_up_proj and moe_act).
-        matrices: outputs of matrix products, and of attention: what a policy over operators keeps.
+        matrices: outputs of attention and of every other matrix product: what torchtitan's policy
+            over operators keeps (`_get_custom_policy`: "except every second mm").
         all: everything, scores included.
         gradients: what a backward adds to it at the fullest: gradients of the widest tensors. What
             was kept is let go of as its gradient is known, the layer's last operation first.
@@ -122,7 +123,8 @@ def _attention(setup: Setup, tokens: Tokens, *, keys: float, cross: bool = False
         # Probabilities; under dropout also the mask and what is left of them.
         each = 2 * e + 1 if software.dropout else e
         scores = each * shape.heads / tp * tokens.whole * keys
-    matrices = projected + context + inputs
+    # Of queries, keys, values and what follows the core, the first and the third.
+    matrices = inputs + context + projected - e * values / 2 * of_keys / tp
     total = inputs + normed + projected + context + mask + scores
     if not software.fused and shape.gated:
         total += 2 * inputs  # RMSNorm's input in fp32; LayerNorm has a kernel of its own
@@ -153,7 +155,8 @@ def _mlp(setup: Setup, tokens: Tokens, width: int) -> Kept:
     return Kept(
         input=inputs,
         selective=0.0,
-        matrices=before + inputs,
+        # Of gate, up and down the first and the last; of two products the first.
+        matrices=before / 2 + inputs if shape.gated else before,
         all=total,
         gradients=before + 2 * inputs,
     )

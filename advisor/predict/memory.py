@@ -239,7 +239,8 @@ def loss_bytes(software: Software, element: float, kind: str) -> float:
     Megatron-LM turns the fp32 copy of the logits into the gradient in place; before, the
     exponentials were a tensor of their own. torch's cross entropy holds the logits, their fp32
     copy's log-softmax, its gradient and the fp32 gradient of the logits; before autocast, and in
-    Transformer-XL's own loss, all four are of the model's type. LLM Foundry's loss is one kernel
+    Transformer-XL's own loss, all four are of the model's type. torchtitan deletes the logits before
+    the backward. LLM Foundry's loss is one kernel
     (`fused_crossentropy`), from logits to their gradient.
     """
     if software.family in ("megatron", "internevo") and software.year >= LOSS_IN_PLACE:
@@ -250,6 +251,8 @@ def loss_bytes(software: Software, element: float, kind: str) -> float:
         return 2 * element
     if software.year < AUTOCAST or kind == "transformer_xl":
         return 4 * element
+    if software.family == "torchtitan":
+        return 12
     return element + 12 if element < 4 else 16
 
 

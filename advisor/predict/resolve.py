@@ -51,7 +51,7 @@ def resolve(row: Row) -> Setup | Refusal:
     try:
         return _resolve(row)
     except InputError as error:
-        return Refusal(row_id=row.row_id, reason=str(error).replace("\n", " "))
+        return Refusal(row_id=row.row_id, reason="; ".join([error.what, *error.hints]))
     except _Impossible as reason:
         return Refusal(row_id=row.row_id, reason=str(reason))
 

@@ -93,8 +93,8 @@ class Software:
         family: "megatron", "megatron-deepspeed", "deepspeed", "fsdp", "torchtitan", "foundry",
             "internevo" or "ddp"; what the rules of `software` go by.
         year: of the release, with the month as a fraction.
-        recompute: "none", "selective" (attention core), "selective-ops" (keep matmuls' outputs, as
-            torch's selective checkpointing does), "full" (keep each layer's input).
+        recompute: "none", "selective" (attention core), "selective-ops" (keep outputs of attention
+            and every other matmul, as torchtitan does), "full" (keep each layer's input).
         inputs_on_host: with full recompute, those inputs wait in the host's memory.
         sequence_parallel: norms and dropout split over the tp ranks.
         flash: attention keeps no score matrix; `attention_said`: the row says which kernel ran.

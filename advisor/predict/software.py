@@ -8,7 +8,9 @@ recompute     Megatron and what grew from it recomputed whole layers before sele
               (from 2023) that repeats next to nothing. FSDP programs checkpoint when told to;
               torchtitan's recipes select operators. More where that does not fit (`recompute`).
 "selective"   In Megatron and NeMo the attention core; in torchtitan and FSDP a policy over
-              operators that keeps matrix products.
+              operators that keeps attention and every other matrix product.
+sequence      Split over the tensor ranks beside the matrices: by Megatron since selective recompute
+              came (the same paper), by torchtitan always (its plans use SequenceParallel).
 attention     Kernels that keep no scores: the default from 2023 (FlashAttention-2, July 2023); not
               for bert and t5, whose masks of padding such kernels did not take.
 dropout       0.1 in the recipes of GPT-3, BERT and T5 (Megatron-LM's default), none where units are
@@ -19,7 +21,7 @@ states        Megatron: weights and gradients of 2 + 4 bytes (gradients of 2 wit
               models after DeepSeek's keep both moments in 2 bytes, as its authors did
               (arXiv 2412.19437, 3.3.3). DeepSpeed: gradients of 2 bytes; with bfloat16 (its BF16
               optimizer, 2022) fp32 sums beside them. FSDP: fp32 weights, split; gathered and
-              reduced in 16 bits.
+              reduced in 16 bits, by torchtitan reduced in 32 (mixed_precision_reduce).
 checkpoints   DeepSpeed's example of Megatron-LM with ZeRO-3 keeps what recompute starts from in the
               host's memory (--checkpoint-in-cpu; DeepSpeedExamples, Megatron-LM-v1.1.5-ZeRO3,
               ds_pretrain_gpt2-zero3.sh), and so does Megatron-DeepSpeed, which grew from it.
@@ -133,7 +135,8 @@ def software_of(
     on_host = family == "megatron-deepspeed" and zero == 3 and recompute == "full"
     if on_host:
         assumed.append("inputs of recomputed layers in the host's memory")
-    sequence = megatron and tensor and year >= SELECTIVE_RECOMPUTE and family == "megatron"
+    sequence = tensor and family == "megatron" and year >= SELECTIVE_RECOMPUTE
+    sequence = sequence or (tensor and family == "torchtitan")
     if row.sequence_parallel is not None:
         sequence = row.sequence_parallel == "y"
     elif tensor:
@@ -153,6 +156,7 @@ def software_of(
         gradient = reduce = 2.0
     if sharded and not full:
         gradient = 4.0
+        reduce = 4.0 if family == "torchtitan" else 2.0
     if family == "tensorflow" and not full:
         # Variables stay in fp32, and so do their gradients.
         weight, gradient, master, reduce = 4.0, 4.0, 0.0, 4.0
