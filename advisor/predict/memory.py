@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from advisor.predict.activations import (
-    DECODER_SHARE,
     Tokens,
     expert_ranks,
     kept_by,
     tokens_of,
     transformer_of,
 )
+from advisor.predict.loss import DEEPSPEED, loss_work
 from advisor.predict.memory_constants import FITTED, MemoryConstants
 from advisor.predict.setup import Range, Setup, Software
 from advisor.predict.stages import Stage, contenders, in_flight, stage_of
@@ -26,17 +26,11 @@ from advisor.predict.stages import Stage, contenders, in_flight, stage_of
 # buckets as a square matrix of the model.
 BUCKET = 5e8
 LIVE = 1e9
-_DEEPSPEED = ("deepspeed", "megatron-deepspeed")
 # Programs with torch's own Adam; its default became one kernel for a list of tensors with 2.0
 # (March 2023), with one list of temporaries as large as the parameters; before, it went tensor by
 # tensor, of which the embedding's is the largest.
 _TORCH_ADAM = ("ddp", "fsdp", "internevo")
 FOREACH_DEFAULT = 2023.2
-# DeepSpeed's pipeline lets go of a last stage's outputs, logits in fp32, two microbatches later: the
-# backward of the loss returns before it does (deepspeed/runtime/pipe/engine.py, two buffers).
-PIPED = 4
-# Since this release Megatron-LM computes the loss in the buffer of the fp32 logits.
-LOSS_IN_PLACE = 2023.0
 # Inside the allocator: a workspace of cuBLAS for each of the two threads that run forward and
 # backward, and one of the library of fused layers; 32 MiB each on Hopper (torch, Reproducibility
 # notes; Transformer Engine, module/base.py).
@@ -51,8 +45,6 @@ TIDY_SLACK = 0.5
 # caches given back (LLM Foundry's largest batches; BigScience's on V100 and A100).
 NOT_GIVEN_BACK = 1 / 3
 _OF_UNITS = ("fsdp", "foundry", "torchtitan")
-# torch 1.6 brought autocast (July 2020), which computes losses in fp32; programs took it up after.
-AUTOCAST = 2021.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +126,7 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
     gathered, step = _gathered(setup, stage, tokens), _step(setup, stage)
     moments = {"backward": (kept, gathered + _layer_work(setup, stage))}
     if stage.last:
-        moments["loss"] = (kept, gathered + _loss(setup, stage, tokens))
+        moments["loss"] = (kept, gathered + loss_work(setup, stage, tokens))
     moment, (activations, work) = max(moments.items(), key=lambda item: sum(item[1]))
     # Blocks that were cut for activations do not hold the optimizer's long ones: both stay cached.
     cached = states + activations + work + step + WORKSPACE
@@ -193,7 +185,7 @@ def _states(setup: Setup, stage: Stage) -> float:
             + optimizer / (shards if zero >= 1 else 1)
         )
     parameters = stage.dense + stage.experts
-    if software.family in _DEEPSPEED and setup.layout.dp > 1 and setup.layout.pp == 1:
+    if software.family in DEEPSPEED and setup.layout.dp > 1 and setup.layout.pp == 1:
         bucket = transformer_of(setup).hidden ** 2 if zero == 3 else BUCKET
         total += min(bucket, parameters) * software.reduce_bytes * 2
     if software.family == "ddp" and setup.layout.dp > 1:
@@ -233,45 +225,16 @@ def _layer_work(setup: Setup, stage: Stage) -> float:
     return most
 
 
-def loss_bytes(software: Software, element: float, kind: str) -> float:
-    """Bytes a logit at the loss's fullest moment; `kind` of the model, as in `Shape`.
-
-    Megatron-LM turns the fp32 copy of the logits into the gradient in place; before, the
-    exponentials were a tensor of their own. torch's cross entropy holds the logits, their fp32
-    copy's log-softmax, its gradient and the fp32 gradient of the logits; before autocast, and in
-    Transformer-XL's own loss, all four are of the model's type. torchtitan deletes the logits before
-    the backward. LLM Foundry's loss is one kernel
-    (`fused_crossentropy`), from logits to their gradient.
-    """
-    if software.family in ("megatron", "internevo") and software.year >= LOSS_IN_PLACE:
-        return element + 4
-    if software.family in ("megatron", "megatron-deepspeed", "internevo"):
-        return element + 8
-    if software.family == "foundry":
-        return 2 * element
-    if software.year < AUTOCAST or kind == "transformer_xl":
-        return 4 * element
-    if software.family == "torchtitan":
-        return 12
-    return element + 12 if element < 4 else 16
-
-
-def _loss(setup: Setup, stage: Stage, tokens: Tokens) -> float:
-    shape = transformer_of(setup)
-    share = 1 / DECODER_SHARE if shape.kind == "t5" else 1.0
-    each = loss_bytes(setup.software, tokens.element, shape.kind)
-    if setup.layout.pp > 1 and setup.software.family in _DEEPSPEED:
-        each += PIPED if setup.layout.accumulation > 1 else 0
-    hidden = tokens.element * shape.hidden * tokens.split * share
-    return tokens.whole * share * stage.vocab * each + 2 * hidden
-
-
 def _gathered(setup: Setup, stage: Stage, tokens: Tokens) -> float:
     """Whole parameters and gradients of the layers in work, where states are split."""
     software = setup.software
     if setup.layout.zero == 3:
-        if software.family in _DEEPSPEED:
+        if software.family in DEEPSPEED:
             return min(LIVE, stage.dense + stage.experts) * tokens.element
+        if setup.layout.pp > 1:
+            # Gathered once for all microbatches; their gradients add up whole, in the type in which
+            # they are reduced (torchtitan's reshard_after_forward, FSDP2's accumulated gradients).
+            return (stage.dense + stage.experts) * (tokens.element + software.reduce_bytes)
         # The layer in work, its gradients, the layer that is fetched next; the root's. Gradients
         # that are exchanged in a wider type are copied for it.
         whole = 3 * stage.largest_layer + stage.ends

@@ -1,7 +1,8 @@
 """Recompute of a row that does not say: what its program did, or more where that does not fit.
 
 Recipes recompute as little as they can: each layer computed again is time lost. So a blank cell is
-the least of nothing, a selection, whole layers that fits the device; from the program's own rule on.
+the least that fits the device, of nothing, a selection and whole layers, and at least what the
+program did by itself.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _resolve(row: Row) -> Setup:
     if network is None or row.microbatch or row.global_batch:
         return setup
     setup = filled(setup)
-    filling = f"microbatch {setup.layout.microbatch}, as many as fit"
+    filling = f"microbatch {setup.layout.microbatch}, as many as fit; its range begins with one"
     return replace(setup, assumed=(*(n for n in notes if n != "microbatch 1"), filling))
 
 

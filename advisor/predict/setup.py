@@ -143,6 +143,7 @@ class Setup:
         dtype: of the matrix products: "bfloat16", "float16", "float32", "tfloat32",
             "float8_e4m3fn", "float4".
         assumed: what blank cells were taken to be, in words; the prediction's note.
+        filled: no batch was said, and it is what fits.
     """
 
     row_id: str
@@ -153,6 +154,7 @@ class Setup:
     layout: Layout
     software: Software
     assumed: tuple[str, ...] = ()
+    filled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
