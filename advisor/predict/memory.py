@@ -86,18 +86,11 @@ def predict_memory(setup: Setup, constants: MemoryConstants = FITTED) -> MemoryP
     stages = [stage_memory(setup, i, constants) for i in contenders(setup)]
     stages.sort(key=lambda stage: -stage.wanted)
     allocated, reserved = max(stage.allocated for stage in stages), stages[0].reserved
-    more, c = _doubt(setup, stages, constants), constants
+    low, high = constants.range_of(experts=transformer_of(setup).experts > 0)
+    high *= _doubt(setup, stages, constants)
     return MemoryPrediction(
-        allocated=Range(
-            value=allocated,
-            low=allocated * c.allocated_low,
-            high=allocated * c.allocated_high * more,
-        ),
-        reserved=Range(
-            value=reserved,
-            low=reserved * c.reserved_low,
-            high=reserved * c.reserved_high * more,
-        ),
+        allocated=Range(value=allocated, low=low * allocated, high=high * allocated),
+        reserved=Range(value=reserved, low=low * reserved, high=high * reserved),
         fits=all(stage.fits for stage in stages),
         stages=tuple(stages),
     )
