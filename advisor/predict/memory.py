@@ -170,10 +170,12 @@ def _states(setup: Setup, stage: Stage) -> float:
         optimizer, gradients = 0.0, 0.0 if zero >= 2 else gradients
     if software.offload.endswith("params"):
         weights = 0.0
+    # FSDP that shards "grad and op" gathers its weights once, and keeps the shards beside them.
+    split = zero == 3 or (zero == 2 and software.family in _OF_UNITS)
     total = 0.0
     for parameters, shards in zip((stage.dense, stage.experts), _shards(setup), strict=True):
         total += parameters * (
-            weights / (shards if zero == 3 else 1)
+            weights / (shards if split else 1)
             + gradients / (shards if zero >= 2 else 1)
             + optimizer / (shards if zero >= 1 else 1)
         )
@@ -233,8 +235,9 @@ def _gathered(setup: Setup, stage: Stage, tokens: Tokens) -> float:
         whole = 3 * stage.largest_layer + stage.ends
         copy = software.reduce_bytes if software.reduce_bytes > tokens.element else 0.0
         return whole * tokens.element + stage.largest_layer * copy
-    if software.weight_bytes > tokens.element:
-        return (stage.dense + stage.experts) * tokens.element  # autocast's copies
+    gathered = setup.layout.zero == 2 and software.family in _OF_UNITS
+    if gathered or software.weight_bytes > tokens.element:
+        return (stage.dense + stage.experts) * tokens.element  # or autocast's copies
     return 0.0
 
 

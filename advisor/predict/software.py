@@ -45,6 +45,8 @@ BLOCKING_LAUNCHES = 2022.0
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
 SHORT_GRADIENTS = 2024.0
+# Megatron-Core's own FSDP (0.11, early in 2025); before, who split its weights ran DeepSpeed on it.
+OWN_FSDP = 2025.0
 _JOINED = re.compile(r"mlperf|mxnet")
 # Values of the column `arch` that are networks on images. They are trained with SGD where no
 # optimizer is named, but those of attention.
@@ -69,7 +71,7 @@ _WORDS = (
     (r"torchtitan|titan", "torchtitan"),
     (r"internevo|internlm", "internevo"),
     (r"bigscience|bloom|megatron-?deepspeed", "megatron-deepspeed"),
-    (r"megatron|nemo|mcore|mbridge|korthikanti|narayanan|\bmoe-?modelzoo", "megatron"),
+    (r"megatron|nemo|mcore|mbridge|korthikanti|narayanan|\bmoe-?modelzoo|nanotron", "megatron"),
     (r"deepspeed|\bamp\b|amp-|zero", "deepspeed"),
     (r"tensorflow|\btf\b", "tensorflow"),
     (r"fsdp|fairscale|accelerate|lightning", "fsdp"),
@@ -85,7 +87,8 @@ def family_of(row: Row) -> str:
     source = (row.source or "").lower()
     for pattern, family in _WORDS:
         if re.search(pattern, source):
-            return family
+            lent = family == "megatron" and (row.zero_stage or "") == "3"
+            return "megatron-deepspeed" if lent and (year_of(row) or 0) < OWN_FSDP else family
     if (row.zero_stage or "") in ("3", "hsdp") and (row.tp or 1) * (row.pp or 1) == 1:
         return "fsdp"
     if (row.zero_stage or "") in ("2", "3"):

@@ -169,6 +169,17 @@ def test_model_states_are_those_of_megatron_and_of_the_zero_paper() -> None:
         assert stage_memory(setup, 0).states == pytest.approx(each * parameters)
 
 
+def test_fsdp_that_keeps_gathered_weights_holds_them_beside_the_shards() -> None:
+    """SHARD_GRAD_OP: fp32 shards of weights, gradients and two moments, all weights in 16 bits."""
+    setup = setup_of(tp=1, dp=8, zero_stage=2, source="fsdp", attention="flash", dtype="bf16")
+    stage = stage_of(setup, 0)
+    found = stage_memory(setup, 0)
+    assert found.states == pytest.approx(16 / 8 * stage.dense)
+    loss = loss_work(setup, stage, tokens_of(setup))
+    gathered = 2 * stage.dense
+    assert found.work == pytest.approx(max(loss, kept_by(setup, "dense").gradients) + gathered)
+
+
 def test_a_tied_embedding_is_held_by_both_ends_of_a_pipeline() -> None:
     setup = setup_of(pp=2, tp=4)
     first, last = stage_of(setup, 0), stage_of(setup, 1)
