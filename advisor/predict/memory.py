@@ -85,7 +85,8 @@ def predict_memory(setup: Setup, constants: MemoryConstants = FITTED) -> MemoryP
     """
     stages = [stage_memory(setup, i, constants) for i in contenders(setup)]
     stages.sort(key=lambda stage: -stage.wanted)
-    allocated, reserved = max(stage.allocated for stage in stages), stages[0].reserved
+    allocated = max(stage.allocated for stage in stages)
+    reserved = max(stage.reserved for stage in stages)
     low, high = constants.range_of(experts=transformer_of(setup).experts > 0)
     high *= _doubt(setup, stages, constants)
     return MemoryPrediction(

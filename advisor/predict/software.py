@@ -40,13 +40,13 @@ import re
 from advisor.predict.rows import Row
 from advisor.predict.setup import Shape, Software
 
+# Megatron-Core's own FSDP (0.11, early in 2025); before, who split its weights ran DeepSpeed on it.
+OWN_FSDP = 2025.0
 SELECTIVE_RECOMPUTE = 2022.35
 BLOCKING_LAUNCHES = 2022.0
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
 SHORT_GRADIENTS = 2024.0
-# Megatron-Core's own FSDP (0.11, early in 2025); before, who split its weights ran DeepSpeed on it.
-OWN_FSDP = 2025.0
 _JOINED = re.compile(r"mlperf|mxnet")
 # Values of the column `arch` that are networks on images. They are trained with SGD where no
 # optimizer is named, but those of attention.
