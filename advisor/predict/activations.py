@@ -115,7 +115,7 @@ def _attention(setup: Setup, tokens: Tokens, *, keys: float, cross: bool = False
     context = e * queries * tokens.whole / tp
     if product < e:
         context += product * queries * tokens.whole / tp
-    normed = product * shape.hidden * tokens.split
+    normed = product * shape.hidden * (tokens.whole if software.keeps_gathered else tokens.split)
     mask = shape.hidden * tokens.split if software.dropout else 0.0
     if software.flash:
         scores = SUM_BYTES * shape.heads / tp * tokens.whole
@@ -145,7 +145,7 @@ def _mlp(setup: Setup, tokens: Tokens, width: int) -> Kept:
     shape, software, tp = transformer_of(setup), setup.software, setup.layout.tp
     e, product = tokens.element, tokens.product
     inputs = e * shape.hidden * tokens.split
-    normed = product * shape.hidden * tokens.split
+    normed = product * shape.hidden * (tokens.whole if software.keeps_gathered else tokens.split)
     before = e * width * (2 if shape.gated else 1) * tokens.whole / tp
     after = product * width * tokens.whole / tp
     mask = shape.hidden * tokens.split if software.dropout else 0.0

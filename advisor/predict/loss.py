@@ -16,7 +16,7 @@ from advisor.predict.setup import Setup
 from advisor.predict.stages import Stage
 
 DEEPSPEED = frozenset({"deepspeed", "megatron-deepspeed"})
-_MEGATRON = frozenset({"megatron", "megatron-deepspeed", "internevo"})
+_MEGATRON = frozenset({"megatron", "megatron-deepspeed", "internevo", "nanotron"})
 # Since this release Megatron-LM computes the loss in the buffer of the fp32 logits.
 LOSS_IN_PLACE = 2023.0
 # torch 1.6 brought autocast (July 2020), which computes losses in fp32; programs took it up after.
@@ -32,8 +32,8 @@ def loss_work(setup: Setup, stage: Stage, tokens: Tokens) -> float:
     """Bytes of the loss of one microbatch on a rank of the last stage: logits, hidden states."""
     shape = transformer_of(setup)
     share = 1 / DECODER_SHARE if shape.kind == "t5" else 1.0
-    # What torch's own tensor parallelism gathers for a head stays until its weight's gradient.
-    seen = tokens.whole if setup.software.family == "torchtitan" else tokens.split
+    # What is gathered for a head stays until its weight's gradient.
+    seen = tokens.whole if setup.software.keeps_gathered else tokens.split
     hidden = tokens.element * shape.hidden * seen * share
     return tokens.whole * share * stage.vocab * logit_bytes(setup, tokens.element) + 2 * hidden
 

@@ -37,7 +37,8 @@ FOREACH_DEFAULT = 2023.2
 WORKSPACE = 3 * 32 * 2**20
 # The allocator's slack is half where blocks fit each other: FSDP's units are of one size, and since
 # torch 2.1 (October 2023) NVIDIA's recipes let segments grow (expandable_segments:True). 1.08 to
-# 1.10 of what is allocated (Mist's README; Megatron-Bridge's notes on recompute).
+# 1.10 of what is allocated (Mist's README; Megatron-Bridge's notes on recompute), 1.02 to 1.05 in
+# nanotron's logs.
 EXPANDABLE = 2024.0
 TIDY_SLACK = 0.5
 # Of the slack, what an allocator in need cannot give back: a block that is used in part. Of runs on
@@ -149,7 +150,7 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
 
 def _tidy(software: Software) -> bool:
     recipes = software.family == "megatron" and software.year >= EXPANDABLE
-    return recipes or software.family in _OF_UNITS
+    return recipes or software.family in (*_OF_UNITS, "nanotron")
 
 
 def _shards(setup: Setup) -> tuple[float, float]:

@@ -26,6 +26,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "foundry": ("none", "full"),
         "internevo": ("none", "full"),
         "deepspeed": ("none", "full"),
+        "nanotron": ("none", "full"),
     }
 )
 

@@ -91,10 +91,11 @@ class Software:
 
     Attributes:
         family: "megatron", "megatron-deepspeed", "deepspeed", "fsdp", "torchtitan", "foundry",
-            "internevo" or "ddp"; what the rules of `software` go by.
+            "internevo", "nanotron", "tensorflow" or "ddp"; what the rules of `software` go by.
         year: of the release, with the month as a fraction.
         recompute: "none", "selective" (attention core), "selective-ops" (keep outputs of attention
             and every other matmul, as torchtitan does), "full" (keep each layer's input).
+        keeps_gathered: what sequence parallelism gathers for a product is kept for its backward.
         inputs_on_host: with full recompute, those inputs wait in the host's memory.
         sequence_parallel: norms and dropout split over the tp ranks.
         flash: attention keeps no score matrix; `attention_said`: the row says which kernel ran.
@@ -129,6 +130,7 @@ class Software:
     overlap_experts: bool = False
     compiled: bool = False
     blocking: bool = False
+    keeps_gathered: bool = False
     inputs_on_host: bool = False
     attention_said: bool = True
     offload: str = "none"

@@ -10,18 +10,20 @@ recompute     Megatron and what grew from it recomputed whole layers before sele
 "selective"   In Megatron and NeMo the attention core; in torchtitan and FSDP a policy over
               operators that keeps attention and every other matrix product.
 sequence      Split over the tensor ranks beside the matrices: by Megatron since selective recompute
-              came (the same paper), by torchtitan always (its plans use SequenceParallel).
+              came (the same paper), which gathers inputs again in the backward; by torchtitan and
+              nanotron always, which keep what was gathered.
 attention     Kernels that keep no scores: the default from 2023 (FlashAttention-2, July 2023); not
               for bert and t5, whose masks of padding such kernels did not take.
 dropout       0.1 in the recipes of GPT-3, BERT and T5 (Megatron-LM's default), none where units are
               gated: recipes since LLaMA.
 states        Megatron: weights and gradients of 2 + 4 bytes (gradients of 2 with fp16), fp32 master
-              and moments 12, split over replicas by the distributed optimizer. The recipes of NeMo
-              and Megatron-Bridge add gradients up in 2 bytes (grad_reduce_in_fp32=False), and for
-              models after DeepSeek's keep both moments in 2 bytes, as its authors did
-              (arXiv 2412.19437, 3.3.3). DeepSpeed: gradients of 2 bytes; with bfloat16 (its BF16
-              optimizer, 2022) fp32 sums beside them. FSDP: fp32 weights, split; gathered and
-              reduced in 16 bits, by torchtitan reduced in 32 (mixed_precision_reduce).
+              and moments 12, split over replicas by the distributed optimizer; so nanotron. The
+              recipes of NeMo and Megatron-Bridge add gradients up in 2 bytes
+              (grad_reduce_in_fp32=False), and for models after DeepSeek's keep both moments in 2
+              bytes, as its authors did (arXiv 2412.19437, 3.3.3). DeepSpeed: gradients of 2 bytes;
+              with bfloat16 (its BF16 optimizer, 2022) fp32 sums beside them. FSDP: fp32 weights,
+              split; gathered and reduced in 16 bits, by torchtitan reduced in 32
+              (mixed_precision_reduce).
 checkpoints   DeepSpeed's example of Megatron-LM with ZeRO-3 keeps what recompute starts from in the
               host's memory (--checkpoint-in-cpu; DeepSpeedExamples, Megatron-LM-v1.1.5-ZeRO3,
               ds_pretrain_gpt2-zero3.sh), and so does Megatron-DeepSpeed, which grew from it.
@@ -67,11 +69,12 @@ _YEARS = (
     ("GB", 2025.8),
 )
 _WORDS = (
+    (r"nanotron", "nanotron"),
     (r"foundry|mosaic|composer|\bmpt\b", "foundry"),
     (r"torchtitan|titan", "torchtitan"),
     (r"internevo|internlm", "internevo"),
     (r"bigscience|bloom|megatron-?deepspeed", "megatron-deepspeed"),
-    (r"megatron|nemo|mcore|mbridge|korthikanti|narayanan|\bmoe-?modelzoo|nanotron", "megatron"),
+    (r"megatron|nemo|mcore|mbridge|korthikanti|narayanan|\bmoe-?modelzoo", "megatron"),
     (r"deepspeed|\bamp\b|amp-|zero", "deepspeed"),
     (r"tensorflow|\btf\b", "tensorflow"),
     (r"fsdp|fairscale|accelerate|lightning", "fsdp"),
@@ -139,7 +142,8 @@ def software_of(
     if on_host:
         assumed.append("inputs of recomputed layers in the host's memory")
     sequence = tensor and family == "megatron" and year >= SELECTIVE_RECOMPUTE
-    sequence = sequence or (tensor and family == "torchtitan")
+    gathers = tensor and family in ("torchtitan", "nanotron")
+    sequence = sequence or gathers
     if row.sequence_parallel is not None:
         sequence = row.sequence_parallel == "y"
     elif tensor:
@@ -148,7 +152,7 @@ def software_of(
     full = dtype in ("float32", "tfloat32")
     weight, gradient, master = (4.0, 4.0, 0.0) if full or sharded else (2.0, 2.0, 4.0)
     reduce = 4.0 if full else 2.0
-    if megatron and not full and dtype != "float16":
+    if (megatron or family == "nanotron") and not full and dtype != "float16":
         gradient = reduce = 4.0
     if family == "megatron-deepspeed" and dtype == "bfloat16":
         gradient = 6.0
@@ -183,6 +187,7 @@ def software_of(
             year=year,
             recompute=recompute,
             inputs_on_host=on_host,
+            keeps_gathered=gathers and sequence,
             sequence_parallel=sequence,
             flash=flash,
             weight_bytes=weight,

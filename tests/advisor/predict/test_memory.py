@@ -259,6 +259,16 @@ def test_a_deepspeed_pipeline_keeps_the_logits_of_the_microbatch_before() -> Non
         assert found == pytest.approx(logits * each + hidden)
 
 
+def test_what_is_gathered_for_a_product_is_kept_where_nobody_gathers_again() -> None:
+    """Megatron-LM gathers again in the backward; two inputs a layer, seven eighths of each."""
+    cells: dict[str, object] = {"arch": "llama", "tp": 8, "attention": "flash", "n_kv_heads": 64,
+                                "ffn_hidden": 16384, "sequence_parallel": "y"}  # fmt: skip
+    setup = setup_of(**cells, source="nanotron", source_date="2024-07")
+    again = replace(setup, software=replace(setup.software, keeps_gathered=False))
+    kept, less = kept_by(setup, "dense").all, kept_by(again, "dense").all
+    assert kept - less == pytest.approx(2 * 2 * SBH * 7 / 8)
+
+
 def test_zero_3_of_megatron_deepspeed_keeps_inputs_on_the_host() -> None:
     cells: dict[str, object] = {"tp": 1, "dp": 8, "zero_stage": 3, "recompute": "full"}
     setup = setup_of(**cells, source="bigscience")
