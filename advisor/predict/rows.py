@@ -115,7 +115,7 @@ def _row_or_reason(cells: Mapping[str, str | None], number: int) -> Row | Refusa
     try:
         return row_of({**cells, "row_id": row_id})
     except InputError as error:
-        return Refusal(row_id=row_id, reason=" ".join([error.what, *error.hints]))
+        return Refusal(row_id=row_id, reason="; ".join([error.what, *error.hints]))
 
 
 def row_of(cells: Mapping[str, str | None], *, where: str | None = None) -> Row:
