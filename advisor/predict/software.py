@@ -92,7 +92,8 @@ def family_of(row: Row) -> str:
             return family
     if (row.zero_stage or "") in ("3", "hsdp") and (row.tp or 1) * (row.pp or 1) == 1:
         return "fsdp"
-    if (row.zero_stage or "") in ("2", "3"):
+    if (row.zero_stage or "") in ("2", "3") and (row.pp or 1) == 1:
+        # DeepSpeed's pipeline refuses stages beyond 1.
         return "deepspeed"
     if (row.tp or 1) * (row.pp or 1) * (row.ep or 1) > 1:
         return "megatron"
@@ -133,7 +134,7 @@ def software_of(
     recompute = _recompute(row, family, year, megatron)
     if row.recompute is None:
         assumed.append(f"recompute {recompute}")
-    sequence = megatron and tensor and year >= SELECTIVE_RECOMPUTE and family == "megatron"
+    sequence = tensor and year >= SELECTIVE_RECOMPUTE and family in ("megatron", "torchtitan")
     if row.sequence_parallel is not None:
         sequence = row.sequence_parallel == "y"
     elif tensor:

@@ -150,3 +150,36 @@ def test_hosts_of_an_a100_take_longer_to_launch_than_those_of_an_h100() -> None:
         time_of(setup_of(gpu_type=name, **small)).step_s for name in ("A100-SXM-80GB", "H100-SXM")
     )
     assert older / newer == pytest.approx(1.45, rel=0.05)
+
+
+# Nothing was fitted to these: torchtitan, docs/performance.md (64 A100) and
+# benchmarks/llama3_8b_h200_2025-06_torchtitan.md; tokens a second and device.
+@pytest.mark.parametrize(
+    ("cells", "rate"),
+    [
+        ({"model_name": "llama-3-8b", "recompute": "selective"}, 2973),
+        ({"model_name": "llama-3-70b", "recompute": "full"}, 331),
+        ({"model_name": "llama-2-13b", "seq_len": "4096", "microbatch": "2",
+          "global_batch": "128", "recompute": "none"}, 2162),
+        ({"model_name": "llama-3-8b", "recompute": "selective", "gpu_type": "H200-SXM",
+          "n_gpus": "32", "dp": "32", "microbatch": "2", "global_batch": "64", "dtype": "fp8",
+          "compile": "y"}, 10938),
+    ],
+)  # fmt: skip
+def test_steps_of_a_program_that_no_fit_saw_are_met(cells: dict[str, str], rate: float) -> None:
+    row = {
+        "row_id": "t", "source": "torchtitan", "source_date": "2024-07", "arch": "llama",
+        "seq_len": "8192", "gpu_type": "A100-SXM-80GB", "gpus_per_node": "8", "n_gpus": "64",
+        "dp": "64", "zero_stage": "3", "microbatch": "1", "global_batch": "64", "dtype": "bf16",
+    } | cells  # fmt: skip
+    setup = resolve(row_of(row))
+    assert isinstance(setup, Setup)
+    tokens = setup.layout.global_batch * int(row["seq_len"]) / int(row["n_gpus"])
+    assert tokens / time_of(setup).step_s == pytest.approx(rate, rel=0.1)
+
+
+def test_a_pipeline_gathers_split_weights_once_a_step() -> None:
+    cells = {"source": "torchtitan", "source_date": "2024-12", "zero_stage": "3"}
+    few = time_of(setup_of(global_batch="512", **cells))
+    many = time_of(setup_of(global_batch="2048", **cells))
+    assert many.data_s == pytest.approx(few.data_s)
