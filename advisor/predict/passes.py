@@ -114,11 +114,16 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
 def backward_of(setup: Setup, layer: LayerWork, forward: Pass) -> Pass:
     """Two products for one, and gradients of weights that are added to what is there."""
     bandwidth = setup.cluster.device.memory_bandwidth_bytes_per_s.value
-    weights = layer.parameters + layer.expert_parameters
-    # Read and written once more by the product itself (Megatron's fused accumulation), else a
-    # 16-bit gradient is read beside.
-    fused = setup.software.family == "megatron"
-    added = (2 * setup.software.gradient_bytes + (0 if fused else 2)) * weights / bandwidth
+    kept = setup.software.gradient_bytes
+    if setup.software.family == "megatron":
+        # The product adds to what it reads (fused accumulation): only what its arithmetic does not
+        # hide of that traffic counts.
+        added = max(0.0, 2 * kept * layer.parameters / bandwidth - forward.plain_s)
+        added += max(0.0, 2 * kept * layer.expert_parameters / bandwidth - forward.expert_s)
+    else:
+        # A 16-bit gradient is read beside.
+        weights = layer.parameters + layer.expert_parameters
+        added = (2 * kept + 2) * weights / bandwidth
     twice = forward * 2
     again = 0.5 if setup.software.sequence_parallel else 0.0
     return Pass(

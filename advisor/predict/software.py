@@ -103,7 +103,8 @@ def family_of(row: Row) -> str:
             return "megatron-deepspeed" if lent and (year_of(row) or 0) < OWN_FSDP else family
     if (row.zero_stage or "") in ("3", "hsdp") and (row.tp or 1) * (row.pp or 1) == 1:
         return "fsdp"
-    if (row.zero_stage or "") in ("2", "3"):
+    if (row.zero_stage or "") in ("2", "3") and (row.pp or 1) == 1:
+        # DeepSpeed's pipeline refuses stages beyond 1.
         return "deepspeed"
     if (row.tp or 1) * (row.pp or 1) * (row.ep or 1) > 1:
         return "megatron"

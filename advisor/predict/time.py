@@ -96,15 +96,17 @@ def _data_s(basis: Basis, c: Constants, microbatch_s: float) -> float:
     """What the exchange of gradients and weights adds to a step."""
     rate = _of(c, basis.data_rate)
     reduce, gather = basis.reduce_s / rate, basis.gather_s / rate
-    if basis.zero == 3:
+    if basis.zero == 3 and basis.stages == 1:
         # Weights come twice and gradients leave once in each microbatch, beside the computing.
         traffic = 2 * gather + reduce
         hidden = min(c.overlap * traffic, microbatch_s) if basis.overlap_gather else 0.0
         return (traffic - hidden) * basis.accumulation + basis.once_s / rate
+    # In a pipeline weights stay whole from their first microbatch to their last (torchtitan's
+    # reshard_after_forward, "default"), so that they come and their gradients leave once.
     part = 1.0 if basis.buckets else c.overlap
     if basis.overlap_reduce:
         reduce -= min(part * reduce, microbatch_s * 2 / 3)
-    if basis.zero == 2:
+    if basis.zero == 2 and basis.stages == 1:
         # Gradients that are split cannot be added up first: they leave in each microbatch.
         reduce *= basis.accumulation
     if basis.overlap_gather:

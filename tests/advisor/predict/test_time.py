@@ -150,3 +150,10 @@ def test_hosts_of_an_a100_take_longer_to_launch_than_those_of_an_h100() -> None:
         time_of(setup_of(gpu_type=name, **small)).step_s for name in ("A100-SXM-80GB", "H100-SXM")
     )
     assert older / newer == pytest.approx(1.45, rel=0.05)
+
+
+def test_a_pipeline_gathers_split_weights_once_a_step() -> None:
+    cells = {"source": "torchtitan", "source_date": "2024-12", "zero_stage": "3"}
+    few = time_of(setup_of(global_batch="512", **cells))
+    many = time_of(setup_of(global_batch="2048", **cells))
+    assert many.data_s == pytest.approx(few.data_s)
