@@ -88,6 +88,27 @@ class Offload(StrEnum):
     STATES = "states"  # parameter shards, gradient shards and optimizer states; the step runs there
 
 
+class Aggregation(StrEnum):
+    """How DDP sums up gradients over replicas; `engines.aggregation.rounds` has the messages."""
+
+    BACKEND = "backend"  # one all-reduce of NCCL or gloo
+    GATHER = "gather"  # all to one parameter device, and back
+    GATHER_PARTS = "gather_parts"  # the same with every rank the parameter device of a part
+    REDUCE_BROADCAST = "reduce_broadcast"  # halving the ranks that still have something to give
+    ALL_TO_ALL = "all_to_all"  # everyone sends everything to everyone
+    RING = "ring"  # reduce-scatter, then all-gather, between neighbours
+    TREE = "tree"  # two binary trees, half of the gradients up and down each, in pieces
+    HIERARCHICAL = "hierarchical"  # rings inside nodes, then between, then inside again
+
+
+class Compression(StrEnum):
+    """What DDP sends of a gradient."""
+
+    NONE = "none"
+    BF16 = "bf16"  # rounded to 8 bits of mantissa, and summed up so: 2^-8 of a value each time
+    POWERSGD = "powersgd"  # factors of low rank; what they miss is added to the next gradient
+
+
 class Plan(Document):
     """How a model is spread over ranks, and how a step is cut.
 
@@ -108,6 +129,8 @@ class Plan(Document):
         compile: torch.compile of every block.
         schedule, stages: pipeline order; names of the units that begin stages 1, 2, ...
         tensor_styles: (module pattern, style) pairs for tensor parallelism.
+        aggregation, compression: how DDP sends gradients; see their classes.
+        compression_rank: of PowerSGD's factors: a matrix of n x m is sent as rank * (n + m).
 
     >>> plan = Plan.parse("dp_shard=4 microbatches=2")
     >>> plan.data_parallel.value, plan.world_size, str(plan)
@@ -132,6 +155,9 @@ class Plan(Document):
     schedule: Schedule | None = None
     stages: tuple[str, ...] = ()
     tensor_styles: tuple[tuple[str, str], ...] = ()
+    aggregation: Aggregation = Aggregation.BACKEND
+    compression: Compression = Compression.NONE
+    compression_rank: PositiveInt = 1
 
     @model_validator(mode="before")
     @classmethod
@@ -206,7 +232,10 @@ class Plan(Document):
     @property
     def fingerprint(self) -> str:
         """Short hash of the content; equal plans have equal fingerprints on every machine."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        data = self.model_dump(mode="json")
+        fields = type(self).model_fields
+        said = {n: v for n, v in data.items() if n not in _ADDED or v != fields[n].default}
+        text = json.dumps(said, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -286,7 +315,12 @@ _SETTINGS_AFTER_DEGREES = (
     "sync_batch_norm",
     "compile",
     "tensor_styles",
+    "aggregation",
+    "compression",
+    "compression_rank",
 )
+_ADDED = ("aggregation", "compression", "compression_rank")
+"""Settings that came later: a plan that leaves them alone keeps the hash that it had before."""
 SETTINGS = (*AXES, "ep", "zero", "data_parallel", *_SETTINGS_AFTER_DEGREES)
 """Every key that `Plan.parse` knows."""
 _SYNONYMS = {
@@ -310,6 +344,8 @@ _CHOICES: dict[str, type[Enum]] = {
     "recompute": Recompute,
     "precision": Precision,
     "offload": Offload,
+    "aggregation": Aggregation,
+    "compression": Compression,
 }
 
 
