@@ -13,6 +13,8 @@ from typing import Any, Self, cast
 
 from pydantic import PositiveInt, field_serializer, field_validator, model_validator
 
+from engines.aggregation.kinds import Aggregation as Aggregation
+from engines.aggregation.kinds import Compression as Compression
 from profiles.errors import FileError, PlanError, UnknownNameError
 from profiles.record import Document, read_text
 
@@ -86,27 +88,6 @@ class Offload(StrEnum):
 
     NONE = "none"
     STATES = "states"  # parameter shards, gradient shards and optimizer states; the step runs there
-
-
-class Aggregation(StrEnum):
-    """How DDP sums up gradients over replicas; `engines.aggregation.rounds` has the messages."""
-
-    BACKEND = "backend"  # one all-reduce of NCCL or gloo
-    GATHER = "gather"  # all to one parameter device, and back
-    GATHER_PARTS = "gather_parts"  # the same with every rank the parameter device of a part
-    REDUCE_BROADCAST = "reduce_broadcast"  # halving the ranks that still have something to give
-    ALL_TO_ALL = "all_to_all"  # everyone sends everything to everyone
-    RING = "ring"  # reduce-scatter, then all-gather, between neighbours
-    TREE = "tree"  # two binary trees, half of the gradients up and down each, in pieces
-    HIERARCHICAL = "hierarchical"  # rings inside nodes, then between, then inside again
-
-
-class Compression(StrEnum):
-    """What DDP sends of a gradient."""
-
-    NONE = "none"
-    BF16 = "bf16"  # rounded to 8 bits of mantissa, and summed up so: 2^-8 of a value each time
-    POWERSGD = "powersgd"  # factors of low rank; what they miss is added to the next gradient
 
 
 class Plan(Document):

@@ -81,21 +81,23 @@ def _exchange(
     """What this rank sends and receives in a round, and the sums of it."""
     rank = dist.get_rank(group)
     arrived: list[tuple[Tensor, Message, Tensor]] = []
-    posted = []
+    sends, receives = [], []
     for message in messages:
         span = flat[starts[message.parts[0]] : starts[message.parts[-1] + 1]]
         if not span.numel():  # more parts than elements
             continue
         if message.source == rank:
-            posted.append(dist.P2POp(dist.isend, span, group=group, group_peer=message.target))
+            sends.append(dist.P2POp(dist.isend, span, group=group, group_peer=message.target))
         elif message.target == rank:
             buffer = torch.empty_like(span) if message.adds else span
-            posted.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=message.source))
+            receives.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=message.source))
             if message.adds:
                 arrived.append((span, message, buffer))
-    if not posted:
+    if not sends and not receives:
         return
-    for work in dist.batch_isend_irecv(posted):
+    # gloo tells a sender that its receiver is ready over the connection on which it sends itself:
+    # said first, it does not wait behind a message of its own, and both directions go at once.
+    for work in dist.batch_isend_irecv([*receives, *sends]):
         work.wait()
     spans = {message.parts[0]: span for span, message, _ in arrived}
     for first, span in spans.items():

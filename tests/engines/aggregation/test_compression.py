@@ -17,9 +17,10 @@ pytestmark = pytest.mark.dist
 STEPS = 14
 
 
-def _received(words: str) -> tuple[list[float], list[float]]:
+def _received(words: str) -> tuple[list[float], list[float], float]:
     """Of the same gradient, exchanged again and again by 2 x 2 ranks: how far each one is from one
-    process's, and the mean of the last so many; as parts of its norm."""
+    process's, and the mean of the last so many, and the best matrices of rank 2; as parts of its
+    norm."""
     case = CASES["gpt"]
     torch.manual_seed(1)
     reference, model = case.build(), case.build()
@@ -34,8 +35,8 @@ def _received(words: str) -> tuple[list[float], list[float]]:
     )
     batch = case.batch(8)
     reference_loss(reference, case, batch).backward()
-    wanted = _flat({n: p.grad for n, p in reference.named_parameters() if p.grad is not None})
-    found = []
+    whole = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    wanted, found = _flat(whole), []
     for _ in range(STEPS):
         parallel.forward_backward(local_rows(parallel, batch, 8))
         found.append(_flat(parallel.full_gradients()))
@@ -45,7 +46,9 @@ def _received(words: str) -> tuple[list[float], list[float]]:
         return ((got - wanted).norm() / wanted.norm()).item()
 
     means = [torch.stack(found[2 : 3 + last]).mean(0) for last in range(STEPS - 2)]
-    return [error(each) for each in found], [error(mean) for mean in means]
+    left = [torch.linalg.svdvals(g)[2:] for g in whole.values() if g.dim() == 2]
+    best = (torch.cat(left).norm() / wanted.norm()).item()
+    return [error(each) for each in found], [error(mean) for mean in means], best
 
 
 def _flat(gradients: dict[str, Tensor]) -> Tensor:
@@ -56,22 +59,24 @@ def test_bf16_loses_what_its_rounding_loses(pool: Pool) -> None:
     """Four parts and the sums of them are rounded, each by 2^-8 of a value at most, and by far less
     than that times their number on the average."""
     for words in ("compression=bf16", "compression=bf16 aggregation=hierarchical"):
-        for errors, _ in pool.run(_received, words, world_size=4):
+        for errors, *_ in pool.run(_received, words, world_size=4):
             assert 2**-11 < max(errors) < 2**-8
 
 
 def test_powersgd_loses_nothing_for_good(pool: Pool) -> None:
-    """Rank 2 leaves out much of a gradient, and adds what it left out to the next: what k steps
-    deliver is k gradients less one error, so the mean comes nearer as 1 / k (Vogels et al. 2019,
-    algorithm 2; Karimireddy et al. 2019)."""
-    for errors, means in pool.run(_received, "compression=powersgd compression_rank=2", world_size=4):
+    """Rank 2 leaves out much of a gradient, and adds what it left out to the next, so that several
+    steps deliver more together than the best matrices of rank 2 could (Eckart and Young), however
+    often they were sent (Vogels et al. 2019, algorithm 2; Karimireddy et al. 2019)."""
+    words = "compression=powersgd compression_rank=2"
+    for errors, means, best in pool.run(_received, words, world_size=4):
         assert max(errors[:2]) < 1e-5  # sent whole: DDP is still settling on its buckets
-        assert min(errors[2:]) > 0.1
-        assert means[-1] < means[0] / 3
+        assert min(errors[2:]) > best
+        assert means[-1] < 0.7 * best
+        assert means == sorted(means, reverse=True)
 
 
 def test_a_rank_as_large_as_the_matrices_sends_them_whole(pool: Pool) -> None:
     """Where two factors are no smaller than half of a matrix torch sends the matrix."""
     words = "compression=powersgd compression_rank=64"
-    for errors, _ in pool.run(_received, words, world_size=4):
+    for errors, *_ in pool.run(_received, words, world_size=4):
         assert max(errors) < 1e-5
