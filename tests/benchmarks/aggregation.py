@@ -5,8 +5,8 @@
 Mbit/s each way (tests.namespaces), one rank each: every kind over two to four of them. Then two
 nodes of two ranks, where a hierarchy has a place.
 
-Predictions know nothing of the aggregations: a link's latency and rate come from messages between
-two ranks. What a card carried is counted by the kernel.
+Predictions know nothing of the aggregations: a link's latency and rate come from messages that two
+ranks exchange. What a card carried is counted by the kernel.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Row(Record):
         devices: parameter devices, where that is the kind.
         measured_s: the median of the slowest rank's.
         card_bytes: that the busiest card sent and received, headers and all.
+        predicted_error: half of the stated range, as a part of the prediction.
         link_bytes, buffer_bytes: as predicted.
     """
 
@@ -64,6 +65,7 @@ class Row(Record):
     measured_s: float
     card_bytes: float
     predicted_s: float
+    predicted_error: float
     link_bytes: float
     buffer_bytes: float
 
@@ -143,6 +145,7 @@ def rows_of(found: dict[str, object], between: Line, inside: Line) -> Iterator[R
             measured_s=each["seconds"],
             card_bytes=each["card_bytes"],
             predicted_s=predicted.seconds,
+            predicted_error=predicted.relative_error,
             link_bytes=predicted.link_bytes,
             buffer_bytes=predicted.buffer_bytes,
         )
@@ -205,20 +208,21 @@ def _rank(path: str) -> None:
     def carried() -> int:
         return sum(int((card / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
 
-    def message(size: int) -> float:
-        """From rank 0 to rank 1."""
-        tensor, seconds = torch.zeros(size // 4), []
-        for _ in range(REPEATS):
+    def message(size: int, repeats: int = REPEATS) -> float:
+        """From rank 0 to rank 1 and another one back, at once: seconds of the slower."""
+        there, back, seconds = torch.zeros(size // 4), torch.zeros(size // 4), []
+        peer = 1 - world.rank
+        for _ in range(repeats):
             dist.barrier()
             began = time.perf_counter()
-            if world.rank == 0:
-                dist.send(tensor, 1)
-            elif world.rank == 1:
-                dist.recv(tensor, 0)
+            if peer in (0, 1):
+                ops = [dist.P2POp(dist.irecv, back, peer), dist.P2POp(dist.isend, there, peer)]
+                for work in dist.batch_isend_irecv(ops):
+                    work.wait()
                 seconds.append(time.perf_counter() - began)
-        told = [statistics.median(seconds) if seconds else 0.0]
-        dist.broadcast_object_list(told, src=1)
-        return told[0]
+        told = torch.tensor(statistics.median(seconds) if seconds else 0.0, dtype=torch.float64)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return float(told)
 
     def one(kind: Aggregation, group: dist.ProcessGroup, size: int, devices: int) -> list[float]:
         """(seconds of the slowest rank, bytes of the busiest card)."""
@@ -229,6 +233,7 @@ def _rank(path: str) -> None:
             began = time.perf_counter()
             aggregate(tensor, group, kind=kind, per_node=per_node, devices=devices)
             seconds.append(time.perf_counter() - began)
+        dist.barrier(group)  # nothing waits in a queue any more
         sent = (carried() - before) / REPEATS
         found = torch.tensor([statistics.median(seconds), sent], dtype=torch.float64)
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
@@ -237,7 +242,7 @@ def _rank(path: str) -> None:
     message(SIZES[0])
     small, large = message(SIZES[0]), message(SIZES[-1])
     rate = (SIZES[-1] - SIZES[0]) / (large - small)
-    line = {"latency_s": max(0.0, small - SIZES[0] / rate), "bytes_per_s": rate}
+    line = {"latency_s": message(4, repeats=5 * REPEATS), "bytes_per_s": rate}
     times = []
     for ranks in (2, 3, 4) if per_node == 1 else (4,):
         group = dist.new_group(list(range(ranks)))

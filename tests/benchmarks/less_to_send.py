@@ -27,7 +27,7 @@ REPORT = Path(__file__).parents[1] / "validation" / "less_to_send.json"
 RATE_BYTES_PER_S = 12.5e6  # 100 Mbit/s
 BENCH_S = 20.0
 TIME_LIMIT_S = 540.0
-STEPS, FIRST_TIMED = 40, 4  # DDP settles on its buckets, PowerSGD begins
+STEPS, FIRST_TIMED = 30, 4  # DDP settles on its buckets, PowerSGD begins
 SEQUENCE, ROWS = 32, 2  # of a rank
 # Of the mean loss of the last `TAIL` steps over plain DDP's. PowerSGD's and bf16's gradients are
 # others: the papers promise the same quality after a training, not the same steps.
