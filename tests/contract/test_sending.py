@@ -64,7 +64,7 @@ def _stepped(profile: ModelProfile) -> list[tuple[Sums, int]]:
         sums = Counter[Collective]()
         for (kind, payload, *_), count in watched.sent.items():
             sums[kind] += payload * count
-        kept = [s for s in gc.get_objects() if isinstance(s, PowerSGDState)]
+        kept = [s for s in gc.get_objects() if type(s) is PowerSGDState]
         found.append((sums, sum(e.nbytes for s in kept for e in s.error_dict.values())))
         del parallel, kept
         gc.collect()
