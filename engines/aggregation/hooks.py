@@ -47,6 +47,14 @@ class Sums:
             yield
 
 
+@dataclass(slots=True)
+class Factors:
+    """PowerSGD's state, and the bucket that is under way."""
+
+    state: PowerSGDState
+    latest: Future[Tensor] | None = None
+
+
 def send_as_planned(
     runner: DistributedDataParallel,
     plan: Plan,
@@ -67,7 +75,7 @@ def send_as_planned(
             start_powerSGD_iter=FIRST_COMPRESSED_STEP,
             orthogonalization_epsilon=ORTHOGONALISATION_EPSILON,
         )
-        runner.register_comm_hook(factors, powerSGD_hook)
+        runner.register_comm_hook(Factors(factors), factorised)
         return
     sums = Sums(group, plan.aggregation, per_node)
     if plan.compression is Compression.BF16:
@@ -87,6 +95,18 @@ def compressed(sums: Sums, bucket: dist.GradBucket) -> Future[Tensor]:
         return default_hooks.bf16_compress_hook(sums.group, bucket)
     whole = bucket.buffer()
     return _mean(sums, whole.to(torch.bfloat16)).then(lambda mean: whole.copy_(mean.value()))
+
+
+def factorised(factors: Factors, bucket: dist.GradBucket) -> Future[Tensor]:
+    """PowerSGD: the mean of a bucket's matrices as far as their factors go.
+
+    Its second and third sum begin when the one before is done. gloo's are done at other moments on
+    every rank, so that sums of two buckets would meet: there a bucket waits for the one before.
+    """
+    if factors.latest is not None and bucket.buffer().device.type == "cpu":
+        factors.latest.wait()
+    factors.latest = powerSGD_hook(factors.state, bucket)
+    return factors.latest
 
 
 def _mean(sums: Sums, values: Tensor) -> Future[Tensor]:

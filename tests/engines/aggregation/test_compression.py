@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from advisor.cost.communication import FIRST_BUCKET_BYTES
 from engines.hybrid import apply_plan
 from engines.plan import Plan
-from tests.engines.cases import CASES, cpu_ranks, profile_of
+from tests.engines.cases import CASES, Case, cpu_ranks, profile_of
 from tests.engines.parity import local_rows, reference_loss, sgd
 from tests.workers import Pool
 
@@ -73,6 +76,34 @@ def test_powersgd_loses_nothing_for_good(pool: Pool) -> None:
         assert min(errors[2:]) > best
         assert means[-1] < 0.7 * best
         assert means == sorted(means, reverse=True)
+
+
+def _buckets() -> tuple[int, list[float]]:
+    """(buckets, parameters after some steps) of a model whose gradients fill several."""
+    torch.manual_seed(1)
+    layers = (nn.Linear(640, 640) for _ in range(4))
+    build = functools.partial(nn.Sequential, nn.Flatten(), nn.Linear(64, 640), *layers)
+    case = Case(build, CASES["resnet-group-norm"].batch)
+    model = case.build()
+    parallel = apply_plan(
+        model,
+        Plan.parse("dp_replicate=4 compression=powersgd compression_rank=2"),
+        profile=profile_of(case, model),
+        cluster=cpu_ranks(4, nodes=2),
+        loss_fn=case.loss_fn,
+        optimizer=sgd,
+    )
+    for _ in range(8):
+        parallel.train_step(local_rows(parallel, case.batch(8), 8))
+    count = sum(p.nbytes for p in model.parameters()) // FIRST_BUCKET_BYTES
+    return count, [p.double().sum().item() for p in model.parameters()]
+
+
+def test_sums_of_several_buckets_do_not_meet(pool: Pool) -> None:
+    """On gloo each rank hears at another moment that a sum is done."""
+    found = pool.run(_buckets, world_size=4)
+    assert found[0][0] > 2
+    assert all(rank == found[0] for rank in found)
 
 
 def test_a_rank_as_large_as_the_matrices_sends_them_whole(pool: Pool) -> None:
