@@ -57,6 +57,7 @@ def advise(
     plan: PlanLike = None,
     objective: str = "tree",
     timed: bool = False,
+    allow_lossy: bool = False,
 ) -> Decision:
     """How to spread `model`, and why. Looks, changes nothing, allocates nothing.
 
@@ -79,6 +80,8 @@ def advise(
         objective: "tree", "time" or "memory".
         timed: run the model's blocks on this machine, one at a time, and decide by their times in
             place of the roofline; kept for the next time. Takes some ten seconds and memory.
+        allow_lossy: gradients may be sent rounded or in part where that is predicted faster: the
+            training is another then. A `compression` that `plan` names needs no such word.
 
     Raises:
         InputError: `timed`, and the cluster's devices are not this machine's.
@@ -107,7 +110,7 @@ def advise(
         model,
         sample,
         facts,
-        policy=_policy(objective),
+        policy=_policy(objective, allow_lossy),
         pins=pins,
         has_target=loss_fn is not None,
     )
@@ -129,6 +132,7 @@ def auto_parallelize(
     objective: str = "tree",
     cluster: ClusterProfile | None = None,
     timed: bool = False,
+    allow_lossy: bool = False,
     learns: bool = True,
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -140,8 +144,8 @@ def auto_parallelize(
     unless an equal job did so before (see `profiles.bench.cache`) or `cluster` says what they are.
 
     Args:
-        model, sample, loss_fn, precision, host_overhead_s, objective, timed: as for `advise`; all
-            ranks time their blocks at the same moment, as they will train.
+        model, sample, loss_fn, precision, host_overhead_s, objective, timed, allow_lossy: as for
+            `advise`; all ranks time their blocks at the same moment, as they will train.
         optimizer: a factory `lambda params: torch.optim.AdamW(params)`, or an optimizer already
             built on the model, which is carried over; None is AdamW.
         plan: None decides everything. A Plan, its file, or settings such as "dp_shard=4" fix what
@@ -167,7 +171,7 @@ def auto_parallelize(
     """
     pins = pins_of(plan)
     world = join_world(timeout_s=timeout_s)
-    _require_same_request(pins, world, global_batch_size, precision, objective)
+    _require_same_request(pins, world, global_batch_size, precision, objective, allow_lossy)
     _require_ranks(pins, world)
     if cluster is None:
         cluster = recall_or_bench(probe()) if world.size > 1 else probe(measure=True)
@@ -193,7 +197,7 @@ def auto_parallelize(
             model,
             sample,
             facts(),
-            policy=_policy(objective),
+            policy=_policy(objective, allow_lossy),
             pins=pins,
             has_target=loss_fn is not None,
         )
@@ -281,6 +285,7 @@ def _require_same_request(
     global_batch_size: int | None,
     precision: str | None,
     objective: str,
+    allow_lossy: bool,
 ) -> None:
     """Rank 0 decides for all; a rank that was asked for something else must not go unheard."""
     asked = {
@@ -288,6 +293,7 @@ def _require_same_request(
         "global_batch_size": global_batch_size,
         "precision": precision,
         "objective": objective,
+        "allow_lossy": allow_lossy,
     }
     words = " ".join(f"{key}={value}" for key, value in sorted(asked.items()) if value is not None)
     require_same("settings", f"{hashlib.sha256(words.encode()).hexdigest()[:8]} {words}", world)
@@ -337,5 +343,5 @@ def _from_rank_zero(decide: Callable[[], Decision], world: World) -> Decision:
     return Decision.from_json(text)
 
 
-def _policy(objective: str) -> Policy:
-    return Policy.build({"objective": objective}, where="objective")
+def _policy(objective: str, allow_lossy: bool) -> Policy:
+    return Policy.build({"objective": objective, "allow_lossy": allow_lossy}, where="objective")

@@ -15,6 +15,7 @@ from advisor.rules import Candidate, margin_s, simplicity
 from advisor.search.kept import Kept
 from advisor.search.legal import Styles
 from advisor.search.space import Pins
+from advisor.sending import offer
 from advisor.tree import Trace, in_leaf
 from advisor.ways_out import no_plan
 from profiles.units import format_percent, format_seconds
@@ -55,6 +56,7 @@ def choose(
         estimated=choice.estimated,
         rejected=choice.rejected,
         dissent=_dissent(winner, choice.fitting, policy, trace),
+        offers=(offer(choice.offered, winner),) if choice.offered is not None else (),
     )
 
 

@@ -121,6 +121,11 @@ def cli(ctx: click.Context) -> None:
     show_default=True,
     help="Follow the decision tree; or take the fastest, or the smallest plan.",
 )
+@click.option(
+    "--allow-lossy",
+    is_flag=True,
+    help="Gradients may be sent rounded or in part, where that is predicted faster.",
+)
 @click.option("-o", "--output", metavar="FILE", help="Write the decision here, as JSON.")
 @click.option("--no-bench", is_flag=True, help="Under torchrun, time nothing: take usual speeds.")
 @json_option
@@ -135,6 +140,7 @@ def plan(
     host_overhead: float | None,
     pins: str,
     objective: str,
+    allow_lossy: bool,
     output: str | None,
     no_bench: bool,
     as_json: bool,
@@ -164,7 +170,8 @@ def plan(
     from advisor.choose import choose
     from advisor.policy import Objective, Policy
 
-    decision = choose(facts, policy=Policy(objective=Objective(objective)), pins=settings)
+    policy = Policy(objective=Objective(objective), allow_lossy=allow_lossy)
+    decision = choose(facts, policy=policy, pins=settings)
     if as_json:
         click.echo(decision.to_json(), nl=False)
     else:

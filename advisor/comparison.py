@@ -9,7 +9,15 @@ from advisor.cost import Estimate
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, margin_s, preferred, simplicity
 from advisor.tree import Trace, in_leaf
-from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
+from engines.plan import (
+    Aggregation,
+    Compression,
+    DataParallel,
+    Offload,
+    Plan,
+    Recompute,
+    Schedule,
+)
 from profiles.units import format_gib, format_percent, format_seconds
 
 
@@ -37,7 +45,13 @@ def title(plan: Plan) -> str:
     words = [f"{axis.upper()} over {getattr(plan, axis)}" for axis in _cut_axes(plan)]
     if not words or plan.data_parallel is not DataParallel.NONE:
         words.append(_replicas(plan))
-    return " + ".join(words) + (", CPU offload" if plan.offload is Offload.STATES else "")
+    sent = [] if plan.aggregation is Aggregation.BACKEND else [f"{plan.aggregation} sums"]
+    sent += [_SENT[plan.compression]] if plan.compression is not Compression.NONE else []
+    offload = ["CPU offload"] if plan.offload is Offload.STATES else []
+    return ", ".join([" + ".join(words), *sent, *offload])
+
+
+_SENT = {Compression.BF16: "bf16 gradients", Compression.POWERSGD: "PowerSGD"}
 
 
 def _replicas(plan: Plan) -> str:

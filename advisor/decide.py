@@ -18,7 +18,8 @@ from advisor.search.kept import Kept
 from advisor.search.legal import Styles
 from advisor.search.search import Rows, Search
 from advisor.search.space import Pins
-from advisor.tree import Trace, in_leaf
+from advisor.sending import Sending, sending
+from advisor.tree import Family, Trace, belongs, in_leaf
 from advisor.walk import walk
 from engines.plan import Offload, Plan
 
@@ -42,6 +43,7 @@ class Choice:
         total: plans that were weighed, most of them by their bounds alone; `estimated` exactly.
         rejected: by rule, how many of them cannot be taken.
         kinds: a plan of every kind that was weighed; its stages are not named.
+        offered: faster than the winner, and its gradients lose something.
     """
 
     winner: Candidate | None
@@ -53,6 +55,7 @@ class Choice:
     estimated: int
     rejected: dict[str, int]
     kinds: Sequence[Plan]
+    offered: Candidate | None = None
 
 
 def decide(
@@ -96,9 +99,13 @@ def decide(
             search.nearest(search.rows)
         elif compares:
             left_open |= _compare_kinds(search, winner, policy)
+    sent = _sent(searches[-1], winner, costs, policy, trace, pins)
     # Of a kind that is left open nothing is said but of its best plan, if that was taken.
     left_open -= {kind(winner.plan)} if winner else set()
     weighed = [c for search in searches for c in search.weighed if kind(c.plan) not in left_open]
+    if sent is not None and sent.winner is not winner:
+        winner = sent.winner
+        weighed.append(winner)
     fitting = [c for c in weighed if c.fits]
     of_leaf = [c for c in fitting if in_leaf(c.plan, trace)]
     follows = policy.objective is Objective.TREE and bool(of_leaf)
@@ -112,7 +119,27 @@ def decide(
         estimated=sum(len(search.weighed) for search in searches),
         rejected=dict(sorted(sum((s.left_out for s in searches), Counter()).items())),
         kinds=[plan for search in searches for plan, _ in search.kinds()],
+        offered=sent.offered if sent is not None else None,
     )
+
+
+def _sent(
+    search: Search,
+    winner: Candidate | None,
+    costs: CostModel,
+    policy: Policy,
+    trace: Trace,
+    pins: Pins,
+) -> Sending | None:
+    """The winner with the way in which gradients go, beside that of the fastest DDP plan."""
+    if winner is None:
+        return None
+    of_ddp = [rows for plan, rows in search.kinds() if belongs(plan, Family.DDP)]
+    replicas = search.fastest(np.concatenate(of_ddp)) if of_ddp else None
+    follows = policy.objective is Objective.TREE and in_leaf(winner.plan, trace)
+    if replicas is not None and follows and not in_leaf(replicas.plan, trace):
+        replicas = None
+    return sending(winner, replicas, costs, policy, pins)
 
 
 def _winner(search: Search, policy: Policy, trace: Trace) -> Candidate | None:

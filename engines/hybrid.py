@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from engines.aggregation.hooks import send_as_planned
 from engines.batch_norm import synchronise_batch_norms, warn_of_microbatches
 from engines.compiled import compile_blocks, require_compilable
 from engines.ddp import replicate
@@ -140,7 +141,15 @@ def apply_plan(
     if plan.compile:
         compile_blocks(model, profile=profile, kept=kept)
     runner = _over_data_axes(
-        model, plan, profile=profile, mesh=mesh, world=world, mixed=mixed, kept=kept, fill=fill
+        model,
+        plan,
+        profile=profile,
+        cluster=cluster,
+        mesh=mesh,
+        world=world,
+        mixed=mixed,
+        kept=kept,
+        fill=fill,
     )
     built = build_optimizer(optimizer, model=model, names_before=names_before, layout=layout)
 
@@ -220,6 +229,7 @@ def _over_data_axes(
     plan: Plan,
     *,
     profile: ModelProfile,
+    cluster: ClusterProfile,
     mesh: Mesh,
     world: World,
     mixed: bool,
@@ -239,7 +249,11 @@ def _over_data_axes(
         return (
             model  # so do these: to find what is unused DDP takes outputs apart, split logits too
         )
-    return replicate(model, profile=profile, device=world.device, group=mesh.data.group)
+    assert mesh.data.group is not None  # there are several
+    runner = replicate(model, profile=profile, device=world.device, group=mesh.data.group)
+    per_node = cluster.ranks_per_node(mesh.data.size, plan.cp * plan.tp)
+    send_as_planned(runner, plan, group=mesh.data.group, per_node=per_node)
+    return runner
 
 
 def _require_plain(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from engines.aggregation.legality import aggregation
 from engines.pipeline.legality import pipeline
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute
 from engines.problem import Problem as Problem
@@ -270,6 +271,7 @@ RULES: tuple[Rule, ...] = (
     changed_parameters,
     compiled,
     replicas_of_stages,
+    aggregation,
 )
 
 

@@ -37,6 +37,8 @@ WITH_TORCH = {
     "profiles.subject",
     "profiles.torch_compat",
     "profiles.torch_compat_fsdp",
+    "engines.aggregation.aggregate",
+    "engines.aggregation.hooks",
     "engines.batch_norm",
     "engines.boxes",
     "engines.checkpoint",

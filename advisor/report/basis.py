@@ -240,6 +240,7 @@ def _source(source: Source, error: float) -> str:
 def hints(decision: Decision) -> Iterator[str]:
     """What would make the report better, or the training other than it says."""
     facts, estimate = decision.facts, decision.estimate
+    yield from decision.offers
     yield from _too_large_to_load(decision)
     if set(facts.cluster.sources.values()) - {Source.MEASURED, Source.USER}:
         yield (

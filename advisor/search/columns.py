@@ -190,7 +190,7 @@ class Columns:
             )
 
         def whole(tp: int, replicas: int) -> float:
-            if replicas < 2:
+            if replicas < 2 or self._is_sent_otherwise:
                 return 0.0
             return self._seconds(reduced, self._whole[tp].loads.gradient_bytes, replicas, tp)
 
@@ -201,6 +201,11 @@ class Columns:
         root = self.each(keys, lambda t, r, s: shards(t, r, s, of_root=True))
         keys = [space.tp, np.where(space.kind == REPLICATE, space.dp_replicate, 1)]
         return separate + self.each(keys, whole), root
+
+    @property
+    def _is_sent_otherwise(self) -> bool:
+        """Whether gradients are not summed up whole by the backend; no bound is known then."""
+        return bool({"aggregation", "compression"} & set(self.space.carried))
 
     def send_s(self, payload_bytes: Callable[[Microbatch], float]) -> Floats:
         """Of a payload from one stage to the next."""

@@ -38,7 +38,15 @@ Styles = Callable[[int], tuple[tuple[str, str], ...]]
 """How layers are split over a tp axis of this size; empty where they cannot be."""
 
 # Settings that are not searched: pinned or default.
-_CARRIED = ("cp", "ep", "sync_batch_norm", "compile")
+_CARRIED = (
+    "cp",
+    "ep",
+    "sync_batch_norm",
+    "compile",
+    "aggregation",
+    "compression",
+    "compression_rank",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from tests.profiles.test_nccl_tests import log as nccl_log
 
 # Every option there is. A new one has to earn its line here: about fifteen, all else is in files.
 OPTIONS = {
+    "--allow-lossy",
     "--bench",
     "--cluster",
     "--debug",
