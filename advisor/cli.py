@@ -105,6 +105,18 @@ def cli(ctx: click.Context) -> None:
     callback=one_of("fp32", "bf16"),
     help="Of forward and backward. Default: the dtype that the model is built in.",
 )
+@click.option(
+    "--samples",
+    callback=count,
+    metavar="COUNT",
+    help="Samples in the training set, for steps per epoch.",
+)
+@click.option(
+    "--critical-batch",
+    callback=count,
+    metavar="SAMPLES",
+    help="As `parallel.noise_scale` measured it; a larger global batch is warned of.",
+)
 @pins_option
 @click.option(
     "--objective",
@@ -125,6 +137,8 @@ def plan(
     seq: int | None,
     optimizer: str,
     precision: str | None,
+    samples: int | None,
+    critical_batch: int | None,
     pins: str,
     objective: str,
     output: str | None,
@@ -151,6 +165,8 @@ def plan(
         sequence_length=seq,
         optimizer=optimizer,
         precision=precision or settings.get("precision"),
+        samples=samples,
+        critical_batch=critical_batch,
     )
     from advisor.choose import choose
     from advisor.policy import Objective, Policy
@@ -320,6 +336,8 @@ def _facts(
     sequence_length: int | None,
     optimizer: str,
     precision: str | None,
+    samples: int | None,
+    critical_batch: int | None,
 ) -> Facts:
     """What is known, from the options; what is cheap to check comes first."""
     from advisor.facts import Facts
@@ -347,6 +365,8 @@ def _facts(
         tokens_per_sample=found.tokens_per_sample,
         optimizer=optimizer_facts,
         precision=precision or built_in,
+        dataset_samples=samples,
+        critical_batch_size=critical_batch,
         given=_given(),
     )
     return Facts(model=found, cluster=machines, workload=workload)

@@ -43,6 +43,8 @@ def look(
     global_batch_size: int | None = None,
     optimizer: Optimizer | None = None,
     precision: str | None = None,
+    samples: int | None = None,
+    critical_batch_size: float | None = None,
     pins: Mapping[str, Any] = _NO_PINS,
     timed: bool = False,
     learns: bool = False,
@@ -79,6 +81,8 @@ def look(
                 device_kind=cluster.device.kind,
             ),
             "precision": wanted,
+            "dataset_samples": samples,
+            "critical_batch_size": critical_batch_size,
             "given": _given(
                 global_batch_size=global_batch_size, optimizer=optimizer, precision=precision
             ),

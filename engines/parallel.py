@@ -20,6 +20,7 @@ from engines.draws import SameDraws
 from engines.fsdp import prepare_backward, release, start_over, whole_gradients
 from engines.gradients import clip_gradients, full_gradients
 from engines.layout import Layout, Split
+from engines.learning_rate import Rates, ScaledRate, ScalingRule
 from engines.mesh import Mesh
 from engines.microbatches import Count, Cutter
 from engines.optimizer import send_from_first
@@ -32,7 +33,7 @@ from engines.steps import Steps
 from engines.tensor.logits import whole_tensors
 from engines.world import World, in_contact
 from profiles.batch import Batch, call_model, loss_of
-from profiles.errors import ModelError, PlanError
+from profiles.errors import InputError, ModelError, PlanError
 from profiles.model import ModelProfile
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class ParallelModel(nn.Module):
         self.data_rank = mesh.data.position
         self.data_world_size = mesh.data.size
         self.steps = Steps(plan, profile, world)
+        self._rates = Rates(optimizer)
         self._profile = profile
         self._world = world
         self._mesh = mesh
@@ -232,6 +234,42 @@ class ParallelModel(nn.Module):
         """
         self._settle_due()
         return clip_gradients(self.module, self._layout, self._mesh, max_norm)
+
+    def scale_learning_rate(
+        self,
+        *,
+        tuned_at: int,
+        batch: int | None = None,
+        rule: ScalingRule | str | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        samples: int | None = None,
+    ) -> ScaledRate:
+        """Scale the optimizer's rates from the global batch that they were tuned at to the plan's.
+
+        Ratios between parameter groups stay. The same call again changes nothing: rates are always
+        those of `tuned_at` times the rule's factor for `batch`.
+
+        Args:
+            tuned_at: samples per step for which the optimizer's rates were chosen.
+            batch: samples per step from now on; by default the plan's global batch.
+            rule: "linear" or "sqrt"; by default linear for SGD and square root for the others.
+            scheduler: one that exists already, and remembers the rates it started from.
+            samples: in the training set, for the length of SGD's warm-up in steps.
+
+        Raises:
+            InputError: `batch` is not known, or `tuned_at` is not what an earlier call said.
+        """
+        batch = batch or self.plan.global_batch_size
+        if batch is None:
+            raise InputError(
+                "the plan leaves the microbatch open: there is no global batch to scale to",
+                where=f"plan: {self.plan}",
+                hints=["give `batch=`, the samples of a step over all ranks"],
+            )
+        base_rates = [] if scheduler is None else [scheduler.base_lrs]
+        return self._rates.scale(
+            tuned_at=tuned_at, batch=batch, rule=rule, base_rates=base_rates, samples=samples
+        )
 
     @in_contact("putting gradients together")
     def full_gradients(self) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from tests.profiles.test_nccl_tests import log as nccl_log
 OPTIONS = {
     "--bench",
     "--cluster",
+    "--critical-batch",
     "--debug",
     "--format",
     "--global-batch",
@@ -40,6 +41,7 @@ OPTIONS = {
     "--plan",
     "--precision",
     "--ranks",
+    "--samples",
     "--seq",
     "--steps",
     "--time",
