@@ -136,6 +136,7 @@ def auto_parallelize(
     timed: bool = False,
     learns: bool = True,
     seed: int = 0,
+    measure_noise: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> ParallelModel:
     """Decide how to spread `model` over the ranks of this job, and do it.
@@ -162,6 +163,8 @@ def auto_parallelize(
         learns: predict with constants as runs on such machines say they are, and keep how this one
             went, for the next (see `advisor.runs`).
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
+        measure_noise: see `apply_plan`; `.noise_scale` then says from which batch on more samples
+            are wasted.
         timeout_s: bound of every wait for another rank.
 
     Returns:
@@ -221,6 +224,7 @@ def auto_parallelize(
         sample=sample,
         world=world,
         seed=seed,
+        measure_noise=measure_noise,
     )
     parallel.decision = decision
     if world.rank == 0:
