@@ -29,7 +29,7 @@ from engines.parallel import ParallelModel
 from engines.plan import AXES, Plan, load_plan, parse_settings
 from engines.tensor.proposal import propose_styles
 from engines.weights import Weights
-from engines.world import DEFAULT_TIMEOUT_S, World, join_world, require_same
+from engines.world import World, join_world, require_same
 from profiles.batch import Batch
 from profiles.bench import recall_or_bench
 from profiles.cluster import ClusterProfile
@@ -55,6 +55,7 @@ def advise(
     precision: str | None = None,
     samples: int | None = None,
     critical_batch_size: float | None = None,
+    host_overhead_s: float = 0.0,
     plan: PlanLike = None,
     objective: str = "tree",
     timed: bool = False,
@@ -78,6 +79,7 @@ def advise(
         samples: in the training set, for steps per epoch.
         critical_batch_size: where it was measured (`ParallelModel.noise_scale`), in samples: a
             larger global batch is warned of.
+        host_overhead_s: of a step in which devices wait for data or the host; none is assumed.
         plan: settings that are fixed ("tp=2", a Plan, a file); the rest is decided.
         objective: "tree", "time" or "memory".
         timed: run the model's blocks on this machine, one at a time, and decide by their times in
@@ -103,6 +105,7 @@ def advise(
         precision=precision,
         samples=samples,
         critical_batch_size=critical_batch_size,
+        host_overhead_s=host_overhead_s,
         pins=pins,
         timed=timed,
         learns=machines is None,
@@ -128,6 +131,7 @@ def auto_parallelize(
     precision: str | None = None,
     samples: int | None = None,
     critical_batch_size: float | None = None,
+    host_overhead_s: float = 0.0,
     count: Callable[[Batch], float | Tensor] | None = None,
     max_grad_norm: float | None = None,
     weights: Weights | None = None,
@@ -137,7 +141,7 @@ def auto_parallelize(
     learns: bool = True,
     seed: int = 0,
     measure_noise: bool = False,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> ParallelModel:
     """Decide how to spread `model` over the ranks of this job, and do it.
 
@@ -146,8 +150,9 @@ def auto_parallelize(
     unless an equal job did so before (see `profiles.bench.cache`) or `cluster` says what they are.
 
     Args:
-        model, sample, loss_fn, precision, samples, critical_batch_size, objective, timed: as for
-            `advise`; all ranks time their blocks at the same moment, as they will train.
+        model, sample, loss_fn, precision, samples, critical_batch_size, host_overhead_s, objective,
+            timed: as for `advise`; all ranks time their blocks at the same moment, as they will
+            train.
         optimizer: a factory `lambda params: torch.optim.AdamW(params)`, or an optimizer already
             built on the model, which is carried over; None is AdamW.
         plan: None decides everything. A Plan, its file, or settings such as "dp_shard=4" fix what
@@ -165,7 +170,8 @@ def auto_parallelize(
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
         measure_noise: see `apply_plan`; `.noise_scale` then says from which batch on more samples
             are wasted.
-        timeout_s: bound of every wait for another rank.
+        timeout_s: bound of every wait for another rank, ten minutes unless said: for the job, for
+            rank 0's decision, in each exchange of a step. Ranks that did not come are named.
 
     Returns:
         A `ParallelModel`; `.decision` says why.
@@ -192,6 +198,7 @@ def auto_parallelize(
             precision=precision,
             samples=samples,
             critical_batch_size=critical_batch_size,
+            host_overhead_s=host_overhead_s,
             pins=pins,
             timed=timed,
             learns=learns,

@@ -6,6 +6,7 @@ Whatever is heavy (torch, networkx, jinja2, rich) is imported inside the command
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from advisor.command import (
     count,
     one_of,
     say,
+    seconds,
     show_on_screen,
     writable,
     write,
@@ -117,6 +119,12 @@ def cli(ctx: click.Context) -> None:
     metavar="SAMPLES",
     help="As `parallel.noise_scale` measured it; a larger global batch is warned of.",
 )
+@click.option(
+    "--host-overhead",
+    callback=seconds,
+    metavar="SECONDS",
+    help="Of a step in which devices wait for data or the host. Default: none is assumed.",
+)
 @pins_option
 @click.option(
     "--objective",
@@ -139,6 +147,7 @@ def plan(
     precision: str | None,
     samples: int | None,
     critical_batch: int | None,
+    host_overhead: float | None,
     pins: str,
     objective: str,
     output: str | None,
@@ -167,6 +176,7 @@ def plan(
         precision=precision or settings.get("precision"),
         samples=samples,
         critical_batch=critical_batch,
+        host_overhead_s=host_overhead or 0.0,
     )
     from advisor.choose import choose
     from advisor.policy import Objective, Policy
@@ -215,15 +225,38 @@ def show(file: str, form: str, output: str | None, no_color: bool) -> None:
 
 
 @cli.command()
-@click.argument("file")
+@click.argument("words", nargs=-1, metavar="[TERM] [FILE]")
 @click.option("--why-not", metavar="SETTINGS", help='Why another plan lost, as in "zero=3".')
 @common_options
-def explain(file: str, why_not: str | None, no_color: bool) -> None:
-    """The questions that were asked, their answers, and the numbers that decided."""
-    from advisor.decision import Decision
+def explain(words: tuple[str, ...], why_not: str | None, no_color: bool) -> None:
+    """Why a plan was taken; or what a term means, with the plan's number.
 
-    decision = Decision.load(file)
-    show_on_screen(decision.why_not(why_not) if why_not else decision.trace, no_color=no_color)
+    \b
+      advise explain plan.json            the questions, answers and numbers that decided
+      advise explain bubble [plan.json]   two sentences, and the plan's bubble
+      advise explain                      all terms
+    """
+    is_file = bool(words) and (words[-1].endswith(".json") or os.path.isfile(words[-1]))
+    term = " ".join(words[:-1] if is_file else words)
+    if why_not is not None and (term or not is_file):
+        raise InputError(
+            "`--why-not` asks of a saved decision",
+            where="advise explain",
+            hints=['write `advise explain plan.json --why-not "zero=3"`'],
+        )
+    decision = None
+    if is_file:
+        from advisor.decision import Decision
+
+        decision = Decision.load(words[-1])
+    if decision is not None and not term:
+        asked = decision.why_not(why_not) if why_not else decision.trace
+        show_on_screen(asked, no_color=no_color)
+        return
+    from advisor import glossary
+
+    shown = glossary.explain(term, decision) if term else glossary.Listing()
+    show_on_screen(shown, no_color=no_color)
 
 
 @cli.command()
@@ -338,6 +371,7 @@ def _facts(
     precision: str | None,
     samples: int | None,
     critical_batch: int | None,
+    host_overhead_s: float = 0.0,
 ) -> Facts:
     """What is known, from the options; what is cheap to check comes first."""
     from advisor.facts import Facts
@@ -367,6 +401,7 @@ def _facts(
         precision=precision or built_in,
         dataset_samples=samples,
         critical_batch_size=critical_batch,
+        host_overhead_s=host_overhead_s,
         given=_given(),
     )
     return Facts(model=found, cluster=machines, workload=workload)
@@ -379,6 +414,7 @@ def _given() -> tuple[str, ...]:
         "tokens_per_sample": "seq",
         "optimizer": "optimizer",
         "precision": "precision",
+        "host_overhead_s": "host_overhead",
     }
     source_of = click.get_current_context().get_parameter_source
     typed = click.core.ParameterSource.COMMANDLINE

@@ -45,6 +45,7 @@ def look(
     precision: str | None = None,
     samples: int | None = None,
     critical_batch_size: float | None = None,
+    host_overhead_s: float = 0.0,
     pins: Mapping[str, Any] = _NO_PINS,
     timed: bool = False,
     learns: bool = False,
@@ -83,8 +84,12 @@ def look(
             "precision": wanted,
             "dataset_samples": samples,
             "critical_batch_size": critical_batch_size,
+            "host_overhead_s": host_overhead_s,
             "given": _given(
-                global_batch_size=global_batch_size, optimizer=optimizer, precision=precision
+                global_batch_size=global_batch_size,
+                optimizer=optimizer,
+                precision=precision,
+                host_overhead_s=host_overhead_s or None,
             ),
         }
     )

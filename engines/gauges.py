@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from engines.imbalance import Imbalance, OwnTime
 from engines.learning_rate import Rates, ScaledRate, ScalingRule
 from engines.noise import NoiseMeter, NoiseScale
 from engines.plan import Plan
+from engines.world import in_contact
 from profiles.errors import InputError
 
 
 class Gauges:
-    """The noise of gradients, and the learning rate that goes with a batch."""
+    """The noise of gradients, the rate that goes with a batch, and whom the ranks wait for."""
 
     plan: Plan
     _rates: Rates
     _noise: NoiseMeter | None
+    _own: OwnTime
+
+    @in_contact("comparing the times of ranks")
+    def imbalance(self) -> Imbalance:
+        """What each rank does by itself in a step and how long it waits; names the slowest.
+
+        All ranks call it, after some steps. `print(parallel.imbalance())` says it in a sentence.
+
+        Raises:
+            InputError: fewer than three steps were timed.
+            PlanError: ranks that hold parts of one model have no time of their own.
+        """
+        return self._own.gathered()
 
     @property
     def noise_scale(self) -> NoiseScale:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engines.data import shares
 from engines.plan import Plan
-from engines.world import World, sum_over_ranks
+from engines.world import World, in_contact, sum_over_ranks
 from profiles.batch import Batch, batch_size, batch_tensors, describe, map_batch, split_rows
 from profiles.errors import BatchError
 from profiles.model import ModelProfile
@@ -50,6 +50,7 @@ class Cutter:
         self.total = 0.0
         """What the latest global batch's mean loss is a mean over: its rows, or their `count`."""
 
+    @in_contact("meeting before the forward")
     def cut(self, batch: Batch) -> tuple[list[Batch], Tensor]:
         """The plan's microbatches, and the weight of each mean loss.
 

@@ -19,6 +19,7 @@ from engines.draws import SameDraws
 from engines.fsdp import prepare_backward, release, start_over, whole_gradients
 from engines.gauges import Gauges
 from engines.gradients import clip_gradients, full_gradients
+from engines.imbalance import OwnTime
 from engines.layout import Layout, Split
 from engines.learning_rate import Rates
 from engines.mesh import Mesh
@@ -94,6 +95,7 @@ class ParallelModel(Gauges, nn.Module):
         self.data_world_size = mesh.data.size
         self.steps = Steps(plan, profile, world)
         self._rates = Rates(optimizer)
+        self._own = OwnTime(module, plan, profile, world)
         self._profile = profile
         self._world = world
         self._mesh = mesh
@@ -191,7 +193,8 @@ class ParallelModel(Gauges, nn.Module):
 
         Where it raises it leaves no gradients, and the next call starts clean.
         """
-        pieces, weights = self._cutter.cut(batch)
+        with self._own.meeting():
+            pieces, weights = self._cutter.cut(batch)
         if self._noise is not None:
             self._noise.begin(weights, samples=self._cutter.total)
         self._follow_first_replica()
@@ -199,6 +202,7 @@ class ParallelModel(Gauges, nn.Module):
             with self._draws.agreed():
                 total = self._run(pieces, weights)
             self._settle()
+            self._own.exchanged()
             self._is_due = False
         except BaseException:
             start_over(self.module, self.plan)

@@ -51,6 +51,7 @@ WITH_TORCH = {
     "engines.gradients",
     "engines.hybrid",
     "engines.materialise",
+    "engines.imbalance",
     "engines.layout",
     "engines.mesh",
     "engines.microbatches",
