@@ -415,6 +415,8 @@ def _given() -> tuple[str, ...]:
         "optimizer": "optimizer",
         "precision": "precision",
         "host_overhead_s": "host_overhead",
+        "dataset_samples": "samples",
+        "critical_batch_size": "critical_batch",
     }
     source_of = click.get_current_context().get_parameter_source
     typed = click.core.ParameterSource.COMMANDLINE

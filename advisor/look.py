@@ -90,6 +90,8 @@ def look(
                 optimizer=optimizer,
                 precision=precision,
                 host_overhead_s=host_overhead_s or None,
+                dataset_samples=samples,
+                critical_batch_size=critical_batch_size,
             ),
         }
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from click.testing import CliRunner
 
 from advisor.choose import choose
+from advisor.cli import cli
 from advisor.facts import Facts
 from advisor.growing_batch import GrowingBatch
 from advisor.large_batch import (
@@ -177,3 +181,19 @@ class TestGrowingBatch:
     ) -> None:
         with pytest.raises(InputError, match=said):
             GrowingBatch.build({**self.GROWING.model_dump(), **changes})
+
+
+def test_the_command_says_steps_per_epoch_and_warns_beyond_what_was_measured(
+    tmp_path: Path,
+) -> None:
+    """1,000,000 / 64 = 15,625 steps; 64 samples are twice the critical 32."""
+    chain().save(tmp_path / "model.json")
+    asked = ["--cluster", "8xH100-SXM-80GB", "--global-batch", "64"]
+    asked += ["--samples", "1000000", "--critical-batch", "32"]
+    run = CliRunner().invoke(cli, [str(tmp_path / "model.json"), *asked])
+    assert run.exit_code == 0, run.stderr
+    words = " ".join(run.stdout.split())
+    assert "batch 64 samples a step; 15,625 steps per epoch" in words
+    assert "note: global batch 64 is 2.0 times the measured critical batch of 32" in words
+    # "you" is the source, in the other column.
+    assert "1,000,000 samples in the training set, 32 you samples are the critical batch" in words

@@ -47,8 +47,8 @@ def test_a_subclass_of_sgd_is_sgd_and_the_rule_can_be_said() -> None:
 
     assert Rates(Nudged(groups())).scale(tuned_at=1, batch=4).factor == 4
     assert Rates(Nudged(groups())).scale(tuned_at=1, batch=4, rule="sqrt").factor == 2
-    with pytest.raises(UnknownNameError, match="unknown scaling rule `linaer`"):
-        Rates(Nudged(groups())).scale(tuned_at=1, batch=4, rule="linaer")
+    with pytest.raises(UnknownNameError, match="unknown scaling rule `linera`"):
+        Rates(Nudged(groups())).scale(tuned_at=1, batch=4, rule="linera")
 
 
 def test_the_same_call_again_changes_nothing_and_another_batch_starts_from_the_tuned_rate() -> None:
