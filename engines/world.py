@@ -79,7 +79,8 @@ def in_contact(doing: str) -> Iterator[None]:
     """Around code with collectives: what a broken connection raises, as an error of ours.
 
     A rank that failed closes its connections or stops answering; the others get to know it from
-    their next collective, after the group's timeout at the latest. Then they call the roll.
+    their next collective, after the group's timeout at the latest. Then they call the roll. (Where
+    NCCL waits in vain its watchdog ends the process instead, with the collective in its log.)
 
     Raises:
         RankError: another rank went away or did not answer, and which; torch's own error is the
