@@ -29,7 +29,7 @@ from engines.parallel import ParallelModel
 from engines.plan import AXES, Plan, load_plan, parse_settings
 from engines.tensor.proposal import propose_styles
 from engines.weights import Weights
-from engines.world import DEFAULT_TIMEOUT_S, World, join_world, require_same
+from engines.world import World, join_world, require_same
 from profiles.batch import Batch
 from profiles.bench import recall_or_bench
 from profiles.cluster import ClusterProfile
@@ -53,6 +53,8 @@ def advise(
     global_batch_size: int | None = None,
     optimizer: Optimizer | None = None,
     precision: str | None = None,
+    samples: int | None = None,
+    critical_batch_size: float | None = None,
     host_overhead_s: float = 0.0,
     plan: PlanLike = None,
     objective: str = "tree",
@@ -75,6 +77,9 @@ def advise(
             per replica where `plan` fixes pp or tp.
         optimizer: as for `auto_parallelize`; only its memory counts here.
         precision: "fp32" or "bf16"; by default what the model is built in.
+        samples: in the training set, for steps per epoch.
+        critical_batch_size: where it was measured (`ParallelModel.noise_scale`), in samples: a
+            larger global batch is warned of.
         host_overhead_s: of a step in which devices wait for data or the host; none is assumed.
         plan: settings that are fixed ("tp=2", a Plan, a file); the rest is decided.
         objective: "tree", "time" or "memory".
@@ -101,6 +106,8 @@ def advise(
         global_batch_size=global_batch_size,
         optimizer=optimizer,
         precision=precision,
+        samples=samples,
+        critical_batch_size=critical_batch_size,
         host_overhead_s=host_overhead_s,
         pins=pins,
         timed=timed,
@@ -125,6 +132,8 @@ def auto_parallelize(
     plan: PlanLike = None,
     global_batch_size: int | None = None,
     precision: str | None = None,
+    samples: int | None = None,
+    critical_batch_size: float | None = None,
     host_overhead_s: float = 0.0,
     count: Callable[[Batch], float | Tensor] | None = None,
     max_grad_norm: float | None = None,
@@ -135,7 +144,8 @@ def auto_parallelize(
     allow_lossy: bool = False,
     learns: bool = True,
     seed: int = 0,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    measure_noise: bool = False,
+    timeout_s: float | None = None,
 ) -> ParallelModel:
     """Decide how to spread `model` over the ranks of this job, and do it.
 
@@ -144,8 +154,9 @@ def auto_parallelize(
     unless an equal job did so before (see `profiles.bench.cache`) or `cluster` says what they are.
 
     Args:
-        model, sample, loss_fn, precision, host_overhead_s, objective, timed, allow_lossy: as for
-            `advise`; all ranks time their blocks at the same moment, as they will train.
+        model, sample, loss_fn, precision, samples, critical_batch_size, host_overhead_s, objective,
+            timed, allow_lossy: as for `advise`; all ranks time their blocks at the same moment, as
+            they will train.
         optimizer: a factory `lambda params: torch.optim.AdamW(params)`, or an optimizer already
             built on the model, which is carried over; None is AdamW.
         plan: None decides everything. A Plan, its file, or settings such as "dp_shard=4" fix what
@@ -161,7 +172,10 @@ def auto_parallelize(
         learns: predict with constants as runs on such machines say they are, and keep how this one
             went, for the next (see `advisor.runs`).
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
-        timeout_s: bound of every wait for another rank.
+        measure_noise: see `apply_plan`; `.noise_scale` then says from which batch on more samples
+            are wasted.
+        timeout_s: bound of every wait for another rank, ten minutes unless said: for the job, for
+            rank 0's decision, in each exchange of a step. Ranks that did not come are named.
 
     Returns:
         A `ParallelModel`; `.decision` says why.
@@ -186,6 +200,8 @@ def auto_parallelize(
             global_batch_size=global_batch_size,
             optimizer=optimizer,
             precision=precision,
+            samples=samples,
+            critical_batch_size=critical_batch_size,
             host_overhead_s=host_overhead_s,
             pins=pins,
             timed=timed,
@@ -219,6 +235,7 @@ def auto_parallelize(
         sample=sample,
         world=world,
         seed=seed,
+        measure_noise=measure_noise,
     )
     parallel.decision = decision
     if world.rank == 0:

@@ -38,6 +38,7 @@ from engines.legality import numerics, require_legal
 from engines.materialise import materials_of
 from engines.mesh import Mesh
 from engines.microbatches import Count
+from engines.noise import NoiseMeter, require_measurable
 from engines.optimizer import OptimizerFactory, build_optimizer, names_of, send_from_first
 from engines.parallel import LossFn, ParallelModel
 from engines.plan import DataParallel, Plan
@@ -71,6 +72,7 @@ def apply_plan(
     weights: Weights | None = None,
     world: World | None = None,
     seed: int = 0,
+    measure_noise: bool = False,
 ) -> ParallelModel:
     """Spread `model` as `plan` says, in place; all ranks call it with the same plan.
 
@@ -94,6 +96,8 @@ def apply_plan(
             that a module holds itself and draws from torch's generator only; tensors by name; or a
             path to safetensors files. A rank takes what it holds, and nothing else is read.
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
+        measure_noise: the gradient noise scale, for `ParallelModel.noise_scale`: reads the
+            gradients twice more in every step.
 
     Raises:
         PlanError: the plan is not possible for this model on these ranks.
@@ -105,6 +109,8 @@ def apply_plan(
     cuts_up = plan.data_parallel.is_sharded or plan.tp > 1
     whole = whole_because(optimizer) if cuts_up else ""
     require_legal(plan, profile, cluster, whole_because=whole)
+    if measure_noise:
+        require_measurable(plan)
     _require_plain(model)
     materials = materials_of(model, weights, world=world, seed=seed)
     require_compilable(model, plan, profile=profile, device=world.device)
@@ -169,6 +175,7 @@ def apply_plan(
         seed=seed,
         pipeline=stages,
         split=split,
+        noise=NoiseMeter(model, plan, device=world.device) if measure_noise else None,
     )
 
 

@@ -37,6 +37,28 @@ def reduce_now(root: FSDPModule) -> None:
     top._root_post_backward_final_callback()
 
 
+def watch_reductions(root: FSDPModule, hear: Callable[[torch.Tensor], None]) -> None:
+    """Call `hear` with what goes into each reduce-scatter: this rank's gradients of a unit, flat,
+    with zeros between them. (`set_custom_reduce_scatter` would replace how it is done.)"""
+    for _, group in _groups(root):
+        group._reduce_scatter_comm = _Watched(group._reduce_scatter_comm, hear)
+
+
+class _Watched:
+    """A reduce-scatter that is looked at."""
+
+    def __init__(self, comm: Any, hear: Callable[[torch.Tensor], None]) -> None:
+        self._comm, self._hear = comm, hear
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = self._comm.allocate(*args, **kwargs)
+        return made
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, *args: Any, **kwargs: Any) -> object:
+        self._hear(input_tensor)
+        return self._comm(output_tensor, input_tensor, *args, **kwargs)
+
+
 def forget_step_underway(root: FSDPModule) -> None:
     """Drop what FSDP2 keeps of a step that broke off: its place in the forward or backward, and
     gradients on their way, which torch's own reset leaves."""
