@@ -99,7 +99,7 @@ def decide(
             search.nearest(search.rows)
         elif compares:
             left_open |= _compare_kinds(search, winner, policy)
-    sent = _sent(searches[-1], winner, costs, policy, trace, pins)
+    sent = _sent(searches[-1], winner, kept.costs, policy, trace, pins)
     # Of a kind that is left open nothing is said but of its best plan, if that was taken.
     left_open -= {kind(winner.plan)} if winner else set()
     weighed = [c for search in searches for c in search.weighed if kind(c.plan) not in left_open]
