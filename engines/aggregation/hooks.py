@@ -49,7 +49,11 @@ class Sums:
 
 @dataclass(slots=True)
 class Factors:
-    """PowerSGD's state, and the bucket that is under way."""
+    """PowerSGD's state, and the bucket that is under way.
+
+    What is left out of gradients waits here, on its rank: no checkpoint has it, so that a training
+    which is taken up again misses one step's worth of it.
+    """
 
     state: PowerSGDState
     latest: Future[Tensor] | None = None

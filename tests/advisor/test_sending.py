@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+from advisor.auto import advise
 from advisor.choose import choose
 from advisor.cost import estimate
 from advisor.decision import Decision
@@ -90,6 +95,18 @@ def test_a_way_that_is_named_is_kept_and_weighed_by_its_own_price() -> None:
     assert why.plan is not None
     assert why.plan.aggregation is Aggregation.GATHER
     assert "more exposed communication" in why.because
+
+
+def test_the_word_is_given_where_a_plan_is_asked_for() -> None:
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 1000))
+    asked: dict[str, Any] = {
+        "sample": (torch.zeros(2, 1000), torch.zeros(2, 1000)),
+        "loss_fn": nn.functional.mse_loss,
+        "cluster": slow(is_ring=True),
+        "plan": "dp_replicate=4",
+    }
+    assert advise(model, **asked).plan.compression is Compression.NONE
+    assert advise(model, **asked, allow_lossy=True).plan.compression is Compression.POWERSGD
 
 
 def test_sharded_plans_have_no_such_choice() -> None:

@@ -227,14 +227,15 @@ def _rank(path: str) -> None:
     def one(kind: Aggregation, group: dist.ProcessGroup, size: int, devices: int) -> list[float]:
         """(seconds of the slowest rank, bytes of the busiest card)."""
         tensor, seconds = torch.ones(size // 4), []
+        repeats = REPEATS * max(1, SIZES[1] // size)  # what is short is soon disturbed
         before = carried()
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             dist.barrier(group)
             began = time.perf_counter()
             aggregate(tensor, group, kind=kind, per_node=per_node, devices=devices)
             seconds.append(time.perf_counter() - began)
         dist.barrier(group)  # nothing waits in a queue any more
-        sent = (carried() - before) / REPEATS
+        sent = (carried() - before) / repeats
         found = torch.tensor([statistics.median(seconds), sent], dtype=torch.float64)
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
         return [float(value) for value in found]

@@ -109,12 +109,12 @@ def table(report: Report) -> str:
     lines = [
         f"{report.parameters / 1e6:.1f} M parameters, 2 nodes of 2 ranks at"
         f" {report.line_bytes_per_s / 1e6:.1f} MB/s, {report.machine}, torch {report.torch}",
-        f"{'plan':<58}{'step':>8}{'gain':>6}{'predicted':>11}{'(range)':>16}{'last loss':>11}",
+        f"{'plan':<76}{'step':>8}{'gain':>6}{'predicted':>11}{'(range)':>16}{'last loss':>11}",
     ]
     for row in report.rows:
         span = f"{row.predicted_low_s:.2f} to {row.predicted_high_s:.2f}"
         lines.append(
-            f"{row.plan:<58}{row.step_s:>7.2f}s{plain.step_s / row.step_s:>6.1f}"
+            f"{row.plan:<76}{row.step_s:>7.2f}s{plain.step_s / row.step_s:>6.1f}"
             f"{row.predicted_s:>10.2f}s{span:>16}{row.last_loss:>11.3f}"
             f"{'  <- chosen' if row.is_chosen else ''}"
         )

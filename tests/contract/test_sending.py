@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from advisor.cost import Estimate, estimate
@@ -35,6 +38,22 @@ PLANS = (
 Sums = Counter[Collective]
 
 
+class _Reductions:
+    """The bytes of all-reduces that Python calls, in whatever thread."""
+
+    def __enter__(self) -> _Reductions:
+        self.total_bytes, self._called = 0, dist.all_reduce
+        dist.all_reduce = self._all_reduce
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_reduce = self._called
+
+    def _all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.total_bytes += tensor.nbytes
+        return self._called(tensor, *args, **kwargs)
+
+
 def _plan(words: str) -> Plan:
     return Plan.parse(f"dp_replicate={RANKS} microbatch_size=2 {words}")
 
@@ -59,11 +78,13 @@ def _stepped(profile: ModelProfile) -> list[tuple[Sums, int]]:
         batch = case.batch(2 * plan.forwards)
         for _ in range(3):  # buckets are settled, and PowerSGD has begun
             parallel.train_step(batch)
-        with Messages() as watched:
+        with Messages() as watched, _Reductions() as reductions:
             parallel.train_step(batch)
         sums = Counter[Collective]()
         for (kind, payload, *_), count in watched.sent.items():
             sums[kind] += payload * count
+        if "powersgd" in words:  # its later sums begin in threads of gloo, which nobody watches
+            sums[Collective.ALL_REDUCE] = reductions.total_bytes
         kept = [s for s in gc.get_objects() if type(s) is PowerSGDState]
         found.append((sums, sum(e.nbytes for s in kept for e in s.error_dict.values())))
         del parallel, kept
