@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from advisor.facts import Facts
-from engines.learning_rate import ScalingRule, rule_of, warm_up_steps
+from engines.learning_rate import ScalingRule, rule_of, same_noise_factor, warm_up_steps
 from profiles.errors import InputError
 from profiles.record import Record
 from profiles.units import format_count, format_percent
@@ -158,7 +158,8 @@ def noise_scale(learning_rate: float, *, momentum: float = 0.0, samples: int, ba
     Raises:
         InputError: no positive sizes, a batch of more than all samples, or momentum 1 and more.
     """
-    _require_part(batch, samples)
+    if not 1 <= batch <= samples:
+        raise InputError(f"a batch of {batch} is no part of {samples} samples")
     if not 0 <= momentum < 1:
         raise InputError(f"momentum lies in 0 <= m < 1, not {momentum}")
     return learning_rate / (1 - momentum) * (samples / batch - 1)
@@ -175,13 +176,4 @@ def rate_of_same_noise(learning_rate: float, *, batch: int, samples: int, new_ba
     Raises:
         InputError: batches that are not a part of `samples`.
     """
-    _require_part(batch, samples)
-    _require_part(new_batch, samples)
-    if new_batch == samples:
-        raise InputError(f"a step on all {samples} samples has no noise to keep, at any rate")
-    return learning_rate * (samples / batch - 1) / (samples / new_batch - 1)
-
-
-def _require_part(batch: int, samples: int) -> None:
-    if not 1 <= batch <= samples:
-        raise InputError(f"a batch of {batch} is no part of {samples} samples")
+    return learning_rate * same_noise_factor(tuned_at=batch, batch=new_batch, samples=samples)

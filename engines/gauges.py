@@ -66,8 +66,9 @@ class Gauges:
             tuned_at: samples per step for which the optimizer's rates were chosen.
             batch: samples per step from now on; by default the plan's global batch.
             rule: "linear" or "sqrt"; by default linear for SGD and square root for the others.
+                "noise" keeps SGD's noise scale g as it is, and wants `samples`.
             scheduler: one that exists already, and remembers the rates it started from.
-            samples: in the training set, for the length of SGD's warm-up in steps.
+            samples: in the training set, for "noise" and the length of SGD's warm-up in steps.
 
         Raises:
             InputError: `batch` is not known, or `tuned_at` is not what an earlier call said.

@@ -25,9 +25,21 @@ class ScalingRule(StrEnum):
 
     LINEAR = "linear"  # k: k steps of SGD in one (Krizhevsky 2014; Goyal et al. 2017)
     SQRT = "sqrt"  # sqrt(k): steps that are divided by the gradient's noise (Malladi et al. 2022)
+    NOISE = "noise"  # what keeps SGD's noise scale: linear while batches are small parts of the set
 
-    def factor(self, ratio: float) -> float:
-        return ratio if self is ScalingRule.LINEAR else sqrt(ratio)
+    def factor(self, *, tuned_at: int, batch: int, samples: int | None = None) -> float:
+        """From a rate tuned at one batch to that of another; `samples` in the training set.
+
+        Raises:
+            InputError: the noise rule does not know `samples`, or a batch is no part of them.
+        """
+        match self:
+            case ScalingRule.LINEAR:
+                return batch / tuned_at
+            case ScalingRule.SQRT:
+                return sqrt(batch / tuned_at)
+            case ScalingRule.NOISE:
+                return same_noise_factor(tuned_at=tuned_at, batch=batch, samples=samples)
 
     def words(self, batch: str, base: str) -> str:
         """The factor as the report writes it.
@@ -35,7 +47,33 @@ class ScalingRule(StrEnum):
         >>> ScalingRule.SQRT.words("B", "128")
         'sqrt(B / 128)'
         """
-        return f"{batch} / {base}" if self is ScalingRule.LINEAR else f"sqrt({batch} / {base})"
+        match self:
+            case ScalingRule.LINEAR:
+                return f"{batch} / {base}"
+            case ScalingRule.SQRT:
+                return f"sqrt({batch} / {base})"
+            case ScalingRule.NOISE:
+                return f"(N / {base} - 1) / (N / {batch} - 1)"
+
+
+def same_noise_factor(*, tuned_at: int, batch: int, samples: int | None) -> float:
+    """What keeps g = eps / (1 - m) (N / B - 1) at another batch (Smith and Le 2018,
+    arXiv:1710.06451).
+
+    Raises:
+        InputError: `samples`, N, is not known, or the batches are no parts of it.
+    """
+    if samples is None:
+        raise InputError(
+            "the noise scale depends on the size of the training set",
+            hints=["give `samples=`, or take the linear rule"],
+        )
+    for part in (tuned_at, batch):
+        if not 1 <= part <= samples:
+            raise InputError(f"a batch of {part} is no part of {samples} samples")
+    if batch == samples:
+        raise InputError(f"a step on all {samples} samples has no noise to keep, at any rate")
+    return (samples / tuned_at - 1) / (samples / batch - 1)
 
 
 def rule_of(optimizer: str) -> ScalingRule:
@@ -54,9 +92,9 @@ def warm_up_steps(
 ) -> int | None:
     """Optimizer steps of a linear warm-up; None where it is in epochs of unknown length.
 
-    Five epochs for the linear rule (Goyal et al. 2017); 2 / (1 - beta2) steps for the other, after
-    which Adam's second moments can be trusted (Ma and Yarats 2019, "On the adequacy of untuned
-    warmup for adaptive optimization").
+    Five epochs for SGD's rules (Goyal et al. 2017); 2 / (1 - beta2) steps for the square root,
+    after which Adam's second moments can be trusted (Ma and Yarats 2019, "On the adequacy of
+    untuned warmup for adaptive optimization").
     """
     if rule is ScalingRule.SQRT:
         return round(2 / (1 - beta2))
@@ -129,10 +167,11 @@ class Rates:
 
         Args:
             base_rates: lists that a scheduler keeps of its own (`scheduler.base_lrs`), changed too.
-            samples: in the data set, for the length of the warm-up.
+            samples: in the data set, for the noise rule and the length of the warm-up.
 
         Raises:
-            InputError: not a positive batch, or other than what was said before.
+            InputError: not a positive batch, or other than what was said before; the noise rule
+                without `samples`.
             UnknownNameError: no such rule.
         """
         if min(tuned_at, batch) < 1:
@@ -144,7 +183,7 @@ class Rates:
                 hints=[f"give `tuned_at={self._tuned_at}`, and the new batch as `batch=`"],
             )
         rule = self._rule(rule)
-        wanted = rule.factor(batch / tuned_at)
+        wanted = rule.factor(tuned_at=tuned_at, batch=batch, samples=samples)
         change, self._factor, self._tuned_at = wanted / self._factor, wanted, tuned_at
         groups = self._optimizer.param_groups
         before = tuple(float(group["lr"]) for group in groups)

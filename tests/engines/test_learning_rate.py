@@ -51,6 +51,15 @@ def test_a_subclass_of_sgd_is_sgd_and_the_rule_can_be_said() -> None:
         Rates(Nudged(groups())).scale(tuned_at=1, batch=4, rule="linera")
 
 
+def test_the_noise_rule_keeps_the_noise_scale_and_wants_the_size_of_the_set() -> None:
+    """g = eps / (1 - m) (N / B - 1): 0.1 x 99 at a batch of 10, 1.1 x 9 at 100, of 1,000."""
+    optimizer = torch.optim.SGD(groups())
+    Rates(optimizer).scale(tuned_at=10, batch=100, rule="noise", samples=1000)
+    assert rates_of(optimizer) == pytest.approx([1.1, 0.11])
+    with pytest.raises(InputError, match="depends on the size of the training set"):
+        Rates(optimizer).scale(tuned_at=10, batch=100, rule="noise")
+
+
 def test_the_same_call_again_changes_nothing_and_another_batch_starts_from_the_tuned_rate() -> None:
     optimizer = torch.optim.SGD(groups())
     rates = Rates(optimizer)
