@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointError
 
 from engines import checkpoint
 from engines.data import ShardedLoader
@@ -26,13 +25,16 @@ from engines.optimizer import send_from_first
 from engines.pipeline.cuts import Cut, cuts
 from engines.plan import DataParallel, Plan
 from engines.precision import as_fp32, autocast
+from engines.recompute import explained_recompute
 from engines.replicas import local_part, sum_gradients
 from engines.state import set_whole_state, whole_state
 from engines.steps import Steps
 from engines.tensor.logits import whole_tensors
+from engines.updates.exchange import Exchange
+from engines.updates.report import UpdateReport
 from engines.world import World, in_contact
 from profiles.batch import Batch, call_model, loss_of
-from profiles.errors import ModelError, PlanError
+from profiles.errors import PlanError
 from profiles.model import ModelProfile
 
 if TYPE_CHECKING:
@@ -48,6 +50,11 @@ class ParallelModel(nn.Module):
     forward and backward on each, exchanges gradients, clips, steps, and returns the loss averaged
     over the samples of all ranks. It does not switch between train and eval mode.
 
+    Plans whose ranks update apart (`updates`, `servers`) are trained by the same script: every rank
+    calls `train_step` as often. On a server it serves until all workers that are left have had
+    their step, and looks at no batch. On asynchronous workers and on replicas between two meetings
+    the loss is that of the rank's own samples, and `max_grad_norm` is of its own gradients.
+
     A classic loop works for plans without stages: `out = parallel(x); loss.backward();
     parallel.optimizer.step(); parallel.optimizer.zero_grad()`.
 
@@ -58,6 +65,7 @@ class ParallelModel(nn.Module):
         optimizer: steps the parameters that this rank holds.
         data_rank, data_world_size: which part of the data this rank sees.
         steps: how long `train_step` takes.
+        outer_optimizer: of DiLoCo, on every replica the same; None for other plans.
     """
 
     decision: object
@@ -80,17 +88,25 @@ class ParallelModel(nn.Module):
         seed: int,
         pipeline: Pipeline | None = None,
         split: Split | None = None,
+        exchange: Exchange | None = None,
+        job: World | None = None,
     ) -> None:
+        """`world` are the ranks that make a step together; `job` all, where those are others."""
         super().__init__()
         self.module = module
         self.plan = plan
         self.decision = None
         self.optimizer = optimizer
-        self.data_rank = mesh.data.position
-        self.data_world_size = mesh.data.size
+        self._exchange = exchange or Exchange(
+            world.device, replica=mesh.data.position, replicas=mesh.data.size
+        )
+        self.data_rank = self._exchange.replica
+        self.data_world_size = self._exchange.replicas
+        self.outer_optimizer = self._exchange.outer
         self.steps = Steps(plan, profile, world)
         self._profile = profile
         self._world = world
+        self._job = job or world
         self._mesh = mesh
         self._layout = layout
         self._loss_fn = loss_fn
@@ -139,6 +155,12 @@ class ParallelModel(nn.Module):
                 where=f"plan: {self.plan}",
                 hints=["use `train_step(batch)` and `eval_step(batch)`, on all ranks"],
             )
+        if self.plan.servers and torch.is_grad_enabled():
+            raise PlanError(
+                "servers step the parameters: a loop of your own would step this rank's copy",
+                where=f"plan: {self.plan}",
+                hints=["use `train_step(batch)` on all ranks"],
+            )
         self._is_due = torch.is_grad_enabled()
         output = self._called(*args, **kwargs)
         return output if self._split is None else whole_tensors(output)
@@ -170,21 +192,32 @@ class ParallelModel(nn.Module):
 
         Raises:
             BatchError: more rows than the plan's microbatches hold, or tensors that do not agree.
+            RankError: names a rank that is gone or late, and without which there is no step.
         """
+        if self._exchange.instead():
+            return self._exchange.loss
         with self.steps.noted(batch):
             loss = self.forward_backward(batch)
+            self._exchange.note(loss, self._cutter.counted)
             if self._max_grad_norm is not None:
                 self.clip_grad_norm_(self._max_grad_norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        return loss
+        return self._exchange.loss
 
     @in_contact("exchanging gradients")
     def forward_backward(self, batch: Batch) -> Tensor:
         """`train_step` without the step: gradients are left averaged over the global batch.
 
-        Where it raises it leaves no gradients, and the next call starts clean.
+        Where it raises it leaves no gradients, and the next call starts clean. Ranks that update
+        apart have those of their own part.
         """
+        if self._exchange.serves:
+            raise PlanError(
+                "this rank serves parameters, it has no gradients",
+                where=f"rank {self._job.rank}, plan: {self.plan}",
+                hints=["use `train_step(batch)`, which serves one step"],
+            )
         pieces, weights = self._cutter.cut(batch)
         self._follow_first_replica()
         try:
@@ -206,9 +239,11 @@ class ParallelModel(nn.Module):
 
         Call `eval()` before and `train()` after where the model distinguishes them.
         """
+        total = torch.zeros((), device=self._world.device)
+        if self._exchange.serves:
+            return self._exchange.average(total, 0.0)
         pieces, weights = self._cutter.cut(batch)
         self._follow_first_replica()
-        total = torch.zeros((), device=self._world.device)
         with self._draws.agreed():
             if self._pipeline is not None:
                 total += self._pipeline.evaluate(pieces, weights.unbind())
@@ -216,7 +251,7 @@ class ParallelModel(nn.Module):
                 pieces = []
             for piece, weight in zip(pieces, weights, strict=False):
                 total += _weighted(self._loss(piece), weight)
-        return self._average(total)
+        return self._exchange.average(self._average(total), self._cutter.counted)
 
     def shard(self, loader: Iterable[Batch]) -> ShardedLoader:
         """`loader` yields global batches; the result yields this replica's rows of each."""
@@ -239,21 +274,40 @@ class ParallelModel(nn.Module):
         self._settle_due()
         return full_gradients(self.module, self._layout)
 
+    def synchronise(self) -> None:
+        """Bring every rank's parameters to where all are; all ranks call it.
+
+        Replicas that update on their own meet, and workers take what servers have now. Under other
+        plans they are there after every step.
+        """
+        self._exchange.synchronise()
+
+    @property
+    def update_report(self) -> UpdateReport | None:
+        """How stale updates were, and what became of them; None where a step waits for all."""
+        return self._exchange.report
+
     @in_contact("saving")
     def save(self, path: checkpoint.PathLike) -> None:
         """Write weights and optimizer states to the folder `path`; all ranks call it.
 
         Any plan with any world size can load it. An interrupted save leaves the old folder.
+        Replicas that update on their own meet first; of their optimizers' states the first
+        replica's are written, and those of an outer optimizer are not.
         """
+        self._require_states_here()
         release(self.module)
+        self.synchronise()
         self._follow_first_replica(every_buffer=True)
-        checkpoint.save(path, self.module, self.optimizer, world=self._world, layout=self._layout)
+        checkpoint.save(path, self.module, self.optimizer, world=self._job, layout=self._layout)
 
     @in_contact("loading")
     def load(self, path: checkpoint.PathLike) -> None:
         """Read what `save` wrote under any plan; all ranks call it."""
+        self._require_states_here()
         release(self.module)
         checkpoint.load(path, self.module, self.optimizer, layout=self._layout)
+        self._exchange.loaded()
 
     @in_contact("putting the state together")
     def state_dict(  # type: ignore[override]
@@ -269,6 +323,7 @@ class ParallelModel(nn.Module):
         that were put together here.
         """
         release(self.module)
+        self.synchronise()
         self._follow_first_replica(every_buffer=True)
         found = destination if destination is not None else {}
         for name, value in whole_state(self.module, self._layout).items():
@@ -279,7 +334,9 @@ class ParallelModel(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors, the same on every rank, as the unwrapped model would."""
         release(self.module)
-        return set_whole_state(self.module, dict(state_dict), self._layout, strict=strict)
+        told = set_whole_state(self.module, dict(state_dict), self._layout, strict=strict)
+        self._exchange.loaded()
+        return told
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -311,7 +368,7 @@ class ParallelModel(nn.Module):
     def _run(self, pieces: list[Batch], weights: Tensor) -> Tensor:
         """Forwards and backwards of a step; its loss on this rank."""
         total = torch.zeros((), device=self._world.device)
-        with _explained_recompute(self.plan):
+        with explained_recompute(self.plan):
             if self._pipeline is not None:
                 return total + self._pipeline.forward_backward(
                     pieces, weights.unbind(), around_round=self._backward_mode
@@ -358,7 +415,7 @@ class ParallelModel(nn.Module):
         Other buffers do so where they are written out: a checkpoint holds the first replica's.
         """
         has_statistics = bool(self._profile.batch_norms) and not self.plan.sync_batch_norm
-        if self.data_world_size > 1 and (every_buffer or has_statistics):
+        if self._mesh.data.size > 1 and (every_buffer or has_statistics):
             group = self._mesh.data.group
             send_from_first(self.module.buffers(), self._world.device, group=group)
 
@@ -380,23 +437,18 @@ class ParallelModel(nn.Module):
             value /= self.data_world_size * self._mesh.tp.size
         return value
 
+    def _require_states_here(self) -> None:
+        """Servers keep the states of optimizers, each its own."""
+        if self.plan.servers:
+            raise PlanError(
+                "optimizer states are on the servers, each has its own: they are not saved or"
+                " loaded",
+                where=f"plan: {self.plan}",
+                hints=["take the weights alone: `parallel.state_dict()`, on all ranks"],
+            )
+
     if TYPE_CHECKING:
         _runner: Callable[..., Any]
-
-
-@contextmanager
-def _explained_recompute(plan: Plan) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, CheckpointError) and "has been mutated" not in str(error):
-            raise
-        raise ModelError(
-            "a block computes something else the second time: its forward changes state outside it"
-            " or changes a kept tensor in place (a key/value cache, an in-place activation)",
-            where=f"plan: {plan}\n{str(error).splitlines()[0]}",
-            hints=["switch the cache off (`use_cache=False`)", "or plan with recompute=none"],
-        ) from error
 
 
 def _weighted(loss: Tensor, weight: Tensor) -> Tensor:

@@ -9,10 +9,13 @@ import hashlib
 import json
 import os
 from enum import Enum, StrEnum
-from typing import Any, Self, cast
+from typing import Any, Self
 
-from pydantic import PositiveInt, field_serializer, field_validator, model_validator
+from pydantic import NonNegativeInt, PositiveInt, field_serializer, field_validator, model_validator
 
+from engines.settings import format_setting as format_setting
+from engines.settings import read_settings
+from engines.updates.kinds import Updates as Updates
 from profiles.errors import FileError, PlanError, UnknownNameError
 from profiles.record import Document, read_text
 
@@ -91,7 +94,8 @@ class Offload(StrEnum):
 class Plan(Document):
     """How a model is spread over ranks, and how a step is cut.
 
-    `Plan()` is one device with no tricks. The world size is pp * tp * cp * dp_replicate * dp_shard.
+    `Plan()` is one device with no tricks. The world size is pp * tp * cp * dp_replicate * dp_shard,
+    and servers and backup workers beside them.
     The data-parallel kind follows from the degrees unless named: `dp_shard > 1` is ZeRO-3, with
     `dp_replicate > 1` as well it is HSDP; `zero=1` or `zero=2` shards optimizer states (and
     gradients) over the `dp_replicate` ranks.
@@ -108,6 +112,12 @@ class Plan(Document):
         compile: torch.compile of every block.
         schedule, stages: pipeline order; names of the units that begin stages 1, 2, ...
         tensor_styles: (module pattern, style) pairs for tensor parallelism.
+        updates: when parameters are updated, see its class.
+        sync_every: steps after which replicas meet that update on their own.
+        servers: ranks that hold parameters and step them: the first ones of the job.
+        backup_workers: workers beside the `dp_replicate` whose gradients a step waits for; the
+            last ones to come are dropped.
+        max_staleness: steps that a worker may be ahead of the slowest; None sets no bound.
 
     >>> plan = Plan.parse("dp_shard=4 microbatches=2")
     >>> plan.data_parallel.value, plan.world_size, str(plan)
@@ -132,6 +142,11 @@ class Plan(Document):
     schedule: Schedule | None = None
     stages: tuple[str, ...] = ()
     tensor_styles: tuple[tuple[str, str], ...] = ()
+    updates: Updates = Updates.SYNCHRONOUS
+    sync_every: PositiveInt = 1
+    servers: NonNegativeInt = 0
+    backup_workers: NonNegativeInt = 0
+    max_staleness: NonNegativeInt | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -184,7 +199,8 @@ class Plan(Document):
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.tp * self.cp * self.data_degree
+        model = self.pp * self.tp * self.cp
+        return model * (self.data_degree + self.backup_workers) + self.servers
 
     @property
     def data_degree(self) -> int:
@@ -197,6 +213,11 @@ class Plan(Document):
         return self.microbatches * self.accumulation
 
     @property
+    def updates_in_step(self) -> bool:
+        """Whether replicas exchange gradients in every step, among themselves."""
+        return self.updates is Updates.SYNCHRONOUS and not self.servers
+
+    @property
     def global_batch_size(self) -> int | None:
         """Samples per optimizer step; None where the plan leaves the microbatch open."""
         if self.microbatch_size is None:
@@ -206,7 +227,10 @@ class Plan(Document):
     @property
     def fingerprint(self) -> str:
         """Short hash of the content; equal plans have equal fingerprints on every machine."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        data = self.model_dump(mode="json")
+        fields = type(self).model_fields
+        said = {n: v for n, v in data.items() if n not in _ADDED or v != fields[n].default}
+        text = json.dumps(said, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -286,7 +310,14 @@ _SETTINGS_AFTER_DEGREES = (
     "sync_batch_norm",
     "compile",
     "tensor_styles",
+    "updates",
+    "sync_every",
+    "servers",
+    "backup_workers",
+    "max_staleness",
 )
+_ADDED = ("updates", "sync_every", "servers", "backup_workers", "max_staleness")
+"""Settings that came later: a plan that leaves them alone keeps the hash that it had before."""
 SETTINGS = (*AXES, "ep", "zero", "data_parallel", *_SETTINGS_AFTER_DEGREES)
 """Every key that `Plan.parse` knows."""
 _SYNONYMS = {
@@ -302,6 +333,9 @@ _SYNONYMS = {
     "checkpointing": "recompute",
     "gradient_accumulation": "accumulation",
     "batch_size": "microbatch_size",
+    "local_steps": "sync_every",
+    "parameter_servers": "servers",
+    "staleness": "max_staleness",
 }
 """Words that people bring along from other tools, and what they are called here."""
 _CHOICES: dict[str, type[Enum]] = {
@@ -310,6 +344,7 @@ _CHOICES: dict[str, type[Enum]] = {
     "recompute": Recompute,
     "precision": Precision,
     "offload": Offload,
+    "updates": Updates,
 }
 
 
@@ -325,66 +360,7 @@ def parse_settings(text: str) -> dict[str, Any]:
         UnknownNameError: a key or a choice that does not exist; the near miss is named.
         PlanError: a word that is not key=value, a key given twice, a value that is not a number.
     """
-    settings: dict[str, Any] = {}
-    for word in text.split():
-        key, equals, value = word.partition("=")
-        if "=" in value:
-            raise PlanError(
-                f"`{word}` is several settings",
-                where=f"plan: {text}",
-                hints=[f'separate them by spaces: "{word.replace(",", " ")}"'],
-            )
-        if not equals or not value:
-            raise PlanError(
-                f"`{word}` is not a setting",
-                where=f"plan: {text}",
-                hints=['write settings as "dp_shard=4 microbatches=2"'],
-            )
-        if key not in SETTINGS:
-            called = [f"`{key}` is called `{_SYNONYMS[key]}` here"] if key in _SYNONYMS else []
-            raise UnknownNameError(
-                "plan setting", key, SETTINGS, where=f"plan: {text}", hints=called
-            )
-        if key in settings:
-            raise PlanError(f"`{key}` is given twice", where=f"plan: {text}")
-        settings[key] = _parse_value(key, value, text)
-    return settings
-
-
-def _parse_value(key: str, value: str, text: str) -> Any:
-    where = f"plan: {text}"
-    if key in _CHOICES:
-        known = [cast(str, choice.value) for choice in _CHOICES[key]]
-        if value not in known:
-            raise UnknownNameError(key, value, known, where=where)
-        return value
-    if key == "stages":
-        return tuple(value.split(","))
-    if key == "tensor_styles":
-        pairs = [item.partition(":") for item in value.split(",")]
-        if not all(style for _, _, style in pairs):
-            raise PlanError(
-                f"`{value}` is not a list of styles",
-                where=where,
-                hints=['write "tensor_styles=PATTERN:STYLE,PATTERN:STYLE"'],
-            )
-        return tuple((pattern, style) for pattern, _, style in pairs)
-    if key in ("sync_batch_norm", "compile"):
-        if value not in ("true", "false"):
-            raise UnknownNameError(key, value, ("true", "false"), where=where)
-        return value == "true"
-    if not value.isdecimal() or (int(value) == 0 and key != "zero"):
-        raise PlanError(f"`{key}` wants a positive whole number, not `{value}`", where=where)
-    return int(value)
-
-
-def format_setting(value: Any) -> str:
-    """A setting's value as `Plan.parse` reads it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return ",".join(item if isinstance(item, str) else ":".join(item) for item in value)
-    return str(value)
+    return read_settings(text, known=SETTINGS, choices=_CHOICES, synonyms=_SYNONYMS)
 
 
 def _degree(data: dict[str, Any], name: str) -> int:
