@@ -169,6 +169,11 @@ class Cutter:
         return map_batch(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
+def weighted(loss: Tensor, weight: Tensor) -> Tensor:
+    """The loss's share of the global mean; without weight nothing counts, NaN neither."""
+    return torch.where(weight > 0, loss.reshape(()) * weight, torch.zeros_like(weight))
+
+
 def _fingerprint(batch: Batch) -> int:
     """20 bits of the rows: shapes, and the first bytes of every tensor that the host has."""
     found = zlib.crc32(describe(batch).encode())

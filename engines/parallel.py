@@ -20,7 +20,7 @@ from engines.fsdp import prepare_backward, release, start_over, whole_gradients
 from engines.gradients import clip_gradients, full_gradients
 from engines.layout import Layout, Split
 from engines.mesh import Mesh
-from engines.microbatches import Count, Cutter
+from engines.microbatches import Count, Cutter, weighted
 from engines.optimizer import send_from_first
 from engines.pipeline.cuts import Cut, cuts
 from engines.plan import DataParallel, Plan
@@ -30,8 +30,8 @@ from engines.replicas import local_part, sum_gradients
 from engines.state import set_whole_state, whole_state
 from engines.steps import Steps
 from engines.tensor.logits import whole_tensors
+from engines.updates.apart import Apart
 from engines.updates.exchange import Exchange
-from engines.updates.report import UpdateReport
 from engines.world import World, in_contact
 from profiles.batch import Batch, call_model, loss_of
 from profiles.errors import PlanError
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 LossFn = Callable[..., Tensor]
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(Apart, nn.Module):
     """A model under a plan: train it with `train_step`, or in a classic loop.
 
     `train_step(batch)` cuts the rank's part of the global batch into the plan's microbatches, runs
@@ -65,7 +65,6 @@ class ParallelModel(nn.Module):
         optimizer: steps the parameters that this rank holds.
         data_rank, data_world_size: which part of the data this rank sees.
         steps: how long `train_step` takes.
-        outer_optimizer: of DiLoCo, on every replica the same; None for other plans.
     """
 
     decision: object
@@ -102,7 +101,6 @@ class ParallelModel(nn.Module):
         )
         self.data_rank = self._exchange.replica
         self.data_world_size = self._exchange.replicas
-        self.outer_optimizer = self._exchange.outer
         self.steps = Steps(plan, profile, world)
         self._profile = profile
         self._world = world
@@ -155,12 +153,8 @@ class ParallelModel(nn.Module):
                 where=f"plan: {self.plan}",
                 hints=["use `train_step(batch)` and `eval_step(batch)`, on all ranks"],
             )
-        if self.plan.servers and torch.is_grad_enabled():
-            raise PlanError(
-                "servers step the parameters: a loop of your own would step this rank's copy",
-                where=f"plan: {self.plan}",
-                hints=["use `train_step(batch)` on all ranks"],
-            )
+        if torch.is_grad_enabled():
+            self._require_own_step()
         self._is_due = torch.is_grad_enabled()
         output = self._called(*args, **kwargs)
         return output if self._split is None else whole_tensors(output)
@@ -212,12 +206,7 @@ class ParallelModel(nn.Module):
         Where it raises it leaves no gradients, and the next call starts clean. Ranks that update
         apart have those of their own part.
         """
-        if self._exchange.serves:
-            raise PlanError(
-                "this rank serves parameters, it has no gradients",
-                where=f"rank {self._job.rank}, plan: {self.plan}",
-                hints=["use `train_step(batch)`, which serves one step"],
-            )
+        self._require_own_batch()
         pieces, weights = self._cutter.cut(batch)
         self._follow_first_replica()
         try:
@@ -250,7 +239,7 @@ class ParallelModel(nn.Module):
                 start_over(self.module, self.plan)  # forwards of stages end early
                 pieces = []
             for piece, weight in zip(pieces, weights, strict=False):
-                total += _weighted(self._loss(piece), weight)
+                total += weighted(self._loss(piece), weight)
         return self._exchange.average(self._average(total), self._cutter.counted)
 
     def shard(self, loader: Iterable[Batch]) -> ShardedLoader:
@@ -274,19 +263,6 @@ class ParallelModel(nn.Module):
         self._settle_due()
         return full_gradients(self.module, self._layout)
 
-    def synchronise(self) -> None:
-        """Bring every rank's parameters to where all are; all ranks call it.
-
-        Replicas that update on their own meet, and workers take what servers have now. Under other
-        plans they are there after every step.
-        """
-        self._exchange.synchronise()
-
-    @property
-    def update_report(self) -> UpdateReport | None:
-        """How stale updates were, and what became of them; None where a step waits for all."""
-        return self._exchange.report
-
     @in_contact("saving")
     def save(self, path: checkpoint.PathLike) -> None:
         """Write weights and optimizer states to the folder `path`; all ranks call it.
@@ -295,7 +271,7 @@ class ParallelModel(nn.Module):
         Replicas that update on their own meet first; of their optimizers' states the first
         replica's are written, and those of an outer optimizer are not.
         """
-        self._require_states_here()
+        self._require_own_states()
         release(self.module)
         self.synchronise()
         self._follow_first_replica(every_buffer=True)
@@ -304,7 +280,7 @@ class ParallelModel(nn.Module):
     @in_contact("loading")
     def load(self, path: checkpoint.PathLike) -> None:
         """Read what `save` wrote under any plan; all ranks call it."""
-        self._require_states_here()
+        self._require_own_states()
         release(self.module)
         checkpoint.load(path, self.module, self.optimizer, layout=self._layout)
         self._exchange.loaded()
@@ -375,7 +351,7 @@ class ParallelModel(nn.Module):
                 )
             for index, piece in enumerate(pieces):
                 with self._backward_mode(index == len(pieces) - 1):
-                    loss = _weighted(self._loss(piece), weights[index])
+                    loss = weighted(self._loss(piece), weights[index])
                     loss.backward()
                 total += loss.detach()
         return total
@@ -437,20 +413,5 @@ class ParallelModel(nn.Module):
             value /= self.data_world_size * self._mesh.tp.size
         return value
 
-    def _require_states_here(self) -> None:
-        """Servers keep the states of optimizers, each its own."""
-        if self.plan.servers:
-            raise PlanError(
-                "optimizer states are on the servers, each has its own: they are not saved or"
-                " loaded",
-                where=f"plan: {self.plan}",
-                hints=["take the weights alone: `parallel.state_dict()`, on all ranks"],
-            )
-
     if TYPE_CHECKING:
         _runner: Callable[..., Any]
-
-
-def _weighted(loss: Tensor, weight: Tensor) -> Tensor:
-    """The loss's share of the global mean; without weight nothing counts, NaN neither."""
-    return torch.where(weight > 0, loss.reshape(()) * weight, torch.zeros_like(weight))

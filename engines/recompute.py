@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointError,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
 from engines.plan import Plan, Recompute
 from profiles.errors import ModelError
@@ -42,26 +38,6 @@ def recompute_blocks(model: nn.Module, kind: Recompute, *, profile: ModelProfile
         block = model.get_submodule(unit.name)
         # Bound to the block, so that a copy of the model computes with the copy's parameters.
         block.forward = MethodType(_recomputed(block, kind), block)
-
-
-@contextmanager
-def explained_recompute(plan: Plan) -> Iterator[None]:
-    """Around forwards and backwards: what torch says of a second forward, in words that fit.
-
-    Raises:
-        ModelError: a block does not compute the same again.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, CheckpointError) and "has been mutated" not in str(error):
-            raise
-        raise ModelError(
-            "a block computes something else the second time: its forward changes state outside it"
-            " or changes a kept tensor in place (a key/value cache, an in-place activation)",
-            where=f"plan: {plan}\n{str(error).splitlines()[0]}",
-            hints=["switch the cache off (`use_cache=False`)", "or plan with recompute=none"],
-        ) from error
 
 
 def _recomputed(block: nn.Module, kind: Recompute) -> Callable[..., object]:
@@ -173,3 +149,23 @@ def _frozen_statistics(
 def _count(norm: nn.BatchNorm2d) -> Tensor:
     assert norm.num_batches_tracked is not None  # it tracks running statistics
     return norm.num_batches_tracked
+
+
+@contextmanager
+def explained_recompute(plan: Plan) -> Iterator[None]:
+    """Around forwards and backwards: what torch says of a block that is not what it was, as ours.
+
+    Raises:
+        ModelError: a block computes something else the second time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, CheckpointError) and "has been mutated" not in str(error):
+            raise
+        raise ModelError(
+            "a block computes something else the second time: its forward changes state outside it"
+            " or changes a kept tensor in place (a key/value cache, an in-place activation)",
+            where=f"plan: {plan}\n{str(error).splitlines()[0]}",
+            hints=["switch the cache off (`use_cache=False`)", "or plan with recompute=none"],
+        ) from error

@@ -99,6 +99,11 @@ class ParameterServer:
             return True
         return self.clocks[worker] - min(self.clocks.values()) <= self._max_staleness
 
+    def behind(self, worker: int) -> list[int]:
+        """The workers without which this one may not go on."""
+        least = self.clocks[worker] - (self._max_staleness or 0)
+        return [other for other, clock in self.clocks.items() if clock < least]
+
     def lose(self, worker: int) -> None:
         """Go on without a worker."""
         if self.clocks.pop(worker, None) is not None:

@@ -82,7 +82,7 @@ class Serving(Exchange):
             self._changed.notify_all()
             self._until_answered(self._answered, self._steps)
             if max(self._answered.values()) < self._steps:
-                self._raise_missing()
+                self._raise_lack()
             self.loss = torch.tensor(self._core.loss, device=self._world.device)
         return True
 
@@ -161,8 +161,10 @@ class Serving(Exchange):
         gradients = [next(received) if there else None for _, there in pairs]
         with self._changed:
             is_open = self._wait(lambda: not self._in_step or core.version < self._steps)
-            if not is_open:  # this rank's own main thread does not come
-                answer = Answer(core.version, None, 0.0, missing=self._world.rank)
+            lacking = None if is_open else self._world.rank  # its main thread does not come
+            lacking = lacking if worker in core.clocks else worker  # was given up meanwhile
+            if lacking is not None:
+                answer = Answer(core.version, None, 0.0, missing=lacking)
                 return self._answer(worker, link, answer, self._answered, 0)
             staleness = core.push(
                 worker, question.turn, gradients, count=question.count, loss=question.loss
@@ -177,11 +179,11 @@ class Serving(Exchange):
         """The rank that a worker waits for in vain, if there is one."""
         core = self._core
         while not core.may_go_on(worker):
-            came = self._wait(lambda: core.may_go_on(worker) or core.lacks_workers)
-            if not came and not core.is_synchronous:
-                self._lose(self._missing(), "lets the others wait for too long")
+            if not self._wait(lambda: core.may_go_on(worker) or core.lacks_workers):
+                for other in core.behind(worker):
+                    self._lose(other, f"let the others wait for {self._patience_s:.0f} s")
             elif not core.may_go_on(worker):
-                return self._missing()
+                return core.tally.gone[0]
         return None
 
     def _take_word(self, worker: int, link: Link, question: Question) -> None:
@@ -232,14 +234,7 @@ class Serving(Exchange):
         self._core.lose(worker)
         self._changed.notify_all()
 
-    def _missing(self) -> int:
-        """A rank for which the others wait: one that is behind, of a step one that is gone."""
-        core = self._core
-        if core.is_synchronous and core.tally.gone:
-            return core.tally.gone[0]
-        return min(core.clocks, key=lambda worker: core.clocks[worker])
-
-    def _raise_missing(self) -> None:
+    def _raise_lack(self) -> None:
         gone = self._core.tally.gone
         raise RankError(
             f"rank {gone[0]} is gone: {len(self._core.clocks)} of {self.replicas} workers are"

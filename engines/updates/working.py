@@ -119,11 +119,18 @@ class Working(Exchange):
         link, parameters = self._links[server], self._parts[server]
         answer = Answer.read(link.receive_numbers(Answer.LENGTH))
         self._versions[server] = answer.version
+        where = f"rank {self._world.rank} of {self._world.size}, at step {answer.version + 1} of"
+        where += f" the server on rank {server}"
+        if answer.missing == self._world.rank:
+            raise RankError(
+                "the others went on without this rank: it came too late",
+                where=where,
+                hints=["give a longer `timeout_s`, or find out what this rank was waiting for"],
+            )
         if answer.missing is not None:
             raise RankError(
                 f"rank {answer.missing} is gone or does not answer, and a step needs it",
-                where=f"rank {self._world.rank} of {self._world.size}, waiting for the step"
-                f" {self._versions[server] + 1} of the server on rank {server}",
+                where=where,
                 hints=[
                     f"look at the output of rank {answer.missing}",
                     "`backup_workers` stand in for slow and lost ones",
