@@ -25,6 +25,7 @@ from advisor.policy import Policy
 from advisor.runs import keep_at_end
 from advisor.search.legal import styles_of
 from engines.hybrid import apply_plan
+from engines.optimizer import OptimizerFactory
 from engines.parallel import ParallelModel
 from engines.plan import AXES, Plan, load_plan, parse_settings
 from engines.tensor.proposal import propose_styles
@@ -57,6 +58,8 @@ def advise(
     plan: PlanLike = None,
     objective: str = "tree",
     timed: bool = False,
+    imbalance: float = 0.0,
+    allow_stale: bool = False,
 ) -> Decision:
     """How to spread `model`, and why. Looks, changes nothing, allocates nothing.
 
@@ -79,6 +82,10 @@ def advise(
         objective: "tree", "time" or "memory".
         timed: run the model's blocks on this machine, one at a time, and decide by their times in
             place of the roofline; kept for the next time. Takes some ten seconds and memory.
+        imbalance: how much the ranks' times to compute a step scatter: standard deviation over
+            mean; none is assumed.
+        allow_stale: ranks may update apart from each other (local SGD, servers) where that is
+            predicted faster: the training is another then. What `plan` names needs no such word.
 
     Raises:
         InputError: `timed`, and the cluster's devices are not this machine's.
@@ -101,13 +108,14 @@ def advise(
         host_overhead_s=host_overhead_s,
         pins=pins,
         timed=timed,
+        imbalance=imbalance,
         learns=machines is None,
     )
     return _decided(
         model,
         sample,
         facts,
-        policy=_policy(objective),
+        policy=_policy(objective, allow_stale),
         pins=pins,
         has_target=loss_fn is not None,
     )
@@ -129,6 +137,9 @@ def auto_parallelize(
     objective: str = "tree",
     cluster: ClusterProfile | None = None,
     timed: bool = False,
+    imbalance: float = 0.0,
+    allow_stale: bool = False,
+    outer_optimizer: OptimizerFactory | None = None,
     learns: bool = True,
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -156,6 +167,8 @@ def auto_parallelize(
         cluster: facts of this job's machines, where they are known.
         learns: predict with constants as runs on such machines say they are, and keep how this one
             went, for the next (see `advisor.runs`).
+        imbalance, allow_stale: as for `advise`.
+        outer_optimizer: a factory, for `updates=diloco`; None is the paper's Nesterov momentum.
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
         timeout_s: bound of every wait for another rank.
 
@@ -167,7 +180,7 @@ def auto_parallelize(
     """
     pins = pins_of(plan)
     world = join_world(timeout_s=timeout_s)
-    _require_same_request(pins, world, global_batch_size, precision, objective)
+    _require_same_request(pins, world, global_batch_size, precision, objective, allow_stale)
     _require_ranks(pins, world)
     if cluster is None:
         cluster = recall_or_bench(probe()) if world.size > 1 else probe(measure=True)
@@ -185,6 +198,7 @@ def auto_parallelize(
             host_overhead_s=host_overhead_s,
             pins=pins,
             timed=timed,
+            imbalance=imbalance,
             learns=learns,
         )
 
@@ -193,7 +207,7 @@ def auto_parallelize(
             model,
             sample,
             facts(),
-            policy=_policy(objective),
+            policy=_policy(objective, allow_stale),
             pins=pins,
             has_target=loss_fn is not None,
         )
@@ -212,6 +226,7 @@ def auto_parallelize(
         count=count,
         max_grad_norm=max_grad_norm,
         weights=weights,
+        outer_optimizer=outer_optimizer,
         sample=sample,
         world=world,
         seed=seed,
@@ -281,6 +296,7 @@ def _require_same_request(
     global_batch_size: int | None,
     precision: str | None,
     objective: str,
+    allow_stale: bool,
 ) -> None:
     """Rank 0 decides for all; a rank that was asked for something else must not go unheard."""
     asked = {
@@ -288,6 +304,7 @@ def _require_same_request(
         "global_batch_size": global_batch_size,
         "precision": precision,
         "objective": objective,
+        "allow_stale": allow_stale,
     }
     words = " ".join(f"{key}={value}" for key, value in sorted(asked.items()) if value is not None)
     require_same("settings", f"{hashlib.sha256(words.encode()).hexdigest()[:8]} {words}", world)
@@ -298,7 +315,15 @@ def _require_ranks(pins: Mapping[str, Any], world: World) -> None:
     degrees = {axis: int(pins[axis]) for axis in AXES if axis in pins}
     needed = math.prod(degrees.values())
     is_whole = len(degrees) == len(AXES)
-    if world.size % needed or (is_whole and needed != world.size):
+    beside = sum(int(pins.get(name, 0)) for name in ("servers", "backup_workers"))
+    left = world.size - beside
+    if beside and (left < 1 or left % needed or (is_whole and needed != left)):
+        raise PlanError(
+            f"beside {beside} servers and backup workers {left} of this job's {world.size} ranks"
+            f" are left, the degrees need {'' if is_whole else 'a multiple of '}{needed}",
+            hints=[f"start {needed + beside} ranks, or leave the degrees open"],
+        )
+    if not beside and (world.size % needed or (is_whole and needed != world.size)):
         words = " ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
         raise PlanError(
             f"{words or 'a plan of one device'} needs {'' if is_whole else 'a multiple of '}"
@@ -337,5 +362,5 @@ def _from_rank_zero(decide: Callable[[], Decision], world: World) -> Decision:
     return Decision.from_json(text)
 
 
-def _policy(objective: str) -> Policy:
-    return Policy.build({"objective": objective}, where="objective")
+def _policy(objective: str, allow_stale: bool) -> Policy:
+    return Policy.build({"objective": objective, "allow_stale": allow_stale}, where="objective")

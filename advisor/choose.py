@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from advisor.apart import offer
 from advisor.comparison import Kind, best_of, compare, kind, shape, title
 from advisor.cost import CostModel
 from advisor.decide import decide
@@ -54,6 +55,7 @@ def choose(
         estimated=choice.estimated,
         rejected=choice.rejected,
         dissent=_dissent(winner, choice.fitting, policy, trace),
+        offers=(offer(choice.stale, winner),) if choice.stale is not None else (),
     )
 
 

@@ -16,6 +16,7 @@ from advisor.command import (
     Command,
     common_options,
     count,
+    fraction,
     one_of,
     say,
     seconds,
@@ -121,6 +122,17 @@ def cli(ctx: click.Context) -> None:
     show_default=True,
     help="Follow the decision tree; or take the fastest, or the smallest plan.",
 )
+@click.option(
+    "--imbalance",
+    callback=fraction,
+    metavar="FRACTION",
+    help="How much ranks' computing times scatter: deviation over mean. Default: none is assumed.",
+)
+@click.option(
+    "--allow-stale",
+    is_flag=True,
+    help="Ranks may update apart from each other (local SGD, servers), where predicted faster.",
+)
 @click.option("-o", "--output", metavar="FILE", help="Write the decision here, as JSON.")
 @click.option("--no-bench", is_flag=True, help="Under torchrun, time nothing: take usual speeds.")
 @json_option
@@ -135,6 +147,8 @@ def plan(
     host_overhead: float | None,
     pins: str,
     objective: str,
+    imbalance: float | None,
+    allow_stale: bool,
     output: str | None,
     no_bench: bool,
     as_json: bool,
@@ -160,11 +174,13 @@ def plan(
         optimizer=optimizer,
         precision=precision or settings.get("precision"),
         host_overhead_s=host_overhead or 0.0,
+        imbalance=imbalance or 0.0,
     )
     from advisor.choose import choose
     from advisor.policy import Objective, Policy
 
-    decision = choose(facts, policy=Policy(objective=Objective(objective)), pins=settings)
+    policy = Policy(objective=Objective(objective), allow_stale=allow_stale)
+    decision = choose(facts, policy=policy, pins=settings)
     if as_json:
         click.echo(decision.to_json(), nl=False)
     else:
@@ -330,6 +346,7 @@ def _facts(
     optimizer: str,
     precision: str | None,
     host_overhead_s: float = 0.0,
+    imbalance: float = 0.0,
 ) -> Facts:
     """What is known, from the options; what is cheap to check comes first."""
     from advisor.facts import Facts
@@ -358,6 +375,7 @@ def _facts(
         optimizer=optimizer_facts,
         precision=precision or built_in,
         host_overhead_s=host_overhead_s,
+        imbalance=imbalance,
         given=_given(),
     )
     return Facts(model=found, cluster=machines, workload=workload)
@@ -371,6 +389,7 @@ def _given() -> tuple[str, ...]:
         "optimizer": "optimizer",
         "precision": "precision",
         "host_overhead_s": "host_overhead",
+        "imbalance": "imbalance",
     }
     source_of = click.get_current_context().get_parameter_source
     typed = click.core.ParameterSource.COMMANDLINE

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from advisor.apart import Apart, apart
 from advisor.candidates import refuse, searched
 from advisor.comparison import Kind, kind
 from advisor.cost import CostModel
@@ -17,7 +18,7 @@ from advisor.rules import Candidate
 from advisor.search.legal import Styles
 from advisor.search.search import Rows, Search
 from advisor.search.space import Pins
-from advisor.tree import Trace, in_leaf
+from advisor.tree import Family, Trace, belongs, in_leaf
 from advisor.walk import walk
 from engines.plan import Offload, Plan
 
@@ -41,6 +42,7 @@ class Choice:
         total: plans that were weighed, most of them by their bounds alone; `estimated` exactly.
         rejected: by rule, how many of them cannot be taken.
         kinds: a plan of every kind that was weighed; its stages are not named.
+        stale: faster than the winner, and its ranks update apart from each other.
     """
 
     winner: Candidate | None
@@ -52,6 +54,7 @@ class Choice:
     estimated: int
     rejected: dict[str, int]
     kinds: Sequence[Plan]
+    stale: Candidate | None = None
 
 
 def decide(
@@ -95,12 +98,18 @@ def decide(
             search.nearest(search.rows)
         elif compares:
             left_open |= _compare_kinds(search, winner, policy)
+    updates = _updates(searches[-1], winner, costs, policy, trace, pins)
     # Of a kind that is left open nothing is said but of its best plan, if that was taken.
     left_open -= {kind(winner.plan)} if winner else set()
     weighed = [c for search in searches for c in search.weighed if kind(c.plan) not in left_open]
+    if updates is not None and updates.winner is not winner:
+        winner = updates.winner
+        weighed.append(winner)
     fitting = [c for c in weighed if c.fits]
     of_leaf = [c for c in fitting if in_leaf(c.plan, trace)]
     follows = policy.objective is Objective.TREE and bool(of_leaf)
+    if follows and winner is not None and winner not in of_leaf and not winner.plan.updates_in_step:
+        of_leaf.append(winner)
     return Choice(
         winner=winner,
         pool=of_leaf if follows else fitting,
@@ -111,7 +120,24 @@ def decide(
         estimated=sum(len(search.weighed) for search in searches),
         rejected=dict(sorted(sum((s.left_out for s in searches), Counter()).items())),
         kinds=[plan for search in searches for plan, _ in search.kinds()],
+        stale=updates.offered if updates is not None else None,
     )
+
+
+def _updates(
+    search: Search,
+    winner: Candidate | None,
+    costs: CostModel,
+    policy: Policy,
+    trace: Trace,
+    pins: Pins,
+) -> Apart | None:
+    """The winner, or the fastest DDP plan with ranks that update apart."""
+    if winner is None:
+        return None
+    of_ddp = [rows for plan, rows in search.kinds() if belongs(plan, Family.DDP)]
+    replicas = search.fastest(np.concatenate(of_ddp)) if of_ddp else None
+    return apart(winner, replicas, costs, policy, trace, pins)
 
 
 def _winner(search: Search, policy: Policy, trace: Trace) -> Candidate | None:

@@ -77,6 +77,7 @@ class Decision(Document):
         weighed: plans that were weighed, most of them by lower bounds where there are many;
             `estimated` of them exactly. `rejected` counts those left out, by rule.
         dissent: where a plan outside the tree's leaf is faster by more than the range.
+        offers: what would be faster and needs the user's word, with its predicted gain.
         flipped: what would change the answer, in decisions that were asked to keep it.
     """
 
@@ -92,6 +93,7 @@ class Decision(Document):
     estimated: int | None = None
     rejected: dict[str, int] = Field(default_factory=dict)
     dissent: str | None = None
+    offers: tuple[str, ...] = ()
     flipped: Flip | None = None
 
     def flip(self, *levers: Lever) -> Flip:

@@ -21,6 +21,8 @@ class Workload(Record):
             advisor never changes them.
         host_overhead_s: of a step in which the devices wait for data or for the host. Nothing of it
             follows from a model or a machine, so none is assumed until somebody says or measures.
+        imbalance: how much the ranks' times to compute a step scatter, by the machine or by the
+            data: their standard deviation over their mean. None is assumed either.
         given: the fields that somebody named; the others are defaults. What the record is built
             with, unless said.
     """
@@ -30,6 +32,7 @@ class Workload(Record):
     optimizer: OptimizerProfile = OPTIMIZERS["adamw"]
     precision: str = "fp32"
     host_overhead_s: NonNegativeFloat = 0.0
+    imbalance: NonNegativeFloat = 0.0
     given: tuple[str, ...] = ()
 
     @model_validator(mode="before")

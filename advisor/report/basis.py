@@ -174,6 +174,7 @@ def _asked(decision: Decision) -> Iterator[Basis]:
         "optimizer": workload.optimizer.name,
         "precision": str(decision.plan.precision),
         "host_overhead_s": _host_overhead(workload.host_overhead_s),
+        "imbalance": _imbalance(workload.imbalance),
     }
     sources = {name: _said_by(name, given) for name, said in words.items() if said}
     for source in dict.fromkeys(sources.values()):
@@ -186,6 +187,10 @@ def _asked(decision: Decision) -> Iterator[Basis]:
     )
     if kept:
         yield Basis(what=f"kept as given: {kept}", source=str(Source.USER))
+
+
+def _imbalance(scatter: float) -> str:
+    return f"ranks' computing times scatter by {format_percent(scatter)}" if scatter else ""
 
 
 def _host_overhead(seconds: float) -> str:
@@ -240,6 +245,7 @@ def _source(source: Source, error: float) -> str:
 def hints(decision: Decision) -> Iterator[str]:
     """What would make the report better, or the training other than it says."""
     facts, estimate = decision.facts, decision.estimate
+    yield from decision.offers
     yield from _too_large_to_load(decision)
     if set(facts.cluster.sources.values()) - {Source.MEASURED, Source.USER}:
         yield (
