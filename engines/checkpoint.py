@@ -42,10 +42,12 @@ def save(
     *,
     world: World,
     layout: Layout,
+    writers: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the folder `path`; all ranks call it.
+    """Write the folder `path`; all ranks call it, or all of `writers`, the first rank among them.
 
-    The pieces go to a folder beside it, which replaces an older `path` only when it is complete:
+    Writers other than all ranks have the whole model each, and of optimizer states their own. The
+    pieces go to a folder beside it, which replaces an older `path` only when it is complete:
     an interrupted save leaves the old one.
 
     Raises:
@@ -56,8 +58,9 @@ def save(
     model_state, optimizer_state = _states(model, optimizer)
     states = optimizer_state["state"]
     optimizer_state["state"] = {n: v for n, v in states.items() if layout.owns(n)}
-    if layout.has_stages:
-        optimizer_state["param_groups"] = _whole_groups(optimizer_state["param_groups"], model)
+    if layout.has_stages or writers is not None:
+        groups = optimizer_state["param_groups"]
+        optimizer_state["param_groups"] = _whole_groups(groups, model, writers)
     owned = {name: value for name, value in model_state.items() if layout.owns(name)}
     state = _boxed(owned, optimizer_state, layout)
 
@@ -66,10 +69,10 @@ def save(
         target.parent.mkdir(parents=True, exist_ok=True)
 
     what = f"cannot write `{target}`"
-    _on_first_rank(prepare, what, world)
+    _on_first_rank(prepare, what, world, writers)
     with _files(what):
-        dcp.save(state, checkpoint_id=partial)
-    _on_first_rank(lambda: _replace(target, partial), what, world)
+        dcp.save(state, checkpoint_id=partial, process_group=writers)
+    _on_first_rank(lambda: _replace(target, partial), what, world, writers)
 
 
 def load(
@@ -78,8 +81,11 @@ def load(
     optimizer: torch.optim.Optimizer,
     *,
     layout: Layout,
+    alone: bool = False,
 ) -> None:
     """Read a folder written by `save`, under any plan, into the shards of this one.
+
+    `alone`: without a word with other ranks, each of which has the whole model.
 
     Raises:
         FileError: there is no complete checkpoint, or it belongs to another model.
@@ -106,7 +112,7 @@ def load(
             _require_same_optimizer(target, saved, optimizer_state)
             # Parameters that never got a gradient have no optimizer state in the checkpoint.
             planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-            dcp.load(state, checkpoint_id=target, planner=planner)
+            dcp.load(state, checkpoint_id=target, planner=planner, no_dist=alone)
     except BaseException:
         optimizer.state.clear()
         optimizer.state.update(before)
@@ -187,14 +193,17 @@ def _raw_states(
 
 
 def _is_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether it steps parameters of `model`; that of a worker has none, servers step them."""
     known = set(model.parameters())
     return all(p in known for group in optimizer.param_groups for p in group["params"])
 
 
-def _whole_groups(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+def _whole_groups(
+    groups: list[dict[str, Any]], model: nn.Module, ranks: dist.ProcessGroup | None
+) -> list[dict[str, Any]]:
     """Parameter groups over all ranks; settings are those of the first rank that has the group."""
-    every: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, groups)
+    every: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size(ranks))]
+    dist.all_gather_object(every, groups, group=ranks)
     order = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     merged = []
     for number in range(max(map(len, every))):
@@ -272,7 +281,9 @@ def _files(what: str) -> Iterator[None]:
         raise FileError(f"{what}: {first.strip().splitlines()[0]}") from None
 
 
-def _on_first_rank(work: Callable[[], None], what: str, world: World) -> None:
+def _on_first_rank(
+    work: Callable[[], None], what: str, world: World, ranks: dist.ProcessGroup | None
+) -> None:
     """Rank 0 does `work`; all ranks go on together, or all raise."""
     error: FileError | None = None
     if world.rank == 0:
@@ -281,7 +292,7 @@ def _on_first_rank(work: Callable[[], None], what: str, world: World) -> None:
                 work()
         except FileError as found:
             error = found
-    (failures,) = sum_over_ranks([float(error is not None)], world)
+    (failures,) = sum_over_ranks([float(error is not None)], world, group=ranks)
     if error is not None:
         raise error
     if failures:

@@ -49,8 +49,18 @@ def build_optimizer(
         if parameter.requires_grad and layout.holds(name) and (served is None or name in served)
     ]
     if not trainable and layout.has_stages:
-        trainable = [nn.Parameter(torch.zeros(0))]  # optimizers refuse to be built on nothing
+        trainable = [_nothing()]
     return given(trainable) if given is not None else torch.optim.AdamW(trainable)
+
+
+def of_nothing() -> torch.optim.Optimizer:
+    """An optimizer that steps no parameter of any model."""
+    return torch.optim.SGD([_nothing()])
+
+
+def _nothing() -> nn.Parameter:
+    """Optimizers refuse to be built on no parameters at all."""
+    return nn.Parameter(torch.zeros(0))
 
 
 def _carry_over(

@@ -21,7 +21,7 @@ from engines.gradients import clip_gradients, full_gradients
 from engines.layout import Layout, Split
 from engines.mesh import Mesh
 from engines.microbatches import Count, Cutter, weighted
-from engines.optimizer import send_from_first
+from engines.optimizer import of_nothing, send_from_first
 from engines.pipeline.cuts import Cut, cuts
 from engines.plan import DataParallel, Plan
 from engines.precision import as_fp32, autocast
@@ -271,19 +271,29 @@ class ParallelModel(Apart, nn.Module):
         Replicas that update on their own meet first; of their optimizers' states the first
         replica's are written, and those of an outer optimizer are not.
         """
-        self._require_own_states()
         release(self.module)
         self.synchronise()
         self._follow_first_replica(every_buffer=True)
-        checkpoint.save(path, self.module, self.optimizer, world=self._job, layout=self._layout)
+        with self._exchange.saving() as writers:
+            if self._exchange.keeps_states:
+                checkpoint.save(
+                    path,
+                    self.module,
+                    self.optimizer,
+                    world=self._job,
+                    layout=self._layout,
+                    writers=writers,
+                )
 
     @in_contact("loading")
     def load(self, path: checkpoint.PathLike) -> None:
         """Read what `save` wrote under any plan; all ranks call it."""
-        self._require_own_states()
         release(self.module)
-        checkpoint.load(path, self.module, self.optimizer, layout=self._layout)
-        self._exchange.loaded()
+        with self._exchange.loading():
+            states = self.optimizer if self._exchange.keeps_states else of_nothing()
+            checkpoint.load(
+                path, self.module, states, layout=self._layout, alone=bool(self.plan.servers)
+            )
 
     @in_contact("putting the state together")
     def state_dict(  # type: ignore[override]
@@ -310,9 +320,8 @@ class ParallelModel(Apart, nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors, the same on every rank, as the unwrapped model would."""
         release(self.module)
-        told = set_whole_state(self.module, dict(state_dict), self._layout, strict=strict)
-        self._exchange.loaded()
-        return told
+        with self._exchange.loading():
+            return set_whole_state(self.module, dict(state_dict), self._layout, strict=strict)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -50,13 +50,3 @@ class Apart:
                 where=f"plan: {self.plan}",
                 hints=["use `train_step(batch)`, which serves one step"],
             )
-
-    def _require_own_states(self) -> None:
-        """Servers keep the states of optimizers, each its own."""
-        if self.plan.servers:
-            raise PlanError(
-                "optimizer states are on the servers, each has its own: they are not saved or"
-                " loaded",
-                where=f"plan: {self.plan}",
-                hints=["take the weights alone: `parallel.state_dict()`, on all ranks"],
-            )

@@ -71,10 +71,8 @@ def exchange_of(
     trainable = [p for p in model.parameters() if p.requires_grad]
     parts = [[trainable[number] for number in part] for part in _partition(plan, model)]
     found = links(plan.servers, world)
-    servers = None
-    if plan.servers > 1:
-        bound = timedelta(seconds=world.timeout_s)
-        servers = dist.new_group(list(range(plan.servers)), backend="gloo", timeout=bound)
+    bound = timedelta(seconds=world.timeout_s)
+    servers = dist.new_group(list(range(plan.servers)), backend="gloo", timeout=bound)
     is_synchronous = plan.updates is Updates.SYNCHRONOUS
     if world.rank < plan.servers:
         core = ParameterServer(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engines.updates.report import UpdateReport
@@ -17,10 +21,12 @@ class Exchange:
         replica, replicas: which part of the batches this rank works on, of how many.
         loss: of the last step: the mean over what the update was made of, where this rank knows.
         serves: whether this rank has no part of a batch, but steps what others work for.
+        keeps_states: whether this rank's optimizer is one that steps.
         outer: the optimizer of DiLoCo's meetings.
     """
 
     serves = False
+    keeps_states = True
     outer: torch.optim.Optimizer | None = None
 
     def __init__(self, device: torch.device, *, replica: int, replicas: int) -> None:
@@ -43,8 +49,15 @@ class Exchange:
     def synchronise(self) -> None:
         """Bring this rank's parameters to where all are; all ranks call it."""
 
-    def loaded(self) -> None:
-        """Parameters were loaded, on all ranks the same."""
+    @contextmanager
+    def saving(self) -> Iterator[dist.ProcessGroup | None]:
+        """Around writing a checkpoint: the ranks that do it, None for all of them."""
+        yield None
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around loading parameters, and maybe optimizer states, on all ranks the same."""
+        yield
 
     @property
     def report(self) -> UpdateReport | None:

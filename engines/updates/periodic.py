@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,7 @@ class Periodic(Exchange):
         self._every = every
         self._world = world
         self._ahead = 0
+        self._is_quiet = False
         self._tally = Tally()
         self._sent_bytes = 0
         self._met = [nn.Parameter(p.detach().clone()) for p in self._parameters if outer]
@@ -74,10 +76,21 @@ class Periodic(Exchange):
                 self._outer_step(self.outer)
             send_from_first(self._buffers, self._world.device)
 
-    def loaded(self) -> None:
-        """Replicas have met at what was loaded; outer states are those of the steps before."""
-        self._ahead = 0
-        with torch.no_grad():
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """torch gives an optimizer without states some by a step of zeros: it is none of ours."""
+        self._is_quiet = True
+        try:
+            yield
+        finally:
+            self._is_quiet = False
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Replicas have met at what is loaded; outer states are those of the steps before."""
+        with self.saving(), torch.no_grad():
+            yield
+            self._ahead = 0
             for met, parameter in zip(self._met, self._parameters, strict=bool(self._met)):
                 met.copy_(parameter)
 
@@ -87,6 +100,8 @@ class Periodic(Exchange):
         return self._tally.report(sent_bytes=sent, received_bytes=sent)
 
     def _stepped(self, *_: object) -> None:
+        if self._is_quiet:
+            return
         self._tally.staleness[self._ahead] += 1
         self._ahead += 1
         if self._ahead == self._every:

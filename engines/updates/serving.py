@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ class Serving(Exchange):
             workers): an update waits for `train_step` to be called, so that learning rates change
             between the same updates as in one process.
         parts: the parameters of every server, in the order of their ranks.
-        servers: the group of all servers; None where there is one.
+        servers: the group of all servers.
     """
 
     serves = True
@@ -49,7 +50,7 @@ class Serving(Exchange):
         *,
         in_step: bool,
         parts: list[list[nn.Parameter]],
-        servers: dist.ProcessGroup | None,
+        servers: dist.ProcessGroup,
         world: World,
     ) -> None:
         # It works on none of the parts; what it is given of the first is not looked at.
@@ -92,12 +93,18 @@ class Serving(Exchange):
 
     def synchronise(self) -> None:
         """Take the other servers' parts, and stay until all workers have taken this one's."""
-        if self._servers is not None:
-            with in_contact("putting the servers' parts together"):
-                for server, part in enumerate(self._parts):
-                    tensors = [parameter.detach() for parameter in part]
-                    cpu = torch.device("cpu")
-                    send_from_first(tensors, cpu, group=self._servers, source=server)
+        with in_contact("putting the servers' parts together"):
+            for server, part in enumerate(self._parts):
+                tensors = [parameter.detach() for parameter in part]
+                cpu = torch.device("cpu")
+                send_from_first(tensors, cpu, group=self._servers, source=server)
+        with self._changed:
+            self._meet()
+
+    @contextmanager
+    def saving(self) -> Iterator[dist.ProcessGroup | None]:
+        """The servers write, the others wait until they have."""
+        yield self._servers
         with self._changed:
             self._meet()
 
@@ -119,7 +126,6 @@ class Serving(Exchange):
     def _until_answered(self, answered: dict[int, int], number: int) -> None:
         """Wait until every worker that is left was answered so many times; give up those that let
         wait for too long."""
-
         core = self._core
 
         def late() -> list[int]:
@@ -191,13 +197,14 @@ class Serving(Exchange):
             said = self._said.setdefault(question.turn, {})
             said[worker] = (question.loss, question.count)
             self._changed.notify_all()
-            self._wait(
-                lambda: self._meetings >= question.turn and said.keys() >= self._core.clocks.keys()
-            )
-            mean = self._mean(question.turn)
-            answer = Answer(self._core.version, None, mean)
+            clocks, turn = self._core.clocks, question.turn
+            if not self._wait(lambda: self._meetings >= turn and said.keys() >= clocks.keys()):
+                for other in clocks.keys() - said.keys():
+                    self._lose(other, f"let the others wait for {self._patience_s:.0f} s")
+            missing = None if self._meetings >= turn else self._world.rank
+            answer = Answer(self._core.version, None, self._mean(turn), missing)
             wants = question.kind is Kind.PULL
-            self._answer(worker, link, answer, self._met, question.turn, parameters=wants)
+            self._answer(worker, link, answer, self._met, turn, parameters=wants)
 
     def _answer(
         self,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.updates.exchange import Exchange
@@ -25,6 +27,8 @@ class Working(Exchange):
         shares_loss: whether an update is made of several workers' gradients, whose mean loss is
             then known to all.
     """
+
+    keeps_states = False
 
     def __init__(
         self,
@@ -63,6 +67,11 @@ class Working(Exchange):
 
     def synchronise(self) -> None:
         self._meet(Kind.PULL, 0.0, 0.0)
+
+    @contextmanager
+    def saving(self) -> Iterator[dist.ProcessGroup | None]:
+        yield None
+        self._meet(Kind.MEET, 0.0, 0.0)
 
     @property
     def report(self) -> UpdateReport:

@@ -219,7 +219,6 @@ def _refused() -> list[str]:
             told.append(error.what)
 
     tell(parallel, batch[0])  # type: ignore[index]
-    tell(parallel.save, "nowhere")
     if dist.get_rank() == 0:
         tell(parallel.forward_backward, batch)
     with torch.no_grad():
@@ -250,6 +249,27 @@ def _loaded() -> float:
 @pytest.mark.dist
 def test_weights_that_were_loaded_are_trained_on_from(pool: Pool) -> None:
     assert max(pool.run(_loaded, world_size=2)) < 1e-6
+
+
+def _saved_and_trained_on(folder: str) -> tuple[float, float]:
+    """Momentum is saved too: a step after loading is the next step of one process."""
+    plan = "dp_replicate=2 servers=2"
+    reference, parallel, _, batches = trained(plan, [8, 8])
+    parallel.save(folder)
+    one_process(reference, GPT, [*batches, GPT.batch(6)])
+    away = []
+    for other in (plan, "dp_replicate=4"):
+        _, again = spread(GPT, other)
+        again.load(folder)
+        again.train_step(local_rows(again, GPT.batch(6), 6))
+        away.append(drift(again, reference))
+    return away[0], away[1]
+
+
+@pytest.mark.dist
+def test_a_checkpoint_of_servers_goes_on_under_any_plan(pool: Pool, tmp_path: object) -> None:
+    for away in pool.run(_saved_and_trained_on, f"{tmp_path}/kept", world_size=4):
+        assert max(away) < 1e-5
 
 
 def _parts(parallel: ParallelModel) -> list[int]:
