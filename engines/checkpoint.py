@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,14 @@ def save(
     world: World,
     layout: Layout,
     writers: dist.ProcessGroup | None = None,
+    outer: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write the folder `path`; all ranks call it, or all of `writers`, the first rank among them.
 
-    Writers other than all ranks have the whole model each, and of optimizer states their own. The
-    pieces go to a folder beside it, which replaces an older `path` only when it is complete:
+    Writers other than all ranks have the whole model each, and of optimizer states their own.
+    `outer` are states of an optimizer beside the ranks' own, the same on all of them.
+
+    The pieces go to a folder beside it, which replaces an older `path` only when it is complete:
     an interrupted save leaves the old one.
 
     Raises:
@@ -63,6 +66,8 @@ def save(
         optimizer_state["param_groups"] = _whole_groups(groups, model, writers)
     owned = {name: value for name, value in model_state.items() if layout.owns(name)}
     state = _boxed(owned, optimizer_state, layout)
+    if outer:
+        state["outer"] = dict(outer)
 
     def prepare() -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -82,10 +87,12 @@ def load(
     *,
     layout: Layout,
     alone: bool = False,
-) -> None:
+    outer: Mapping[str, Tensor] | None = None,
+) -> bool:
     """Read a folder written by `save`, under any plan, into the shards of this one.
 
-    `alone`: without a word with other ranks, each of which has the whole model.
+    `alone`: without a word with other ranks, each of which has the whole model. Returns whether the
+    folder has all of `outer`, which are then written in place.
 
     Raises:
         FileError: there is no complete checkpoint, or it belongs to another model.
@@ -105,6 +112,8 @@ def load(
     names = list(model_state)
     model_state = {name: value for name, value in model_state.items() if layout.holds(name)}
     state = _boxed(model_state, optimizer_state, layout)
+    if outer:
+        state["outer"] = dict(outer)
     try:
         with _files(f"cannot load `{target}` into this model"):
             saved = dcp.FileSystemReader(target).read_metadata().state_dict_metadata.keys()
@@ -131,6 +140,7 @@ def load(
     else:
         set_model_state_dict(model, state["model"], options=options)
     _forget_states_not_saved(model, optimizer, saved)
+    return bool(outer) and all(f"outer.{name}" in saved for name in outer or ())
 
 
 def _boxed(model_state: State, optimizer_state: State, layout: Layout) -> dict[str, State]:

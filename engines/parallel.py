@@ -269,7 +269,7 @@ class ParallelModel(Apart, nn.Module):
 
         Any plan with any world size can load it. An interrupted save leaves the old folder.
         Replicas that update on their own meet first; of their optimizers' states the first
-        replica's are written, and those of an outer optimizer are not.
+        replica's are written.
         """
         release(self.module)
         self.synchronise()
@@ -283,6 +283,7 @@ class ParallelModel(Apart, nn.Module):
                     world=self._job,
                     layout=self._layout,
                     writers=writers,
+                    outer=self._exchange.outer_states(),
                 )
 
     @in_contact("loading")
@@ -291,9 +292,16 @@ class ParallelModel(Apart, nn.Module):
         release(self.module)
         with self._exchange.loading():
             states = self.optimizer if self._exchange.keeps_states else of_nothing()
-            checkpoint.load(
-                path, self.module, states, layout=self._layout, alone=bool(self.plan.servers)
+            has_outer = checkpoint.load(
+                path,
+                self.module,
+                states,
+                layout=self._layout,
+                alone=bool(self.plan.servers),
+                outer=self._exchange.outer_states(),
             )
+        if not has_outer:
+            self._exchange.forget_outer_states()
 
     @in_contact("putting the state together")
     def state_dict(  # type: ignore[override]

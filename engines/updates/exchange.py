@@ -59,6 +59,13 @@ class Exchange:
         """Around loading parameters, and maybe optimizer states, on all ranks the same."""
         yield
 
+    def outer_states(self) -> dict[str, Tensor]:
+        """The tensors that the outer optimizer keeps, made where there are none yet."""
+        return {}
+
+    def forget_outer_states(self) -> None:
+        """Begin with them anew: a checkpoint had none."""
+
     @property
     def report(self) -> UpdateReport | None:
         """What became of updates so far; None where every step waits for all."""

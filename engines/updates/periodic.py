@@ -87,12 +87,36 @@ class Periodic(Exchange):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Replicas have met at what is loaded; outer states are those of the steps before."""
+        """Replicas have met at what is loaded."""
         with self.saving(), torch.no_grad():
             yield
             self._ahead = 0
             for met, parameter in zip(self._met, self._parameters, strict=bool(self._met)):
                 met.copy_(parameter)
+
+    def outer_states(self) -> dict[str, Tensor]:
+        """A step of zeros makes them, from which the parameters are put back."""
+        if self.outer is None:
+            return {}
+        if not self.outer.state:
+            kept = [met.detach().clone() for met in self._met]
+            for met in self._met:
+                met.grad = torch.zeros_like(met)
+            self.outer.step()
+            self.outer.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for met, before in zip(self._met, kept, strict=True):
+                    met.copy_(before)
+        return {
+            f"{place}.{key}": value
+            for place, met in enumerate(self._met)
+            for key, value in self.outer.state[met].items()
+            if isinstance(value, Tensor)
+        }
+
+    def forget_outer_states(self) -> None:
+        if self.outer is not None:
+            self.outer.state.clear()
 
     @property
     def report(self) -> UpdateReport:

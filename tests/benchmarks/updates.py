@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.updates
 
-Four gloo ranks train a small GPT; the last one sleeps in every forward. Step times are means over
-steps, of the median of the ranks that do not sleep; bytes are those that the kernel sent, per step and rank.
+Four gloo ranks train a small GPT; with a straggler the last one sleeps in every forward. Times are
+means over steps, of the middle one of the workers that do not sleep; bytes are those that the
+kernel sent in a step, of the rank that sent most.
 """
 
 from __future__ import annotations
