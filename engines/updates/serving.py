@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 # A server gives up a worker before that worker's peers give up the server: so they get to know whom
 # they wait for in vain.
 _PATIENCE = 0.9
+_LEAVING_S = 5.0  # for a thread that is in the middle of an answer
 
 
 class Serving(Exchange):
@@ -69,8 +71,13 @@ class Serving(Exchange):
         self._met = dict.fromkeys(links, 0)  # the meeting that each worker was answered last
         self._said: dict[int, dict[int, tuple[float, float]]] = {}
         self._failure: BaseException | None = None
-        for worker in links:
-            threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
+        threads = [
+            threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in links
+        ]
+        for thread in threads:
+            thread.start()
+        # At the end of the process too: a thread that wakes up after Python has ended aborts it.
+        weakref.finalize(self, _leave, list(links.values()), threads)
 
     def instead(self) -> bool:
         """Serve one step.
@@ -249,3 +256,11 @@ class Serving(Exchange):
             where=f"rank {self._world.rank} of {self._world.size}, which serves parameters",
             hints=[f"look at the output of rank {gone[0]}"],
         )
+
+
+def _leave(links: Sequence[Link], threads: Sequence[threading.Thread]) -> None:
+    """Let the threads end that still listen."""
+    for link in links:
+        link.hang_up()
+    for thread in threads:
+        thread.join(_LEAVING_S)

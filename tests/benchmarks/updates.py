@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.engines.parity import local_rows, spread
 from tests.engines.updates.ranks import GPT
-from tests.engines.updates.wire import bytes_on_the_wire
+from tests.engines.updates.wire import counts, since
 from tests.workers import Pool
 
 RANKS, STEPS, WARM_UP = 4, 16, 2
@@ -47,14 +47,14 @@ def measure(plan: str, sleep_s: float) -> Told:
             time.sleep(sleep_s)
 
         parallel.module.register_forward_pre_hook(sleep)
-    laps, before = [], 0
+    laps, before = [], counts()
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:
-            before = bytes_on_the_wire()[0]
+            before = counts()
         began = time.perf_counter()
         parallel.train_step(batch)
         laps.append(time.perf_counter() - began)
-    sent = (bytes_on_the_wire()[0] - before) / STEPS
+    sent = since(before)[0] / STEPS
     report = parallel.update_report
     parallel.synchronise()  # nobody leaves before all are done
     return statistics.fmean(laps[WARM_UP:]), sent, str(report) if report else ""

@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from engines.failures import tell_others
 from profiles.errors import RankError
 from tests.engines.parity import local_rows, spread
 from tests.engines.updates.ranks import patience
 from tests.engines.updates.test_servers import QUADRATIC, _targets, plain
+from tests.engines.updates.wire import die
 from tests.workers import Pool
 
 Told = tuple[int, str, tuple[int, ...], int]
@@ -20,7 +20,7 @@ Told = tuple[int, str, tuple[int, ...], int]
 
 
 def _lose(plan: str, lost: int, steps: int = 5) -> Told:
-    """Train; after two steps one rank's connections are closed, as a dead one's would be."""
+    """Train; after two steps one rank's connections are shut down, as a dead one's are."""
     size = dist.get_world_size()
     world = patience(20.0, size=size)
     _, parallel = spread(QUADRATIC, plan, optimizer=plain, world=world)
@@ -29,7 +29,7 @@ def _lose(plan: str, lost: int, steps: int = 5) -> Told:
     try:
         for step in range(steps):
             if dist.get_rank() == lost and step == 2:
-                tell_others(RuntimeError("gone"))
+                die()
                 break
             parallel.train_step(batch)
             made += 1

@@ -15,7 +15,7 @@ from tests.engines.cases import CASES, Case
 from tests.engines.parity import local_rows, reference_loss, spread
 from tests.engines.updates.ranks import GPT, drift, one_process, trained
 from tests.engines.updates.test_servers import QUADRATIC, plain
-from tests.engines.updates.wire import bytes_on_the_wire
+from tests.engines.updates.wire import counts, since
 from tests.workers import Pool
 
 
@@ -107,10 +107,10 @@ def _traffic(plan: str, steps: int) -> tuple[int, int, float, int]:
     batch = local_rows(parallel, GPT.batch(8), 8)
     for _ in range(parallel.plan.sync_every):  # DDP makes its buckets anew after the first
         parallel.train_step(batch)
-    before = sum(bytes_on_the_wire())
+    before = counts()
     for _ in range(steps):
         parallel.train_step(batch)
-    moved = sum(bytes_on_the_wire()) - before
+    moved = sum(since(before))
     report = parallel.update_report
     if report is None:
         return moved, 0, 0.0, 0

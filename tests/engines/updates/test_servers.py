@@ -19,7 +19,7 @@ from profiles.torch_compat import default_store
 from tests.engines.cases import CASES, Case
 from tests.engines.parity import local_rows, spread
 from tests.engines.updates.ranks import GPT, drift, one_process, trained
-from tests.engines.updates.wire import bytes_on_the_wire
+from tests.engines.updates.wire import counts, since
 from tests.workers import Pool
 
 
@@ -121,12 +121,12 @@ def _a_step_in_bytes() -> tuple[tuple[int, int], tuple[int, int], int, int]:
         assert report is not None
         return report.sent_bytes, report.received_bytes
 
-    kernel, report = bytes_on_the_wire(), told()
+    kernel, report = counts(), told()
     parallel.train_step(batch)
-    kernel_after, report_after = bytes_on_the_wire(), told()
+    moved, report_after = since(kernel), told()
     parameters = list(reference.parameters())
     return (
-        (kernel_after[0] - kernel[0], kernel_after[1] - kernel[1]),
+        moved,
         (report_after[0] - report[0], report_after[1] - report[1]),
         sum(p.nbytes for p in parameters),
         len(parameters),
