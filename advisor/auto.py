@@ -25,6 +25,7 @@ from advisor.policy import Policy
 from advisor.runs import keep_at_end
 from advisor.search.legal import styles_of
 from engines.hybrid import apply_plan
+from engines.optimizer import OptimizerFactory
 from engines.parallel import ParallelModel
 from engines.plan import AXES, Plan, load_plan, parse_settings
 from engines.tensor.proposal import propose_styles
@@ -60,6 +61,8 @@ def advise(
     objective: str = "tree",
     timed: bool = False,
     allow_lossy: bool = False,
+    imbalance: float = 0.0,
+    allow_stale: bool = False,
 ) -> Decision:
     """How to spread `model`, and why. Looks, changes nothing, allocates nothing.
 
@@ -87,6 +90,10 @@ def advise(
             place of the roofline; kept for the next time. Takes some ten seconds and memory.
         allow_lossy: gradients may be sent rounded or in part where that is predicted faster: the
             training is another then. A `compression` that `plan` names needs no such word.
+        imbalance: how much the ranks' times to compute a step scatter: standard deviation over
+            mean; none is assumed.
+        allow_stale: ranks may update apart from each other (local SGD, servers) where that is
+            predicted faster: the training is another then. What `plan` names needs no such word.
 
     Raises:
         InputError: `timed`, and the cluster's devices are not this machine's.
@@ -111,13 +118,14 @@ def advise(
         host_overhead_s=host_overhead_s,
         pins=pins,
         timed=timed,
+        imbalance=imbalance,
         learns=machines is None,
     )
     return _decided(
         model,
         sample,
         facts,
-        policy=_policy(objective, allow_lossy),
+        policy=_policy(objective, allow_lossy, allow_stale),
         pins=pins,
         has_target=loss_fn is not None,
     )
@@ -142,6 +150,9 @@ def auto_parallelize(
     cluster: ClusterProfile | None = None,
     timed: bool = False,
     allow_lossy: bool = False,
+    imbalance: float = 0.0,
+    allow_stale: bool = False,
+    outer_optimizer: OptimizerFactory | None = None,
     learns: bool = True,
     seed: int = 0,
     measure_noise: bool = False,
@@ -171,6 +182,8 @@ def auto_parallelize(
         cluster: facts of this job's machines, where they are known.
         learns: predict with constants as runs on such machines say they are, and keep how this one
             went, for the next (see `advisor.runs`).
+        imbalance, allow_stale: as for `advise`.
+        outer_optimizer: a factory, for `updates=diloco`; None is the paper's Nesterov momentum.
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
         measure_noise: see `apply_plan`; `.noise_scale` then says from which batch on more samples
             are wasted.
@@ -185,7 +198,8 @@ def auto_parallelize(
     """
     pins = pins_of(plan)
     world = join_world(timeout_s=timeout_s)
-    _require_same_request(pins, world, global_batch_size, precision, objective, allow_lossy)
+    allowed = {"allow_lossy": allow_lossy, "allow_stale": allow_stale}
+    _require_same_request(pins, world, global_batch_size, precision, objective, allowed)
     _require_ranks(pins, world)
     if cluster is None:
         cluster = recall_or_bench(probe()) if world.size > 1 else probe(measure=True)
@@ -205,6 +219,7 @@ def auto_parallelize(
             host_overhead_s=host_overhead_s,
             pins=pins,
             timed=timed,
+            imbalance=imbalance,
             learns=learns,
         )
 
@@ -213,7 +228,7 @@ def auto_parallelize(
             model,
             sample,
             facts(),
-            policy=_policy(objective, allow_lossy),
+            policy=_policy(objective, allow_lossy, allow_stale),
             pins=pins,
             has_target=loss_fn is not None,
         )
@@ -232,6 +247,7 @@ def auto_parallelize(
         count=count,
         max_grad_norm=max_grad_norm,
         weights=weights,
+        outer_optimizer=outer_optimizer,
         sample=sample,
         world=world,
         seed=seed,
@@ -302,7 +318,7 @@ def _require_same_request(
     global_batch_size: int | None,
     precision: str | None,
     objective: str,
-    allow_lossy: bool,
+    allowed: Mapping[str, bool],
 ) -> None:
     """Rank 0 decides for all; a rank that was asked for something else must not go unheard."""
     asked = {
@@ -310,7 +326,7 @@ def _require_same_request(
         "global_batch_size": global_batch_size,
         "precision": precision,
         "objective": objective,
-        "allow_lossy": allow_lossy,
+        **allowed,
     }
     words = " ".join(f"{key}={value}" for key, value in sorted(asked.items()) if value is not None)
     require_same("settings", f"{hashlib.sha256(words.encode()).hexdigest()[:8]} {words}", world)
@@ -321,7 +337,15 @@ def _require_ranks(pins: Mapping[str, Any], world: World) -> None:
     degrees = {axis: int(pins[axis]) for axis in AXES if axis in pins}
     needed = math.prod(degrees.values())
     is_whole = len(degrees) == len(AXES)
-    if world.size % needed or (is_whole and needed != world.size):
+    beside = sum(int(pins.get(name, 0)) for name in ("servers", "backup_workers"))
+    left = world.size - beside
+    if beside and (left < 1 or left % needed or (is_whole and needed != left)):
+        raise PlanError(
+            f"beside {beside} servers and backup workers {left} of this job's {world.size} ranks"
+            f" are left, the degrees need {'' if is_whole else 'a multiple of '}{needed}",
+            hints=[f"start {needed + beside} ranks, or leave the degrees open"],
+        )
+    if not beside and (world.size % needed or (is_whole and needed != world.size)):
         words = " ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
         raise PlanError(
             f"{words or 'a plan of one device'} needs {'' if is_whole else 'a multiple of '}"
@@ -360,5 +384,6 @@ def _from_rank_zero(decide: Callable[[], Decision], world: World) -> Decision:
     return Decision.from_json(text)
 
 
-def _policy(objective: str, allow_lossy: bool) -> Policy:
-    return Policy.build({"objective": objective, "allow_lossy": allow_lossy}, where="objective")
+def _policy(objective: str, allow_lossy: bool, allow_stale: bool) -> Policy:
+    allowed = {"allow_lossy": allow_lossy, "allow_stale": allow_stale}
+    return Policy.build({"objective": objective, **allowed}, where="objective")

@@ -124,7 +124,8 @@ def _filled(facts: Facts, pins: Pins, styles: Styles) -> Plan:
     used = 1
     for axis in ("pp", "cp", "tp"):
         used *= int(pins.get(axis, 1))
-    replicas = max(1, facts.cluster.world_size // used)
+    beside = int(pins.get("servers", 0)) + int(pins.get("backup_workers", 0))
+    replicas = max(1, (facts.cluster.world_size - beside) // used)
     if not {"dp_replicate", "dp_shard"} & set(pins):
         is_sharded = DataParallel.FULL_SHARD in (kinds(pins) or ())
         settings["dp_shard" if is_sharded else "dp_replicate"] = replicas

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from advisor import apart, sending
 from advisor.comparison import Kind, best_of, compare, kind, shape, title
 from advisor.cost import CostModel
 from advisor.decide import decide
@@ -15,7 +16,6 @@ from advisor.rules import Candidate, margin_s, simplicity
 from advisor.search.kept import Kept
 from advisor.search.legal import Styles
 from advisor.search.space import Pins
-from advisor.sending import offer
 from advisor.tree import Trace, in_leaf
 from advisor.ways_out import no_plan
 from profiles.units import format_percent, format_seconds
@@ -56,8 +56,15 @@ def choose(
         estimated=choice.estimated,
         rejected=choice.rejected,
         dissent=_dissent(winner, choice.fitting, policy, trace),
-        offers=(offer(choice.offered, winner),) if choice.offered is not None else (),
+        offers=tuple(_offer(found, winner) for found in choice.offered),
     )
+
+
+def _offer(offered: Candidate, winner: Candidate) -> str:
+    """What a plan that needs the user's word would gain."""
+    if apart.settings(offered.plan):
+        return apart.offer(offered, winner)
+    return sending.offer(offered, winner)
 
 
 def _alternatives(

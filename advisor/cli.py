@@ -17,6 +17,7 @@ from advisor.command import (
     Command,
     common_options,
     count,
+    fraction,
     one_of,
     say,
     seconds,
@@ -139,6 +140,17 @@ def cli(ctx: click.Context) -> None:
     is_flag=True,
     help="Gradients may be sent rounded or in part, where that is predicted faster.",
 )
+@click.option(
+    "--imbalance",
+    callback=fraction,
+    metavar="FRACTION",
+    help="How much ranks' computing times scatter: deviation over mean. Default: none is assumed.",
+)
+@click.option(
+    "--allow-stale",
+    is_flag=True,
+    help="Ranks may update apart from each other (local SGD, servers), where predicted faster.",
+)
 @click.option("-o", "--output", metavar="FILE", help="Write the decision here, as JSON.")
 @click.option("--no-bench", is_flag=True, help="Under torchrun, time nothing: take usual speeds.")
 @json_option
@@ -156,6 +168,8 @@ def plan(
     pins: str,
     objective: str,
     allow_lossy: bool,
+    imbalance: float | None,
+    allow_stale: bool,
     output: str | None,
     no_bench: bool,
     as_json: bool,
@@ -183,11 +197,14 @@ def plan(
         samples=samples,
         critical_batch=critical_batch,
         host_overhead_s=host_overhead or 0.0,
+        imbalance=imbalance or 0.0,
     )
     from advisor.choose import choose
     from advisor.policy import Objective, Policy
 
-    policy = Policy(objective=Objective(objective), allow_lossy=allow_lossy)
+    policy = Policy(
+        objective=Objective(objective), allow_lossy=allow_lossy, allow_stale=allow_stale
+    )
     decision = choose(facts, policy=policy, pins=settings)
     if as_json:
         click.echo(decision.to_json(), nl=False)
@@ -379,6 +396,7 @@ def _facts(
     samples: int | None,
     critical_batch: int | None,
     host_overhead_s: float = 0.0,
+    imbalance: float = 0.0,
 ) -> Facts:
     """What is known, from the options; what is cheap to check comes first."""
     from advisor.facts import Facts
@@ -409,6 +427,7 @@ def _facts(
         dataset_samples=samples,
         critical_batch_size=critical_batch,
         host_overhead_s=host_overhead_s,
+        imbalance=imbalance,
         given=_given(),
     )
     return Facts(model=found, cluster=machines, workload=workload)
@@ -424,6 +443,7 @@ def _given() -> tuple[str, ...]:
         "host_overhead_s": "host_overhead",
         "dataset_samples": "samples",
         "critical_batch_size": "critical_batch",
+        "imbalance": "imbalance",
     }
     source_of = click.get_current_context().get_parameter_source
     typed = click.core.ParameterSource.COMMANDLINE

@@ -149,6 +149,15 @@ def count(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 
 def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
     """A callback for an option that is a time: seconds, zero or more."""
+    return _zero_or_more(param, value, "seconds")
+
+
+def fraction(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """A callback for an option that is a part of something: zero or more."""
+    return _zero_or_more(param, value, "a fraction")
+
+
+def _zero_or_more(param: click.Parameter, value: str | None, what: str) -> float | None:
     if value is None:
         return None
     try:
@@ -156,7 +165,7 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise InputError(f"`{param.opts[-1]}` wants seconds, zero or more, not `{value}`")
+        raise InputError(f"`{param.opts[-1]}` wants {what}, zero or more, not `{value}`")
     return number
 
 

@@ -17,6 +17,7 @@ from engines.plan import (
     Plan,
     Recompute,
     Schedule,
+    Updates,
 )
 from profiles.units import format_gib, format_percent, format_seconds
 
@@ -41,6 +42,10 @@ def title(plan: Plan) -> str:
     'HSDP, shard 8 x replicate 2'
     >>> title(Plan.parse("pp=4 tp=8 dp_replicate=2 zero=1"))
     'PP over 4 + TP over 8 + ZeRO-1 over 2'
+    >>> title(Plan.parse("dp_replicate=8 updates=local sync_every=4"))
+    'local SGD over 8 every 4 steps'
+    >>> title(Plan.parse("dp_replicate=6 servers=1 backup_workers=1"))
+    'servers over 6 + 1 workers, 1 serving'
     """
     words = [f"{axis.upper()} over {getattr(plan, axis)}" for axis in _cut_axes(plan)]
     if not words or plan.data_parallel is not DataParallel.NONE:
@@ -66,9 +71,27 @@ def _replicas(plan: Plan) -> str:
         DataParallel.FULL_SHARD: "FSDP",
         DataParallel.HYBRID_SHARD: f"HSDP, shard {shard} x replicate {replicate}",
     }[plan.data_parallel]
+    if not plan.updates_in_step:
+        words = _UPDATES[plan.updates]
     if plan.data_degree > 1 and plan.data_parallel is not DataParallel.HYBRID_SHARD:
         words += f" over {plan.data_degree}"
-    return words
+    return words + _beside(plan)
+
+
+_UPDATES = {
+    Updates.SYNCHRONOUS: "servers",
+    Updates.ASYNCHRONOUS: "asynchronous servers",
+    Updates.LOCAL: "local SGD",
+    Updates.DILOCO: "DiLoCo",
+}
+
+
+def _beside(plan: Plan) -> str:
+    """What stands beside replicas that update apart."""
+    words = [f" every {plan.sync_every} steps"] * plan.updates.is_periodic
+    words += [f" + {plan.backup_workers} workers"] * bool(plan.backup_workers)
+    words += [f", {plan.servers} serving"] * bool(plan.servers)
+    return "".join(words)
 
 
 def cuts(plan: Plan) -> str:
@@ -121,12 +144,14 @@ def _cut_axes(plan: Plan) -> tuple[str, ...]:
     return tuple(axis for axis in ("pp", "cp", "tp") if getattr(plan, axis) > 1)
 
 
-Kind = tuple[tuple[str, ...], DataParallel, Offload]
+Kind = tuple[tuple[str, ...], DataParallel, Offload, Updates, bool]
 
 
 def kind(plan: Plan) -> Kind:
-    """Which axes a plan uses, what its replicas shard and what waits in main memory; no degrees."""
-    return _cut_axes(plan), plan.data_parallel, plan.offload
+    """Which axes a plan uses, what its replicas shard, what waits in main memory, and how ranks
+    update; no degrees."""
+    shards = plan.data_parallel, plan.offload
+    return _cut_axes(plan), *shards, plan.updates, plan.servers > 0
 
 
 def kind_words(plan: Plan) -> str:
@@ -141,12 +166,13 @@ def kind_words(plan: Plan) -> str:
     return " + ".join(words) + (", CPU offload" if plan.offload is Offload.STATES else "")
 
 
-Shape = tuple[Kind, tuple[int, ...]]
+Shape = tuple[Kind, tuple[int, ...], str]
 
 
 def shape(plan: Plan) -> Shape:
     """What two plans share that differ only in how the batch is cut and run."""
-    return kind(plan), (plan.pp, plan.cp, plan.tp, plan.dp_replicate, plan.dp_shard)
+    degrees = (plan.pp, plan.cp, plan.tp, plan.dp_replicate, plan.dp_shard)
+    return kind(plan), degrees, _beside(plan)
 
 
 def best_of(candidates: list[Candidate], policy: Policy) -> Candidate:
@@ -235,6 +261,7 @@ _PARTS = {
     "host_s": "transfers to the host",
     "launch_s": "launching",
     "idle_s": "waiting for other stages",
+    "straggling_s": "waiting for the slowest rank",
     "host_overhead_s": "data loading and host",
 }
 # Parts are named until less than this of a difference is left: about what rounding hides.

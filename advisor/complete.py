@@ -45,7 +45,8 @@ def completed(
         used = 1
         for axis in ("pp", "cp", "tp"):
             used *= int(settings.get(axis, 1))
-        settings["dp_replicate"] = max(1, cluster.world_size // used)
+        beside = int(settings.get("servers", 0)) + int(settings.get("backup_workers", 0))
+        settings["dp_replicate"] = max(1, (cluster.world_size - beside) // used)
     if "precision" not in settings:
         same = [p.value for p in Precision if p.dtype == model.dtype]
         settings |= {"precision": same[0]} if same else {}

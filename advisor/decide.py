@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from advisor.apart import apart
 from advisor.candidates import refuse, searched
 from advisor.comparison import Kind, kind
 from advisor.cost import CostModel
@@ -18,7 +19,7 @@ from advisor.search.kept import Kept
 from advisor.search.legal import Styles
 from advisor.search.search import Rows, Search
 from advisor.search.space import Pins
-from advisor.sending import Sending, sending
+from advisor.sending import sending
 from advisor.tree import Family, Trace, belongs, in_leaf
 from advisor.walk import walk
 from engines.plan import Offload, Plan
@@ -43,7 +44,7 @@ class Choice:
         total: plans that were weighed, most of them by their bounds alone; `estimated` exactly.
         rejected: by rule, how many of them cannot be taken.
         kinds: a plan of every kind that was weighed; its stages are not named.
-        offered: faster than the winner, and its gradients lose something.
+        offered: faster than the winner, but the training is another: what no user allowed.
     """
 
     winner: Candidate | None
@@ -55,7 +56,7 @@ class Choice:
     estimated: int
     rejected: dict[str, int]
     kinds: Sequence[Plan]
-    offered: Candidate | None = None
+    offered: tuple[Candidate, ...] = ()
 
 
 def decide(
@@ -99,16 +100,19 @@ def decide(
             search.nearest(search.rows)
         elif compares:
             left_open |= _compare_kinds(search, winner, policy)
-    sent = _sent(searches[-1], winner, kept.costs, policy, trace, pins)
+    offered: tuple[Candidate, ...] = ()
     # Of a kind that is left open nothing is said but of its best plan, if that was taken.
     left_open -= {kind(winner.plan)} if winner else set()
     weighed = [c for search in searches for c in search.weighed if kind(c.plan) not in left_open]
-    if sent is not None and sent.winner is not winner:
-        winner = sent.winner
-        weighed.append(winner)
+    if winner is not None:
+        found, offered = _refined(searches[-1], winner, kept.costs, policy, trace, pins)
+        weighed += [found] if found is not winner else []
+        winner = found
     fitting = [c for c in weighed if c.fits]
     of_leaf = [c for c in fitting if in_leaf(c.plan, trace)]
     follows = policy.objective is Objective.TREE and bool(of_leaf)
+    if follows and winner is not None and winner not in of_leaf and not winner.plan.updates_in_step:
+        of_leaf.append(winner)
     return Choice(
         winner=winner,
         pool=of_leaf if follows else fitting,
@@ -119,27 +123,28 @@ def decide(
         estimated=sum(len(search.weighed) for search in searches),
         rejected=dict(sorted(sum((s.left_out for s in searches), Counter()).items())),
         kinds=[plan for search in searches for plan, _ in search.kinds()],
-        offered=sent.offered if sent is not None else None,
+        offered=offered,
     )
 
 
-def _sent(
+def _refined(
     search: Search,
-    winner: Candidate | None,
+    winner: Candidate,
     costs: CostModel,
     policy: Policy,
     trace: Trace,
     pins: Pins,
-) -> Sending | None:
-    """The winner with the way in which gradients go, beside that of the fastest DDP plan."""
-    if winner is None:
-        return None
+) -> tuple[Candidate, tuple[Candidate, ...]]:
+    """The winner, or the fastest DDP plan with another way for its gradients to go or with ranks
+    that update apart; and what would be faster still, but needs the user's word."""
     of_ddp = [rows for plan, rows in search.kinds() if belongs(plan, Family.DDP)]
     replicas = search.fastest(np.concatenate(of_ddp)) if of_ddp else None
     follows = policy.objective is Objective.TREE and in_leaf(winner.plan, trace)
-    if replicas is not None and follows and not in_leaf(replicas.plan, trace):
-        replicas = None
-    return sending(winner, replicas, costs, policy, pins)
+    may_send = replicas is None or not follows or in_leaf(replicas.plan, trace)
+    sent = sending(winner, replicas if may_send else None, costs, policy, pins)
+    updates = apart(sent.winner, replicas, costs, policy, trace, pins)
+    offers = (sent.offered, updates.offered)
+    return updates.winner, tuple(offer for offer in offers if offer is not None)
 
 
 def _winner(search: Search, policy: Policy, trace: Trace) -> Candidate | None:

@@ -48,6 +48,7 @@ def look(
     host_overhead_s: float = 0.0,
     pins: Mapping[str, Any] = _NO_PINS,
     timed: bool = False,
+    imbalance: float = 0.0,
     learns: bool = False,
 ) -> Facts:
     """What there is to know before deciding; with `learns` runs on this machine correct it."""
@@ -85,6 +86,7 @@ def look(
             "dataset_samples": samples,
             "critical_batch_size": critical_batch_size,
             "host_overhead_s": host_overhead_s,
+            "imbalance": imbalance,
             "given": _given(
                 global_batch_size=global_batch_size,
                 optimizer=optimizer,
@@ -92,6 +94,7 @@ def look(
                 host_overhead_s=host_overhead_s or None,
                 dataset_samples=samples,
                 critical_batch_size=critical_batch_size,
+                imbalance=imbalance or None,
             ),
         }
     )
@@ -118,7 +121,8 @@ def _with_times(
 def _global_batch(sample: Batch, pins: Mapping[str, Any], ranks: int) -> int:
     """One sample batch for each replica: ranks that hold parts of one model see the same rows."""
     parts = math.prod(int(pins.get(axis, 1)) for axis in ("pp", "cp", "tp"))
-    return batch_size(sample) * max(1, ranks // parts)
+    beside = sum(int(pins.get(name, 0)) for name in ("servers", "backup_workers"))
+    return batch_size(sample) * max(1, (ranks - beside) // parts)
 
 
 def _given(**arguments: object) -> tuple[str, ...]:

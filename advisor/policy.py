@@ -35,6 +35,8 @@ class Policy(Record):
             in published runs of dense models; 5 % is inside that scatter.
         allow_lossy: whether gradients may be rounded or sent in part (`Plan.compression`); what it
             does to the training is no question of speed, so only the user's word allows it.
+        allow_stale: whether ranks may update apart from each other (`Plan.updates`, servers); what
+            it does to the training is no question of speed, so only the user's word allows it.
         alternatives: plans listed beside the winner; what fits a screen.
         device_factors: how many times as many nodes (or devices of one node) are tried when
             nothing fits, doubling as machines are bought.
@@ -45,6 +47,7 @@ class Policy(Record):
     host_headroom_fraction: float = Field(default=1 / 3, ge=0, lt=1)
     simplicity_margin: float = Field(default=0.05, ge=0)
     allow_lossy: bool = False
+    allow_stale: bool = False
     alternatives: PositiveInt = 6
     device_factors: tuple[PositiveInt, ...] = (2, 4, 8, 16)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from advisor import sending
+from advisor import apart, sending
 from advisor.comparison import causes, margin_percent, shape, title
 from advisor.cost import CostModel
 from advisor.facts import Facts
@@ -45,6 +45,7 @@ def reasons(
     yield from _split_reason(winner)
     if not sending.is_usual(winner.plan):
         yield sending.reason(winner, costs)
+    yield from apart.reason(winner, costs)
     yield from _recompute_reason(winner, costs, policy)
     yield from _runner_up_reason(winner, pool, policy)
     yield from _whole_reason(winner, pool, facts, policy)
@@ -83,6 +84,8 @@ def _leaf_reason(winner: Candidate, policy: Policy, trace: Trace, pins: Pins) ->
         wanted = "fastest" if policy.objective is Objective.TIME else "smallest"
         return f"{advice}; the {wanted} plan was asked for, wherever it stands"
     if not in_leaf(winner.plan, trace):
+        if not winner.plan.updates_in_step:
+            return f"{advice}; that ranks update apart from each other was allowed"
         if pins:
             return f"{advice}; of what you left open, nothing that it names can be taken"
         return f"{advice}; of the families that are weighed, none of these fits here"

@@ -14,7 +14,7 @@ from advisor.cost import CostModel, Estimate
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.search.space import KINDS, RECOMPUTES, SCHEDULES, Integers, Row, Space
-from engines.plan import DataParallel, Offload, Plan
+from engines.plan import DataParallel, Offload, Plan, Updates
 from profiles.cluster import ClusterProfile
 from profiles.record import Record
 from profiles.units import format_gib
@@ -144,10 +144,10 @@ def simplicity(plan: Plan | Row) -> tuple[int, ...]:
     Simple means: fewer moving parts to understand, and fewer ways to be slower than predicted. A
     model in one piece trains in the loop that its user wrote. Split layers still do, but another
     way of splitting is proved for every kind of layer; stages need `train_step`, a schedule, and
-    microbatches that are even.
+    microbatches that are even. Ranks that update apart come after all others.
     """
     return (
-        int(plan.offload is not Offload.NONE),
+        int(plan.offload is not Offload.NONE) + 2 * _apart(plan),
         # 0 whole, 1 split layers, 2 stages, 3 both.
         int(plan.tp > 1 or plan.cp > 1) + 2 * int(plan.pp > 1),
         _KINDS.index(plan.data_parallel),
@@ -157,6 +157,12 @@ def simplicity(plan: Plan | Row) -> tuple[int, ...]:
         plan.pp * plan.tp * plan.cp,
         plan.forwards,
     )
+
+
+def _apart(plan: Plan | Row) -> int:
+    """How far ranks update apart from each other: the same for all plans of a space."""
+    order = (Updates.SYNCHRONOUS, Updates.LOCAL, Updates.DILOCO, Updates.ASYNCHRONOUS)
+    return 2 * order.index(plan.updates) + (plan.servers > 0) + (plan.backup_workers > 0)
 
 
 def margin_s(one: Estimate, other: Estimate, policy: Policy) -> float:
@@ -172,6 +178,7 @@ def margin_s(one: Estimate, other: Estimate, policy: Policy) -> float:
         + abs(mine.optimizer_s - theirs.optimizer_s)
         # A stage waits for what others compute.
         + abs(mine.idle_s - theirs.idle_s)
+        + abs(mine.straggling_s - theirs.straggling_s)
     )
     launching = abs(mine.launch_s - theirs.launch_s)
     sent = abs(mine.exposed_s - theirs.exposed_s) + abs(mine.host_s - theirs.host_s)

@@ -35,7 +35,7 @@ class Family(StrEnum):
     LOCAL_SGD = "compressed or local-SGD synchronisation"
 
 
-NOT_WEIGHED = (Family.LOCAL_SGD,)
+NOT_WEIGHED: tuple[Family, ...] = ()
 # What replicas of stages and split layers may shard without gathering parameters from each other.
 _KEEPS_PARAMETERS = (DataParallel.NONE, DataParallel.REPLICATE, DataParallel.ZERO1)
 
@@ -233,9 +233,9 @@ def belongs(plan: Plan, family: Family, *, devices_per_node: int | None = None) 
         return False
     match family:
         case Family.SINGLE:
-            return not cut and kind is DataParallel.NONE
+            return not cut and kind is DataParallel.NONE and not plan.servers
         case Family.DDP:
-            return not cut and kind is DataParallel.REPLICATE
+            return not cut and kind is DataParallel.REPLICATE and plan.updates_in_step
         case Family.ZERO:
             return not cut and kind.is_sharded
         case Family.HSDP:
@@ -250,7 +250,8 @@ def belongs(plan: Plan, family: Family, *, devices_per_node: int | None = None) 
             return bool(cut) and (
                 kind in _KEEPS_PARAMETERS or _shards_in_node(plan, devices_per_node)
             )
-    return False
+        case Family.LOCAL_SGD:
+            return plan.updates.is_periodic
 
 
 def _shards_in_node(plan: Plan, devices_per_node: int | None) -> bool:

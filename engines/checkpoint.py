@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,13 @@ def save(
     *,
     world: World,
     layout: Layout,
+    writers: dist.ProcessGroup | None = None,
+    outer: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the folder `path`; all ranks call it.
+    """Write the folder `path`; all ranks call it, or all of `writers`, the first rank among them.
+
+    Writers other than all ranks have the whole model each, and of optimizer states their own.
+    `outer` are states of an optimizer beside the ranks' own, the same on all of them.
 
     The pieces go to a folder beside it, which replaces an older `path` only when it is complete:
     an interrupted save leaves the old one.
@@ -56,20 +61,23 @@ def save(
     model_state, optimizer_state = _states(model, optimizer)
     states = optimizer_state["state"]
     optimizer_state["state"] = {n: v for n, v in states.items() if layout.owns(n)}
-    if layout.has_stages:
-        optimizer_state["param_groups"] = _whole_groups(optimizer_state["param_groups"], model)
+    if layout.has_stages or writers is not None:
+        groups = optimizer_state["param_groups"]
+        optimizer_state["param_groups"] = _whole_groups(groups, model, writers)
     owned = {name: value for name, value in model_state.items() if layout.owns(name)}
     state = _boxed(owned, optimizer_state, layout)
+    if outer:
+        state["outer"] = dict(outer)
 
     def prepare() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         target.parent.mkdir(parents=True, exist_ok=True)
 
     what = f"cannot write `{target}`"
-    _on_first_rank(prepare, what, world)
+    _on_first_rank(prepare, what, world, writers)
     with _files(what):
-        dcp.save(state, checkpoint_id=partial)
-    _on_first_rank(lambda: _replace(target, partial), what, world)
+        dcp.save(state, checkpoint_id=partial, process_group=writers)
+    _on_first_rank(lambda: _replace(target, partial), what, world, writers)
 
 
 def load(
@@ -78,8 +86,13 @@ def load(
     optimizer: torch.optim.Optimizer,
     *,
     layout: Layout,
-) -> None:
+    alone: bool = False,
+    outer: Mapping[str, Tensor] | None = None,
+) -> bool:
     """Read a folder written by `save`, under any plan, into the shards of this one.
+
+    `alone`: without a word with other ranks, each of which has the whole model. Returns whether the
+    folder has all of `outer`, which are then written in place.
 
     Raises:
         FileError: there is no complete checkpoint, or it belongs to another model.
@@ -99,6 +112,8 @@ def load(
     names = list(model_state)
     model_state = {name: value for name, value in model_state.items() if layout.holds(name)}
     state = _boxed(model_state, optimizer_state, layout)
+    if outer:
+        state["outer"] = dict(outer)
     try:
         with _files(f"cannot load `{target}` into this model"):
             saved = dcp.FileSystemReader(target).read_metadata().state_dict_metadata.keys()
@@ -106,7 +121,7 @@ def load(
             _require_same_optimizer(target, saved, optimizer_state)
             # Parameters that never got a gradient have no optimizer state in the checkpoint.
             planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-            dcp.load(state, checkpoint_id=target, planner=planner)
+            dcp.load(state, checkpoint_id=target, planner=planner, no_dist=alone)
     except BaseException:
         optimizer.state.clear()
         optimizer.state.update(before)
@@ -125,6 +140,7 @@ def load(
     else:
         set_model_state_dict(model, state["model"], options=options)
     _forget_states_not_saved(model, optimizer, saved)
+    return bool(outer) and all(f"outer.{name}" in saved for name in outer or ())
 
 
 def _boxed(model_state: State, optimizer_state: State, layout: Layout) -> dict[str, State]:
@@ -187,14 +203,17 @@ def _raw_states(
 
 
 def _is_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether it steps parameters of `model`; that of a worker has none, servers step them."""
     known = set(model.parameters())
     return all(p in known for group in optimizer.param_groups for p in group["params"])
 
 
-def _whole_groups(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+def _whole_groups(
+    groups: list[dict[str, Any]], model: nn.Module, ranks: dist.ProcessGroup | None
+) -> list[dict[str, Any]]:
     """Parameter groups over all ranks; settings are those of the first rank that has the group."""
-    every: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, groups)
+    every: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size(ranks))]
+    dist.all_gather_object(every, groups, group=ranks)
     order = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     merged = []
     for number in range(max(map(len, every))):
@@ -272,7 +291,9 @@ def _files(what: str) -> Iterator[None]:
         raise FileError(f"{what}: {first.strip().splitlines()[0]}") from None
 
 
-def _on_first_rank(work: Callable[[], None], what: str, world: World) -> None:
+def _on_first_rank(
+    work: Callable[[], None], what: str, world: World, ranks: dist.ProcessGroup | None
+) -> None:
     """Rank 0 does `work`; all ranks go on together, or all raise."""
     error: FileError | None = None
     if world.rank == 0:
@@ -281,7 +302,7 @@ def _on_first_rank(work: Callable[[], None], what: str, world: World) -> None:
                 work()
         except FileError as found:
             error = found
-    (failures,) = sum_over_ranks([float(error is not None)], world)
+    (failures,) = sum_over_ranks([float(error is not None)], world, group=ranks)
     if error is not None:
         raise error
     if failures:

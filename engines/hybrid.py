@@ -10,13 +10,15 @@ that papers and manuals give them:
 
 From the outside in: stages first, so that nothing else is done to parameters that a rank will not
 keep. Then layers are split, then blocks recompute and are compiled as they will run, and what is
-left on the rank is replicated or sharded over the data axes. Recordings of a pipeline are made of
-the model as it was before all this.
+left on the rank is replicated or sharded over the data axes. Where ranks update apart (servers,
+local SGD) each is a job of its own, but for its exchange. Recordings of a pipeline are made of the
+model as it was before all this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -46,6 +48,7 @@ from engines.recompute import recompute_blocks
 from engines.tensor.proved import proved
 from engines.tensor.split import split_over
 from engines.tensor.variants import Styles
+from engines.updates.build import exchange_of, served_by
 from engines.weights import Weights
 from engines.world import World, in_contact, join_world, require_same_plan
 from profiles.batch import Batch
@@ -70,6 +73,7 @@ def apply_plan(
     max_grad_norm: float | None = None,
     sample: Batch | None = None,
     weights: Weights | None = None,
+    outer_optimizer: OptimizerFactory | None = None,
     world: World | None = None,
     seed: int = 0,
     measure_noise: bool = False,
@@ -95,6 +99,7 @@ def apply_plan(
         weights: of a model on the meta device: init(module), which fills the parameters and buffers
             that a module holds itself and draws from torch's generator only; tensors by name; or a
             path to safetensors files. A rank takes what it holds, and nothing else is read.
+        outer_optimizer: a factory, for `updates=diloco`; None is the paper's Nesterov momentum.
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
         measure_noise: the gradient noise scale, for `ParallelModel.noise_scale`: reads the
             gradients twice more in every step.
@@ -125,7 +130,7 @@ def apply_plan(
     names_before = names_of(model)
     model.zero_grad(set_to_none=True)  # gradients of an earlier life would be added to ours
 
-    mesh = Mesh(plan, world)
+    mesh = Mesh(plan, world) if plan.updates_in_step else Mesh.of_one(world)
     layout = Layout(model, mesh, device=world.device)
     if world.size > 1:
         send_from_first(chain(model.parameters(), model.buffers()), world.device)
@@ -157,14 +162,19 @@ def apply_plan(
         kept=kept,
         fill=fill,
     )
-    built = build_optimizer(optimizer, model=model, names_before=names_before, layout=layout)
+    served = served_by(plan, model, world)
+    built = build_optimizer(
+        optimizer, model=model, names_before=names_before, layout=layout, served=served
+    )
+    exchange = exchange_of(plan, model, built, outer=outer_optimizer, profile=profile, world=world)
 
     return ParallelModel(
         model,
         runner,
         plan=plan,
         profile=profile,
-        world=world,
+        world=world if exchange is None else replace(world, size=1),
+        job=world,
         mesh=mesh,
         layout=layout,
         optimizer=built,
@@ -176,6 +186,7 @@ def apply_plan(
         pipeline=stages,
         split=split,
         noise=NoiseMeter(model, plan, device=world.device) if measure_noise else None,
+        exchange=exchange,
     )
 
 

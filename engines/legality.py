@@ -12,6 +12,7 @@ from engines.pipeline.legality import pipeline
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute
 from engines.problem import Problem as Problem
 from engines.tensor.legality import tensor
+from engines.updates.legality import updates
 from profiles.cluster import ClusterProfile
 from profiles.errors import PlanError
 from profiles.model import ModelProfile, Numerics
@@ -51,6 +52,12 @@ def world_size(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iter
             for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
             if getattr(plan, axis) > 1
         )
+        beside = [
+            f"{name}={getattr(plan, name)}"
+            for name in ("servers", "backup_workers")
+            if getattr(plan, name)
+        ]
+        degrees = " + ".join([*([degrees] if degrees else ["1 worker"] if beside else []), *beside])
         yield Problem(
             rule="world-size",
             what=f"plan needs {_ranks(plan.world_size)} ({degrees or 'every degree is 1'}), "
@@ -272,6 +279,7 @@ RULES: tuple[Rule, ...] = (
     compiled,
     replicas_of_stages,
     aggregation,
+    updates,
 )
 
 

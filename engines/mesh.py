@@ -12,7 +12,7 @@ dp_replicate=2 and tp=2 rank 5 is stage 1, replica 0, part 1:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -70,6 +70,11 @@ class Mesh:
         self.tp = self._axis("tp")
         self.shards = self._shards(world) if plan.data_parallel.is_sharded else None
         self.copy = self._place_among_copies()
+
+    @classmethod
+    def of_one(cls, world: World) -> Mesh:
+        """Of a rank that makes its steps without the others."""
+        return cls(Plan(), replace(world, rank=0, size=1))
 
     def between_stages(self, positions: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of the ranks at these `positions` on the pp axis, one for every place on the

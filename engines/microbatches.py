@@ -49,6 +49,8 @@ class Cutter:
         self._spare: Batch | None = None
         self.total = 0.0
         """What the latest global batch's mean loss is a mean over: its rows, or their `count`."""
+        self.counted = 0.0
+        """What this rank's losses of the last batch were means over: its rows, as a rule."""
 
     @in_contact("meeting before the forward")
     def cut(self, batch: Batch) -> tuple[list[Batch], Tensor]:
@@ -73,10 +75,11 @@ class Cutter:
             # Tell the others before they wait for us.
             sum_over_ranks([0.0, 1.0, *prints], self._world)
             raise
+        self.counted = sum(counts)
         if self._is_shared:
             own = float(_fingerprint(batch))
             prints[2 * self._replica : 2 * self._replica + 2] = own, own**2
-        total, failed, *prints = sum_over_ranks([sum(counts), 0.0, *prints], self._world)
+        total, failed, *prints = sum_over_ranks([self.counted, 0.0, *prints], self._world)
         if failed:
             raise BatchError(
                 f"{failed:.0f} of {self._world.size} ranks could not use their part of the batch",

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from engines.plan import DataParallel, Plan
+from engines.plan import Compression, DataParallel, Plan
 from engines.replicas import local_part
 from profiles.errors import PlanError
 from profiles.torch_compat_fsdp import watch_reductions
@@ -70,6 +70,13 @@ class NoiseScale:
 def require_measurable(plan: Plan) -> None:
     """Raises PlanError: the plan has no gradients of two sizes of batch on one rank, and why."""
     where = f"plan: {plan}"
+    if not plan.updates_in_step or plan.compression is not Compression.NONE:
+        raise PlanError(
+            "the noise scale compares a replica's own gradient with the average of all, which this"
+            " plan does not make",
+            where=where,
+            hints=["measure it in a run without `updates`, `servers` and `compression`"],
+        )
     if plan.world_size > plan.data_degree:
         axes = " ".join(
             f"{a}={getattr(plan, a)}" for a in ("pp", "cp", "tp") if getattr(plan, a) > 1

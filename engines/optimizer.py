@@ -28,32 +28,47 @@ def build_optimizer(
     model: nn.Module,
     names_before: Names,
     layout: Layout,
+    served: frozenset[str] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of the parameters that this rank has, as they now are.
 
     A factory is called on the trainable parameters of `model`. An optimizer that was built on the
     parameters before wrapping is carried over in place: same object, groups, hyper-parameters and
     states, so learning-rate schedulers that hold it go on working. None means AdamW with torch's
-    defaults.
+    defaults. A server's has the parameters of these names, `served`, alone.
 
     Raises:
         InputError: the optimizer holds a parameter that is not of this model.
     """
     if isinstance(given, torch.optim.Optimizer):
-        _carry_over(given, model, names_before, layout)
+        _carry_over(given, model, names_before, layout, served)
         return given
     trainable = [
         parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and layout.holds(name)
+        if parameter.requires_grad and layout.holds(name) and (served is None or name in served)
     ]
     if not trainable and layout.has_stages:
-        trainable = [nn.Parameter(torch.zeros(0))]  # optimizers refuse to be built on nothing
+        trainable = [_nothing()]
     return given(trainable) if given is not None else torch.optim.AdamW(trainable)
 
 
+def of_nothing() -> torch.optim.Optimizer:
+    """An optimizer that steps no parameter of any model."""
+    return torch.optim.SGD([_nothing()])
+
+
+def _nothing() -> nn.Parameter:
+    """Optimizers refuse to be built on no parameters at all."""
+    return nn.Parameter(torch.zeros(0))
+
+
 def _carry_over(
-    optimizer: torch.optim.Optimizer, model: nn.Module, names: Names, layout: Layout
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    names: Names,
+    layout: Layout,
+    served: frozenset[str] | None,
 ) -> None:
     for number, group in enumerate(optimizer.param_groups):
         strangers = [p for p in group["params"] if p not in names]
@@ -67,7 +82,7 @@ def _carry_over(
         fresh = []
         for old in group["params"]:
             name, state = names[old], optimizer.state.pop(old, None)
-            if not layout.holds(name):
+            if not layout.holds(name) or (served is not None and name not in served):
                 continue
             new = model.get_parameter(name)
             fresh.append(new)
@@ -101,9 +116,14 @@ def _like(
 
 @torch.no_grad()
 def send_from_first(
-    tensors: Iterable[Tensor], device: torch.device, *, group: dist.ProcessGroup | None = None
+    tensors: Iterable[Tensor],
+    device: torch.device,
+    *,
+    group: dist.ProcessGroup | None = None,
+    source: int = 0,
 ) -> None:
-    """Make the tensors of every rank of `group`, or of all ranks, equal to its first rank's."""
+    """Make the tensors of every rank of `group`, or of all ranks, equal to its first rank's, or to
+    those of the rank at the place `source` in it."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         if tensor.is_meta:
@@ -112,22 +132,22 @@ def send_from_first(
             continue  # expanded: several elements in one place, nothing can be written there
         bucket.append(tensor.detach())
         if sum(t.nbytes for t in bucket) >= BUCKET_BYTES:
-            _broadcast(bucket, device, group)
+            _broadcast(bucket, device, group, source)
             bucket = []
-    _broadcast(bucket, device, group)
+    _broadcast(bucket, device, group, source)
 
 
 BUCKET_BYTES = 32 * MIB  # many small tensors in one message, and a copy that is never large
 
 
 def _broadcast(
-    tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup | None
+    tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup | None, source: int
 ) -> None:
     """All of `tensors` in one message of bytes, whatever their dtypes."""
     if not tensors:
         return
     staged = torch.cat([_as_bytes(tensor).to(device) for tensor in tensors])
-    dist.broadcast(staged, group=group, group_src=0)
+    dist.broadcast(staged, group=group, group_src=source)
     sizes = [tensor.nbytes for tensor in tensors]
     for tensor, part in zip(tensors, staged.split(sizes), strict=True):
         _write(tensor, part)

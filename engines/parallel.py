@@ -25,7 +25,7 @@ from engines.learning_rate import Rates
 from engines.mesh import Mesh
 from engines.microbatches import Count, Cutter, weighted
 from engines.noise import NoiseMeter
-from engines.optimizer import send_from_first
+from engines.optimizer import of_nothing, send_from_first
 from engines.pipeline.cuts import Cut, cuts
 from engines.plan import DataParallel, Plan
 from engines.precision import as_fp32, autocast
@@ -34,6 +34,8 @@ from engines.replicas import local_part, sum_gradients
 from engines.state import set_whole_state, whole_state
 from engines.steps import Steps
 from engines.tensor.logits import whole_tensors
+from engines.updates.apart import Apart
+from engines.updates.exchange import Exchange
 from engines.world import World, in_contact
 from profiles.batch import Batch, call_model, loss_of
 from profiles.errors import PlanError
@@ -45,12 +47,17 @@ if TYPE_CHECKING:
 LossFn = Callable[..., Tensor]
 
 
-class ParallelModel(Gauges, nn.Module):
+class ParallelModel(Gauges, Apart, nn.Module):
     """A model under a plan: train it with `train_step`, or in a classic loop.
 
     `train_step(batch)` cuts the rank's part of the global batch into the plan's microbatches, runs
     forward and backward on each, exchanges gradients, clips, steps, and returns the loss averaged
     over the samples of all ranks. It does not switch between train and eval mode.
+
+    Plans whose ranks update apart (`updates`, `servers`) are trained by the same script: every rank
+    calls `train_step` as often. On a server it serves until all workers that are left have had
+    their step, and looks at no batch. On asynchronous workers and on replicas between two meetings
+    the loss is that of the rank's own samples, and `max_grad_norm` is of its own gradients.
 
     A classic loop works for plans without stages: `out = parallel(x); loss.backward();
     parallel.optimizer.step(); parallel.optimizer.zero_grad()`.
@@ -85,19 +92,26 @@ class ParallelModel(Gauges, nn.Module):
         pipeline: Pipeline | None = None,
         split: Split | None = None,
         noise: NoiseMeter | None = None,
+        exchange: Exchange | None = None,
+        job: World | None = None,
     ) -> None:
+        """`world` are the ranks that make a step together; `job` all, where those are others."""
         super().__init__()
         self.module = module
         self.plan = plan
         self.decision = None
         self.optimizer = optimizer
-        self.data_rank = mesh.data.position
-        self.data_world_size = mesh.data.size
+        self._exchange = exchange or Exchange(
+            world.device, replica=mesh.data.position, replicas=mesh.data.size
+        )
+        self.data_rank = self._exchange.replica
+        self.data_world_size = self._exchange.replicas
         self.steps = Steps(plan, profile, world)
         self._rates = Rates(optimizer)
         self._own = OwnTime(module, plan, profile, world)
         self._profile = profile
         self._world = world
+        self._job = job or world
         self._mesh = mesh
         self._layout = layout
         self._loss_fn = loss_fn
@@ -147,6 +161,8 @@ class ParallelModel(Gauges, nn.Module):
                 where=f"plan: {self.plan}",
                 hints=["use `train_step(batch)` and `eval_step(batch)`, on all ranks"],
             )
+        if torch.is_grad_enabled():
+            self._require_own_step()
         self._is_due = torch.is_grad_enabled()
         output = self._called(*args, **kwargs)
         return output if self._split is None else whole_tensors(output)
@@ -178,21 +194,27 @@ class ParallelModel(Gauges, nn.Module):
 
         Raises:
             BatchError: more rows than the plan's microbatches hold, or tensors that do not agree.
+            RankError: names a rank that is gone or late, and without which there is no step.
         """
+        if self._exchange.instead():
+            return self._exchange.loss
         with self.steps.noted(batch):
             loss = self.forward_backward(batch)
+            self._exchange.note(loss, self._cutter.counted)
             if self._max_grad_norm is not None:
                 self.clip_grad_norm_(self._max_grad_norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        return loss
+        return self._exchange.loss
 
     @in_contact("exchanging gradients")
     def forward_backward(self, batch: Batch) -> Tensor:
         """`train_step` without the step: gradients are left averaged over the global batch.
 
-        Where it raises it leaves no gradients, and the next call starts clean.
+        Where it raises it leaves no gradients, and the next call starts clean. Ranks that update
+        apart have those of their own part.
         """
+        self._require_own_batch()
         with self._own.meeting():
             pieces, weights = self._cutter.cut(batch)
         if self._noise is not None:
@@ -222,9 +244,11 @@ class ParallelModel(Gauges, nn.Module):
 
         Call `eval()` before and `train()` after where the model distinguishes them.
         """
+        total = torch.zeros((), device=self._world.device)
+        if self._exchange.serves:
+            return self._exchange.average(total, 0.0)
         pieces, weights = self._cutter.cut(batch)
         self._follow_first_replica()
-        total = torch.zeros((), device=self._world.device)
         with self._draws.agreed():
             if self._pipeline is not None:
                 total += self._pipeline.evaluate(pieces, weights.unbind())
@@ -232,7 +256,7 @@ class ParallelModel(Gauges, nn.Module):
                 pieces = []
             for piece, weight in zip(pieces, weights, strict=False):
                 total += weighted(self._loss(piece), weight)
-        return self._average(total)
+        return self._exchange.average(self._average(total), self._cutter.counted)
 
     def shard(self, loader: Iterable[Batch]) -> ShardedLoader:
         """`loader` yields global batches; the result yields this replica's rows of each."""
@@ -260,16 +284,40 @@ class ParallelModel(Gauges, nn.Module):
         """Write weights and optimizer states to the folder `path`; all ranks call it.
 
         Any plan with any world size can load it. An interrupted save leaves the old folder.
+        Replicas that update on their own meet first; of their optimizers' states the first
+        replica's are written.
         """
         release(self.module)
+        self.synchronise()
         self._follow_first_replica(every_buffer=True)
-        checkpoint.save(path, self.module, self.optimizer, world=self._world, layout=self._layout)
+        with self._exchange.saving() as writers:
+            if self._exchange.keeps_states:
+                checkpoint.save(
+                    path,
+                    self.module,
+                    self.optimizer,
+                    world=self._job,
+                    layout=self._layout,
+                    writers=writers,
+                    outer=self._exchange.outer_states(),
+                )
 
     @in_contact("loading")
     def load(self, path: checkpoint.PathLike) -> None:
         """Read what `save` wrote under any plan; all ranks call it."""
         release(self.module)
-        checkpoint.load(path, self.module, self.optimizer, layout=self._layout)
+        with self._exchange.loading():
+            states = self.optimizer if self._exchange.keeps_states else of_nothing()
+            has_outer = checkpoint.load(
+                path,
+                self.module,
+                states,
+                layout=self._layout,
+                alone=bool(self.plan.servers),
+                outer=self._exchange.outer_states(),
+            )
+        if not has_outer:
+            self._exchange.forget_outer_states()
 
     @in_contact("putting the state together")
     def state_dict(  # type: ignore[override]
@@ -285,6 +333,7 @@ class ParallelModel(Gauges, nn.Module):
         that were put together here.
         """
         release(self.module)
+        self.synchronise()
         self._follow_first_replica(every_buffer=True)
         found = destination if destination is not None else {}
         for name, value in whole_state(self.module, self._layout).items():
@@ -295,7 +344,8 @@ class ParallelModel(Gauges, nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors, the same on every rank, as the unwrapped model would."""
         release(self.module)
-        return set_whole_state(self.module, dict(state_dict), self._layout, strict=strict)
+        with self._exchange.loading():
+            return set_whole_state(self.module, dict(state_dict), self._layout, strict=strict)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -377,7 +427,7 @@ class ParallelModel(Gauges, nn.Module):
         Other buffers do so where they are written out: a checkpoint holds the first replica's.
         """
         has_statistics = bool(self._profile.batch_norms) and not self.plan.sync_batch_norm
-        if self.data_world_size > 1 and (every_buffer or has_statistics):
+        if self._mesh.data.size > 1 and (every_buffer or has_statistics):
             group = self._mesh.data.group
             send_from_first(self.module.buffers(), self._world.device, group=group)
 

@@ -9,12 +9,15 @@ import hashlib
 import json
 import os
 from enum import Enum, StrEnum
-from typing import Any, Self, cast
+from typing import Any, Self
 
-from pydantic import PositiveInt, field_serializer, field_validator, model_validator
+from pydantic import NonNegativeInt, PositiveInt, field_serializer, field_validator, model_validator
 
 from engines.aggregation.kinds import Aggregation as Aggregation
 from engines.aggregation.kinds import Compression as Compression
+from engines.settings import format_setting as format_setting
+from engines.settings import read_settings
+from engines.updates.kinds import Updates as Updates
 from profiles.errors import FileError, PlanError, UnknownNameError
 from profiles.record import Document, read_text
 
@@ -93,7 +96,8 @@ class Offload(StrEnum):
 class Plan(Document):
     """How a model is spread over ranks, and how a step is cut.
 
-    `Plan()` is one device with no tricks. The world size is pp * tp * cp * dp_replicate * dp_shard.
+    `Plan()` is one device with no tricks. The world size is pp * tp * cp * dp_replicate * dp_shard,
+    and servers and backup workers beside them.
     The data-parallel kind follows from the degrees unless named: `dp_shard > 1` is ZeRO-3, with
     `dp_replicate > 1` as well it is HSDP; `zero=1` or `zero=2` shards optimizer states (and
     gradients) over the `dp_replicate` ranks.
@@ -112,6 +116,12 @@ class Plan(Document):
         tensor_styles: (module pattern, style) pairs for tensor parallelism.
         aggregation, compression: how DDP sends gradients; see their classes.
         compression_rank: of PowerSGD's factors: a matrix of n x m is sent as rank * (n + m).
+        updates: when parameters are updated, see its class.
+        sync_every: steps after which replicas meet that update on their own.
+        servers: ranks that hold parameters and step them: the first ones of the job.
+        backup_workers: workers beside the `dp_replicate` whose gradients a step waits for; the
+            last ones to come are dropped.
+        max_staleness: steps that a worker may be ahead of the slowest; None sets no bound.
 
     >>> plan = Plan.parse("dp_shard=4 microbatches=2")
     >>> plan.data_parallel.value, plan.world_size, str(plan)
@@ -139,6 +149,11 @@ class Plan(Document):
     aggregation: Aggregation = Aggregation.BACKEND
     compression: Compression = Compression.NONE
     compression_rank: PositiveInt = 1
+    updates: Updates = Updates.SYNCHRONOUS
+    sync_every: PositiveInt = 1
+    servers: NonNegativeInt = 0
+    backup_workers: NonNegativeInt = 0
+    max_staleness: NonNegativeInt | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -191,7 +206,8 @@ class Plan(Document):
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.tp * self.cp * self.data_degree
+        model = self.pp * self.tp * self.cp
+        return model * (self.data_degree + self.backup_workers) + self.servers
 
     @property
     def data_degree(self) -> int:
@@ -202,6 +218,11 @@ class Plan(Document):
     def forwards(self) -> int:
         """Microbatches per replica and optimizer step."""
         return self.microbatches * self.accumulation
+
+    @property
+    def updates_in_step(self) -> bool:
+        """Whether replicas exchange gradients in every step, among themselves."""
+        return self.updates is Updates.SYNCHRONOUS and not self.servers
 
     @property
     def global_batch_size(self) -> int | None:
@@ -299,8 +320,13 @@ _SETTINGS_AFTER_DEGREES = (
     "aggregation",
     "compression",
     "compression_rank",
+    "updates",
+    "sync_every",
+    "servers",
+    "backup_workers",
+    "max_staleness",
 )
-_ADDED = ("aggregation", "compression", "compression_rank")
+_ADDED = _SETTINGS_AFTER_DEGREES[_SETTINGS_AFTER_DEGREES.index("aggregation") :]
 """Settings that came later: a plan that leaves them alone keeps the hash that it had before."""
 SETTINGS = (*AXES, "ep", "zero", "data_parallel", *_SETTINGS_AFTER_DEGREES)
 """Every key that `Plan.parse` knows."""
@@ -317,6 +343,9 @@ _SYNONYMS = {
     "checkpointing": "recompute",
     "gradient_accumulation": "accumulation",
     "batch_size": "microbatch_size",
+    "local_steps": "sync_every",
+    "parameter_servers": "servers",
+    "staleness": "max_staleness",
 }
 """Words that people bring along from other tools, and what they are called here."""
 _CHOICES: dict[str, type[Enum]] = {
@@ -327,6 +356,7 @@ _CHOICES: dict[str, type[Enum]] = {
     "offload": Offload,
     "aggregation": Aggregation,
     "compression": Compression,
+    "updates": Updates,
 }
 
 
@@ -342,66 +372,7 @@ def parse_settings(text: str) -> dict[str, Any]:
         UnknownNameError: a key or a choice that does not exist; the near miss is named.
         PlanError: a word that is not key=value, a key given twice, a value that is not a number.
     """
-    settings: dict[str, Any] = {}
-    for word in text.split():
-        key, equals, value = word.partition("=")
-        if "=" in value:
-            raise PlanError(
-                f"`{word}` is several settings",
-                where=f"plan: {text}",
-                hints=[f'separate them by spaces: "{word.replace(",", " ")}"'],
-            )
-        if not equals or not value:
-            raise PlanError(
-                f"`{word}` is not a setting",
-                where=f"plan: {text}",
-                hints=['write settings as "dp_shard=4 microbatches=2"'],
-            )
-        if key not in SETTINGS:
-            called = [f"`{key}` is called `{_SYNONYMS[key]}` here"] if key in _SYNONYMS else []
-            raise UnknownNameError(
-                "plan setting", key, SETTINGS, where=f"plan: {text}", hints=called
-            )
-        if key in settings:
-            raise PlanError(f"`{key}` is given twice", where=f"plan: {text}")
-        settings[key] = _parse_value(key, value, text)
-    return settings
-
-
-def _parse_value(key: str, value: str, text: str) -> Any:
-    where = f"plan: {text}"
-    if key in _CHOICES:
-        known = [cast(str, choice.value) for choice in _CHOICES[key]]
-        if value not in known:
-            raise UnknownNameError(key, value, known, where=where)
-        return value
-    if key == "stages":
-        return tuple(value.split(","))
-    if key == "tensor_styles":
-        pairs = [item.partition(":") for item in value.split(",")]
-        if not all(style for _, _, style in pairs):
-            raise PlanError(
-                f"`{value}` is not a list of styles",
-                where=where,
-                hints=['write "tensor_styles=PATTERN:STYLE,PATTERN:STYLE"'],
-            )
-        return tuple((pattern, style) for pattern, _, style in pairs)
-    if key in ("sync_batch_norm", "compile"):
-        if value not in ("true", "false"):
-            raise UnknownNameError(key, value, ("true", "false"), where=where)
-        return value == "true"
-    if not value.isdecimal() or (int(value) == 0 and key != "zero"):
-        raise PlanError(f"`{key}` wants a positive whole number, not `{value}`", where=where)
-    return int(value)
-
-
-def format_setting(value: Any) -> str:
-    """A setting's value as `Plan.parse` reads it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return ",".join(item if isinstance(item, str) else ":".join(item) for item in value)
-    return str(value)
+    return read_settings(text, known=SETTINGS, choices=_CHOICES, synonyms=_SYNONYMS)
 
 
 def _degree(data: dict[str, Any], name: str) -> int:

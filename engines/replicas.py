@@ -34,12 +34,20 @@ def sum_gradients(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     gradients = [local_part(p.grad) for p in summed if p.grad is not None]
-    for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+    sum_flat(gradients, group, divisor=divisor)
+
+
+@torch.no_grad()
+def sum_flat(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None, *, divisor: int = 1
+) -> None:
+    """Give `tensors` of every rank of `group` the sum of its ranks' over `divisor`, in place."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.all_reduce(flat, group=group)
         flat /= divisor
-        for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 def local_part(tensor: Tensor) -> Tensor:

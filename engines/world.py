@@ -174,16 +174,18 @@ def require_same(what: str, text: str, world: World) -> None:
         )
 
 
-def sum_over_ranks(values: list[float], world: World) -> list[float]:
-    """Element-wise sums of small host numbers over all ranks.
+def sum_over_ranks(
+    values: list[float], world: World, *, group: dist.ProcessGroup | None = None
+) -> list[float]:
+    """Element-wise sums of small host numbers over all ranks, or over those of `group`.
 
     Travels on the CPU where the group has a CPU backend, so that a GPU is not waited for.
     """
     if world.size == 1:
         return values
-    on_cpu = "gloo" in str(dist.get_backend_config())
+    on_cpu = "gloo" in str(dist.get_backend_config(group))
     tensor = torch.tensor(values, dtype=torch.float64, device="cpu" if on_cpu else world.device)
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=group)
     return [float(value) for value in tensor.tolist()]
 
 

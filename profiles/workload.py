@@ -23,6 +23,8 @@ class Workload(Record):
             follows from a model or a machine, so none is assumed until somebody says or measures.
         dataset_samples: in the training set, for steps per epoch; None where nobody said.
         critical_batch_size: measured on such a model (`ParallelModel.noise_scale`), in samples.
+        imbalance: how much the ranks' times to compute a step scatter, by the machine or by the
+            data: their standard deviation over their mean. None is assumed either.
         given: the fields that somebody named; the others are defaults. What the record is built
             with, unless said.
     """
@@ -34,6 +36,7 @@ class Workload(Record):
     host_overhead_s: NonNegativeFloat = 0.0
     dataset_samples: PositiveInt | None = None
     critical_batch_size: PositiveFloat | None = None
+    imbalance: NonNegativeFloat = 0.0
     given: tuple[str, ...] = ()
 
     @model_validator(mode="before")

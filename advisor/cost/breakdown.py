@@ -62,6 +62,7 @@ class Time(Record):
         overlapped_s: communication and transfers that are hidden.
         launch_s: operations too short to keep the device busy.
         idle_s: standing still while other stages of a pipeline work.
+        straggling_s: waiting for the slowest of ranks that do the same (`Workload.imbalance`).
         host_overhead_s: waiting for data and the host; the workload's own figure.
     """
 
@@ -73,6 +74,7 @@ class Time(Record):
     overlapped_s: float = 0.0
     launch_s: float = 0.0
     idle_s: float = 0.0
+    straggling_s: float = 0.0
     host_overhead_s: float = 0.0
 
     @property
@@ -85,6 +87,7 @@ class Time(Record):
             + self.host_s
             + self.launch_s
             + self.idle_s
+            + self.straggling_s
             + self.host_overhead_s
         )
 
@@ -96,7 +99,7 @@ class Traffic(Record):
         kind: the collective; a broadcast is charged as a send.
         purpose: what is exchanged.
         payload_bytes: of one call: the whole tensor, as `Collective.bus_factor` counts.
-        count: calls per step.
+        count: calls per step; a fraction where there is one every so many steps.
         group_size, stride: the ranks of a group, and how far apart they are.
         link: the tier that the slowest hop uses.
         seconds: all calls together, if nothing else runs.
@@ -105,7 +108,7 @@ class Traffic(Record):
     kind: Collective
     purpose: str
     payload_bytes: float
-    count: int
+    count: int | float
     group_size: int
     stride: int
     link: str

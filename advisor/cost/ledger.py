@@ -24,7 +24,7 @@ class Ledger:
         self.host_bytes = 0.0
         self._cluster = cluster
         self._wires = wires
-        self._counts: dict[tuple[Collective, str, float, int, int], int] = {}
+        self._counts: dict[tuple[Collective, str, float, int, int], float] = {}
 
     @property
     def host_s(self) -> float:
@@ -43,7 +43,7 @@ class Ledger:
         *,
         group_size: int,
         stride: int = 1,
-        count: int = 1,
+        count: float = 1,
     ) -> float:
         """Note `count` collectives; the seconds of one."""
         if group_size < 2 or count == 0 or payload_bytes == 0:

@@ -37,6 +37,7 @@ from advisor.cost.runs import Run, runs_of
 from advisor.cost.staged import Stage, staged
 from advisor.cost.stages import Stages
 from advisor.cost.tensor import Styled, cut_unit, is_split
+from advisor.cost.updates import updated, waiting_s
 from advisor.facts import Facts
 from advisor.styles import proposed_styles
 from engines.legality import numerics
@@ -107,7 +108,7 @@ class CostModel:
             )
         if plan.pp > 1:
             return staged(self, plan)
-        return self._whole(plan)
+        return self._whole(plan) if plan.updates_in_step else updated(self, plan)
 
     def _whole(self, plan: Plan) -> Estimate:
         """Of a plan whose ranks have all units."""
@@ -172,6 +173,7 @@ class CostModel:
         dtype, host_s = self.dtype(plan), self.facts.workload.host_overhead_s
         added: Slowdown = slowdown(facts.cluster.overlap, computing_s=busy.total, sent_s=sent_s)
         slowed = overlapped_s * added.middle
+        straggling_s = waiting_s(plan, computing_s=busy.total, imbalance=facts.workload.imbalance)
         # Both wait in the same queue, so what is exposed is shared out by their lengths.
         to_host = min(1.0, ledger.host_s / sent_s) if sent_s else 0.0
         time = Time(
@@ -183,6 +185,7 @@ class CostModel:
             overlapped_s=overlapped_s,
             launch_s=busy.launch_s,
             idle_s=idle_s,
+            straggling_s=straggling_s,
             host_overhead_s=host_s,
         )
         step_s = time.total
@@ -193,7 +196,7 @@ class CostModel:
         compute_doubt = doubt / working
         launch_doubt = launch_error(device)
         sent_doubt = min(1.0, communication_error(plan, facts.cluster))
-        waiting = working + idle_s
+        waiting = working + idle_s + straggling_s
         assert plan.microbatch_size is not None
         local, tokens = plan.microbatch_size * plan.forwards, facts.tokens_per_sample
         samples = local * plan.data_degree

@@ -176,6 +176,7 @@ def _asked(decision: Decision) -> Iterator[Basis]:
         "host_overhead_s": _host_overhead(workload.host_overhead_s),
         "dataset_samples": _samples(workload.dataset_samples, "in the training set"),
         "critical_batch_size": _samples(workload.critical_batch_size, "are the critical batch"),
+        "imbalance": _imbalance(workload.imbalance),
     }
     sources = {name: _said_by(name, given) for name, said in words.items() if said}
     for source in dict.fromkeys(sources.values()):
@@ -188,6 +189,10 @@ def _asked(decision: Decision) -> Iterator[Basis]:
     )
     if kept:
         yield Basis(what=f"kept as given: {kept}", source=str(Source.USER))
+
+
+def _imbalance(scatter: float) -> str:
+    return f"ranks' computing times scatter by {format_percent(scatter)}" if scatter else ""
 
 
 def _host_overhead(seconds: float) -> str:

@@ -153,6 +153,7 @@ def _time_parts(estimate: Estimate) -> Iterator[Part]:
         "host_s": "transfers to the host",
         "launch_s": "launching",
         "idle_s": "waiting for other stages",
+        "straggling_s": "waiting for the slowest rank",
         "host_overhead_s": "data loading and host",
     }
     for field, name in names.items():

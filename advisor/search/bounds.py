@@ -56,7 +56,7 @@ class Bounds:
             for error in (fastest.compute_error, fastest.launch_error, fastest.communication_error)
         )
         known = [getattr(time, name) for name in PARTS]
-        values = np.array([*known, time.host_s, time.idle_s])[:, None]
+        values = np.array([*known, time.host_s, time.idle_s + time.straggling_s])[:, None]
         errors = np.array([compute, compute, compute, launch, sent, sent, compute])[:, None]
         least = np.concatenate([self.parts[:, rows], np.zeros((2, len(rows)))])
         missing = np.maximum(0.0, self.step_s[rows] - time.host_overhead_s - least.sum(axis=0))

@@ -38,15 +38,9 @@ Styles = Callable[[int], tuple[tuple[str, str], ...]]
 """How layers are split over a tp axis of this size; empty where they cannot be."""
 
 # Settings that are not searched: pinned or default.
-_CARRIED = (
-    "cp",
-    "ep",
-    "sync_batch_norm",
-    "compile",
-    "aggregation",
-    "compression",
-    "compression_rank",
-)
+_APART = ("updates", "sync_every", "servers", "backup_workers", "max_staleness")
+_SENT = ("aggregation", "compression", "compression_rank")
+_CARRIED = ("cp", "ep", "sync_batch_norm", "compile", *_SENT, *_APART)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +149,9 @@ class _Builder:
     def _model_degrees(self) -> Iterator[tuple[int, int, int]]:
         """(pp, tp, ranks left for data), the model in one piece first."""
         world = self._facts.cluster.world_size
-        rest, left = divmod(world, int(self._pins.get("cp", 1)))
-        if left:
+        beside = int(self._pins.get("servers", 0)) + int(self._pins.get("backup_workers", 0))
+        rest, left = divmod(world - beside, int(self._pins.get("cp", 1)))
+        if left or rest < 1:
             return
         for pp in self._pinned("pp", divisors(rest)):
             if pp > 1 and pp > len(self._pieces):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.plan import DataParallel, Offload, Plan, Precision, Recompute, Schedule
+from engines.plan import DataParallel, Offload, Plan, Precision, Recompute, Schedule, Updates
 
 Pins = Mapping[str, Any]
 """Settings that a search must keep, as `engines.plan.parse_settings` returns them."""
@@ -46,6 +46,10 @@ class Row:
     accumulation: int
     recompute: Recompute
     offload: Offload
+    updates: Updates = Updates.SYNCHRONOUS
+    sync_every: int = 1
+    servers: int = 0
+    backup_workers: int = 0
 
     @property
     def forwards(self) -> int:
@@ -95,6 +99,16 @@ class Space:
         """Microbatches per replica and optimizer step."""
         return self.microbatches * self.accumulation
 
+    @property
+    def updates(self) -> Updates:
+        """Of all rows."""
+        return Updates(self.carried.get("updates", Updates.SYNCHRONOUS))
+
+    @property
+    def updates_in_step(self) -> bool:
+        """Whether the replicas of all rows exchange gradients in every step."""
+        return self.updates is Updates.SYNCHRONOUS and not self.carried.get("servers", 0)
+
     def part(self, rows: Integers) -> Space:
         """Those rows alone."""
         return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
@@ -115,6 +129,10 @@ class Space:
             accumulation=int(self.accumulation[index]),
             recompute=RECOMPUTES[self.recompute[index]],
             offload=self.offload,
+            updates=self.updates,
+            sync_every=int(self.carried.get("sync_every", 1)),
+            servers=int(self.carried.get("servers", 0)),
+            backup_workers=int(self.carried.get("backup_workers", 0)),
         )
 
     def plan(self, index: int, *, stages: tuple[str, ...] = ()) -> Plan:

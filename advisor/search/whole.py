@@ -30,6 +30,11 @@ def whole_time(columns: Columns) -> WholeTime:
     recompute = forwards * columns.of(lambda g: g.recompute_s)
     launch = forwards * columns.of(lambda g: g.launch_s)
     busy = compute + recompute + launch
+    update = columns.optimizer_s()
+    if not columns.space.updates_in_step:
+        # What such ranks wait for is not bounded from below, nor what they leave to servers.
+        served = bool(columns.space.carried.get("servers", 0))
+        return WholeTime(compute, recompute, update * (not served), launch, 0.0 * compute)
     exposed, sent = _exposed_s(columns, busy)
     if columns.costs.overlaps:
         overlap = columns.costs.facts.cluster.overlap
@@ -37,7 +42,7 @@ def whole_time(columns: Columns) -> WholeTime:
         # it saves.
         either = [slowdown(overlap, computing_s=c, sent_s=1.0 - c).middle for c in (0.0, 1.0)]
         exposed = exposed + min(*either, 1.0) * np.maximum(0.0, sent - exposed)
-    return WholeTime(compute, recompute, columns.optimizer_s(), launch, exposed)
+    return WholeTime(compute, recompute, update, launch, exposed)
 
 
 def _exposed_s(columns: Columns, busy: Floats) -> tuple[Floats, Floats]:
@@ -75,10 +80,13 @@ def whole_peak_bytes(columns: Columns) -> Floats:
     device, shards = facts.cluster.device, columns.shards
     several = space.forwards > 1
     gradients = columns.of(lambda g: g.loads.gradient_bytes)
-    held = columns.of(lambda g: g.loads.parameter_bytes) / shards + columns.states_bytes()
+    # A worker's optimizer states are on servers.
+    states = columns.states_bytes() * (not space.carried.get("servers", 0))
+    held = columns.of(lambda g: g.loads.parameter_bytes) / shards + states
     on_device = not (space.offload is Offload.STATES and device.kind != "cpu")
     # DDP has gradients twice when it accumulates, ZeRO-1 whole; the others have shards of them.
-    whole = np.where(space.kind == REPLICATE, 1.0 + several, several)
+    is_ddp = (space.kind == REPLICATE) & space.updates_in_step
+    whole = np.where(is_ddp, 1.0 + several, several)
     reduced = np.where(space.kind == ZERO1, several, several * on_device / shards)
     waiting = gradients * np.where(columns.is_sharded, reduced, whole)
     root = columns.of(lambda g: g.loads.root_parameter_bytes * g.loads.compute_share)

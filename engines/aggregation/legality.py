@@ -32,6 +32,13 @@ def aggregation(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Ite
             what=f"{named} is for DDP of a whole model, data_parallel is {plan.data_parallel}{cut}",
             hint=f"leave it out, or replicate (dp_replicate={max(plan.world_size, 2)} alone)",
         )
+    if not plan.updates_in_step:
+        how = f"servers={plan.servers}" if plan.servers else f"updates={plan.updates}"
+        yield Problem(
+            rule="aggregation-of-updates-apart",
+            what=f"{named} is of gradients that DDP averages in every step, with {how} none are",
+            hint=f"leave out {named}, or {how}",
+        )
     if model.sparse_gradients:
         yield Problem(
             rule="sparse-gradients",

@@ -27,6 +27,7 @@ from tests.profiles.test_nccl_tests import log as nccl_log
 # Every option there is. A new one has to earn its line here: about fifteen, all else is in files.
 OPTIONS = {
     "--allow-lossy",
+    "--allow-stale",
     "--bench",
     "--cluster",
     "--critical-batch",
@@ -34,6 +35,7 @@ OPTIONS = {
     "--format",
     "--global-batch",
     "--host-overhead",
+    "--imbalance",
     "--json",
     "--nccl-tests",
     "--no-bench",
@@ -356,6 +358,17 @@ class TestPlan:
     def test_a_waiting_time_is_seconds(self, wrong: str) -> None:
         result = self.plan("--host-overhead", wrong, exit_code=2)
         assert "`--host-overhead` wants seconds, zero or more" in result.stderr
+
+    def test_ranks_that_scatter_are_waited_for_and_what_helps_needs_a_word(self) -> None:
+        small = ("gpt-125m", *EIGHT, "--global-batch", "64", "--imbalance", "0.4")
+        report = " ".join(advise(*small).stdout.split())
+        assert "ranks' computing times scatter by 40% you" in report
+        assert "waiting for the slowest rank" in report
+        assert "only `--allow-stale`" in report
+        taken = json.loads(advise(*small, "--allow-stale", "--json").stdout)
+        assert taken["plan"]["updates"] == "diloco"
+        result = self.plan("--imbalance", "-0.1", exit_code=2)
+        assert "`--imbalance` wants a fraction, zero or more" in result.stderr
 
     def test_the_batch_is_one_sample_per_device_unless_given_and_said(self) -> None:
         result = advise("model.json", "--cluster", "4x8xH100-SXM-80GB", "--json")

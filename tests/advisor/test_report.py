@@ -299,9 +299,19 @@ def test_measured_machines_need_no_hint_to_measure() -> None:
 
 
 def test_families_without_an_engine_are_named() -> None:
+    """There is none left; a decision of before says what it said then."""
     assert view_of(DECISIONS["7b_2x8"]).not_weighed is None
-    said = "not weighed yet: compressed or local-SGD synchronisation"
-    assert view_of(DECISIONS["middle_slow_network"]).not_weighed == said
+    decision = DECISIONS["middle_slow_network"]
+    assert view_of(decision).not_weighed is None
+    trace = decision.trace.model_copy(update={"not_weighed": ("local SGD",)})
+    before = decision.model_copy(update={"trace": trace})
+    assert view_of(before).not_weighed == "not weighed yet: local SGD"
+
+
+def test_what_the_user_s_word_would_allow_is_a_hint() -> None:
+    (said,) = DECISIONS["middle_slow_network"].offers
+    assert said in view_of(DECISIONS["middle_slow_network"]).hints
+    assert DECISIONS["7b_2x8"].offers == ()
 
 
 def test_batch_norms_in_microbatches_are_pointed_out() -> None:

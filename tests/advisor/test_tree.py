@@ -139,7 +139,7 @@ def test_each_answer_carries_the_number_that_decided_it() -> None:
     assert re.search(r"ZeRO-3 needs [\d.]+ GB/s between nodes to hide", text)
     assert "InfiniBand gives 0.50 GB/s" in text
     assert "GiB usable" in text
-    assert "not weighed yet: compressed or local-SGD synchronisation" in text
+    assert "not weighed yet" not in text  # of all families that a leaf names there are plans
 
 
 def test_a_link_is_named_with_its_own_number() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from engines.plan import (
     Precision,
     Recompute,
     Schedule,
+    Updates,
     load_plan,
     parse_settings,
 )
@@ -61,6 +63,11 @@ def plans(draw: st.DrawFn) -> Plan:
         aggregation=draw(st.sampled_from(Aggregation)),
         compression=draw(st.sampled_from(Compression)),
         compression_rank=draw(degree),
+        updates=draw(st.sampled_from(Updates)),
+        sync_every=draw(degree),
+        servers=draw(st.integers(0, 3)),
+        backup_workers=draw(st.integers(0, 3)),
+        max_staleness=draw(st.none() | st.integers(0, 3)),
     )
 
 
@@ -105,6 +112,28 @@ def test_the_kind_follows_from_the_degrees(text: str, kind: DataParallel, world:
     plan = Plan.parse(text)
     assert plan.data_parallel is kind
     assert plan.world_size == world
+
+
+def test_servers_and_backup_workers_are_ranks_beside_the_replicas() -> None:
+    plan = Plan.parse("dp_replicate=4 servers=2 backup_workers=1 microbatch_size=3")
+    assert (plan.world_size, plan.data_degree, plan.global_batch_size) == (7, 4, 12)
+    assert not plan.updates_in_step
+    assert Plan.parse("dp_replicate=4").updates_in_step
+    assert not Plan.parse("dp_replicate=4 updates=local sync_every=8").updates_in_step
+
+
+def test_a_plan_that_leaves_newer_settings_alone_keeps_its_hash() -> None:
+    """Files that were written before they came are still those plans."""
+    plan = Plan.parse("dp_replicate=2 dp_shard=4 microbatches=2 recompute=full")
+    before = {
+        name: value
+        for name, value in plan.model_dump(mode="json").items()
+        if name not in ("updates", "sync_every", "servers", "backup_workers", "max_staleness")
+    }
+    text = json.dumps(before, sort_keys=True)
+    assert plan.fingerprint == hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert Plan.from_json(json.dumps({**before, "hash": plan.fingerprint})) == plan
+    assert plan.model_copy(update={"servers": 1}).fingerprint != plan.fingerprint
 
 
 def test_the_text_names_only_what_is_not_a_default() -> None:

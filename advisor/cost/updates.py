@@ -1,0 +1,279 @@
+"""Updates apart from each other: what servers pass on, what meetings cost, waiting for the slow.
+
+Pure functions of a plan and facts. A rank computes as it would alone; this is what comes besides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil, inf, sqrt
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+from advisor.cost.breakdown import Estimate
+from advisor.cost.compute import busy_s, optimizer_s
+from advisor.cost.ledger import HOST_LINK_BYTES_PER_S, Ledger
+from advisor.cost.memory import BUCKET_BYTES, Moment, Peak, peak, peak_at
+from engines.plan import DataParallel, Plan, Updates
+from profiles.cluster import ClusterProfile, Collective
+from profiles.optimizers import Upkeep
+
+if TYPE_CHECKING:
+    from advisor.cost.model import CostModel
+
+# Passes over the parameters in a meeting of DiLoCo (engines/updates/periodic.py): the difference is
+# two reads and a write, SGD's Nesterov step three times that, and a copy two more.
+OUTER_PASSES = 14
+# A server adds up gradients two by two: two reads and a write for each.
+SUM_PASSES = 3
+# Numbers, then tensors: two messages there and two back (engines/updates/link.py).
+MESSAGES = 4
+# On a server, beside a worker's gradients: the flat message that they came in.
+COPIES_OF_A_GRADIENT = 2
+
+
+def alone(plan: Plan) -> Plan:
+    """What one worker or replica of `plan` does between exchanges: a plan of one device."""
+    update = {
+        "data_parallel": DataParallel.NONE,
+        "dp_replicate": 1,
+        "updates": Updates.SYNCHRONOUS,
+        "sync_every": 1,
+        "servers": 0,
+        "backup_workers": 0,
+        "max_staleness": None,
+    }
+    return plan.model_copy(update=update)
+
+
+def waiting_s(plan: Plan, *, computing_s: float, imbalance: float) -> float:
+    """Seconds of a step in which a rank waits for slower ones, where ranks' times scatter.
+
+    The k-th of n draws from a normal distribution is expected at the quantile (k - 3/8) / (n + 1/4)
+    (Blom 1958, "Statistical Estimates and Transformed Beta-Variables"). All n are waited for; of
+    backup workers the last are not; replicas that meet every H steps wait for sums of H draws, each
+    drawn anew; who updates asynchronously waits for nobody.
+
+    Args:
+        imbalance: standard deviation of a rank's computing time, over its mean.
+    """
+    if not imbalance or plan.updates is Updates.ASYNCHRONOUS:
+        return 0.0
+    needed = plan.world_size - plan.servers - plan.backup_workers
+    ranks = needed + plan.backup_workers
+    if ranks < 2:
+        return 0.0
+    place = NormalDist().inv_cdf((needed - 3 / 8) / (ranks + 1 / 4))
+    every = plan.sync_every if plan.updates.is_periodic else 1
+    return max(0.0, computing_s * imbalance * place / sqrt(every))
+
+
+def updated(model: CostModel, plan: Plan) -> Estimate:
+    """The estimate of a plan whose ranks update apart from each other."""
+    facts, own = model.facts, alone(plan)
+    device = facts.cluster.device
+    loads, ledger = model.loads(own), model.ledger()
+    update = model.update(own, 0, len(facts.model.units))
+    computing = model.computing(own, loads)
+    busy = busy_s(computing, plan.forwards)
+    update_s = optimizer_s(own, update, device=device, ranks=facts.cluster.devices_per_node)
+    if plan.servers:
+        served = Served.of(plan, facts.cluster, payload_bytes=loads.gradient_bytes)
+        update_s /= plan.servers
+        sent_s = served.charge(ledger, update_s=update_s, computing_s=busy.total)
+        states = [
+            (_shared(update, 0.0), None),
+            (_shared(update, 1 / plan.servers), served.fullest()),
+        ]
+    else:
+        meeting_s = _meeting_s(plan, model, loads.gradient_bytes, ledger)
+        sent_s = meeting_s / plan.sync_every
+        outer = 2 * loads.gradient_bytes * (plan.updates is Updates.DILOCO)
+        held = replace(update, state_bytes=update.state_bytes + outer)
+        states = [(held, None), (held, _meeting(plan, loads.gradient_bytes))]
+    batch_bytes = model.batch_bytes(own)
+
+    def fullest(update: Upkeep, moment: Moment | None) -> Peak:
+        if moment is None:
+            return peak(own, loads, update=update, device=device, batch_bytes=batch_bytes)
+        return peak_at(
+            moment,
+            own,
+            parameter_bytes=loads.parameter_bytes,
+            gradient_bytes=loads.gradient_bytes,
+            update=update,
+            device=device,
+            batch_bytes=batch_bytes + loads.buffer_bytes,
+            ahead=0.0,
+        )
+
+    return model.assemble(
+        plan,
+        memory=max((fullest(*each) for each in states), key=lambda found: found.high_bytes),
+        busy=busy,
+        update_s=update_s,
+        exposed_s=sent_s,
+        overlapped_s=0.0,
+        sent_s=sent_s,
+        idle_s=0.0,
+        computing=computing,
+        ledger=ledger,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The traffic of servers in a step, in which every worker gives and takes once.
+
+    Attributes:
+        workers: that give gradients, backup workers too.
+        needed: whose gradients a step waits for.
+        payload_bytes: of all gradients of one worker; parameters are as many.
+        in_s: until the fullest server has all that comes, or has sent as much, at its links' rate.
+        worker_s: the same for one worker.
+        latency_s: of all messages of an exchange.
+    """
+
+    workers: int
+    needed: int
+    servers: int
+    is_synchronous: bool
+    payload_bytes: float
+    in_s: float
+    worker_s: float
+    latency_s: float
+    stride: int
+    memory_bytes_per_s: float
+    reaches_host: bool
+
+    @classmethod
+    def of(cls, plan: Plan, cluster: ClusterProfile, *, payload_bytes: float) -> Served:
+        """Servers are the first ranks of the job: they share the links of the first nodes."""
+        workers = plan.data_degree + plan.backup_workers
+        per_node, part = cluster.devices_per_node, payload_bytes / plan.servers
+        tier = cluster.link(2, per_node) if cluster.num_nodes > 1 else cluster.link(2)
+        return cls(
+            workers=workers,
+            needed=plan.data_degree,
+            servers=plan.servers,
+            is_synchronous=plan.updates is Updates.SYNCHRONOUS,
+            payload_bytes=payload_bytes,
+            in_s=max(_into(cluster, plan, node, workers) for node in _nodes(plan, cluster)) * part,
+            worker_s=payload_bytes / _rate_of_one(cluster, talking=per_node),
+            latency_s=MESSAGES * tier.latency_s.value,
+            stride=per_node if cluster.num_nodes > 1 else 1,
+            memory_bytes_per_s=cluster.device.memory_bandwidth_bytes_per_s.value,
+            reaches_host=cluster.device.kind != "cpu",
+        )
+
+    @property
+    def part_bytes(self) -> float:
+        """What one server holds, gets from each worker and gives to each."""
+        return self.payload_bytes / self.servers
+
+    @property
+    def passed_bytes(self) -> float:
+        """What one server takes in a step, and gives."""
+        return self.part_bytes * self.workers
+
+    def charge(self, ledger: Ledger, *, update_s: float, computing_s: float) -> float:
+        """Note what a worker sends; the seconds that nothing hides."""
+        for purpose in ("gradients to servers", "parameters from servers"):
+            ledger.charge(
+                Collective.SEND_RECV, purpose, self.part_bytes, group_size=2,
+                stride=self.stride, count=self.servers,
+            )  # fmt: skip
+        host_s = 0.0
+        if self.reaches_host:  # gloo's messages lie in main memory
+            ledger.host_bytes += 2 * self.payload_bytes
+            host_s = 2 * self.payload_bytes / HOST_LINK_BYTES_PER_S
+        adding_s = SUM_PASSES * self.part_bytes / self.memory_bytes_per_s
+        if self.is_synchronous:
+            # All come at the same time, and parameters go when the update is made.
+            there_s = max(self.in_s * self.needed / self.workers, self.worker_s)
+            back_s = max(self.in_s, self.worker_s)
+            return there_s + self.needed * adding_s + back_s + self.latency_s + host_s
+        # A worker's turn if it is alone; but never faster than the servers pass everything on.
+        turn_s = 2 * self.worker_s + adding_s + self.latency_s + host_s
+        passed_s = max(self.in_s, self.workers * (adding_s + update_s))
+        return max(turn_s, passed_s - computing_s)
+
+    def fullest(self) -> Moment:
+        """A server with the gradients of all workers, and what it answers."""
+        return Moment(
+            event="update on a server",
+            gradients=COPIES_OF_A_GRADIENT * self.passed_bytes,
+            transient=self.passed_bytes,
+        )
+
+
+def _nodes(plan: Plan, cluster: ClusterProfile) -> range:
+    """The nodes that servers are on."""
+    return range(ceil(plan.servers / cluster.devices_per_node))
+
+
+def _into(cluster: ClusterProfile, plan: Plan, node: int, workers: int) -> float:
+    """Seconds until a byte of every worker has come to each server of a node."""
+    per_node = cluster.devices_per_node
+    here = min(per_node, plan.servers - node * per_node)
+    beside = per_node - here  # workers of the same node
+    beside_s = beside / cluster.intra.bandwidth_bytes_per_s.value if cluster.intra else 0.0
+    away_s = (workers - beside) * here / _rate_of_node(cluster, here)
+    return max(beside_s, away_s)
+
+
+def _rate_of_node(cluster: ClusterProfile, talking: int) -> float:
+    """Bytes/s of a node's cards, of which so many ranks use one each."""
+    if cluster.inter is None:
+        return inf
+    cards = min(cluster.network_cards or cluster.devices_per_node, cluster.devices_per_node)
+    return cluster.inter.bandwidth_bytes_per_s.value * min(1.0, talking / cards)
+
+
+def _rate_of_one(cluster: ClusterProfile, talking: int) -> float:
+    """Bytes/s of a rank while `talking` ranks of its node send to others, or inside its own."""
+    if cluster.num_nodes > 1:
+        return _rate_of_node(cluster, talking) / talking
+    return cluster.intra.bandwidth_bytes_per_s.value if cluster.intra else inf
+
+
+def _meeting_s(plan: Plan, model: CostModel, payload_bytes: float, ledger: Ledger) -> float:
+    """Seconds of one meeting of all replicas: nothing computes meanwhile."""
+    cluster, profile = model.facts.cluster, model.facts.model
+    every, group = plan.sync_every, plan.dp_replicate
+    count = max(1, ceil(payload_bytes / BUCKET_BYTES))
+    seconds = count * ledger.charge(
+        Collective.ALL_REDUCE,
+        "parameters of replicas" if plan.updates is Updates.LOCAL else "what replicas moved by",
+        payload_bytes / count,
+        group_size=group,
+        count=count / every,
+    )
+    if profile.batch_norms:
+        seconds += ledger.charge(
+            Collective.SEND_RECV,
+            "buffers (broadcast)",
+            profile.buffer_bytes,
+            group_size=group,
+            count=1 / every,
+        )
+    if plan.updates is Updates.DILOCO:
+        seconds += OUTER_PASSES * payload_bytes / cluster.device.memory_bandwidth_bytes_per_s.value
+    return seconds
+
+
+def _meeting(plan: Plan, payload_bytes: float) -> Moment:
+    """What a replica holds in a meeting: gradients of the step, and what it moved by."""
+    moved = payload_bytes if plan.updates is Updates.DILOCO else 0.0
+    flat = min(payload_bytes, BUCKET_BYTES)
+    return Moment(event="meeting", gradients=payload_bytes, transient=moved + flat)
+
+
+def _shared(update: Upkeep, share: float) -> Upkeep:
+    """`share` of what an optimizer keeps and holds."""
+    return replace(
+        update,
+        state_bytes=update.state_bytes * share,
+        loop_bytes=update.loop_bytes * share,
+        list_bytes=update.list_bytes * share,
+    )

@@ -1,0 +1,1 @@
+"""Parameter updates: servers, asynchronous updates, and replicas that meet now and then."""

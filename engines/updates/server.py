@@ -1,0 +1,132 @@
+"""A parameter server: what it does with gradients. No messages and no threads here.
+
+One class for every kind of update, so that a simulation of delays runs the code that training runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from engines.updates.report import Tally
+
+Gradients = Sequence[Tensor | None]
+"""In the order of the server's parameters; None where a step did not use one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A worker's gradients of the mean of so many samples, and that mean loss."""
+
+    gradients: Gradients
+    count: float
+    loss: float
+
+
+class ParameterServer:
+    """Parameters, their optimizer, and how far each worker is.
+
+    `version` counts updates. A synchronous server makes one of the first `needed` gradients that
+    were computed at its version (Chen et al. 2016, "Revisiting Distributed Synchronous SGD"). An
+    asynchronous one, `needed` None, makes one of each gradient as it comes (Dean et al. 2012,
+    "Large Scale Distributed Deep Networks").
+
+    Args:
+        max_staleness: steps that a worker may be ahead of the slowest one before it has to wait (Ho
+            et al. 2013, "Stale Synchronous Parallel Parameter Server").
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        workers: Iterable[int],
+        needed: int | None,
+        max_staleness: int | None = None,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.version = 0
+        self.clocks = dict.fromkeys(workers, 0)
+        self.tally = Tally()
+        self.loss = 0.0
+        self._optimizer = optimizer
+        self._needed = needed
+        self._max_staleness = max_staleness
+        self._given: list[_Given] = []
+
+    def push(
+        self,
+        worker: int,
+        version: int,
+        gradients: Gradients,
+        *,
+        count: float = 1.0,
+        loss: float = 0.0,
+    ) -> int | None:
+        """Take a worker's gradients, computed at the parameters of `version`.
+
+        Returns how stale they were; None where they came too late and were dropped.
+        """
+        given = _Given(gradients, count, loss)
+        staleness = self.version - version
+        if self._needed is None:
+            self.clocks[worker] += 1
+            self._update([given])
+        elif staleness:
+            # The worker goes on from here: the steps that it missed are over.
+            self.clocks[worker] = self.version
+            self.tally.dropped += 1
+            return None
+        else:
+            self.clocks[worker] = self.version + 1
+            self._given.append(given)
+            if len(self._given) == self._needed:
+                self._update(self._given)
+                self._given = []
+        self.tally.staleness[staleness] += 1
+        return staleness
+
+    def may_go_on(self, worker: int) -> bool:
+        """Whether a worker that has given its gradients may take parameters for the next step."""
+        if self._needed is not None:
+            return self.version >= self.clocks[worker]
+        if self._max_staleness is None:
+            return True
+        return self.clocks[worker] - min(self.clocks.values()) <= self._max_staleness
+
+    def behind(self, worker: int) -> list[int]:
+        """The workers without which this one may not go on."""
+        least = self.clocks[worker] - (self._max_staleness or 0)
+        return [other for other, clock in self.clocks.items() if clock < least]
+
+    def lose(self, worker: int) -> None:
+        """Go on without a worker."""
+        if self.clocks.pop(worker, None) is not None:
+            self.tally.gone.append(worker)
+
+    @property
+    def is_synchronous(self) -> bool:
+        return self._needed is not None
+
+    @property
+    def lacks_workers(self) -> bool:
+        """Whether fewer are left than a step needs."""
+        return len(self.clocks) < (self._needed or 1)
+
+    @torch.no_grad()
+    def _update(self, given: Sequence[_Given]) -> None:
+        """One optimizer step by the mean over all their samples."""
+        total = sum(each.count for each in given) or 1.0
+        self.loss = sum(each.loss * each.count for each in given) / total
+        for place, parameter in enumerate(self.parameters):
+            parts = [(each.gradients[place], each.count / total) for each in given]
+            there = [gradient * share for gradient, share in parts if gradient is not None]
+            parameter.grad = reduce(torch.add, there) if there else None
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.version += 1

@@ -1,0 +1,111 @@
+"""A rank is lost, or comes too late: who goes on, and what the others are told."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from profiles.errors import RankError
+from tests.engines.parity import local_rows, spread
+from tests.engines.updates.ranks import patience
+from tests.engines.updates.test_servers import QUADRATIC, _targets, plain
+from tests.engines.updates.wire import die
+from tests.workers import Pool
+
+Told = tuple[int, str, tuple[int, ...], int]
+"""Steps that were made, the error that ended them, ranks that were lost, updates."""
+
+
+def _lose(plan: str, lost: int, steps: int = 5) -> Told:
+    """Train; after two steps one rank's connections are shut down, as a dead one's are."""
+    size = dist.get_world_size()
+    world = patience(20.0, size=size)
+    _, parallel = spread(QUADRATIC, plan, optimizer=plain, world=world)
+    batch = local_rows(parallel, _targets(6), 6)
+    made, said = 0, ""
+    try:
+        for step in range(steps):
+            if dist.get_rank() == lost and step == 2:
+                die()
+                break
+            parallel.train_step(batch)
+            made += 1
+    except RankError as error:
+        said = str(error)
+    report = parallel.update_report
+    assert report is not None
+    return made, said, report.gone, report.updates
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp_replicate=3 servers=1 updates=asynchronous",
+        "dp_replicate=3 servers=1 updates=asynchronous max_staleness=0",
+        "dp_replicate=2 servers=1 backup_workers=1",
+    ],
+)
+def test_a_worker_dies_and_the_others_go_on(pool: Pool, plan: str) -> None:
+    server, lost, *others = pool.run(_lose, plan, 1, world_size=4)
+    assert lost[0] == 2
+    for made, said, _, _ in (server, *others):
+        assert (made, said) == (5, "")
+    assert 1 in server[2]
+
+
+@pytest.mark.dist
+def test_a_step_that_needs_the_worker_that_died_says_which(pool: Pool) -> None:
+    server, _, *others = pool.run(_lose, "dp_replicate=3 servers=1", 1, world_size=4)
+    for made, said, _, _ in (server, *others):
+        assert made == 2
+        assert said.startswith("rank 1 is gone")
+    assert "2 of 3 workers are left, too few for a step" in server[1]
+    assert "`backup_workers` stand in for slow and lost ones" in others[0][1]
+    assert "rank 2 of 4, at step 3 of the server on rank 0" in others[0][1]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("updates", ["synchronous", "asynchronous"])
+def test_a_server_dies_and_the_workers_name_it(pool: Pool, updates: str) -> None:
+    plan = f"dp_replicate=2 servers=2 updates={updates}"
+    found = pool.run(_lose, plan, 1, 5000, world_size=4)
+    for made, said, _, _ in found[2:]:
+        assert made >= 2
+        assert said.startswith("rank 1 is gone")
+        assert "look at the output of rank 1" in said
+
+
+def _sleep(plan: str) -> tuple[str, float]:
+    """The last worker comes to its second step long after the others have lost their patience."""
+    world = patience(1.0, size=dist.get_world_size())
+    _, parallel = spread(QUADRATIC, plan, optimizer=plain, world=world)
+    batch = local_rows(parallel, _targets(6), 6)
+    parallel.train_step(batch)
+    if dist.get_rank() == 3:
+
+        def sleep(module: nn.Module, args: object) -> None:
+            time.sleep(3.0)
+
+        parallel.module.register_forward_pre_hook(sleep)
+    began = time.perf_counter()
+    try:
+        parallel.train_step(batch)
+    except RankError as error:
+        return str(error), time.perf_counter() - began
+    return "", time.perf_counter() - began
+
+
+@pytest.mark.dist
+def test_no_wait_is_longer_than_its_bound_and_all_name_the_rank(pool: Pool) -> None:
+    server, *workers = pool.run(_sleep, "dp_replicate=3 servers=1", world_size=4)
+    for said, seconds in (server, *workers[:2]):
+        assert said.startswith("rank 3 ")
+        assert seconds < 2.5
+    plan = "dp_replicate=3 servers=1 updates=asynchronous"
+    *others, (late, _) = pool.run(_sleep, plan, world_size=4)
+    assert [said for said, _ in others] == [""] * 3
+    assert late.startswith("the others went on without this rank: it came too late")
