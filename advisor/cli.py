@@ -19,19 +19,17 @@ from advisor.command import (
     count,
     fraction,
     one_of,
-    say,
     seconds,
     show_on_screen,
     writable,
     write,
 )
-from advisor.machines import look, only_first_rank, resolve, timed_here
+from advisor.machines import look, only_first_rank, timed_here
+from advisor.typed import facts_of
 from profiles.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from advisor.facts import Facts
 
 OF_A_JOB = ("plan", "probe")  # all its ranks may have to work for these
 sequence_option = click.option(
@@ -186,7 +184,7 @@ def plan(
 
     settings = parse_settings(pins)
     writable(output)
-    facts = _facts(
+    facts = facts_of(
         model,
         cluster=cluster,
         bench=not no_bench,
@@ -382,72 +380,6 @@ def demo(ranks: int, pins: str, steps: int | None, no_color: bool) -> None:
     from advisor.demo.launch import run
 
     sys.exit(run(ranks=ranks, plan=pins, steps=steps))
-
-
-def _facts(
-    model: str,
-    *,
-    cluster: str,
-    bench: bool,
-    global_batch: int | None,
-    sequence_length: int | None,
-    optimizer: str,
-    precision: str | None,
-    samples: int | None,
-    critical_batch: int | None,
-    host_overhead_s: float = 0.0,
-    imbalance: float = 0.0,
-) -> Facts:
-    """What is known, from the options; what is cheap to check comes first."""
-    from advisor.facts import Facts
-    from advisor.models import profile_model, require_model
-    from advisor.runs import with_runs
-    from engines.plan import Precision
-    from profiles.model import Numerics
-    from profiles.optimizers import optimizer_profile
-    from profiles.workload import Workload
-
-    optimizer_facts = optimizer_profile(optimizer)
-    if cluster == "auto":
-        require_model(model)  # before a job is timed for it
-    machines = resolve(cluster, bench=bench)
-    reduced = (Numerics.BF16, Numerics.BF16_AUTOCAST) if precision == "bf16" else ()
-    found = profile_model(model, samples=1, sequence_length=sequence_length, numerics=reduced)
-    if global_batch is None:
-        global_batch = found.samples * machines.world_size
-        say(f"note: no `--global-batch`: {found.samples} per device, {global_batch} in all")
-    built_in = next(p.value for p in Precision if p.dtype == found.dtype)
-    if cluster == "auto":
-        machines = with_runs(machines, dtype=Precision(precision or built_in).dtype)
-    workload = Workload(
-        global_batch_size=global_batch,
-        tokens_per_sample=found.tokens_per_sample,
-        optimizer=optimizer_facts,
-        precision=precision or built_in,
-        dataset_samples=samples,
-        critical_batch_size=critical_batch,
-        host_overhead_s=host_overhead_s,
-        imbalance=imbalance,
-        given=_given(),
-    )
-    return Facts(model=found, cluster=machines, workload=workload)
-
-
-def _given() -> tuple[str, ...]:
-    """The fields of the workload that were named on the command line."""
-    options = {
-        "global_batch_size": "global_batch",
-        "tokens_per_sample": "seq",
-        "optimizer": "optimizer",
-        "precision": "precision",
-        "host_overhead_s": "host_overhead",
-        "dataset_samples": "samples",
-        "critical_batch_size": "critical_batch",
-        "imbalance": "imbalance",
-    }
-    source_of = click.get_current_context().get_parameter_source
-    typed = click.core.ParameterSource.COMMANDLINE
-    return tuple(field for field, option in options.items() if source_of(option) is typed)
 
 
 def main() -> None:

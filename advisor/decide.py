@@ -143,8 +143,9 @@ def _refined(
     may_send = replicas is None or not follows or in_leaf(replicas.plan, trace)
     sent = sending(winner, replicas if may_send else None, costs, policy, pins)
     updates = apart(sent.winner, replicas, costs, policy, trace, pins)
-    offers = (sent.offered, updates.offered)
-    return updates.winner, tuple(offer for offer in offers if offer is not None)
+    fastest_s = updates.winner.estimate.step_s
+    offers = [offer for offer in (sent.offered, updates.offered) if offer is not None]
+    return updates.winner, tuple(o for o in offers if o.estimate.step_s < fastest_s)
 
 
 def _winner(search: Search, policy: Policy, trace: Trace) -> Candidate | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from torch.optim.lr_scheduler import LRScheduler
 
 from engines.imbalance import Imbalance, OwnTime
@@ -47,6 +49,9 @@ class Gauges:
                 hints=["give `measure_noise=True`, and train with `train_step`"],
             )
         return found
+
+    def _listening(self, index: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._noise is None else self._noise.microbatch(index)
 
     def scale_learning_rate(
         self,

@@ -418,9 +418,6 @@ class ParallelModel(Gauges, Apart, nn.Module):
             return self._runner.no_sync()
         return nullcontext()
 
-    def _listening(self, index: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._noise is None else self._noise.microbatch(index)
-
     def _follow_first_replica(self, *, every_buffer: bool = False) -> None:
         """Running statistics of batch norms follow the first replica's, as they do under plain DDP.
 

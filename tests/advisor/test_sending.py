@@ -68,12 +68,12 @@ def test_what_loses_something_is_offered_with_its_gain_and_taken_when_allowed() 
     assert careful.plan.compression is Compression.NONE
     assert allowed.plan.compression is Compression.POWERSGD
     times = careful.estimate.step_s / allowed.estimate.step_s
-    (offer,) = careful.offers
+    (offer,) = (said for said in careful.offers if "--allow-lossy" in said)
     assert offer.startswith(
         f"compression=powersgd compression_rank=4 is predicted {times:.1f} times as fast"
     )
     assert "`--allow-lossy`" in " ".join(str(careful).split())
-    assert allowed.offers == ()
+    assert not any("--allow-lossy" in offer for offer in allowed.offers)
     assert "the training is another" in " ".join(allowed.reasons)
     # Factors of rank 4: 8,000 of 1,000,000 numbers.
     assert sum(
