@@ -15,6 +15,7 @@ from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate
+from advisor.search.kept import Kept
 from advisor.search.legal import Styles
 from advisor.search.search import Rows, Search
 from advisor.search.space import Pins
@@ -64,7 +65,7 @@ def decide(
     pins: Pins = _NO_PINS,
     styles: Styles | None = None,
     compares: bool = False,
-    costs: CostModel | None = None,
+    kept: Kept | None = None,
 ) -> Choice:
     """The plan for these facts: deterministic, nothing else is looked at.
 
@@ -76,20 +77,20 @@ def decide(
         styles: how layers are split over a tp axis of some size; by default what the profile alone
             tells (`advisor.styles`).
         compares: also estimate the best plan of every other kind.
-        costs: of these facts, where there are some already.
+        kept: of these facts, where others were decided on before.
 
     Raises:
         PlanError: `pins` allow no legal plan.
     """
-    costs = costs or CostModel(facts)
-    searches = [searched(facts, pins, costs, policy, styles=styles)]
+    kept = kept or Kept(CostModel(facts))
+    searches = [searched(kept, pins, policy, styles=styles)]
     if not len(searches[0].space):
         raise refuse(facts, pins)
-    trace = walk(costs, policy)
+    trace = walk(kept.costs, policy)
     winner = _winner(searches[0], policy, trace)
     if winner is None and "offload" not in pins and facts.cluster.device.kind != "cpu":
         # A CPU rank's device memory is the host's already.
-        to_host = searched(facts, pins, costs, policy, styles=styles, offload=Offload.STATES)
+        to_host = searched(kept, pins, policy, styles=styles, offload=Offload.STATES)
         searches.append(to_host)
         winner = _winner(searches[1], policy, trace)
     left_open: set[Kind] = set()
@@ -98,7 +99,7 @@ def decide(
             search.nearest(search.rows)
         elif compares:
             left_open |= _compare_kinds(search, winner, policy)
-    updates = _updates(searches[-1], winner, costs, policy, trace, pins)
+    updates = _updates(searches[-1], winner, kept.costs, policy, trace, pins)
     # Of a kind that is left open nothing is said but of its best plan, if that was taken.
     left_open -= {kind(winner.plan)} if winner else set()
     weighed = [c for search in searches for c in search.weighed if kind(c.plan) not in left_open]

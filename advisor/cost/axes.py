@@ -18,7 +18,7 @@ from profiles.model import Shape, UnitCost, UnitProfile
 if TYPE_CHECKING:
     from advisor.cost.loads import UnitLoad
 
-# Experts that a token is sent to. A profile does not say; GShard and Mixtral have two. Assumed.
+# Experts that a token is sent to where the profile does not say: assumed, as GShard and Mixtral.
 EXPERTS_PER_TOKEN = 2
 
 
@@ -88,8 +88,11 @@ def without_experts(unit: UnitProfile, *, ep: int) -> UnitProfile:
     return unit.model_copy(update=update)
 
 
-def over_experts(load: UnitLoad, unit: UnitProfile, *, ep: int) -> UnitLoad:
-    """A block whose experts `ep` ranks share: as much computing, for tokens of all of them."""
+def over_experts(load: UnitLoad, unit: UnitProfile, *, ep: int, per_token: int | None) -> UnitLoad:
+    """A block whose experts `ep` ranks share: as much computing, for tokens of all of them.
+
+    `per_token`: experts that each of them is sent to, where that is known.
+    """
     experts = expert_bytes(unit, ep=ep)
     if not experts:
         return load
@@ -98,12 +101,12 @@ def over_experts(load: UnitLoad, unit: UnitProfile, *, ep: int) -> UnitLoad:
         load,
         parameter_bytes=load.parameter_bytes - spared,
         gradient_bytes=load.gradient_bytes - spared,
-        exchanges=(*load.exchanges, *_travel(load)),
+        exchanges=(*load.exchanges, *_travel(load, per_token or EXPERTS_PER_TOKEN)),
     )
 
 
-def _travel(load: UnitLoad) -> Iterator[TensorExchange]:
-    payload = EXPERTS_PER_TOKEN * load.output_bytes
+def _travel(load: UnitLoad, per_token: int) -> Iterator[TensorExchange]:
+    payload = per_token * load.output_bytes
     for purpose in ("tokens to experts", "tokens from experts"):
         yield TensorExchange(Collective.ALL_TO_ALL, purpose, payload, True, True, "ep")
         yield TensorExchange(Collective.ALL_TO_ALL, purpose, payload, False, False, "ep")

@@ -149,6 +149,18 @@ class Loads:
         return {}
 
 
+def together(parts: Sequence[Loads]) -> Loads:
+    """Parts of the same loads as one, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    return replace(
+        parts[0],
+        runs=tuple(run for part in parts for run in part.runs),
+        names=tuple(name for part in parts for name in part.names),
+        pieces=tuple(piece for part in parts for piece in part.pieces),
+    )
+
+
 def loads_of(
     model: ModelProfile,
     *,
@@ -190,7 +202,7 @@ def loads_of(
         if cp > 1:
             load = over_tokens(load, run.unit.cost(numerics), cp=cp, samples=samples / cp)
         if ep > 1:
-            load = over_experts(load, run.unit, ep=ep)
+            load = over_experts(load, run.unit, ep=ep, per_token=model.experts_per_token)
         if head is not None and run.unit.name == _loss_unit(model):
             load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp)
         found.append(load)
