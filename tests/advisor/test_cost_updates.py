@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from advisor.candidates import searched
 from advisor.cost import CostModel, Estimate, estimate
 from advisor.cost.updates import Served, waiting_s
 from advisor.facts import Facts
 from advisor.policy import Policy
-from advisor.search.legal import space_of, styles_of
-from advisor.search.search import Search
-from advisor.search.stages import Stages
+from advisor.search.kept import Kept
 from engines.plan import Plan
 from profiles.cluster import ClusterProfile
 from tests.factories import chain, cpus, facts, gpus
@@ -160,9 +159,8 @@ def test_no_estimate_is_below_the_bounds_that_a_search_rests_on(
     pins: dict[str, object], cluster: ClusterProfile
 ) -> None:
     known = facts(chain(), cluster, batch=24, precision="fp32")
-    space = space_of(known, pins, styles=styles_of(known))
-    costs = CostModel(known)
-    search = Search(costs, Policy(), space, Stages(costs, pins, Policy()))
+    search = searched(Kept(CostModel(known)), pins, Policy())
+    space = search.space
     beside = int(str(pins.get("servers", 0))) + int(str(pins.get("backup_workers", 0)))
     assert (len(space) > 0) == (24 % (cluster.world_size - beside) == 0)
     for index in range(len(space)):

@@ -19,10 +19,10 @@ Told = tuple[int, str, tuple[int, ...], int]
 """Steps that were made, the error that ended them, ranks that were lost, updates."""
 
 
-def _lose(plan: str, lost: int, steps: int = 5) -> Told:
+def _lose(plan: str, lost: int, steps: int = 5, seconds: float = 20.0) -> Told:
     """Train; after two steps one rank's connections are shut down, as a dead one's are."""
     size = dist.get_world_size()
-    world = patience(20.0, size=size)
+    world = patience(seconds, size=size)
     _, parallel = spread(QUADRATIC, plan, optimizer=plain, world=world)
     batch = local_rows(parallel, _targets(6), 6)
     made, said = 0, ""
@@ -72,10 +72,11 @@ def test_a_step_that_needs_the_worker_that_died_says_which(pool: Pool) -> None:
 @pytest.mark.parametrize("updates", ["synchronous", "asynchronous"])
 def test_a_server_dies_and_the_workers_name_it(pool: Pool, updates: str) -> None:
     plan = f"dp_replicate=2 servers=2 updates={updates}"
-    found = pool.run(_lose, plan, 1, 5000, world_size=4)
+    found = pool.run(_lose, plan, 1, 5000, 6.0, world_size=4)
     for made, said, _, _ in found[2:]:
         assert made >= 2
-        assert said.startswith("rank 1 is gone")
+        # Gone; or, where the message was under way, it was not taken in time.
+        assert said.startswith(("rank 1 is gone", "rank 1 did not take a message within 6 s"))
         assert "look at the output of rank 1" in said
 
 

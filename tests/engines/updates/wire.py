@@ -38,7 +38,8 @@ def since(before: Counts) -> tuple[int, int]:
 def die() -> None:
     """Shut all connections down, as the kernel does when a process ends."""
     for _, connection in _connections():
-        with contextlib.suppress(OSError):  # one that listens
+        with contextlib.suppress(OSError):  # one that listens has no peer, and is left alone
+            connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)
 
 
