@@ -28,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engines.batch_norm import synchronise_batch_norms, warn_of_microbatches
 from engines.compiled import compile_blocks, require_compilable
+from engines.context.context import Context
+from engines.context.proof import Proof, prove
 from engines.ddp import replicate
 from engines.failures import together
 from engines.footprint import whole_because
@@ -39,7 +41,7 @@ from engines.mesh import Mesh
 from engines.microbatches import Count
 from engines.optimizer import OptimizerFactory, build_optimizer, names_of, send_from_first
 from engines.parallel import LossFn, ParallelModel
-from engines.plan import DataParallel, Plan
+from engines.plan import DataParallel, Plan, Recompute
 from engines.recompute import recompute_blocks
 from engines.tensor.proved import proved
 from engines.tensor.split import split_over
@@ -88,7 +90,7 @@ def apply_plan(
         count: what a microbatch's mean loss is a mean over, where that is not its rows:
             `lambda batch: (batch["labels"] != -100).sum()`.
         max_grad_norm: clip gradients in `train_step`.
-        sample: one local batch, as for `capture`; with tp > 1 the split is proved on it.
+        sample: one local batch, as for `capture`; with tp or cp > 1 what is split is proved on it.
         weights: of a model on the meta device: init(module), which fills the parameters and buffers
             that a module holds itself and draws from torch's generator only; tensors by name; or a
             path to safetensors files. A rank takes what it holds, and nothing else is read.
@@ -111,6 +113,8 @@ def apply_plan(
         styles = _proved(
             model, plan, profile=profile, sample=sample, has_target=loss_fn is not None
         )
+    with together("proving the parts of a sequence", timeout_s=world.timeout_s):
+        proof = _proved_context(model, plan, sample=sample, loss_fn=loss_fn)
     if world.rank == 0:
         warn_of_microbatches(model, plan)
     held = numerics(plan, profile)
@@ -134,6 +138,9 @@ def apply_plan(
         fill = materials.fill  # unit by unit, as they are sharded
     split = split_over(model, *styles, group=mesh.tp.group) if styles is not None else None
     layout.lay_out(stages=stages, split=split)
+    context = Context(model, proof, mesh.cp) if proof is not None else None
+    if context is not None and plan.recompute is not Recompute.NONE:
+        context.dress(model.get_submodule(unit.name) for unit in profile.blocks())
     if plan.sync_batch_norm and mesh.data.size > 1:
         model = synchronise_batch_norms(model, world.device, group=mesh.data.group)
     recompute_blocks(model, plan.recompute, profile=profile)
@@ -160,7 +167,23 @@ def apply_plan(
         seed=seed,
         pipeline=stages,
         split=split,
+        context=context,
     )
+
+
+def _proved_context(
+    model: nn.Module, plan: Plan, *, sample: Batch | None, loss_fn: LossFn | None
+) -> Proof | None:
+    """How the model runs over a part of the tokens, after it was shown that it can."""
+    if plan.cp == 1:
+        return None
+    if sample is None:
+        raise PlanError(
+            f"cp={plan.cp}: that tokens meet in attention alone is proved on a sample, and none was"
+            " given",
+            hints=["give `apply_plan(..., sample=batch)`"],
+        )
+    return prove(model, sample, loss_fn, size=plan.cp)
 
 
 def _proved(
@@ -233,13 +256,14 @@ def _over_data_axes(
             shard(model, plan, profile=profile, mesh=mesh.shards, mixed=mixed, kept=kept, fill=fill)
         return model
     model.to(world.device)
-    if plan.data_parallel is not DataParallel.REPLICATE or mesh.data.size == 1 or kept is not None:
+    is_threads = plan.data_parallel is DataParallel.THREADS
+    if is_threads or mesh.replicas.size == 1 or kept is not None:
         return model  # the replicas of a pipeline average their gradients when a step is over
     if plan.tp > 1 and profile.unused:
         return (
             model  # so do these: to find what is unused DDP takes outputs apart, split logits too
         )
-    return replicate(model, profile=profile, device=world.device, group=mesh.data.group)
+    return replicate(model, profile=profile, device=world.device, group=mesh.replicas.group)
 
 
 def _require_plain(model: nn.Module) -> None:

@@ -98,7 +98,8 @@ class Layout:
 
     def counts(self, name: str, tensor: Tensor) -> bool:
         """Whether this rank counts its part of a gradient: over all ranks each element once."""
-        copies_apart = self._mesh.copy if isinstance(tensor, DTensor) else self._mesh.data.position
+        mesh = self._mesh
+        copies_apart = mesh.copy if isinstance(tensor, DTensor) else mesh.replicas.position
         has_own_part = self._slice(name) is not None or self._mesh.tp.is_first
         return self.owns(name) and not copies_apart and has_own_part
 

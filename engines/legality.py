@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from engines.context.legality import context
 from engines.pipeline.legality import pipeline
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute
 from engines.problem import Problem as Problem
@@ -61,14 +62,12 @@ def world_size(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iter
 
 def built(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
     """The engines that exist."""
-    names = {"cp": "context", "ep": "expert"}
-    for axis, name in names.items():
-        if getattr(plan, axis) > 1:
-            yield Problem(
-                rule="not-built",
-                what=f"{name} parallelism ({axis}={getattr(plan, axis)}) has no engine yet",
-                hint="the data-parallel family is there: dp_replicate, dp_shard, zero",
-            )
+    if plan.ep > 1:
+        yield Problem(
+            rule="not-built",
+            what=f"expert parallelism (ep={plan.ep}) has no engine yet",
+            hint="the data-parallel family is there: dp_replicate, dp_shard, zero",
+        )
     if plan.data_parallel is DataParallel.THREADS:
         yield Problem(
             rule="not-built",
@@ -262,6 +261,7 @@ RULES: tuple[Rule, ...] = (
     stages,
     pipeline,
     tensor,
+    context,
     precision,
     sharding,
     hybrid_inside_node,

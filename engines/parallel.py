@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointError
 
 from engines import checkpoint
+from engines.context.context import Context
 from engines.data import ShardedLoader
 from engines.ddp import explained_reduction, require_all_reduced
 from engines.draws import SameDraws
@@ -24,7 +25,7 @@ from engines.mesh import Mesh
 from engines.microbatches import Count, Cutter
 from engines.optimizer import send_from_first
 from engines.pipeline.cuts import Cut, cuts
-from engines.plan import DataParallel, Plan
+from engines.plan import Plan
 from engines.precision import as_fp32, autocast
 from engines.replicas import local_part, sum_gradients
 from engines.state import set_whole_state, whole_state
@@ -80,6 +81,7 @@ class ParallelModel(nn.Module):
         seed: int,
         pipeline: Pipeline | None = None,
         split: Split | None = None,
+        context: Context | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -99,18 +101,20 @@ class ParallelModel(nn.Module):
         self._seed = seed
         self._pipeline = pipeline
         self._split = split
+        self._context = context
         self._draws = SameDraws(mesh.tp, world.device, is_uneven=layout.is_uneven)
         is_wrapped = isinstance(runner, DistributedDataParallel)
-        is_replicated = plan.data_parallel is DataParallel.REPLICATE and mesh.data.size > 1
+        is_replicated = mesh.shards is None and mesh.replicas.size > 1
         # Gradients that neither DDP nor FSDP2 averages.
         self._averaged = [
             name
             for name, parameter in module.named_parameters()
             if layout.holds(name)
-            and mesh.data.size > 1
+            and mesh.replicas.size > 1
             and ((is_replicated and not is_wrapped) or (mesh.shards and not parameter.dim()))
         ]
         require = pipeline.require_equal_pieces if pipeline is not None else None
+        require = context.require if context is not None else require
         self._cutter = Cutter(
             module,
             plan,
@@ -140,7 +144,10 @@ class ParallelModel(nn.Module):
                 hints=["use `train_step(batch)` and `eval_step(batch)`, on all ranks"],
             )
         self._is_due = torch.is_grad_enabled()
-        output = self._called(*args, **kwargs)
+        if self._context is not None:
+            output = self._context.forward(self._called, args, kwargs)
+        else:
+            output = self._called(*args, **kwargs)
         return output if self._split is None else whole_tensors(output)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -305,6 +312,10 @@ class ParallelModel(nn.Module):
         return "\n".join([f"plan: {self.plan}", *map(str, self.cuts)])
 
     def _loss(self, piece: Batch) -> Tensor:
+        """Of this rank's part of the piece, such that the mean over those with the same rows is the
+        mean loss of the piece."""
+        if self._context is not None:
+            return self._context.loss(self._called, piece, self._loss_fn)
         output = call_model(self._called, piece, has_target=self._loss_fn is not None)
         return loss_of(output, piece, self._loss_fn)
 
@@ -329,7 +340,8 @@ class ParallelModel(nn.Module):
         pipeline, split = self._pipeline, self._split
         if self._averaged:
             averaged = map(self.module.get_parameter, self._averaged)
-            sum_gradients(averaged, self._mesh.data.group, divisor=self.data_world_size)
+            replicas = self._mesh.replicas
+            sum_gradients(averaged, replicas.group, divisor=replicas.size)
         if split is not None:
             held = filter(self._layout.holds, sorted(split.partial))
             sum_gradients(map(self.module.get_parameter, held), self._mesh.tp.group)
@@ -358,8 +370,8 @@ class ParallelModel(nn.Module):
         Other buffers do so where they are written out: a checkpoint holds the first replica's.
         """
         has_statistics = bool(self._profile.batch_norms) and not self.plan.sync_batch_norm
-        if self.data_world_size > 1 and (every_buffer or has_statistics):
-            group = self._mesh.data.group
+        if self._mesh.replicas.size > 1 and (every_buffer or has_statistics):
+            group = self._mesh.replicas.group
             send_from_first(self.module.buffers(), self._world.device, group=group)
 
     def _check_unused(self) -> None:
@@ -373,11 +385,11 @@ class ParallelModel(nn.Module):
                     parameter.grad = None
 
     def _average(self, value: Tensor) -> Tensor:
-        """Over replicas; the ranks of a pipeline that have no loss hold zero, and those of the tp
-        axis all have the same."""
+        """Over replicas and parts of a sequence; the ranks of a pipeline that have no loss hold zero,
+        and those of the tp axis all have the same."""
         if self._world.size > 1:
             dist.all_reduce(value)
-            value /= self.data_world_size * self._mesh.tp.size
+            value /= self._mesh.replicas.size * self._mesh.tp.size
         return value
 
     if TYPE_CHECKING:
