@@ -106,11 +106,11 @@ def _values(space: Space, key: str) -> set[int] | set[str]:
             return {schedule.value for schedule in named if schedule is not None}
         case "precision" | "offload":
             return {getattr(space, key).value}
-        case "pp" | "tp" | "dp_replicate" | "dp_shard":
+        case "pp" | "tp" | "cp" | "dp_replicate" | "dp_shard":
             return {int(n) for n in set(getattr(space, key))}
         case "microbatch_size" | "microbatches" | "accumulation":
             return {int(n) for n in set(getattr(space, key))}
-    return {1} if key in ("cp", "ep") else set()
+    return {1} if key == "ep" else set()
 
 
 def _zero(kind: DataParallel) -> int:

@@ -1,4 +1,4 @@
-"""Context and expert parallelism: what they send and spare. Estimated; no engine carries them out.
+"""Context and expert parallelism: what they send and spare.
 
 A rank of the cp axis has its part of the tokens (`loads_of` counts so much less of a sample), and
 attention needs the keys and values of all of them (ring attention, arXiv:2310.01889). A rank of the
@@ -22,27 +22,32 @@ if TYPE_CHECKING:
 EXPERTS_PER_TOKEN = 2
 
 
-def over_tokens(load: UnitLoad, cost: UnitCost, *, cp: int, samples: float) -> UnitLoad:
+def over_tokens(
+    load: UnitLoad, cost: UnitCost, *, cp: int, samples: float, element_bytes: int
+) -> UnitLoad:
     """A block of which `cp` ranks share the tokens; `samples` is a rank's share of a microbatch.
 
     The ring passes keys and values once in the forward; in the backward again, with their
-    gradients. A rank holds its own and those that are passing.
+    gradients, which are summed in fp32 and go one step further, home. A rank holds its own and
+    those that are passing. (`engines.context.ring`)
     """
     if not load.is_block:
         return load
     own = _keys_and_values(cost, samples)
     whole = own * cp
+    wide = own * max(1.0, 4 / element_bytes)
+    home = wide * cp * cp / (cp - 1)  # of which a reduce-scatter sends (cp - 1) / cp
     names = "keys and values", "gradients of keys and values"
     found = (
         TensorExchange(Collective.ALL_GATHER, names[0], whole, True, True, "cp"),
         TensorExchange(Collective.ALL_GATHER, names[0], whole, False, False, "cp"),
-        TensorExchange(Collective.REDUCE_SCATTER, names[1], whole, False, False, "cp"),
+        TensorExchange(Collective.REDUCE_SCATTER, names[1], home, False, False, "cp"),
     )
     return replace(
         load,
         exchanges=(*load.exchanges, *found),
-        forward_transient_bytes=load.forward_transient_bytes + own,
-        backward_transient_bytes=load.backward_transient_bytes + 2 * own,
+        forward_transient_bytes=load.forward_transient_bytes + 2 * own,
+        backward_transient_bytes=load.backward_transient_bytes + 2 * own + 2 * wide,
     )
 
 

@@ -188,7 +188,13 @@ def loads_of(
             tp=tp,
         )
         if cp > 1:
-            load = over_tokens(load, run.unit.cost(numerics), cp=cp, samples=samples / cp)
+            load = over_tokens(
+                load,
+                run.unit.cost(numerics),
+                cp=cp,
+                samples=samples / cp,
+                element_bytes=_element_bytes(model, numerics),
+            )
         if ep > 1:
             load = over_experts(load, run.unit, ep=ep)
         if head is not None and run.unit.name == _loss_unit(model):
@@ -322,3 +328,9 @@ def describe(name: str) -> str:
     if name == LOSS:
         return "the loss"
     return f"`{name}`" if name else "the model"
+
+
+def _element_bytes(model: ModelProfile, kind: Numerics) -> int:
+    """Of what attention is given."""
+    is_half = kind is not Numerics.AS_BUILT or model.dtype in ("bfloat16", "float16")
+    return 2 if is_half else 4

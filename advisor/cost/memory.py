@@ -270,7 +270,7 @@ def _gradients(plan: Plan, loads: Loads, *, on_device: bool) -> Gradients:
             lambda i: reduced[i] + waiting,
             carried,
         )
-    if kind is DataParallel.REPLICATE:
+    if plan.is_replicated:
         # Autograd makes a gradient, then it is copied into its bucket.
         held = 2 * total if several else total
         return Gradients(held, lambda i: held, lambda i: own[i])

@@ -27,7 +27,7 @@ from advisor.search.space import (
     stages_per_rank,
 )
 from advisor.styles import proposed_styles
-from engines.legality import problems
+from engines.legality import numerics, problems
 from engines.pipeline.legality import pipeline, schedule_problems
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute, Schedule
 from profiles.cluster import ClusterProfile
@@ -38,7 +38,7 @@ Styles = Callable[[int], tuple[tuple[str, str], ...]]
 """How layers are split over a tp axis of this size; empty where they cannot be."""
 
 # Settings that are not searched: pinned or default.
-_CARRIED = ("cp", "ep", "sync_batch_norm", "compile")
+_CARRIED = ("ep", "sync_batch_norm", "compile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,9 @@ class Shape:
 
 def space_of(facts: Facts, pins: Pins, *, styles: Styles, offload: Offload = Offload.NONE) -> Space:
     """Every legal plan that keeps `pins`, simpler degrees and kinds first.
+
+    Sequences are shared out (cp) where one is too long for a device, or a pin says so: elsewhere
+    replicas do the same work and send no keys and values.
 
     Precision is the workload's and never searched; states go to the host only where `offload` or a
     pin says so.
@@ -86,6 +89,21 @@ def shapes(world: int) -> Iterator[Shape]:
     yield Shape(DataParallel.FULL_SHARD, 1, world)
     for shard in divisors(world)[1:-1]:
         yield Shape(DataParallel.HYBRID_SHARD, world // shard, shard)
+
+
+def is_too_long(facts: Facts, precision: Precision) -> bool:
+    """Whether one sample's activations do not fit a device, though all blocks are recomputed: no
+    cut of the batch and no sharding helps then."""
+    model, device = facts.model, facts.cluster.device
+    plan = Plan(data_parallel=DataParallel.FULL_SHARD, precision=precision)
+    if not model.tokens_per_sample or not captured(plan, model):
+        return False
+    costs = [(unit.is_block, unit.cost(numerics(plan, model))) for unit in model.units]
+    kept = sum(
+        (cost.input_bytes if is_block else cost.activation_bytes).at(1) for is_block, cost in costs
+    )
+    again = max((cost.activation_bytes.at(1) for is_block, cost in costs if is_block), default=0.0)
+    return kept + again + device.context_bytes.value > device.memory_bytes.value
 
 
 def kinds(pins: Pins) -> tuple[DataParallel, ...] | None:
@@ -131,31 +149,32 @@ class _Builder:
     def _blocks(self) -> Iterator[Integers]:
         """Rows of one shape and way to recompute, as columns."""
         batch = self._facts.workload.global_batch_size
-        for pp, tp, rest in self._model_degrees():
-            for shape in self._shapes(rest):
+        for pp, tp, cp, rest in self._model_degrees():
+            for shape in self._shapes(rest, cp):
                 local, left = divmod(batch, shape.replicate * shape.shard)
                 if left:
                     continue
                 for recompute in self._recomputes():
-                    if not self._is_legal(pp, tp, shape, recompute):
+                    if not self._is_legal(pp, tp, cp, shape, recompute):
                         continue
                     ways = self._ways(pp, local)
-                    numbers = (pp, tp, shape.replicate, shape.shard, KINDS.index(shape.kind))
+                    numbers = (pp, tp, cp, shape.replicate, shape.shard, KINDS.index(shape.kind))
                     fixed = np.array([[*numbers, RECOMPUTES.index(recompute)]]).T
                     yield np.concatenate([np.repeat(fixed, ways.shape[1], axis=1), ways])
 
-    def _model_degrees(self) -> Iterator[tuple[int, int, int]]:
-        """(pp, tp, ranks left for data), the model in one piece first."""
+    def _model_degrees(self) -> Iterator[tuple[int, int, int, int]]:
+        """(pp, tp, cp, ranks left for data), the model in one piece first."""
         world = self._facts.cluster.world_size
-        rest, left = divmod(world, int(self._pins.get("cp", 1)))
-        if left:
-            return
-        for pp in self._pinned("pp", divisors(rest)):
+        shares = "cp" in self._pins or is_too_long(self._facts, self._precision)
+        for pp in self._pinned("pp", divisors(world)):
             if pp > 1 and pp > len(self._pieces):
                 continue
-            for tp in self._pinned("tp", divisors(rest // pp)):
-                if tp == 1 or self._splits(tp):
-                    yield pp, tp, rest // pp // tp
+            for tp in self._pinned("tp", divisors(world // pp)):
+                if tp > 1 and not self._splits(tp):
+                    continue
+                rest = world // pp // tp
+                for cp in self._pinned("cp", divisors(rest) if shares else [1]):
+                    yield pp, tp, cp, rest // cp
 
     def _pinned(self, axis: str, degrees: list[int]) -> list[int]:
         wanted = self._pins.get(axis)
@@ -171,7 +190,7 @@ class _Builder:
     def _pieces(self) -> list[str]:
         return pieces(self._facts.model, self._facts.cluster) if self._facts.model.has_loss else []
 
-    def _shapes(self, rest: int) -> Iterator[Shape]:
+    def _shapes(self, rest: int, cp: int) -> Iterator[Shape]:
         pins, wanted = self._pins, kinds(self._pins)
         for shape in shapes(rest):
             if wanted is not None and shape.kind not in wanted:
@@ -180,8 +199,10 @@ class _Builder:
                 continue
             if pins.get("dp_shard", shape.shard) != shape.shard:
                 continue
-            # One device shards nothing; only offload or the user's word makes it FSDP.
-            alone = rest == 1 and shape.kind is not DataParallel.NONE
+            # One device shards nothing; only offload or the user's word makes it FSDP. Ranks of cp
+            # share in what is sharded: of one replica as ZeRO-3 does it, the least memory.
+            only = DataParallel.NONE if cp == 1 else DataParallel.FULL_SHARD
+            alone = rest == 1 and shape.kind not in (DataParallel.NONE, only)
             if alone and wanted is None and self._offload is Offload.NONE:
                 continue
             yield shape
@@ -191,20 +212,23 @@ class _Builder:
             return (Recompute(self._pins["recompute"]),)
         return RECOMPUTES if any(self._facts.model.blocks()) else (Recompute.NONE,)
 
-    def _is_legal(self, pp: int, tp: int, shape: Shape, recompute: Recompute) -> bool:
+    def _is_legal(self, pp: int, tp: int, cp: int, shape: Shape, recompute: Recompute) -> bool:
         """Cuts of the batch and orders of the pipeline are looked at apart; of degrees it matters
-        whether they are 1, and over how many ranks the shards of HSDP reach."""
-        reach = shape.shard * tp if shape.kind is DataParallel.HYBRID_SHARD else 0
-        key = (pp > 1, tp > 1, shape.kind, reach, recompute)
+        whether they are 1, whether cp cuts a sequence evenly, and over how many ranks the shards of
+        HSDP reach."""
+        reach = shape.shard * cp * tp if shape.kind is DataParallel.HYBRID_SHARD else 0
+        key = (pp > 1, tp > 1, cp, shape.kind, reach, recompute)
         if key not in self._legal:
-            plan = self._representative(pp, tp, shape, recompute)
+            plan = self._representative(pp, tp, cp, shape, recompute)
             whole = self._facts.workload.optimizer.whole_because
             model, cluster = self._facts.model, self._facts.cluster
             found = problems(plan, model, cluster, whole_because=whole)
             self._legal[key] = not found and captured(plan, model)
         return self._legal[key]
 
-    def _representative(self, pp: int, tp: int, shape: Shape, recompute: Recompute) -> Plan:
+    def _representative(
+        self, pp: int, tp: int, cp: int, shape: Shape, recompute: Recompute
+    ) -> Plan:
         staged: dict[str, Any] = {}
         if pp > 1:
             staged = {"schedule": Schedule.GPIPE, "stages": tuple(self._pieces[1:pp])}
@@ -220,6 +244,7 @@ class _Builder:
                 **staged,
                 "pp": pp,
                 "tp": tp,
+                "cp": cp,
                 "data_parallel": shape.kind,
                 "dp_replicate": shape.replicate,
                 "dp_shard": shape.shard,

@@ -86,7 +86,7 @@ class Search:
         Its stages are not named.
         """
         space = self.space
-        different, group = unique(np.stack([space.pp > 1, space.tp > 1, space.kind]))
+        different, group = unique(np.stack([space.pp > 1, space.tp > 1, space.cp > 1, space.kind]))
         found = (np.flatnonzero(group == number) for number in range(different.shape[1]))
         return [(space.plan(int(rows[0])), rows) for rows in found]
 
@@ -94,7 +94,7 @@ class Search:
         """Those of `rows` with other degrees or another kind than `plan`."""
         space = self.space
         same = space.kind[rows] == KINDS.index(plan.data_parallel)
-        for axis in ("pp", "tp", "dp_replicate", "dp_shard"):
+        for axis in ("pp", "tp", "cp", "dp_replicate", "dp_shard"):
             same &= getattr(space, axis)[rows] == getattr(plan, axis)
         same &= space.offload is plan.offload
         return np.asarray(rows[~same])
@@ -221,7 +221,7 @@ class Search:
     def _by_simplicity(self, rows: Rows) -> Iterator[Rows]:
         """Groups of equally simple rows, simplest first."""
         space = self.space.part(rows)
-        alike = (space.pp, space.tp, space.kind, space.schedule, space.per_rank, space.recompute)
+        alike = (space.pp, space.tp, space.cp, space.kind, space.schedule, space.per_rank, space.recompute)
         different, group = unique(np.stack([*alike, space.forwards]))
         first = np.full(different.shape[1], len(rows))
         np.minimum.at(first, group, np.arange(len(rows)))

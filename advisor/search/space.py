@@ -58,7 +58,8 @@ class Space:
     """Plans as columns of equal length.
 
     Attributes:
-        pp, tp, dp_replicate, dp_shard, microbatch_size, microbatches, accumulation: as in `Plan`.
+        pp, tp, cp, dp_replicate, dp_shard, microbatch_size, microbatches, accumulation: as in
+            `Plan`.
         per_rank: stages per rank; 1 without a pipeline.
         kind, schedule, recompute: positions in `KINDS`, `SCHEDULES`, `RECOMPUTES`.
         offload, precision: of all rows.
@@ -69,6 +70,7 @@ class Space:
 
     pp: Integers
     tp: Integers
+    cp: Integers
     dp_replicate: Integers
     dp_shard: Integers
     kind: Integers
@@ -101,7 +103,7 @@ class Space:
         return Row(
             pp=int(self.pp[index]),
             tp=int(self.tp[index]),
-            cp=int(self.carried.get("cp", 1)),
+            cp=int(self.cp[index]),
             dp_replicate=int(self.dp_replicate[index]),
             dp_shard=int(self.dp_shard[index]),
             data_parallel=KINDS[self.kind[index]],
@@ -122,6 +124,7 @@ class Space:
                 **self.carried,
                 "pp": row.pp,
                 "tp": row.tp,
+                "cp": row.cp,
                 "data_parallel": row.data_parallel,
                 "dp_replicate": row.dp_replicate,
                 "dp_shard": row.dp_shard,
@@ -138,7 +141,7 @@ class Space:
         )
 
 
-COLUMNS = tuple(field.name for field in fields(Space))[:11]
+COLUMNS = tuple(field.name for field in fields(Space))[:12]
 
 
 def divisors(number: int) -> list[int]:

@@ -130,9 +130,9 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        every = own.new_empty(axis.size, *own.shape)
+        every = own.new_empty(axis.size * own.shape[0], *own.shape[1:])
         all_gather_single(every, own.contiguous(), group=axis.group)
-        return joined(every.unbind(), dim=dim)
+        return joined(every.chunk(axis.size), dim=dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

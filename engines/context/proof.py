@@ -282,7 +282,7 @@ def _short(sample: Batch, size: int) -> Batch:
     few = split_rows(sample, [min(rows, 2), rows - min(rows, 2)])[0]
 
     def made(tensor: Tensor) -> Tensor:
-        found = tensor[:, :tokens] if has_tokens(tensor, length) else tensor
+        found = tensor[:, :tokens].contiguous() if has_tokens(tensor, length) else tensor
         if found.is_meta:
             if found.is_floating_point():
                 return torch.randn(found.shape, generator=generator)
