@@ -385,8 +385,8 @@ class ParallelModel(nn.Module):
                     parameter.grad = None
 
     def _average(self, value: Tensor) -> Tensor:
-        """Over replicas and parts of a sequence; the ranks of a pipeline that have no loss hold zero,
-        and those of the tp axis all have the same."""
+        """Over replicas and parts of a sequence; the ranks of a pipeline that have no loss hold
+        zero, and those of the tp axis all have the same."""
         if self._world.size > 1:
             dist.all_reduce(value)
             value /= self._mesh.replicas.size * self._mesh.tp.size

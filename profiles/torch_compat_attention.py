@@ -1,7 +1,8 @@
-"""Attention of some queries to some keys with the log of its denominators, on torch's own kernels.
+"""Attention of some queries to some keys, with the log of its denominators, on torch's kernels.
 
-`scaled_dot_product_attention` hides the log-sum-exp by which results over several blocks of keys are
-merged; the kernels below it return it, under private names. Each used through here, each tested.
+`scaled_dot_product_attention` hides the log-sum-exp by which results over several blocks of keys
+are merged; the kernels below it return it, under private names. Each used through here, each
+tested; the one for CUDA where there is such a device.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def attend(
                 _plain(query[:, :, rows], key, value, rows.start if is_causal else None, scale)
                 for rows in _pieces(query)
             ]
-            return torch.cat([out for out, _ in pieces], 2), torch.cat([lse for _, lse in pieces], 2)
+            return torch.cat([out for out, _ in pieces], 2), torch.cat(
+                [lse for _, lse in pieces], 2
+            )
 
 
 def attend_backward(

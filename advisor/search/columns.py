@@ -103,7 +103,9 @@ class Columns:
         self.shards = np.where(self.is_sharded, degree * space.cp, 1)
         self.gathers = np.where(zero, 0.0, 1.0)
         self.reduces = np.where(space.kind == ZERO1, 0.0, 1.0)
-        keys = np.stack([space.tp, space.cp, space.microbatch_size, space.recompute, self.is_sharded])
+        keys = np.stack(
+            [space.tp, space.cp, space.microbatch_size, space.recompute, self.is_sharded]
+        )
         different, self.group = unique(keys)
         found = [microbatches.least(*(int(n) for n in key)) for key in different.T]
         self.groups = [microbatch for microbatch, _ in found]

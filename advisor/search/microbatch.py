@@ -261,7 +261,10 @@ def microbatch(costs: CostModel, plan: Plan, crossing: Crossing) -> Microbatch:
         there = back = 0.0
         for each in unit.exchanges:
             seconds = ledger.charge(
-                each.kind, each.purpose, each.payload_bytes, group_size=groups[each.axis][0],
+                each.kind,
+                each.purpose,
+                each.payload_bytes,
+                group_size=groups[each.axis][0],
                 stride=groups[each.axis][1],
             )
             there += seconds * each.in_forward

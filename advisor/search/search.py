@@ -221,7 +221,15 @@ class Search:
     def _by_simplicity(self, rows: Rows) -> Iterator[Rows]:
         """Groups of equally simple rows, simplest first."""
         space = self.space.part(rows)
-        alike = (space.pp, space.tp, space.cp, space.kind, space.schedule, space.per_rank, space.recompute)
+        alike = (
+            space.pp,
+            space.tp,
+            space.cp,
+            space.kind,
+            space.schedule,
+            space.per_rank,
+            space.recompute,
+        )
         different, group = unique(np.stack([*alike, space.forwards]))
         first = np.full(different.shape[1], len(rows))
         np.minimum.at(first, group, np.arange(len(rows)))

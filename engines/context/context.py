@@ -62,9 +62,7 @@ class Context:
             # Bound to the block, so that a copy of the model computes with the copy's parameters.
             block.forward = MethodType(_answered(self, block), block)
 
-    def loss(
-        self, called: Callable[..., object], piece: Batch, loss_fn: LossFn | None
-    ) -> Tensor:
+    def loss(self, called: Callable[..., object], piece: Batch, loss_fn: LossFn | None) -> Tensor:
         """The rank's share of the mean loss of `piece`: the mean over the axis is the loss."""
         own, run = self._own(called, piece)
         with self.answering():

@@ -43,6 +43,7 @@ def context(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
     if model.batch_norms:
         yield Problem(
             rule="context-batch-norm",
-            what=f"`{model.batch_norms[0]}` is a batch norm: it would normalise over a rank's tokens",
+            what=f"`{model.batch_norms[0]}` is a batch norm: a rank would normalise over its own"
+            " tokens",
             hint="set cp=1",
         )

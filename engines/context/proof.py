@@ -223,12 +223,12 @@ def _require_parts(
             found.append(LOSS)
             continue
         dims = [
-            dim
-            for dim, (a, b) in enumerate(zip(own.shape, wanted.shape, strict=False))
-            if a != b
+            dim for dim, (a, b) in enumerate(zip(own.shape, wanted.shape, strict=False)) if a != b
         ]
         if own.dim() != wanted.dim() or len(dims) > 1:
-            raise _Differs(f"an output is {tuple(own.shape)}, over all tokens {tuple(wanted.shape)}")
+            raise _Differs(
+                f"an output is {tuple(own.shape)}, over all tokens {tuple(wanted.shape)}"
+            )
         mine = part(wanted, rank=rank, size=size, dim=dims[0]) if dims else wanted
         if not _close(own, mine):
             raise _Differs("an output differs from that over all tokens")
@@ -256,9 +256,7 @@ def _both(possible: bool) -> tuple[bool, ...]:
 def _require_plain_attention(model: nn.Module, sample: Batch, *, has_target: bool) -> None:
     """Over all tokens of the sample no call of attention has a mask; shapes alone are run."""
 
-    def look(
-        query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
-    ) -> Tensor:
+    def look(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
         require_plain(query, key, attn_mask=None, dropout_p=0.0)
         return query.new_empty(*query.shape[:3], value.shape[3])
 
@@ -318,9 +316,9 @@ def _copied(model: nn.Module) -> nn.Module:
             memo[id(buffer)] = values(buffer.shape).to(buffer.dtype)
         else:
             memo[id(buffer)] = buffer.detach().cpu().clone()
-    for buffer in memo.values():
-        if isinstance(buffer, Tensor) and buffer.is_floating_point():
-            buffer.data = buffer.data.float()
+    for tensor in memo.values():
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
     return copy.deepcopy(model, memo).eval()
 
 

@@ -105,9 +105,8 @@ class _RingAttention(torch.autograd.Function):
             coming = None if is_last else ring.pass_on(there, _VALUES)
             rows, columns, is_own = _sight(ring, step, query.shape[2], ctx.is_causal)
             k, v = (_for_heads(t[:, :, columns], query) for t in _unpacked(there, key, value))
-            taken = (t[:, :, rows] for t in (gradient, query))
-            known = (t[:, :, rows] for t in (out, lse))
-            found = attend_backward(*taken, k, v, *known, is_causal=is_own, scale=ctx.scale)
+            g, q, o, lse_of = (t[:, :, rows] for t in (gradient, query, out, lse))
+            found = attend_backward(g, q, k, v, o, lse_of, is_causal=is_own, scale=ctx.scale)
             of_query[:, :, rows] += found[0]
             sums = behind() if behind is not None else sums
             for total, share in zip(_unpacked(sums, key, value), found[1:], strict=True):
