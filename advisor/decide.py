@@ -13,8 +13,8 @@ from advisor.comparison import Kind, kind
 from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
-from advisor.rules import Candidate
-from advisor.search.legal import Styles
+from advisor.rules import Candidate, preferred
+from advisor.search.legal import Styles, expert_degrees
 from advisor.search.search import Rows, Search
 from advisor.search.space import Pins
 from advisor.tree import Trace, in_leaf
@@ -79,16 +79,17 @@ def decide(
         PlanError: `pins` allow no legal plan.
     """
     costs = costs or CostModel(facts)
-    searches = [searched(facts, pins, costs, policy, styles=styles)]
-    if not len(searches[0].space):
+    spaces = [{**pins, "ep": ep} if ep > 1 else pins for ep in expert_degrees(facts, pins)]
+    searches = [searched(facts, each, costs, policy, styles=styles) for each in spaces]
+    if not any(len(search.space) for search in searches):
         raise refuse(facts, pins)
     trace = walk(costs, policy)
-    winner = _winner(searches[0], policy, trace)
+    winner = _best([_winner(search, policy, trace) for search in searches], policy, trace)
     if winner is None and "offload" not in pins and facts.cluster.device.kind != "cpu":
         # A CPU rank's device memory is the host's already.
         to_host = searched(facts, pins, costs, policy, styles=styles, offload=Offload.STATES)
         searches.append(to_host)
-        winner = _winner(searches[1], policy, trace)
+        winner = _winner(to_host, policy, trace)
     left_open: set[Kind] = set()
     for search in searches:
         if winner is None:
@@ -112,6 +113,14 @@ def decide(
         rejected=dict(sorted(sum((s.left_out for s in searches), Counter()).items())),
         kinds=[plan for search in searches for plan, _ in search.kinds()],
     )
+
+
+def _best(winners: Sequence[Candidate | None], policy: Policy, trace: Trace) -> Candidate | None:
+    """Of those of several searches, by the same preference."""
+    found = [winner for winner in winners if winner is not None]
+    if policy.objective is Objective.TREE:
+        found = [winner for winner in found if in_leaf(winner.plan, trace)] or found
+    return preferred(found, policy) if found else None
 
 
 def _winner(search: Search, policy: Policy, trace: Trace) -> Candidate | None:

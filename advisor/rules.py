@@ -134,12 +134,12 @@ def simplicity(plan: Plan | Row) -> tuple[int, ...]:
     return (
         int(plan.offload is not Offload.NONE),
         # 0 whole, 1 split layers, 2 stages, 3 both.
-        int(plan.tp > 1 or plan.cp > 1) + 2 * int(plan.pp > 1),
+        int(max(plan.tp, plan.cp, plan.ep) > 1) + 2 * int(plan.pp > 1),
         _KINDS.index(plan.data_parallel),
         _SCHEDULES.index(plan.schedule),
         len(plan.stages),
         _TRICKS.index(plan.recompute),
-        plan.pp * plan.tp * plan.cp,
+        plan.pp * plan.tp * plan.cp * plan.ep,
         plan.forwards,
     )
 

@@ -31,6 +31,7 @@ from engines.compiled import compile_blocks, require_compilable
 from engines.context.context import Context
 from engines.context.proof import Proof, prove
 from engines.ddp import replicate
+from engines.experts.experts import Experts
 from engines.failures import together
 from engines.footprint import whole_because
 from engines.fsdp import shard
@@ -131,13 +132,18 @@ def apply_plan(
     )
     kept = stages.kept if stages is not None else None
     fill = None
-    if materials is not None and (stages is not None or plan.tp > 1 or mesh.shards is None):
+    cuts_whole = stages is not None or plan.tp > 1 or plan.ep > 1
+    if materials is not None and (cuts_whole or mesh.shards is None):
         with together("reading the weights", timeout_s=world.timeout_s):
             materials.fill(model, kept=kept, device=world.device)
     elif materials is not None:
         fill = materials.fill  # unit by unit, as they are sharded
     split = split_over(model, *styles, group=mesh.tp.group) if styles is not None else None
-    layout.lay_out(stages=stages, split=split)
+    experts = None
+    if plan.ep > 1:
+        with together("sharing out the experts", timeout_s=world.timeout_s):
+            experts = Experts(model, mesh.ep, mesh.expert_copies, replicas=mesh.replicas.size)
+    layout.lay_out(stages=stages, split=split, experts=experts)
     context = Context(model, proof, mesh.cp) if proof is not None else None
     if context is not None and plan.recompute is not Recompute.NONE:
         context.dress(model.get_submodule(unit.name) for unit in profile.blocks())
@@ -147,7 +153,15 @@ def apply_plan(
     if plan.compile:
         compile_blocks(model, profile=profile, kept=kept)
     runner = _over_data_axes(
-        model, plan, profile=profile, mesh=mesh, world=world, mixed=mixed, kept=kept, fill=fill
+        model,
+        plan,
+        profile=profile,
+        mesh=mesh,
+        world=world,
+        mixed=mixed,
+        kept=kept,
+        fill=fill,
+        apart=experts.parameters if experts is not None else set(),
     )
     built = build_optimizer(optimizer, model=model, names_before=names_before, layout=layout)
 
@@ -168,6 +182,7 @@ def apply_plan(
         pipeline=stages,
         split=split,
         context=context,
+        experts=experts,
     )
 
 
@@ -248,12 +263,22 @@ def _over_data_axes(
     mixed: bool,
     kept: frozenset[str] | None,
     fill: Callable[[nn.Module], None] | None,
+    apart: set[nn.Parameter],
 ) -> Callable[..., object]:
-    """Replicate or shard; what to call for a forward."""
+    """Replicate or shard, but for what is `apart`; what to call for a forward."""
     if mesh.shards is not None:
         # FSDP2 moves unit by unit, so the whole model never sits on the device.
         with together("sharding", timeout_s=world.timeout_s):
-            shard(model, plan, profile=profile, mesh=mesh.shards, mixed=mixed, kept=kept, fill=fill)
+            shard(
+                model,
+                plan,
+                profile=profile,
+                mesh=mesh.shards,
+                mixed=mixed,
+                kept=kept,
+                apart=apart,
+                fill=fill,
+            )
         return model
     model.to(world.device)
     is_threads = plan.data_parallel is DataParallel.THREADS
@@ -263,7 +288,13 @@ def _over_data_axes(
         return (
             model  # so do these: to find what is unused DDP takes outputs apart, split logits too
         )
-    return replicate(model, profile=profile, device=world.device, group=mesh.replicas.group)
+    return replicate(
+        model,
+        profile=profile,
+        device=world.device,
+        group=mesh.replicas.group,
+        apart=[name for name, parameter in model.named_parameters() if parameter in apart],
+    )
 
 
 def _require_plain(model: nn.Module) -> None:

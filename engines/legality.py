@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from engines.context.legality import context
+from engines.experts.legality import experts
 from engines.pipeline.legality import pipeline
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute
 from engines.problem import Problem as Problem
@@ -62,12 +63,6 @@ def world_size(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iter
 
 def built(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
     """The engines that exist."""
-    if plan.ep > 1:
-        yield Problem(
-            rule="not-built",
-            what=f"expert parallelism (ep={plan.ep}) has no engine yet",
-            hint="the data-parallel family is there: dp_replicate, dp_shard, zero",
-        )
     if plan.data_parallel is DataParallel.THREADS:
         yield Problem(
             rule="not-built",
@@ -262,6 +257,7 @@ RULES: tuple[Rule, ...] = (
     pipeline,
     tensor,
     context,
+    experts,
     precision,
     sharding,
     hybrid_inside_node,

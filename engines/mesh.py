@@ -56,6 +56,8 @@ class Mesh:
         data: ranks with the same part of the model and other rows of the batch.
         replicas: ranks with the same part of the model, whose gradients are averaged: those of
             `data`, and of cp, which see other tokens of the same rows.
+        ep: ranks of `data`, next to each other, that share the experts of their part of the model.
+        expert_copies: ranks of `replicas` that hold the same experts.
         shards: the data axes for FSDP2; None where the plan shards nothing.
         copy: this rank's place among those that hold the same shard as it does: under HSDP its
             coordinate on `dp_replicate`, and where nothing is sharded its place in `replicas`.
@@ -72,6 +74,7 @@ class Mesh:
         self.cp = self._axis("cp")
         self.replicas = self._axis(*DATA_AXES, "cp")
         self.tp = self._axis("tp")
+        self.ep, self.expert_copies = self._expert_axes()
         self.shards = self._shards(world) if plan.data_parallel.is_sharded else None
         self.copy = self._place_among_copies()
 
@@ -86,13 +89,30 @@ class Mesh:
         return found
 
     def _axis(self, *axes: str) -> Axis:
+        return self._axis_of(self._rows(*axes))
+
+    def _axis_of(self, rows: Iterable[tuple[int, ...]]) -> Axis:
+        """The one of `rows` that this rank is in; all ranks make the groups of all of them."""
         found = None
-        for ranks in self._rows(*axes):
+        for ranks in rows:
             group = self._group(ranks) if len(ranks) > 1 else None
             if self._rank in ranks:
                 found = Axis(ranks, ranks.index(self._rank), group)
         assert found is not None  # a rank is on every axis
         return found
+
+    def _expert_axes(self) -> tuple[Axis, Axis]:
+        ep, cp = self._plan.ep, self._plan.cp
+        data = self._rows(*DATA_AXES)
+        shared = [row[first : first + ep] for row in data for first in range(0, len(row), ep)]
+        # Of the ranks of a row of replicas cp changes fastest, then the place on the ep axis.
+        replicas = self._rows(*DATA_AXES, "cp")
+        copies = [
+            tuple(rank for place, rank in enumerate(row) if place // cp % ep == number)
+            for row in replicas
+            for number in range(ep)
+        ]
+        return self._axis_of(shared), self._axis_of(copies)
 
     def _rows(self, *axes: str) -> list[tuple[int, ...]]:
         """All ranks, those together that differ on `axes` alone."""

@@ -18,6 +18,7 @@ from engines.context.context import Context
 from engines.data import ShardedLoader
 from engines.ddp import explained_reduction, require_all_reduced
 from engines.draws import SameDraws
+from engines.experts.experts import Experts
 from engines.fsdp import prepare_backward, release, start_over, whole_gradients
 from engines.gradients import clip_gradients, full_gradients
 from engines.layout import Layout, Split
@@ -82,6 +83,7 @@ class ParallelModel(nn.Module):
         pipeline: Pipeline | None = None,
         split: Split | None = None,
         context: Context | None = None,
+        experts: Experts | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -102,6 +104,7 @@ class ParallelModel(nn.Module):
         self._pipeline = pipeline
         self._split = split
         self._context = context
+        self._experts = experts
         self._draws = SameDraws(mesh.tp, world.device, is_uneven=layout.is_uneven)
         is_wrapped = isinstance(runner, DistributedDataParallel)
         is_replicated = mesh.shards is None and mesh.replicas.size > 1
@@ -110,6 +113,7 @@ class ParallelModel(nn.Module):
             name
             for name, parameter in module.named_parameters()
             if layout.holds(name)
+            and not (experts is not None and name in experts.names)
             and mesh.replicas.size > 1
             and ((is_replicated and not is_wrapped) or (mesh.shards and not parameter.dim()))
         ]
@@ -125,7 +129,7 @@ class ParallelModel(nn.Module):
             require=require,
         )
         self._is_due = False
-        if self._averaged or (split is not None and split.partial):
+        if self._averaged or experts is not None or (split is not None and split.partial):
             optimizer.register_step_pre_hook(self._settle_due)
         # Kept out of the module tree: a wrapper must not show in names or state dicts.
         object.__setattr__(self, "_runner", runner)
@@ -342,6 +346,8 @@ class ParallelModel(nn.Module):
             averaged = map(self.module.get_parameter, self._averaged)
             replicas = self._mesh.replicas
             sum_gradients(averaged, replicas.group, divisor=replicas.size)
+        if self._experts is not None:
+            self._experts.average()
         if split is not None:
             held = filter(self._layout.holds, sorted(split.partial))
             sum_gradients(map(self.module.get_parameter, held), self._mesh.tp.group)

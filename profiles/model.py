@@ -121,6 +121,15 @@ class UnitProfile(Record):
     is_shared: bool = False
     costs: dict[Numerics, UnitCost]
 
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Of weights that hold a matrix for each of several experts, how many: their first sizes.
+
+        A depthwise convolution has three sizes too, but a matrix of one row or column for each.
+        """
+        found = {s.sizes[0] for s in self.shapes if len(s.sizes) == 3 and min(s.sizes[1:]) > 1}
+        return tuple(sorted(found)) if self.is_block else ()
+
     def cost(self, numerics: Numerics) -> UnitCost:
         return self.costs[numerics]
 

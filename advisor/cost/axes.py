@@ -65,25 +65,29 @@ def _keys_and_values(cost: UnitCost, samples: float) -> float:
 
 def expert_bytes(unit: UnitProfile, *, ep: int) -> float:
     """Of a unit's experts that `ep` ranks can share: weights with a dimension of their own."""
-    return float(
-        sum(
-            shape.nbytes * shape.count
-            for shape in unit.shapes
-            if unit.is_block and len(shape.sizes) == 3 and shape.sizes[0] % ep == 0
-        )
-    )
+    return float(sum(s.nbytes * s.count for s in unit.shapes if _is_shared(unit, s, ep)))
 
 
-def without_experts(unit: UnitProfile, *, ep: int) -> UnitProfile:
-    """`unit` with a rank's part of its experts, for an optimizer to step."""
-    spared = expert_bytes(unit, ep=ep) * (1 - 1 / ep)
-    if not spared:
+def _is_shared(unit: UnitProfile, shape: Shape, ep: int) -> bool:
+    return len(shape.sizes) == 3 and shape.sizes[0] in unit.experts and shape.sizes[0] % ep == 0
+
+
+def without_experts(unit: UnitProfile, *, ep: int, shards: int = 1) -> UnitProfile:
+    """`unit` with a rank's part of its experts, for an optimizer to step.
+
+    Of what is then divided by `shards` the experts are as many times as much: they are no shards.
+    """
+    spared = expert_bytes(unit, ep=ep) * (1 - shards / ep)
+    if not unit.experts:
         return unit
 
     def part(shape: Shape) -> Shape:
+        if not _is_shared(unit, shape, ep):
+            return shape
         first, *rest = shape.sizes
-        is_shared = len(rest) == 2 and first % ep == 0
-        return shape.model_copy(update={"sizes": (first // ep, *rest)}) if is_shared else shape
+        return shape.model_copy(
+            update={"sizes": (first // ep, *rest), "count": shape.count * shards}
+        )
 
     update = {
         "parameter_bytes": round(unit.parameter_bytes - spared),
@@ -93,16 +97,23 @@ def without_experts(unit: UnitProfile, *, ep: int) -> UnitProfile:
     return unit.model_copy(update=update)
 
 
-def over_experts(load: UnitLoad, unit: UnitProfile, *, ep: int) -> UnitLoad:
-    """A block whose experts `ep` ranks share: as much computing, for tokens of all of them."""
+def over_experts(load: UnitLoad, unit: UnitProfile, *, ep: int, is_sharded: bool) -> UnitLoad:
+    """A block whose experts `ep` ranks share: as much computing, for tokens of all of them.
+
+    They are none of FSDP2's: a rank holds its part whole, beside what is sharded.
+    """
     experts = expert_bytes(unit, ep=ep)
     if not experts:
         return load
-    spared = experts * (1 - 1 / ep)
+    spared = experts if is_sharded else experts * (1 - 1 / ep)
+    travelling = 2 * EXPERTS_PER_TOKEN * load.output_bytes  # on their way out, and arrived
     return replace(
         load,
         parameter_bytes=load.parameter_bytes - spared,
         gradient_bytes=load.gradient_bytes - spared,
+        apart_bytes=experts / ep if is_sharded else 0.0,
+        forward_transient_bytes=load.forward_transient_bytes + travelling,
+        backward_transient_bytes=load.backward_transient_bytes + travelling,
         exchanges=(*load.exchanges, *_travel(load)),
     )
 

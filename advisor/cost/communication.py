@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, hypot
 
+from advisor.cost.axes import expert_bytes
 from advisor.cost.ledger import HOST_LINK_BYTES_PER_S, Ledger
 from advisor.cost.loads import Loads, UnitLoad
 from advisor.cost.memory import BUCKET_BYTES, shard_degree
@@ -270,6 +271,16 @@ def apart_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
         # One number per parameter tensor; a profile does not count those, and latency is all of it.
         seconds += ledger.charge(
             Collective.ALL_REDUCE, "unused parameters", SCALAR_BYTES, group_size=replicas * plan.cp
+        )
+    if plan.ep > 1 and plan.data_parallel.is_sharded:
+        shares = [expert_bytes(unit, ep=plan.ep) / plan.ep for unit in model.units]
+        seconds += summed_s(
+            ledger,
+            "gradients of experts",
+            gradient_bytes=sum(shares),
+            tensors=sum(share > 0 for share in shares),
+            group_size=replicas * plan.cp // plan.ep,
+            stride=plan.ep * stride,
         )
     if not model.batch_norms or replicas < 2:
         return seconds

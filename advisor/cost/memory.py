@@ -117,6 +117,7 @@ def peak(
         update=update,
         device=device,
         batch_bytes=batch_bytes + loads.buffer_bytes,
+        apart_bytes=loads.apart_bytes,
         ahead=UNITS_WHEN_AHEAD * largest_copy(plan, loads),
     )
 
@@ -137,15 +138,16 @@ def peak_at(
     batch_bytes: float,
     ahead: float,
     buffer_bytes: float = 0.0,
+    apart_bytes: float = 0.0,
 ) -> Peak:
     """`fullest` beside what always lives, with its range; `ahead` is what a host that runs ahead
-    gathers besides."""
+    gathers besides, `apart` what is not sharded and has gradients as large."""
     degree, offloaded = shard_degree(plan), is_offloaded(plan, device)
-    parameters, states = parameter_bytes / degree, update.state_bytes
-    held = parameters + gradient_bytes / degree + states
+    parameters, states = parameter_bytes / degree + apart_bytes, update.state_bytes
+    held = parameters + gradient_bytes / degree + apart_bytes + states
     memory = Memory(
         parameters=0.0 if offloaded else parameters,
-        gradients=fullest.gradients,
+        gradients=fullest.gradients + apart_bytes,
         optimizer=0.0 if offloaded else states,
         activations=fullest.activations,
         gathered=fullest.gathered,

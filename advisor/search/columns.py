@@ -66,6 +66,7 @@ class Microbatches:
         plan = Plan.model_construct(
             tp=tp,
             cp=cp,
+            ep=self._space.ep,
             tensor_styles=self._space.styles[tp],
             microbatch_size=size,
             recompute=RECOMPUTES[recompute],
@@ -168,6 +169,7 @@ class Columns:
         """A plan whose ranks hold this part of the parameters."""
         return Plan.model_construct(
             tp=tp,
+            ep=self.space.ep,
             tensor_styles=self.space.styles[tp],
             dp_shard=shards,
             data_parallel=DataParallel.FULL_SHARD,

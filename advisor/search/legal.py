@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,15 @@ def is_too_long(facts: Facts, precision: Precision) -> bool:
     )
     again = max((cost.activation_bytes.at(1) for is_block, cost in costs if is_block), default=0.0)
     return kept + again + device.context_bytes.value > device.memory_bytes.value
+
+
+def expert_degrees(facts: Facts, pins: Pins) -> list[int]:
+    """Over how many ranks experts may be shared, if a pin does not say so: every number that
+    divides both them and the devices."""
+    counts = {count for unit in facts.model.blocks() for count in unit.experts}
+    if "ep" in pins or not counts:
+        return [int(pins.get("ep", 1))]
+    return divisors(gcd(facts.cluster.world_size, *counts))
 
 
 def kinds(pins: Pins) -> tuple[DataParallel, ...] | None:
@@ -217,7 +227,8 @@ class _Builder:
         whether they are 1, whether cp cuts a sequence evenly, and over how many ranks the shards of
         HSDP reach."""
         reach = shape.shard * cp * tp if shape.kind is DataParallel.HYBRID_SHARD else 0
-        key = (pp > 1, tp > 1, cp, shape.kind, reach, recompute)
+        data = shape.replicate * shape.shard if "ep" in self._pins else 0
+        key = (pp > 1, tp > 1, cp, shape.kind, reach, data, recompute)
         if key not in self._legal:
             plan = self._representative(pp, tp, cp, shape, recompute)
             whole = self._facts.workload.optimizer.whole_because

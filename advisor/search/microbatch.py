@@ -254,7 +254,11 @@ def _work_bytes(unit: UnitLoad, recompute: Recompute) -> float:
 def microbatch(costs: CostModel, plan: Plan, crossing: Crossing) -> Microbatch:
     """The microbatch of `plan`; of degrees only tp and cp matter."""
     loads, ledger = costs.loads(plan), costs.ledger()
-    groups = {"tp": (plan.tp, 1), "cp": (plan.cp, plan.tp)}
+    groups = {
+        "tp": (plan.tp, 1),
+        "cp": (plan.cp, plan.tp),
+        "ep": (plan.ep, plan.cp * plan.tp),
+    }
     found = []
     for unit in loads.entries:
         repeats = unit.is_block and plan.recompute is not Recompute.NONE

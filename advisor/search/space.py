@@ -43,6 +43,7 @@ class Row:
     accumulation: int
     recompute: Recompute
     offload: Offload
+    ep: int = 1
 
     @property
     def forwards(self) -> int:
@@ -94,6 +95,11 @@ class Space:
         """Microbatches per replica and optimizer step."""
         return self.microbatches * self.accumulation
 
+    @property
+    def ep(self) -> int:
+        """Of all rows."""
+        return int(self.carried.get("ep", 1))
+
     def part(self, rows: Integers) -> Space:
         """Those rows alone."""
         return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
@@ -114,6 +120,7 @@ class Space:
             accumulation=int(self.accumulation[index]),
             recompute=RECOMPUTES[self.recompute[index]],
             offload=self.offload,
+            ep=self.ep,
         )
 
     def plan(self, index: int, *, stages: tuple[str, ...] = ()) -> Plan:

@@ -123,7 +123,7 @@ def require_plain(
         )
     if dropout_p > 0:
         raise ModelError(
-            f"attention drops out weights (p={dropout_p:g}); the kernels that the ring merges do not",
+            f"attention drops out weights (p={dropout_p:g}), which the ring's kernels do not",
             hints=["set the model's attention dropout to 0, or cp=1"],
         )
     if query.dim() not in (3, 4) or query.shape[-2] != key.shape[-2]:

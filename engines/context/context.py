@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.context.attention import OwnTokens
-from engines.context.proof import LOSS, Proof, require_equal_chunks
+from engines.context.proof import LOSS, Proof, require_equal_chunks, require_unmasked
 from engines.context.ring import Ring
 from engines.context.tokens import joined, part
 from engines.mesh import Axis
 from profiles.batch import Batch, LossFn, call_model, loss_of
-from profiles.errors import BatchError, ModelError
+from profiles.errors import ModelError
 from profiles.torch_compat import all_gather_single, map_tensors, tensors_in
 
 
@@ -43,17 +43,7 @@ class Context:
         """
         for piece in pieces:
             require_equal_chunks(piece, self._axis.size)
-            mask = piece.get("attention_mask") if isinstance(piece, Mapping) else None
-            if mask is not None and not bool(mask.all()):
-                raise BatchError(
-                    "the attention_mask hides tokens: a rank has a part of the tokens, and cannot"
-                    " know what is hidden from the others",
-                    hints=[
-                        "leave the mask out where padding comes after the tokens: causal attention"
-                        " does not see it, and labels of -100 keep it out of the loss",
-                        "or set cp=1",
-                    ],
-                )
+            require_unmasked(piece)
 
     def dress(self, blocks: Iterable[nn.Module]) -> None:
         """Let the blocks answer for themselves: recompute runs them again in the backward, when

@@ -64,6 +64,7 @@ def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int)
             tokens cannot be cut into 2 * `size` equal chunks.
     """
     require_equal_chunks(sample, size)
+    require_unmasked(sample)
     _require_plain_attention(model, sample, has_target=loss_fn is not None)
     why_not = "it makes no call of scaled_dot_product_attention"
     small = _short(sample, size)
@@ -105,6 +106,25 @@ def require_equal_chunks(batch: Batch, size: int) -> None:
             hints=[
                 f"cut or pad sequences to {length - length % (2 * size) or 2 * size} or"
                 f" {length + 2 * size - length % (2 * size)} tokens"
+            ],
+        )
+
+
+def require_unmasked(batch: Batch) -> None:
+    """No row has padding.
+
+    Raises:
+        BatchError: an attention_mask hides something.
+    """
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if mask is not None and not mask.is_meta and not bool(mask.all()):
+        raise BatchError(
+            "the attention_mask hides tokens: a rank has a part of the tokens, and cannot know what"
+            " is hidden from the others",
+            hints=[
+                "leave the mask out where padding comes after the tokens: causal attention does not"
+                " see it, and labels of -100 keep it out of the loss",
+                "or set cp=1",
             ],
         )
 
@@ -254,7 +274,12 @@ def _both(possible: bool) -> tuple[bool, ...]:
 
 
 def _require_plain_attention(model: nn.Module, sample: Batch, *, has_target: bool) -> None:
-    """Over all tokens of the sample no call of attention has a mask; shapes alone are run."""
+    """Over all tokens of the sample no call of attention has a mask; shapes alone are run.
+
+    An attention_mask is left out: it hides nothing, which cannot be seen of a shape.
+    """
+    if isinstance(sample, Mapping):
+        sample = {name: value for name, value in sample.items() if name != "attention_mask"}
 
     def look(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
         require_plain(query, key, attn_mask=None, dropout_p=0.0)

@@ -52,3 +52,16 @@ def test_no_estimate_with_shared_sequences_is_below_its_bound(inter: float) -> N
         bounds = search.bounds
         assert bounds.step_s[index] <= found.step_s * (1 + ROUNDING), str(space.plan(index))
         assert bounds.peak_high_bytes[index] <= found.peak_high_bytes * (1 + ROUNDING)
+
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 2000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
