@@ -95,16 +95,24 @@ def shapes(world: int) -> Iterator[Shape]:
 def is_too_long(facts: Facts, precision: Precision) -> bool:
     """Whether one sample's activations do not fit a device, though all blocks are recomputed: no
     cut of the batch and no sharding helps then."""
-    model, device = facts.model, facts.cluster.device
+    device = facts.cluster.device
+    free = device.memory_bytes.value - device.context_bytes.value
+    return bool(facts.model.tokens_per_sample) and sample_bytes(facts, precision) > free
+
+
+def sample_bytes(facts: Facts, precision: Precision) -> float:
+    """What a device keeps of one sample at least: the inputs of all blocks, one block that is
+    computed again, and what is no block; 0 where the model was not looked at in this precision."""
+    model = facts.model
     plan = Plan(data_parallel=DataParallel.FULL_SHARD, precision=precision)
-    if not model.tokens_per_sample or not captured(plan, model):
-        return False
+    if not captured(plan, model):
+        return 0.0
     costs = [(unit.is_block, unit.cost(numerics(plan, model))) for unit in model.units]
     kept = sum(
         (cost.input_bytes if is_block else cost.activation_bytes).at(1) for is_block, cost in costs
     )
     again = max((cost.activation_bytes.at(1) for is_block, cost in costs if is_block), default=0.0)
-    return kept + again + device.context_bytes.value > device.memory_bytes.value
+    return kept + again
 
 
 def expert_degrees(facts: Facts, pins: Pins) -> list[int]:

@@ -1,4 +1,4 @@
-"""Sequences too long for a device are shared out; others are not."""
+"""Sequences too long for a device are shared out, and experts where that is faster."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import pytest
 from advisor.candidates import legal_plans
 from advisor.choose import choose
 from advisor.cost import CostModel
+from advisor.facts import Facts
 from advisor.policy import Policy
 from advisor.search.bounds import ROUNDING
 from advisor.search.legal import is_too_long, space_of, styles_of
 from advisor.search.search import Search
+from advisor.search.space import Pins, Space
 from advisor.search.stages import Stages
 from engines.plan import Precision
+from profiles.families import profile_from_config
+from profiles.model import ModelProfile, Numerics
 from tests.factories import facts, gpus, transformer
 
 LONG = facts(transformer(name="long", layers=16, tokens=512 * 1024), gpus(1), batch=2)
@@ -29,6 +33,9 @@ def test_a_sample_is_too_long_where_what_its_blocks_keep_alone_is_more_than_the_
 def test_a_model_whose_sequence_is_too_long_for_one_device_chooses_cp() -> None:
     decision = choose(LONG)
     assert decision.plan.cp > 1
+    (why,) = [reason for reason in decision.reasons if "tokens" in reason]
+    assert "A sample of 524,288 tokens keeps at least" in why
+    assert "keys and values pass over NVLink" in why
     assert all(plan.cp == 1 for plan in legal_plans(SHORT, {}))
 
 
@@ -38,30 +45,62 @@ def test_a_pinned_degree_of_cp_is_kept_and_the_rest_is_filled_in() -> None:
     assert {plan.data_degree for plan in plans} == {2}
 
 
+def mixture() -> ModelProfile:
+    """Eight experts in each of twelve blocks, two for a token."""
+    config = {
+        "model_type": "mixtral",
+        "hidden_size": 2048,
+        "intermediate_size": 7168,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 8000,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    kinds = (Numerics.AS_BUILT, Numerics.BF16, Numerics.BF16_AUTOCAST)
+    model = profile_from_config(
+        config, samples=1, sequence_length=1024, name="mixture", numerics=kinds
+    )
+    assert {unit.experts for unit in model.blocks()} == {(8,)}
+    return model
+
+
+def test_experts_are_shared_where_gathering_them_takes_longer_than_tokens_travel() -> None:
+    """On slow links ZeRO-3 gathers eight experts a block for few tokens; a pin keeps them whole."""
+    slow = facts(mixture(), gpus(1, memory_gib=24, intra_bytes_per_s=5e9), batch=8)
+    pins = {"pp": 1, "tp": 1}
+    decision = choose(slow, pins=pins)
+    assert decision.plan.ep > 1
+    assert any("ranks share the experts; tokens pass over" in reason for reason in decision.reasons)
+    whole = choose(slow, pins={**pins, "ep": 1})
+    assert whole.plan.ep == 1
+    assert whole.estimate.step_s > decision.estimate.step_s
+    for plan in legal_plans(slow, {**pins, "ep": 8}):
+        assert (plan.ep, plan.data_degree) == (8, 8)
+
+
+def require_bounds(whole: Facts, pins: Pins) -> Space:
+    """Every row of the space is estimated, and not below its bounds."""
+    costs, policy = CostModel(whole), Policy()
+    space = space_of(whole, pins, styles=styles_of(whole))
+    search = Search(costs, policy, space, Stages(costs, pins, policy))
+    for index in range(len(space)):
+        found, bounds = search.candidate(index).estimate, search.bounds
+        assert bounds.step_s[index] <= found.step_s * (1 + ROUNDING), str(space.plan(index))
+        assert bounds.peak_high_bytes[index] <= found.peak_high_bytes * (1 + ROUNDING)
+    return space
+
+
 @pytest.mark.parametrize("inter", [400e9, 5e9])
 def test_no_estimate_with_shared_sequences_is_below_its_bound(inter: float) -> None:
     model = transformer(name="long", layers=4, tokens=64 * 1024)
     whole = facts(model, gpus(2, 4, memory_gib=12, inter_bytes_per_s=inter), batch=8)
     assert is_too_long(whole, Precision.BF16)
-    costs, policy = CostModel(whole), Policy()
-    space = space_of(whole, {}, styles=styles_of(whole))
-    search = Search(costs, policy, space, Stages(costs, {}, policy))
-    assert set(space.cp) == {1, 2, 4, 8}
-    for index in range(len(space)):
-        found = search.candidate(index).estimate
-        bounds = search.bounds
-        assert bounds.step_s[index] <= found.step_s * (1 + ROUNDING), str(space.plan(index))
-        assert bounds.peak_high_bytes[index] <= found.peak_high_bytes * (1 + ROUNDING)
+    assert set(require_bounds(whole, {}).cp) == {1, 2, 4, 8}
 
 
-MIXTRAL = {
-    "model_type": "mixtral",
-    "vocab_size": 2000,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
+@pytest.mark.parametrize("ep", [2, 8])
+def test_no_estimate_with_shared_experts_is_below_its_bound(ep: int) -> None:
+    whole = facts(mixture(), gpus(2, 4, memory_gib=24), batch=16)
+    assert len(require_bounds(whole, {"ep": ep, "cp": 1})) > 0

@@ -96,6 +96,7 @@ def build(name: str) -> tuple[nn.Module, Batch]:
 
     torch.manual_seed(0)
     model = zoo.mixtral() if name == "mixtral" else zoo.ARCHITECTURES[name][0]()
+    model.config.use_cache = False  # recompute would fill it twice
     ids = torch.arange(4 * 16).reshape(4, 16) % 90 + 3
     return model.eval(), {"input_ids": ids, "labels": ids}
 
