@@ -53,6 +53,7 @@ def advise(
     global_batch_size: int | None = None,
     optimizer: Optimizer | None = None,
     precision: str | None = None,
+    host_overhead_s: float = 0.0,
     plan: PlanLike = None,
     objective: str = "tree",
     timed: bool = False,
@@ -73,6 +74,7 @@ def advise(
             per replica where `plan` fixes pp or tp.
         optimizer: as for `auto_parallelize`; only its memory counts here.
         precision: "fp32" or "bf16"; by default what the model is built in.
+        host_overhead_s: of a step in which devices wait for data or the host; none is assumed.
         plan: settings that are fixed ("tp=2", a Plan, a file); the rest is decided.
         objective: "tree", "time" or "memory".
         timed: run the model's blocks on this machine, one at a time, and decide by their times in
@@ -96,6 +98,7 @@ def advise(
         global_batch_size=global_batch_size,
         optimizer=optimizer,
         precision=precision,
+        host_overhead_s=host_overhead_s,
         pins=pins,
         timed=timed,
         learns=machines is None,
@@ -119,6 +122,7 @@ def auto_parallelize(
     plan: PlanLike = None,
     global_batch_size: int | None = None,
     precision: str | None = None,
+    host_overhead_s: float = 0.0,
     count: Callable[[Batch], float | Tensor] | None = None,
     max_grad_norm: float | None = None,
     weights: Weights | None = None,
@@ -136,8 +140,8 @@ def auto_parallelize(
     unless an equal job did so before (see `profiles.bench.cache`) or `cluster` says what they are.
 
     Args:
-        model, sample, loss_fn, precision, objective, timed: as for `advise`; all ranks time their
-            blocks at the same moment, as they will train.
+        model, sample, loss_fn, precision, host_overhead_s, objective, timed: as for `advise`; all
+            ranks time their blocks at the same moment, as they will train.
         optimizer: a factory `lambda params: torch.optim.AdamW(params)`, or an optimizer already
             built on the model, which is carried over; None is AdamW.
         plan: None decides everything. A Plan, its file, or settings such as "dp_shard=4" fix what
@@ -178,6 +182,7 @@ def auto_parallelize(
             global_batch_size=global_batch_size,
             optimizer=optimizer,
             precision=precision,
+            host_overhead_s=host_overhead_s,
             pins=pins,
             timed=timed,
             learns=learns,

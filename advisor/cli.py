@@ -18,6 +18,7 @@ from advisor.command import (
     count,
     one_of,
     say,
+    seconds,
     show_on_screen,
     writable,
     write,
@@ -105,6 +106,12 @@ def cli(ctx: click.Context) -> None:
     callback=one_of("fp32", "bf16"),
     help="Of forward and backward. Default: the dtype that the model is built in.",
 )
+@click.option(
+    "--host-overhead",
+    callback=seconds,
+    metavar="SECONDS",
+    help="Of a step in which devices wait for data or the host. Default: none is assumed.",
+)
 @pins_option
 @click.option(
     "--objective",
@@ -125,6 +132,7 @@ def plan(
     seq: int | None,
     optimizer: str,
     precision: str | None,
+    host_overhead: float | None,
     pins: str,
     objective: str,
     output: str | None,
@@ -151,6 +159,7 @@ def plan(
         sequence_length=seq,
         optimizer=optimizer,
         precision=precision or settings.get("precision"),
+        host_overhead_s=host_overhead or 0.0,
     )
     from advisor.choose import choose
     from advisor.policy import Objective, Policy
@@ -320,6 +329,7 @@ def _facts(
     sequence_length: int | None,
     optimizer: str,
     precision: str | None,
+    host_overhead_s: float = 0.0,
 ) -> Facts:
     """What is known, from the options; what is cheap to check comes first."""
     from advisor.facts import Facts
@@ -347,6 +357,7 @@ def _facts(
         tokens_per_sample=found.tokens_per_sample,
         optimizer=optimizer_facts,
         precision=precision or built_in,
+        host_overhead_s=host_overhead_s,
         given=_given(),
     )
     return Facts(model=found, cluster=machines, workload=workload)
@@ -359,6 +370,7 @@ def _given() -> tuple[str, ...]:
         "tokens_per_sample": "seq",
         "optimizer": "optimizer",
         "precision": "precision",
+        "host_overhead_s": "host_overhead",
     }
     source_of = click.get_current_context().get_parameter_source
     typed = click.core.ParameterSource.COMMANDLINE

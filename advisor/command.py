@@ -8,6 +8,7 @@ Under torchrun what all ranks would say is said once.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sys
 import time
@@ -144,6 +145,19 @@ def count(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     if not value.isdecimal() or int(value) == 0:
         raise InputError(f"`{param.opts[-1]}` wants a positive whole number, not `{value}`")
     return int(value)
+
+
+def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """A callback for an option that is a time: seconds, zero or more."""
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise InputError(f"`{param.opts[-1]}` wants seconds, zero or more, not `{value}`")
+    return number
 
 
 def common_options(command: Command) -> Command:

@@ -43,6 +43,7 @@ def look(
     global_batch_size: int | None = None,
     optimizer: Optimizer | None = None,
     precision: str | None = None,
+    host_overhead_s: float = 0.0,
     pins: Mapping[str, Any] = _NO_PINS,
     timed: bool = False,
     learns: bool = False,
@@ -79,8 +80,12 @@ def look(
                 device_kind=cluster.device.kind,
             ),
             "precision": wanted,
+            "host_overhead_s": host_overhead_s,
             "given": _given(
-                global_batch_size=global_batch_size, optimizer=optimizer, precision=precision
+                global_batch_size=global_batch_size,
+                optimizer=optimizer,
+                precision=precision,
+                host_overhead_s=host_overhead_s or None,
             ),
         }
     )

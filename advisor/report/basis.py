@@ -173,6 +173,7 @@ def _asked(decision: Decision) -> Iterator[Basis]:
         "tokens_per_sample": f"{tokens} tokens a sample" if tokens else "",
         "optimizer": workload.optimizer.name,
         "precision": str(decision.plan.precision),
+        "host_overhead_s": _host_overhead(workload.host_overhead_s),
     }
     sources = {name: _said_by(name, given) for name, said in words.items() if said}
     for source in dict.fromkeys(sources.values()):
@@ -185,6 +186,10 @@ def _asked(decision: Decision) -> Iterator[Basis]:
     )
     if kept:
         yield Basis(what=f"kept as given: {kept}", source=str(Source.USER))
+
+
+def _host_overhead(seconds: float) -> str:
+    return f"{format_seconds(seconds)} a step for data and host" if seconds else ""
 
 
 def _said_by(name: str, given: Collection[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ OPTIONS = {
     "--debug",
     "--format",
     "--global-batch",
+    "--host-overhead",
     "--json",
     "--nccl-tests",
     "--no-bench",
@@ -337,6 +339,20 @@ class TestPlan:
         given = ("--optimizer", "sgd", "--precision", "bf16")
         workload = json.loads(self.plan("--json", *given).stdout)["facts"]["workload"]
         assert (workload["optimizer"]["name"], workload["precision"]) == ("sgd", "bf16")
+
+    def test_time_that_devices_wait_for_data_is_added_to_the_step_and_named(self) -> None:
+        without = json.loads(self.plan("--json").stdout)["estimate"]
+        waiting = self.plan("--host-overhead", "0.25", "--json").stdout
+        estimate = json.loads(waiting)["estimate"]
+        added = estimate["step_s"] - without["step_s"]
+        assert added == pytest.approx(0.25, rel=1e-3)
+        report = self.plan("--host-overhead", "0.25").stdout
+        assert re.search(r"250 ms a step for data and host +you", report)
+
+    @pytest.mark.parametrize("wrong", ["-1", "soon", "nan", "inf"])
+    def test_a_waiting_time_is_seconds(self, wrong: str) -> None:
+        result = self.plan("--host-overhead", wrong, exit_code=2)
+        assert "`--host-overhead` wants seconds, zero or more" in result.stderr
 
     def test_the_batch_is_one_sample_per_device_unless_given_and_said(self) -> None:
         result = advise("model.json", "--cluster", "4x8xH100-SXM-80GB", "--json")
