@@ -104,7 +104,7 @@ def apply_plan(
     """
     world = world or join_world()
     require_same_plan(plan, world)
-    cuts_up = plan.data_parallel.is_sharded or plan.tp > 1
+    cuts_up = plan.data_parallel.is_sharded or plan.tp * plan.ep > 1
     whole = whole_because(optimizer) if cuts_up else ""
     require_legal(plan, profile, cluster, whole_because=whole)
     _require_plain(model)

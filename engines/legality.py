@@ -240,12 +240,14 @@ def replicas_of_stages(
 
 def whole_matrices(plan: Plan, whole_because: str) -> Iterator[Problem]:
     """An optimizer steps the parts of a parameter as it would step the whole."""
-    if whole_because and (plan.data_parallel.is_sharded or plan.tp > 1):
-        split = f", tp is {plan.tp}" if plan.tp > 1 else ""
+    if whole_because and (plan.data_parallel.is_sharded or plan.tp * plan.ep > 1):
+        split = "".join(
+            f", {a} is {getattr(plan, a)}" for a in ("tp", "ep") if getattr(plan, a) > 1
+        )
         yield Problem(
             rule="optimizer-whole",
             what=f"{whole_because}; data_parallel is {plan.data_parallel}{split}",
-            hint="replicate (dp_replicate without zero or tp), or take an optimizer that goes"
+            hint="replicate (dp_replicate without zero, tp or ep), or take an optimizer that goes"
             " element by element, as AdamW",
         )
 

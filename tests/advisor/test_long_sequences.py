@@ -15,6 +15,7 @@ from advisor.search.search import Search
 from advisor.search.space import Pins, Space
 from advisor.search.stages import Stages
 from engines.plan import Precision
+from profiles.errors import PlanError
 from profiles.families import profile_from_config
 from profiles.model import ModelProfile, Numerics
 from tests.factories import facts, gpus, transformer
@@ -104,3 +105,11 @@ def test_no_estimate_with_shared_sequences_is_below_its_bound(inter: float) -> N
 def test_no_estimate_with_shared_experts_is_below_its_bound(ep: int) -> None:
     whole = facts(mixture(), gpus(2, 4, memory_gib=24), batch=16)
     assert len(require_bounds(whole, {"ep": ep, "cp": 1})) > 0
+
+
+def test_a_degree_that_experts_do_not_divide_by_is_answered_with_those_that_they_do() -> None:
+    whole = facts(mixture(), gpus(1), batch=8)
+    with pytest.raises(PlanError) as error:
+        choose(whole, pins={"ep": 3, "pp": 1, "tp": 1})
+    assert "ep=3 lies inside the data axes, which have 8 ranks" in error.value.what
+    assert "`ep` may be 1, 2, 4 or 8 here" in error.value.hints

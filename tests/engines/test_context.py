@@ -67,6 +67,26 @@ def test_attention_with_its_log_sum_exp_is_the_formula(width: int, is_causal: bo
         assert torch.allclose(got, leaf.grad)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_kernel_of_cuda_is_the_formula_too(is_causal: bool) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 3, 64, 32, device="cuda", dtype=torch.bfloat16, generator=generator)
+        for _ in range(3)
+    )
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    wanted = written_out(*leaves, is_causal=is_causal, scale=0.2)
+    gradient = torch.ones_like(q)
+    wanted.backward(gradient.double())
+    out, lse = attend(q, k, v, is_causal=is_causal, scale=0.2)
+    assert (out - wanted).abs().max() < 2e-2
+    found = attend_backward(gradient, q, k, v, out, lse, is_causal=is_causal, scale=0.2)
+    for got, leaf in zip(found, leaves, strict=True):
+        assert leaf.grad is not None
+        assert (got - leaf.grad).abs().max() < 5e-2 * leaf.grad.abs().max()
+
+
 # The ring
 
 
@@ -111,7 +131,7 @@ def ring_error(is_causal: bool, groups: int, width: int) -> float:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("is_causal", "groups", "width"), [(True, 4, 8), (False, 4, 8), (True, 2, 8), (True, 1, 6)]
+    ("is_causal", "groups", "width"), [(False, 4, 8), (True, 2, 8), (True, 1, 6)]
 )
 def test_a_ring_of_four_is_attention_to_all_tokens(
     pool: Pool, is_causal: bool, groups: int, width: int
@@ -129,9 +149,8 @@ TOLERANCE = 1e-5
     "plan",
     [
         "cp=2",
-        "cp=2 recompute=full accumulation=2",
-        "cp=2 recompute=selective",
-        "cp=2 zero=3",
+        "cp=2 recompute=selective accumulation=2",
+        "cp=2 zero=3 recompute=full",
         "dp_replicate=2 cp=2",
         "dp_replicate=2 cp=2 zero=2 accumulation=2",
         "dp_shard=2 cp=2",
@@ -194,11 +213,10 @@ def transformer_error(name: str, plan: str) -> tuple[float, float, float]:
         ("llama", "dp_shard=2 cp=2"),
         ("gpt2", "cp=2"),
         ("bert", "cp=2"),
-        ("mixtral", "cp=2"),
     ],
 )
 def test_an_unmodified_model_shares_its_sequences(pool: Pool, name: str, plan: str) -> None:
-    """Causal and not, grouped heads, experts; labels that are shifted across chunks."""
+    """Causal and not, grouped heads; labels that are shifted across chunks."""
     pytest.importorskip("transformers")
     found = pool.run(transformer_error, name, plan, world_size=Plan.parse(plan).world_size)
     assert max(map(max, found)) < TOLERANCE
@@ -350,6 +368,14 @@ def test_labels_are_shifted_before_they_are_shared_out_where_the_loss_shifts_the
     assert prove(zoo.llama(), zoo.TOKENS, None, size=2).way == Way(True, True, True, False)
     case = CASES["loss-inside"]
     assert prove(case.build(), case.batch(2), None, size=2).way == Way(False, False, False, False)
+
+
+def test_a_model_without_values_is_proved_on_numbers_that_are_made_up() -> None:
+    with torch.device("meta"):
+        model = TinyGPT()
+    proof = prove(model, CASES["gpt"].batch(2), token_loss, size=2)
+    assert proof.outputs == (1,)  # the logits' tokens
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_a_proof_leaves_the_model_and_the_random_numbers_as_they_were() -> None:

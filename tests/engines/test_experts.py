@@ -17,6 +17,7 @@ from engines.world import join_world
 from profiles.batch import Batch
 from profiles.capture import capture
 from profiles.errors import PlanError
+from profiles.model import Numerics
 from tests.engines.cases import cpu_ranks
 from tests.engines.parity import local_rows, relative, sgd, state_error
 from tests.workers import Pool
@@ -142,7 +143,6 @@ def differences(name: str, plan: str) -> tuple[float, float, float, int]:
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        ("mixtral", "dp_replicate=2 ep=2"),
         ("mixtral", "dp_replicate=4 ep=2 recompute=full"),
         ("mixtral", "dp_shard=4 ep=2"),
         ("mixtral", "dp_replicate=2 dp_shard=2 ep=4"),
@@ -159,6 +159,31 @@ def test_shared_experts_train_like_one_process(pool: Pool, name: str, plan: str)
         assert max(loss, gradients, parameters) < 1e-5
         if name == "mixtral":
             assert held == 3 * 4 / parsed.ep
+
+
+def half(plan: str) -> float:
+    """Largest difference of the loss from fp32 over two steps, relative."""
+    model, batch = build("mixtral")
+    losses = []
+    for text in ("dp_replicate=2", plan):
+        torch.manual_seed(0)
+        parallel = apply_plan(
+            copy.deepcopy(model),
+            Plan.parse(text),
+            profile=capture(model, batch, name="mixtral", numerics=tuple(Numerics)),
+            cluster=cpu_ranks(2),
+            optimizer=sgd,
+        )
+        rows = local_rows(parallel, batch, 4)
+        losses.append([parallel.train_step(rows).item() for _ in range(2)])
+    return max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_replicate=2 ep=2", "dp_shard=2 ep=2"])
+def test_experts_compute_in_bf16_where_the_plan_says_so(pool: Pool, plan: str) -> None:
+    pytest.importorskip("transformers")
+    assert max(pool.run(half, f"{plan} precision=bf16", world_size=2)) < 5e-3
 
 
 def across_plans(folder: str) -> float:
