@@ -9,7 +9,7 @@ from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, margin_s, simplicity
-from advisor.search.legal import sample_bytes
+from advisor.search.legal import one_sample_bytes
 from advisor.search.space import Pins
 from advisor.tree import Family, Trace, belongs, in_leaf
 from engines.legality import numerics
@@ -43,7 +43,7 @@ def reasons(
     yield _leaf_reason(winner, policy, trace, pins)
     yield from _stages_reason(winner)
     yield from _split_reason(winner)
-    yield from _sequence_reason(winner, facts)
+    yield from _sequence_reason(winner, facts, policy)
     yield from _experts_reason(winner)
     yield from _recompute_reason(winner, costs, policy)
     yield from _runner_up_reason(winner, pool, policy)
@@ -122,18 +122,17 @@ def _split_reason(winner: Candidate) -> Iterator[str]:
     )
 
 
-def _sequence_reason(winner: Candidate, facts: Facts) -> Iterator[str]:
+def _sequence_reason(winner: Candidate, facts: Facts, policy: Policy) -> Iterator[str]:
     """Why the tokens of a sample are shared out, and what passes between the ranks."""
     plan = winner.plan
     if plan.cp == 1:
         return
-    kept = sample_bytes(facts, plan.precision)
-    memory = facts.cluster.device.memory_bytes.value
-    why = "keeps at least" if kept > memory else "keeps"
+    needed = one_sample_bytes(facts, plan.precision)
+    usable = policy.usable_bytes(facts.cluster.device)
     yield (
-        f"A sample of {facts.model.tokens_per_sample:,} tokens {why} {format_gib(kept)} of"
-        f" activations with full recompute, a device has {format_gib(memory)}: {plan.cp} ranks"
-        f" share its tokens; {_passing(winner, 'keys and values')}"
+        f"A sample of {facts.model.tokens_per_sample:,} tokens needs up to {format_gib(needed)} on"
+        f" one device, with full recompute and everything sharded, of {format_gib(usable)} usable:"
+        f" {plan.cp} ranks share its tokens; {_passing(winner, 'keys and values')}"
     )
 
 

@@ -20,6 +20,7 @@ WITH_TORCH = {
     "profiles.calls",
     "profiles.capture",
     "profiles.double",
+    "profiles.experts",
     "profiles.fakes",
     "profiles.flow_trace",
     "profiles.gpus",

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from advisor.cost import CostModel
 from advisor.facts import Facts, captured
+from advisor.policy import Policy
 from advisor.search.space import (
     COLUMNS,
     KINDS,
@@ -28,7 +30,7 @@ from advisor.search.space import (
     stages_per_rank,
 )
 from advisor.styles import proposed_styles
-from engines.legality import numerics, problems
+from engines.legality import problems
 from engines.pipeline.legality import pipeline, schedule_problems
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute, Schedule
 from profiles.cluster import ClusterProfile
@@ -92,27 +94,35 @@ def shapes(world: int) -> Iterator[Shape]:
         yield Shape(DataParallel.HYBRID_SHARD, world // shard, shard)
 
 
-def is_too_long(facts: Facts, precision: Precision) -> bool:
-    """Whether one sample's activations do not fit a device, though all blocks are recomputed: no
-    cut of the batch and no sharding helps then."""
-    device = facts.cluster.device
-    free = device.memory_bytes.value - device.context_bytes.value
-    return bool(facts.model.tokens_per_sample) and sample_bytes(facts, precision) > free
-
-
-def sample_bytes(facts: Facts, precision: Precision) -> float:
-    """What a device keeps of one sample at least: the inputs of all blocks, one block that is
-    computed again, and what is no block; 0 where the model was not looked at in this precision."""
-    model = facts.model
-    plan = Plan(data_parallel=DataParallel.FULL_SHARD, precision=precision)
-    if not captured(plan, model):
-        return 0.0
-    costs = [(unit.is_block, unit.cost(numerics(plan, model))) for unit in model.units]
-    kept = sum(
-        (cost.input_bytes if is_block else cost.activation_bytes).at(1) for is_block, cost in costs
+def is_too_long(facts: Facts, precision: Precision, styles: Styles) -> bool:
+    """Whether a device cannot train on one sample with the model sharded over all and recomputed,
+    also where the devices of a node split its layers: no cut of the batch helps then."""
+    if not facts.model.tokens_per_sample:
+        return False
+    usable = Policy().usable_bytes(facts.cluster.device)
+    degrees = {1, facts.cluster.devices_per_node}
+    split = {tp: styles(tp) if tp > 1 else () for tp in degrees}
+    return all(
+        one_sample_bytes(facts, precision, tp=tp, styles=found) > usable
+        for tp, found in split.items()
+        if tp == 1 or found
     )
-    again = max((cost.activation_bytes.at(1) for is_block, cost in costs if is_block), default=0.0)
-    return kept + again
+
+
+def one_sample_bytes(
+    facts: Facts, precision: Precision, *, tp: int = 1, styles: tuple[tuple[str, str], ...] = ()
+) -> float:
+    """The upper end of that peak; 0 where the model was not looked at in this precision."""
+    plan = Plan(
+        dp_shard=facts.cluster.world_size // tp,
+        data_parallel=DataParallel.FULL_SHARD,
+        tp=tp,
+        tensor_styles=styles,
+        microbatch_size=1,
+        recompute=Recompute.FULL if any(facts.model.blocks()) else Recompute.NONE,
+        precision=precision,
+    )
+    return CostModel(facts).estimate(plan).peak_high_bytes if captured(plan, facts.model) else 0.0
 
 
 def expert_degrees(facts: Facts, pins: Pins) -> list[int]:
@@ -183,7 +193,7 @@ class _Builder:
     def _model_degrees(self) -> Iterator[tuple[int, int, int, int]]:
         """(pp, tp, cp, ranks left for data), the model in one piece first."""
         world = self._facts.cluster.world_size
-        shares = "cp" in self._pins or is_too_long(self._facts, self._precision)
+        shares = "cp" in self._pins or is_too_long(self._facts, self._precision, self._proposed)
         for pp in self._pinned("pp", divisors(world)):
             if pp > 1 and pp > len(self._pieces):
                 continue
@@ -197,6 +207,11 @@ class _Builder:
     def _pinned(self, axis: str, degrees: list[int]) -> list[int]:
         wanted = self._pins.get(axis)
         return [n for n in degrees if wanted is None or n == wanted]
+
+    def _proposed(self, tp: int) -> tuple[tuple[str, str], ...]:
+        """How layers are split over so many ranks; empty where they cannot be, or may not."""
+        is_open = self._pins.get("tp", tp) == tp
+        return self._styles[tp] if is_open and self._splits(tp) else ()
 
     def _splits(self, tp: int) -> bool:
         if tp not in self._styles:

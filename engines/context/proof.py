@@ -313,9 +313,14 @@ def _short(sample: Batch, size: int) -> Batch:
         found = found.detach().cpu()
         if found.is_floating_point():
             return found.float()
-        is_ignored = found == IGNORED
-        # A prompt without labels would leave nothing to compare.
-        return found.masked_fill(is_ignored, 1) if is_ignored.all() else found
+        is_constant = bool((found == found.reshape(-1)[:1]).all())
+        if found.dtype is torch.bool or not is_constant or bool((found == 1).all()):
+            return found  # ones may be a mask
+        # Of equal tokens a mean is what each of them is, and without labels there is no loss.
+        value = int(found.reshape(-1)[0])
+        known = [0, value if value not in (0, IGNORED) else 1]
+        drawn = torch.randint(0, len(known), found.shape, generator=generator)
+        return torch.tensor(known, dtype=found.dtype)[drawn]
 
     return map_batch(made, few)
 

@@ -1,12 +1,7 @@
-"""Modules that hold experts as weights with a dimension of their own, and whether they can be cut.
-
-The form is that of transformers: every weight has the experts first, and the forward takes tokens,
-the numbers of some experts for each, and what each of those weighs.
-"""
+"""Whether the experts of a module can be cut: `profiles.experts` says which modules hold some."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -14,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from profiles.errors import PlanError
+from profiles.experts import experts_of
 from profiles.fakes import random_state_kept
 
 TOLERANCE = 1e-4
@@ -24,23 +20,6 @@ TOKENS_AN_EXPERT = 2  # of the trial
 def containers(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of the form, by path."""
     return {path: module for path, module in model.named_modules() if experts_of(module)}
-
-
-def experts_of(module: nn.Module) -> int:
-    """How many experts it holds; 0 if it is none of the form."""
-    weights = list(module.parameters(recurse=False))
-    firsts = {weight.shape[0] for weight in weights if weight.dim()}
-    has_matrices = any(weight.dim() == 3 for weight in weights)
-    if not has_matrices or len(firsts) != 1 or any(not weight.dim() for weight in weights):
-        return 0
-    places = [
-        p
-        for p in inspect.signature(module.forward).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    # transformers' own forward passes all on to the implementation that the config names.
-    takes = 3 if any(p.kind is p.VAR_POSITIONAL for p in places) else len(places)
-    return firsts.pop() if takes == 3 else 0
 
 
 @contextmanager

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.experts.container import containers, counts_of, experts_of, require_separable
+from engines.experts.container import containers, counts_of, require_separable
 from engines.experts.travel import sent_through
 from engines.mesh import Axis
 from engines.replicas import sum_gradients
 from engines.tensor.slices import Slice
 from profiles.errors import PlanError
+from profiles.experts import experts_of
 
 EXPERTS_FIRST = Slice(dim=0)
 

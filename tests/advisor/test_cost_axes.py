@@ -56,7 +56,8 @@ def mixture() -> ModelProfile:
         Shape(sizes=(8, 100, 1000), element_bytes=4),
         Shape(sizes=(200, 1000), element_bytes=4),
     )
-    units = tuple(unit.model_copy(update={"shapes": shapes}) for unit in model.units)
+    update = {"shapes": shapes, "experts": (8,)}
+    units = tuple(unit.model_copy(update=update) for unit in model.units)
     return model.model_copy(update={"units": units})
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from advisor.auto import advise
 from advisor.candidates import legal_plans
 from advisor.choose import choose
 from advisor.cost import CostModel
@@ -14,8 +17,9 @@ from advisor.search.legal import is_too_long, space_of, styles_of
 from advisor.search.search import Search
 from advisor.search.space import Pins, Space
 from advisor.search.stages import Stages
-from engines.plan import Precision
-from profiles.errors import PlanError
+from engines.context.proof import prove
+from engines.plan import Plan, Precision
+from profiles.errors import NoPlanError, PlanError
 from profiles.families import profile_from_config
 from profiles.model import ModelProfile, Numerics
 from tests.factories import facts, gpus, transformer
@@ -24,18 +28,18 @@ LONG = facts(transformer(name="long", layers=16, tokens=512 * 1024), gpus(1), ba
 SHORT = facts(transformer(name="short", layers=16, tokens=4096), gpus(1), batch=16)
 
 
-def test_a_sample_is_too_long_where_what_its_blocks_keep_alone_is_more_than_the_memory() -> None:
+def test_a_sample_is_too_long_where_it_does_not_fit_a_device_with_all_else_sharded() -> None:
     """16 blocks keep 512 Ki tokens x 4,096 x 2 bytes = 4 GiB each, and the logits in fp32 are
     512 Ki x 32,000 x 4 bytes = 62.5 GiB: more than the device's 79.6 GiB."""
-    assert is_too_long(LONG, Precision.BF16)
-    assert not is_too_long(SHORT, Precision.BF16)
+    assert is_too_long(LONG, Precision.BF16, styles_of(LONG))
+    assert not is_too_long(SHORT, Precision.BF16, styles_of(SHORT))
 
 
 def test_a_model_whose_sequence_is_too_long_for_one_device_chooses_cp() -> None:
     decision = choose(LONG)
     assert decision.plan.cp > 1
     (why,) = [reason for reason in decision.reasons if "tokens" in reason]
-    assert "A sample of 524,288 tokens keeps at least" in why
+    assert "A sample of 524,288 tokens needs up to" in why
     assert "keys and values pass over NVLink" in why
     assert all(plan.cp == 1 for plan in legal_plans(SHORT, {}))
 
@@ -97,7 +101,7 @@ def require_bounds(whole: Facts, pins: Pins) -> Space:
 def test_no_estimate_with_shared_sequences_is_below_its_bound(inter: float) -> None:
     model = transformer(name="long", layers=4, tokens=64 * 1024)
     whole = facts(model, gpus(2, 4, memory_gib=12, inter_bytes_per_s=inter), batch=8)
-    assert is_too_long(whole, Precision.BF16)
+    assert is_too_long(whole, Precision.BF16, styles_of(whole))
     assert set(require_bounds(whole, {}).cp) == {1, 2, 4, 8}
 
 
@@ -113,3 +117,53 @@ def test_a_degree_that_experts_do_not_divide_by_is_answered_with_those_that_they
         choose(whole, pins={"ep": 3, "pp": 1, "tp": 1})
     assert "ep=3 lies inside the data axes, which have 8 ranks" in error.value.what
     assert "`ep` may be 1, 2, 4 or 8 here" in error.value.hints
+
+
+class ByHand(nn.Module):
+    """Attention that no ring can stand in for, and a head that makes the loss large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x + x.mean(1, keepdim=True))
+        return x @ self.embed.weight.t()
+
+
+class Alone(ByHand):
+    """The same, and every token for itself."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.embed.weight.t()
+
+
+def test_a_decision_shares_out_no_sequence_that_the_engine_would_refuse() -> None:
+    """4 Mi tokens x 100 classes x 4 bytes are 1.6 GiB of logits, held some four times over beside
+    a context of 2 GiB: too much for 7 GiB, and half as much is not."""
+    ids = torch.zeros(2, 4 * 2**20, dtype=torch.int64)
+
+    def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def decided(model: nn.Module) -> Plan:
+        return advise(
+            model,
+            sample=(ids, ids),
+            loss_fn=loss_fn,
+            plan="pp=1 tp=1 offload=none",
+            cluster=gpus(1, 2, memory_gib=7),
+            global_batch_size=2,
+        ).plan
+
+    assert decided(Alone()).cp == 2
+    with pytest.raises(NoPlanError):
+        decided(ByHand())
+    with pytest.raises(PlanError, match="attention calls seen: 0"):
+        prove(ByHand(), (ids, ids), loss_fn, size=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from advisor.cost.model import CostModel
@@ -9,7 +11,7 @@ from engines.hybrid import apply_plan
 from engines.plan import Plan
 from profiles.capture import capture
 from profiles.cluster import Collective
-from profiles.model import Numerics
+from profiles.model import ModelProfile
 from tests.contract.fake_world import fake_rank
 from tests.contract.hybrids import _states, charged
 from tests.contract.subjects import Decoder, batch_of
@@ -18,6 +20,11 @@ from tests.engines.cases import cpu_ranks, token_loss
 
 TOKENS = 64
 PASSING = ("keys and values", "gradients of keys and values")
+
+
+@cache
+def _profile() -> ModelProfile:
+    return capture(Decoder(), batch_of(2, tokens=TOKENS), loss_fn=token_loss)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +38,7 @@ PASSING = ("keys and values", "gradients of keys and values")
 def test_keys_that_pass_and_all_other_messages_are_charged_and_so_are_states(text: str) -> None:
     plan = Plan.parse(f"{text} microbatch_size=2")
     sample = batch_of(2, tokens=TOKENS)
-    profile = capture(Decoder(), sample, loss_fn=token_loss, numerics=tuple(Numerics))
+    profile = _profile()
     states = []
     with fake_rank(0, plan.world_size):
         parallel = apply_plan(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.experts.container import containers, experts_of, require_separable
+from engines.experts.container import containers, require_separable
 from engines.hybrid import apply_plan
 from engines.legality import problems
 from engines.mesh import Mesh
@@ -17,7 +18,8 @@ from engines.world import join_world
 from profiles.batch import Batch
 from profiles.capture import capture
 from profiles.errors import PlanError
-from profiles.model import Numerics
+from profiles.experts import experts_of
+from profiles.model import ModelProfile, Numerics
 from tests.engines.cases import cpu_ranks
 from tests.engines.parity import local_rows, relative, sgd, state_error
 from tests.workers import Pool
@@ -214,6 +216,12 @@ def test_a_checkpoint_holds_whole_experts_under_their_names(pool: Pool, tmp_path
     assert max(pool.run(across_plans, str(tmp_path), world_size=2)) == 0.0
 
 
+@cache
+def _profile() -> ModelProfile:
+    model, batch = build("mixtral")
+    return capture(model, batch, name="mixtral")
+
+
 @pytest.mark.parametrize(
     ("plan", "rule"),
     [
@@ -226,8 +234,7 @@ def test_a_checkpoint_holds_whole_experts_under_their_names(pool: Pool, tmp_path
 )
 def test_plans_that_cannot_share_experts_are_refused_by_name(plan: str, rule: str) -> None:
     pytest.importorskip("transformers")
-    model, batch = build("mixtral")
-    profile = capture(model, batch, name="mixtral")
+    profile = _profile()
     assert {unit.experts for unit in profile.blocks()} == {(4,)}
     parsed = Plan.parse(plan)
     assert rule in [p.rule for p in problems(parsed, profile, cpu_ranks(parsed.world_size))]
