@@ -47,6 +47,7 @@ WITH_TORCH = {
     "engines.context.context",
     "engines.context.proof",
     "engines.context.ring",
+    "engines.context.specimen",
     "engines.context.tokens",
     "engines.context.way",
     "engines.data",

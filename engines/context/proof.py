@@ -12,7 +12,6 @@ over the sample as it is.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
@@ -24,9 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engines.context.attention import OwnTokens, require_plain
+from engines.context.specimen import copied, short
 from engines.context.tokens import part
-from engines.context.way import IGNORED, Way, has_tokens, length_of
-from profiles.batch import Batch, LossFn, call_model, find_loss, loss_of, map_batch, split_rows
+from engines.context.way import Way, length_of
+from profiles.batch import Batch, LossFn, call_model, find_loss, loss_of, map_batch
 from profiles.errors import AdvisorError, BatchError, PlanError
 from profiles.fakes import random_state_kept, stand_ins
 from profiles.pretence import Pretence
@@ -34,9 +34,6 @@ from profiles.torch_compat import tensors_in, without_onednn
 
 TOLERANCE = 1e-4
 """Relative; rounding of float32 stays far below, mistakes are of the order of 1."""
-SEED = 20
-LARGE = 2**26  # parameters from which on layers of the copy share their numbers
-CHUNK = 2  # tokens of a chunk in the short sequence
 
 
 LOSS = -1
@@ -67,9 +64,9 @@ def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int)
     require_unmasked(sample)
     _require_plain_attention(model, sample, has_target=loss_fn is not None)
     why_not = "it makes no call of scaled_dot_product_attention"
-    small = _short(sample, size)
+    small = short(sample, size)
     with torch.inference_mode(False), random_state_kept(), torch.no_grad():
-        specimen = _copied(model)
+        specimen = copied(model)
         whole = _whole(specimen, small, loss_fn)
         for way in _ways(model, small, has_target=loss_fn is not None):
             try:
@@ -294,62 +291,6 @@ def _require_plain_attention(model: nn.Module, sample: Batch, *, has_target: boo
         fake = map_batch(lambda tensor: fakes.of(tensor.detach()), sample)
         with Pretence().on(fake), without_onednn(), OwnTokens(look, places=None, model=model):
             call_model(model, fake, has_target=has_target)
-
-
-def _short(sample: Batch, size: int) -> Batch:
-    """A row or two of few tokens, on the CPU; values where the sample has none."""
-    generator = torch.Generator().manual_seed(SEED)
-    length = length_of(sample)
-    rows = len(next(t for t in tensors_in(sample) if t.dim() >= 1))
-    tokens = min(length, 2 * size * CHUNK)
-    few = split_rows(sample, [min(rows, 2), rows - min(rows, 2)])[0]
-
-    def made(tensor: Tensor) -> Tensor:
-        found = tensor[:, :tokens].contiguous() if has_tokens(tensor, length) else tensor
-        if found.is_meta:
-            if found.is_floating_point():
-                return torch.randn(found.shape, generator=generator)
-            return torch.randint(0, 2, found.shape, generator=generator).to(found.dtype)
-        found = found.detach().cpu()
-        if found.is_floating_point():
-            return found.float()
-        is_constant = bool((found == found.reshape(-1)[:1]).all())
-        if found.dtype is torch.bool or not is_constant or bool((found == 1).all()):
-            return found  # ones may be a mask
-        # Of equal tokens a mean is what each of them is, and without labels there is no loss.
-        value = int(found.reshape(-1)[0])
-        known = [0, value if value not in (0, IGNORED) else 1]
-        drawn = torch.randint(0, len(known), found.shape, generator=generator)
-        return torch.tensor(known, dtype=found.dtype)[drawn]
-
-    return map_batch(made, few)
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """The model with made-up numbers, in float32 on the CPU; nothing is dropped out."""
-    generator = torch.Generator().manual_seed(SEED)
-    is_large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
-    made: dict[torch.Size, Tensor] = {}
-
-    def values(shape: torch.Size) -> Tensor:
-        if is_large and shape in made:
-            return made[shape]
-        noise = torch.randn(shape, generator=generator)
-        made[shape] = noise / shape[1:].numel() ** 0.5 if len(shape) > 1 else 0.5 + 0.5 * noise
-        return made[shape]
-
-    memo: dict[int, object] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(values(parameter.shape), requires_grad=False)
-    for buffer in model.buffers():
-        if buffer.is_meta:
-            memo[id(buffer)] = values(buffer.shape).to(buffer.dtype)
-        else:
-            memo[id(buffer)] = buffer.detach().cpu().clone()
-    for tensor in memo.values():
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            tensor.data = tensor.data.float()
-    return copy.deepcopy(model, memo).eval()
 
 
 def _close(found: Tensor, wanted: Tensor) -> bool:

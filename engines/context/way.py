@@ -55,8 +55,7 @@ class Way:
             beside["attention_mask"] = torch.ones(
                 len(first), len(where), dtype=torch.int64, device=first.device
             )
-        if self.shifts_labels:
-            assert isinstance(batch, Mapping)
+        if self.shifts_labels and isinstance(batch, Mapping) and "labels" in batch:
             beside["shift_labels"] = part(_shifted(batch["labels"]), rank=rank, size=size)
         return own, beside, None if self.gives_positions else where
 
@@ -74,7 +73,7 @@ class Way:
 
     def _target(self, batch: Batch) -> Tensor | None:
         if isinstance(batch, Mapping):
-            if self.shifts_labels:
+            if self.shifts_labels and "labels" in batch:
                 return _shifted(batch["labels"])
             return next((batch[name] for name in TARGETS if name in batch), None)
         return batch[-1] if self.has_target and not isinstance(batch, Tensor) else None

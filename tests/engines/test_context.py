@@ -199,6 +199,9 @@ def transformer_error(name: str, plan: str) -> tuple[float, float, float]:
     parallel.zero_grad()
     if parallel.data_world_size > 1:
         return relative(loss, output.loss.detach()), stepped, 0.0
+    with torch.no_grad():
+        plain = parallel(input_ids=zoo.IDS).logits
+    assert relative(plain, output.logits.detach()) < TOLERANCE
     classic = parallel(**batch)
     assert relative(classic.logits, output.logits) < TOLERANCE
     classic.loss.backward()

@@ -216,6 +216,27 @@ def test_a_checkpoint_holds_whole_experts_under_their_names(pool: Pool, tmp_path
     assert max(pool.run(across_plans, str(tmp_path), world_size=2)) == 0.0
 
 
+def by_settings() -> tuple[str, float]:
+    """The plan that is made of "ep=2", and its loss against one process."""
+    from advisor.auto import auto_parallelize
+
+    model, batch = build("mixtral")
+    wanted = copy.deepcopy(model)(**batch).loss.detach()
+    parallel = auto_parallelize(
+        model, sample=batch, plan="ep=2 zero=0", cluster=cpu_ranks(2), learns=False,
+        global_batch_size=4,
+    )  # fmt: skip
+    return str(parallel.plan), relative(parallel.eval_step(local_rows(parallel, batch, 4)), wanted)
+
+
+@pytest.mark.dist
+def test_what_settings_leave_open_is_filled_in(pool: Pool) -> None:
+    pytest.importorskip("transformers")
+    for plan, error in pool.run(by_settings, world_size=2):
+        assert {"dp_replicate=2", "ep=2"} <= set(plan.split())
+        assert error < 1e-6
+
+
 @cache
 def _profile() -> ModelProfile:
     model, batch = build("mixtral")
