@@ -217,19 +217,20 @@ def belongs(plan: Plan, family: Family) -> bool:
     """Whether `plan` is of `family`: which axes it uses, and what its replicas shard.
 
     PP and TP are that axis alone, with replicas or shards of it around; the two hybrids use one of
-    the axes or both. In "DP + PP + TP + ZeRO-1" no parameter is gathered between replicas.
+    the axes or both. In "DP + PP + TP + ZeRO-1" no parameter is gathered between replicas. Ranks
+    that share the tokens of a sample (cp) are as replicas to the model: what they hold and shard.
     """
     kind = plan.data_parallel
-    cut = [axis for axis in ("pp", "cp", "tp") if getattr(plan, axis) > 1]
+    cut = [axis for axis in ("pp", "tp") if getattr(plan, axis) > 1]
     if family is Family.OFFLOAD:
         return plan.offload is not Offload.NONE
     if plan.offload is not Offload.NONE:
         return False
     match family:
         case Family.SINGLE:
-            return not cut and kind is DataParallel.NONE
+            return not cut and kind is DataParallel.NONE and plan.cp == 1
         case Family.DDP:
-            return not cut and kind is DataParallel.REPLICATE
+            return not cut and plan.is_replicated
         case Family.ZERO:
             return not cut and kind.is_sharded
         case Family.HSDP:

@@ -17,6 +17,7 @@ from advisor.search.legal import is_too_long, space_of, styles_of
 from advisor.search.search import Search
 from advisor.search.space import Pins, Space
 from advisor.search.stages import Stages
+from advisor.tree import in_leaf
 from engines.context.proof import prove
 from engines.plan import Plan, Precision
 from profiles.errors import NoPlanError, PlanError
@@ -41,6 +42,7 @@ def test_a_model_whose_sequence_is_too_long_for_one_device_chooses_cp() -> None:
     (why,) = [reason for reason in decision.reasons if "tokens" in reason]
     assert "A sample of 524,288 tokens needs up to" in why
     assert "keys and values pass over NVLink" in why
+    assert in_leaf(decision.plan, decision.trace)
     assert all(plan.cp == 1 for plan in legal_plans(SHORT, {}))
 
 
