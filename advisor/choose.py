@@ -12,6 +12,7 @@ from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.reasons import reasons
 from advisor.rules import Candidate, margin_s, simplicity
+from advisor.search.kept import Kept
 from advisor.search.legal import Styles
 from advisor.search.space import Pins
 from advisor.tree import Trace, in_leaf
@@ -35,8 +36,8 @@ def choose(
         PlanError: `pins` allow no legal plan.
         NoPlanError: there are legal plans and none fits.
     """
-    costs = CostModel(facts)
-    choice = decide(facts, policy=policy, pins=pins, styles=styles, compares=True, costs=costs)
+    kept = Kept(CostModel(facts))
+    choice = decide(facts, policy=policy, pins=pins, styles=styles, compares=True, kept=kept)
     winner, weighed, trace = choice.winner, choice.weighed, choice.trace
     if winner is None:
         raise no_plan(facts, policy, pins, choice)
@@ -47,7 +48,7 @@ def choose(
         facts=facts,
         policy=policy,
         pins=dict(pins),
-        reasons=tuple(reasons(winner, choice.pool, costs, policy, trace, pins)),
+        reasons=tuple(reasons(winner, choice.pool, kept.costs, policy, trace, pins)),
         trace=trace,
         alternatives=tuple(others[: policy.alternatives]),
         weighed=choice.total,

@@ -225,6 +225,8 @@ _PARTS = {
 }
 # Parts are named until less than this of a difference is left: about what rounding hides.
 _UNNAMED = 0.05
+# A nanosecond: less is shown as none.
+_SHOWN_S = 1e-9
 
 
 def causes(slower: Estimate, faster: Estimate) -> str:
@@ -239,9 +241,9 @@ def causes(slower: Estimate, faster: Estimate) -> str:
     rest = difference = slower.step_s - faster.step_s
     said = []
     for name in sorted(differences, key=lambda name: (-abs(differences[name]), name)):
-        if abs(rest) <= _UNNAMED * abs(difference):
-            break
         change = differences[name]
+        if abs(rest) <= _UNNAMED * abs(difference) or abs(change) < _SHOWN_S:
+            break
         said.append(f"{format_seconds(abs(change))} {'more' if change > 0 else 'less'} {name}")
         rest -= change
     return ", ".join(said)

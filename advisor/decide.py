@@ -14,6 +14,7 @@ from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, preferred
+from advisor.search.kept import Kept
 from advisor.search.legal import Styles, expert_degrees
 from advisor.search.search import Rows, Search
 from advisor.search.space import Pins
@@ -61,7 +62,7 @@ def decide(
     pins: Pins = _NO_PINS,
     styles: Styles | None = None,
     compares: bool = False,
-    costs: CostModel | None = None,
+    kept: Kept | None = None,
 ) -> Choice:
     """The plan for these facts: deterministic, nothing else is looked at.
 
@@ -73,21 +74,21 @@ def decide(
         styles: how layers are split over a tp axis of some size; by default what the profile alone
             tells (`advisor.styles`).
         compares: also estimate the best plan of every other kind.
-        costs: of these facts, where there are some already.
+        kept: of these facts, where others were decided on before.
 
     Raises:
         PlanError: `pins` allow no legal plan.
     """
-    costs = costs or CostModel(facts)
+    kept = kept or Kept(CostModel(facts))
     spaces = [{**pins, "ep": ep} if ep > 1 else pins for ep in expert_degrees(facts, pins)]
-    searches = [searched(facts, each, costs, policy, styles=styles) for each in spaces]
+    searches = [searched(kept, each, policy, styles=styles) for each in spaces]
     if not any(len(search.space) for search in searches):
         raise refuse(facts, pins)
-    trace = walk(costs, policy)
+    trace = walk(kept.costs, policy)
     winner = _best([_winner(search, policy, trace) for search in searches], policy, trace)
     if winner is None and "offload" not in pins and facts.cluster.device.kind != "cpu":
         # A CPU rank's device memory is the host's already.
-        to_host = searched(facts, pins, costs, policy, styles=styles, offload=Offload.STATES)
+        to_host = searched(kept, pins, policy, styles=styles, offload=Offload.STATES)
         searches.append(to_host)
         winner = _winner(to_host, policy, trace)
     left_open: set[Kind] = set()

@@ -17,6 +17,7 @@ from advisor.levers import Lever
 from advisor.pareto import Point, front_of
 from advisor.policy import Policy
 from advisor.rules import Candidate
+from advisor.search.kept import Kept
 from advisor.tree import Trace
 from engines.plan import Plan, parse_settings
 from profiles.record import Document, Record
@@ -103,11 +104,11 @@ class Decision(Document):
         if self.flipped is not None and not levers:
             return self.flipped
 
-        costs = CostModel(self.facts)
+        kept = Kept(CostModel(self.facts))
 
         def answer(facts: Facts) -> Candidate | None:
-            beside = costs.beside(facts)
-            return decide(facts, policy=self.policy, pins=self.pins, costs=beside).winner
+            beside = kept.beside(facts)
+            return decide(facts, policy=self.policy, pins=self.pins, kept=beside).winner
 
         if not levers:
             return flip(self.facts, answer)
@@ -129,8 +130,7 @@ class Decision(Document):
         """
         asked = parse_settings(settings)
         pins = _without_conflicts(self.pins, asked) | asked
-        costs = CostModel(self.facts)
-        search = searched(self.facts, pins, costs, self.policy)
+        search = searched(Kept(CostModel(self.facts)), pins, self.policy)
         best = search.best(search.rows)
         if best is None:
             found = [problem.what for problem in why_illegal(self.facts, pins)]

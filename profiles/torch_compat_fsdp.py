@@ -24,10 +24,17 @@ def reduce_unused_parameters(root: FSDPModule) -> None:
 
 def reduce_now(root: FSDPModule) -> None:
     """Reduce the gradients that backwards without synchronisation left whole, and end the step as
-    a backward does. (What `PipelineStage.perform_reduce_grad` does for a stage that is one.)"""
+    a backward does. (What `PipelineStage.perform_reduce_grad` does for a stage that is one.)
+
+    The order of the forwards that are over is forgotten, which torch does after the last backward
+    alone: in the next round the first unit's backward would fetch a unit that nobody runs.
+    """
     for _, group in _groups(root):
         group.post_backward()
-    cast(Any, root)._get_fsdp_state()._root_post_backward_final_callback()
+        group._post_forward_indices.clear()
+    top = cast(Any, root)._get_fsdp_state()
+    top._comm_ctx.post_forward_order.clear()
+    top._root_post_backward_final_callback()
 
 
 def forget_step_underway(root: FSDPModule) -> None:

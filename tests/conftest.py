@@ -8,10 +8,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.workers import Pool
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+# No test of what is right may fail because the machine has other work.
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of several workers (`pytest -n 2 --dist loadgroup`) one has all tests on the pool, as two
+    pools would share the cores and gain nothing; a file of other tests is for one worker, too."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            group = "ranks" if item.get_closest_marker("dist") else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -49,11 +49,15 @@ class Ledger:
         return self._seconds(kind, payload_bytes, group_size, stride)
 
     def _seconds(self, kind: Collective, payload_bytes: float, group: int, stride: int) -> float:
-        found = self._wires.get((kind, group, stride))
+        return min(way.seconds(payload_bytes) for way in self.ways(kind, group, stride))
+
+    def ways(self, kind: Collective, group_size: int, stride: int) -> tuple[Way, ...]:
+        """How a collective may be carried out in such groups."""
+        found = self._wires.get((kind, group_size, stride))
         if found is None:
-            found = ways(self._cluster, kind, group_size=group, stride=stride)
-            self._wires[kind, group, stride] = found
-        return min(way.seconds(payload_bytes) for way in found)
+            found = ways(self._cluster, kind, group_size=group_size, stride=stride)
+            self._wires[kind, group_size, stride] = found
+        return found
 
     def traffic(self) -> tuple[Traffic, ...]:
         return tuple(

@@ -65,24 +65,29 @@ class CostModel:
         self._flop: dict[tuple[Numerics, int], float] = {}
         self._numerics: dict[tuple[object, bool], Numerics] = {}
 
-    def beside(self, facts: Facts) -> CostModel:
-        """The costs of facts that differ: where only links, memory or batch do, with the sums that
-        were made for these."""
+    def is_beside(self, facts: Facts) -> bool:
+        """Whether only links, memory or batch of `facts` differ from these."""
         mine, other = self.facts, facts
         device = other.cluster.device.model_copy(
             update={"memory_bytes": mine.cluster.device.memory_bytes}
         )
         batch = {"global_batch_size": mine.workload.global_batch_size}
-        is_alike = (
+        return (
             mine.model is other.model
+            and mine.cluster.world_size == other.cluster.world_size
+            and mine.cluster.devices_per_node == other.cluster.devices_per_node
             and mine.cluster.device == device
             and mine.workload == other.workload.model_copy(update=batch)
         )
-        if not is_alike:
+
+    def beside(self, facts: Facts) -> CostModel:
+        """The costs of facts that differ: those that are `is_beside` with the sums that were made
+        for these."""
+        if not self.is_beside(facts):
             return CostModel(facts)
-        found = copy(self)
+        mine, found = self.facts.cluster, copy(self)
         found.facts = facts
-        if mine.cluster != other.cluster.model_copy(update={"device": mine.cluster.device}):
+        if mine != facts.cluster.model_copy(update={"device": mine.device}):
             found._wires, found._estimates, found._stages = {}, {}, {}
         return found
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.utils.data import DataLoader, Subset
 
-from advisor.auto import auto_parallelize
+from advisor.auto import advise, auto_parallelize
 from advisor.command import show_on_screen
 from advisor.cost.breakdown import Estimate
 from advisor.decision import Decision
@@ -128,13 +128,16 @@ def _parallel_model(
     if screen:
         screen.print("looking at this machine and at the model ...", highlight=False)
     rows = [train[index] for index in range(max(1, GLOBAL_BATCH // ranks))]
+    sample = torch.stack([tokens for tokens, _ in rows]), torch.stack([n for _, n in rows])
     cluster = None
+    if ranks > 1 and plan:  # one that cannot be is refused now, not after all that is timed
+        advise(model, sample=sample, loss_fn=loss, plan=plan, global_batch_size=GLOBAL_BATCH)
     if ranks > 1:  # timed now: what a bench kept of another hour does not foretell this one's steps
         with progress(rank=dist.get_rank(), budget_s=BENCH_S) as tell:
             cluster = bench(probe(), budget_s=BENCH_S, tell=tell)
     parallel = auto_parallelize(
         model,
-        sample=(torch.stack([tokens for tokens, _ in rows]), torch.stack([n for _, n in rows])),
+        sample=sample,
         loss_fn=loss,
         optimizer=lambda params: torch.optim.AdamW(params, lr=LEARNING_RATE),
         plan=plan,

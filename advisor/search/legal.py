@@ -94,6 +94,11 @@ def shapes(world: int) -> Iterator[Shape]:
         yield Shape(DataParallel.HYBRID_SHARD, world // shard, shard)
 
 
+def precision_of(facts: Facts, pins: Pins) -> Precision:
+    """Of all plans that keep `pins`."""
+    return Precision(pins.get("precision", facts.precision))
+
+
 def is_too_long(facts: Facts, precision: Precision, styles: Styles) -> bool:
     """Whether a device cannot train on one sample with the model sharded over all and recomputed,
     also where the devices of a node split its layers: no cut of the batch helps then."""
@@ -155,7 +160,7 @@ class _Builder:
         self._facts = facts
         self._pins = pins
         self._offload = offload
-        self._precision = Precision(pins.get("precision", facts.precision))
+        self._precision = precision_of(facts, pins)
         self._styles_of = styles
         self._styles: dict[int, tuple[tuple[str, str], ...]] = {1: ()}
         self._legal: dict[tuple[object, ...], bool] = {}
