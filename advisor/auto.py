@@ -24,6 +24,7 @@ from advisor.look import LossFn, Optimizer, look
 from advisor.policy import Policy
 from advisor.runs import keep_at_end
 from advisor.search.legal import styles_of
+from engines.context.proof import prove
 from engines.hybrid import apply_plan
 from engines.optimizer import OptimizerFactory
 from engines.parallel import ParallelModel
@@ -127,7 +128,7 @@ def advise(
         facts,
         policy=_policy(objective, allow_lossy, allow_stale),
         pins=pins,
-        has_target=loss_fn is not None,
+        loss_fn=loss_fn,
     )
 
 
@@ -230,7 +231,7 @@ def auto_parallelize(
             facts(),
             policy=_policy(objective, allow_lossy, allow_stale),
             pins=pins,
-            has_target=loss_fn is not None,
+            loss_fn=loss_fn,
         )
 
     if timed and world.rank > 0:
@@ -268,9 +269,10 @@ def _decided(
     *,
     policy: Policy,
     pins: Mapping[str, Any],
-    has_target: bool,
+    loss_fn: LossFn | None,
 ) -> Decision:
-    """The decision, with layers split as the engine proves that they may be.
+    """The decision, with layers split as the engine proves that they may be, and sequences shared
+    out where it proves that they can be.
 
     A profile tells how layers would be split. What a decision takes is proved on the modules; where
     that finds another way, it is decided again by it.
@@ -283,11 +285,14 @@ def _decided(
 
     while True:
         decision = choose(facts, policy=policy, pins=pins, styles=styles)
-        tp = decision.plan.tp
+        tp, cp = decision.plan.tp, decision.plan.cp
+        if cp > 1 and "cp" not in pins and not _shares_sequences(model, sample, loss_fn, size=cp):
+            pins = {**pins, "cp": 1}
+            continue
         if tp == 1 or tp in proved or "tensor_styles" in pins:
             return decision
         proposal = propose_styles(
-            model, sample, size=tp, profile=facts.model, has_target=has_target
+            model, sample, size=tp, profile=facts.model, has_target=loss_fn is not None
         )
         release_freed_memory()
         for note in proposal.notes:
@@ -295,6 +300,20 @@ def _decided(
         if dict(proposal.styles) == dict(decision.plan.tensor_styles):
             return decision
         proved[tp] = proposal.styles
+
+
+def _shares_sequences(
+    model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int
+) -> bool:
+    """Whether the engine proves that the model's sequences can be shared out."""
+    try:
+        prove(model, sample, loss_fn, size=size)
+    except InputError as error:
+        log.info("context parallel: %s", error.what)
+        return False
+    finally:
+        release_freed_memory()
+    return True
 
 
 def pins_of(plan: PlanLike) -> Mapping[str, Any]:

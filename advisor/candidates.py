@@ -9,7 +9,7 @@ from advisor.cost import CostModel
 from advisor.facts import Facts, captured
 from advisor.policy import Policy
 from advisor.search.kept import Kept
-from advisor.search.legal import Styles, kinds, space_of, styles_of
+from advisor.search.legal import Styles, expert_degrees, kinds, space_of, styles_of
 from advisor.search.search import Search
 from advisor.search.space import KINDS, RECOMPUTES, SCHEDULES, Space
 from advisor.search.space import Pins as Pins
@@ -82,7 +82,11 @@ def nearest_settings(facts: Facts, pins: Pins) -> Iterator[str]:
     """For each pin, the values that it may have if the other pins stay."""
     for key, value in pins.items():
         others = {name: kept for name, kept in pins.items() if name != key}
-        values = _values(space_of(facts, others, styles=styles_of(facts)), key)
+        wanted = [others]
+        if key == "ep":  # a space has one degree of it
+            wanted = [{**others, "ep": degree} for degree in expert_degrees(facts, others)]
+        spaces = [space_of(facts, each, styles=styles_of(facts)) for each in wanted]
+        values = {found for space in spaces for found in _values(space, key)}
         values.discard(value)
         words = [str(v) for v in sorted(values)]
         if words:
@@ -106,11 +110,11 @@ def _values(space: Space, key: str) -> set[int] | set[str]:
             return {schedule.value for schedule in named if schedule is not None}
         case "precision" | "offload":
             return {getattr(space, key).value}
-        case "pp" | "tp" | "dp_replicate" | "dp_shard":
+        case "pp" | "tp" | "cp" | "dp_replicate" | "dp_shard":
             return {int(n) for n in set(getattr(space, key))}
         case "microbatch_size" | "microbatches" | "accumulation":
             return {int(n) for n in set(getattr(space, key))}
-    return {1} if key in ("cp", "ep") else set()
+    return {space.ep} if key == "ep" else set()
 
 
 def _zero(kind: DataParallel) -> int:

@@ -141,7 +141,7 @@ def _recomputed(plan: Plan) -> str:
 
 def _cut_axes(plan: Plan) -> tuple[str, ...]:
     """The axes along which the model itself is cut."""
-    return tuple(axis for axis in ("pp", "cp", "tp") if getattr(plan, axis) > 1)
+    return tuple(axis for axis in ("pp", "cp", "tp", "ep") if getattr(plan, axis) > 1)
 
 
 Kind = tuple[tuple[str, ...], DataParallel, Offload, Updates, bool]
@@ -171,7 +171,7 @@ Shape = tuple[Kind, tuple[int, ...], str]
 
 def shape(plan: Plan) -> Shape:
     """What two plans share that differ only in how the batch is cut and run."""
-    degrees = (plan.pp, plan.cp, plan.tp, plan.dp_replicate, plan.dp_shard)
+    degrees = (plan.pp, plan.cp, plan.tp, plan.ep, plan.dp_replicate, plan.dp_shard)
     return kind(plan), degrees, _beside(plan)
 
 

@@ -14,9 +14,9 @@ from advisor.comparison import Kind, kind
 from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
-from advisor.rules import Candidate
+from advisor.rules import Candidate, preferred
 from advisor.search.kept import Kept
-from advisor.search.legal import Styles
+from advisor.search.legal import Styles, expert_degrees
 from advisor.search.search import Rows, Search
 from advisor.search.space import Pins
 from advisor.sending import sending
@@ -84,16 +84,17 @@ def decide(
         PlanError: `pins` allow no legal plan.
     """
     kept = kept or Kept(CostModel(facts))
-    searches = [searched(kept, pins, policy, styles=styles)]
-    if not len(searches[0].space):
+    spaces = [{**pins, "ep": ep} if ep > 1 else pins for ep in expert_degrees(facts, pins)]
+    searches = [searched(kept, each, policy, styles=styles) for each in spaces]
+    if not any(len(search.space) for search in searches):
         raise refuse(facts, pins)
     trace = walk(kept.costs, policy)
-    winner = _winner(searches[0], policy, trace)
+    winner = _best([_winner(search, policy, trace) for search in searches], policy, trace)
     if winner is None and "offload" not in pins and facts.cluster.device.kind != "cpu":
         # A CPU rank's device memory is the host's already.
         to_host = searched(kept, pins, policy, styles=styles, offload=Offload.STATES)
         searches.append(to_host)
-        winner = _winner(searches[1], policy, trace)
+        winner = _winner(to_host, policy, trace)
     left_open: set[Kind] = set()
     for search in searches:
         if winner is None:
@@ -146,6 +147,14 @@ def _refined(
     fastest_s = updates.winner.estimate.step_s
     offers = [offer for offer in (sent.offered, updates.offered) if offer is not None]
     return updates.winner, tuple(o for o in offers if o.estimate.step_s < fastest_s)
+
+
+def _best(winners: Sequence[Candidate | None], policy: Policy, trace: Trace) -> Candidate | None:
+    """Of those of several searches, by the same preference."""
+    found = [winner for winner in winners if winner is not None]
+    if policy.objective is Objective.TREE:
+        found = [winner for winner in found if in_leaf(winner.plan, trace)] or found
+    return preferred(found, policy) if found else None
 
 
 def _winner(search: Search, policy: Policy, trace: Trace) -> Candidate | None:

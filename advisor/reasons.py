@@ -10,6 +10,7 @@ from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, margin_s, simplicity
+from advisor.search.legal import one_sample_bytes
 from advisor.search.space import Pins
 from advisor.tree import Family, Trace, belongs, in_leaf
 from engines.legality import numerics
@@ -46,6 +47,8 @@ def reasons(
     if not sending.is_usual(winner.plan):
         yield sending.reason(winner, costs)
     yield from apart.reason(winner, costs)
+    yield from _sequence_reason(winner, facts, policy)
+    yield from _experts_reason(winner)
     yield from _recompute_reason(winner, costs, policy)
     yield from _runner_up_reason(winner, pool, policy)
     yield from _whole_reason(winner, pool, facts, policy)
@@ -123,6 +126,34 @@ def _split_reason(winner: Candidate) -> Iterator[str]:
         f"Split layers send {format_gib(sent)} a step and device over {links}, in"
         f" {format_seconds(sum(traffic.seconds for traffic in found))}; nothing computes meanwhile"
     )
+
+
+def _sequence_reason(winner: Candidate, facts: Facts, policy: Policy) -> Iterator[str]:
+    """Why the tokens of a sample are shared out, and what passes between the ranks."""
+    plan = winner.plan
+    if plan.cp == 1:
+        return
+    needed = one_sample_bytes(facts, plan.precision)
+    usable = policy.usable_bytes(facts.cluster.device)
+    yield (
+        f"A sample of {facts.model.tokens_per_sample:,} tokens needs up to {format_gib(needed)} on"
+        f" one device, with full recompute and everything sharded, of {format_gib(usable)} usable:"
+        f" {plan.cp} ranks share its tokens; {_passing(winner, 'keys and values')}"
+    )
+
+
+def _experts_reason(winner: Candidate) -> Iterator[str]:
+    """What travels to experts on other ranks."""
+    if winner.plan.ep > 1:
+        yield f"{winner.plan.ep} ranks share the experts; {_passing(winner, 'tokens')}"
+
+
+def _passing(winner: Candidate, what: str) -> str:
+    found = [t for t in winner.estimate.traffic if what in t.purpose]
+    sent = format_gib(sum(traffic.bus_bytes for traffic in found))
+    links = " and ".join(dict.fromkeys(traffic.link for traffic in found))
+    seconds = format_seconds(sum(traffic.seconds for traffic in found))
+    return f"{what} pass over {links}, {sent} a step and device in {seconds}"
 
 
 def _recompute_reason(winner: Candidate, costs: CostModel, policy: Policy) -> Iterator[str]:

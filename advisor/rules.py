@@ -125,15 +125,14 @@ SIMPLER_FIRST = (
 
 def simplicity_columns(space: Space) -> list[Integers]:
     """`simplicity` of every row of `space`, number by number; offload is the same in all."""
-    carried_cp = int(space.carried.get("cp", 1))
     kinds = np.array([_KINDS.index(kind) for kind in KINDS])
     return [
-        ((space.tp > 1) | (carried_cp > 1)) + 2 * (space.pp > 1),
+        (space.tp * space.cp * space.ep > 1) + 2 * (space.pp > 1),
         kinds[space.kind],
         space.schedule,
         space.pp * space.per_rank,
         space.recompute,
-        space.pp * space.tp * carried_cp,
+        space.pp * space.tp * space.cp * space.ep,
         space.forwards,
     ]
 
@@ -149,12 +148,12 @@ def simplicity(plan: Plan | Row) -> tuple[int, ...]:
     return (
         int(plan.offload is not Offload.NONE) + 2 * _apart(plan),
         # 0 whole, 1 split layers, 2 stages, 3 both.
-        int(plan.tp > 1 or plan.cp > 1) + 2 * int(plan.pp > 1),
+        int(max(plan.tp, plan.cp, plan.ep) > 1) + 2 * int(plan.pp > 1),
         _KINDS.index(plan.data_parallel),
         SCHEDULES.index(plan.schedule),
         len(plan.stages),
         RECOMPUTES.index(plan.recompute),
-        plan.pp * plan.tp * plan.cp,
+        plan.pp * plan.tp * plan.cp * plan.ep,
         plan.forwards,
     )
 

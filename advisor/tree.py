@@ -223,19 +223,21 @@ def belongs(plan: Plan, family: Family, *, devices_per_node: int | None = None) 
 
     PP and TP are that axis alone, with replicas or shards of it around; the two hybrids use one of
     the axes or both. In "DP + PP + TP + ZeRO-1" no parameter is gathered between nodes for every
-    microbatch: shards of stages or layers lie inside a node, as HSDP's do.
+    microbatch: shards of stages or layers lie inside a node, as HSDP's do. Ranks that share
+    the tokens of a sample (cp) are as replicas to the model: what they hold and shard.
     """
     kind = plan.data_parallel
-    cut = [axis for axis in ("pp", "cp", "tp") if getattr(plan, axis) > 1]
+    cut = [axis for axis in ("pp", "tp") if getattr(plan, axis) > 1]
     if family is Family.OFFLOAD:
         return plan.offload is not Offload.NONE
     if plan.offload is not Offload.NONE:
         return False
     match family:
         case Family.SINGLE:
-            return not cut and kind is DataParallel.NONE and not plan.servers
+            is_whole = kind is DataParallel.NONE and plan.cp == 1
+            return not cut and is_whole and not plan.servers
         case Family.DDP:
-            return not cut and kind is DataParallel.REPLICATE and plan.updates_in_step
+            return not cut and plan.is_replicated and plan.updates_in_step
         case Family.ZERO:
             return not cut and kind.is_sharded
         case Family.HSDP:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from profiles.errors import ModelError
 from profiles.model import ModelProfile
-from profiles.torch_compat import without_buffer_sync
+from profiles.torch_compat import leave_to_others, without_buffer_sync
 
 
 def replicate(
@@ -22,11 +22,13 @@ def replicate(
     profile: ModelProfile,
     device: torch.device,
     group: dist.ProcessGroup | None,
+    apart: Iterable[str] = (),
 ) -> DistributedDataParallel:
     """Wrap `model` so that its backward averages gradients over the ranks of `group`.
 
     Gradients live in the communication buckets (no second copy). The graph is searched for unused
-    parameters only where the profile saw some: the search costs time in every step.
+    parameters only where the profile saw some: the search costs time in every step. Parameters
+    `apart`, by name, are left alone.
 
     Raises:
         ModelError: nothing in the model is trainable.
@@ -36,6 +38,7 @@ def replicate(
             f"`{profile.name}` has no trainable parameter: there is nothing to train",
             hints=["set requires_grad on the parameters that should learn"],
         )
+    leave_to_others(model, apart)
     runner = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,

@@ -20,7 +20,7 @@ whole, and their gradients are averaged when a step is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -53,6 +53,7 @@ def shard(
     mesh: DeviceMesh,
     mixed: bool,
     kept: Container[str] | None = None,
+    apart: Iterable[nn.Parameter] = (),
     fill: Callable[[nn.Module], None] | None = None,
 ) -> FSDPModule:
     """Turn the parameters of `model` into shards over `mesh`, in place.
@@ -61,10 +62,11 @@ def shard(
     parameters (small ones, and ones that are used in several places) form the root group.
     `mixed` computes in bf16 on fp32 shards, reduces gradients in fp32 and returns fp32 outputs.
     `kept`: first names of the parameters of this rank's stages, in a pipeline.
+    `apart`: parameters that are none of FSDP2's; they are moved to the device.
     `fill` gives a unit its values just before it is cut, so that one unit at a time is whole.
     """
     others = {p for name, p in model.named_parameters() if kept is not None and name not in kept}
-    scalars = _scalars(model, device_type=mesh.device_type)
+    whole = _whole({*_scalars(model), *apart}, device_type=mesh.device_type)
     for unit in profile.shard_units():
         module = model.get_submodule(unit.name)
         if unit.name and others.isdisjoint(module.parameters()):
@@ -78,7 +80,7 @@ def shard(
                     reshard_after_forward=plan.data_parallel not in _KEEP_PARAMETERS,
                     mp_policy=_precision(mixed),
                     offload_policy=_offload(plan, mesh),
-                    ignored_params=scalars,
+                    ignored_params=whole,
                 )
     if fill is not None:
         fill(model)
@@ -90,16 +92,19 @@ def shard(
             reshard_after_forward=False,
             mp_policy=_precision(mixed, output_dtype=torch.float32 if mixed else None),
             offload_policy=_offload(plan, mesh),
-            ignored_params=others | scalars,
+            ignored_params=others | whole,
         )
     assert isinstance(root, FSDPModule)
     reduce_unused_parameters(root)
     return root
 
 
-def _scalars(model: nn.Module, *, device_type: str) -> set[nn.Parameter]:
-    """The parameters that stay whole, moved to where FSDP2 moves the others."""
-    found = {parameter for parameter in model.parameters() if not parameter.dim()}
+def _scalars(model: nn.Module) -> set[nn.Parameter]:
+    return {parameter for parameter in model.parameters() if not parameter.dim()}
+
+
+def _whole(found: set[nn.Parameter], *, device_type: str) -> set[nn.Parameter]:
+    """The parameters that are not sharded, moved to where FSDP2 moves the others."""
     for parameter in found:
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device_type)

@@ -32,7 +32,7 @@ def clip_gradients(model: nn.Module, layout: Layout, mesh: Mesh, max_norm: float
     tied parameters, layers that are whole on the tp axis) counts once.
     """
     named = [(n, p) for n, p in model.named_parameters() if p.grad is not None and layout.holds(n)]
-    is_everywhere = mesh.pp.size == mesh.tp.size == 1 and mesh.shards is None
+    is_everywhere = mesh.pp.size == mesh.tp.size == mesh.ep.size == 1 and mesh.shards is None
     counted = [
         local_part(parameter.grad)
         for name, parameter in named

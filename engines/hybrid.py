@@ -31,7 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 from engines.aggregation.hooks import send_as_planned
 from engines.batch_norm import synchronise_batch_norms, warn_of_microbatches
 from engines.compiled import compile_blocks, require_compilable
+from engines.context.context import Context
+from engines.context.proof import Proof, prove
 from engines.ddp import replicate
+from engines.experts.experts import Experts
 from engines.failures import together
 from engines.footprint import whole_because
 from engines.fsdp import shard
@@ -43,7 +46,7 @@ from engines.microbatches import Count
 from engines.noise import NoiseMeter, require_measurable
 from engines.optimizer import OptimizerFactory, build_optimizer, names_of, send_from_first
 from engines.parallel import LossFn, ParallelModel
-from engines.plan import DataParallel, Plan
+from engines.plan import DataParallel, Plan, Recompute
 from engines.recompute import recompute_blocks
 from engines.tensor.proved import proved
 from engines.tensor.split import split_over
@@ -95,7 +98,7 @@ def apply_plan(
         count: what a microbatch's mean loss is a mean over, where that is not its rows:
             `lambda batch: (batch["labels"] != -100).sum()`.
         max_grad_norm: clip gradients in `train_step`.
-        sample: one local batch, as for `capture`; with tp > 1 the split is proved on it.
+        sample: one local batch, as for `capture`; with tp or cp > 1 what is split is proved on it.
         weights: of a model on the meta device: init(module), which fills the parameters and buffers
             that a module holds itself and draws from torch's generator only; tensors by name; or a
             path to safetensors files. A rank takes what it holds, and nothing else is read.
@@ -111,7 +114,7 @@ def apply_plan(
     """
     world = world or join_world()
     require_same_plan(plan, world)
-    cuts_up = plan.data_parallel.is_sharded or plan.tp > 1
+    cuts_up = plan.data_parallel.is_sharded or plan.tp * plan.ep > 1
     whole = whole_because(optimizer) if cuts_up else ""
     require_legal(plan, profile, cluster, whole_because=whole)
     if measure_noise:
@@ -123,6 +126,8 @@ def apply_plan(
         styles = _proved(
             model, plan, profile=profile, sample=sample, has_target=loss_fn is not None
         )
+    with together("proving the parts of a sequence", timeout_s=world.timeout_s):
+        proof = _proved_context(model, plan, sample=sample, loss_fn=loss_fn)
     if world.rank == 0:
         warn_of_microbatches(model, plan)
     held = numerics(plan, profile)
@@ -139,13 +144,21 @@ def apply_plan(
     )
     kept = stages.kept if stages is not None else None
     fill = None
-    if materials is not None and (stages is not None or plan.tp > 1 or mesh.shards is None):
+    cuts_whole = stages is not None or plan.tp > 1 or plan.ep > 1
+    if materials is not None and (cuts_whole or mesh.shards is None):
         with together("reading the weights", timeout_s=world.timeout_s):
             materials.fill(model, kept=kept, device=world.device)
     elif materials is not None:
         fill = materials.fill  # unit by unit, as they are sharded
     split = split_over(model, *styles, group=mesh.tp.group) if styles is not None else None
-    layout.lay_out(stages=stages, split=split)
+    experts = None
+    if plan.ep > 1:
+        with together("sharing out the experts", timeout_s=world.timeout_s):
+            experts = Experts(model, mesh.ep, mesh.expert_copies, replicas=mesh.replicas.size)
+    layout.lay_out(stages=stages, split=split, experts=experts)
+    context = Context(model, proof, mesh.cp) if proof is not None else None
+    if context is not None and plan.recompute is not Recompute.NONE:
+        context.dress(model.get_submodule(unit.name) for unit in profile.blocks())
     if plan.sync_batch_norm and mesh.data.size > 1:
         model = synchronise_batch_norms(model, world.device, group=mesh.data.group)
     recompute_blocks(model, plan.recompute, profile=profile)
@@ -161,6 +174,7 @@ def apply_plan(
         mixed=mixed,
         kept=kept,
         fill=fill,
+        apart=experts.parameters if experts is not None else set(),
     )
     served = served_by(plan, model, world)
     built = build_optimizer(
@@ -187,7 +201,24 @@ def apply_plan(
         split=split,
         noise=NoiseMeter(model, plan, device=world.device) if measure_noise else None,
         exchange=exchange,
+        context=context,
+        experts=experts,
     )
+
+
+def _proved_context(
+    model: nn.Module, plan: Plan, *, sample: Batch | None, loss_fn: LossFn | None
+) -> Proof | None:
+    """How the model runs over a part of the tokens, after it was shown that it can."""
+    if plan.cp == 1:
+        return None
+    if sample is None:
+        raise PlanError(
+            f"cp={plan.cp}: that tokens meet in attention alone is proved on a sample, and none was"
+            " given",
+            hints=["give `apply_plan(..., sample=batch)`"],
+        )
+    return prove(model, sample, loss_fn, size=plan.cp)
 
 
 def _proved(
@@ -253,24 +284,42 @@ def _over_data_axes(
     mixed: bool,
     kept: frozenset[str] | None,
     fill: Callable[[nn.Module], None] | None,
+    apart: set[nn.Parameter],
 ) -> Callable[..., object]:
-    """Replicate or shard; what to call for a forward."""
+    """Replicate or shard, but for what is `apart`; what to call for a forward."""
     if mesh.shards is not None:
         # FSDP2 moves unit by unit, so the whole model never sits on the device.
         with together("sharding", timeout_s=world.timeout_s):
-            shard(model, plan, profile=profile, mesh=mesh.shards, mixed=mixed, kept=kept, fill=fill)
+            shard(
+                model,
+                plan,
+                profile=profile,
+                mesh=mesh.shards,
+                mixed=mixed,
+                kept=kept,
+                apart=apart,
+                fill=fill,
+            )
         return model
     model.to(world.device)
-    if plan.data_parallel is not DataParallel.REPLICATE or mesh.data.size == 1 or kept is not None:
+    is_threads = plan.data_parallel is DataParallel.THREADS
+    if is_threads or mesh.replicas.size == 1 or kept is not None:
         return model  # the replicas of a pipeline average their gradients when a step is over
     if plan.tp > 1 and profile.unused:
         return (
             model  # so do these: to find what is unused DDP takes outputs apart, split logits too
         )
-    assert mesh.data.group is not None  # there are several
-    runner = replicate(model, profile=profile, device=world.device, group=mesh.data.group)
-    per_node = cluster.ranks_per_node(mesh.data.size, plan.cp * plan.tp)
-    send_as_planned(runner, plan, group=mesh.data.group, per_node=per_node)
+    group = mesh.replicas.group
+    assert group is not None  # there are several
+    runner = replicate(
+        model,
+        profile=profile,
+        device=world.device,
+        group=group,
+        apart=[name for name, parameter in model.named_parameters() if parameter in apart],
+    )
+    per_node = cluster.ranks_per_node(mesh.replicas.size, plan.cp * plan.tp)
+    send_as_planned(runner, plan, group=group, per_node=per_node)
     return runner
 
 

@@ -1,8 +1,9 @@
 """Where every tensor of a model lives under a plan: one description for all that needs it whole.
 
-A parameter is held by the stages that use it; the ranks of the tp axis may each have a slice of
-it; and FSDP2 cuts what is left into shards. `whole` puts it together from the inside out, `part`
-takes it apart from the outside in. Gradients and optimizer states lie as their parameters do.
+A parameter is held by the stages that use it; the ranks of the tp axis, or the ep axis, may each
+have a slice of it; and FSDP2 cuts what is left into shards. `whole` puts it together from the
+inside out, `part` takes it apart from the outside in. Gradients and optimizer states lie as their
+parameters do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from engines.boxes import boxed
-from engines.mesh import Mesh
+from engines.mesh import Axis, Mesh
 from engines.tensor.slices import Slice
 
 
@@ -47,6 +48,17 @@ class Split(Protocol):
     def partial(self) -> frozenset[str]: ...
 
 
+class Shared(Protocol):
+    """What is known of a model whose experts are shared by the ep axis.
+
+    Attributes:
+        slices: how a parameter of experts lies, by its first name.
+    """
+
+    @property
+    def slices(self) -> Mapping[str, Slice]: ...
+
+
 class Layout:
     """Made before a plan changes the model: it knows the whole shapes.
 
@@ -63,11 +75,15 @@ class Layout:
         self.device = device
         self._stages: Stages | None = None
         self._slices: Mapping[str, Slice] = {}
+        self._experts: Mapping[str, Slice] = {}
 
-    def lay_out(self, *, stages: Stages | None, split: Split | None) -> None:
+    def lay_out(
+        self, *, stages: Stages | None, split: Split | None, experts: Shared | None = None
+    ) -> None:
         """Note what became of the model."""
         self._stages = stages
         self._slices = split.slices if split is not None else {}
+        self._experts = experts.slices if experts is not None else {}
 
     @property
     def has_stages(self) -> bool:
@@ -98,8 +114,11 @@ class Layout:
 
     def counts(self, name: str, tensor: Tensor) -> bool:
         """Whether this rank counts its part of a gradient: over all ranks each element once."""
-        copies_apart = self._mesh.copy if isinstance(tensor, DTensor) else self._mesh.data.position
-        has_own_part = self._slice(name) is not None or self._mesh.tp.is_first
+        mesh, cut = self._mesh, self._cut(name)
+        copies_apart = mesh.copy if isinstance(tensor, DTensor) else mesh.replicas.position
+        if cut is not None and cut[1] is mesh.ep:
+            copies_apart = mesh.expert_copies.position
+        has_own_part = cut is not None or mesh.tp.is_first
         return self.owns(name) and not copies_apart and has_own_part
 
     def wholes(
@@ -121,9 +140,10 @@ class Layout:
 
     def part(self, name: str, whole: Tensor, *, like: Tensor) -> Tensor:
         """What this rank holds of `whole`, which every rank has; laid out as `like`."""
-        cut = self._slice(name)
+        cut = self._cut(name)
         if cut is not None:
-            whole = cut.part(whole, rank=self._mesh.tp.position, size=self._mesh.tp.size)
+            how, axis = cut
+            whole = how.part(whole, rank=axis.position, size=axis.size)
         if isinstance(like, DTensor):
             mesh, placements = like.device_mesh, like.placements
             whole = whole.detach().to(self.device)
@@ -133,12 +153,12 @@ class Layout:
 
     def boxes(self, name: str, tensor: Tensor) -> Tensor:
         """`tensor`, the parameter `name` or a state of it, as saving and loading take it: one whose
-        slices know their places in the whole; as it is if it is not split over the tp axis."""
-        cut, shape = self._slice(name), self.shape(name)
+        slices know their places in the whole; as it is if it is not split over an axis."""
+        cut, shape = self._cut(name), self.shape(name)
         if cut is None or shape is None or tensor.dim() != len(shape):
             return tensor
-        tp = self._mesh.tp
-        return boxed(tensor, cut, shape=shape, rank=tp.position, size=tp.size)
+        how, axis = cut
+        return boxed(tensor, how, shape=shape, rank=axis.position, size=axis.size)
 
     def _whole(self, name: str, tensor: Tensor | None) -> Tensor:
         """Put together on the stage that owns it, then sent to the others."""
@@ -148,9 +168,10 @@ class Layout:
             whole = tensor.detach().to(self.device)  # the mesh may not reach the host
             if isinstance(whole, DTensor):
                 whole = whole.full_tensor()
-            cut = self._slice(name)
+            cut = self._cut(name)
             if cut is not None:
-                whole = cut.gather(whole, group=self._mesh.tp.group)
+                how, along = cut
+                whole = how.gather(whole, group=along.group)
             whole = whole.clone(memory_format=torch.contiguous_format)
         axis = self._mesh.pp
         if axis.group is None:
@@ -169,8 +190,12 @@ class Layout:
         assert tensor is not None  # every rank has every buffer
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
-    def _slice(self, name: str) -> Slice | None:
-        return self._slices.get(self._first.get(name, name))
+    def _cut(self, name: str) -> tuple[Slice, Axis] | None:
+        """How a parameter is cut, and over which axis."""
+        first = self._first.get(name, name)
+        if first in self._experts:
+            return self._experts[first], self._mesh.ep
+        return (self._slices[first], self._mesh.tp) if first in self._slices else None
 
     def _source(self, name: str) -> int:
         """Position on the pp axis of the stage that owns a parameter or buffer."""

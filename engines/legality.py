@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from engines.aggregation.legality import aggregation
+from engines.context.legality import context
+from engines.experts.legality import experts
 from engines.pipeline.legality import pipeline
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute
 from engines.problem import Problem as Problem
@@ -69,14 +71,6 @@ def world_size(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iter
 
 def built(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
     """The engines that exist."""
-    names = {"cp": "context", "ep": "expert"}
-    for axis, name in names.items():
-        if getattr(plan, axis) > 1:
-            yield Problem(
-                rule="not-built",
-                what=f"{name} parallelism ({axis}={getattr(plan, axis)}) has no engine yet",
-                hint="the data-parallel family is there: dp_replicate, dp_shard, zero",
-            )
     if plan.data_parallel is DataParallel.THREADS:
         yield Problem(
             rule="not-built",
@@ -254,12 +248,14 @@ def replicas_of_stages(
 
 def whole_matrices(plan: Plan, whole_because: str) -> Iterator[Problem]:
     """An optimizer steps the parts of a parameter as it would step the whole."""
-    if whole_because and (plan.data_parallel.is_sharded or plan.tp > 1):
-        split = f", tp is {plan.tp}" if plan.tp > 1 else ""
+    if whole_because and (plan.data_parallel.is_sharded or plan.tp * plan.ep > 1):
+        split = "".join(
+            f", {a} is {getattr(plan, a)}" for a in ("tp", "ep") if getattr(plan, a) > 1
+        )
         yield Problem(
             rule="optimizer-whole",
             what=f"{whole_because}; data_parallel is {plan.data_parallel}{split}",
-            hint="replicate (dp_replicate without zero or tp), or take an optimizer that goes"
+            hint="replicate (dp_replicate without zero, tp or ep), or take an optimizer that goes"
             " element by element, as AdamW",
         )
 
@@ -270,6 +266,8 @@ RULES: tuple[Rule, ...] = (
     stages,
     pipeline,
     tensor,
+    context,
+    experts,
     precision,
     sharding,
     hybrid_inside_node,

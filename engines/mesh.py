@@ -52,11 +52,15 @@ class Mesh:
     """Coordinates and groups of this rank; all ranks make it together, and in the same order.
 
     Attributes:
-        pp, tp: the axes of that name.
-        data: ranks with the same part of the model and other parts of the batch.
+        pp, cp, tp: the axes of that name.
+        data: ranks with the same part of the model and other rows of the batch.
+        replicas: ranks with the same part of the model, whose gradients are averaged: those of
+            `data`, and of cp, which see other tokens of the same rows.
+        ep: ranks of `data`, next to each other, that share the experts of their part of the model.
+        expert_copies: ranks of `replicas` that hold the same experts.
         shards: the data axes for FSDP2; None where the plan shards nothing.
         copy: this rank's place among those that hold the same shard as it does: under HSDP its
-            coordinate on `dp_replicate`, and where nothing is sharded its place in `data`.
+            coordinate on `dp_replicate`, and where nothing is sharded its place in `replicas`.
     """
 
     def __init__(self, plan: Plan, world: World) -> None:
@@ -67,7 +71,10 @@ class Mesh:
         self._grid = torch.arange(plan.world_size).view([getattr(plan, axis) for axis in AXES])
         self.pp = self._axis("pp")
         self.data = self._axis(*DATA_AXES)
+        self.cp = self._axis("cp")
+        self.replicas = self._axis(*DATA_AXES, "cp")
         self.tp = self._axis("tp")
+        self.ep, self.expert_copies = self._expert_axes()
         self.shards = self._shards(world) if plan.data_parallel.is_sharded else None
         self.copy = self._place_among_copies()
 
@@ -87,13 +94,30 @@ class Mesh:
         return found
 
     def _axis(self, *axes: str) -> Axis:
+        return self._axis_of(self._rows(*axes))
+
+    def _axis_of(self, rows: Iterable[tuple[int, ...]]) -> Axis:
+        """The one of `rows` that this rank is in; all ranks make the groups of all of them."""
         found = None
-        for ranks in self._rows(*axes):
+        for ranks in rows:
             group = self._group(ranks) if len(ranks) > 1 else None
             if self._rank in ranks:
                 found = Axis(ranks, ranks.index(self._rank), group)
         assert found is not None  # a rank is on every axis
         return found
+
+    def _expert_axes(self) -> tuple[Axis, Axis]:
+        ep, cp = self._plan.ep, self._plan.cp
+        data = self._rows(*DATA_AXES)
+        shared = [row[first : first + ep] for row in data for first in range(0, len(row), ep)]
+        # Of the ranks of a row of replicas cp changes fastest, then the place on the ep axis.
+        replicas = self._rows(*DATA_AXES, "cp")
+        copies = [
+            tuple(rank for place, rank in enumerate(row) if place // cp % ep == number)
+            for row in replicas
+            for number in range(ep)
+        ]
+        return self._axis_of(shared), self._axis_of(copies)
 
     def _rows(self, *axes: str) -> list[tuple[int, ...]]:
         """All ranks, those together that differ on `axes` alone."""
@@ -115,7 +139,8 @@ class Mesh:
 
     def _shards(self, world: World) -> DeviceMesh:
         """ZeRO-1 and ZeRO-2 shard over the replicas, so their one axis is `dp_replicate`. HSDP has
-        two axes, the shard axis innermost: neighbours in rank order share the fastest links."""
+        two axes, the shard axis innermost: neighbours in rank order share the fastest links. The
+        ranks of cp hold shards as those of the shard axis do."""
         if not dist.is_initialized():
             # One process without a launcher may still shard, to offload: a group of one.
             backend = "gloo" if world.device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -125,10 +150,11 @@ class Mesh:
             DataParallel.HYBRID_SHARD: DATA_AXES,
             DataParallel.FULL_SHARD: ("dp_shard",),
         }.get(kind, ("dp_replicate",))
-        groups = [self._own_group(self._rows(name)) for name in names]
+        rows = [(name,) for name in names[:-1]] + [(names[-1], "cp")]
+        groups = [self._own_group(self._rows(*axes)) for axes in rows]
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], world.device.type, mesh_dim_names=names)
-        ranks = torch.tensor(self.data.ranks).view(self._plan.dp_replicate, self._plan.dp_shard)
+        ranks = torch.tensor(self.replicas.ranks).view(self._plan.dp_replicate, -1)
         return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=names)
 
     def _own_group(self, rows: Iterable[tuple[int, ...]]) -> dist.ProcessGroup:
@@ -138,5 +164,5 @@ class Mesh:
 
     def _place_among_copies(self) -> int:
         if self._plan.data_parallel is DataParallel.HYBRID_SHARD:
-            return self.data.position // self._plan.dp_shard
-        return 0 if self._plan.data_parallel.is_sharded else self.data.position
+            return self.replicas.position // (self._plan.dp_shard * self._plan.cp)
+        return 0 if self._plan.data_parallel.is_sharded else self.replicas.position

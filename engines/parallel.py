@@ -13,9 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from engines import checkpoint
+from engines.context.context import Context
 from engines.data import ShardedLoader
 from engines.ddp import explained_reduction, require_all_reduced
 from engines.draws import SameDraws
+from engines.experts.experts import Experts
 from engines.fsdp import prepare_backward, release, start_over, whole_gradients
 from engines.gauges import Gauges
 from engines.gradients import clip_gradients, full_gradients
@@ -27,7 +29,7 @@ from engines.microbatches import Count, Cutter, weighted
 from engines.noise import NoiseMeter
 from engines.optimizer import of_nothing, send_from_first
 from engines.pipeline.cuts import Cut, cuts
-from engines.plan import DataParallel, Plan
+from engines.plan import Plan
 from engines.precision import as_fp32, autocast
 from engines.recompute import explained_recompute
 from engines.replicas import local_part, sum_gradients
@@ -94,6 +96,8 @@ class ParallelModel(Gauges, Apart, nn.Module):
         noise: NoiseMeter | None = None,
         exchange: Exchange | None = None,
         job: World | None = None,
+        context: Context | None = None,
+        experts: Experts | None = None,
     ) -> None:
         """`world` are the ranks that make a step together; `job` all, where those are others."""
         super().__init__()
@@ -121,18 +125,22 @@ class ParallelModel(Gauges, Apart, nn.Module):
         self._pipeline = pipeline
         self._split = split
         self._noise = noise
+        self._context = context
+        self._experts = experts
         self._draws = SameDraws(mesh.tp, world.device, is_uneven=layout.is_uneven)
         is_wrapped = isinstance(runner, DistributedDataParallel)
-        is_replicated = plan.data_parallel is DataParallel.REPLICATE and mesh.data.size > 1
+        is_replicated = mesh.shards is None and mesh.replicas.size > 1
         # Gradients that neither DDP nor FSDP2 averages.
         self._averaged = [
             name
             for name, parameter in module.named_parameters()
             if layout.holds(name)
-            and mesh.data.size > 1
+            and not (experts is not None and name in experts.names)
+            and mesh.replicas.size > 1
             and ((is_replicated and not is_wrapped) or (mesh.shards and not parameter.dim()))
         ]
         require = pipeline.require_equal_pieces if pipeline is not None else None
+        require = context.require if context is not None else require
         self._cutter = Cutter(
             module,
             plan,
@@ -143,7 +151,7 @@ class ParallelModel(Gauges, Apart, nn.Module):
             require=require,
         )
         self._is_due = False
-        if self._averaged or (split is not None and split.partial):
+        if self._averaged or experts is not None or (split is not None and split.partial):
             optimizer.register_step_pre_hook(self._settle_due)
         # Kept out of the module tree: a wrapper must not show in names or state dicts.
         object.__setattr__(self, "_runner", runner)
@@ -164,7 +172,10 @@ class ParallelModel(Gauges, Apart, nn.Module):
         if torch.is_grad_enabled():
             self._require_own_step()
         self._is_due = torch.is_grad_enabled()
-        output = self._called(*args, **kwargs)
+        if self._context is not None:
+            output = self._context.forward(self._called, args, kwargs)
+        else:
+            output = self._called(*args, **kwargs)
         return output if self._split is None else whole_tensors(output)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -371,6 +382,10 @@ class ParallelModel(Gauges, Apart, nn.Module):
         return "\n".join([f"plan: {self.plan}", *map(str, self.cuts)])
 
     def _loss(self, piece: Batch) -> Tensor:
+        """Of this rank's part of the piece, such that the mean over those with the same rows is the
+        mean loss of the piece."""
+        if self._context is not None:
+            return self._context.loss(self._called, piece, self._loss_fn)
         output = call_model(self._called, piece, has_target=self._loss_fn is not None)
         return loss_of(output, piece, self._loss_fn)
 
@@ -395,7 +410,10 @@ class ParallelModel(Gauges, Apart, nn.Module):
         pipeline, split = self._pipeline, self._split
         if self._averaged:
             averaged = map(self.module.get_parameter, self._averaged)
-            sum_gradients(averaged, self._mesh.data.group, divisor=self.data_world_size)
+            replicas = self._mesh.replicas
+            sum_gradients(averaged, replicas.group, divisor=replicas.size)
+        if self._experts is not None:
+            self._experts.average()
         if split is not None:
             held = filter(self._layout.holds, sorted(split.partial))
             sum_gradients(map(self.module.get_parameter, held), self._mesh.tp.group)
@@ -424,8 +442,8 @@ class ParallelModel(Gauges, Apart, nn.Module):
         Other buffers do so where they are written out: a checkpoint holds the first replica's.
         """
         has_statistics = bool(self._profile.batch_norms) and not self.plan.sync_batch_norm
-        if self._mesh.data.size > 1 and (every_buffer or has_statistics):
-            group = self._mesh.data.group
+        if self._mesh.replicas.size > 1 and (every_buffer or has_statistics):
+            group = self._mesh.replicas.group
             send_from_first(self.module.buffers(), self._world.device, group=group)
 
     def _check_unused(self) -> None:
@@ -439,11 +457,11 @@ class ParallelModel(Gauges, Apart, nn.Module):
                     parameter.grad = None
 
     def _average(self, value: Tensor) -> Tensor:
-        """Over replicas; the ranks of a pipeline that have no loss hold zero, and those of the tp
-        axis all have the same."""
+        """Over replicas and parts of a sequence; the ranks of a pipeline that have no loss hold
+        zero, and those of the tp axis all have the same."""
         if self._world.size > 1:
             dist.all_reduce(value)
-            value /= self.data_world_size * self._mesh.tp.size
+            value /= self._mesh.replicas.size * self._mesh.tp.size
         return value
 
     if TYPE_CHECKING:

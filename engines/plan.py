@@ -215,6 +215,13 @@ class Plan(Document):
         return self.dp_replicate * self.dp_shard
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether several ranks hold the same part of the model whole, and average its gradients:
+        replicas, and ranks that share the tokens of a sample."""
+        is_whole = self.data_parallel in (DataParallel.NONE, DataParallel.REPLICATE)
+        return is_whole and self.dp_replicate * self.cp > 1
+
+    @property
     def forwards(self) -> int:
         """Microbatches per replica and optimizer step."""
         return self.microbatches * self.accumulation

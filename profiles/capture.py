@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from profiles.batch import Batch, LossFn, batch_size, batch_tensors
 from profiles.errors import ModelError
+from profiles.experts import experts_of
 from profiles.flow import Flow, Value
 from profiles.look import Look, look
 from profiles.model import (
@@ -175,6 +176,7 @@ def _unit_profiles(
             buffer_bytes=subject.buffer_bytes_of(name),
             dtypes=tuple(sorted({dtype_name(p) for p in parameters})),
             shapes=tuple(_shapes(trainable)),
+            experts=_experts(unit.module) if unit else (),
             is_shared=name in shared,
             costs={kind: by_name.get(name, UnitCost()) for kind, by_name in costs.items()},
         )
@@ -187,6 +189,10 @@ def _shapes(parameters: Iterable[Tensor]) -> Iterator[Shape]:
     counts = Counter((tuple(p.shape), p.element_size()) for p in parameters)
     for (sizes, element_bytes), count in sorted(counts.items()):
         yield Shape(sizes=sizes, element_bytes=element_bytes, count=count)
+
+
+def _experts(module: nn.Module) -> tuple[int, ...]:
+    return tuple(sorted({experts_of(part) for part in module.modules()} - {0}))
 
 
 def _kind(subject: Subject, name: str) -> str:

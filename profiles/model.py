@@ -103,6 +103,7 @@ class UnitProfile(Record):
         gradient_bytes: of the trainable ones, as built.
         dtypes: the parameters' dtypes, sorted.
         shapes: of the trainable parameters, equal ones together; empty where they are not known.
+        experts: how many a module in it holds as weights with a dimension of their own; ascending.
         is_shared: a parameter of the unit is tied to, or used by code of, another place; the unit
             cannot be gathered and released on its own.
         costs: per kind of numerics that was captured.
@@ -118,6 +119,7 @@ class UnitProfile(Record):
     buffer_bytes: NonNegativeInt = 0
     dtypes: tuple[str, ...] = ()
     shapes: tuple[Shape, ...] = ()
+    experts: tuple[PositiveInt, ...] = ()
     is_shared: bool = False
     costs: dict[Numerics, UnitCost]
 

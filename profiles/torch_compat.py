@@ -76,6 +76,11 @@ def without_buffer_sync() -> dict[str, bool]:
     return {name: False}
 
 
+def leave_to_others(model: nn.Module, names: Iterable[str]) -> None:
+    """Let DistributedDataParallel leave these parameters of `model` alone."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))
+
+
 def wrapper_tensor(kind: type[Wrapper], shape: Iterable[int], like: torch.Tensor) -> Wrapper:
     """A tensor of `kind` that has no memory and says it is of `shape`, else as `like`."""
     made: Wrapper = torch.Tensor._make_wrapper_subclass(

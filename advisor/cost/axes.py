@@ -1,4 +1,4 @@
-"""Context and expert parallelism: what they send and spare. Estimated; no engine carries them out.
+"""Context and expert parallelism: what they send and spare.
 
 A rank of the cp axis has its part of the tokens (`loads_of` counts so much less of a sample), and
 attention needs the keys and values of all of them (ring attention, arXiv:2310.01889). A rank of the
@@ -22,27 +22,32 @@ if TYPE_CHECKING:
 EXPERTS_PER_TOKEN = 2
 
 
-def over_tokens(load: UnitLoad, cost: UnitCost, *, cp: int, samples: float) -> UnitLoad:
+def over_tokens(
+    load: UnitLoad, cost: UnitCost, *, cp: int, samples: float, element_bytes: int
+) -> UnitLoad:
     """A block of which `cp` ranks share the tokens; `samples` is a rank's share of a microbatch.
 
     The ring passes keys and values once in the forward; in the backward again, with their
-    gradients. A rank holds its own and those that are passing.
+    gradients, which are summed in fp32 and go one step further, home. A rank holds its own and
+    those that are passing. (`engines.context.ring`)
     """
     if not load.is_block:
         return load
     own = _keys_and_values(cost, samples)
     whole = own * cp
+    wide = own * max(1.0, 4 / element_bytes)
+    home = wide * cp * cp / (cp - 1)  # of which a reduce-scatter sends (cp - 1) / cp
     names = "keys and values", "gradients of keys and values"
     found = (
         TensorExchange(Collective.ALL_GATHER, names[0], whole, True, True, "cp"),
         TensorExchange(Collective.ALL_GATHER, names[0], whole, False, False, "cp"),
-        TensorExchange(Collective.REDUCE_SCATTER, names[1], whole, False, False, "cp"),
+        TensorExchange(Collective.REDUCE_SCATTER, names[1], home, False, False, "cp"),
     )
     return replace(
         load,
         exchanges=(*load.exchanges, *found),
-        forward_transient_bytes=load.forward_transient_bytes + own,
-        backward_transient_bytes=load.backward_transient_bytes + 2 * own,
+        forward_transient_bytes=load.forward_transient_bytes + 2 * own,
+        backward_transient_bytes=load.backward_transient_bytes + 2 * own + 2 * wide,
     )
 
 
@@ -60,25 +65,29 @@ def _keys_and_values(cost: UnitCost, samples: float) -> float:
 
 def expert_bytes(unit: UnitProfile, *, ep: int) -> float:
     """Of a unit's experts that `ep` ranks can share: weights with a dimension of their own."""
-    return float(
-        sum(
-            shape.nbytes * shape.count
-            for shape in unit.shapes
-            if unit.is_block and len(shape.sizes) == 3 and shape.sizes[0] % ep == 0
-        )
-    )
+    return float(sum(s.nbytes * s.count for s in unit.shapes if _is_shared(unit, s, ep)))
 
 
-def without_experts(unit: UnitProfile, *, ep: int) -> UnitProfile:
-    """`unit` with a rank's part of its experts, for an optimizer to step."""
-    spared = expert_bytes(unit, ep=ep) * (1 - 1 / ep)
-    if not spared:
+def _is_shared(unit: UnitProfile, shape: Shape, ep: int) -> bool:
+    return len(shape.sizes) == 3 and shape.sizes[0] in unit.experts and shape.sizes[0] % ep == 0
+
+
+def without_experts(unit: UnitProfile, *, ep: int, shards: int = 1) -> UnitProfile:
+    """`unit` with a rank's part of its experts, for an optimizer to step.
+
+    Of what is then divided by `shards` the experts are as many times as much: they are no shards.
+    """
+    spared = expert_bytes(unit, ep=ep) * (1 - shards / ep)
+    if not unit.experts:
         return unit
 
     def part(shape: Shape) -> Shape:
+        if not _is_shared(unit, shape, ep):
+            return shape
         first, *rest = shape.sizes
-        is_shared = len(rest) == 2 and first % ep == 0
-        return shape.model_copy(update={"sizes": (first // ep, *rest)}) if is_shared else shape
+        return shape.model_copy(
+            update={"sizes": (first // ep, *rest), "count": shape.count * shards}
+        )
 
     update = {
         "parameter_bytes": round(unit.parameter_bytes - spared),
@@ -88,20 +97,28 @@ def without_experts(unit: UnitProfile, *, ep: int) -> UnitProfile:
     return unit.model_copy(update=update)
 
 
-def over_experts(load: UnitLoad, unit: UnitProfile, *, ep: int, per_token: int | None) -> UnitLoad:
+def over_experts(
+    load: UnitLoad, unit: UnitProfile, *, ep: int, per_token: int | None, is_sharded: bool
+) -> UnitLoad:
     """A block whose experts `ep` ranks share: as much computing, for tokens of all of them.
 
-    `per_token`: experts that each of them is sent to, where that is known.
+    They are none of FSDP2's: a rank holds its part whole, beside what is sharded. `per_token`:
+    experts that each token is sent to, where that is known.
     """
     experts = expert_bytes(unit, ep=ep)
     if not experts:
         return load
-    spared = experts * (1 - 1 / ep)
+    spared = experts if is_sharded else experts * (1 - 1 / ep)
+    each = per_token or EXPERTS_PER_TOKEN
+    travelling = 2 * each * load.output_bytes  # on their way out, and arrived
     return replace(
         load,
         parameter_bytes=load.parameter_bytes - spared,
         gradient_bytes=load.gradient_bytes - spared,
-        exchanges=(*load.exchanges, *_travel(load, per_token or EXPERTS_PER_TOKEN)),
+        apart_bytes=experts / ep if is_sharded else 0.0,
+        forward_transient_bytes=load.forward_transient_bytes + travelling,
+        backward_transient_bytes=load.backward_transient_bytes + travelling,
+        exchanges=(*load.exchanges, *_travel(load, each)),
     )
 
 

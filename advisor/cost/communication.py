@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil, hypot
 
 from advisor.cost.aggregation import slowest, steps
+from advisor.cost.axes import expert_bytes
 from advisor.cost.compression import Sent
 from advisor.cost.ledger import HOST_LINK_BYTES_PER_S, Ledger
 from advisor.cost.loads import Loads, UnitLoad
@@ -70,8 +71,7 @@ def exchange(plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool, sent: 
     """
     units, kind = loads.entries, plan.data_parallel
     found = _tensor(plan, units, ledger)
-    replicas = kind in (DataParallel.REPLICATE, DataParallel.NONE)
-    if replicas and replica_group(plan)[0] > 1:
+    if plan.is_replicated:
         return replace(found, replicate_s=_replicas(plan, loads, ledger, sent))
     if kind.is_sharded:
         return _shards(
@@ -287,11 +287,21 @@ def apart_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
     seconds += ledger.charge(
         Collective.SEND_RECV, "seed (broadcast)", SEED_BYTES, group_size=plan.tp
     )
-    is_ddp = plan.data_parallel is DataParallel.REPLICATE and plan.pp == plan.tp == 1
+    is_ddp = plan.is_replicated and plan.pp == plan.tp == 1
     if model.unused and is_ddp:
         # One number per parameter tensor; a profile does not count those, and latency is all of it.
         seconds += ledger.charge(
-            Collective.ALL_REDUCE, "unused parameters", SCALAR_BYTES, group_size=replicas
+            Collective.ALL_REDUCE, "unused parameters", SCALAR_BYTES, group_size=replicas * plan.cp
+        )
+    if plan.ep > 1 and plan.data_parallel.is_sharded:
+        shares = [expert_bytes(unit, ep=plan.ep) / plan.ep for unit in model.units]
+        seconds += summed_s(
+            ledger,
+            "gradients of experts",
+            gradient_bytes=sum(shares),
+            tensors=sum(share > 0 for share in shares),
+            group_size=replicas * plan.cp // plan.ep,
+            stride=plan.ep * stride,
         )
     if not model.batch_norms or replicas < 2:
         return seconds
@@ -346,7 +356,7 @@ def summed_s(
 
 def communication_error(plan: Plan, cluster: ClusterProfile) -> float:
     """Half-width of the range of communication time, as a fraction."""
-    groups = [shard_group(plan), replica_group(plan), (plan.tp, 1)]
+    groups = [shard_group(plan), replica_group(plan), (plan.tp, 1), (plan.cp, plan.tp)]
     if plan.pp > 1:
         groups.append((plan.pp, plan.world_size // plan.pp))
     errors = []
@@ -364,7 +374,7 @@ def communication_error(plan: Plan, cluster: ClusterProfile) -> float:
 
 def _sent_by(plan: Plan) -> tuple[Collective, ...]:
     """What moves a plan's parameters and gradients."""
-    if plan.data_parallel is DataParallel.REPLICATE:
+    if plan.is_replicated:
         is_backend = plan.aggregation is Aggregation.BACKEND
         return (Collective.ALL_REDUCE if is_backend else Collective.SEND_RECV,)
     rings = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)

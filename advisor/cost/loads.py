@@ -30,6 +30,8 @@ class UnitLoad:
         tensors: trainable parameters.
         partial_gradient_bytes, partial_tensors: of parameters that are whole on every rank of the
             tp axis while their gradients are parts of a sum.
+        apart_bytes: parameters beside those, which no sharding divides, and gradients as many: a
+            rank's part of the experts.
         exchanges: the tensor collectives of one unit's forward and backward.
     """
 
@@ -55,6 +57,7 @@ class UnitLoad:
     tensors: int = 1
     partial_gradient_bytes: float = 0.0
     partial_tensors: int = 0
+    apart_bytes: float = 0.0
     exchanges: tuple[TensorExchange, ...] = ()
 
 
@@ -109,6 +112,10 @@ class Loads:
     @cached_property
     def gradient_bytes(self) -> float:
         return sum(run.gradient_bytes * run.count for run in self.runs)
+
+    @cached_property
+    def apart_bytes(self) -> float:
+        return sum(run.apart_bytes * run.count for run in self.runs)
 
     @cached_property
     def root_parameter_bytes(self) -> float:
@@ -170,6 +177,7 @@ def loads_of(
     styles: Iterable[tuple[str, str]] = (),
     cp: int = 1,
     ep: int = 1,
+    is_sharded: bool = False,
     runs: Sequence[Run] | None = None,
     styled: Sequence[Styled] | None = None,
 ) -> Loads:
@@ -179,6 +187,7 @@ def loads_of(
         tp, styles: layers are split as `Plan.tensor_styles` says, over so many ranks.
         cp: ranks that share the tokens of a sample: each has 1/cp of what grows with the sample.
         ep: ranks that share the experts of a block.
+        is_sharded: whether FSDP2 shards what is not experts; only for ep.
         runs: of the model, where they are known.
         styled: what `styles` do to each unit, where it is known (`styled_units`).
     """
@@ -200,9 +209,21 @@ def loads_of(
             tp=tp,
         )
         if cp > 1:
-            load = over_tokens(load, run.unit.cost(numerics), cp=cp, samples=samples / cp)
+            load = over_tokens(
+                load,
+                run.unit.cost(numerics),
+                cp=cp,
+                samples=samples / cp,
+                element_bytes=_element_bytes(model, numerics),
+            )
         if ep > 1:
-            load = over_experts(load, run.unit, ep=ep, per_token=model.experts_per_token)
+            load = over_experts(
+                load,
+                run.unit,
+                ep=ep,
+                per_token=model.experts_per_token,
+                is_sharded=is_sharded,
+            )
         if head is not None and run.unit.name == _loss_unit(model):
             load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp)
         found.append(load)
@@ -334,3 +355,9 @@ def describe(name: str) -> str:
     if name == LOSS:
         return "the loss"
     return f"`{name}`" if name else "the model"
+
+
+def _element_bytes(model: ModelProfile, kind: Numerics) -> int:
+    """Of what attention is given."""
+    is_half = kind is not Numerics.AS_BUILT or model.dtype in ("bfloat16", "float16")
+    return 2 if is_half else 4

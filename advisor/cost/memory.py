@@ -119,6 +119,7 @@ def peak(
         update=update,
         device=device,
         batch_bytes=batch_bytes + loads.buffer_bytes,
+        apart_bytes=loads.apart_bytes,
         ahead=UNITS_WHEN_AHEAD * largest_copy(plan, loads),
     )
 
@@ -139,15 +140,16 @@ def peak_at(
     batch_bytes: float,
     ahead: float,
     buffer_bytes: float = 0.0,
+    apart_bytes: float = 0.0,
 ) -> Peak:
     """`fullest` beside what always lives, with its range; `ahead` is what a host that runs ahead
-    gathers besides."""
+    gathers besides, `apart` what is not sharded and has gradients as large."""
     degree, offloaded = shard_degree(plan), is_offloaded(plan, device)
-    parameters, states = parameter_bytes / degree, update.state_bytes
-    held = parameters + gradient_bytes / degree + states
+    parameters, states = parameter_bytes / degree + apart_bytes, update.state_bytes
+    held = parameters + gradient_bytes / degree + apart_bytes + states
     memory = Memory(
         parameters=0.0 if offloaded else parameters,
-        gradients=fullest.gradients,
+        gradients=fullest.gradients + apart_bytes,
         optimizer=0.0 if offloaded else states,
         activations=fullest.activations,
         gathered=fullest.gathered,
@@ -272,7 +274,7 @@ def _gradients(plan: Plan, loads: Loads, *, on_device: bool) -> Gradients:
             lambda i: reduced[i] + waiting,
             carried,
         )
-    if kind is DataParallel.REPLICATE:
+    if plan.is_replicated:
         # Autograd makes a gradient, then it is copied into its bucket.
         held = 2 * total if several else total
         return Gradients(held, lambda i: held, lambda i: own[i])

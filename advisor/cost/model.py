@@ -288,7 +288,8 @@ class CostModel:
         samples = samples or plan.microbatch_size
         assert samples is not None
         styles = self.styles(plan)
-        key = (kind, samples, plan.tp, styles, plan.cp, plan.ep)
+        is_sharded = plan.ep > 1 and plan.data_parallel.is_sharded
+        key = (kind, samples, plan.tp, styles, plan.cp, plan.ep, is_sharded)
         if key not in self._loads:
             self._loads[key] = loads_of(
                 self.facts.model,
@@ -298,6 +299,7 @@ class CostModel:
                 styles=styles,
                 cp=plan.cp,
                 ep=plan.ep,
+                is_sharded=is_sharded,
                 runs=self.runs,
                 styled=self._styled_units(plan),
             )
@@ -394,7 +396,8 @@ class CostModel:
         object, unless the optimizer knows them by their names."""
         model = self.facts.model
         wanted = self.styles(plan)
-        key = (plan.tp, wanted, plan.ep)
+        shards = shard_degree(plan) if plan.ep > 1 else 1
+        key = (plan.tp, wanted, plan.ep, shards)
         if self.facts.workload.optimizer.units is not None:
             return model.units
         if key not in self._units:
@@ -413,7 +416,9 @@ class CostModel:
                             else run.unit
                         )
                         if plan.ep > 1:
-                            known[styled] = without_experts(known[styled], ep=plan.ep)
+                            known[styled] = without_experts(
+                                known[styled], ep=plan.ep, shards=shards
+                            )
                     found.append(known[styled])
             self._units[key] = tuple(found)
         return self._units[key]

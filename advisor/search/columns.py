@@ -24,11 +24,11 @@ Floats = NDArray[np.float64]
 
 SHARDED = np.array([kind.is_sharded for kind in KINDS])
 ZERO1, ZERO2 = KINDS.index(DataParallel.ZERO1), KINDS.index(DataParallel.ZERO2)
-HYBRID, REPLICATE = KINDS.index(DataParallel.HYBRID_SHARD), KINDS.index(DataParallel.REPLICATE)
+HYBRID = KINDS.index(DataParallel.HYBRID_SHARD)
 
 
 class Microbatches:
-    """The microbatches of a space, by (tp, size, recompute, whether FSDP2 runs them)."""
+    """The microbatches of a space, by (tp, cp, size, recompute, whether FSDP2 runs them)."""
 
     def __init__(self, space: Space, kept: Kept, usable_bytes: float) -> None:
         self.costs = kept.costs
@@ -37,17 +37,17 @@ class Microbatches:
         self._usable_bytes = usable_bytes
         place = {unit.name: n for n, unit in enumerate(kept.costs.facts.model.units)}
         self._places = [place[name] for name in space.pieces[1:]]
-        self._found: dict[tuple[int, int, int, int], Microbatch] = {}
-        self._too_large: dict[tuple[int, int, int], tuple[int, Microbatch]] = {}
+        self._found: dict[tuple[int, int, int, int, int], Microbatch] = {}
+        self._too_large: dict[tuple[int, int, int, int], tuple[int, Microbatch]] = {}
 
-    def least(self, tp: int, size: int, recompute: int, is_sharded: int) -> Microbatch:
+    def least(self, tp: int, cp: int, size: int, recompute: int, is_sharded: int) -> Microbatch:
         """This microbatch; or a smaller one of which one unit alone, that some rank has to run,
         does not fit: then nobody asks what exactly the larger one takes."""
-        alike = tp, recompute, is_sharded
+        alike = tp, cp, recompute, is_sharded
         smallest, found = self._too_large.get(alike, (size, None))
         if found is not None and smallest < size:
             return found
-        key = tp, size, recompute, is_sharded
+        key = tp, cp, size, recompute, is_sharded
         if key not in self._found:
             self._found[key] = self._microbatch(*key)
         found = self._found[key]
@@ -55,10 +55,14 @@ class Microbatches:
             self._too_large[alike] = size, found
         return found
 
-    def _microbatch(self, tp: int, size: int, recompute: int, is_sharded: int) -> Microbatch:
+    def _microbatch(
+        self, tp: int, cp: int, size: int, recompute: int, is_sharded: int
+    ) -> Microbatch:
         kind = DataParallel.FULL_SHARD if is_sharded else DataParallel.REPLICATE
         plan = Plan.model_construct(
             tp=tp,
+            cp=cp,
+            ep=self._space.ep,
             tensor_styles=self._space.styles[tp],
             microbatch_size=size,
             recompute=RECOMPUTES[recompute],
@@ -72,7 +76,8 @@ class Columns:
     """Looks amounts up for all rows; what rows share is worked out once.
 
     Attributes:
-        shards: over how many ranks parameters and states are divided.
+        shards: over how many ranks parameters and states are divided, those of cp among them.
+        is_replicated: by row; whether DDP averages its gradients.
         is_sharded, gathers, reduces: by row; whether FSDP2 runs it, gathers parameters for every
             microbatch, and reduces gradients for every one (ZeRO-1 and ZeRO-2 gather once a step,
             ZeRO-1 reduces once).
@@ -82,19 +87,21 @@ class Columns:
         self.space = space
         self.costs = microbatches.costs
         self.is_sharded = SHARDED[space.kind]
+        self.is_replicated = ~self.is_sharded & (space.dp_replicate * space.cp > 1)
         zero = (space.kind == ZERO1) | (space.kind == ZERO2)
-        self.shards = np.where(
-            zero, space.dp_replicate, np.where(self.is_sharded, space.dp_shard, 1)
-        )
+        degree = np.where(zero, space.dp_replicate, space.dp_shard)
+        self.shards = np.where(self.is_sharded, degree * space.cp, 1)
         self.gathers = np.where(zero, 0.0, 1.0)
         self.reduces = np.where(space.kind == ZERO1, 0.0, 1.0)
-        keys = np.stack([space.tp, space.microbatch_size, space.recompute, self.is_sharded])
+        keys = np.stack(
+            [space.tp, space.cp, space.microbatch_size, space.recompute, self.is_sharded]
+        )
         different, self.group = unique(keys)
         self.groups = [microbatches.least(*(int(n) for n in key)) for key in different.T]
         pairs = list(zip(different.T, self.groups, strict=True))
         # Parameters are the same in every microbatch of one tp degree.
-        self._sharded = {int(key[0]): group for key, group in pairs if key[3]}
-        self._whole = {int(key[0]): group for key, group in pairs if not key[3]}
+        self._sharded = {int(key[0]): group for key, group in pairs if key[4]}
+        self._whole = {int(key[0]): group for key, group in pairs if not key[4]}
         self._ledger = self.costs.ledger()
         self._different: dict[tuple[int, ...], tuple[Integers, Integers, Sequence[Integers]]] = {}
 
@@ -143,6 +150,7 @@ class Columns:
         """A plan whose ranks hold this part of the parameters."""
         return Plan.model_construct(
             tp=tp,
+            ep=self.space.ep,
             tensor_styles=self.space.styles[tp],
             dp_shard=shards,
             data_parallel=DataParallel.FULL_SHARD,
@@ -196,10 +204,10 @@ class Columns:
 
         space = self.space
         replicas = np.where(space.kind == HYBRID, space.dp_replicate, 1)
-        keys = [space.tp, replicas, space.dp_shard]
+        keys = [space.tp, replicas, space.dp_shard * space.cp]
         separate = self.each(keys, lambda t, r, s: shards(t, r, s, of_root=False))
         root = self.each(keys, lambda t, r, s: shards(t, r, s, of_root=True))
-        keys = [space.tp, np.where(space.kind == REPLICATE, space.dp_replicate, 1)]
+        keys = [space.tp, np.where(self.is_sharded, 1, space.dp_replicate * space.cp)]
         return separate + self.each(keys, whole), root
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from advisor.cost import CostModel
 from advisor.facts import Facts
-from advisor.search.legal import Styles, space_of, styles_of
+from advisor.search.legal import Styles, is_too_long, precision_of, space_of, styles_of
 from advisor.search.microbatch import Crossing, Microbatch, crossing_of, microbatch
 from advisor.search.space import Pins, Space
 from engines.plan import Offload, Plan
@@ -15,6 +15,7 @@ from profiles.model import Numerics
 
 # What an axis along which layers are split may send.
 _SENT = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+_TRAVEL = (Collective.ALL_TO_ALL,)
 
 
 class Kept:
@@ -44,13 +45,16 @@ class Kept:
         facts = self.costs.facts
         if styles is not None:
             return space_of(facts, pins, styles=styles, offload=offload)
-        key = (offload, facts.workload.global_batch_size, tuple(sorted(pins.items())))
+        told = styles_of(facts)
+        is_long = "cp" not in pins and is_too_long(facts, precision_of(facts, pins), told)
+        batch = facts.workload.global_batch_size
+        key = (offload, batch, is_long, tuple(sorted(pins.items())))
         if key not in self._spaces:
-            self._spaces[key] = space_of(facts, pins, styles=styles_of(facts), offload=offload)
+            self._spaces[key] = space_of(facts, pins, styles=told, offload=offload)
         return self._spaces[key]
 
     def microbatch(self, plan: Plan, places: Sequence[int]) -> Microbatch:
-        """That of `plan`, of which only tp matters among the degrees.
+        """That of `plan`, of which only tp, cp and ep matter among the degrees.
 
         Args:
             places: of the units, but for the first, that may begin a stage.
@@ -69,6 +73,8 @@ class Kept:
             plan.recompute,
             tuple(places),
             *(ledger.ways(kind, plan.tp, 1) for kind in _SENT),
+            *(ledger.ways(kind, plan.cp, plan.tp) for kind in _SENT if plan.cp > 1),
+            *(ledger.ways(kind, plan.ep, plan.cp * plan.tp) for kind in _TRAVEL if plan.ep > 1),
         )
         if key not in self._microbatches:
             crossed = numerics, tuple(places)

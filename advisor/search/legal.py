@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 import numpy as np
 
+from advisor.cost import CostModel
 from advisor.facts import Facts, captured
+from advisor.policy import Policy
 from advisor.search.space import (
     COLUMNS,
     KINDS,
@@ -40,7 +43,7 @@ Styles = Callable[[int], tuple[tuple[str, str], ...]]
 # Settings that are not searched: pinned or default.
 _APART = ("updates", "sync_every", "servers", "backup_workers", "max_staleness")
 _SENT = ("aggregation", "compression", "compression_rank")
-_CARRIED = ("cp", "ep", "sync_batch_norm", "compile", *_SENT, *_APART)
+_CARRIED = ("ep", "sync_batch_norm", "compile", *_SENT, *_APART)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,9 @@ class Shape:
 
 def space_of(facts: Facts, pins: Pins, *, styles: Styles, offload: Offload = Offload.NONE) -> Space:
     """Every legal plan that keeps `pins`, simpler degrees and kinds first.
+
+    Sequences are shared out (cp) where one is too long for a device, or a pin says so: elsewhere
+    replicas do the same work and send no keys and values.
 
     Precision is the workload's and never searched; states go to the host only where `offload` or a
     pin says so.
@@ -90,6 +96,51 @@ def shapes(world: int) -> Iterator[Shape]:
         yield Shape(DataParallel.HYBRID_SHARD, world // shard, shard)
 
 
+def precision_of(facts: Facts, pins: Pins) -> Precision:
+    """Of all plans that keep `pins`."""
+    return Precision(pins.get("precision", facts.precision))
+
+
+def is_too_long(facts: Facts, precision: Precision, styles: Styles) -> bool:
+    """Whether a device cannot train on one sample with the model sharded over all and recomputed,
+    also where the devices of a node split its layers: no cut of the batch helps then."""
+    if not facts.model.tokens_per_sample:
+        return False
+    usable = Policy().usable_bytes(facts.cluster.device)
+    degrees = {1, facts.cluster.devices_per_node}
+    split = {tp: styles(tp) if tp > 1 else () for tp in degrees}
+    return all(
+        one_sample_bytes(facts, precision, tp=tp, styles=found) > usable
+        for tp, found in split.items()
+        if tp == 1 or found
+    )
+
+
+def one_sample_bytes(
+    facts: Facts, precision: Precision, *, tp: int = 1, styles: tuple[tuple[str, str], ...] = ()
+) -> float:
+    """The upper end of that peak; 0 where the model was not looked at in this precision."""
+    plan = Plan(
+        dp_shard=facts.cluster.world_size // tp,
+        data_parallel=DataParallel.FULL_SHARD,
+        tp=tp,
+        tensor_styles=styles,
+        microbatch_size=1,
+        recompute=Recompute.FULL if any(facts.model.blocks()) else Recompute.NONE,
+        precision=precision,
+    )
+    return CostModel(facts).estimate(plan).peak_high_bytes if captured(plan, facts.model) else 0.0
+
+
+def expert_degrees(facts: Facts, pins: Pins) -> list[int]:
+    """Over how many ranks experts may be shared, if a pin does not say so: every number that
+    divides both them and the devices."""
+    counts = {count for unit in facts.model.blocks() for count in unit.experts}
+    if "ep" in pins or not counts:
+        return [int(pins.get("ep", 1))]
+    return divisors(gcd(facts.cluster.world_size, *counts))
+
+
 def kinds(pins: Pins) -> tuple[DataParallel, ...] | None:
     """The data-parallel kinds that `pins` leave; None for all of them."""
     if "data_parallel" in pins:
@@ -111,7 +162,7 @@ class _Builder:
         self._facts = facts
         self._pins = pins
         self._offload = offload
-        self._precision = Precision(pins.get("precision", facts.precision))
+        self._precision = precision_of(facts, pins)
         self._styles_of = styles
         self._styles: dict[int, tuple[tuple[str, str], ...]] = {1: ()}
         self._legal: dict[tuple[object, ...], bool] = {}
@@ -133,36 +184,45 @@ class _Builder:
     def _blocks(self) -> Iterator[Integers]:
         """Rows of one shape and way to recompute, as columns."""
         batch = self._facts.workload.global_batch_size
-        for pp, tp, rest in self._model_degrees():
-            for shape in self._shapes(rest):
+        for pp, tp, cp, rest in self._model_degrees():
+            for shape in self._shapes(rest, cp):
                 local, left = divmod(batch, shape.replicate * shape.shard)
                 if left:
                     continue
                 for recompute in self._recomputes():
-                    if not self._is_legal(pp, tp, shape, recompute):
+                    if not self._is_legal(pp, tp, cp, shape, recompute):
                         continue
                     ways = self._ways(pp, local)
-                    numbers = (pp, tp, shape.replicate, shape.shard, KINDS.index(shape.kind))
+                    numbers = (pp, tp, cp, shape.replicate, shape.shard, KINDS.index(shape.kind))
                     fixed = np.array([[*numbers, RECOMPUTES.index(recompute)]]).T
                     yield np.concatenate([np.repeat(fixed, ways.shape[1], axis=1), ways])
 
-    def _model_degrees(self) -> Iterator[tuple[int, int, int]]:
-        """(pp, tp, ranks left for data), the model in one piece first."""
+    def _model_degrees(self) -> Iterator[tuple[int, int, int, int]]:
+        """(pp, tp, cp, ranks left for data), the model in one piece first."""
         world = self._facts.cluster.world_size
         beside = int(self._pins.get("servers", 0)) + int(self._pins.get("backup_workers", 0))
-        rest, left = divmod(world - beside, int(self._pins.get("cp", 1)))
-        if left or rest < 1:
+        world -= beside
+        if world < 1:
             return
-        for pp in self._pinned("pp", divisors(rest)):
+        shares = "cp" in self._pins or is_too_long(self._facts, self._precision, self._proposed)
+        for pp in self._pinned("pp", divisors(world)):
             if pp > 1 and pp > len(self._pieces):
                 continue
-            for tp in self._pinned("tp", divisors(rest // pp)):
-                if tp == 1 or self._splits(tp):
-                    yield pp, tp, rest // pp // tp
+            for tp in self._pinned("tp", divisors(world // pp)):
+                if tp > 1 and not self._splits(tp):
+                    continue
+                rest = world // pp // tp
+                for cp in self._pinned("cp", divisors(rest) if shares else [1]):
+                    yield pp, tp, cp, rest // cp
 
     def _pinned(self, axis: str, degrees: list[int]) -> list[int]:
         wanted = self._pins.get(axis)
         return [n for n in degrees if wanted is None or n == wanted]
+
+    def _proposed(self, tp: int) -> tuple[tuple[str, str], ...]:
+        """How layers are split over so many ranks; empty where they cannot be, or may not."""
+        is_open = self._pins.get("tp", tp) == tp
+        return self._styles[tp] if is_open and self._splits(tp) else ()
 
     def _splits(self, tp: int) -> bool:
         if tp not in self._styles:
@@ -174,7 +234,7 @@ class _Builder:
     def _pieces(self) -> list[str]:
         return pieces(self._facts.model, self._facts.cluster) if self._facts.model.has_loss else []
 
-    def _shapes(self, rest: int) -> Iterator[Shape]:
+    def _shapes(self, rest: int, cp: int) -> Iterator[Shape]:
         pins, wanted = self._pins, kinds(self._pins)
         for shape in shapes(rest):
             if wanted is not None and shape.kind not in wanted:
@@ -183,8 +243,10 @@ class _Builder:
                 continue
             if pins.get("dp_shard", shape.shard) != shape.shard:
                 continue
-            # One device shards nothing; only offload or the user's word makes it FSDP.
-            alone = rest == 1 and shape.kind is not DataParallel.NONE
+            # One device shards nothing; only offload or the user's word makes it FSDP. Ranks of cp
+            # share in what is sharded: of one replica as ZeRO-3 does it, the least memory.
+            only = DataParallel.NONE if cp == 1 else DataParallel.FULL_SHARD
+            alone = rest == 1 and shape.kind not in (DataParallel.NONE, only)
             if alone and wanted is None and self._offload is Offload.NONE:
                 continue
             yield shape
@@ -194,20 +256,24 @@ class _Builder:
             return (Recompute(self._pins["recompute"]),)
         return RECOMPUTES if any(self._facts.model.blocks()) else (Recompute.NONE,)
 
-    def _is_legal(self, pp: int, tp: int, shape: Shape, recompute: Recompute) -> bool:
+    def _is_legal(self, pp: int, tp: int, cp: int, shape: Shape, recompute: Recompute) -> bool:
         """Cuts of the batch and orders of the pipeline are looked at apart; of degrees it matters
-        whether they are 1, and over how many ranks the shards of HSDP reach."""
-        reach = shape.shard * tp if shape.kind is DataParallel.HYBRID_SHARD else 0
-        key = (pp > 1, tp > 1, shape.kind, reach, recompute)
+        whether they are 1, whether cp cuts a sequence evenly, and over how many ranks the shards of
+        HSDP reach."""
+        reach = shape.shard * cp * tp if shape.kind is DataParallel.HYBRID_SHARD else 0
+        data = shape.replicate * shape.shard if "ep" in self._pins else 0
+        key = (pp > 1, tp > 1, cp, shape.kind, reach, data, recompute)
         if key not in self._legal:
-            plan = self._representative(pp, tp, shape, recompute)
+            plan = self._representative(pp, tp, cp, shape, recompute)
             whole = self._facts.workload.optimizer.whole_because
             model, cluster = self._facts.model, self._facts.cluster
             found = problems(plan, model, cluster, whole_because=whole)
             self._legal[key] = not found and captured(plan, model)
         return self._legal[key]
 
-    def _representative(self, pp: int, tp: int, shape: Shape, recompute: Recompute) -> Plan:
+    def _representative(
+        self, pp: int, tp: int, cp: int, shape: Shape, recompute: Recompute
+    ) -> Plan:
         staged: dict[str, Any] = {}
         if pp > 1:
             staged = {"schedule": Schedule.GPIPE, "stages": tuple(self._pieces[1:pp])}
@@ -223,6 +289,7 @@ class _Builder:
                 **staged,
                 "pp": pp,
                 "tp": tp,
+                "cp": cp,
                 "data_parallel": shape.kind,
                 "dp_replicate": shape.replicate,
                 "dp_shard": shape.shard,

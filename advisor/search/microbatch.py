@@ -52,7 +52,7 @@ class Microbatch:
 
     Attributes:
         loads, times: of equal neighbours one that counts for all.
-        exchange_s: of each entry of the loads, what it sends along the tp axis: in the forward, and
+        exchange_s: of each entry of the loads, what it sends along tp and cp: in the forward, and
             in the backward with what is computed again.
         crossing: what it sends between stages.
     """
@@ -252,15 +252,24 @@ def _work_bytes(unit: UnitLoad, recompute: Recompute) -> float:
 
 
 def microbatch(costs: CostModel, plan: Plan, crossing: Crossing) -> Microbatch:
-    """The microbatch of `plan`; of degrees only tp matters."""
+    """The microbatch of `plan`; of degrees only tp and cp matter."""
     loads, ledger = costs.loads(plan), costs.ledger()
+    groups = {
+        "tp": (plan.tp, 1),
+        "cp": (plan.cp, plan.tp),
+        "ep": (plan.ep, plan.cp * plan.tp),
+    }
     found = []
     for unit in loads.entries:
         repeats = unit.is_block and plan.recompute is not Recompute.NONE
         there = back = 0.0
         for each in unit.exchanges:
             seconds = ledger.charge(
-                each.kind, each.purpose, each.payload_bytes, group_size=plan.tp, stride=1
+                each.kind,
+                each.purpose,
+                each.payload_bytes,
+                group_size=groups[each.axis][0],
+                stride=groups[each.axis][1],
             )
             there += seconds * each.in_forward
             back += seconds * (not each.in_forward) + seconds * (repeats and each.is_repeated)

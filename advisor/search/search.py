@@ -89,7 +89,7 @@ class Search:
         Its stages are not named.
         """
         space = self.space
-        different, group = unique(np.stack([space.pp > 1, space.tp > 1, space.kind]))
+        different, group = unique(np.stack([space.pp > 1, space.tp > 1, space.cp > 1, space.kind]))
         found = (np.flatnonzero(group == number) for number in range(different.shape[1]))
         return [(space.plan(int(rows[0])), rows) for rows in found]
 
@@ -97,9 +97,9 @@ class Search:
         """Those of `rows` with other degrees or another kind than `plan`."""
         space = self.space
         same = space.kind[rows] == KINDS.index(plan.data_parallel)
-        for axis in ("pp", "tp", "dp_replicate", "dp_shard"):
+        for axis in ("pp", "tp", "cp", "dp_replicate", "dp_shard"):
             same &= getattr(space, axis)[rows] == getattr(plan, axis)
-        same &= space.offload is plan.offload
+        same &= space.offload is plan.offload and space.ep == plan.ep
         return np.asarray(rows[~same])
 
     def best(self, rows: Rows) -> Candidate | None:

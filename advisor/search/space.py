@@ -50,6 +50,7 @@ class Row:
     sync_every: int = 1
     servers: int = 0
     backup_workers: int = 0
+    ep: int = 1
 
     @property
     def forwards(self) -> int:
@@ -65,7 +66,8 @@ class Space:
     """Plans as columns of equal length.
 
     Attributes:
-        pp, tp, dp_replicate, dp_shard, microbatch_size, microbatches, accumulation: as in `Plan`.
+        pp, tp, cp, dp_replicate, dp_shard, microbatch_size, microbatches, accumulation: as in
+            `Plan`.
         per_rank: stages per rank; 1 without a pipeline.
         kind, schedule, recompute: positions in `KINDS`, `SCHEDULES`, `RECOMPUTES`.
         offload, precision: of all rows.
@@ -76,6 +78,7 @@ class Space:
 
     pp: Integers
     tp: Integers
+    cp: Integers
     dp_replicate: Integers
     dp_shard: Integers
     kind: Integers
@@ -109,6 +112,11 @@ class Space:
         """Whether the replicas of all rows exchange gradients in every step."""
         return self.updates is Updates.SYNCHRONOUS and not self.carried.get("servers", 0)
 
+    @property
+    def ep(self) -> int:
+        """Of all rows."""
+        return int(self.carried.get("ep", 1))
+
     def part(self, rows: Integers) -> Space:
         """Those rows alone."""
         return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
@@ -118,7 +126,7 @@ class Space:
         return Row(
             pp=int(self.pp[index]),
             tp=int(self.tp[index]),
-            cp=int(self.carried.get("cp", 1)),
+            cp=int(self.cp[index]),
             dp_replicate=int(self.dp_replicate[index]),
             dp_shard=int(self.dp_shard[index]),
             data_parallel=KINDS[self.kind[index]],
@@ -133,6 +141,7 @@ class Space:
             sync_every=int(self.carried.get("sync_every", 1)),
             servers=int(self.carried.get("servers", 0)),
             backup_workers=int(self.carried.get("backup_workers", 0)),
+            ep=self.ep,
         )
 
     def plan(self, index: int, *, stages: tuple[str, ...] = ()) -> Plan:
@@ -143,6 +152,7 @@ class Space:
                 **self.carried,
                 "pp": row.pp,
                 "tp": row.tp,
+                "cp": row.cp,
                 "data_parallel": row.data_parallel,
                 "dp_replicate": row.dp_replicate,
                 "dp_shard": row.dp_shard,
@@ -159,7 +169,7 @@ class Space:
         )
 
 
-COLUMNS = tuple(field.name for field in fields(Space))[:11]
+COLUMNS = tuple(field.name for field in fields(Space))[:12]
 
 
 def divisors(number: int) -> list[int]:

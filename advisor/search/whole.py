@@ -8,7 +8,7 @@ import numpy as np
 
 from advisor.cost.memory import ALLOCATOR_SLACK, UNITS_WHEN_AHEAD
 from advisor.cost.replay import slowdown
-from advisor.search.columns import REPLICATE, ZERO1, ZERO2, Columns, Floats
+from advisor.search.columns import ZERO1, ZERO2, Columns, Floats
 from engines.plan import Offload
 
 
@@ -85,7 +85,7 @@ def whole_peak_bytes(columns: Columns) -> Floats:
     held = columns.of(lambda g: g.loads.parameter_bytes) / shards + states
     on_device = not (space.offload is Offload.STATES and device.kind != "cpu")
     # DDP has gradients twice when it accumulates, ZeRO-1 whole; the others have shards of them.
-    is_ddp = (space.kind == REPLICATE) & space.updates_in_step
+    is_ddp = columns.is_replicated & space.updates_in_step
     whole = np.where(is_ddp, 1.0 + several, several)
     reduced = np.where(space.kind == ZERO1, several, several * on_device / shards)
     waiting = gradients * np.where(columns.is_sharded, reduced, whole)
@@ -104,6 +104,7 @@ def whole_peak_bytes(columns: Columns) -> Floats:
     )
     allocated = held * on_device + np.maximum(waiting + working, on_device * gradients / shards)
     batch = facts.model.batch_bytes
-    allocated = allocated + batch.fixed + batch.per_sample * space.microbatch_size * space.forwards
+    local = space.microbatch_size * space.forwards / space.cp
+    allocated = allocated + batch.fixed + batch.per_sample * local
     allocated += facts.model.buffer_bytes + UNITS_WHEN_AHEAD * columns.is_sharded * largest
     return np.asarray(allocated * (1 + ALLOCATOR_SLACK) + device.context_bytes.high)

@@ -168,6 +168,7 @@ def _unit_profile(
         buffer_bytes=unit.buffer_bytes if unit else 0,
         dtypes=("float32",) if parameters else (),
         shapes=tuple(_shapes(unit)) if unit else (),
+        experts=_experts(unit) if unit else (),
         is_shared=twin in shared,
         costs={kind: by_name.get(twin, UnitCost()) for kind, by_name in costs.items()},
     )
@@ -177,3 +178,9 @@ def _shapes(unit: Unit) -> Iterator[Shape]:
     counts = Counter(parameter.shape for parameter in unit.parameters.values())
     for sizes, count in sorted(counts.items()):
         yield Shape(sizes=sizes, element_bytes=DType.FLOAT32.size_bytes, count=count)
+
+
+def _experts(unit: Unit) -> tuple[int, ...]:
+    """Of parameters that are a matrix for each of several experts: no family has others of three
+    sizes."""
+    return tuple(sorted({p.shape[0] for p in unit.parameters.values() if len(p.shape) == 3}))

@@ -57,7 +57,8 @@ def mixture() -> ModelProfile:
         Shape(sizes=(8, 100, 1000), element_bytes=4),
         Shape(sizes=(200, 1000), element_bytes=4),
     )
-    units = tuple(unit.model_copy(update={"shapes": shapes}) for unit in model.units)
+    update = {"shapes": shapes, "experts": (8,)}
+    units = tuple(unit.model_copy(update=update) for unit in model.units)
     return model.model_copy(update={"units": units})
 
 
@@ -106,3 +107,15 @@ def test_tokens_on_more_devices_are_no_slower_on_fast_links() -> None:
         found = facts(transformer(layers=8, tokens=32768), gpus(1), batch=8)
         steps.append(estimate(plan, found).step_s)
     assert steps == sorted(steps, reverse=True)
+
+
+def test_experts_are_no_shards_their_part_is_held_whole_beside_them() -> None:
+    """4 units of 200 k parameters over four ranks, and of 800 k in experts shared by two; 16 bytes
+    of states each."""
+    found = on_cpus("dp_shard=4 ep=2", mixture())
+    assert found.states_bytes == 4 * (200_000 * 16 / 4 + 800_000 * 16 / 2)
+    gathered = [item for item in found.traffic if item.purpose == "parameters"]
+    assert {item.payload_bytes for item in gathered} == {200_000 * 4}
+    (copies,) = [item for item in found.traffic if item.purpose == "gradients of experts"]
+    assert (copies.group_size, copies.stride) == (2, 2)
+    assert copies.payload_bytes * copies.count == pytest.approx(4 * 800_000 * 4 / 2)

@@ -66,9 +66,13 @@ def test_degrees_must_multiply_to_the_world() -> None:
     assert "has 8" in found[0].what
 
 
-@pytest.mark.parametrize("plan", ["cp=4", "data_parallel=threads dp_replicate=4"])
-def test_families_without_an_engine_are_refused_by_name(plan: str) -> None:
-    assert rules(plan, model(), cpu_ranks(4)) == ["not-built"]
+def test_families_without_an_engine_are_refused_by_name() -> None:
+    assert rules("data_parallel=threads dp_replicate=4", model(), cpu_ranks(4)) == ["not-built"]
+
+
+def test_sequences_and_experts_are_shared_out_where_there_are_any() -> None:
+    assert rules("cp=4", model(), cpu_ranks(4)) == ["context-without-tokens"]
+    assert rules("dp_replicate=4 ep=2", model(), cpu_ranks(4)) == ["experts-none"]
 
 
 def test_stages_need_a_pipeline_and_styles_need_tensor_parallelism() -> None:
@@ -144,7 +148,7 @@ def test_a_refusal_lists_every_problem_and_every_way_out() -> None:
         require_legal(Plan.parse("cp=2 offload=states"), model(), cpu_ranks(4))
     text = str(caught.value)
     assert "needs 2 ranks" in text
-    assert "also: context parallelism (cp=2) has no engine yet" in text
+    assert "also: cp=2 shares out the tokens of a sample" in text
     assert text.count("hint:") == 3
 
 

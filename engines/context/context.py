@@ -1,0 +1,164 @@
+"""A model whose sequences are shared out over the cp axis, as `ParallelModel` runs it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engines.context.attention import OwnTokens
+from engines.context.proof import LOSS, Proof, require_equal_chunks, require_unmasked
+from engines.context.ring import Ring
+from engines.context.tokens import joined, part
+from engines.mesh import Axis
+from profiles.batch import Batch, LossFn, call_model, loss_of
+from profiles.errors import ModelError
+from profiles.torch_compat import all_gather_single, map_tensors, tensors_in
+
+
+class Context:
+    """This rank's tokens: what it gives the model, and what becomes of the loss.
+
+    Every rank of the axis is given whole rows and takes its tokens from them. Gradients and losses
+    are averaged over the axis as over replicas.
+    """
+
+    def __init__(self, model: nn.Module, proof: Proof, axis: Axis) -> None:
+        self._model = model
+        self._way = proof.way
+        self._outputs = proof.outputs
+        self._axis = axis
+        self._ring = Ring(axis)
+        self._places: Tensor | None = None
+
+    def require(self, pieces: Sequence[Batch]) -> None:
+        """Raises:
+        BatchError: sequences that cannot be cut into equal chunks, or rows with padding.
+        """
+        for piece in pieces:
+            require_equal_chunks(piece, self._axis.size)
+            require_unmasked(piece)
+
+    def dress(self, blocks: Iterable[nn.Module]) -> None:
+        """Let the blocks answer for themselves: recompute runs them again in the backward, when
+        `loss` and `forward` have returned."""
+        for block in blocks:
+            # Bound to the block, so that a copy of the model computes with the copy's parameters.
+            block.forward = MethodType(_answered(self, block), block)
+
+    def loss(self, called: Callable[..., object], piece: Batch, loss_fn: LossFn | None) -> Tensor:
+        """The rank's share of the mean loss of `piece`: the mean over the axis is the loss."""
+        own, run = self._own(called, piece)
+        with self.answering():
+            output = call_model(run, own, has_target=loss_fn is not None)
+        return self._weighed(loss_of(output, own, loss_fn), piece)
+
+    def forward(
+        self, called: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> object:
+        """The model's output over all tokens, on every rank of the axis.
+
+        Raises:
+            ModelError: it returns other tensors than it did over the sample.
+        """
+        batch = _as_batch(self._model, args, kwargs)
+        own, run = self._own(called, batch)
+        with self.answering():
+            output = call_model(run, own, has_target=False)
+        found = len(tensors_in(output))
+        dims = [dim for dim in self._outputs if dim != LOSS]
+        dims = dims if len(dims) == found else list(self._outputs)
+        if len(dims) != found:
+            raise ModelError(
+                f"the model returns {found} tensors, over the sample it returned {len(dims)}: it is"
+                " not known which of them are cut",
+                hints=["use `train_step(batch)`, or give a sample like this batch"],
+            )
+        kinds = iter(dims)
+        return map_tensors(lambda tensor: self._whole(tensor, next(kinds), batch), output)
+
+    def _own(
+        self, called: Callable[..., object], batch: Batch
+    ) -> tuple[Batch, Callable[..., object]]:
+        """The rank's tokens, and what to call with them."""
+        axis = self._axis
+        own, beside, self._places = self._way.part(batch, rank=axis.position, size=axis.size)
+        return own, functools.partial(called, **beside)
+
+    def answering(self) -> OwnTokens:
+        """Inside, the model's code sees the keys of all ranks, and the places of its own tokens."""
+        return OwnTokens(self._ring.attention, places=self._places, model=self._model)
+
+    def _weighed(self, loss: Tensor, batch: Batch) -> Tensor:
+        size = self._axis.size
+        share = self._way.shares(batch, size=size)[self._axis.position] * size
+        return torch.where(share > 0, loss.reshape(()) * share, torch.zeros_like(share))
+
+    def _whole(self, tensor: Tensor, dim: int | None, batch: Batch) -> Tensor:
+        """An output put together; its gradients are counted as those of `loss` are."""
+        if dim is None:
+            return tensor
+        if dim == LOSS:
+            whole: Tensor = _Mean.apply(self._weighed(tensor, batch), self._axis)  # type: ignore[no-untyped-call]
+        else:
+            whole = _Joined.apply(tensor, self._axis, dim)  # type: ignore[no-untyped-call]
+        return whole
+
+
+class _Joined(torch.autograd.Function):
+    """All tokens on every rank. A rank's gradient is that of its own tokens, and as gradients are
+    averaged over the axis, it is taken `size` times."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        every = own.new_empty(axis.size * own.shape[0], *own.shape[1:])
+        all_gather_single(every, own.contiguous(), group=axis.group)
+        return joined(every.chunk(axis.size), dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        axis = ctx.axis
+        own = part(gradients[0], rank=axis.position, size=axis.size, dim=ctx.dim)
+        return own * axis.size, None, None
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over the axis, on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, axis: Axis) -> Tensor:
+        total = own.clone()
+        dist.all_reduce(total, group=axis.group)
+        return total / axis.size
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _answered(context: Context, block: nn.Module) -> Callable[..., object]:
+    """A forward method for `block` that calls its own one where tokens are answered for."""
+    own = block.__dict__.get("forward", MethodType(type(block).forward, block))
+    method = own.__func__ if isinstance(own, MethodType) and own.__self__ is block else None
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+        forward = own if method is None else MethodType(method, self)
+        with context.answering():
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+    """The arguments of a call as a batch; by name if any has one."""
+    if not kwargs:
+        return args
+    names = inspect.signature(model.forward).parameters
+    return {**dict(zip(names, args, strict=False)), **kwargs}

@@ -1,0 +1,303 @@
+"""Whether a model over a part of the tokens computes what it computes over all of them.
+
+A small copy with made-up numbers runs once over a short sequence, and every call of attention is
+noted. Then it runs over each rank's tokens, and attention answers with the rank's part of what was
+noted, after it was asked for with the rank's part of what was noted. If every question is right and
+every output too, then by induction over the calls the ranks compute the same together: the ring is
+exact. Numbers are random, so two different functions agree with probability zero.
+
+What depends on the length itself (a sliding window, a mask) is looked for in a run on fake tensors
+over the sample as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engines.context.attention import OwnTokens, require_plain
+from engines.context.specimen import copied, short
+from engines.context.tokens import part
+from engines.context.way import Way, length_of
+from profiles.batch import Batch, LossFn, call_model, find_loss, loss_of, map_batch
+from profiles.errors import AdvisorError, BatchError, PlanError
+from profiles.fakes import random_state_kept, stand_ins
+from profiles.pretence import Pretence
+from profiles.torch_compat import tensors_in, without_onednn
+
+TOLERANCE = 1e-4
+"""Relative; rounding of float32 stays far below, mistakes are of the order of 1."""
+
+
+LOSS = -1
+"""In place of a dimension: the output is the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """How a model runs over a part of the tokens, and what it returns.
+
+    Attributes:
+        outputs: of every tensor that it returns, the dimension that is tokens; None where it has
+            all of it, or `LOSS`.
+    """
+
+    way: Way
+    outputs: tuple[int | None, ...]
+
+
+def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int) -> Proof:
+    """The way in which `model` runs over a part of the tokens on each of `size` ranks.
+
+    Raises:
+        PlanError: no way computes what the whole model computes, or attention is masked, or the
+            tokens cannot be cut into 2 * `size` equal chunks.
+    """
+    require_equal_chunks(sample, size)
+    require_unmasked(sample)
+    _require_plain_attention(model, sample, has_target=loss_fn is not None)
+    why_not = "it makes no call of scaled_dot_product_attention"
+    small = short(sample, size)
+    with torch.inference_mode(False), random_state_kept(), torch.no_grad():
+        specimen = copied(model)
+        whole = _whole(specimen, small, loss_fn)
+        for way in _ways(model, small, has_target=loss_fn is not None):
+            try:
+                return Proof(way, _require_same(specimen, small, way, whole, loss_fn, size))
+            except _Differs as difference:
+                why_not = str(difference)
+            except AdvisorError as error:
+                why_not = error.what
+            except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
+                why_not = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    raise PlanError(
+        f"the model over a part of the tokens is not what it is over all of them: {why_not}",
+        where=f"cp={size}, attention calls seen: {len(whole.calls)}",
+        hints=[
+            "tokens may meet in scaled_dot_product_attention alone"
+            " (transformers: attn_implementation='sdpa')",
+            "a model that counts tokens in a way of its own takes `position_ids` in its forward",
+            "or set cp=1",
+        ],
+    )
+
+
+def require_equal_chunks(batch: Batch, size: int) -> None:
+    """Every rank has two chunks of equal length.
+
+    Raises:
+        BatchError: they would not be equal.
+    """
+    length = length_of(batch)
+    if length % (2 * size):
+        raise BatchError(
+            f"{length} tokens cannot be cut into {2 * size} equal chunks, two for each of"
+            f" {size} ranks: {length} % {2 * size} = {length % (2 * size)}",
+            hints=[
+                f"cut or pad sequences to {length - length % (2 * size) or 2 * size} or"
+                f" {length + 2 * size - length % (2 * size)} tokens"
+            ],
+        )
+
+
+def require_unmasked(batch: Batch) -> None:
+    """No row has padding.
+
+    Raises:
+        BatchError: an attention_mask hides something.
+    """
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if mask is not None and not mask.is_meta and not bool(mask.all()):
+        raise BatchError(
+            "the attention_mask hides tokens: a rank has a part of the tokens, and cannot know what"
+            " is hidden from the others",
+            hints=[
+                "leave the mask out where padding comes after the tokens: causal attention does not"
+                " see it, and labels of -100 keep it out of the loss",
+                "or set cp=1",
+            ],
+        )
+
+
+class _Differs(Exception):
+    """What is not as in the whole model."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of attention: query, key, value and result."""
+
+    given: tuple[Tensor, Tensor, Tensor]
+    is_causal: bool
+    scale: float
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A run over all tokens."""
+
+    calls: list[_Call]
+    outputs: list[Tensor]
+    loss: Tensor | None
+
+
+class _Notes:
+    """Attention as it is, noted."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+    ) -> Tensor:
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        self.calls.append(_Call((query, key, value), is_causal, scale, out))
+        return out
+
+
+class _Teacher:
+    """What the ring would answer one rank, if every rank asks for its part of what was noted."""
+
+    def __init__(self, calls: list[_Call], *, rank: int, size: int) -> None:
+        self._calls = iter(calls)
+        self._part = functools.partial(part, rank=rank, size=size, dim=2)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+    ) -> Tensor:
+        call = next(self._calls, None)
+        if call is None or call.is_causal is not is_causal or call.scale != scale:
+            raise _Differs("it calls attention in another way than over all tokens")
+        for name, own, whole in zip(
+            ("query", "key", "value"), (query, key, value), call.given, strict=True
+        ):
+            if not _close(own, self._part(whole)):
+                raise _Differs(f"the {name} of its tokens differs (their places, or what they saw)")
+        return self._part(call.out)
+
+    def require_end(self) -> None:
+        if next(self._calls, None) is not None:
+            raise _Differs("it calls attention less often than over all tokens")
+
+
+def _whole(specimen: nn.Module, batch: Batch, loss_fn: LossFn | None) -> _Whole:
+    notes = _Notes()
+    with OwnTokens(notes, places=None, model=specimen):
+        output = call_model(specimen, batch, has_target=loss_fn is not None)
+    loss = loss_of(output, batch, loss_fn) if loss_fn is not None else find_loss(output)
+    return _Whole(notes.calls, tensors_in(output), loss)
+
+
+def _require_same(
+    specimen: nn.Module, batch: Batch, way: Way, whole: _Whole, loss_fn: LossFn | None, size: int
+) -> tuple[int | None, ...]:
+    """Run it over every rank's tokens; which dimensions of its outputs are tokens."""
+    dims: tuple[int | None, ...] = ()
+    shares = way.shares(batch, size=size)
+    total = torch.zeros(())
+    for rank in range(size):
+        own, beside, where = way.part(batch, rank=rank, size=size)
+        teacher = _Teacher(whole.calls, rank=rank, size=size)
+        with OwnTokens(teacher, places=where, model=specimen):
+            called = functools.partial(specimen, **beside)
+            output = call_model(called, own, has_target=loss_fn is not None)
+        teacher.require_end()
+        loss = loss_of(output, own, loss_fn) if loss_fn is not None else find_loss(output)
+        dims = _require_parts(tensors_in(output), whole, loss, rank=rank, size=size)
+        if loss is not None and shares[rank] > 0:
+            total = total + shares[rank] * loss.float()
+    if whole.loss is not None and not _close(total.reshape(()), whole.loss.float().reshape(())):
+        raise _Differs(
+            f"the losses of the ranks average to {float(total):.6g}, over all tokens it is"
+            f" {float(whole.loss):.6g}"
+        )
+    return dims
+
+
+def _require_parts(
+    outputs: list[Tensor], whole: _Whole, loss: Tensor | None, *, rank: int, size: int
+) -> tuple[int | None, ...]:
+    found: list[int | None] = []
+    if len(outputs) != len(whole.outputs):
+        raise _Differs("it returns another number of tensors than over all tokens")
+    for own, wanted in zip(outputs, whole.outputs, strict=True):
+        if wanted is whole.loss and own is loss:
+            found.append(LOSS)
+            continue
+        dims = [
+            dim for dim, (a, b) in enumerate(zip(own.shape, wanted.shape, strict=False)) if a != b
+        ]
+        if own.dim() != wanted.dim() or len(dims) > 1:
+            raise _Differs(
+                f"an output is {tuple(own.shape)}, over all tokens {tuple(wanted.shape)}"
+            )
+        mine = part(wanted, rank=rank, size=size, dim=dims[0]) if dims else wanted
+        if not _close(own, mine):
+            raise _Differs("an output differs from that over all tokens")
+        found.append(dims[0] if dims else None)
+    return tuple(found)
+
+
+def _ways(model: nn.Module, batch: Batch, *, has_target: bool) -> Iterator[Way]:
+    """What the signature of the forward leaves open, the most telling first."""
+    taken = inspect.signature(model.forward).parameters
+    given = set(batch) if isinstance(batch, Mapping) else set()
+    is_open = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    positions = "position_ids" in taken and "position_ids" not in given
+    mask = "attention_mask" in taken and "attention_mask" not in given
+    own_loss = not has_target and "labels" in given
+    shift = own_loss and (is_open or "shift_labels" in taken) and "shift_labels" not in given
+    for choice in product(_both(positions), _both(mask), _both(shift)):
+        yield Way(*choice, has_target=has_target)
+
+
+def _both(possible: bool) -> tuple[bool, ...]:
+    return (True, False) if possible else (False,)
+
+
+def _require_plain_attention(model: nn.Module, sample: Batch, *, has_target: bool) -> None:
+    """Over all tokens of the sample no call of attention has a mask; shapes alone are run.
+
+    An attention_mask is left out: it hides nothing, which cannot be seen of a shape.
+    """
+    if isinstance(sample, Mapping):
+        sample = {name: value for name, value in sample.items() if name != "attention_mask"}
+
+    def look(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+        require_plain(query, key, attn_mask=None, dropout_p=0.0)
+        return query.new_empty(*query.shape[:3], value.shape[3])
+
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.compiler.set_stance("force_eager"),
+        stand_ins([model]) as fakes,
+    ):
+        fake = map_batch(lambda tensor: fakes.of(tensor.detach()), sample)
+        with Pretence().on(fake), without_onednn(), OwnTokens(look, places=None, model=model):
+            call_model(model, fake, has_target=has_target)
+
+
+def _close(found: Tensor, wanted: Tensor) -> bool:
+    """Equal up to rounding, whose size goes with the largest number."""
+    if found.shape != wanted.shape:
+        return False
+    if not found.is_floating_point() or not found.numel():
+        return torch.equal(found, wanted)
+    bound = TOLERANCE * max(wanted.abs().max().item(), 1e-6)
+    return bool((found - wanted).abs().max().item() <= bound)

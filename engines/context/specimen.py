@@ -1,0 +1,72 @@
+"""A small copy of a model with made-up numbers, and a short sample for it."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from engines.context.way import IGNORED, has_tokens, length_of
+from profiles.batch import Batch, map_batch, split_rows
+from profiles.torch_compat import tensors_in
+
+SEED = 20
+LARGE = 2**26  # parameters from which on layers of the copy share their numbers
+CHUNK = 2  # tokens of a chunk in the short sequence
+
+
+def short(sample: Batch, size: int) -> Batch:
+    """A row or two of few tokens, on the CPU; values where the sample has none."""
+    generator = torch.Generator().manual_seed(SEED)
+    length = length_of(sample)
+    rows = len(next(t for t in tensors_in(sample) if t.dim() >= 1))
+    tokens = min(length, 2 * size * CHUNK)
+    few = split_rows(sample, [min(rows, 2), rows - min(rows, 2)])[0]
+
+    def made(tensor: Tensor) -> Tensor:
+        found = tensor[:, :tokens].contiguous() if has_tokens(tensor, length) else tensor
+        if found.is_meta:
+            if found.is_floating_point():
+                return torch.randn(found.shape, generator=generator)
+            return torch.randint(0, 2, found.shape, generator=generator).to(found.dtype)
+        found = found.detach().cpu()
+        if found.is_floating_point():
+            return found.float()
+        is_constant = bool((found == found.reshape(-1)[:1]).all())
+        if found.dtype is torch.bool or not is_constant or bool((found == 1).all()):
+            return found  # ones may be a mask
+        # Of equal tokens a mean is what each of them is, and without labels there is no loss.
+        value = int(found.reshape(-1)[0])
+        known = [0, value if value not in (0, IGNORED) else 1]
+        drawn = torch.randint(0, len(known), found.shape, generator=generator)
+        return torch.tensor(known, dtype=found.dtype)[drawn]
+
+    return map_batch(made, few)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """The model with made-up numbers, in float32 on the CPU; nothing is dropped out."""
+    generator = torch.Generator().manual_seed(SEED)
+    is_large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
+    made: dict[torch.Size, Tensor] = {}
+
+    def values(shape: torch.Size) -> Tensor:
+        if is_large and shape in made:
+            return made[shape]
+        noise = torch.randn(shape, generator=generator)
+        made[shape] = noise / shape[1:].numel() ** 0.5 if len(shape) > 1 else 0.5 + 0.5 * noise
+        return made[shape]
+
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(values(parameter.shape), requires_grad=False)
+    for buffer in model.buffers():
+        if buffer.is_meta:
+            memo[id(buffer)] = values(buffer.shape).to(buffer.dtype)
+        else:
+            memo[id(buffer)] = buffer.detach().cpu().clone()
+    for tensor in memo.values():
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    return copy.deepcopy(model, memo).eval()

@@ -1,0 +1,104 @@
+"""What a rank gives a model that is to run over its own tokens, and what its loss then weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from engines.context.tokens import part, places
+from profiles.batch import Batch, batch_tensors, describe, map_batch
+from profiles.errors import BatchError
+
+IGNORED = -100
+"""Targets that losses leave out: `ignore_index` of torch's cross-entropy."""
+TARGETS = ("labels", "targets", "target")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a model is run over a part of the tokens; `proof` finds the one that is right.
+
+    Attributes:
+        gives_positions: it takes `position_ids`; else it counts tokens itself and is answered
+            (`OwnTokens`).
+        gives_mask: it takes an `attention_mask`, and is given one that hides nothing: without it
+            transformers reads sequences of their own from positions with gaps.
+        shifts_labels: its loss holds a token against the label after it, which may be another
+            rank's: it is given `shift_labels`, shifted before they are shared out.
+        has_target: the last element of a tuple is for the loss.
+    """
+
+    gives_positions: bool
+    gives_mask: bool
+    shifts_labels: bool
+    has_target: bool
+
+    def part(
+        self, batch: Batch, *, rank: int, size: int
+    ) -> tuple[Batch, dict[str, Tensor], Tensor | None]:
+        """The rank's tokens of a batch, keyword arguments beside it, and the places of the tokens
+        where the model counts them itself."""
+        length = length_of(batch)
+        first = batch_tensors(batch)[0]
+        where = places(length, rank=rank, size=size, device=first.device)
+        own = map_batch(
+            lambda t: part(t, rank=rank, size=size) if has_tokens(t, length) else t, batch
+        )
+        beside: dict[str, Tensor] = {}
+        if self.gives_positions:
+            beside["position_ids"] = where.expand(len(first), -1)
+        if self.gives_mask:
+            beside["attention_mask"] = torch.ones(
+                len(first), len(where), dtype=torch.int64, device=first.device
+            )
+        if self.shifts_labels and isinstance(batch, Mapping) and "labels" in batch:
+            beside["shift_labels"] = part(_shifted(batch["labels"]), rank=rank, size=size)
+        return own, beside, None if self.gives_positions else where
+
+    def shares(self, batch: Batch, *, size: int) -> Tensor:
+        """What each rank's mean loss weighs in the mean over all tokens: fp32, (size), sum 1."""
+        length = length_of(batch)
+        target = self._target(batch)
+        if target is None or not has_tokens(target, length):
+            return torch.full((size,), 1 / size, device=batch_tensors(batch)[0].device)
+        counted = torch.ones_like(target, dtype=torch.float32)
+        if not target.is_floating_point():
+            counted = (target != IGNORED).float()
+        own = torch.stack([part(counted, rank=rank, size=size).sum() for rank in range(size)])
+        return own / own.sum().clamp(min=1.0)
+
+    def _target(self, batch: Batch) -> Tensor | None:
+        if isinstance(batch, Mapping):
+            if self.shifts_labels and "labels" in batch:
+                return _shifted(batch["labels"])
+            return next((batch[name] for name in TARGETS if name in batch), None)
+        return batch[-1] if self.has_target and not isinstance(batch, Tensor) else None
+
+
+def length_of(batch: Batch) -> int:
+    """Tokens of a sequence: the second dimension of the first tensor that has one.
+
+    Raises:
+        BatchError: there is none.
+    """
+    for tensor in batch_tensors(batch):
+        if tensor.dim() >= 2:
+            return tensor.shape[1]
+    raise BatchError(
+        f"the batch has no sequence that ranks could share ({describe(batch)})",
+        hints=["its second dimension is the tokens; set cp=1 for others"],
+    )
+
+
+def has_tokens(tensor: Tensor, length: int) -> bool:
+    """Whether the second dimension of a tensor is the tokens."""
+    return tensor.dim() >= 2 and tensor.shape[1] == length
+
+
+def _shifted(labels: Tensor) -> Tensor:
+    """The label of the token after each."""
+    return pad(labels, (0, 1), value=IGNORED)[:, 1:]

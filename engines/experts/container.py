@@ -1,0 +1,116 @@
+"""Whether the experts of a module can be cut: `profiles.experts` says which modules hold some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from profiles.errors import PlanError
+from profiles.experts import experts_of
+from profiles.fakes import random_state_kept
+
+TOLERANCE = 1e-4
+"""Relative; sums in another order differ by far less, other experts by the order of 1."""
+TOKENS_AN_EXPERT = 2  # of the trial
+
+
+def containers(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of the form, by path."""
+    return {path: module for path, module in model.named_modules() if experts_of(module)}
+
+
+@contextmanager
+def holding(module: nn.Module, count: int) -> Iterator[None]:
+    """Inside, the module's code takes it that there are `count` experts."""
+    before = counts_of(module)
+    try:
+        for name in before:
+            setattr(module, name, count)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def counts_of(module: nn.Module) -> dict[str, int]:
+    """The attributes that say how many experts there are."""
+    total = experts_of(module)
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if type(value) is int and value == total and "expert" in name
+    }
+
+
+def require_separable(path: str, module: nn.Module, *, size: int) -> None:
+    """Try on made-up tokens whether slices of the experts compute their parts of the whole.
+
+    Raises:
+        PlanError: they do not, or what an expert makes is not in proportion to what it weighs.
+    """
+    with torch.no_grad(), random_state_kept():
+        why_not = _why_not(module, size)
+    if why_not:
+        raise PlanError(
+            f"the experts of `{path}` shared by {size} ranks are not what they are together:"
+            f" {why_not}",
+            where=f"a {type(module).__name__} of {experts_of(module)} experts",
+            hints=["set ep=1"],
+        )
+
+
+def _why_not(module: nn.Module, size: int) -> str:
+    total = experts_of(module)
+    generator = torch.Generator().manual_seed(20)
+    own = dict(module.named_parameters(recurse=False))
+    like = next(weight for weight in own.values() if weight.dim() == 3)
+    count = TOKENS_AN_EXPERT * total
+    asked = torch.stack([torch.randperm(total, generator=generator)[:2] for _ in range(count)])
+    asked = asked.to(like.device)
+    weights = (torch.rand(count, asked.shape[1], generator=generator) + 0.5).to(like)
+    for width in dict.fromkeys(like.shape[1:]):  # whichever of the two a token is
+        hidden = torch.randn(count, width, generator=generator).to(like)
+        try:
+            whole = module(hidden, asked, weights)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            why_not = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            continue
+        if not isinstance(whole, Tensor) or whole.shape != hidden.shape:
+            why_not = "it returns something else than tokens"
+            continue
+        found = torch.zeros_like(whole)
+        try:
+            for rank in range(size):
+                found += _part(module, own, hidden, asked, weights, rank=rank, size=size)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        bound = TOLERANCE if whole.dtype is torch.float32 else 0.05  # of half precision
+        differs = (found - whole).abs().max() > bound * whole.abs().max()
+        return "their parts do not add up to the whole" if differs else ""
+    return why_not
+
+
+def _part(
+    module: nn.Module,
+    own: Mapping[str, Tensor],
+    hidden: Tensor,
+    asked: Tensor,
+    weights: Tensor,
+    *,
+    rank: int,
+    size: int,
+) -> Tensor:
+    """What the experts of one rank add to the tokens, each asked alone and weighed afterwards."""
+    each = experts_of(module) // size
+    slices = {name: weight.narrow(0, rank * each, each) for name, weight in own.items()}
+    token, place = ((asked // each) == rank).nonzero(as_tuple=True)
+    numbers = (asked[token, place] - rank * each)[:, None]
+    with holding(module, each):
+        made = torch.func.functional_call(
+            module, slices, (hidden[token], numbers, torch.ones_like(weights[token, :1]))
+        )
+    weighed = made * weights[token, place, None]
+    return torch.zeros_like(hidden).index_add(0, token, weighed)

@@ -1,0 +1,143 @@
+"""A model whose experts are shared by the ranks of the ep axis."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.experts.container import containers, counts_of, require_separable
+from engines.experts.travel import sent_through
+from engines.mesh import Axis
+from engines.replicas import sum_gradients
+from engines.tensor.slices import Slice
+from profiles.errors import PlanError
+from profiles.experts import experts_of
+
+EXPERTS_FIRST = Slice(dim=0)
+
+
+class Experts:
+    """What became of a model's experts.
+
+    Attributes:
+        names: first names of their parameters, of which this rank holds its slices.
+    """
+
+    def __init__(self, model: nn.Module, axis: Axis, copies: Axis, *, replicas: int) -> None:
+        """Cut the experts of `model`, in place, and let tokens travel to them.
+
+        Args:
+            axis: the ranks that share the experts.
+            copies: the ranks that hold the same ones.
+            replicas: ranks over which gradients are averaged.
+
+        Raises:
+            PlanError: there are none, or they cannot be cut.
+        """
+        self._copies = copies
+        self._replicas = replicas
+        first = {parameter: name for name, parameter in model.named_parameters()}
+        found = containers(model)
+        if not found:
+            raise PlanError(
+                f"ep={axis.size}: no module holds its experts as weights with a dimension of their"
+                " own",
+                hints=["set ep=1; experts in a list are called one by one by their block's code"],
+            )
+        self.names: set[str] = set()
+        proved: set[object] = set()
+        for path, module in found.items():
+            shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
+            kind = (type(module), tuple(shapes.items()))
+            if kind not in proved:
+                require_separable(path, module, size=axis.size)
+                proved.add(kind)
+            self.names |= {first[p] for p in module.parameters(recurse=False)}
+        for module in found.values():
+            _share(module, axis)
+        self._parameters = [model.get_parameter(name) for name in sorted(self.names)]
+
+    @property
+    def parameters(self) -> set[nn.Parameter]:
+        return set(self._parameters)
+
+    @property
+    def slices(self) -> dict[str, Slice]:
+        """How they lie, by first name."""
+        return dict.fromkeys(self.names, EXPERTS_FIRST)
+
+    def average(self) -> None:
+        """Give every copy of an expert the mean gradient. On its owner the gradients of all ranks
+        of the ep axis are added up already, by the tokens that came."""
+        trainable = [p for p in self._parameters if p.requires_grad]
+        for parameter in trainable:
+            if parameter.grad is None:  # no token came
+                parameter.grad = torch.zeros_like(parameter)
+        if self._copies.group is not None:
+            sum_gradients(trainable, self._copies.group, divisor=self._replicas)
+        else:
+            for parameter in trainable:
+                assert parameter.grad is not None
+                parameter.grad /= self._replicas
+
+
+def _share(module: nn.Module, axis: Axis) -> None:
+    """Keep this rank's slice of every weight, and answer for all experts."""
+    each = experts_of(module) // axis.size
+    for name in counts_of(module):
+        setattr(module, name, each)
+    for name, weight in list(module.named_parameters(recurse=False)):
+        part = EXPERTS_FIRST.part(weight.detach(), rank=axis.position, size=axis.size).clone()
+        setattr(module, name, nn.Parameter(part, requires_grad=weight.requires_grad))
+    # Bound to the module, so that a copy of the model computes with the copy's parameters.
+    module.forward = MethodType(_travelling(module, axis, each), module)
+
+
+def _travelling(module: nn.Module, axis: Axis, each: int) -> Callable[..., Tensor]:
+    """A forward method that asks the ranks that hold the experts."""
+    own = module.__dict__.get("forward", MethodType(type(module).forward, module))
+    method = own.__func__ if isinstance(own, MethodType) and own.__self__ is module else None
+    signature = inspect.signature(own)
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        forward = own if method is None else MethodType(method, self)
+        # Values go by their places; names differ from model to model.
+        hidden, asked, weights = signature.bind(*args, **kwargs).args
+        many = asked.shape[-1]
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+
+        def compute(tokens: Tensor, numbers: Tensor) -> Tensor:
+            alone = torch.ones_like(tokens[:, :1])
+            with _cast(self, tokens.dtype):
+                made: Tensor = forward(tokens, numbers[:, None], alone)
+            return made
+
+        spread = tokens.repeat_interleave(many, 0)
+        made = sent_through(spread, asked.reshape(-1), axis=axis, each=each, compute=compute)
+        weighed = made.view(-1, many, made.shape[-1]) * weights.reshape(-1, many, 1)
+        result: Tensor = weighed.sum(1).to(hidden.dtype).view(hidden.shape)
+        return result
+
+    return run
+
+
+@contextmanager
+def _cast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, its weights are cast to `dtype`, as FSDP2 casts those that it gathers."""
+    own = dict(module._parameters)
+    if torch.is_autocast_enabled(next(module.parameters()).device.type):
+        yield  # it casts what has to be
+        return
+    try:
+        for name, weight in own.items():
+            if weight is not None:
+                module._parameters[name] = weight.to(dtype)  # type: ignore[assignment]
+        yield
+    finally:
+        module._parameters.update(own)
