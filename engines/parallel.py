@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,9 @@ from engines.layout import Layout, Split
 from engines.learning_rate import Rates
 from engines.mesh import Mesh
 from engines.microbatches import Count, Cutter, weighted
+from engines.names import Names
 from engines.noise import NoiseMeter
 from engines.optimizer import of_nothing, send_from_first
-from engines.pipeline.cuts import Cut, cuts
 from engines.plan import Plan
 from engines.precision import as_fp32, autocast
 from engines.recompute import explained_recompute
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 LossFn = Callable[..., Tensor]
 
 
-class ParallelModel(Gauges, Apart, nn.Module):
+class ParallelModel(Names, Gauges, Apart, nn.Module):
     """A model under a plan: train it with `train_step`, or in a classic loop.
 
     `train_step(batch)` cuts the rank's part of the global batch into the plan's microbatches, runs
@@ -357,29 +357,6 @@ class ParallelModel(Gauges, Apart, nn.Module):
         release(self.module)
         with self._exchange.loading():
             return set_whole_state(self.module, dict(state_dict), self._layout, strict=strict)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Original names; what this rank holds."""
-        found = self.module.named_parameters(prefix, recurse, remove_duplicate)
-        start = len(prefix) + 1 if prefix else 0
-        return ((name, p) for name, p in found if self._layout.holds(name[start:]))
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Original names."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    @property
-    def cuts(self) -> tuple[Cut, ...]:
-        """What crosses each cut of a pipeline for one microbatch: the plan's, else the sample."""
-        samples = self.plan.microbatch_size or self._profile.samples
-        return cuts(self.plan, self._profile.flow, samples=samples)
-
-    def extra_repr(self) -> str:
-        return "\n".join([f"plan: {self.plan}", *map(str, self.cuts)])
 
     def _loss(self, piece: Batch) -> Tensor:
         """Of this rank's part of the piece, such that the mean over those with the same rows is the

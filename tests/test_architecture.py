@@ -69,6 +69,7 @@ WITH_TORCH = {
     "engines.layout",
     "engines.mesh",
     "engines.microbatches",
+    "engines.names",
     "engines.noise",
     "engines.optimizer",
     "engines.parallel",
