@@ -33,8 +33,9 @@ demo: $(STAMP)
 	@start=$$SECONDS; $(BIN)/advise demo $(DEMO); echo "== demo took $$((SECONDS - start)) s"
 
 test: $(STAMP)
-	@echo "== tests: about 20 minutes on 2 cores"
-	@start=$$SECONDS; $(BIN)/python -m pytest $(TESTS); echo "== tests took $$((SECONDS - start)) s"
+	@echo "== tests: about 13 minutes on 2 cores"
+	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS); \
+	echo "== tests took $$((SECONDS - start)) s"
 
 matrix: $(STAMP)
 	@echo "== the matrix: 450 cells, about 10 minutes on 2 cores; kept in tests/matrix/results.json"

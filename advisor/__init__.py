@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from advisor.auto import auto_parallelize as auto_parallelize
     from advisor.decision import Decision as Decision
     from advisor.facts import Facts as Facts
+    from advisor.growing_batch import GrowingBatch as GrowingBatch
     from advisor.policy import Policy as Policy
     from advisor.runs import keep_run as keep_run
 
@@ -20,6 +21,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "Decision": "advisor.decision",
         "Facts": "advisor.facts",
+        "GrowingBatch": "advisor.growing_batch",
         "Policy": "advisor.policy",
         "advise": "advisor.auto",
         "auto_parallelize": "advisor.auto",

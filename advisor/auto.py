@@ -30,7 +30,7 @@ from engines.parallel import ParallelModel
 from engines.plan import AXES, Plan, load_plan, parse_settings
 from engines.tensor.proposal import propose_styles
 from engines.weights import Weights
-from engines.world import DEFAULT_TIMEOUT_S, World, join_world, require_same
+from engines.world import World, join_world, require_same
 from profiles.batch import Batch
 from profiles.bench import recall_or_bench
 from profiles.cluster import ClusterProfile
@@ -54,10 +54,13 @@ def advise(
     global_batch_size: int | None = None,
     optimizer: Optimizer | None = None,
     precision: str | None = None,
+    samples: int | None = None,
+    critical_batch_size: float | None = None,
     host_overhead_s: float = 0.0,
     plan: PlanLike = None,
     objective: str = "tree",
     timed: bool = False,
+    allow_lossy: bool = False,
 ) -> Decision:
     """How to spread `model`, and why. Looks, changes nothing, allocates nothing.
 
@@ -75,11 +78,16 @@ def advise(
             per replica where `plan` fixes pp or tp.
         optimizer: as for `auto_parallelize`; only its memory counts here.
         precision: "fp32" or "bf16"; by default what the model is built in.
+        samples: in the training set, for steps per epoch.
+        critical_batch_size: where it was measured (`ParallelModel.noise_scale`), in samples: a
+            larger global batch is warned of.
         host_overhead_s: of a step in which devices wait for data or the host; none is assumed.
         plan: settings that are fixed ("tp=2", a Plan, a file); the rest is decided.
         objective: "tree", "time" or "memory".
         timed: run the model's blocks on this machine, one at a time, and decide by their times in
             place of the roofline; kept for the next time. Takes some ten seconds and memory.
+        allow_lossy: gradients may be sent rounded or in part where that is predicted faster: the
+            training is another then. A `compression` that `plan` names needs no such word.
 
     Raises:
         InputError: `timed`, and the cluster's devices are not this machine's.
@@ -99,6 +107,8 @@ def advise(
         global_batch_size=global_batch_size,
         optimizer=optimizer,
         precision=precision,
+        samples=samples,
+        critical_batch_size=critical_batch_size,
         host_overhead_s=host_overhead_s,
         pins=pins,
         timed=timed,
@@ -108,7 +118,7 @@ def advise(
         model,
         sample,
         facts,
-        policy=_policy(objective),
+        policy=_policy(objective, allow_lossy),
         pins=pins,
         loss_fn=loss_fn,
     )
@@ -123,6 +133,8 @@ def auto_parallelize(
     plan: PlanLike = None,
     global_batch_size: int | None = None,
     precision: str | None = None,
+    samples: int | None = None,
+    critical_batch_size: float | None = None,
     host_overhead_s: float = 0.0,
     count: Callable[[Batch], float | Tensor] | None = None,
     max_grad_norm: float | None = None,
@@ -130,9 +142,11 @@ def auto_parallelize(
     objective: str = "tree",
     cluster: ClusterProfile | None = None,
     timed: bool = False,
+    allow_lossy: bool = False,
     learns: bool = True,
     seed: int = 0,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    measure_noise: bool = False,
+    timeout_s: float | None = None,
 ) -> ParallelModel:
     """Decide how to spread `model` over the ranks of this job, and do it.
 
@@ -141,8 +155,9 @@ def auto_parallelize(
     unless an equal job did so before (see `profiles.bench.cache`) or `cluster` says what they are.
 
     Args:
-        model, sample, loss_fn, precision, host_overhead_s, objective, timed: as for `advise`; all
-            ranks time their blocks at the same moment, as they will train.
+        model, sample, loss_fn, precision, samples, critical_batch_size, host_overhead_s, objective,
+            timed, allow_lossy: as for `advise`; all ranks time their blocks at the same moment, as
+            they will train.
         optimizer: a factory `lambda params: torch.optim.AdamW(params)`, or an optimizer already
             built on the model, which is carried over; None is AdamW.
         plan: None decides everything. A Plan, its file, or settings such as "dp_shard=4" fix what
@@ -158,7 +173,10 @@ def auto_parallelize(
         learns: predict with constants as runs on such machines say they are, and keep how this one
             went, for the next (see `advisor.runs`).
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
-        timeout_s: bound of every wait for another rank.
+        measure_noise: see `apply_plan`; `.noise_scale` then says from which batch on more samples
+            are wasted.
+        timeout_s: bound of every wait for another rank, ten minutes unless said: for the job, for
+            rank 0's decision, in each exchange of a step. Ranks that did not come are named.
 
     Returns:
         A `ParallelModel`; `.decision` says why.
@@ -168,7 +186,7 @@ def auto_parallelize(
     """
     pins = pins_of(plan)
     world = join_world(timeout_s=timeout_s)
-    _require_same_request(pins, world, global_batch_size, precision, objective)
+    _require_same_request(pins, world, global_batch_size, precision, objective, allow_lossy)
     _require_ranks(pins, world)
     if cluster is None:
         cluster = recall_or_bench(probe()) if world.size > 1 else probe(measure=True)
@@ -183,6 +201,8 @@ def auto_parallelize(
             global_batch_size=global_batch_size,
             optimizer=optimizer,
             precision=precision,
+            samples=samples,
+            critical_batch_size=critical_batch_size,
             host_overhead_s=host_overhead_s,
             pins=pins,
             timed=timed,
@@ -194,7 +214,7 @@ def auto_parallelize(
             model,
             sample,
             facts(),
-            policy=_policy(objective),
+            policy=_policy(objective, allow_lossy),
             pins=pins,
             loss_fn=loss_fn,
         )
@@ -216,6 +236,7 @@ def auto_parallelize(
         sample=sample,
         world=world,
         seed=seed,
+        measure_noise=measure_noise,
     )
     parallel.decision = decision
     if world.rank == 0:
@@ -300,6 +321,7 @@ def _require_same_request(
     global_batch_size: int | None,
     precision: str | None,
     objective: str,
+    allow_lossy: bool,
 ) -> None:
     """Rank 0 decides for all; a rank that was asked for something else must not go unheard."""
     asked = {
@@ -307,6 +329,7 @@ def _require_same_request(
         "global_batch_size": global_batch_size,
         "precision": precision,
         "objective": objective,
+        "allow_lossy": allow_lossy,
     }
     words = " ".join(f"{key}={value}" for key, value in sorted(asked.items()) if value is not None)
     require_same("settings", f"{hashlib.sha256(words.encode()).hexdigest()[:8]} {words}", world)
@@ -356,5 +379,5 @@ def _from_rank_zero(decide: Callable[[], Decision], world: World) -> Decision:
     return Decision.from_json(text)
 
 
-def _policy(objective: str) -> Policy:
-    return Policy.build({"objective": objective}, where="objective")
+def _policy(objective: str, allow_lossy: bool) -> Policy:
+    return Policy.build({"objective": objective, "allow_lossy": allow_lossy}, where="objective")

@@ -8,6 +8,7 @@ from advisor.complete import completed
 from advisor.cost import CostModel
 from advisor.facts import Facts, captured
 from advisor.policy import Policy
+from advisor.search.kept import Kept
 from advisor.search.legal import Styles, expert_degrees, kinds, space_of, styles_of
 from advisor.search.search import Search
 from advisor.search.space import KINDS, RECOMPUTES, SCHEDULES, Space
@@ -27,22 +28,21 @@ def legal_plans(
     pin says so. In a fixed order: simpler degrees and kinds first, larger microbatches first.
     """
     space = space_of(facts, pins, styles=styles or styles_of(facts), offload=offload)
-    stages = Stages(CostModel(facts), pins, Policy())
+    stages = Stages(Kept(CostModel(facts)), pins, Policy())
     return [stages.plan(space, index) for index in range(len(space))]
 
 
 def searched(
-    facts: Facts,
+    kept: Kept,
     pins: Pins,
-    costs: CostModel,
     policy: Policy,
     *,
     offload: Offload = Offload.NONE,
     styles: Styles | None = None,
 ) -> Search:
-    """A search over the same plans."""
-    space = space_of(facts, pins, styles=styles or styles_of(facts), offload=offload)
-    return Search(costs, policy, space, Stages(costs, pins, policy))
+    """A search over the same plans, of the facts that `kept` is of."""
+    space = kept.space(pins, offload=offload, styles=styles)
+    return Search(kept, policy, space, Stages(kept, pins, policy))
 
 
 def why_illegal(facts: Facts, pins: Pins, *, styles: Styles | None = None) -> list[Problem]:

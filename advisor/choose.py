@@ -12,8 +12,10 @@ from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.reasons import reasons
 from advisor.rules import Candidate, margin_s, simplicity
+from advisor.search.kept import Kept
 from advisor.search.legal import Styles
 from advisor.search.space import Pins
+from advisor.sending import offer
 from advisor.tree import Trace, in_leaf
 from advisor.ways_out import no_plan
 from profiles.units import format_percent, format_seconds
@@ -35,8 +37,8 @@ def choose(
         PlanError: `pins` allow no legal plan.
         NoPlanError: there are legal plans and none fits.
     """
-    costs = CostModel(facts)
-    choice = decide(facts, policy=policy, pins=pins, styles=styles, compares=True, costs=costs)
+    kept = Kept(CostModel(facts))
+    choice = decide(facts, policy=policy, pins=pins, styles=styles, compares=True, kept=kept)
     winner, weighed, trace = choice.winner, choice.weighed, choice.trace
     if winner is None:
         raise no_plan(facts, policy, pins, choice)
@@ -47,13 +49,14 @@ def choose(
         facts=facts,
         policy=policy,
         pins=dict(pins),
-        reasons=tuple(reasons(winner, choice.pool, costs, policy, trace, pins)),
+        reasons=tuple(reasons(winner, choice.pool, kept.costs, policy, trace, pins)),
         trace=trace,
         alternatives=tuple(others[: policy.alternatives]),
         weighed=choice.total,
         estimated=choice.estimated,
         rejected=choice.rejected,
         dissent=_dissent(winner, choice.fitting, policy, trace),
+        offers=(offer(choice.offered, winner),) if choice.offered is not None else (),
     )
 
 

@@ -6,6 +6,7 @@ Whatever is heavy (torch, networkx, jinja2, rich) is imported inside the command
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -107,6 +108,18 @@ def cli(ctx: click.Context) -> None:
     help="Of forward and backward. Default: the dtype that the model is built in.",
 )
 @click.option(
+    "--samples",
+    callback=count,
+    metavar="COUNT",
+    help="Samples in the training set, for steps per epoch.",
+)
+@click.option(
+    "--critical-batch",
+    callback=count,
+    metavar="SAMPLES",
+    help="As `parallel.noise_scale` measured it; a larger global batch is warned of.",
+)
+@click.option(
     "--host-overhead",
     callback=seconds,
     metavar="SECONDS",
@@ -121,6 +134,11 @@ def cli(ctx: click.Context) -> None:
     show_default=True,
     help="Follow the decision tree; or take the fastest, or the smallest plan.",
 )
+@click.option(
+    "--allow-lossy",
+    is_flag=True,
+    help="Gradients may be sent rounded or in part, where that is predicted faster.",
+)
 @click.option("-o", "--output", metavar="FILE", help="Write the decision here, as JSON.")
 @click.option("--no-bench", is_flag=True, help="Under torchrun, time nothing: take usual speeds.")
 @json_option
@@ -132,9 +150,12 @@ def plan(
     seq: int | None,
     optimizer: str,
     precision: str | None,
+    samples: int | None,
+    critical_batch: int | None,
     host_overhead: float | None,
     pins: str,
     objective: str,
+    allow_lossy: bool,
     output: str | None,
     no_bench: bool,
     as_json: bool,
@@ -159,12 +180,15 @@ def plan(
         sequence_length=seq,
         optimizer=optimizer,
         precision=precision or settings.get("precision"),
+        samples=samples,
+        critical_batch=critical_batch,
         host_overhead_s=host_overhead or 0.0,
     )
     from advisor.choose import choose
     from advisor.policy import Objective, Policy
 
-    decision = choose(facts, policy=Policy(objective=Objective(objective)), pins=settings)
+    policy = Policy(objective=Objective(objective), allow_lossy=allow_lossy)
+    decision = choose(facts, policy=policy, pins=settings)
     if as_json:
         click.echo(decision.to_json(), nl=False)
     else:
@@ -208,15 +232,38 @@ def show(file: str, form: str, output: str | None, no_color: bool) -> None:
 
 
 @cli.command()
-@click.argument("file")
+@click.argument("words", nargs=-1, metavar="[TERM] [FILE]")
 @click.option("--why-not", metavar="SETTINGS", help='Why another plan lost, as in "zero=3".')
 @common_options
-def explain(file: str, why_not: str | None, no_color: bool) -> None:
-    """The questions that were asked, their answers, and the numbers that decided."""
-    from advisor.decision import Decision
+def explain(words: tuple[str, ...], why_not: str | None, no_color: bool) -> None:
+    """Why a plan was taken; or what a term means, with the plan's number.
 
-    decision = Decision.load(file)
-    show_on_screen(decision.why_not(why_not) if why_not else decision.trace, no_color=no_color)
+    \b
+      advise explain plan.json            the questions, answers and numbers that decided
+      advise explain bubble [plan.json]   two sentences, and the plan's bubble
+      advise explain                      all terms
+    """
+    is_file = bool(words) and (words[-1].endswith(".json") or os.path.isfile(words[-1]))
+    term = " ".join(words[:-1] if is_file else words)
+    if why_not is not None and (term or not is_file):
+        raise InputError(
+            "`--why-not` asks of a saved decision",
+            where="advise explain",
+            hints=['write `advise explain plan.json --why-not "zero=3"`'],
+        )
+    decision = None
+    if is_file:
+        from advisor.decision import Decision
+
+        decision = Decision.load(words[-1])
+    if decision is not None and not term:
+        asked = decision.why_not(why_not) if why_not else decision.trace
+        show_on_screen(asked, no_color=no_color)
+        return
+    from advisor import glossary
+
+    shown = glossary.explain(term, decision) if term else glossary.Listing()
+    show_on_screen(shown, no_color=no_color)
 
 
 @cli.command()
@@ -329,6 +376,8 @@ def _facts(
     sequence_length: int | None,
     optimizer: str,
     precision: str | None,
+    samples: int | None,
+    critical_batch: int | None,
     host_overhead_s: float = 0.0,
 ) -> Facts:
     """What is known, from the options; what is cheap to check comes first."""
@@ -357,6 +406,8 @@ def _facts(
         tokens_per_sample=found.tokens_per_sample,
         optimizer=optimizer_facts,
         precision=precision or built_in,
+        dataset_samples=samples,
+        critical_batch_size=critical_batch,
         host_overhead_s=host_overhead_s,
         given=_given(),
     )
@@ -371,6 +422,8 @@ def _given() -> tuple[str, ...]:
         "optimizer": "optimizer",
         "precision": "precision",
         "host_overhead_s": "host_overhead",
+        "dataset_samples": "samples",
+        "critical_batch_size": "critical_batch",
     }
     source_of = click.get_current_context().get_parameter_source
     typed = click.core.ParameterSource.COMMANDLINE

@@ -9,7 +9,15 @@ from advisor.cost import Estimate
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, margin_s, preferred, simplicity
 from advisor.tree import Trace, in_leaf
-from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
+from engines.plan import (
+    Aggregation,
+    Compression,
+    DataParallel,
+    Offload,
+    Plan,
+    Recompute,
+    Schedule,
+)
 from profiles.units import format_gib, format_percent, format_seconds
 
 
@@ -37,7 +45,13 @@ def title(plan: Plan) -> str:
     words = [f"{axis.upper()} over {getattr(plan, axis)}" for axis in _cut_axes(plan)]
     if not words or plan.data_parallel is not DataParallel.NONE:
         words.append(_replicas(plan))
-    return " + ".join(words) + (", CPU offload" if plan.offload is Offload.STATES else "")
+    sent = [] if plan.aggregation is Aggregation.BACKEND else [f"{plan.aggregation} sums"]
+    sent += [_SENT[plan.compression]] if plan.compression is not Compression.NONE else []
+    offload = ["CPU offload"] if plan.offload is Offload.STATES else []
+    return ", ".join([" + ".join(words), *sent, *offload])
+
+
+_SENT = {Compression.BF16: "bf16 gradients", Compression.POWERSGD: "PowerSGD"}
 
 
 def _replicas(plan: Plan) -> str:
@@ -225,6 +239,8 @@ _PARTS = {
 }
 # Parts are named until less than this of a difference is left: about what rounding hides.
 _UNNAMED = 0.05
+# A nanosecond: less is shown as none.
+_SHOWN_S = 1e-9
 
 
 def causes(slower: Estimate, faster: Estimate) -> str:
@@ -239,9 +255,9 @@ def causes(slower: Estimate, faster: Estimate) -> str:
     rest = difference = slower.step_s - faster.step_s
     said = []
     for name in sorted(differences, key=lambda name: (-abs(differences[name]), name)):
-        if abs(rest) <= _UNNAMED * abs(difference):
-            break
         change = differences[name]
+        if abs(rest) <= _UNNAMED * abs(difference) or abs(change) < _SHOWN_S:
+            break
         said.append(f"{format_seconds(abs(change))} {'more' if change > 0 else 'less'} {name}")
         rest -= change
     return ", ".join(said)

@@ -14,10 +14,12 @@ from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, preferred
+from advisor.search.kept import Kept
 from advisor.search.legal import Styles, expert_degrees
 from advisor.search.search import Rows, Search
 from advisor.search.space import Pins
-from advisor.tree import Trace, in_leaf
+from advisor.sending import Sending, sending
+from advisor.tree import Family, Trace, belongs, in_leaf
 from advisor.walk import walk
 from engines.plan import Offload, Plan
 
@@ -41,6 +43,7 @@ class Choice:
         total: plans that were weighed, most of them by their bounds alone; `estimated` exactly.
         rejected: by rule, how many of them cannot be taken.
         kinds: a plan of every kind that was weighed; its stages are not named.
+        offered: faster than the winner, and its gradients lose something.
     """
 
     winner: Candidate | None
@@ -52,6 +55,7 @@ class Choice:
     estimated: int
     rejected: dict[str, int]
     kinds: Sequence[Plan]
+    offered: Candidate | None = None
 
 
 def decide(
@@ -61,7 +65,7 @@ def decide(
     pins: Pins = _NO_PINS,
     styles: Styles | None = None,
     compares: bool = False,
-    costs: CostModel | None = None,
+    kept: Kept | None = None,
 ) -> Choice:
     """The plan for these facts: deterministic, nothing else is looked at.
 
@@ -73,21 +77,21 @@ def decide(
         styles: how layers are split over a tp axis of some size; by default what the profile alone
             tells (`advisor.styles`).
         compares: also estimate the best plan of every other kind.
-        costs: of these facts, where there are some already.
+        kept: of these facts, where others were decided on before.
 
     Raises:
         PlanError: `pins` allow no legal plan.
     """
-    costs = costs or CostModel(facts)
+    kept = kept or Kept(CostModel(facts))
     spaces = [{**pins, "ep": ep} if ep > 1 else pins for ep in expert_degrees(facts, pins)]
-    searches = [searched(facts, each, costs, policy, styles=styles) for each in spaces]
+    searches = [searched(kept, each, policy, styles=styles) for each in spaces]
     if not any(len(search.space) for search in searches):
         raise refuse(facts, pins)
-    trace = walk(costs, policy)
+    trace = walk(kept.costs, policy)
     winner = _best([_winner(search, policy, trace) for search in searches], policy, trace)
     if winner is None and "offload" not in pins and facts.cluster.device.kind != "cpu":
         # A CPU rank's device memory is the host's already.
-        to_host = searched(facts, pins, costs, policy, styles=styles, offload=Offload.STATES)
+        to_host = searched(kept, pins, policy, styles=styles, offload=Offload.STATES)
         searches.append(to_host)
         winner = _winner(to_host, policy, trace)
     left_open: set[Kind] = set()
@@ -96,9 +100,13 @@ def decide(
             search.nearest(search.rows)
         elif compares:
             left_open |= _compare_kinds(search, winner, policy)
+    sent = _sent(searches[-1], winner, kept.costs, policy, trace, pins)
     # Of a kind that is left open nothing is said but of its best plan, if that was taken.
     left_open -= {kind(winner.plan)} if winner else set()
     weighed = [c for search in searches for c in search.weighed if kind(c.plan) not in left_open]
+    if sent is not None and sent.winner is not winner:
+        winner = sent.winner
+        weighed.append(winner)
     fitting = [c for c in weighed if c.fits]
     of_leaf = [c for c in fitting if in_leaf(c.plan, trace)]
     follows = policy.objective is Objective.TREE and bool(of_leaf)
@@ -112,6 +120,7 @@ def decide(
         estimated=sum(len(search.weighed) for search in searches),
         rejected=dict(sorted(sum((s.left_out for s in searches), Counter()).items())),
         kinds=[plan for search in searches for plan, _ in search.kinds()],
+        offered=sent.offered if sent is not None else None,
     )
 
 
@@ -121,6 +130,25 @@ def _best(winners: Sequence[Candidate | None], policy: Policy, trace: Trace) -> 
     if policy.objective is Objective.TREE:
         found = [winner for winner in found if in_leaf(winner.plan, trace)] or found
     return preferred(found, policy) if found else None
+
+
+def _sent(
+    search: Search,
+    winner: Candidate | None,
+    costs: CostModel,
+    policy: Policy,
+    trace: Trace,
+    pins: Pins,
+) -> Sending | None:
+    """The winner with the way in which gradients go, beside that of the fastest DDP plan."""
+    if winner is None:
+        return None
+    of_ddp = [rows for plan, rows in search.kinds() if belongs(plan, Family.DDP)]
+    replicas = search.fastest(np.concatenate(of_ddp)) if of_ddp else None
+    follows = policy.objective is Objective.TREE and in_leaf(winner.plan, trace)
+    if replicas is not None and follows and not in_leaf(replicas.plan, trace):
+        replicas = None
+    return sending(winner, replicas, costs, policy, pins)
 
 
 def _winner(search: Search, policy: Policy, trace: Trace) -> Candidate | None:

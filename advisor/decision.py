@@ -17,6 +17,7 @@ from advisor.levers import Lever
 from advisor.pareto import Point, front_of
 from advisor.policy import Policy
 from advisor.rules import Candidate
+from advisor.search.kept import Kept
 from advisor.tree import Trace
 from engines.plan import Plan, parse_settings
 from profiles.record import Document, Record
@@ -77,6 +78,7 @@ class Decision(Document):
         weighed: plans that were weighed, most of them by lower bounds where there are many;
             `estimated` of them exactly. `rejected` counts those left out, by rule.
         dissent: where a plan outside the tree's leaf is faster by more than the range.
+        offers: what would be faster and needs the user's word, with its predicted gain.
         flipped: what would change the answer, in decisions that were asked to keep it.
     """
 
@@ -92,6 +94,7 @@ class Decision(Document):
     estimated: int | None = None
     rejected: dict[str, int] = Field(default_factory=dict)
     dissent: str | None = None
+    offers: tuple[str, ...] = ()
     flipped: Flip | None = None
 
     def flip(self, *levers: Lever) -> Flip:
@@ -103,11 +106,11 @@ class Decision(Document):
         if self.flipped is not None and not levers:
             return self.flipped
 
-        costs = CostModel(self.facts)
+        kept = Kept(CostModel(self.facts))
 
         def answer(facts: Facts) -> Candidate | None:
-            beside = costs.beside(facts)
-            return decide(facts, policy=self.policy, pins=self.pins, costs=beside).winner
+            beside = kept.beside(facts)
+            return decide(facts, policy=self.policy, pins=self.pins, kept=beside).winner
 
         if not levers:
             return flip(self.facts, answer)
@@ -129,8 +132,7 @@ class Decision(Document):
         """
         asked = parse_settings(settings)
         pins = _without_conflicts(self.pins, asked) | asked
-        costs = CostModel(self.facts)
-        search = searched(self.facts, pins, costs, self.policy)
+        search = searched(Kept(CostModel(self.facts)), pins, self.policy)
         best = search.best(search.rows)
         if best is None:
             found = [problem.what for problem in why_illegal(self.facts, pins)]

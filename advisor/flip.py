@@ -8,6 +8,7 @@ sides of the place that is reported were decided on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import exp2, log2, sqrt
 
 from advisor.comparison import kind, kind_words, title
@@ -23,8 +24,8 @@ from profiles.units import format_seconds
 OCTAVES = 4
 # Points tried in each doubling. An answer that comes and goes within a factor of 1.41 is not seen.
 PER_OCTAVE = 2
-# A change is placed to one part in a hundred: finer than any of the facts is known.
-RESOLUTION = 0.01
+# A change is placed to one part in twenty: as finely as links and memory in use are known.
+RESOLUTION = 0.05
 
 
 class Turn(Record):
@@ -54,7 +55,7 @@ class Turn(Record):
         way = "down" if self.factor < 1 else "up"
         return (
             f"{self.lever}: {way} from {shown(self.lever, self.now)} to"
-            f" {shown(self.lever, self.turns)} ({self.factor:.2g} x) the answer becomes"
+            f" {shown(self.lever, self.turns)} ({self.factor:.3g} x) the answer becomes"
             f" {self.after}; at {shown(self.lever, self.stays)} it is still {self.before}."
             f" {self.because}"
         )
@@ -149,20 +150,20 @@ class _Scan:
 
     def turn(self, exponent: int) -> Turn | None:
         """The nearest change so many steps of the scan away, up or down."""
-        found = []
+        brackets = []
         for direction in (1, -1):
             amount = self._amount(direction * exponent)
             if amount <= 0 or amount == self.reached[direction]:
                 continue
             try:
                 if self.changes(amount):
-                    found.append(_placed(self, self.reached[direction], amount))
+                    brackets.append(_Bracket(self, self.reached[direction], amount))
                 else:
                     self.reached[direction] = amount
             except InputError as error:
                 words = f"; {shown(self.lever, amount)} cannot be: {error.what}"
                 self.refused = self.refused or words
-        return min(found, key=lambda turn: abs(log2(turn.factor)), default=None)
+        return _nearest(brackets).turn() if brackets else None
 
     def _amount(self, exponent: int) -> float:
         amount = self.now * exp2(exponent / PER_OCTAVE)
@@ -183,28 +184,60 @@ class _Scan:
         return f"the answer stays from {low} to {high}{self.refused}"
 
 
-def _placed(scan: _Scan, stays: float, turns: float) -> Turn:
-    """The change between two amounts, as narrow as it is looked for."""
-    while (middle := scan.between(stays, turns)) is not None:
+@dataclass(slots=True)
+class _Bracket:
+    """A change lies between an amount at which the answer stays and one at which it turns."""
+
+    scan: _Scan
+    stays: float
+    turns: float
+
+    def octaves(self, amount: float) -> float:
+        """How far an amount is from what is now."""
+        return abs(log2(amount / self.scan.now))
+
+    def halve(self) -> bool:
+        """Whether the change could be placed better."""
+        middle = self.scan.between(self.stays, self.turns)
+        if middle is None:
+            return False
         try:
-            changed = scan.changes(middle)
+            changed = self.scan.changes(middle)
         except InputError:  # no legal plan for that amount: both sides are as near as can be
-            break
-        stays, turns = (stays, middle) if changed else (middle, turns)
-    before, after = scan.answer(scan.now), scan.answer(turns)
-    assert before is not None  # it was decided on
-    if after is None:
-        because = "No plan fits there"
-    else:
-        because = f"There {title(after.plan)} takes {format_seconds(after.estimate.step_s)} a step"
-    return Turn(
-        lever=scan.lever,
-        now=scan.now,
-        stays=stays,
-        turns=turns,
-        factor=turns / scan.now,
-        before=kind_words(before.plan),
-        after=kind_words(after.plan) if after else "that nothing fits",
-        plan=after.plan if after else None,
-        because=because,
-    )
+            return False
+        self.stays, self.turns = (self.stays, middle) if changed else (middle, self.turns)
+        return True
+
+    def turn(self) -> Turn:
+        """As it is placed now."""
+        scan = self.scan
+        before, after = scan.answer(scan.now), scan.answer(self.turns)
+        assert before is not None  # it was decided on
+        if after is None:
+            because = "No plan fits there"
+        else:
+            seconds = format_seconds(after.estimate.step_s)
+            because = f"There {title(after.plan)} takes {seconds} a step"
+        return Turn(
+            lever=scan.lever,
+            now=scan.now,
+            stays=self.stays,
+            turns=self.turns,
+            factor=self.turns / scan.now,
+            before=kind_words(before.plan),
+            after=kind_words(after.plan) if after else "that nothing fits",
+            plan=after.plan if after else None,
+            because=because,
+        )
+
+
+def _nearest(brackets: list[_Bracket]) -> _Bracket:
+    """The nearest change, placed as finely as it is looked for; what is farther is left alone."""
+    moving = list(brackets)
+    while moving:
+        bracket = min(moving, key=lambda one: one.octaves(one.stays))
+        if not bracket.halve():
+            moving.remove(bracket)
+        least = min(one.octaves(one.turns) for one in brackets)
+        moving = [one for one in moving if one.octaves(one.stays) < least]
+    return min(brackets, key=lambda one: one.octaves(one.turns))

@@ -43,6 +43,8 @@ def look(
     global_batch_size: int | None = None,
     optimizer: Optimizer | None = None,
     precision: str | None = None,
+    samples: int | None = None,
+    critical_batch_size: float | None = None,
     host_overhead_s: float = 0.0,
     pins: Mapping[str, Any] = _NO_PINS,
     timed: bool = False,
@@ -80,12 +82,16 @@ def look(
                 device_kind=cluster.device.kind,
             ),
             "precision": wanted,
+            "dataset_samples": samples,
+            "critical_batch_size": critical_batch_size,
             "host_overhead_s": host_overhead_s,
             "given": _given(
                 global_batch_size=global_batch_size,
                 optimizer=optimizer,
                 precision=precision,
                 host_overhead_s=host_overhead_s or None,
+                dataset_samples=samples,
+                critical_batch_size=critical_batch_size,
             ),
         }
     )

@@ -7,6 +7,7 @@ where plans use fewer devices than there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import numpy as np
 from pydantic import NonNegativeFloat
@@ -19,6 +20,7 @@ from advisor.fleet import on
 from advisor.policy import Policy
 from advisor.rules import Candidate, simplicity
 from advisor.search.bounds import ROUNDING
+from advisor.search.kept import Kept
 from advisor.search.search import Search
 from advisor.search.space import Pins
 from engines.plan import Plan
@@ -92,27 +94,43 @@ def front_of(
     candidates: list[Candidate] = []
     for count in dict.fromkeys((facts.cluster.world_size, *devices)):
         part = on(facts, count)
-        candidates += _undominated(searched(part, pins, CostModel(part), policy))
+        candidates += _undominated(searched(Kept(CostModel(part)), pins, policy))
     return front(candidates, price_per_device_hour=price_per_device_hour)
 
 
 def _undominated(search: Search) -> list[Candidate]:
     """Of plans over the same devices those that may be on the front.
 
-    A row is not estimated where a plan that was is at least as good as its lower bounds.
+    A row is not estimated where a plan that was is at least as good as its lower bounds: those of
+    all rows first, then with the borders that are best for it.
     """
     step_s = search.bounds.step_s * (1 - ROUNDING)
     peak_bytes = search.bounds.peak_high_bytes * (1 - ROUNDING)
-    open_rows = np.ones(len(step_s), dtype=bool)
-    found = []
-    for index in np.argsort(step_s, kind="stable").tolist():
-        if not open_rows[index]:
-            continue
-        candidate = search.candidate(index)
-        if candidate.fits:
-            found.append(candidate)
-            mine = candidate.estimate
-            open_rows &= (step_s < mine.step_s) | (peak_bytes < mine.peak_high_bytes)
+    open_rows = search.may_fit
+    found: list[Candidate] = []
+
+    def is_open(seconds: float, nbytes: float) -> bool:
+        return all(
+            seconds < c.estimate.step_s or nbytes < c.estimate.peak_high_bytes for c in found
+        )
+
+    # Rows that wait for their turn with the bounds of their own borders.
+    waiting: list[tuple[float, float, int]] = []
+    order = np.flatnonzero(open_rows)
+    for place in [*order[np.argsort(step_s[order], kind="stable")].tolist(), None]:
+        while waiting and (place is None or waiting[0][0] <= step_s[place]):
+            seconds, nbytes, index = heappop(waiting)
+            if not is_open(seconds, nbytes):
+                continue
+            candidate = search.candidate(index)
+            if candidate.fits:
+                found.append(candidate)
+                mine = candidate.estimate
+                open_rows &= (step_s < mine.step_s) | (peak_bytes < mine.peak_high_bytes)
+        if place is not None and open_rows[place]:
+            seconds, nbytes = search.with_borders(place)
+            if nbytes <= search.usable_bytes and is_open(seconds, nbytes):
+                heappush(waiting, (seconds, nbytes, place))
     return found
 
 

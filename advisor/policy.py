@@ -33,6 +33,8 @@ class Policy(Record):
         simplicity_margin: plans whose step differs by less are equally fast, and the simpler one is
             taken. The same configuration under another release of the software differs by 1 to 7 %
             in published runs of dense models; 5 % is inside that scatter.
+        allow_lossy: whether gradients may be rounded or sent in part (`Plan.compression`); what it
+            does to the training is no question of speed, so only the user's word allows it.
         alternatives: plans listed beside the winner; what fits a screen.
         device_factors: how many times as many nodes (or devices of one node) are tried when
             nothing fits, doubling as machines are bought.
@@ -42,6 +44,7 @@ class Policy(Record):
     headroom_fraction: float = Field(default=0.05, ge=0, lt=1)
     host_headroom_fraction: float = Field(default=1 / 3, ge=0, lt=1)
     simplicity_margin: float = Field(default=0.05, ge=0)
+    allow_lossy: bool = False
     alternatives: PositiveInt = 6
     device_factors: tuple[PositiveInt, ...] = (2, 4, 8, 16)
 

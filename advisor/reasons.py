@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from advisor import sending
 from advisor.comparison import causes, margin_percent, shape, title
 from advisor.cost import CostModel
 from advisor.facts import Facts
@@ -45,6 +46,8 @@ def reasons(
     yield from _split_reason(winner)
     yield from _sequence_reason(winner, facts, policy)
     yield from _experts_reason(winner)
+    if not sending.is_usual(winner.plan):
+        yield sending.reason(winner, costs)
     yield from _recompute_reason(winner, costs, policy)
     yield from _runner_up_reason(winner, pool, policy)
     yield from _whole_reason(winner, pool, facts, policy)

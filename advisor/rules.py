@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from advisor.cost import CostModel, Estimate
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
-from advisor.search.space import Row
-from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
+from advisor.search.space import KINDS, RECOMPUTES, SCHEDULES, Integers, Row, Space
+from engines.plan import DataParallel, Offload, Plan
 from profiles.cluster import ClusterProfile
 from profiles.record import Record
 from profiles.units import format_gib
@@ -113,14 +115,26 @@ _KINDS = (
     DataParallel.FULL_SHARD,
     DataParallel.HYBRID_SHARD,
 )
-_TRICKS = tuple(Recompute)
-_SCHEDULES = (None, *Schedule)
 # `simplicity` in words.
 SIMPLER_FIRST = (
     "states on the device, then the model in one piece before TP, PP and both, then DDP before"
     " ZeRO-1, ZeRO-2, FSDP and HSDP, then the plainer schedule with fewer stages, then less"
     " recompute, then smaller groups, then fewer microbatches"
 )
+
+
+def simplicity_columns(space: Space) -> list[Integers]:
+    """`simplicity` of every row of `space`, number by number; offload is the same in all."""
+    kinds = np.array([_KINDS.index(kind) for kind in KINDS])
+    return [
+        (space.tp * space.cp * space.ep > 1) + 2 * (space.pp > 1),
+        kinds[space.kind],
+        space.schedule,
+        space.pp * space.per_rank,
+        space.recompute,
+        space.pp * space.tp * space.cp * space.ep,
+        space.forwards,
+    ]
 
 
 def simplicity(plan: Plan | Row) -> tuple[int, ...]:
@@ -136,9 +150,9 @@ def simplicity(plan: Plan | Row) -> tuple[int, ...]:
         # 0 whole, 1 split layers, 2 stages, 3 both.
         int(max(plan.tp, plan.cp, plan.ep) > 1) + 2 * int(plan.pp > 1),
         _KINDS.index(plan.data_parallel),
-        _SCHEDULES.index(plan.schedule),
+        SCHEDULES.index(plan.schedule),
         len(plan.stages),
-        _TRICKS.index(plan.recompute),
+        RECOMPUTES.index(plan.recompute),
         plan.pp * plan.tp * plan.cp * plan.ep,
         plan.forwards,
     )

@@ -137,13 +137,18 @@ class TraceStep(Record):
 
 
 class Trace(Record):
-    """The path that the facts took through the tree."""
+    """The path that the facts took through the tree.
+
+    Attributes:
+        devices_per_node: how far links inside a node reach; None in files of before.
+    """
 
     steps: tuple[TraceStep, ...]
     leaf: str
     advice: str
     families: tuple[str, ...]
     not_weighed: tuple[str, ...]
+    devices_per_node: int | None = None
 
     def __str__(self) -> str:
         lines = []
@@ -213,12 +218,13 @@ def _marked(family: Family) -> str:
     return f"{family} (not weighed yet)" if family in NOT_WEIGHED else str(family)
 
 
-def belongs(plan: Plan, family: Family) -> bool:
+def belongs(plan: Plan, family: Family, *, devices_per_node: int | None = None) -> bool:
     """Whether `plan` is of `family`: which axes it uses, and what its replicas shard.
 
     PP and TP are that axis alone, with replicas or shards of it around; the two hybrids use one of
-    the axes or both. In "DP + PP + TP + ZeRO-1" no parameter is gathered between replicas. Ranks
-    that share the tokens of a sample (cp) are as replicas to the model: what they hold and shard.
+    the axes or both. In "DP + PP + TP + ZeRO-1" no parameter is gathered between nodes for every
+    microbatch: shards of stages or layers lie inside a node, as HSDP's do. Ranks that share
+    the tokens of a sample (cp) are as replicas to the model: what they hold and shard.
     """
     kind = plan.data_parallel
     cut = [axis for axis in ("pp", "tp") if getattr(plan, axis) > 1]
@@ -242,10 +248,21 @@ def belongs(plan: Plan, family: Family) -> bool:
         case Family.PP_TP_DP:
             return bool(cut)
         case Family.DP_PP_TP_ZERO1:
-            return bool(cut) and kind in _KEEPS_PARAMETERS
+            return bool(cut) and (
+                kind in _KEEPS_PARAMETERS or _shards_in_node(plan, devices_per_node)
+            )
     return False
+
+
+def _shards_in_node(plan: Plan, devices_per_node: int | None) -> bool:
+    """Whether the ranks that share parameters are neighbours inside one node."""
+    if plan.data_parallel not in (DataParallel.FULL_SHARD, DataParallel.HYBRID_SHARD):
+        return False
+    reach = plan.dp_shard * plan.cp * plan.tp
+    return devices_per_node is not None and devices_per_node % reach == 0
 
 
 def in_leaf(plan: Plan, trace: Trace) -> bool:
     """Whether `plan` is of a family that the leaf names."""
-    return any(belongs(plan, Family(family)) for family in trace.families)
+    reach = trace.devices_per_node
+    return any(belongs(plan, Family(name), devices_per_node=reach) for name in trace.families)

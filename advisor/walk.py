@@ -40,6 +40,7 @@ def walk(costs: CostModel, policy: Policy) -> Trace:
         advice=leaf.text,
         families=tuple(family.value for family in leaf.families),
         not_weighed=tuple(family.value for family in leaf.families if family in NOT_WEIGHED),
+        devices_per_node=costs.facts.cluster.devices_per_node,
     )
 
 

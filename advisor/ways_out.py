@@ -57,11 +57,12 @@ def _changes(
         name = facts.workload.optimizer.name
         words = f"step with AdamW, which can be sharded, in place of {name}"
         yield from _verified(words, _with(facts, workload=workload), policy, pins)
+    # Where nothing but main memory is in the way, that is said before anything larger.
+    yield from _main_memory(facts, policy, pins)
     yield from _more_devices(facts, policy, pins)
     yield from _more_memory(facts, policy, pins, weighed)
     yield from _shorter_sequences(facts, policy, pins)
     yield from _smaller_states(facts, policy, pins)
-    yield from _main_memory(facts, policy, pins)
 
 
 def _more_devices(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:

@@ -6,6 +6,7 @@ waits for it loses contact, reads the line (`told`) and hangs up in turn.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -17,6 +18,10 @@ from profiles.errors import RankError
 from profiles.torch_compat import default_store, every_group
 
 _FAILED = "advisor/failed"
+_LOST = "advisor/lost/"
+ROLL_CALL_S = 1.0
+"""For the others to notice as well, and to reach the store. A rank on another mesh axis that began
+its wait later than this is named too, though it only waits longer."""
 
 
 def is_lost_contact(error: BaseException) -> bool:
@@ -32,6 +37,26 @@ def told() -> str:
         if store.check([_FAILED]):
             return store.get(_FAILED).decode()
     return ""
+
+
+def roll_call() -> list[int]:
+    """The ranks that did not notice that contact was lost: those that the others waited for.
+
+    Every rank that loses contact calls it, and all of them at about the same time: whoever gives
+    up first closes its connections, which the others notice at once. Empty where everybody came:
+    then this rank was the late one, or the process that keeps the store is gone.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    with suppress(RuntimeError):
+        store = default_store()
+        store.set(f"{_LOST}{rank}", "")
+        deadline = time.monotonic() + ROLL_CALL_S
+        for other in range(size):
+            left = max(0.001, deadline - time.monotonic())
+            with suppress(RuntimeError):
+                store.wait([f"{_LOST}{other}"], timedelta(seconds=left))
+        return [other for other in range(size) if not store.check([f"{_LOST}{other}"])]
+    return []
 
 
 def tell_others(error: BaseException) -> None:

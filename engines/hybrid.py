@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from engines.aggregation.hooks import send_as_planned
 from engines.batch_norm import synchronise_batch_norms, warn_of_microbatches
 from engines.compiled import compile_blocks, require_compilable
 from engines.context.context import Context
@@ -40,6 +41,7 @@ from engines.legality import numerics, require_legal
 from engines.materialise import materials_of
 from engines.mesh import Mesh
 from engines.microbatches import Count
+from engines.noise import NoiseMeter, require_measurable
 from engines.optimizer import OptimizerFactory, build_optimizer, names_of, send_from_first
 from engines.parallel import LossFn, ParallelModel
 from engines.plan import DataParallel, Plan, Recompute
@@ -73,6 +75,7 @@ def apply_plan(
     weights: Weights | None = None,
     world: World | None = None,
     seed: int = 0,
+    measure_noise: bool = False,
 ) -> ParallelModel:
     """Spread `model` as `plan` says, in place; all ranks call it with the same plan.
 
@@ -96,6 +99,8 @@ def apply_plan(
             that a module holds itself and draws from torch's generator only; tensors by name; or a
             path to safetensors files. A rank takes what it holds, and nothing else is read.
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
+        measure_noise: the gradient noise scale, for `ParallelModel.noise_scale`: reads the
+            gradients twice more in every step.
 
     Raises:
         PlanError: the plan is not possible for this model on these ranks.
@@ -107,6 +112,8 @@ def apply_plan(
     cuts_up = plan.data_parallel.is_sharded or plan.tp * plan.ep > 1
     whole = whole_because(optimizer) if cuts_up else ""
     require_legal(plan, profile, cluster, whole_because=whole)
+    if measure_noise:
+        require_measurable(plan)
     _require_plain(model)
     materials = materials_of(model, weights, world=world, seed=seed)
     require_compilable(model, plan, profile=profile, device=world.device)
@@ -156,6 +163,7 @@ def apply_plan(
         model,
         plan,
         profile=profile,
+        cluster=cluster,
         mesh=mesh,
         world=world,
         mixed=mixed,
@@ -183,6 +191,7 @@ def apply_plan(
         split=split,
         context=context,
         experts=experts,
+        noise=NoiseMeter(model, plan, device=world.device) if measure_noise else None,
     )
 
 
@@ -258,6 +267,7 @@ def _over_data_axes(
     plan: Plan,
     *,
     profile: ModelProfile,
+    cluster: ClusterProfile,
     mesh: Mesh,
     world: World,
     mixed: bool,
@@ -288,13 +298,17 @@ def _over_data_axes(
         return (
             model  # so do these: to find what is unused DDP takes outputs apart, split logits too
         )
-    return replicate(
+    assert mesh.replicas.group is not None  # there are several
+    runner = replicate(
         model,
         profile=profile,
         device=world.device,
         group=mesh.replicas.group,
         apart=[name for name, parameter in model.named_parameters() if parameter in apart],
     )
+    per_node = cluster.ranks_per_node(mesh.replicas.size, plan.tp)
+    send_as_planned(runner, plan, group=mesh.replicas.group, per_node=per_node)
+    return runner
 
 
 def _require_plain(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from engines.aggregation.legality import aggregation
 from engines.context.legality import context
 from engines.experts.legality import experts
 from engines.pipeline.legality import pipeline
@@ -268,6 +269,7 @@ RULES: tuple[Rule, ...] = (
     changed_parameters,
     compiled,
     replicas_of_stages,
+    aggregation,
 )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engines.data import shares
 from engines.plan import Plan
-from engines.world import World, sum_over_ranks
+from engines.world import World, in_contact, sum_over_ranks
 from profiles.batch import Batch, batch_size, batch_tensors, describe, map_batch, split_rows
 from profiles.errors import BatchError
 from profiles.model import ModelProfile
@@ -47,7 +47,10 @@ class Cutter:
         self._replica = replica
         self._require = require
         self._spare: Batch | None = None
+        self.total = 0.0
+        """What the latest global batch's mean loss is a mean over: its rows, or their `count`."""
 
+    @in_contact("meeting before the forward")
     def cut(self, batch: Batch) -> tuple[list[Batch], Tensor]:
         """The plan's microbatches, and the weight of each mean loss.
 
@@ -83,6 +86,7 @@ class Cutter:
         self._require_same(prints)
         replicas = self._plan.data_degree
         total *= replicas / self._world.size  # the ranks of a replica have the same
+        self.total = total
         # Nothing to count anywhere (every label is padding, say) is a step without a gradient.
         scale = replicas / max(total, 1.0)
         weights = torch.tensor([count * scale for count in counts], dtype=torch.float64)
@@ -164,6 +168,11 @@ class Cutter:
             )
         device = self._world.device
         return map_batch(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def weighted(loss: Tensor, weight: Tensor) -> Tensor:
+    """The loss's share of the global mean; without weight nothing counts, NaN neither."""
+    return torch.where(weight > 0, loss.reshape(()) * weight, torch.zeros_like(weight))
 
 
 def _fingerprint(batch: Batch) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointError
 
 from engines import checkpoint
 from engines.context.context import Context
@@ -20,21 +19,26 @@ from engines.ddp import explained_reduction, require_all_reduced
 from engines.draws import SameDraws
 from engines.experts.experts import Experts
 from engines.fsdp import prepare_backward, release, start_over, whole_gradients
+from engines.gauges import Gauges
 from engines.gradients import clip_gradients, full_gradients
+from engines.imbalance import OwnTime
 from engines.layout import Layout, Split
+from engines.learning_rate import Rates
 from engines.mesh import Mesh
-from engines.microbatches import Count, Cutter
+from engines.microbatches import Count, Cutter, weighted
+from engines.noise import NoiseMeter
 from engines.optimizer import send_from_first
 from engines.pipeline.cuts import Cut, cuts
 from engines.plan import Plan
 from engines.precision import as_fp32, autocast
+from engines.recompute import explained_recompute
 from engines.replicas import local_part, sum_gradients
 from engines.state import set_whole_state, whole_state
 from engines.steps import Steps
 from engines.tensor.logits import whole_tensors
 from engines.world import World, in_contact
 from profiles.batch import Batch, call_model, loss_of
-from profiles.errors import ModelError, PlanError
+from profiles.errors import PlanError
 from profiles.model import ModelProfile
 
 if TYPE_CHECKING:
@@ -43,7 +47,7 @@ if TYPE_CHECKING:
 LossFn = Callable[..., Tensor]
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(Gauges, nn.Module):
     """A model under a plan: train it with `train_step`, or in a classic loop.
 
     `train_step(batch)` cuts the rank's part of the global batch into the plan's microbatches, runs
@@ -84,6 +88,7 @@ class ParallelModel(nn.Module):
         split: Split | None = None,
         context: Context | None = None,
         experts: Experts | None = None,
+        noise: NoiseMeter | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -93,6 +98,8 @@ class ParallelModel(nn.Module):
         self.data_rank = mesh.data.position
         self.data_world_size = mesh.data.size
         self.steps = Steps(plan, profile, world)
+        self._rates = Rates(optimizer)
+        self._own = OwnTime(module, plan, profile, world)
         self._profile = profile
         self._world = world
         self._mesh = mesh
@@ -105,6 +112,7 @@ class ParallelModel(nn.Module):
         self._split = split
         self._context = context
         self._experts = experts
+        self._noise = noise
         self._draws = SameDraws(mesh.tp, world.device, is_uneven=layout.is_uneven)
         is_wrapped = isinstance(runner, DistributedDataParallel)
         is_replicated = mesh.shards is None and mesh.replicas.size > 1
@@ -196,19 +204,27 @@ class ParallelModel(nn.Module):
 
         Where it raises it leaves no gradients, and the next call starts clean.
         """
-        pieces, weights = self._cutter.cut(batch)
+        with self._own.meeting():
+            pieces, weights = self._cutter.cut(batch)
+        if self._noise is not None:
+            self._noise.begin(weights, samples=self._cutter.total)
         self._follow_first_replica()
         try:
             with self._draws.agreed():
                 total = self._run(pieces, weights)
             self._settle()
+            self._own.exchanged()
             self._is_due = False
         except BaseException:
             start_over(self.module, self.plan)
             self.module.zero_grad(set_to_none=True)
             raise
         self._check_unused()
-        return self._average(total)
+        if self._noise is None:
+            return self._average(total)
+        means = self._average(torch.cat([total.reshape(1), self._noise.parts()]))
+        self._noise.note(means[1:])
+        return means[0]
 
     @in_contact("averaging the loss")
     @torch.no_grad()
@@ -226,7 +242,7 @@ class ParallelModel(nn.Module):
                 start_over(self.module, self.plan)  # forwards of stages end early
                 pieces = []
             for piece, weight in zip(pieces, weights, strict=False):
-                total += _weighted(self._loss(piece), weight)
+                total += weighted(self._loss(piece), weight)
         return self._average(total)
 
     def shard(self, loader: Iterable[Batch]) -> ShardedLoader:
@@ -326,14 +342,14 @@ class ParallelModel(nn.Module):
     def _run(self, pieces: list[Batch], weights: Tensor) -> Tensor:
         """Forwards and backwards of a step; its loss on this rank."""
         total = torch.zeros((), device=self._world.device)
-        with _explained_recompute(self.plan):
+        with explained_recompute(self.plan):
             if self._pipeline is not None:
                 return total + self._pipeline.forward_backward(
                     pieces, weights.unbind(), around_round=self._backward_mode
                 )
             for index, piece in enumerate(pieces):
-                with self._backward_mode(index == len(pieces) - 1):
-                    loss = _weighted(self._loss(piece), weights[index])
+                with self._backward_mode(index == len(pieces) - 1), self._listening(index):
+                    loss = weighted(self._loss(piece), weights[index])
                     loss.backward()
                 total += loss.detach()
         return total
@@ -370,6 +386,9 @@ class ParallelModel(nn.Module):
             return self._runner.no_sync()
         return nullcontext()
 
+    def _listening(self, index: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._noise is None else self._noise.microbatch(index)
+
     def _follow_first_replica(self, *, every_buffer: bool = False) -> None:
         """Running statistics of batch norms follow the first replica's, as they do under plain DDP.
 
@@ -400,23 +419,3 @@ class ParallelModel(nn.Module):
 
     if TYPE_CHECKING:
         _runner: Callable[..., Any]
-
-
-@contextmanager
-def _explained_recompute(plan: Plan) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, CheckpointError) and "has been mutated" not in str(error):
-            raise
-        raise ModelError(
-            "a block computes something else the second time: its forward changes state outside it"
-            " or changes a kept tensor in place (a key/value cache, an in-place activation)",
-            where=f"plan: {plan}\n{str(error).splitlines()[0]}",
-            hints=["switch the cache off (`use_cache=False`)", "or plan with recompute=none"],
-        ) from error
-
-
-def _weighted(loss: Tensor, weight: Tensor) -> Tensor:
-    """The loss's share of the global mean; without weight nothing counts, NaN neither."""
-    return torch.where(weight > 0, loss.reshape(()) * weight, torch.zeros_like(weight))

@@ -13,6 +13,8 @@ from typing import Any, Self, cast
 
 from pydantic import PositiveInt, field_serializer, field_validator, model_validator
 
+from engines.aggregation.kinds import Aggregation as Aggregation
+from engines.aggregation.kinds import Compression as Compression
 from profiles.errors import FileError, PlanError, UnknownNameError
 from profiles.record import Document, read_text
 
@@ -108,6 +110,8 @@ class Plan(Document):
         compile: torch.compile of every block.
         schedule, stages: pipeline order; names of the units that begin stages 1, 2, ...
         tensor_styles: (module pattern, style) pairs for tensor parallelism.
+        aggregation, compression: how DDP sends gradients; see their classes.
+        compression_rank: of PowerSGD's factors: a matrix of n x m is sent as rank * (n + m).
 
     >>> plan = Plan.parse("dp_shard=4 microbatches=2")
     >>> plan.data_parallel.value, plan.world_size, str(plan)
@@ -132,6 +136,9 @@ class Plan(Document):
     schedule: Schedule | None = None
     stages: tuple[str, ...] = ()
     tensor_styles: tuple[tuple[str, str], ...] = ()
+    aggregation: Aggregation = Aggregation.BACKEND
+    compression: Compression = Compression.NONE
+    compression_rank: PositiveInt = 1
 
     @model_validator(mode="before")
     @classmethod
@@ -213,7 +220,10 @@ class Plan(Document):
     @property
     def fingerprint(self) -> str:
         """Short hash of the content; equal plans have equal fingerprints on every machine."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        data = self.model_dump(mode="json")
+        fields = type(self).model_fields
+        said = {n: v for n, v in data.items() if n not in _ADDED or v != fields[n].default}
+        text = json.dumps(said, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -293,7 +303,12 @@ _SETTINGS_AFTER_DEGREES = (
     "sync_batch_norm",
     "compile",
     "tensor_styles",
+    "aggregation",
+    "compression",
+    "compression_rank",
 )
+_ADDED = ("aggregation", "compression", "compression_rank")
+"""Settings that came later: a plan that leaves them alone keeps the hash that it had before."""
 SETTINGS = (*AXES, "ep", "zero", "data_parallel", *_SETTINGS_AFTER_DEGREES)
 """Every key that `Plan.parse` knows."""
 _SYNONYMS = {
@@ -317,6 +332,8 @@ _CHOICES: dict[str, type[Enum]] = {
     "recompute": Recompute,
     "precision": Precision,
     "offload": Offload,
+    "aggregation": Aggregation,
+    "compression": Compression,
 }
 
 

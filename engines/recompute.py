@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
-from engines.plan import Recompute
+from engines.plan import Plan, Recompute
+from profiles.errors import ModelError
 from profiles.model import ModelProfile
 from profiles.operators import kept_operators
 from profiles.torch_compat import is_batch_norm, version_of
@@ -148,3 +149,23 @@ def _frozen_statistics(
 def _count(norm: nn.BatchNorm2d) -> Tensor:
     assert norm.num_batches_tracked is not None  # it tracks running statistics
     return norm.num_batches_tracked
+
+
+@contextmanager
+def explained_recompute(plan: Plan) -> Iterator[None]:
+    """Around forwards and backwards: what torch says of a block that is not what it was, as ours.
+
+    Raises:
+        ModelError: a block computes something else the second time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, CheckpointError) and "has been mutated" not in str(error):
+            raise
+        raise ModelError(
+            "a block computes something else the second time: its forward changes state outside it"
+            " or changes a kept tensor in place (a key/value cache, an in-place activation)",
+            where=f"plan: {plan}\n{str(error).splitlines()[0]}",
+            hints=["switch the cache off (`use_cache=False`)", "or plan with recompute=none"],
+        ) from error

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from engines.failures import is_lost_contact as is_lost_contact
-from engines.failures import told
+from engines.failures import roll_call, told
 from engines.plan import Plan
 from profiles.errors import InputError, PlanMismatchError, RankError
-from profiles.torch_compat import default_store
+from profiles.torch_compat import bound_waits, default_store
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -33,16 +33,20 @@ class World:
     timeout_s: float
 
 
-def join_world(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> World:
+def join_world(*, timeout_s: float | None = None) -> World:
     """Join the job that the launcher started; alone without a launcher.
 
-    Uses NCCL for CUDA tensors and gloo for CPU tensors. A process group that exists is taken as
-    it is. `timeout_s` bounds every collective of the job.
+    Uses NCCL for CUDA tensors and gloo for CPU tensors. `timeout_s` bounds every wait of the job,
+    ten minutes unless said. A process group that exists is taken as it is; its collectives are
+    bounded by `timeout_s` where that is given, else as whoever made it said.
 
     Raises:
         InputError: the launcher's variables are incomplete.
         RankError: a rank did not join in time.
     """
+    if dist.group.WORLD is not None and timeout_s is not None:
+        bound_waits(dist.group.WORLD, timedelta(seconds=timeout_s))
+    timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
         missing = [name for name in _LAUNCHER if name not in os.environ]
         if missing:
@@ -75,22 +79,30 @@ def in_contact(doing: str) -> Iterator[None]:
     """Around code with collectives: what a broken connection raises, as an error of ours.
 
     A rank that failed closes its connections or stops answering; the others get to know it from
-    their next collective, after the group's timeout at the latest.
+    their next collective, after the group's timeout at the latest. Then they call the roll. (Where
+    NCCL waits in vain its watchdog ends the process instead, with the collective in its log.)
 
     Raises:
-        RankError: another rank went away or did not answer; torch's own error is the cause.
+        RankError: another rank went away or did not answer, and which; torch's own error is the
+            cause.
     """
     try:
         yield
     except RuntimeError as error:
         if not is_lost_contact(error):
             raise
-        failure = told()
+        failure = told() or _missing()
         raise RankError(
             f"lost contact with another rank while {doing}{failure and f': {failure}'}",
             where=f"rank {dist.get_rank()} of {dist.get_world_size()}",
             hints=["look at the output of the other ranks: one failed first"],
         ) from error
+
+
+def _missing() -> str:
+    """Who did not come to where this rank waited; empty where all have lost contact alike."""
+    absent = roll_call()
+    return f"{_ranks(absent)} did not come to it" if absent else ""
 
 
 def leave_world() -> None:

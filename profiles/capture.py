@@ -85,7 +85,19 @@ def capture(
         has_loss=one.has_loss,
         is_proportional=any(second is None for _, second in looks.values()),
         flow=_flow(one.flow, two.flow if two is not None else None, samples),
+        experts_per_token=_experts_per_token(model),
     )
+
+
+# As transformers name it: Mixtral, Qwen, DeepSeek, OLMoE and others; GPT-OSS.
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token")
+
+
+def _experts_per_token(model: nn.Module) -> int | None:
+    """As the configuration that the module carries says; nothing else of it is looked at."""
+    config = getattr(model, "config", None)
+    found = (getattr(config, name, None) for name in _EXPERTS_PER_TOKEN)
+    return next((n for n in found if type(n) is int and n > 0), None)
 
 
 def _look_twice(

@@ -150,6 +150,8 @@ class ModelProfile(Document):
         is_proportional: the model did not run at twice the sample's batch; costs are taken to grow
             with the batch, nothing is taken to be fixed.
         flow: which calls feed which, `AS_BUILT`.
+        experts_per_token: of a mixture of experts, how many a token is sent to; None where there is
+            no mixture, or its configuration does not say.
         config: the content of the config.json that it was counted from in closed form, so that it
             can be counted again at another size (`profiles.families.variants`); else None.
     """
@@ -168,6 +170,7 @@ class ModelProfile(Document):
     times: tuple[BlockTimes, ...] = ()
     is_proportional: bool = False
     flow: Flow = Flow()
+    experts_per_token: PositiveInt | None = None
     config: dict[str, JsonValue] | None = None
 
     @property

@@ -72,6 +72,11 @@ class OptimizerProfile(Record):
     working_bytes: NonNegativeFloat | None = None
     whole_because: str = ""
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether its states are as large as gradients are, whatever their shapes."""
+        return self.law is Law.ELEMENTWISE and self.units is None
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

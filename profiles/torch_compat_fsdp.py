@@ -24,10 +24,39 @@ def reduce_unused_parameters(root: FSDPModule) -> None:
 
 def reduce_now(root: FSDPModule) -> None:
     """Reduce the gradients that backwards without synchronisation left whole, and end the step as
-    a backward does. (What `PipelineStage.perform_reduce_grad` does for a stage that is one.)"""
+    a backward does. (What `PipelineStage.perform_reduce_grad` does for a stage that is one.)
+
+    The order of the forwards that are over is forgotten, which torch does after the last backward
+    alone: in the next round the first unit's backward would fetch a unit that nobody runs.
+    """
     for _, group in _groups(root):
         group.post_backward()
-    cast(Any, root)._get_fsdp_state()._root_post_backward_final_callback()
+        group._post_forward_indices.clear()
+    top = cast(Any, root)._get_fsdp_state()
+    top._comm_ctx.post_forward_order.clear()
+    top._root_post_backward_final_callback()
+
+
+def watch_reductions(root: FSDPModule, hear: Callable[[torch.Tensor], None]) -> None:
+    """Call `hear` with what goes into each reduce-scatter: this rank's gradients of a unit, flat,
+    with zeros between them. (`set_custom_reduce_scatter` would replace how it is done.)"""
+    for _, group in _groups(root):
+        group._reduce_scatter_comm = _Watched(group._reduce_scatter_comm, hear)
+
+
+class _Watched:
+    """A reduce-scatter that is looked at."""
+
+    def __init__(self, comm: Any, hear: Callable[[torch.Tensor], None]) -> None:
+        self._comm, self._hear = comm, hear
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = self._comm.allocate(*args, **kwargs)
+        return made
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, *args: Any, **kwargs: Any) -> object:
+        self._hear(input_tensor)
+        return self._comm(output_tensor, input_tensor, *args, **kwargs)
 
 
 def forget_step_underway(root: FSDPModule) -> None:

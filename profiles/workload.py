@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import NonNegativeFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from profiles.optimizers import OPTIMIZERS, OptimizerProfile
 from profiles.record import Record
@@ -21,6 +21,8 @@ class Workload(Record):
             advisor never changes them.
         host_overhead_s: of a step in which the devices wait for data or for the host. Nothing of it
             follows from a model or a machine, so none is assumed until somebody says or measures.
+        dataset_samples: in the training set, for steps per epoch; None where nobody said.
+        critical_batch_size: measured on such a model (`ParallelModel.noise_scale`), in samples.
         given: the fields that somebody named; the others are defaults. What the record is built
             with, unless said.
     """
@@ -30,6 +32,8 @@ class Workload(Record):
     optimizer: OptimizerProfile = OPTIMIZERS["adamw"]
     precision: str = "fp32"
     host_overhead_s: NonNegativeFloat = 0.0
+    dataset_samples: PositiveInt | None = None
+    critical_batch_size: PositiveFloat | None = None
     given: tuple[str, ...] = ()
 
     @model_validator(mode="before")

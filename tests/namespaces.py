@@ -100,6 +100,46 @@ def two_nodes(*, rate_bytes_per_s: float | None) -> Iterator[tuple[Node, Node]]:
                     _run("ip", *words)
 
 
+@contextmanager
+def star(count: int, *, rate_bytes_per_s: float) -> Iterator[tuple[Node, ...]]:
+    """So many nodes around a switch: the card of each sends and receives at this rate.
+
+    Raises:
+        RuntimeError: the system refuses; what was built is removed.
+    """
+    mine = os.getpid()
+    net, hub = f"10.{77 + mine // 254 % 100}.{1 + mine % 254}", f"hub-{mine}"
+    nodes = tuple(
+        Node(name=f"node{i}-{mine}", card=f"v{i}-{mine}", address=f"{net}.{i + 1}")
+        for i in range(count)
+    )
+    try:
+        _run("ip", "netns", "add", hub)
+        _run("ip", "-n", hub, "link", "add", "switch", "type", "bridge")
+        _run("ip", "-n", hub, "link", "set", "switch", "up")
+        for i, node in enumerate(nodes):
+            port = Node(name=hub, card=f"p{i}-{mine}", address="")
+            _run("ip", "netns", "add", node.name)
+            _run("ip", "link", "add", node.card, "type", "veth", "peer", "name", port.card)
+            _run("ip", "link", "set", node.card, "netns", node.name)
+            _run("ip", "link", "set", port.card, "netns", hub)
+            _run("ip", "-n", hub, "link", "set", port.card, "master", "switch", "up")
+            inside = ("ip", "-n", node.name)
+            _run(*inside, "addr", "add", f"{node.address}/24", "dev", node.card)
+            _run(*inside, "link", "set", "lo", "up")
+            _run(*inside, "link", "set", node.card, "up")
+            for end in (node, port):
+                _shape(end, rate_bytes_per_s)
+        yield nodes
+    finally:
+        for node in nodes:
+            with suppress(RuntimeError):  # what was not built has no processes
+                _end_processes_of(node)
+        for name in (*(node.name for node in nodes), hub):
+            with suppress(RuntimeError):
+                _run("ip", "netns", "del", name)
+
+
 def _shape(node: Node, rate_bytes_per_s: float) -> None:
     burst = max(SMALLEST_BURST_BYTES, int(rate_bytes_per_s * BURST_S))
     bits = f"{rate_bytes_per_s * 8:.0f}bit"

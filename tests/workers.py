@@ -1,7 +1,8 @@
 """A pool of gloo ranks that is kept between tests.
 
-A fresh 4-rank job costs 11-21 s on two cores, nearly all of it `import torch`. Here the processes
-stay, and every run makes a fresh process group of the size it wants among the first ranks.
+A fresh 4-rank job costs 11-21 s on two cores, nearly all of it `import torch`. Here torch is
+imported once, in a process from which the ranks are forked; they stay, and every run makes a fresh
+process group of the size it wants among the first ranks.
 
 Every run is bounded. When a rank fails or the time is up, all ranks are killed by pid (a rank that
 waits in a collective cannot be asked to stop) and the next run starts new ones.
@@ -25,6 +26,14 @@ from typing import Any
 
 GRACE_S = 3.0
 """How long the other ranks may take to report once one has failed."""
+IMPORTED = (
+    "engines.hybrid",
+    "torch.distributed.pipelining",
+    "torch._dynamo",
+    "transformers.modeling_utils",
+)
+"""By the process that ranks are forked from, if installed. None of it starts a thread: no fork
+would have it."""
 
 
 class RankFailure(AssertionError):
@@ -87,7 +96,8 @@ class Pool:
         return [results[rank] for rank in range(world_size)]
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(IMPORTED))
         threads = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
         try:
@@ -140,6 +150,7 @@ def _serve(pipe: Connection) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout_s),
             )
+            dist.barrier()  # one that is done at once would leave while others still connect
             torch.manual_seed(0)
             answer = (True, function(*args))
         except BaseException:

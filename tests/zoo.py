@@ -15,6 +15,8 @@ from profiles.batch import Batch
 
 IDS = torch.arange(2 * 16).reshape(2, 16) % 90 + 3  # none of the special tokens
 TOKENS: Batch = {"input_ids": IDS, "labels": IDS}
+FEW: Batch = {name: ids[:, :6].clone() for name, ids in TOKENS.items()}
+"""For recurrent models: they run position after position."""
 PIXELS: Batch = {
     "pixel_values": torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(0)),
     "labels": torch.tensor([1, 2, 0, 3]),
@@ -277,7 +279,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
         _of("GptOssForCausalLM", HEADS_OF_8, num_local_experts=4, num_experts_per_tok=2),
         TOKENS,
     ),
-    "Jamba": (_jamba, TOKENS),
+    "Jamba": (_jamba, FEW),
     "Llama": (_of("LlamaForCausalLM", GROUPED), TOKENS),
     "Llama, no cache": (_of("LlamaForCausalLM", GROUPED, use_cache=False), TOKENS),
     "Llama, checkpointed": (_checkpointed, TOKENS),
@@ -285,7 +287,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
         _of(
             "MambaForCausalLM", {**_PLAIN, "num_hidden_layers": 4, "state_size": 8}, use_cache=False
         ),
-        TOKENS,
+        FEW,
     ),
     "Mamba 2": (_mamba2, TOKENS),
     "Mistral": (_of("MistralForCausalLM", GROUPED, sliding_window=8), TOKENS),
@@ -345,7 +347,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
             attention_hidden_size=32,
             use_cache=False,
         ),
-        TOKENS,
+        FEW,
     ),
     "SegFormer": (_segformer, SEGMENTS),
     "StableLM": (_of("StableLmForCausalLM", GROUPED), TOKENS),

@@ -18,7 +18,7 @@ from profiles.model import Shape, UnitCost, UnitProfile
 if TYPE_CHECKING:
     from advisor.cost.loads import UnitLoad
 
-# Experts that a token is sent to. A profile does not say; GShard and Mixtral have two. Assumed.
+# Experts that a token is sent to where the profile does not say: assumed, as GShard and Mixtral.
 EXPERTS_PER_TOKEN = 2
 
 
@@ -97,16 +97,20 @@ def without_experts(unit: UnitProfile, *, ep: int, shards: int = 1) -> UnitProfi
     return unit.model_copy(update=update)
 
 
-def over_experts(load: UnitLoad, unit: UnitProfile, *, ep: int, is_sharded: bool) -> UnitLoad:
+def over_experts(
+    load: UnitLoad, unit: UnitProfile, *, ep: int, per_token: int | None, is_sharded: bool
+) -> UnitLoad:
     """A block whose experts `ep` ranks share: as much computing, for tokens of all of them.
 
-    They are none of FSDP2's: a rank holds its part whole, beside what is sharded.
+    They are none of FSDP2's: a rank holds its part whole, beside what is sharded. `per_token`:
+    experts that each token is sent to, where that is known.
     """
     experts = expert_bytes(unit, ep=ep)
     if not experts:
         return load
     spared = experts if is_sharded else experts * (1 - 1 / ep)
-    travelling = 2 * EXPERTS_PER_TOKEN * load.output_bytes  # on their way out, and arrived
+    each = per_token or EXPERTS_PER_TOKEN
+    travelling = 2 * each * load.output_bytes  # on their way out, and arrived
     return replace(
         load,
         parameter_bytes=load.parameter_bytes - spared,
@@ -114,12 +118,12 @@ def over_experts(load: UnitLoad, unit: UnitProfile, *, ep: int, is_sharded: bool
         apart_bytes=experts / ep if is_sharded else 0.0,
         forward_transient_bytes=load.forward_transient_bytes + travelling,
         backward_transient_bytes=load.backward_transient_bytes + travelling,
-        exchanges=(*load.exchanges, *_travel(load)),
+        exchanges=(*load.exchanges, *_travel(load, each)),
     )
 
 
-def _travel(load: UnitLoad) -> Iterator[TensorExchange]:
-    payload = EXPERTS_PER_TOKEN * load.output_bytes
+def _travel(load: UnitLoad, per_token: int) -> Iterator[TensorExchange]:
+    payload = per_token * load.output_bytes
     for purpose in ("tokens to experts", "tokens from experts"):
         yield TensorExchange(Collective.ALL_TO_ALL, purpose, payload, True, True, "ep")
         yield TensorExchange(Collective.ALL_TO_ALL, purpose, payload, False, False, "ep")

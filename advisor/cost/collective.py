@@ -38,7 +38,8 @@ def ways(
 
     A measured fit of this collective takes precedence: of exactly this axis, then of the tier.
     Otherwise a ring pays one latency for each of its steps, over the tier that the step uses; an
-    all-reduce takes two rings or, where cheaper, a tree over the nodes (NCCL's two shapes).
+    all-reduce takes two rings or, where cheaper, a tree over the nodes (NCCL's two shapes); in an
+    all-to-all the ranks of a node share its cards.
     """
     if group_size < 2:
         return (Way(0.0, 0.0),)
@@ -63,9 +64,28 @@ def ways(
     if kind is Collective.ALL_REDUCE:
         tree = _tree(cluster, per_node=per_node, nodes=nodes, stride=stride)
         return Way(2 * ring, factor / bandwidth), tree
+    if kind is Collective.ALL_TO_ALL and nodes > 1:
+        share = _all_to_all_s_per_byte(cluster, per_node=per_node, nodes=nodes, stride=stride)
+        return (Way(ring, share),)
     if kind is Collective.SEND_RECV:
         ring = between if nodes > 1 else inside
     return (Way(ring, factor / bandwidth),)
+
+
+def _all_to_all_s_per_byte(
+    cluster: ClusterProfile, *, per_node: int, nodes: int, stride: int
+) -> float:
+    """Of a payload that every rank parts evenly among all of them, over several nodes.
+
+    A ring enters each node once; here every rank sends N - 1 of N parts out of its node, and the
+    ranks of a node share its cards. What stays inside goes over its links meanwhile.
+    """
+    card = cluster.group_bandwidth(nodes, max(stride, cluster.devices_per_node)).value
+    seconds = (nodes - 1) / nodes / card
+    if per_node > 1 and cluster.intra is not None:
+        link = cluster.group_bandwidth(per_node, stride).value
+        seconds = max(seconds, (per_node - 1) / (per_node * nodes) / link)
+    return seconds
 
 
 def _tree(cluster: ClusterProfile, *, per_node: int, nodes: int, stride: int) -> Way:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, hypot
 
+from advisor.cost.aggregation import slowest, steps
 from advisor.cost.axes import expert_bytes
+from advisor.cost.compression import Sent
 from advisor.cost.ledger import HOST_LINK_BYTES_PER_S, Ledger
 from advisor.cost.loads import Loads, UnitLoad
 from advisor.cost.memory import BUCKET_BYTES, shard_degree
-from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
+from engines.plan import Aggregation, DataParallel, Offload, Plan, Recompute, Schedule
 from profiles.cluster import ClusterProfile, Collective
 from profiles.model import ModelProfile
 
@@ -62,15 +64,15 @@ def replica_group(plan: Plan) -> tuple[int, int]:
     return plan.dp_replicate * plan.cp, plan.tp
 
 
-def exchange(plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool) -> Exchange:
+def exchange(plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool, sent: Sent) -> Exchange:
     """What `plan` sends of the parameters, gradients and activations of `loads` in one step.
 
-    Without stages; see `stage_exchange`.
+    Without stages; see `stage_exchange`. `sent` is what replicas exchange of gradients.
     """
     units, kind = loads.entries, plan.data_parallel
     found = _tensor(plan, units, ledger)
     if plan.is_replicated:
-        return replace(found, replicate_s=_replicas(plan, loads, ledger))
+        return replace(found, replicate_s=_replicas(plan, loads, ledger, sent))
     if kind.is_sharded:
         return _shards(
             found,
@@ -144,18 +146,27 @@ def _tensor(plan: Plan, units: Sequence[UnitLoad], ledger: Ledger) -> Exchange:
     return Exchange(zeros, zeros, zeros, tuple(forward), tuple(backward), tuple(again))
 
 
-def _replicas(plan: Plan, loads: Loads, ledger: Ledger) -> tuple[float, ...]:
+def _replicas(plan: Plan, loads: Loads, ledger: Ledger, sent: Sent) -> tuple[float, ...]:
     """DDP: all gradients once per step, in buckets that fill as the backward goes.
 
-    A bucket's latency is shared by the units in it.
+    A bucket's latency is shared by the units in it; so is what is done to make it smaller.
     """
     total = loads.gradient_bytes
     first = min(total, FIRST_BUCKET_BYTES)
     buckets = ceil((total - first) / BUCKET_BYTES)
-    group, stride = replica_group(plan)
+    sizes = [(first, 1), ((total - first) / buckets, buckets)] if buckets else [(first, 1)]
+    whole = sent.work_s
+    for bucket, count in sizes:
+        for sum_bytes in sent.sums_bytes:
+            whole += count * _summed(plan, bucket * sum_bytes / total, ledger, count=count)
+    return tuple(whole * unit.gradient_bytes / total for unit in loads.entries)
 
-    def reduce(payload: float, count: int) -> float:
-        return count * ledger.charge(
+
+def _summed(plan: Plan, payload: float, ledger: Ledger, *, count: int) -> float:
+    """Seconds of a sum over the replicas: a collective, or the messages that it is made of."""
+    group, stride = replica_group(plan)
+    if plan.aggregation is Aggregation.BACKEND:
+        return ledger.charge(
             Collective.ALL_REDUCE,
             "gradients",
             payload,
@@ -163,9 +174,19 @@ def _replicas(plan: Plan, loads: Loads, ledger: Ledger) -> tuple[float, ...]:
             stride=stride,
             count=count,
         )
-
-    whole = reduce(first, 1) + (reduce((total - first) / buckets, buckets) if buckets else 0.0)
-    return tuple(whole * unit.gradient_bytes / total for unit in loads.entries)
+    seconds = 0.0
+    per_node = ledger.ranks_per_node(group, stride)
+    for step in steps(plan.aggregation, group, per_node=per_node):
+        _, load = slowest(step, payload, ledger, stride=stride)
+        seconds += step.rounds * ledger.charge(
+            Collective.SEND_RECV,
+            f"gradients ({plan.aggregation})",
+            load.share * payload,
+            group_size=load.size,
+            stride=load.apart * stride,
+            count=count * step.rounds,
+        )
+    return seconds
 
 
 def _shards(
@@ -354,7 +375,8 @@ def communication_error(plan: Plan, cluster: ClusterProfile) -> float:
 def _sent_by(plan: Plan) -> tuple[Collective, ...]:
     """What moves a plan's parameters and gradients."""
     if plan.is_replicated:
-        return (Collective.ALL_REDUCE,)
+        is_backend = plan.aggregation is Aggregation.BACKEND
+        return (Collective.ALL_REDUCE if is_backend else Collective.SEND_RECV,)
     rings = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     is_hybrid = plan.data_parallel is DataParallel.HYBRID_SHARD
     return (*rings, Collective.ALL_REDUCE) if is_hybrid else rings

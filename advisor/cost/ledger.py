@@ -31,6 +31,10 @@ class Ledger:
         """Seconds of a step that transfers to and from main memory take, hidden or not."""
         return self.host_bytes / HOST_LINK_BYTES_PER_S
 
+    def ranks_per_node(self, group_size: int, stride: int) -> int:
+        """How many ranks of one such group share a node."""
+        return self._cluster.ranks_per_node(group_size, stride)
+
     def charge(
         self,
         kind: Collective,
@@ -46,14 +50,19 @@ class Ledger:
             return 0.0
         key = (kind, purpose, payload_bytes, group_size, stride)
         self._counts[key] = self._counts.get(key, 0) + count
-        return self._seconds(kind, payload_bytes, group_size, stride)
+        return self.seconds(kind, payload_bytes, group_size, stride)
 
-    def _seconds(self, kind: Collective, payload_bytes: float, group: int, stride: int) -> float:
-        found = self._wires.get((kind, group, stride))
+    def seconds(self, kind: Collective, payload_bytes: float, group: int, stride: int) -> float:
+        """Of one collective; nothing is noted."""
+        return min(way.seconds(payload_bytes) for way in self.ways(kind, group, stride))
+
+    def ways(self, kind: Collective, group_size: int, stride: int) -> tuple[Way, ...]:
+        """How a collective may be carried out in such groups."""
+        found = self._wires.get((kind, group_size, stride))
         if found is None:
-            found = ways(self._cluster, kind, group_size=group, stride=stride)
-            self._wires[kind, group, stride] = found
-        return min(way.seconds(payload_bytes) for way in found)
+            found = ways(self._cluster, kind, group_size=group_size, stride=stride)
+            self._wires[kind, group_size, stride] = found
+        return found
 
     def traffic(self) -> tuple[Traffic, ...]:
         return tuple(
@@ -65,7 +74,7 @@ class Ledger:
                 group_size=group,
                 stride=stride,
                 link=self._cluster.link(group, stride).name,
-                seconds=count * self._seconds(kind, payload, group, stride),
+                seconds=count * self.seconds(kind, payload, group, stride),
             )
             for (kind, purpose, payload, group, stride), count in self._counts.items()
         )

@@ -156,6 +156,18 @@ class Loads:
         return {}
 
 
+def together(parts: Sequence[Loads]) -> Loads:
+    """Parts of the same loads as one, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    return replace(
+        parts[0],
+        runs=tuple(run for part in parts for run in part.runs),
+        names=tuple(name for part in parts for name in part.names),
+        pieces=tuple(piece for part in parts for piece in part.pieces),
+    )
+
+
 def loads_of(
     model: ModelProfile,
     *,
@@ -205,7 +217,13 @@ def loads_of(
                 element_bytes=_element_bytes(model, numerics),
             )
         if ep > 1:
-            load = over_experts(load, run.unit, ep=ep, is_sharded=is_sharded)
+            load = over_experts(
+                load,
+                run.unit,
+                ep=ep,
+                per_token=model.experts_per_token,
+                is_sharded=is_sharded,
+            )
         if head is not None and run.unit.name == _loss_unit(model):
             load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp)
         found.append(load)

@@ -8,7 +8,7 @@ then, so the peak is a real moment and not a sum of maxima. Stages of pipelines:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from advisor.cost.breakdown import Memory
@@ -93,11 +93,13 @@ def peak(
     update: Upkeep,
     device: Device,
     batch_bytes: float,
+    exchange_bytes: float = 0.0,
 ) -> Peak:
     """The fullest moment of a step under `plan` on one rank that has the whole model.
 
     `update` is of the rank's part of the parameters. `batch_bytes` is the rank's whole part of the
-    batch: it is on the device for the whole step.
+    batch: it is on the device for the whole step. `exchange_bytes` are what replicas keep, and what
+    they receive at once, to sum up gradients in another way than by the backend.
     """
     on_device = not is_offloaded(plan, device)
     gradients = _gradients(plan, loads, on_device=on_device)
@@ -110,7 +112,7 @@ def peak(
         moments.append(optimizer_step(plan, loads.gradient_bytes, update, device))
     fullest = max(moments, key=lambda moment: moment.total)
     return peak_at(
-        fullest,
+        replace(fullest, gathered=fullest.gathered + exchange_bytes),
         plan,
         parameter_bytes=loads.parameter_bytes,
         gradient_bytes=loads.gradient_bytes,

@@ -6,14 +6,17 @@ from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 
+from advisor.cost.aggregation import buffer_share
 from advisor.cost.axes import without_experts
 from advisor.cost.breakdown import Estimate, Time
 from advisor.cost.communication import (
     apart_s,
     communication_error,
     exchange,
+    replica_group,
     summed_s,
 )
+from advisor.cost.compression import Sent, sent
 from advisor.cost.compute import (
     Busy,
     Computing,
@@ -28,7 +31,7 @@ from advisor.cost.compute import (
 )
 from advisor.cost.ledger import Ledger, Wires
 from advisor.cost.loads import Loads, UnitLoad, loads_of, styled_units
-from advisor.cost.memory import Peak, peak, shard_degree
+from advisor.cost.memory import BUCKET_BYTES, Peak, peak, shard_degree
 from advisor.cost.replay import Slowdown, replay, slowdown
 from advisor.cost.runs import Run, runs_of
 from advisor.cost.staged import Stage, staged
@@ -65,24 +68,29 @@ class CostModel:
         self._flop: dict[tuple[Numerics, int], float] = {}
         self._numerics: dict[tuple[object, bool], Numerics] = {}
 
-    def beside(self, facts: Facts) -> CostModel:
-        """The costs of facts that differ: where only links, memory or batch do, with the sums that
-        were made for these."""
+    def is_beside(self, facts: Facts) -> bool:
+        """Whether only links, memory or batch of `facts` differ from these."""
         mine, other = self.facts, facts
         device = other.cluster.device.model_copy(
             update={"memory_bytes": mine.cluster.device.memory_bytes}
         )
         batch = {"global_batch_size": mine.workload.global_batch_size}
-        is_alike = (
+        return (
             mine.model is other.model
+            and mine.cluster.world_size == other.cluster.world_size
+            and mine.cluster.devices_per_node == other.cluster.devices_per_node
             and mine.cluster.device == device
             and mine.workload == other.workload.model_copy(update=batch)
         )
-        if not is_alike:
+
+    def beside(self, facts: Facts) -> CostModel:
+        """The costs of facts that differ: those that are `is_beside` with the sums that were made
+        for these."""
+        if not self.is_beside(facts):
             return CostModel(facts)
-        found = copy(self)
+        mine, found = self.facts.cluster, copy(self)
         found.facts = facts
-        if mine.cluster != other.cluster.model_copy(update={"device": mine.cluster.device}):
+        if mine != facts.cluster.model_copy(update={"device": mine.device}):
             found._wires, found._estimates, found._stages = {}, {}, {}
         return found
 
@@ -107,27 +115,42 @@ class CostModel:
         device = cluster.device
         loads, ledger = self.loads(plan), self.ledger()
         update = self.update(plan, 0, len(model.units))
-        memory = peak(plan, loads, update=update, device=device, batch_bytes=self.batch_bytes(plan))
+        replicas = sent(plan, model.units, gradient_bytes=loads.gradient_bytes, device=device)
+        memory = peak(
+            plan,
+            loads,
+            update=update,
+            device=device,
+            batch_bytes=self.batch_bytes(plan),
+            exchange_bytes=replicas.kept_bytes + self._waiting_bytes(plan, replicas),
+        )
         computing = self.computing(plan, loads)
-        exchanged = exchange(plan, loads, ledger, has_host=device.kind != "cpu")
+        exchanged = exchange(plan, loads, ledger, has_host=device.kind != "cpu", sent=replicas)
         apart = apart_s(plan, model, ledger) + self.partial_s(plan, loads.runs, ledger)
         overlaps = self.overlaps
         played = replay(plan, computing.times, exchanged, overlaps=overlaps)
         busy = busy_s(computing, plan.forwards)
         exposed = max(0.0, played.wall_s - busy.total) + apart
-        sent = played.sent_s + apart
+        sending_s = played.sent_s + apart
         return self.assemble(
             plan,
             memory=memory,
             busy=busy,
             update_s=optimizer_s(plan, update, device=device, ranks=cluster.devices_per_node),
             exposed_s=exposed,
-            overlapped_s=max(0.0, sent - exposed) if overlaps else 0.0,
-            sent_s=sent,
+            overlapped_s=max(0.0, sending_s - exposed) if overlaps else 0.0,
+            sent_s=sending_s,
             idle_s=0.0,
             computing=computing,
             ledger=ledger,
         )
+
+    def _waiting_bytes(self, plan: Plan, replicas: Sent) -> float:
+        """What arrives of a bucket of gradients beside it, where messages are added up."""
+        group, stride = replica_group(plan)
+        per_node = self.facts.cluster.ranks_per_node(group, stride)
+        share = buffer_share(plan.aggregation, group, per_node=per_node)
+        return share * min(replicas.total_bytes, BUCKET_BYTES)
 
     def assemble(
         self,

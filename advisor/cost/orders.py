@@ -65,22 +65,23 @@ def orders(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) ->
         stages: of the whole pipeline: a multiple of `ranks`, twice as many under ZBV.
         microbatches: of a round: a multiple of `ranks` where a rank has several stages.
     """
-    found = []
-    for rank in range(ranks):
-        match schedule:
-            case Schedule.NAIVE:
-                order = _in_turn(rank, microbatches)
-            case Schedule.GPIPE:
-                order = _gpipe(rank, microbatches)
-            case Schedule.ONE_F_ONE_B:
-                order = _one_f_one_b(rank, ranks, microbatches)
-            case Schedule.ZBV:
-                order = _zbv(rank, ranks, microbatches)
-            case _:
-                splits = schedule is Schedule.ZERO_BUBBLE
-                order = _rounds(rank, ranks, stages // ranks, microbatches, splits=splits)
-        found.append(tuple(order))
-    return tuple(found)
+    shape = {"ranks": ranks, "stages": stages, "microbatches": microbatches}
+    return tuple(order_of(schedule, rank, **shape) for rank in range(ranks))
+
+
+def order_of(schedule: Schedule, rank: int, *, ranks: int, stages: int, microbatches: int) -> Order:
+    """What one of the ranks does."""
+    match schedule:
+        case Schedule.NAIVE:
+            return tuple(_in_turn(rank, microbatches))
+        case Schedule.GPIPE:
+            return tuple(_gpipe(rank, microbatches))
+        case Schedule.ONE_F_ONE_B:
+            return tuple(_one_f_one_b(rank, ranks, microbatches))
+        case Schedule.ZBV:
+            return tuple(_zbv(rank, ranks, microbatches))
+    splits = schedule is Schedule.ZERO_BUBBLE
+    return tuple(_rounds(rank, ranks, stages // ranks, microbatches, splits=splits))
 
 
 def _in_turn(rank: int, microbatches: int) -> Iterator[Action]:
@@ -178,6 +179,7 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     yield from found
 
 
+@lru_cache(maxsize=8192)
 def gathers_of_root(
     schedule: Schedule, rank: int, *, ranks: int, stages: int, microbatches: int
 ) -> int:
@@ -194,7 +196,7 @@ def gathers_of_root(
         case _:
             # Once the pipeline is full every forward follows a backward.
             shown = min(microbatches, FULL_AFTER * ranks + microbatches % ranks)
-            order = orders(schedule, ranks=ranks, stages=stages, microbatches=shown)[rank]
+            order = order_of(schedule, rank, ranks=ranks, stages=stages, microbatches=shown)
             first, is_there = 0, False
             for kind, stage, _ in order:
                 asks = kind is Kind.FORWARD or (stage == stages - 1 and kind is not Kind.WEIGHT)
@@ -220,7 +222,6 @@ class Moment(NamedTuple):
     waiting: tuple[int, ...]
 
 
-@lru_cache(maxsize=256)
 def moments(
     schedule: Schedule,
     *,
@@ -229,24 +230,35 @@ def moments(
     microbatches: int,
     whole: frozenset[int] = frozenset(),
 ) -> tuple[tuple[Moment, ...], ...]:
-    """For every rank the fullest moments of a round: those that no other one of the same action
-    holds at least as much as, of every chunk.
+    """For every rank the fullest moments of a round: see `moments_of`."""
+    shape = {"ranks": ranks, "stages": stages, "microbatches": microbatches}
+    return tuple(moments_of(schedule, rank, **shape, whole=whole) for rank in range(ranks))
+
+
+@lru_cache(maxsize=8192)
+def moments_of(
+    schedule: Schedule,
+    rank: int,
+    *,
+    ranks: int,
+    stages: int,
+    microbatches: int,
+    whole: frozenset[int] = frozenset(),
+) -> tuple[Moment, ...]:
+    """The fullest moments of a round on one rank: those that no other one of the same action holds
+    at least as much as, of every chunk.
 
     Args:
         whole: stages whose backward is never split: all of it is done with the inputs'.
     """
     if schedule in ONE_STAGE:
-        fullest = [_fullest(schedule, rank, ranks, microbatches) for rank in range(ranks)]
-        return tuple(
-            tuple(Moment(kind, 0, (held,), (0,)) for kind, held in found) for found in fullest
-        )
+        fullest = _fullest(schedule, rank, ranks, microbatches)
+        return tuple(Moment(kind, 0, (held,), (0,)) for kind, held in fullest)
     # What is in flight repeats itself round by round once the pipeline is full.
     shown = min(microbatches, FULL_AFTER * ranks)
-    found = []
-    for rank, order in enumerate(orders(schedule, ranks=ranks, stages=stages, microbatches=shown)):
-        own = stages_of(schedule, rank, ranks=ranks, stages=stages)
-        found.append(tuple(_not_exceeded(_moments(order, own, whole))))
-    return tuple(found)
+    order = order_of(schedule, rank, ranks=ranks, stages=stages, microbatches=shown)
+    own = stages_of(schedule, rank, ranks=ranks, stages=stages)
+    return tuple(_not_exceeded(_moments(order, own, whole)))
 
 
 FULL_AFTER = 4

@@ -18,7 +18,7 @@ from advisor.cost.communication import (
 )
 from advisor.cost.compute import Busy, Computing, busy_s, optimizer_s
 from advisor.cost.ledger import Ledger
-from advisor.cost.loads import Loads
+from advisor.cost.loads import Loads, together
 from advisor.cost.memory import Peak, shard_degree
 from advisor.cost.orders import SPLITS_BACKWARD, Moment, gathers_of_root, moments, stages_of
 from advisor.cost.pipeline import Played, StageTimes, play, sends_late
@@ -231,8 +231,9 @@ def _charged(model: CostModel, plan: Plan, layout: _Layout, rank: int) -> tuple[
         stages=len(layout.stages),
         microbatches=layout.in_round,
     )
-    for stage in layout.of(rank):
-        stage_exchange(plan, stage.part, ledger, has_host=model.overlaps, root_gathers=gathers)
+    # FSDP2's root group is the rank's, whichever of its stages the parameters are in.
+    parts = together([stage.part for stage in layout.of(rank)])
+    stage_exchange(plan, parts, ledger, has_host=model.overlaps, root_gathers=gathers)
     charge_sends(plan, layout.own[rank], layout.borders, ledger)
     _Tail.of(model, plan, layout, rank, ledger)
     return ledger, apart_s(plan, model.facts.model, ledger)

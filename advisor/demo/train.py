@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import fill
 
 import click
 import torch
@@ -18,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.utils.data import DataLoader, Subset
 
-from advisor.auto import auto_parallelize
-from advisor.command import show_on_screen
+from advisor.auto import advise, auto_parallelize
+from advisor.command import COLUMNS, show_on_screen
 from advisor.cost.breakdown import Estimate
 from advisor.decision import Decision
 from advisor.demo.gpt import GPT, SHAPES, loss
@@ -30,7 +31,7 @@ from engines.parallel import ParallelModel
 from engines.world import join_world, leave_world
 from profiles.batch import Batch
 from profiles.bench import bench, progress
-from profiles.errors import AdvisorError
+from profiles.errors import AdvisorError, InputError, PlanError
 from profiles.memory import peak_memory_bytes, reset_peak_memory
 from profiles.probe import probe
 from profiles.units import format_gib, format_seconds
@@ -96,9 +97,10 @@ def _demo(plan: str | None, steps: int | None, exit_code: Path) -> None:
     run = _train(parallel, train, held_out, steps=steps, screen=screen)
     parallel.save(CHECKPOINT)
     keep_run(parallel, peak_bytes=run.peak_bytes)
+    ranks = _ranks(parallel)
     if screen:
         assert isinstance(parallel.decision, Decision)
-        click.echo(comparison(parallel.decision.estimate, run, CHECKPOINT))
+        click.echo(comparison(parallel.decision.estimate, run, CHECKPOINT, ranks=ranks))
 
 
 @contextmanager
@@ -128,13 +130,16 @@ def _parallel_model(
     if screen:
         screen.print("looking at this machine and at the model ...", highlight=False)
     rows = [train[index] for index in range(max(1, GLOBAL_BATCH // ranks))]
+    sample = torch.stack([tokens for tokens, _ in rows]), torch.stack([n for _, n in rows])
     cluster = None
+    if ranks > 1 and plan:  # one that cannot be is refused now, not after all that is timed
+        advise(model, sample=sample, loss_fn=loss, plan=plan, global_batch_size=GLOBAL_BATCH)
     if ranks > 1:  # timed now: what a bench kept of another hour does not foretell this one's steps
         with progress(rank=dist.get_rank(), budget_s=BENCH_S) as tell:
             cluster = bench(probe(), budget_s=BENCH_S, tell=tell)
     parallel = auto_parallelize(
         model,
-        sample=(torch.stack([tokens for tokens, _ in rows]), torch.stack([n for _, n in rows])),
+        sample=sample,
         loss_fn=loss,
         optimizer=lambda params: torch.optim.AdamW(params, lr=LEARNING_RATE),
         plan=plan,
@@ -215,7 +220,15 @@ def _progress(screen: Console | None, steps: int) -> Iterator[Callable[[float], 
         yield tell
 
 
-def comparison(estimate: Estimate, run: Run, checkpoint: Path) -> str:
+def _ranks(parallel: ParallelModel) -> str:
+    """Whom the ranks waited for; empty where a rank has nothing of its own, or took few steps."""
+    try:
+        return str(parallel.imbalance())
+    except (PlanError, InputError):  # on all ranks alike
+        return ""
+
+
+def comparison(estimate: Estimate, run: Run, checkpoint: Path, *, ranks: str = "") -> str:
     """Predicted against measured, and what was learnt."""
     steady = sorted(run.step_s[WARM_UP_STEPS:])
     median = statistics.median(steady)
@@ -223,6 +236,9 @@ def comparison(estimate: Estimate, run: Run, checkpoint: Path) -> str:
     step = (estimate.step_s, estimate.step_low_s, estimate.step_high_s)
     peak = (estimate.peak_bytes, estimate.peak_low_bytes, estimate.peak_high_bytes)
     recent = statistics.mean(run.losses[-AVERAGED_STEPS:])
+    waited = ""
+    if ranks:
+        waited = fill(f"ranks       {ranks}", width=COLUMNS, subsequent_indent=" " * 12) + "\n"
     return f"""
                predicted  (range)                 measured   (range)
   step time    {_row(format_seconds, (median, low, high), step)}
@@ -233,7 +249,7 @@ def comparison(estimate: Estimate, run: Run, checkpoint: Path) -> str:
 loss in nats per byte
   training  {run.losses[0]:.2f} at first, {recent:.2f} after {len(run.losses)} steps
   held out  {run.held_out_before:.2f} at first, {run.held_out_after:.2f} after
-checkpoint  {checkpoint.resolve()}"""
+{waited}checkpoint  {checkpoint.resolve()}"""
 
 
 def _row(

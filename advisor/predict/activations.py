@@ -21,7 +21,7 @@ DECODER_SHARE = 4
 SUM_BYTES = 4
 # Router: logits, probabilities and their mask in fp32 (megatron/core/transformer/moe/router.py).
 ROUTER_BYTES = 12
-# Mamba-2: inner width 2 h; B and C of 8 groups of 128 states (nemotron-3 configurations).
+# Mamba-2: B and C of 8 groups of 128 states (nemotron-3 configurations).
 MAMBA_STATES = 2 * 8 * 128
 
 
@@ -34,14 +34,18 @@ class Kept:
         selective: what selective recompute drops and brings back: the attention core's scores, what
             comes out of latents, and of experts the nonlinearity's output (Megatron-LM's modules
             core_attn, mla_up_proj and moe_act).
-        matrices: outputs of matrix products, and of attention: what a policy over operators keeps.
+        matrices: outputs of attention and of every other matrix product: what torchtitan's policy
+            over operators keeps (`_get_custom_policy`: "except every second mm").
         all: everything, scores included.
+        gradients: what a backward adds to it at the fullest: gradients of the widest tensors. What
+            was kept is let go of as its gradient is known, the layer's last operation first.
     """
 
     input: float
     selective: float
     matrices: float
     all: float
+    gradients: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,7 @@ def _attention(setup: Setup, tokens: Tokens, *, keys: float, cross: bool = False
     context = e * queries * tokens.whole / tp
     if product < e:
         context += product * queries * tokens.whole / tp
-    normed = product * shape.hidden * tokens.split
+    normed = product * shape.hidden * (tokens.whole if software.keeps_gathered else tokens.split)
     mask = shape.hidden * tokens.split if software.dropout else 0.0
     if software.flash:
         scores = SUM_BYTES * shape.heads / tp * tokens.whole
@@ -119,11 +123,21 @@ def _attention(setup: Setup, tokens: Tokens, *, keys: float, cross: bool = False
         # Probabilities; under dropout also the mask and what is left of them.
         each = 2 * e + 1 if software.dropout else e
         scores = each * shape.heads / tp * tokens.whole * keys
-    matrices = projected + context + inputs
+    # Of queries, keys, values and what follows the core, the first and the third.
+    matrices = inputs + context + projected - e * values / 2 * of_keys / tp
     total = inputs + normed + projected + context + mask + scores
     if not software.fused and shape.gated:
         total += 2 * inputs  # RMSNorm's input in fp32; LayerNorm has a kernel of its own
-    return Kept(input=inputs, selective=scores + again, matrices=matrices, all=total)
+    # Of the scores one gradient, in whose place the softmax's is computed; of what is projected; of
+    # what goes around.
+    wide = 0.0 if software.flash else e * shape.heads / tp * tokens.whole * keys
+    return Kept(
+        input=inputs,
+        selective=scores + again,
+        matrices=matrices,
+        all=total,
+        gradients=wide + projected + 2 * inputs,
+    )
 
 
 def _mlp(setup: Setup, tokens: Tokens, width: int) -> Kept:
@@ -131,14 +145,21 @@ def _mlp(setup: Setup, tokens: Tokens, width: int) -> Kept:
     shape, software, tp = transformer_of(setup), setup.software, setup.layout.tp
     e, product = tokens.element, tokens.product
     inputs = e * shape.hidden * tokens.split
-    normed = product * shape.hidden * tokens.split
+    normed = product * shape.hidden * (tokens.whole if software.keeps_gathered else tokens.split)
     before = e * width * (2 if shape.gated else 1) * tokens.whole / tp
     after = product * width * tokens.whole / tp
     mask = shape.hidden * tokens.split if software.dropout else 0.0
     total = inputs + normed + before + after + mask
     if not software.fused and shape.gated:
         total += 2 * inputs + e * width * tokens.whole / tp  # before and after the gate
-    return Kept(input=inputs, selective=0.0, matrices=before + inputs, all=total)
+    return Kept(
+        input=inputs,
+        selective=0.0,
+        # Of gate, up and down the first and the last; of two products the first.
+        matrices=before / 2 + inputs if shape.gated else before,
+        all=total,
+        gradients=before + 2 * inputs,
+    )
 
 
 def _experts(setup: Setup, tokens: Tokens) -> Kept:
@@ -166,28 +187,53 @@ def _experts(setup: Setup, tokens: Tokens) -> Kept:
         shared = _mlp(setup, tokens, shape.shared_ffn)
         total += shared.all - shared.input - normed
         matrices += shared.matrices - shared.input
-    return Kept(input=inputs, selective=after, matrices=matrices, all=total)
+    return Kept(
+        input=inputs,
+        selective=after,
+        matrices=matrices,
+        all=total,
+        gradients=before + back + 2 * inputs,
+    )
 
 
 def _mamba(setup: Setup, tokens: Tokens) -> Kept:
-    """Norm, projection in, convolution, scan, gated norm, projection out."""
+    """Norm, projection in, convolution and scan as one kernel, gated norm, projection out.
+
+    The kernel keeps what went in and what came out, and computes the rest again
+    (mamba_split_conv1d_scan_combined of mamba_ssm, which Megatron-LM's mixer calls).
+    """
     shape, e, tp = transformer_of(setup), tokens.element, setup.layout.tp
     inputs = e * shape.hidden * tokens.split
-    inner = 2 * shape.hidden
+    inner = mamba_width(shape)
     projected = e * (2 * inner + MAMBA_STATES) * tokens.whole / tp
-    convolved = e * (inner + MAMBA_STATES) * tokens.whole / tp
     scanned = 2 * e * inner * tokens.whole / tp
-    total = 2 * inputs + projected + convolved + scanned
-    return Kept(input=inputs, selective=0.0, matrices=inputs + projected, all=total)
+    total = 2 * inputs + projected + scanned
+    return Kept(
+        input=inputs,
+        selective=0.0,
+        matrices=inputs + projected,
+        all=total,
+        gradients=projected + 2 * inputs,
+    )
+
+
+def mamba_width(shape: Shape) -> int:
+    """Inner width of a state-space layer; twice the model's unless its configuration says."""
+    return shape.mamba_width or 2 * shape.hidden
 
 
 def _together(*parts: Kept) -> Kept:
-    """A layer of several parts; its input is the first one's."""
+    """A layer of several parts; its input is the first one's. Backward goes from the last."""
+    gone, fullest = 0.0, 0.0
+    for part in reversed(parts):
+        fullest = max(fullest, part.gradients - gone)
+        gone += part.all
     return Kept(
         input=parts[0].input,
         selective=sum(part.selective for part in parts),
         matrices=sum(part.matrices for part in parts),
         all=sum(part.all for part in parts),
+        gradients=fullest,
     )
 
 

@@ -14,44 +14,30 @@ class Constants:
     """What cannot be read off a data sheet.
 
     Attributes:
-        volta, turing, ampere, hopper, blackwell: share of the published best matmul rate that
-            products sustain inside a step, by generation: power and clocks.
-        tail: part of a round of tiles that a product loses at its end.
+        sustained: share of the published best matmul rate that products sustain inside a step.
+        limited: the same of boards that reach the limit of their power: H100 and later, T4.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
         scan_bytes: traffic of a state-space layer's kernels for an element of its width, forward.
-        flash: rate of attention without kept scores, as a share of the matmul rate.
-        older_kernels: rate of attention written for Ampere's instructions on later devices.
+        flash: rate of attention without kept scores on an A100, as a share of the matmul rate.
         unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
-        narrow: rate of fp8 products, as a share of what their larger peak promises.
         expert: rate of grouped products of experts, as a share of others'.
-        tensor_overlap: hidden part of tensor-parallel exchanges where they are overlapped.
-        data_overlap: hidden part of data-parallel exchanges where they are overlapped.
-        inside, rails, shared: rate of collectives in a step, as a share of their best: in a node,
-            between nodes with a network card for each device, and where devices share cards.
-        launch_s: of one kernel by the host, framework and library included.
-        older_host: how much longer the hosts of A100 and older devices take.
+        overlap: hidden part of exchanges that run beside computing, but for Megatron's buckets.
+        inside, shared: rate of collectives in a step, as a share of their best: in a node or with a
+            network card for each device, and where devices share cards.
+        launch_s: of one kernel by the host of an H100, framework and library included.
     """
 
-    volta: float = 1
-    turing: float = 0.764
-    ampere: float = 0.964
-    hopper: float = 0.855
-    blackwell: float = 1
-    tail: float = 0.1
-    memory: float = 0.72
-    scan_bytes: float = 114
-    flash: float = 0.379
-    older_kernels: float = 0.686
-    unaligned: float = 0.66
-    narrow: float = 0.917
-    expert: float = 0.584
-    tensor_overlap: float = 0.829
-    data_overlap: float = 0.633
-    inside: float = 0.766
-    rails: float = 0.608
-    shared: float = 0.297
-    launch_s: float = 6.73e-05
-    older_host: float = 1.13
+    sustained: float = 0.967
+    limited: float = 0.846
+    memory: float = 0.724
+    scan_bytes: float = 112
+    flash: float = 0.378
+    unaligned: float = 0.653
+    expert: float = 0.572
+    overlap: float = 0.587
+    inside: float = 0.649
+    shared: float = 0.29
+    launch_s: float = 5.19e-05
 
 
 CONSTANTS = Constants()

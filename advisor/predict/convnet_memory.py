@@ -73,7 +73,14 @@ def filled(setup: Setup, constants: ConvnetConstants = FITTED) -> Setup:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if takes(middle) <= room else (low, middle)
-    return replace(setup, layout=replace(setup.layout, microbatch=low))
+    return replace(setup, layout=replace(setup.layout, microbatch=low), filled=True)
+
+
+def least_allocated(setup: Setup, constants: ConvnetConstants = FITTED) -> float:
+    """What the setup allocates at least: one sample at once where its batch was only assumed."""
+    if setup.filled:
+        setup = replace(setup, layout=replace(setup.layout, microbatch=1))
+    return convnet_memory(setup, constants).allocated_bytes
 
 
 def _fullest(setup: Setup, blocks: Sequence[Block], bounds: Sequence[int]) -> float:

@@ -10,29 +10,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from advisor.predict.activations import (
-    DECODER_SHARE,
     Tokens,
     expert_ranks,
     kept_by,
     tokens_of,
     transformer_of,
 )
+from advisor.predict.loss import DEEPSPEED, loss_work
 from advisor.predict.memory_constants import FITTED, MemoryConstants
 from advisor.predict.setup import Range, Setup, Software
 from advisor.predict.stages import Stage, contenders, in_flight, stage_of
 
 # DeepSpeed's defaults: buckets of 5e8 numbers to gather and to reduce, 1e9 parameters alive
-# (deepspeed.ai configuration pages).
+# (deepspeed.ai configuration pages). With ZeRO-3 its examples and Transformers' "auto" size the
+# buckets as a square matrix of the model.
 BUCKET = 5e8
 LIVE = 1e9
-_DEEPSPEED = ("deepspeed", "megatron-deepspeed")
 # Programs with torch's own Adam; its default became one kernel for a list of tensors with 2.0
 # (March 2023), with one list of temporaries as large as the parameters; before, it went tensor by
 # tensor, of which the embedding's is the largest.
 _TORCH_ADAM = ("ddp", "fsdp", "internevo")
 FOREACH_DEFAULT = 2023.2
-# Since this release Megatron-LM computes the loss in the buffer of the fp32 logits.
-LOSS_IN_PLACE = 2023.0
 # Inside the allocator: a workspace of cuBLAS for each of the two threads that run forward and
 # backward, and one of the library of fused layers; 32 MiB each on Hopper (torch, Reproducibility
 # notes; Transformer Engine, module/base.py).
@@ -42,13 +40,11 @@ WORKSPACE = 3 * 32 * 2**20
 # 1.10 of what is allocated (Mist's README; Megatron-Bridge's notes on recompute).
 EXPANDABLE = 2024.0
 TIDY_SLACK = 0.5
-# Of what is cached in excess, that an allocator in need can give back: whole segments only. Runs
-# that filled their device wanted up to a tenth more than it has (LLM Foundry's largest batches,
-# BigScience's at 76 of 80 GB).
-GIVEN_BACK = 0.5
+# Of the slack, what an allocator in need cannot give back: a block that is used in part. Of runs on
+# full devices those that ended wanted up to 0.93 of them and those that failed 0.935 and more,
+# caches given back (LLM Foundry's largest batches; BigScience's on V100 and A100).
+NOT_GIVEN_BACK = 1 / 3
 _OF_UNITS = ("fsdp", "foundry", "torchtitan")
-# torch 1.6 brought autocast (July 2020), which computes losses in fp32; programs took it up after.
-AUTOCAST = 2021.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +53,7 @@ class StageMemory:
 
     `allocated` is what the framework's allocator counts as used, `reserved` what the process takes
     of the device: cached blocks, context and communicators too; `wanted` what it would take of a
-    device without end. `fits`: half of the slack given back, that is no more than there is.
+    device without end. `fits`: what an allocator in need gives back given back, there is enough.
     """
 
     index: int
@@ -89,19 +85,13 @@ def predict_memory(setup: Setup, constants: MemoryConstants = FITTED) -> MemoryP
     """
     stages = [stage_memory(setup, i, constants) for i in contenders(setup)]
     stages.sort(key=lambda stage: -stage.wanted)
-    allocated, reserved = max(stage.allocated for stage in stages), stages[0].reserved
-    more, c = _doubt(setup, stages, constants), constants
+    allocated = max(stage.allocated for stage in stages)
+    reserved = max(stage.reserved for stage in stages)
+    low, high = constants.range_of(experts=transformer_of(setup).experts > 0)
+    high *= _doubt(setup, stages, constants)
     return MemoryPrediction(
-        allocated=Range(
-            value=allocated,
-            low=allocated * c.allocated_low,
-            high=allocated * c.allocated_high * more,
-        ),
-        reserved=Range(
-            value=reserved,
-            low=reserved * c.reserved_low,
-            high=reserved * c.reserved_high * more,
-        ),
+        allocated=Range(value=allocated, low=low * allocated, high=high * allocated),
+        reserved=Range(value=reserved, low=low * reserved, high=high * reserved),
         fits=all(stage.fits for stage in stages),
         stages=tuple(stages),
     )
@@ -130,7 +120,7 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
     gathered, step = _gathered(setup, stage, tokens), _step(setup, stage)
     moments = {"backward": (kept, gathered + _layer_work(setup, stage))}
     if stage.last:
-        moments["loss"] = (kept, gathered + _loss(setup, stage, tokens))
+        moments["loss"] = (kept, gathered + loss_work(setup, stage, tokens))
     moment, (activations, work) = max(moments.items(), key=lambda item: sum(item[1]))
     # Blocks that were cut for activations do not hold the optimizer's long ones: both stay cached.
     cached = states + activations + work + step + WORKSPACE
@@ -153,7 +143,7 @@ def stage_memory(setup: Setup, index: int, constants: MemoryConstants = FITTED) 
         # Before the allocator fails it gives back what it only caches.
         reserved=max(allocated + outside, min(wanted, capacity)),
         wanted=wanted,
-        fits=wanted <= capacity * (1 + GIVEN_BACK * slack),
+        fits=allocated * (1 + NOT_GIVEN_BACK * slack) + outside <= capacity,
     )
 
 
@@ -181,16 +171,19 @@ def _states(setup: Setup, stage: Stage) -> float:
         optimizer, gradients = 0.0, 0.0 if zero >= 2 else gradients
     if software.offload.endswith("params"):
         weights = 0.0
+    # FSDP that shards "grad and op" gathers its weights once, and keeps the shards beside them.
+    split = zero == 3 or (zero == 2 and software.family in _OF_UNITS)
     total = 0.0
     for parameters, shards in zip((stage.dense, stage.experts), _shards(setup), strict=True):
         total += parameters * (
-            weights / (shards if zero == 3 else 1)
+            weights / (shards if split else 1)
             + gradients / (shards if zero >= 2 else 1)
             + optimizer / (shards if zero >= 1 else 1)
         )
     parameters = stage.dense + stage.experts
-    if software.family in _DEEPSPEED and setup.layout.dp > 1 and setup.layout.pp == 1:
-        total += min(BUCKET, parameters) * software.reduce_bytes * 2
+    if software.family in DEEPSPEED and setup.layout.dp > 1 and setup.layout.pp == 1:
+        bucket = transformer_of(setup).hidden ** 2 if zero == 3 else BUCKET
+        total += min(bucket, parameters) * software.reduce_bytes * 2
     if software.family == "ddp" and setup.layout.dp > 1:
         total += parameters * software.reduce_bytes
     return total
@@ -202,7 +195,7 @@ def _kept(setup: Setup, stage: Stage, tokens: Tokens) -> float:
     for kind, count in stage.layers.items():
         kept = kept_by(setup, kind)
         each = {
-            "full": kept.input,
+            "full": 0.0 if setup.software.inputs_on_host else kept.input,
             "selective": kept.all - kept.selective,
             "selective-ops": kept.matrices,
         }.get(recompute, kept.all)
@@ -224,52 +217,28 @@ def _layer_work(setup: Setup, stage: Stage) -> float:
             "selective": kept.selective,
             "selective-ops": kept.all - kept.matrices,
         }.get(recompute, 0.0)
-        # Each tensor that was kept gets a gradient of its size while the layer is in work.
-        most = max(most, again + kept.all)
+        most = max(most, again + kept.gradients)
     return most
-
-
-def loss_bytes(software: Software, element: float, kind: str) -> float:
-    """Bytes a logit at the loss's fullest moment; `kind` of the model, as in `Shape`.
-
-    Megatron-LM turns the fp32 copy of the logits into the gradient in place; before, the
-    exponentials were a tensor of their own. torch's cross entropy holds the logits, their fp32
-    copy's log-softmax, its gradient and the fp32 gradient of the logits; before autocast, and in
-    Transformer-XL's own loss, all four are of the model's type. LLM Foundry's loss is one kernel
-    (`fused_crossentropy`), from logits to their gradient.
-    """
-    if software.family in ("megatron", "internevo") and software.year >= LOSS_IN_PLACE:
-        return element + 4
-    if software.family in ("megatron", "megatron-deepspeed", "internevo"):
-        return element + 8
-    if software.family == "foundry":
-        return 2 * element
-    if software.year < AUTOCAST or kind == "transformer_xl":
-        return 4 * element
-    return element + 12 if element < 4 else 16
-
-
-def _loss(setup: Setup, stage: Stage, tokens: Tokens) -> float:
-    shape = transformer_of(setup)
-    share = 1 / DECODER_SHARE if shape.kind == "t5" else 1.0
-    each = loss_bytes(setup.software, tokens.element, shape.kind)
-    hidden = tokens.element * shape.hidden * tokens.split * share
-    return tokens.whole * share * stage.vocab * each + 2 * hidden
 
 
 def _gathered(setup: Setup, stage: Stage, tokens: Tokens) -> float:
     """Whole parameters and gradients of the layers in work, where states are split."""
     software = setup.software
     if setup.layout.zero == 3:
-        if software.family in _DEEPSPEED:
+        if software.family in DEEPSPEED:
             return min(LIVE, stage.dense + stage.experts) * tokens.element
+        if setup.layout.pp > 1:
+            # Gathered once for all microbatches; their gradients add up whole, in the type in which
+            # they are reduced (torchtitan's reshard_after_forward, FSDP2's accumulated gradients).
+            return (stage.dense + stage.experts) * (tokens.element + software.reduce_bytes)
         # The layer in work, its gradients, the layer that is fetched next; the root's. Gradients
         # that are exchanged in a wider type are copied for it.
         whole = 3 * stage.largest_layer + stage.ends
         copy = software.reduce_bytes if software.reduce_bytes > tokens.element else 0.0
         return whole * tokens.element + stage.largest_layer * copy
-    if software.weight_bytes > tokens.element:
-        return (stage.dense + stage.experts) * tokens.element  # autocast's copies
+    gathered = setup.layout.zero == 2 and software.family in _OF_UNITS
+    if gathered or software.weight_bytes > tokens.element:
+        return (stage.dense + stage.experts) * tokens.element  # or autocast's copies
     return 0.0
 
 

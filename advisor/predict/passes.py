@@ -10,6 +10,7 @@ from math import ceil
 
 from advisor.cost.collective import collective_s
 from advisor.cost.compute import peak_flop_per_s
+from advisor.predict.generations import attention_share, narrow_share
 from advisor.predict.setup import Setup
 from advisor.predict.work import NARROW, LayerWork
 from profiles.cluster import ClusterProfile, Collective
@@ -17,12 +18,11 @@ from profiles.cluster import ClusterProfile, Collective
 # A product of activations with odd rows over one without (A100: 16-byte loads of 8 elements in one
 # against 2 to 4 byte ones).
 ODD = 4
-# Results of a product are computed in tiles of about 128 x 256, one on each multiprocessor at a
-# time: 108 of them on an A100, 132 on an H100, 148 on a B200. The last round is rarely full: what a
-# round could have held counts in part (`Constants.tail`). Rows of an expert fill whole tiles.
-TILE, WAVE = 128, 128 * 256 * 120
-# Dispatchers since this release (DeepEP) send a token once to each node, not once to each expert.
-ONCE_A_NODE = 2025.0
+# Results of a product are computed in tiles; rows of an expert fill whole ones.
+TILE = 128
+# Dispatchers of this date on (DeepEP, HybridEP) send a token once to each node and, in it, once to
+# each rank; not once to each expert.
+ONCE = 2025.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,8 @@ class Pass:
 
     plain_s: float = 0.0
     unaligned_s: float = 0.0
-    narrow_s: float = 0.0
     expert_s: float = 0.0
-    expert_narrow_s: float = 0.0
     flash_s: float = 0.0
-    tail_s: float = 0.0
-    back_tail_s: float = 0.0
     memory_s: float = 0.0
     scan_s: float = 0.0
     kernels: float = 0.0
@@ -58,10 +54,12 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
     narrow = setup.dtype in NARROW
     wide = "bfloat16" if narrow else setup.dtype
     peak = _peak(setup, wide) * best
-    small = _narrow_peak(setup) * best if narrow else peak
+    small = _narrow_peak(setup) * best * narrow_share(device.name) if narrow else peak
+    own = setup.software.family in ("megatron", "torchtitan")
+    attention = attention_share(device.name, own_kernels=own)
     bandwidth = device.memory_bandwidth_bytes_per_s.value
     width = 4 if wide in ("float32", "tfloat32") else 2
-    plain = odd = low = expert = expert_low = tail = back_tail = converted = streamed = 0.0
+    plain = odd = expert = converted = streamed = 0.0
     for product in layer.products:
         seconds = product.flop / (small if narrow and product.linear else peak)
         if not product.linear:
@@ -71,22 +69,17 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
                 product.elements * width * (ODD if product.odd else 1), seconds * bandwidth
             )
             continue
-        rate = (small if narrow else peak) * (1 if product.aligned else 0.5)
-        tail += 2 * product.k * WAVE / rate
-        back_tail += 2 * (product.n + product.m) * WAVE / rate
         if product.expert:
-            seconds *= ceil(product.m / TILE) * TILE / product.m
-            expert, expert_low = (
-                (expert, expert_low + seconds) if narrow else (expert + seconds, expert_low)
-            )
-        elif narrow and product.linear:
-            low += seconds
-        elif not product.aligned:
+            expert += seconds * ceil(product.m / TILE) * TILE / product.m
+        elif not (product.aligned or narrow):
             odd += seconds
         else:
             plain += seconds
-        if narrow and product.linear:
+        if narrow and not (product.expert and setup.software.fused_experts):
             converted += product.m * product.k * product.count
+            if product.expert:
+                # Rows of each expert are padded to whole blocks of scales, and taken out again.
+                converted += product.m * product.k * product.count
     tensor = tokens = context = 0.0
     if layer.tensor_exchanges:
         tensor = layer.tensor_exchanges * collective_s(
@@ -105,12 +98,8 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
     return Pass(
         plain_s=plain,
         unaligned_s=odd,
-        narrow_s=low,
         expert_s=expert,
-        expert_narrow_s=expert_low,
-        flash_s=layer.flash_flop / peak,
-        tail_s=tail,
-        back_tail_s=back_tail,
+        flash_s=layer.flash_flop / (peak * attention),
         # Reading 16 bits, writing 8 twice: as it is and transposed.
         memory_s=((layer.moved_bytes + layer.score_bytes) * width / 2 + 4 * converted + streamed)
         / bandwidth,
@@ -125,21 +114,23 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
 def backward_of(setup: Setup, layer: LayerWork, forward: Pass) -> Pass:
     """Two products for one, and gradients of weights that are added to what is there."""
     bandwidth = setup.cluster.device.memory_bandwidth_bytes_per_s.value
-    weights = layer.parameters + layer.expert_parameters
-    # Read and written once more by the product itself (Megatron's fused accumulation), else a
-    # 16-bit gradient is read beside.
-    fused = setup.software.family == "megatron"
-    added = (2 * setup.software.gradient_bytes + (0 if fused else 2)) * weights / bandwidth
+    kept = setup.software.gradient_bytes
+    if setup.software.family == "megatron":
+        # The product adds to what it reads (fused accumulation): only what its arithmetic does not
+        # hide of that traffic counts.
+        added = max(0.0, 2 * kept * layer.parameters / bandwidth - forward.plain_s)
+        added += max(0.0, 2 * kept * layer.expert_parameters / bandwidth - forward.expert_s)
+    else:
+        # A 16-bit gradient is read beside.
+        weights = layer.parameters + layer.expert_parameters
+        added = (2 * kept + 2) * weights / bandwidth
     twice = forward * 2
     again = 0.5 if setup.software.sequence_parallel else 0.0
     return Pass(
         plain_s=twice.plain_s,
         unaligned_s=twice.unaligned_s,
-        narrow_s=twice.narrow_s,
         expert_s=twice.expert_s,
-        expert_narrow_s=twice.expert_narrow_s,
         flash_s=2.5 * forward.flash_s,
-        tail_s=forward.back_tail_s,
         memory_s=twice.memory_s + added,
         scan_s=twice.scan_s,
         kernels=twice.kernels,
@@ -187,10 +178,13 @@ def exchange_s(cluster: ClusterProfile, sent_bytes: float, setup: Setup) -> floa
     latency = cluster.link(size).latency_s.value
     seconds = latency * (inside - 1 if nodes == 1 else nodes)
     if inside > 1 and cluster.intra is not None:
-        seconds += sent_bytes * (size - 1) / size / cluster.intra.bandwidth_bytes_per_s.value
+        distinct = (size - 1) / size
+        if setup.software.year >= ONCE:
+            distinct *= size * (1 - (1 - 1 / size) ** shape.topk) / shape.topk
+        seconds += sent_bytes * distinct / cluster.intra.bandwidth_bytes_per_s.value
     if nodes > 1:
         crossing = (nodes - 1) / nodes
-        if setup.software.year >= ONCE_A_NODE:
+        if setup.software.year >= ONCE:
             # Distinct other nodes among those of `topk` experts drawn evenly.
             copies = (nodes - 1) * (1 - (1 - 1 / nodes) ** shape.topk)
             crossing = min(crossing, copies / shape.topk)

@@ -11,7 +11,7 @@ from tempfile import NamedTemporaryFile
 
 from advisor.predict.constants import CONSTANTS, Constants
 from advisor.predict.convnet_constants import FITTED, ConvnetConstants
-from advisor.predict.convnet_memory import convnet_memory
+from advisor.predict.convnet_memory import convnet_memory, least_allocated
 from advisor.predict.convnet_step import convnet_step, layered
 from advisor.predict.memory import predict_memory
 from advisor.predict.ranges import memory_range, time_range
@@ -68,7 +68,7 @@ def predict_setup(
         memory = convnet_memory(setup, layers)
         allocated, reserved = memory.allocated_bytes, memory.reserved_bytes
         fits = memory.fits
-        span = memory_range(setup, allocated)
+        span = memory_range(allocated, least=least_allocated(setup, layers))
     else:
         found = predict_memory(setup)
         allocated, reserved = found.allocated.value, found.reserved.value

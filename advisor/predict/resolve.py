@@ -8,11 +8,13 @@ from math import ceil, gcd
 from advisor.predict.architectures import parameters_of, shape_of
 from advisor.predict.convnet_memory import filled
 from advisor.predict.machines import cluster_of
+from advisor.predict.recompute import with_least_recompute
 from advisor.predict.rows import Row
 from advisor.predict.setup import Layout, Refusal, Setup, Shape
 from advisor.predict.software import (
     CONVOLUTIONAL,
     OVERLAP_GRADIENTS,
+    eight_bit,
     family_of,
     software_of,
     year_of,
@@ -49,7 +51,7 @@ def resolve(row: Row) -> Setup | Refusal:
     try:
         return _resolve(row)
     except InputError as error:
-        return Refusal(row_id=row.row_id, reason=str(error).replace("\n", " "))
+        return Refusal(row_id=row.row_id, reason="; ".join([error.what, *error.hints]))
     except _Impossible as reason:
         return Refusal(row_id=row.row_id, reason=str(reason))
 
@@ -111,11 +113,23 @@ def _resolve(row: Row) -> Setup:
         software=software,
         assumed=tuple(notes),
     )
+    if row.recompute is None:
+        setup = _recomputed(setup)
     if network is None or row.microbatch or row.global_batch:
         return setup
     setup = filled(setup)
-    filling = f"microbatch {setup.layout.microbatch}, as many as fit"
+    filling = f"microbatch {setup.layout.microbatch}, as many as fit; its range begins with one"
     return replace(setup, assumed=(*(n for n in notes if n != "microbatch 1"), filling))
+
+
+def _recomputed(setup: Setup) -> Setup:
+    """With the least recompute that fits, and a note where that is more than programs did."""
+    found, said = with_least_recompute(setup), setup.software.recompute
+    if found.software.recompute == said:
+        return setup
+    more = f"recompute {found.software.recompute}, the least that fits"
+    notes = (more if note == f"recompute {said}" else note for note in setup.assumed)
+    return replace(found, assumed=tuple(notes))
 
 
 def _layout(
@@ -146,6 +160,8 @@ def _layout(
     if row.zero_stage is None and dp > 1 and shape is not None:
         # What Megatron-DeepSpeed was made for: pipelines with ZeRO-1; later Megatron's default.
         zero = 1 if recent or family_of(row) == "megatron-deepspeed" else 0
+        if eight_bit(row):
+            zero = 0  # none of the optimizers that DeepSpeed and Megatron know how to split
         notes.append("optimizer states split over replicas" if zero else "no state sharding")
     microbatch, accumulation, said = _batch(row, dp, pp, shape)
     notes += said

@@ -45,6 +45,7 @@ class Row:
     row_id: str
     source: str | None = None
     source_date: str | None = None
+    source_ref: str | None = None
     model_name: str | None = None
     arch: str | None = None
     params_b: float | None = None
@@ -114,7 +115,7 @@ def _row_or_reason(cells: Mapping[str, str | None], number: int) -> Row | Refusa
     try:
         return row_of({**cells, "row_id": row_id})
     except InputError as error:
-        return Refusal(row_id=row_id, reason=" ".join([error.what, *error.hints]))
+        return Refusal(row_id=row_id, reason="; ".join([error.what, *error.hints]))
 
 
 def row_of(cells: Mapping[str, str | None], *, where: str | None = None) -> Row:

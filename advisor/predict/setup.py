@@ -91,10 +91,12 @@ class Software:
 
     Attributes:
         family: "megatron", "megatron-deepspeed", "deepspeed", "fsdp", "torchtitan", "foundry",
-            "internevo" or "ddp"; what the rules of `software` go by.
+            "internevo", "tensorflow" or "ddp"; what the rules of `software` go by.
         year: of the release, with the month as a fraction.
-        recompute: "none", "selective" (attention core), "selective-ops" (keep matmuls' outputs, as
-            torch's selective checkpointing does), "full" (keep each layer's input).
+        recompute: "none", "selective" (attention core), "selective-ops" (keep outputs of attention
+            and every other matmul, as torchtitan does), "full" (keep each layer's input).
+        keeps_gathered: what sequence parallelism gathers for a product is kept for its backward.
+        inputs_on_host: with full recompute, those inputs wait in the host's memory.
         sequence_parallel: norms and dropout split over the tp ranks.
         flash: attention keeps no score matrix; `attention_said`: the row says which kernel ran.
         weight_bytes, gradient_bytes, master_bytes, moment_bytes: per parameter, as held between
@@ -106,6 +108,9 @@ class Software:
         overlap_reduce, overlap_gather: data-parallel traffic runs beside the computing.
         overlap_tensor: part of tensor-parallel traffic runs beside matrix products.
         overlap_experts: the exchange of tokens with experts runs beside another microbatch.
+        captured: CUDA graphs launch a layer but for its experts' part.
+        fused_experts: grouped products of experts convert and activate what they compute, and CUDA
+            graphs launch whole steps.
         blocking: each kernel is waited for before the next is launched.
         offload: "none", "optimizer" or "optimizer+params".
     """
@@ -127,7 +132,11 @@ class Software:
     overlap_tensor: bool
     overlap_experts: bool = False
     compiled: bool = False
+    captured: bool = False
+    fused_experts: bool = False
     blocking: bool = False
+    keeps_gathered: bool = False
+    inputs_on_host: bool = False
     attention_said: bool = True
     offload: str = "none"
 
@@ -141,6 +150,7 @@ class Setup:
         dtype: of the matrix products: "bfloat16", "float16", "float32", "tfloat32",
             "float8_e4m3fn", "float4".
         assumed: what blank cells were taken to be, in words; the prediction's note.
+        filled: no batch was said, and it is what fits.
     """
 
     row_id: str
@@ -151,6 +161,7 @@ class Setup:
     layout: Layout
     software: Software
     assumed: tuple[str, ...] = ()
+    filled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from advisor.predict.activations import MAMBA_STATES, expert_ranks, transformer_of
+from advisor.predict.activations import MAMBA_STATES, expert_ranks, mamba_width, transformer_of
 from advisor.predict.setup import Layout, Setup, Shape
 from advisor.predict.work import KEY_LATENT, QUERY_LATENT, ROTARY
 
@@ -114,7 +114,7 @@ def layer_parameters(setup: Setup, kind: str) -> tuple[float, float]:
     expert = matrices * inner * shape.expert_ffn * shape.experts / (layout.ep * within)
     routed = h * shape.experts + norm + matrices * h * shape.shared_ffn / tp
     routed += 2 * h * shape.expert_width
-    mamba = (h * (6 * h + MAMBA_STATES)) / tp + norm
+    mamba = (h * (3 * mamba_width(shape) + MAMBA_STATES)) / tp + norm
     return {
         "dense": (attention + mlp, 0.0),
         "expert": (attention + routed, expert),

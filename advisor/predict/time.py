@@ -3,7 +3,7 @@
 A step is `accumulation` microbatches through the fullest stage, the bubble of filling and draining
 the pipeline, what data-parallel traffic adds that computing does not hide, and the update:
 
-    product    flop / (peak * best share * share in a step) + the round of tiles that it ends in
+    product    flop / (peak * best share * share in a step)
     attention  flop at its own rate, or products and passes over scores where those are kept
     exchange   `advisor.cost.collective` over the rate that collectives reach inside a step
     host       a layer takes no less than launching its kernels
@@ -47,6 +47,7 @@ def time_of(setup: Setup, constants: Constants = CONSTANTS) -> StepTime:
 
 def step_time(basis: Basis, constants: Constants) -> StepTime:
     """A step from its basis: the formulas of this module."""
+    launch_s = constants.launch_s * basis.host_slowness
     layers = _parts(basis.forward + basis.backward, basis, constants)
     again = _parts(basis.again, basis, constants)
     head = _parts(basis.head, basis, constants)
@@ -59,9 +60,9 @@ def step_time(basis: Basis, constants: Constants) -> StepTime:
     share = m * bottleneck / whole
     bubble = (whole - bottleneck) / basis.virtual
     boundary = basis.boundary_s / _of(constants, basis.boundary_rate)
-    visible = 1 - constants.tensor_overlap if basis.overlap_boundary else 1.0
+    visible = 1 - constants.overlap if basis.overlap_boundary else 1.0
     bubble += (2 * m * basis.virtual * visible + 2 * (basis.stages - 1)) * boundary
-    bubble += 2 * m * basis.waits * constants.launch_s
+    bubble += 2 * m * basis.waits * launch_s
     data = _data_s(basis, constants, whole / basis.stages)
     return StepTime(
         compute_s=(layers[0] + head[0]) * share,
@@ -71,27 +72,22 @@ def step_time(basis: Basis, constants: Constants) -> StepTime:
         bubble_s=bubble,
         data_s=data,
         update_s=basis.update_s,
-        host_s=(layers[3] + again[3] + head[3]) * share + basis.once * constants.launch_s,
+        host_s=(layers[3] + again[3] + head[3]) * share + basis.once * launch_s,
     )
 
 
 def _parts(part: Pass, basis: Basis, c: Constants) -> tuple[float, float, float, float]:
     """Seconds of computing, tensor and context exchange, tokens, and waiting for the host."""
-    share = _of(c, basis.generation)
-    compute = (part.plain_s + part.unaligned_s / c.unaligned + part.narrow_s / c.narrow) / share
-    compute += (part.expert_s + part.expert_narrow_s / c.narrow) / (share * c.expert)
-    older = c.older_kernels if basis.older_kernels else 1.0
-    compute += part.flash_s / (share * c.flash * older)
-    compute += (
-        part.tail_s * c.tail / share + (part.memory_s + part.scan_s * c.scan_bytes) / c.memory
-    )
-    hidden = c.tensor_overlap if basis.overlap_tensor else 0.0
+    share = (c.limited if basis.limited else c.sustained) * basis.power
+    compute = (part.plain_s + part.unaligned_s / c.unaligned) / share
+    compute += part.expert_s / (share * (1.0 if basis.fused_experts else c.expert))
+    compute += part.flash_s / (share * c.flash)
+    compute += (part.memory_s + part.scan_s * c.scan_bytes) / c.memory
+    hidden = c.overlap if basis.overlap_tensor else 0.0
     tensor = part.tensor_s * (1 - hidden) / _of(c, basis.tensor_rate)
-    tensor += part.context_s * (1 - c.tensor_overlap) / c.inside
+    tensor += part.context_s * (1 - c.overlap) / c.inside
     tokens = part.tokens_s
-    launch = part.kernels * c.launch_s
-    if basis.generation in ("volta", "turing", "ampere"):
-        launch *= c.older_host
+    launch = part.kernels * c.launch_s * basis.host_slowness
     busy = 0.0 if basis.blocking else compute + tensor + tokens
     return compute, tensor, tokens, max(0.0, launch - busy)
 
@@ -100,18 +96,21 @@ def _data_s(basis: Basis, c: Constants, microbatch_s: float) -> float:
     """What the exchange of gradients and weights adds to a step."""
     rate = _of(c, basis.data_rate)
     reduce, gather = basis.reduce_s / rate, basis.gather_s / rate
-    if basis.zero == 3:
+    if basis.zero == 3 and basis.stages == 1:
         # Weights come twice and gradients leave once in each microbatch, beside the computing.
         traffic = 2 * gather + reduce
-        hidden = min(c.data_overlap * traffic, microbatch_s) if basis.overlap_gather else 0.0
+        hidden = min(c.overlap * traffic, microbatch_s) if basis.overlap_gather else 0.0
         return (traffic - hidden) * basis.accumulation + basis.once_s / rate
+    # In a pipeline weights stay whole from their first microbatch to their last (torchtitan's
+    # reshard_after_forward, "default"), so that they come and their gradients leave once.
+    part = 1.0 if basis.buckets else c.overlap
     if basis.overlap_reduce:
-        reduce -= min(c.data_overlap * reduce, microbatch_s * 2 / 3)
-    if basis.zero == 2:
+        reduce -= min(part * reduce, microbatch_s * 2 / 3)
+    if basis.zero == 2 and basis.stages == 1:
         # Gradients that are split cannot be added up first: they leave in each microbatch.
         reduce *= basis.accumulation
     if basis.overlap_gather:
-        gather -= min(c.data_overlap * gather, microbatch_s / 3)
+        gather -= min(part * gather, microbatch_s / 3)
     return reduce + gather + basis.once_s / rate
 
 

@@ -21,6 +21,16 @@ ALIGNMENT = 64
 # Traffic of elementwise operations one by one over that of fused kernels: bias, activation, dropout
 # and residual are four reads and writes for two; norms are one kernel in both.
 EAGER = 1.5
+# Launched in place of one product each for queries, keys and values: products down to latents and
+# up, their two norms, and what splits, turns and joins the rotary parts. Calibrated on runs that
+# wait for their hosts (latent attention among Megatron's functional tests, Moonlight on 8 H100).
+LATENT_KERNELS = 35
+# Launched for a layer's experts: router, permutations, exchange, grouped products; and for weighing
+# and adding up what several experts make of a token, with the balance of their loads. Calibrated on
+# Megatron's functional tests with one expert a token, and with two.
+ROUTED, WEIGHED = 30, 20
+# Kernels of a layer with experts that its CUDA graphs leave out: dispatch, products, return.
+OUTSIDE_GRAPHS = 18
 NARROW = frozenset({"float8_e4m3fn", "float4"})
 # Latents of multi-head latent attention: queries, keys and values, and the rotary part of a head
 # (DeepSeek-V3, config.json).
@@ -211,7 +221,7 @@ def _layer(
             flash += flop
             scores += score
             moved += bytes_ + own * h * 11
-            kernels += 14
+            kernels += 14 + (LATENT_KERNELS if shape.latent else 0)
             exchanges += 1
         if layout.cp > 1:
             context = 2 * 2 * tokens * (layout.cp - 1) * shape.kv_heads * shape.head_width / tp
@@ -249,9 +259,10 @@ def _layer(
         if shape.expert_width:
             products.append(Product(tokens / tp, inner, h))
             products.append(Product(tokens / tp, h, inner))
-        moved += own * h * 11 + sent * (10 * inner + act * shape.expert_ffn)
+        activated = 0 if software.fused_experts else act
+        moved += own * h * 11 + sent * (10 * inner + activated * shape.expert_ffn)
         moved += tokens / tp * shape.experts * 12
-        kernels += 36
+        kernels += ROUTED + (WEIGHED if shape.topk > 1 else 0)
         token_bytes = 2 * sent * inner
         expert_parameters = local * (matrices + 1) * inner * shape.expert_ffn
     if layout.tp > 1:
@@ -261,6 +272,8 @@ def _layer(
     if setup.dtype in NARROW:
         # Scales, conversions and transposes before each product.
         kernels += len(products)
+    if software.captured or software.fused_experts:
+        kernels = OUTSIDE_GRAPHS if experts and not software.fused_experts else 0
     if not software.fused:
         moved *= EAGER
     weights = sum(p.n * p.k * p.count for p in products if p.linear and not p.expert)

@@ -174,6 +174,8 @@ def _asked(decision: Decision) -> Iterator[Basis]:
         "optimizer": workload.optimizer.name,
         "precision": str(decision.plan.precision),
         "host_overhead_s": _host_overhead(workload.host_overhead_s),
+        "dataset_samples": _samples(workload.dataset_samples, "in the training set"),
+        "critical_batch_size": _samples(workload.critical_batch_size, "are the critical batch"),
     }
     sources = {name: _said_by(name, given) for name, said in words.items() if said}
     for source in dict.fromkeys(sources.values()):
@@ -196,6 +198,10 @@ def _said_by(name: str, given: Collection[str]) -> str:
     if name in given:
         return str(Source.USER)
     return "the model's sample" if name == "tokens_per_sample" else "default"
+
+
+def _samples(count: float | None, what: str) -> str:
+    return "" if count is None else f"{count:,.0f} samples {what}"
 
 
 def _link_words(link: Link, where: str) -> str:
@@ -240,6 +246,7 @@ def _source(source: Source, error: float) -> str:
 def hints(decision: Decision) -> Iterator[str]:
     """What would make the report better, or the training other than it says."""
     facts, estimate = decision.facts, decision.estimate
+    yield from decision.offers
     yield from _too_large_to_load(decision)
     if set(facts.cluster.sources.values()) - {Source.MEASURED, Source.USER}:
         yield (

@@ -64,6 +64,7 @@ def lines(view: ReportView, *, blocks: bool, width: int = WIDTH) -> Iterator[Lin
     yield from _labelled("plan", (_sides(view.plan[0], view.devices, width), *view.plan[1:]), width)
     yield from _labelled("step", (f"{view.step}    {view.rate}",), width)
     yield from _labelled("memory", (memory, *view.main_memory), width)
+    yield from _labelled("batch", view.batch, width)
     yield from _section("why", width)
     for number, reason in enumerate(view.reasons, start=1):
         yield from _hanging(f"  {number}. ", reason, width)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from advisor.comparison import Verdict, cuts, short_cuts, title
 from advisor.cost import Estimate
 from advisor.decision import Alternative, Decision
+from advisor.large_batch import batch_advice
 from advisor.policy import Objective
 from advisor.report.basis import Basis, basis, hints
 from advisor.rules import SIMPLER_FIRST, host_bytes_per_node, load_bytes_per_node
@@ -46,6 +47,7 @@ class ReportView(Record):
     memory: str
     memory_share: float
     main_memory: tuple[str, ...]
+    batch: tuple[str, ...]
     reasons: tuple[str, ...]
     dissent: str | None
     memory_title: str
@@ -70,6 +72,7 @@ def view_of(decision: Decision) -> ReportView:
     usable = decision.policy.usable_bytes(facts.cluster.device)
     degrees = [word for word in str(plan).split() if word.split("=")[0] in _DEGREES]
     built = decision.trace.not_weighed
+    advice = batch_advice(facts)
     view = ReportView(
         title=f"{title(plan)} for {facts.model.name}",
         verdict="it fits",
@@ -85,6 +88,7 @@ def view_of(decision: Decision) -> ReportView:
         f" of {format_gib(usable, unit=False)} usable",
         memory_share=estimate.peak_bytes / usable,
         main_memory=tuple(_main_memory(decision)),
+        batch=tuple(advice.lines()),
         reasons=decision.reasons,
         dissent=decision.dissent,
         memory_title=f"memory per device at its peak ({estimate.phase})",
@@ -97,7 +101,7 @@ def view_of(decision: Decision) -> ReportView:
         not_weighed=f"not weighed yet: {', '.join(built)}" if built else None,
         weighed=_weighed(decision),
         basis=tuple(basis(decision)),
-        notes=facts.cluster.notes,
+        notes=(*facts.cluster.notes, *advice.warnings),
         hints=tuple(hints(decision)),
         next_command=_command(plan, facts.cluster),
         trace=tuple(str(decision.trace).splitlines()),

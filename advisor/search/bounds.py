@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.cost import CostModel, Estimate
+from advisor.cost import Estimate
+from advisor.cost.memory import ALLOCATOR_SLACK
 from advisor.policy import Policy
 from advisor.search.columns import Columns, Floats, Microbatches
+from advisor.search.kept import Kept
 from advisor.search.space import Integers, Space
 from advisor.search.staged import staged_peak_bytes, staged_step_s
 from advisor.search.whole import whole_peak_bytes, whole_time
@@ -69,26 +71,34 @@ class Bounds:
         return np.asarray((self.step_s[rows] <= limit) | (nearest <= slack))
 
 
-def bounds_of(space: Space, costs: CostModel, policy: Policy) -> Bounds:
+def bounds_of(space: Space, kept: Kept, policy: Policy) -> Bounds:
     """The bounds of every row of `space`; of rows that do not fit, of memory alone."""
     count = len(space)
-    usable = policy.usable_bytes(costs.facts.cluster.device)
-    microbatches = Microbatches(space, costs, usable)
+    device, overhead_s = kept.costs.facts.cluster.device, kept.costs.facts.workload.host_overhead_s
+    usable = policy.usable_bytes(device)
+    microbatches = Microbatches(space, kept, usable)
     found = Bounds(np.zeros((len(PARTS), count)), np.zeros(count), np.zeros(count))
-    overhead_s = costs.facts.workload.host_overhead_s
-    whole, staged = np.flatnonzero(space.pp == 1), np.flatnonzero(space.pp > 1)
-    if len(whole):
-        columns = Columns(space.part(whole), microbatches)
+    for is_whole, peak_bytes in ((True, whole_peak_bytes), (False, staged_peak_bytes)):
+        rows = np.flatnonzero((space.pp == 1) == is_whole)
+        if not len(rows):
+            continue
+        columns = Columns(space.part(rows), microbatches)
+        least = columns.of(lambda g: g.unit_bytes) * (1 + ALLOCATOR_SLACK)
+        peak = np.maximum(peak_bytes(columns), least + device.context_bytes.high)
+        found.peak_high_bytes[rows] = peak
+        fitting = np.flatnonzero(peak * (1 - ROUNDING) <= usable)
+        if not len(fitting):
+            continue
+        if len(fitting) < len(rows):
+            rows = rows[fitting]
+            columns = Columns(space.part(rows), microbatches)
+        if not is_whole:
+            found.step_s[rows] = staged_step_s(columns) + overhead_s
+            continue
         time = whole_time(columns)
         parts = np.stack([getattr(time, name) for name in PARTS])
-        parts[:, ~columns.is_exact] = 0.0
-        found.step_s[whole] = parts.sum(axis=0) + overhead_s
+        found.step_s[rows] = parts.sum(axis=0) + overhead_s
         if space.offload is not Offload.NONE:
             parts[-1] = 0.0  # what is exposed of transfers to the host is a part of its own
-        found.parts[:, whole] = parts
-        found.peak_high_bytes[whole] = whole_peak_bytes(columns)
-    if len(staged):
-        columns = Columns(space.part(staged), microbatches)
-        found.step_s[staged] = staged_step_s(columns) + overhead_s
-        found.peak_high_bytes[staged] = staged_peak_bytes(columns)
+        found.parts[:, rows] = parts
     return found

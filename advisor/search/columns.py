@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.cost import CostModel
 from advisor.cost.compute import optimizer_s
 from advisor.cost.memory import ALLOCATOR_SLACK
-from advisor.search.microbatch import Crossing, Microbatch, crossing_of, microbatch
+from advisor.search.kept import Kept
+from advisor.search.microbatch import Microbatch
 from advisor.search.space import KINDS, RECOMPUTES, Integers, Space
 from engines.plan import DataParallel, Plan
 from profiles.cluster import Collective
-from profiles.optimizers import Law
 
 Floats = NDArray[np.float64]
 
@@ -31,33 +30,30 @@ HYBRID = KINDS.index(DataParallel.HYBRID_SHARD)
 class Microbatches:
     """The microbatches of a space, by (tp, cp, size, recompute, whether FSDP2 runs them)."""
 
-    def __init__(self, space: Space, costs: CostModel, usable_bytes: float) -> None:
-        self.costs = costs
+    def __init__(self, space: Space, kept: Kept, usable_bytes: float) -> None:
+        self.costs = kept.costs
+        self._kept = kept
         self._space = space
         self._usable_bytes = usable_bytes
-        self._crossing: dict[int, Crossing] = {}
+        place = {unit.name: n for n, unit in enumerate(kept.costs.facts.model.units)}
+        self._places = [place[name] for name in space.pieces[1:]]
         self._found: dict[tuple[int, int, int, int, int], Microbatch] = {}
         self._too_large: dict[tuple[int, int, int, int], tuple[int, Microbatch]] = {}
 
-    def least(
-        self, tp: int, cp: int, size: int, recompute: int, is_sharded: int
-    ) -> tuple[Microbatch, bool]:
-        """A microbatch that takes no more than this one, and whether it is this one.
-
-        Where one unit alone, which some rank has to run, does not fit with a smaller one, nobody
-        asks what exactly the larger one takes.
-        """
+    def least(self, tp: int, cp: int, size: int, recompute: int, is_sharded: int) -> Microbatch:
+        """This microbatch; or a smaller one of which one unit alone, that some rank has to run,
+        does not fit: then nobody asks what exactly the larger one takes."""
         alike = tp, cp, recompute, is_sharded
         smallest, found = self._too_large.get(alike, (size, None))
         if found is not None and smallest < size:
-            return found, False
+            return found
         key = tp, cp, size, recompute, is_sharded
         if key not in self._found:
             self._found[key] = self._microbatch(*key)
         found = self._found[key]
         if found.unit_bytes * (1 + ALLOCATOR_SLACK) > self._usable_bytes:
             self._too_large[alike] = size, found
-        return found, True
+        return found
 
     def _microbatch(
         self, tp: int, cp: int, size: int, recompute: int, is_sharded: int
@@ -73,12 +69,7 @@ class Microbatches:
             precision=self._space.precision,
             data_parallel=kind,
         )
-        if is_sharded not in self._crossing:
-            model = self.costs.facts.model
-            place = {unit.name: n for n, unit in enumerate(model.units)}
-            places = [place[name] for name in self._space.pieces[1:]]
-            self._crossing[is_sharded] = crossing_of(self.costs, plan, places)
-        return microbatch(self.costs, plan, self._crossing[is_sharded])
+        return self._kept.microbatch(plan, self._places)
 
 
 class Columns:
@@ -86,8 +77,6 @@ class Columns:
 
     Attributes:
         shards: over how many ranks parameters and states are divided, those of cp among them.
-        is_exact: whether the sums are those of the row's microbatch; else of a smaller one, which
-            does not fit either.
         is_replicated: by row; whether DDP averages its gradients.
         is_sharded, gathers, reduces: by row; whether FSDP2 runs it, gathers parameters for every
             microbatch, and reduces gradients for every one (ZeRO-1 and ZeRO-2 gather once a step,
@@ -108,21 +97,13 @@ class Columns:
             [space.tp, space.cp, space.microbatch_size, space.recompute, self.is_sharded]
         )
         different, self.group = unique(keys)
-        found = [microbatches.least(*(int(n) for n in key)) for key in different.T]
-        self.groups = [microbatch for microbatch, _ in found]
-        self.is_exact = np.array([is_exact for _, is_exact in found])[self.group]
+        self.groups = [microbatches.least(*(int(n) for n in key)) for key in different.T]
         pairs = list(zip(different.T, self.groups, strict=True))
         # Parameters are the same in every microbatch of one tp degree.
         self._sharded = {int(key[0]): group for key, group in pairs if key[4]}
         self._whole = {int(key[0]): group for key, group in pairs if not key[4]}
         self._ledger = self.costs.ledger()
         self._different: dict[tuple[int, ...], tuple[Integers, Integers, Sequence[Integers]]] = {}
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether the optimizer's states are as large as gradients are, whatever their shapes."""
-        optimizer = self.costs.facts.workload.optimizer
-        return optimizer.law is Law.ELEMENTWISE and optimizer.units is None
 
     def of(self, amount: Callable[[Microbatch], float]) -> Floats:
         """An amount of its microbatch for each row."""
@@ -161,7 +142,7 @@ class Columns:
     def _of_part(self, amount: Callable[[int, int], float]) -> Floats:
         """Of a rank's part of the parameters, (tp, shards); what goes by elements is in proportion
         to them."""
-        if self.is_elementwise:
+        if self.costs.facts.workload.optimizer.is_elementwise:
             return self.each([self.space.tp], lambda tp: amount(tp, 1)) / self.shards
         return self.each([self.space.tp, self.shards], amount)
 
@@ -217,7 +198,7 @@ class Columns:
             )
 
         def whole(tp: int, replicas: int) -> float:
-            if replicas < 2:
+            if replicas < 2 or self._is_sent_otherwise:
                 return 0.0
             return self._seconds(reduced, self._whole[tp].loads.gradient_bytes, replicas, tp)
 
@@ -228,6 +209,11 @@ class Columns:
         root = self.each(keys, lambda t, r, s: shards(t, r, s, of_root=True))
         keys = [space.tp, np.where(self.is_sharded, 1, space.dp_replicate * space.cp)]
         return separate + self.each(keys, whole), root
+
+    @property
+    def _is_sent_otherwise(self) -> bool:
+        """Whether gradients are not summed up whole by the backend; no bound is known then."""
+        return bool({"aggregation", "compression"} & set(self.space.carried))
 
     def send_s(self, payload_bytes: Callable[[Microbatch], float]) -> Floats:
         """Of a payload from one stage to the next."""

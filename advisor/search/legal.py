@@ -41,7 +41,14 @@ Styles = Callable[[int], tuple[tuple[str, str], ...]]
 """How layers are split over a tp axis of this size; empty where they cannot be."""
 
 # Settings that are not searched: pinned or default.
-_CARRIED = ("ep", "sync_batch_norm", "compile")
+_CARRIED = (
+    "ep",
+    "sync_batch_norm",
+    "compile",
+    "aggregation",
+    "compression",
+    "compression_rank",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,11 @@ def shapes(world: int) -> Iterator[Shape]:
     yield Shape(DataParallel.FULL_SHARD, 1, world)
     for shard in divisors(world)[1:-1]:
         yield Shape(DataParallel.HYBRID_SHARD, world // shard, shard)
+
+
+def precision_of(facts: Facts, pins: Pins) -> Precision:
+    """Of all plans that keep `pins`."""
+    return Precision(pins.get("precision", facts.precision))
 
 
 def is_too_long(facts: Facts, precision: Precision, styles: Styles) -> bool:
@@ -155,7 +167,7 @@ class _Builder:
         self._facts = facts
         self._pins = pins
         self._offload = offload
-        self._precision = Precision(pins.get("precision", facts.precision))
+        self._precision = precision_of(facts, pins)
         self._styles_of = styles
         self._styles: dict[int, tuple[tuple[str, str], ...]] = {1: ()}
         self._legal: dict[tuple[object, ...], bool] = {}

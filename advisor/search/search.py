@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.cost import CostModel, Estimate
+from advisor.cost import Estimate
 from advisor.policy import Objective, Policy
-from advisor.rules import Candidate, fits_device, margin_s, simplicity, weigh
+from advisor.rules import Candidate, fits_device, margin_s, simplicity, simplicity_columns, weigh
 from advisor.search.bounds import ROUNDING, Bounds, bounds_of
 from advisor.search.columns import unique
+from advisor.search.kept import Kept
 from advisor.search.space import KINDS, Space
 from advisor.search.stages import Stages
 from engines.plan import Plan
@@ -33,17 +34,19 @@ class Search:
     Attributes:
         space: the rows.
         bounds: no estimate is below them.
+        usable_bytes: of a device.
     """
 
-    def __init__(self, costs: CostModel, policy: Policy, space: Space, stages: Stages) -> None:
+    def __init__(self, kept: Kept, policy: Policy, space: Space, stages: Stages) -> None:
+        costs = kept.costs
         self.space = space
-        self.bounds: Bounds = bounds_of(space, costs, policy)
+        self.bounds: Bounds = bounds_of(space, kept, policy)
         self._costs = costs
         self._policy = policy
         self._stages = stages
         self._weighed: dict[int, Candidate] = {}
-        self._usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
-        missing = self.bounds.peak_high_bytes * (1 - ROUNDING) - self._usable_bytes
+        self.usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
+        missing = self.bounds.peak_high_bytes * (1 - ROUNDING) - self.usable_bytes
         self._missing = np.maximum(0.0, missing)
 
     @property
@@ -143,6 +146,21 @@ class Search:
         fastest = self.fastest(rows)
         return None if fastest is None else self._simplest_tie(rows, fastest)
 
+    @property
+    def may_fit(self) -> NDArray[np.bool_]:
+        """By row: whether its bound of memory leaves that open."""
+        return np.asarray(self._missing == 0)
+
+    def with_borders(self, index: int) -> tuple[float, float]:
+        """Seconds and bytes that a row's estimate is not below, with the borders of its stages; a
+        little less, for rounding."""
+        step_s = self._stages.least_step_s(self.space, index)
+        nbytes = self._stages.least_peak_bytes(self.space, index)
+        return (
+            max(step_s, float(self.bounds.step_s[index])) * (1 - ROUNDING),
+            max(nbytes, float(self.bounds.peak_high_bytes[index])) * (1 - ROUNDING),
+        )
+
     def _may_fit(self, rows: Rows) -> Rows:
         return np.asarray(rows[self._missing[rows] == 0])
 
@@ -169,7 +187,10 @@ class Search:
         for place in range(len(shown) + 1):
             bound = bounds[shown[place]] if place < len(shown) else np.inf
             while waiting and waiting[0][0] <= min(bound, least[0] * (1 + ROUNDING)):
-                candidate = self.candidate(heappop(waiting)[-1])
+                index = heappop(waiting)[-1]
+                if fits and self._surely_misses(index):
+                    continue
+                candidate = self.candidate(index)
                 if candidate.fits or not fits:
                     found = key(candidate)
                     if best is None or found < least:
@@ -177,8 +198,6 @@ class Search:
             if place == len(shown) or bound * (1 - ROUNDING) > least[0]:
                 break
             index = int(shown[place])
-            if fits and self._surely_misses(index):
-                continue
             if bounds is self.bounds.step_s:
                 bound = max(bound, self._stages.least_step_s(self.space, index))
             heappush(waiting, (bound, place, index))
@@ -190,7 +209,7 @@ class Search:
         """Whether a row does not fit with the borders that are best for it; noted as its bound."""
         if index not in self._weighed:
             least = self._stages.least_peak_bytes(self.space, index)
-            missing = least * (1 - ROUNDING) - self._usable_bytes
+            missing = least * (1 - ROUNDING) - self.usable_bytes
             self._missing[index] = max(self._missing[index], missing)
         return bool(self._missing[index] > 0)
 
@@ -204,10 +223,8 @@ class Search:
             for index in group[np.argsort(self.bounds.step_s[group], kind="stable")]:
                 if self.bounds.step_s[index] * (1 - ROUNDING) > least[0]:
                     break
-                if self._surely_misses(int(index)):
-                    continue
                 step_s = self._stages.least_step_s(self.space, int(index))
-                if step_s * (1 - ROUNDING) > least[0]:
+                if step_s * (1 - ROUNDING) > least[0] or self._surely_misses(int(index)):
                     continue
                 candidate = self.candidate(int(index))
                 if candidate.fits and _ties(candidate.estimate, fastest.estimate, self._policy):
@@ -220,24 +237,13 @@ class Search:
 
     def _by_simplicity(self, rows: Rows) -> Iterator[Rows]:
         """Groups of equally simple rows, simplest first."""
-        space = self.space.part(rows)
-        alike = (
-            space.pp,
-            space.tp,
-            space.cp,
-            space.kind,
-            space.schedule,
-            space.per_rank,
-            space.recompute,
-        )
-        different, group = unique(np.stack([*alike, space.forwards]))
-        first = np.full(different.shape[1], len(rows))
-        np.minimum.at(first, group, np.arange(len(rows)))
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for number, place in enumerate(first.tolist()):
-            groups.setdefault(simplicity(space.row(place)), []).append(number)
-        for key in sorted(groups):
-            yield np.asarray(rows[np.isin(group, groups[key])])
+        columns = np.stack(simplicity_columns(self.space.part(rows)))
+        order = np.lexsort(columns[::-1])
+        columns = columns[:, order]
+        starts = np.flatnonzero((columns[:, 1:] != columns[:, :-1]).any(axis=0)) + 1
+        # Equally simple rows stay in the order of the space.
+        for group in np.split(order, starts):
+            yield np.asarray(rows[group])
 
 
 class _TooMany(Exception):

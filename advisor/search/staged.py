@@ -122,7 +122,9 @@ def staged_peak_bytes(columns: Columns) -> Floats:
     blocks = columns.of(lambda g: g.blocks)
     of_block = columns.of(lambda g: g.block_bytes[0]) * own
     of_block += columns.of(lambda g: g.block_bytes[1]) * gradients
-    of_block += states * columns.of(lambda g: g.block_part) * columns.is_elementwise
+    of_block += (
+        states * columns.of(lambda g: g.block_part) * facts.workload.optimizer.is_elementwise
+    )
     kept = columns.of(lambda g: g.block_kept_bytes)
     held = np.maximum(of_model / pp, _fullest_bytes(columns, blocks, of_block, kept))
 

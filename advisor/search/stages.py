@@ -13,43 +13,16 @@ from itertools import accumulate
 
 import numpy as np
 
-from advisor.cost import CostModel
-from advisor.cost.memory import ALLOCATOR_SLACK, shard_degree
+from advisor.cost.memory import ALLOCATOR_SLACK, is_offloaded, shard_degree
 from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
 from advisor.policy import Policy
 from advisor.search.borders import Matrix, cut, spans
-from advisor.search.microbatch import Crossing, Floats, Microbatch, crossing_of, microbatch
+from advisor.search.held import fullest_bytes
+from advisor.search.kept import Kept
+from advisor.search.pieces import Pieces, pieces_of
 from advisor.search.space import KINDS, SCHEDULES, Pins, Space
-from engines.plan import DataParallel, Offload, Plan, Schedule
+from engines.plan import Plan, Schedule
 from profiles.cluster import Collective
-
-_KEEPS_PARAMETERS = (DataParallel.ZERO1, DataParallel.ZERO2)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """What lies between places where a stage may begin: amounts of each piece.
-
-    Attributes:
-        forward_s, backward_s: of one microbatch, with what is sent along the tp axis.
-        parameters, gradients, kept, work: bytes; `kept` of one microbatch, `work` while the last of
-            its units runs backward.
-        there, back: bytes that one microbatch sends over the border before each piece and after
-            the last: one more than there are pieces, zeros at both ends.
-    """
-
-    forward_s: Floats
-    backward_s: Floats
-    parameters: Floats
-    gradients: Floats
-    kept: Floats
-    work: Floats
-    there: Floats
-    back: Floats
-
-    @property
-    def seconds(self) -> Floats:
-        return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +30,12 @@ class _Found:
     """The best borders.
 
     Attributes:
-        names: of the units that begin stages 1, 2, ...
-        least_bytes: below which the upper end of the peak does not stay with these borders, nor
-            with any others where they were looked for; 0 where nothing is known.
+        starts, names: the first pieces of stages 1, 2, ..., and the units that begin them.
         forward_s, backward_s: of every stage.
     """
 
+    starts: tuple[int, ...]
     names: tuple[str, ...]
-    least_bytes: float
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
 
@@ -72,14 +43,16 @@ class _Found:
 class Stages:
     """Finds borders, once for rows that share all that they depend on."""
 
-    def __init__(self, costs: CostModel, pins: Pins, policy: Policy) -> None:
+    def __init__(self, kept: Kept, pins: Pins, policy: Policy) -> None:
+        costs = kept.costs
+        self._kept = kept
         self._costs = costs
         self._pinned = tuple(pins.get("stages", ()))
         self._usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
         self._place = {unit.name: n for n, unit in enumerate(costs.facts.model.units)}
         self._found: dict[tuple[object, ...], _Found] = {}
-        self._crossing: dict[bool, Crossing] = {}
-        self._pieces: dict[tuple[object, ...], _Pieces] = {}
+        self._pieces: dict[tuple[object, ...], Pieces] = {}
+        self._states: dict[tuple[int, int], float] = {}
 
     def plan(self, space: Space, index: int) -> Plan:
         """The plan of a row."""
@@ -88,11 +61,23 @@ class Stages:
         return space.plan(index, stages=self._pinned or self._cut(space, index).names)
 
     def least_peak_bytes(self, space: Space, index: int) -> float:
-        """Below which the upper end of the peak does not stay with these borders, nor with any
-        others where they were looked for; 0 where nothing is known."""
+        """Below which the upper end of the peak does not stay with the row's borders; 0 where
+        nothing is known."""
         if space.pp[index] == 1 or self._pinned:
             return 0.0
-        return self._cut(space, index).least_bytes
+        found, plan = self._cut(space, index), space.plan(index)
+        facts, pieces = self._costs.facts, self._pieces_of(plan, space.pieces)
+        whole: frozenset[int] = frozenset()
+        if plan.schedule in SPLITS_BACKWARD:
+            places = [self._place[name] for name in found.names]
+            whole = self._costs.stages.whole_backwards([0, *places, len(self._place)])
+        # What does not go by elements may be anywhere in the model.
+        is_elementwise = facts.workload.optimizer.is_elementwise
+        states = self._state_bytes(plan) if is_elementwise else 0.0
+        always = pieces.always_bytes(plan, state_bytes=states, on_device=self._on_device(plan))
+        held = fullest_bytes(plan, pieces, found.starts, always=always, whole=whole)
+        held += self._costs.batch_bytes(plan) + facts.model.buffer_bytes
+        return held * (1 + ALLOCATOR_SLACK) + facts.cluster.device.context_bytes.high
 
     def least_step_s(self, space: Space, index: int) -> float:
         """No step with these borders is faster; 0 where nothing is known.
@@ -136,49 +121,31 @@ class Stages:
 
     def _best(self, plan: Plan, names: Sequence[str], stages: int) -> _Found:
         pieces = self._pieces_of(plan, names)
-        least = 0.0
         if stages == plan.pp:
             seconds = spans(pieces.seconds)
             if plan.schedule in ONE_STAGE:
                 seconds = seconds + self._waiting_s(plan, pieces)
             nbytes = self._held_bytes(plan, pieces, stages)
             found = cut(seconds, nbytes, usable_bytes=self._room_bytes(plan))
-            context = self._costs.facts.cluster.device.context_bytes.high
-            beside = self._usable_bytes - context - self._room_bytes(plan) * (1 + ALLOCATOR_SLACK)
-            least = found.nbytes * (1 + ALLOCATOR_SLACK) + beside + context
         else:
             nbytes = [spans(pieces.parameters)] * stages
             found = cut(spans(pieces.seconds), nbytes, usable_bytes=np.inf)
         return _Found(
+            starts=found.starts,
             names=tuple(names[start] for start in found.starts),
-            least_bytes=least,
             forward_s=tuple(np.add.reduceat(pieces.forward_s, [0, *found.starts]).tolist()),
             backward_s=tuple(np.add.reduceat(pieces.backward_s, [0, *found.starts]).tolist()),
         )
 
-    def _pieces_of(self, plan: Plan, names: Sequence[str]) -> _Pieces:
+    def _pieces_of(self, plan: Plan, names: Sequence[str]) -> Pieces:
         is_sharded = plan.data_parallel.is_sharded
         key = (plan.tp, plan.microbatch_size, plan.recompute, is_sharded)
-        if key in self._pieces:
-            return self._pieces[key]
-        places = [0, *(self._place[name] for name in names[1:])]
-        if is_sharded not in self._crossing:
-            self._crossing[is_sharded] = crossing_of(self._costs, plan, places[1:])
-        of = microbatch(self._costs, plan, self._crossing[is_sharded])
-        there, back = of.crossing.at(of.loads.samples)
-        self._pieces[key] = _Pieces(
-            forward_s=_summed(of, of.unit_s[0], places),
-            backward_s=_summed(of, of.unit_s[1], places),
-            parameters=_summed(of, [unit.parameter_bytes for unit in of.units], places),
-            gradients=_summed(of, [unit.gradient_bytes for unit in of.units], places),
-            kept=_summed(of, of.kept, places),
-            work=_each(of, of.work)[[*(place - 1 for place in places[1:]), -1]],
-            there=np.pad(there, 1),
-            back=np.pad(back, 1),
-        )
+        if key not in self._pieces:
+            places = [0, *(self._place[name] for name in names[1:])]
+            self._pieces[key] = pieces_of(self._kept.microbatch(plan, places[1:]), places)
         return self._pieces[key]
 
-    def _waiting_s(self, plan: Plan, pieces: _Pieces) -> Matrix:
+    def _waiting_s(self, plan: Plan, pieces: Pieces) -> Matrix:
         """What a stage waits for a microbatch to arrive, and for its gradient to come back."""
         world = self._costs.facts.cluster.world_size
         ledger, sent = self._costs.ledger(), np.maximum(pieces.there, pieces.back)
@@ -191,22 +158,18 @@ class Stages:
         seconds = np.array([known[payload] for payload in sent.tolist()])
         return np.asarray(seconds[:, None] + seconds[None, :])
 
-    def _held_bytes(self, plan: Plan, pieces: _Pieces, stages: int) -> list[Matrix]:
+    def _held_bytes(self, plan: Plan, pieces: Pieces, stages: int) -> list[Matrix]:
         """Of every stage at every place of the pipeline, when a backward begins."""
-        kind, degree = plan.data_parallel, shard_degree(plan)
-        facts = self._costs.facts
-        share = self._costs.loads(plan).compute_share
-        on_device = not (plan.offload is Offload.STATES and facts.cluster.device.kind != "cpu")
-        update = self._costs.update(plan, 0, len(facts.model.units))
-        repeated = kind.is_sharded and plan.accumulation > 1 and kind is not DataParallel.ZERO1
-        own = on_device / degree + share * (kind in _KEEPS_PARAMETERS)
-        whole = 1 + repeated * on_device / degree
-        states = on_device * update.state_bytes / pieces.gradients.sum()
-        held = spans(own * pieces.parameters + (whole + states) * pieces.gradients)
-        held = held + np.pad(pieces.work, (1, 0))[None, :]
+        always = pieces.always_bytes(
+            plan, state_bytes=self._state_bytes(plan), on_device=self._on_device(plan)
+        )
+        held = spans(always) + np.pad(pieces.work_bytes(plan), (1, 0))[None, :]
         in_round = 1 if plan.schedule is Schedule.NAIVE else plan.microbatches
-        held += in_round * (pieces.there[:, None] + pieces.back[None, :])
-        kept = spans(pieces.kept) + pieces.there[None, :]
+        received = pieces.there[:, None]
+        held += in_round * (received + pieces.back[None, :])
+        kept = spans(pieces.kept)
+        kept = kept - np.minimum(kept, received) + pieces.there[None, :]
+        kept += spans(pieces.cast) * (not plan.data_parallel.is_sharded)
         # Zero bubble has as many microbatches in flight as 1F1B when its first backward begins.
         schedule = Schedule.ONE_F_ONE_B
         if plan.schedule in (Schedule.NAIVE, Schedule.GPIPE):
@@ -216,6 +179,20 @@ class Stages:
         filled = {count: held + count * kept for count in set(most)}
         return [filled[count] for count in most]
 
+    def _state_bytes(self, plan: Plan) -> float:
+        """What the optimizer keeps for one rank's part of the whole model."""
+        degree = shard_degree(plan)
+        # What goes by elements is divided evenly.
+        is_even = self._costs.facts.workload.optimizer.is_elementwise
+        key = plan.tp, 1 if is_even else degree
+        if key not in self._states:
+            state_bytes = self._costs.update(plan, 0, len(self._place)).state_bytes
+            self._states[key] = state_bytes * (degree if is_even else 1)
+        return self._states[key] / (degree if is_even else 1)
+
+    def _on_device(self, plan: Plan) -> bool:
+        return not is_offloaded(plan, self._costs.facts.cluster.device)
+
     def _room_bytes(self, plan: Plan) -> float:
         """What is left for a stage beside what all ranks hold alike."""
         facts = self._costs.facts
@@ -223,13 +200,3 @@ class Stages:
             1 + ALLOCATOR_SLACK
         )
         return room - self._costs.batch_bytes(plan) - facts.model.buffer_bytes
-
-
-def _each(of: Microbatch, amounts: Floats | Sequence[float]) -> Floats:
-    """Amounts of every single unit."""
-    return np.repeat(np.asarray(amounts), of.counts.astype(int))
-
-
-def _summed(of: Microbatch, amounts: Floats | Sequence[float], places: Sequence[int]) -> Floats:
-    """Amounts of the pieces that begin at `places`."""
-    return np.asarray(np.add.reduceat(_each(of, amounts), places))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from profiles.families import kernels, llama
 from profiles.families import operations as ops
 from profiles.families.arrays import Array, DType
@@ -29,7 +31,8 @@ def mixtral(fields: Fields) -> Family:
         rows = _experts(unit, shape, rows, places, weights, experts=experts, inner=shape.inner)
         return ops.reshape(rows, *hidden.shape)
 
-    return llama.decoder(fields, feed_forward, lambda layer: "mixture")
+    family = llama.decoder(fields, feed_forward, lambda layer: "mixture")
+    return replace(family, experts_per_token=chosen)
 
 
 def qwen3_moe(fields: Fields) -> Family:
@@ -59,7 +62,8 @@ def qwen3_moe(fields: Fields) -> Family:
         rows = _experts(unit, shape, rows, places, weights, experts=experts, inner=inner)
         return ops.reshape(rows, *hidden.shape)
 
-    return llama.decoder(fields, feed_forward, is_mixture)
+    family = llama.decoder(fields, feed_forward, is_mixture)
+    return replace(family, experts_per_token=chosen)
 
 
 def _top(scores: Array, count: int) -> tuple[Array, Array]:

@@ -123,12 +123,14 @@ class Family:
         run: its forward, to the loss and whatever else it returns.
         takes_tokens: whether the batch is token ids; else it is images.
         longest: the longest sequence that it has positions for, None if there is no limit.
+        experts_per_token: that a mixture sends a token to; None where there is none.
     """
 
     kind: str
     run: Callable[[Network], tuple[Array, ...]]
     takes_tokens: bool = True
     longest: int | None = None
+    experts_per_token: int | None = None
 
 
 @dataclass(eq=False)

@@ -84,6 +84,7 @@ def profile_from_config(
         unused=network.unused(),
         has_loss=True,
         flow=next(iter(runs.values())).flow,
+        experts_per_token=family.experts_per_token,
         config=_as_json(config),
     )
 

@@ -26,8 +26,10 @@ from tests.profiles.test_nccl_tests import log as nccl_log
 
 # Every option there is. A new one has to earn its line here: about fifteen, all else is in files.
 OPTIONS = {
+    "--allow-lossy",
     "--bench",
     "--cluster",
+    "--critical-batch",
     "--debug",
     "--format",
     "--global-batch",
@@ -42,6 +44,7 @@ OPTIONS = {
     "--plan",
     "--precision",
     "--ranks",
+    "--samples",
     "--seq",
     "--steps",
     "--time",

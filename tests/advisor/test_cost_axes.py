@@ -7,6 +7,7 @@ import pytest
 from advisor.cost import Estimate, estimate
 from engines.plan import Plan
 from profiles.cluster import Collective
+from profiles.families import profile_from_config
 from profiles.model import ModelProfile, Shape
 from tests.factories import chain, cpus, facts, gpus, transformer
 
@@ -71,6 +72,32 @@ def test_ranks_that_share_experts_hold_their_part_and_send_tokens_there_and_back
     assert {item.payload_bytes for item in sent} == {2 * row}
     assert sum(item.count for item in sent) == 4 * 2 * 2
     assert shared.time.compute_s == whole.time.compute_s
+
+
+def test_tokens_travel_to_as_many_experts_as_the_configuration_says() -> None:
+    """Qwen3 30B-A3B sends a token to eight of its experts: four times what two receive."""
+    two = on_cpus("dp_replicate=4 ep=4", mixture())
+    eight = mixture().model_copy(update={"experts_per_token": 8})
+    sent = [
+        sum(t.bus_bytes for t in found.traffic if t.kind is Collective.ALL_TO_ALL)
+        for found in (two, on_cpus("dp_replicate=4 ep=4", eight))
+    ]
+    assert sent[1] == 4 * sent[0] > 0
+    config: dict[str, object] = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 100,
+        "num_experts": 16,
+        "moe_intermediate_size": 24,
+        "num_experts_per_tok": 6,
+    }
+    counted = profile_from_config(config, samples=1, sequence_length=16, name="mixture")
+    assert counted.experts_per_token == 6
+    assert chain().experts_per_token is None
 
 
 def test_tokens_on_more_devices_are_no_slower_on_fast_links() -> None:

@@ -53,6 +53,22 @@ def test_ring_collectives_pay_each_step_and_their_bus_bytes() -> None:
     assert reduce == pytest.approx(14 * 5e-6 + 14 / 8 * payload / 360e9)
 
 
+def test_in_an_all_to_all_the_ranks_of_a_node_share_its_cards() -> None:
+    """Two nodes of eight with 400 GB/s each: half of what all eight hold goes to the other node."""
+    found = collective_s(gpus(2, 8), Collective.ALL_TO_ALL, 1e9, group_size=16)
+    assert found == pytest.approx(14 * 5e-6 + 1 * 10e-6 + 8 * 1e9 / 2 / 400e9)
+    # A gather of as much crosses the cards once for all of them: links inside are slower.
+    gather = collective_s(gpus(2, 8), Collective.ALL_GATHER, 1e9, group_size=16)
+    assert gather == pytest.approx(14 * 5e-6 + 1 * 10e-6 + 15 / 16 * 1e9 / 360e9)
+    # One rank of every node: its own eighth of the cards, as before.
+    alone = collective_s(gpus(4, 8), Collective.ALL_TO_ALL, 1e9, group_size=4, stride=8)
+    assert alone == pytest.approx(3 * 10e-6 + 3 / 4 * 1e9 / 50e9)
+    # With cards for everybody's bytes, what stays inside the node takes longest.
+    fast = gpus(2, 8, inter_bytes_per_s=1e14)
+    inside = collective_s(fast, Collective.ALL_TO_ALL, 1e9, group_size=16)
+    assert inside == pytest.approx(14 * 5e-6 + 1 * 10e-6 + 7 / 16 * 1e9 / 360e9)
+
+
 def test_a_group_of_one_rank_per_node_gets_its_share_of_the_nodes_cards() -> None:
     nodes = gpus(4, 8)
     between = collective_s(nodes, Collective.ALL_REDUCE, 1e9, group_size=4, stride=8)

@@ -243,7 +243,7 @@ def test_another_process_with_another_hash_seed_writes_the_same_bytes() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=180,
         ).stdout
         for seed in ("1", "2")
     ]

@@ -112,7 +112,7 @@ def test_no_rank_outlives_a_demo_that_is_stopped(tmp_path: Path, number: signal.
             os.kill(torchrun, number)
         else:
             process.send_signal(number)
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=180)[1]
     assert process.returncode != 0
     assert "Traceback" not in said
     wait_until(lambda: not processes_with(mark))

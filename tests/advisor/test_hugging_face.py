@@ -13,7 +13,8 @@ import pytest
 from advisor.models import load_model, profile_model
 from profiles.errors import FileError, InputError, ModelError, UnknownNameError
 from profiles.model import ModelProfile, Numerics
-from tests.profiles.test_families import LLAMA_3_8B, VIT, assert_equal
+from tests.profiles.equal_profiles import assert_equal
+from tests.profiles.family_configs import LLAMA_3_8B, VIT
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = {**LLAMA_3_8B, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3} | {
@@ -120,7 +121,7 @@ def without_torch(config: Path, precision: str | None) -> tuple[dict[str, Any], 
     command = [sys.executable, "-c", BLOCKED, str(config), "--cluster", "8xH100-SXM-80GB"]
     command += ["--global-batch", "64", "--seq", "2048", "--json"]
     command += ["--precision", precision] if precision else []
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert run.returncode == 0, run.stderr
     decision = json.loads(run.stdout)
     assert "without torch, LlamaForCausalLM is profiled in closed form" in run.stderr

@@ -13,6 +13,7 @@ from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.policy import Policy
 from advisor.search.bounds import ROUNDING
+from advisor.search.kept import Kept
 from advisor.search.legal import is_too_long, space_of, styles_of
 from advisor.search.search import Search
 from advisor.search.space import Pins, Space
@@ -89,9 +90,9 @@ def test_experts_are_shared_where_gathering_them_takes_longer_than_tokens_travel
 
 def require_bounds(whole: Facts, pins: Pins) -> Space:
     """Every row of the space is estimated, and not below its bounds."""
-    costs, policy = CostModel(whole), Policy()
+    kept, policy = Kept(CostModel(whole)), Policy()
     space = space_of(whole, pins, styles=styles_of(whole))
-    search = Search(costs, policy, space, Stages(costs, pins, policy))
+    search = Search(kept, policy, space, Stages(kept, pins, policy))
     for index in range(len(space)):
         found, bounds = search.candidate(index).estimate, search.bounds
         assert bounds.step_s[index] <= found.step_s * (1 + ROUNDING), str(space.plan(index))

@@ -108,7 +108,7 @@ def test_the_page_says_what_the_terminal_says(name: str) -> None:
     view, found = view_of(DECISIONS[name]), words_of(page(DECISIONS[name]))
     shown = " ".join(str(DECISIONS[name]).split())
     said = [view.step, view.rate, view.memory, view.memory_title, view.weighed, view.next_command]
-    said += [*view.reasons, *view.hints, *view.plan, view.devices]
+    said += [*view.reasons, *view.hints, *view.plan, *view.batch, view.devices]
     said += [part.value for part in (*view.memory_parts, *view.time_parts)]
     said += filter(None, (*view.main_memory, view.memory_note, view.ties))
     for sentence in said:

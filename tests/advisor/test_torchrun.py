@@ -69,7 +69,7 @@ def torchrun(folder: Path, name: str, words: list[str]) -> None:
         text=True,
     )
     try:
-        output, _ = launcher.communicate(timeout=60)
+        output, _ = launcher.communicate(timeout=180)
     finally:
         for rank in range(2) if launcher.poll() is None else ():
             if (pid := folder / f"{rank}.pid").exists():
@@ -169,7 +169,7 @@ def test_a_mistake_is_said_once_and_ends_the_job_at_once(tmp_path: Path) -> None
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "XDG_CACHE_HOME": str(tmp_path),
     }
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert ended.returncode == 1  # torchrun's own
     assert ended.stderr.count("error: unknown model `gpt-10`") == 1
     assert ended.stdout == ""

@@ -60,6 +60,25 @@ def test_a_family_is_about_the_axes_that_a_plan_uses(spelt: str, families: set[F
     assert {family for family in Family if tree.belongs(plan, family)} == families
 
 
+@pytest.mark.parametrize(
+    ("plan", "is_in"),
+    [
+        ("pp=2 dp_shard=8", True),
+        ("pp=4 dp_shard=4", True),
+        ("pp=2 tp=2 dp_shard=4", True),
+        ("pp=2 dp_replicate=2 dp_shard=4", True),
+        ("tp=2 dp_shard=8", False),  # its shards are on two nodes
+        ("dp_shard=16", False),
+        ("pp=2 dp_replicate=8 zero=2", False),
+    ],
+)
+def test_shards_inside_a_node_send_no_parameter_over_slow_links(plan: str, is_in: bool) -> None:
+    """Two nodes of eight: what is gathered for every microbatch stays on NVLink."""
+    family, asked = Family.DP_PP_TP_ZERO1, Plan.parse(plan)
+    assert tree.belongs(asked, family, devices_per_node=8) is is_in
+    assert not tree.belongs(asked, family)  # nobody knows where a node ends
+
+
 def test_every_legal_plan_is_of_some_family() -> None:
     for plan in legal_plans(facts(MIDDLE, gpus(2, 4), batch=64), {}):
         assert any(tree.belongs(plan, family) for family in Family), str(plan)

@@ -54,20 +54,20 @@ def test_there_are_three_ways_out(error: NoPlanError) -> None:
 
 
 def test_more_nodes_help(error: NoPlanError) -> None:
-    assert error.hints[0].startswith("take 4 nodes and a global batch of 16: ")
+    assert error.hints[1].startswith("take 4 nodes and a global batch of 16: ")
     larger = starved().cluster.model_copy(update={"num_nodes": 4})
     assert choose(facts(SEVENTY, larger, batch=16), pins=DATA).plan.world_size == 16
 
 
 def test_as_much_device_memory_helps_and_less_does_not(error: NoPlanError) -> None:
-    needed = amount(error.hints[1], "take devices with")
+    needed = amount(error.hints[2], "take devices with")
     for factor, helps in ((1.001, True), (0.99, False)):
         changed = varied(starved(), Lever.MEMORY, factor * needed)
         assert (decide(changed, pins=DATA).winner is not None) == helps
 
 
 def test_as_much_main_memory_helps_and_less_does_not(error: NoPlanError) -> None:
-    needed = amount(error.hints[2], "take nodes with")
+    needed = amount(error.hints[0], "take nodes with")
     for factor, helps in ((1.001, True), (0.99, False)):
         memory = exact(factor * needed)
         cluster = starved().cluster.model_copy(update={"host_memory_bytes": memory})

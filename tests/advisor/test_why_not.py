@@ -6,7 +6,7 @@ import pytest
 
 from advisor.candidates import legal_plans
 from advisor.choose import choose
-from advisor.comparison import Verdict, signed_percent
+from advisor.comparison import Verdict, causes, signed_percent
 from advisor.cost import estimate
 from advisor.decision import Decision
 from advisor.policy import Policy
@@ -118,3 +118,10 @@ def test_more_stages_than_units_are_not_legal() -> None:
     answer = choose(facts(few, gpus(1, 8), batch=16)).why_not("pp=8")
     assert answer.verdict is Verdict.NOT_LEGAL
     assert "pp=8 needs 8 units" in answer.because
+
+
+def test_parts_that_do_not_differ_are_not_named(decision: Decision) -> None:
+    """Sums in another order leave a difference that no part has."""
+    mine = decision.estimate
+    theirs = mine.model_copy(update={"step_s": mine.step_s * (1 + 1e-12)})
+    assert causes(theirs, mine) == ""

@@ -57,6 +57,10 @@ PLANS = {
     "PP + ZeRO-2": "pp=2 dp_replicate=8 zero=2 microbatches=4 schedule=1f1b",
     "PP + ZeRO-3": "pp=2 dp_shard=8 microbatches=4 schedule=1f1b",
     "PP (GPipe) + ZeRO-3": "pp=2 dp_shard=8 microbatches=4 schedule=gpipe",
+    "PP + ZeRO-3, rounds": "pp=2 dp_shard=8 microbatches=4 schedule=1f1b accumulation=3",
+    "PP (interleaved) + HSDP, rounds": "pp=2 dp_replicate=2 dp_shard=4 microbatches=4"
+    " schedule=interleaved accumulation=2",
+    "PP (ZBV) + ZeRO-3, rounds": "pp=2 dp_shard=8 microbatches=4 schedule=zbv accumulation=2",
     "PP + HSDP": "pp=2 dp_replicate=64 dp_shard=8 microbatches=4 schedule=1f1b",
     "TP + DP": "tp=4 dp_replicate=256",
     "TP + ZeRO-1": "tp=4 dp_replicate=8 zero=1",

@@ -164,9 +164,9 @@ def prediction(plan: Plan, profile: ModelProfile) -> Estimate:
     return estimate(plan, facts_of(plan, profile))
 
 
-def facts_of(plan: Plan, profile: ModelProfile) -> Facts:
+def facts_of(plan: Plan, profile: ModelProfile, *, nodes: int = 1) -> Facts:
     """AdamW on CPU ranks that take no memory but for tensors."""
-    cluster = cpu_ranks(plan.world_size)
+    cluster = cpu_ranks(plan.world_size, nodes=nodes)
     nothing = Quantity(value=0.0, source=Source.ASSUMED)
     speeds = dict.fromkeys(("float32", "bfloat16"), cluster.device.flop_per_s["float32"])
     device = cluster.device.model_copy(update={"context_bytes": nothing, "flop_per_s": speeds})

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.plan import (
+    Aggregation,
+    Compression,
     DataParallel,
     Offload,
     Plan,
@@ -56,6 +58,9 @@ def plans(draw: st.DrawFn) -> Plan:
         tensor_styles=tuple(
             draw(st.dictionaries(name, st.sampled_from(["column", "row"]), max_size=3)).items()
         ),
+        aggregation=draw(st.sampled_from(Aggregation)),
+        compression=draw(st.sampled_from(Compression)),
+        compression_rank=draw(degree),
     )
 
 
@@ -63,6 +68,17 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_text_and_json_give_the_plan_back(plan: Plan) -> None:
     assert Plan.parse(str(plan)) == plan
     assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "hashed"),
+    [("dp_replicate=2", "f354a4ca00e8bf47"), ("dp_shard=4 microbatches=2", "e20589485f4767fa")],
+)
+def test_settings_that_came_later_change_no_hash_of_a_plan_without_them(
+    text: str, hashed: str
+) -> None:
+    """As they were before there was a choice of aggregation."""
+    assert Plan.parse(text).fingerprint == hashed
 
 
 @given(plans(), plans())

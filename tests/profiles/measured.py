@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -25,30 +25,39 @@ class Measured:
     Attributes:
         saved_bytes: storages that autograd holds after the forward, each once, without those of
             parameters, buffers and the batch.
-        peak_bytes: most that the CPU allocator held at once above what it held before.
         gradient_bytes: held at the end.
     """
 
     flop: int
     saved_bytes: int
-    peak_bytes: int
     gradient_bytes: int
 
 
 def measure(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None) -> Measured:
-    """Run `model` once to count and once under the profiler to see its allocations.
-
-    Recurrent layers run step by step, without oneDNN's workspace; convolutions do not use torch's
-    own CPU kernel, which unfolds its input into a buffer nine times as large.
-    """
-    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    with without_onednn() if is_recurrent else nullcontext():
+    """Run `model` once and count."""
+    with _step_by_step(model):
         flop, saved_bytes = _count(model, batch, loss_fn)
-        model.zero_grad(set_to_none=True)
-        peak_bytes = _allocations(model, batch, loss_fn)
     gradient_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     model.zero_grad(set_to_none=True)
-    return Measured(flop, saved_bytes, peak_bytes, gradient_bytes)
+    return Measured(flop, saved_bytes, gradient_bytes)
+
+
+def peak_of_a_run(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None) -> int:
+    """Most bytes that the CPU allocator held at once above what it held before.
+
+    Under torch's profiler, which takes longer than the run itself.
+    """
+    with _step_by_step(model):
+        peak_bytes = _allocations(model, batch, loss_fn)
+    model.zero_grad(set_to_none=True)
+    return peak_bytes
+
+
+def _step_by_step(model: nn.Module) -> AbstractContextManager[None]:
+    """Recurrent layers run step by step, without oneDNN's workspace; convolutions do not use
+    torch's own CPU kernel, which unfolds its input into a buffer nine times as large."""
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    return without_onednn() if is_recurrent else nullcontext()
 
 
 def _loss(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> Tensor:

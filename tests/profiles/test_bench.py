@@ -210,7 +210,7 @@ def run_ranks(folder: Path, program: str, ranks: int) -> None:
         text=True,
     )
     try:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=240)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -376,7 +376,7 @@ def test_a_rank_that_dies_is_named_on_the_others_and_nobody_hangs(tmp_path: Path
         for rank in range(3)
     ]
     try:
-        outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.namespaces import torchrun, two_nodes, why_not
+from tests.namespaces import star, torchrun, two_nodes, why_not
 from tests.validation.shaped_links import REPORT, Report, Row, measure, table
 
 # From the formula's upper bound of what ZeRO-3 needs to its lower one (see `needed_by_formula`).
@@ -82,6 +82,17 @@ def test_namespaces_and_their_processes_are_gone_after_a_failure() -> None:
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     assert len(names) == 2
     assert all(name not in left.stdout for name in names)
+
+
+@pytest.mark.usefixtures("_namespaces")
+def test_nodes_around_a_switch_reach_each_other_and_are_gone_afterwards() -> None:
+    with star(3, rate_bytes_per_s=12.5e6) as nodes:
+        knock = nodes[0].command("bash", "-c", f"echo > /dev/tcp/{nodes[2].address}/9")
+        reached = subprocess.run(knock, capture_output=True, text=True, check=False, timeout=10)
+    assert "Connection refused" in reached.stderr  # nobody listens, but somebody answers
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert all(node.name not in left.stdout for node in nodes)
+    assert nodes[0].name.replace("node0", "hub") not in left.stdout
 
 
 @pytest.mark.usefixtures("_namespaces")

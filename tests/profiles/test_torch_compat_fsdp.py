@@ -12,6 +12,7 @@ from profiles.torch_compat_fsdp import (
     forget_step_underway,
     reduce_now,
     reduce_unused_parameters,
+    watch_reductions,
 )
 from tests.workers import Pool
 
@@ -99,3 +100,17 @@ def test_whole_gradients_are_reduced_when_asked_for(pool: Pool) -> None:
     for before, after in pool.run(_reduced_late, world_size=2):
         assert before == [-1.0] * 4  # none on the shards
         assert after == [1.0] * 4  # two backwards of 1/2
+
+
+def _watched() -> list[list[float]]:
+    """What goes into the reduce-scatter of a layer whose every gradient is the rank plus one."""
+    root = fully_shard(nn.Linear(2, 2, bias=False))
+    heard: list[list[float]] = []
+    watch_reductions(root, lambda gradients: heard.append(gradients.tolist()))
+    (root(torch.ones(1, 2)).sum() * (dist.get_rank() + 1)).backward()
+    return [*heard, _gradients(root)]
+
+
+@pytest.mark.dist
+def test_reductions_are_watched_and_done_all_the_same(pool: Pool) -> None:
+    assert pool.run(_watched, world_size=2) == [[[1.0] * 4, [1.5]], [[2.0] * 4, [1.5]]]

@@ -100,9 +100,11 @@ def _line(scores: dict[str, dict[str, float] | None]) -> str:
     if found:
         words.append(f"layouts n{found['groups']} r {found['correlation']:.2f}"
                      f" regret {found['regret']:.3f}")  # fmt: skip
-    found = scores["failures"]
-    if found and found["recall"] is not None:
-        words.append(f"oom recall {found['recall']:.2f} precision {found['precision'] or 0:.2f}")
+    for name in ("failures", "failures, medium too", "failures, low too"):
+        found = scores[name]
+        if found and found["recall"] is not None:
+            precision = found["precision"] or 0
+            words.append(f"{name}: recall {found['recall']:.2f} precision {precision:.2f}")
     return " | ".join(words)
 
 

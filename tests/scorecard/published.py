@@ -6,7 +6,9 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
+from advisor.predict.resolve import resolve
 from advisor.predict.rows import Row, row_of
+from advisor.predict.setup import Setup
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT.parent / "shared" / "data" / "measured"
@@ -51,18 +53,26 @@ def published(folder: Path = FOLDER) -> list[Published]:
 
 
 def _step_s(cells: dict[str, str], row: Row) -> float | None:
-    """The published step time, else the derived one, else from a rate."""
+    """The published step time, else the derived one, else from a rate.
+
+    Of a row without a batch it is the step of the batch that is assumed: only the rate is compared.
+    """
     for column in ("measured_step_time_s", "step_time_derived_s"):
         if (seconds := _number(cells[column])) is not None:
             return seconds
-    if row.global_batch is None:
-        return None
     if (rate := _number(cells["samples_per_s"])) is not None:
-        return row.global_batch / rate
+        batch = row.global_batch or _assumed_batch(row)
+        return batch / rate if batch else None
     rate = _number(cells["tokens_per_s_per_gpu"])
-    if rate is None or row.seq_len is None or row.n_gpus is None:
+    if rate is None or row.global_batch is None or row.seq_len is None or row.n_gpus is None:
         return None
     return row.global_batch * row.seq_len / (rate * row.n_gpus)
+
+
+def _assumed_batch(row: Row) -> int | None:
+    """What a prediction takes for the batch of a row that leaves it out."""
+    setup = resolve(row)
+    return setup.layout.global_batch if isinstance(setup, Setup) else None
 
 
 def _number(text: str | None) -> float | None:

@@ -36,16 +36,21 @@ def table(result: Mapping[str, object]) -> str:
 
 def _sentences(scores: Mapping[str, Mapping[str, float] | None], constants: object) -> str:
     time, memory = scores["time"], scores["memory"]
-    choice, failed = scores["choice"], scores["failures"]
+    choice, failed = scores["choice"], scores["failures, medium too"]
+    high, every = scores["failures"], scores["failures, low too"]
     assert time is not None
     assert memory is not None
     assert choice is not None
     assert failed is not None
+    assert high is not None
+    assert every is not None
     return (
         f"Left out, {time['covered']:.0%} of times and {memory['covered']:.0%} of peaks lie in the"
         f" predicted range;\n{time['beyond']:.0%} and {memory['beyond']:.0%} lie above it. Runs out"
-        f" of memory: recall {failed['recall']:.2f}, precision {failed['precision']:.2f}.\nLayouts"
-        f" of one model on the same devices ({choice['groups']} groups): rank correlation"
+        f" of memory: recall {failed['recall']:.2f}, precision {failed['precision']:.2f}\n"
+        f"({high['recall']:.2f} and {high['precision']:.2f} of rows of high reliability alone,"
+        f" {every['recall']:.2f} and {every['precision']:.2f} with those of low).\n"
+        f"Layouts of one model on the same devices ({choice['groups']} groups): rank correlation"
         f" {choice['correlation']:.2f}; the layout\npredicted as fastest takes"
         f" {choice['regret']:.1%} longer than the best on average. {constants} constants are"
         " fitted.\n"

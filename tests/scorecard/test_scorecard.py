@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from advisor.predict.constants import CONSTANTS
+from advisor.predict.memory_constants import FITTED
 from advisor.predict.prediction import Prediction
 from advisor.predict.rows import Row
 from advisor.predict.time import step_time
@@ -82,9 +83,31 @@ def test_the_kept_scorecard_is_of_the_constants_in_use() -> None:
         assert kept["values"][name] == pytest.approx(value, rel=1e-3), "run `make scorecard`"
 
 
+def test_the_kept_scorecard_is_of_the_memory_constants_in_use() -> None:
+    kept = json.loads(KEPT.read_text())
+    for name, value in asdict(FITTED).items():
+        assert kept["values"][name] == pytest.approx(value, rel=1e-3), "run `make scorecard`"
+
+
 def test_the_readme_shows_the_kept_scorecard() -> None:
     kept = json.loads(KEPT.read_text())
     assert table(kept) in README.read_text()
+
+
+def test_memory_of_sources_left_out_keeps_its_marks() -> None:
+    kept = json.loads(KEPT.read_text())["left out"]["all"]
+    memory = kept["memory"]
+    assert memory["rows"] > 400
+    assert memory["median"] <= 0.08
+    assert memory["p90"] <= 0.20
+    assert memory["beyond"] <= 0.05
+    assert 0.85 <= memory["covered"] <= 0.95
+    # Every run of high reliability that failed was told. Of the others three were not: two of
+    # AMP's, which are called failed for whatever reason, and one of BigScience's, a sibling of a
+    # run that ended with 67 of 80 GB.
+    assert kept["failures"]["recall"] >= 0.95
+    assert kept["failures, medium too"]["recall"] >= 0.88
+    assert kept["failures, medium too"]["precision"] >= 0.9
 
 
 def test_nine_of_ten_times_of_sources_left_out_lie_in_their_ranges() -> None:
@@ -103,8 +126,8 @@ def test_a_fit_finds_the_constant_that_runs_were_made_with() -> None:
     if not FOLDER.is_dir():
         pytest.skip(f"no published runs at {FOLDER}")
     runs = [one for one in timed_runs(published()) if one.run.file == "megatron_a100_scaling"]
-    truth = replace(CONSTANTS, ampere=0.8 * CONSTANTS.ampere)
+    truth = replace(CONSTANTS, sustained=0.8 * CONSTANTS.sustained)
     made = [replace(one, step_s=step_time(one.basis, truth).step_s) for one in runs]
     found = fit(made, rounds=12)
-    assert found.ampere == pytest.approx(truth.ampere, rel=0.05)
+    assert found.sustained == pytest.approx(truth.sustained, rel=0.05)
     assert loss(found, made) < 0.01 < loss(CONSTANTS, made)

@@ -56,7 +56,7 @@ def test_a_cell_that_cannot_be_used_costs_its_row_only(
 ) -> None:
     broken = {**CELLS, "row_id": "broken", column: cell}
     bad, good = predicted(tmp_path, broken, CELLS)
-    assert f"`{column}` is `{cell}`" in bad["note"]
+    assert f"`{column}` is `{cell}`; `{column}` " in bad["note"]
     assert bad["predicted_step_time_s"] == ""
     assert good["predicted_step_time_s"] != ""
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from advisor.predict.activations import kept_by
+from advisor.predict.activations import kept_by, tokens_of
+from advisor.predict.loss import loss_work
 from advisor.predict.memory import predict_memory, stage_memory
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import row_of
@@ -168,6 +169,17 @@ def test_model_states_are_those_of_megatron_and_of_the_zero_paper() -> None:
         assert stage_memory(setup, 0).states == pytest.approx(each * parameters)
 
 
+def test_fsdp_that_keeps_gathered_weights_holds_them_beside_the_shards() -> None:
+    """SHARD_GRAD_OP: fp32 shards of weights, gradients and two moments, all weights in 16 bits."""
+    setup = setup_of(tp=1, dp=8, zero_stage=2, source="fsdp", attention="flash", dtype="bf16")
+    stage = stage_of(setup, 0)
+    found = stage_memory(setup, 0)
+    assert found.states == pytest.approx(16 / 8 * stage.dense)
+    loss = loss_work(setup, stage, tokens_of(setup))
+    gathered = 2 * stage.dense
+    assert found.work == pytest.approx(max(loss, kept_by(setup, "dense").gradients) + gathered)
+
+
 def test_a_tied_embedding_is_held_by_both_ends_of_a_pipeline() -> None:
     setup = setup_of(pp=2, tp=4)
     first, last = stage_of(setup, 0), stage_of(setup, 1)
@@ -221,6 +233,85 @@ def test_memory_grows_with_what_is_held(less: dict[str, object], more: dict[str,
     large = predict_memory(setup_of(**{**shared, **more}))
     assert small.allocated.value < large.allocated.value
     assert small.reserved.value <= large.reserved.value
+
+
+def test_a_backward_holds_the_gradients_of_one_part_of_a_layer_at_a_time() -> None:
+    """By hand, in units of s b h bytes: of a layer's 34 + 80 the MLP keeps 2 + 2 + 8 + 8 + 1."""
+    flash = kept_by(setup_of(tp=1, dp=8, attention="flash"), "dense")
+    # First the MLP's: of its wide tensor before the nonlinearity 8, of what goes around twice 2.
+    assert flash.gradients == SBH * (8 + 4)
+    scores = kept_by(setup_of(tp=1, dp=8), "dense")
+    # Scores and their two siblings beside them: 2 of 5 bytes; queries, keys, values 6, around 4;
+    # by then the MLP has let go of 21.
+    assert scores.gradients == pytest.approx(SBH * (2 / 5 * SCORES + 6 + 4 - 21))
+
+
+def test_a_deepspeed_pipeline_keeps_the_logits_of_the_microbatch_before() -> None:
+    """Of each logit fp16, its fp32 copy, its exponential: 10 bytes; the one before 4 more."""
+    pipeline: dict[str, object] = {"pp": 2, "tp": 1, "dp": 4, "microbatch": 16, "dtype": "fp16"}
+    logits = 16 * 2048 * 51200
+    for source, accumulation, each in (
+        ("bigscience", 8, 14), ("bigscience", 1, 10), ("megatron", 8, 10)
+    ):  # fmt: skip
+        setup = setup_of(**pipeline, source=source, grad_accum=accumulation)
+        hidden = 2 * 2 * 16 * 2048 * 6144
+        found = loss_work(setup, stage_of(setup, 1), tokens_of(setup))
+        assert found == pytest.approx(logits * each + hidden)
+
+
+def test_what_is_gathered_for_a_product_is_kept_where_nobody_gathers_again() -> None:
+    """Megatron-LM gathers again in the backward; two inputs a layer, seven eighths of each."""
+    cells: dict[str, object] = {"arch": "llama", "tp": 8, "attention": "flash", "n_kv_heads": 64,
+                                "ffn_hidden": 16384, "sequence_parallel": "y"}  # fmt: skip
+    setup = setup_of(**cells, source="torchtitan", source_date="2024-07")
+    again = replace(setup, software=replace(setup.software, keeps_gathered=False))
+    kept, less = kept_by(setup, "dense").all, kept_by(again, "dense").all
+    assert kept - less == pytest.approx(2 * 2 * SBH * 7 / 8)
+
+
+def test_zero_3_of_megatron_deepspeed_keeps_inputs_on_the_host() -> None:
+    cells: dict[str, object] = {"tp": 1, "dp": 8, "zero_stage": 3, "recompute": "full"}
+    setup = setup_of(**cells, source="bigscience")
+    assert "inputs of recomputed layers in the host's memory" in setup.assumed
+    # Only what dropout after the embedding leaves.
+    assert stage_memory(setup, 0).activations == SBH
+    assert stage_memory(setup_of(**cells, source="deepspeed"), 0).activations == 48 * 2 * SBH
+
+
+def test_an_optimizer_of_eight_bits_is_not_split_unless_the_row_says_so() -> None:
+    cells: dict[str, object] = {"source": "bigscience", "tp": 8, "dp": 2, "n_gpus": 16,
+                                "dtype": "fp16", "zero_stage": ""}  # fmt: skip
+    whole = setup_of(**cells, optimizer="bnb 8-bit optimizer")
+    # Weights, gradients and masters of 2, 2 and 4 bytes, two moments of one.
+    parameters = stage_of(whole, 0).dense
+    assert whole.layout.zero == 0
+    assert stage_memory(whole, 0).states == pytest.approx(10 * parameters + 4 * 5e8)
+    assert setup_of(**cells, optimizer="Adam").layout.zero == 1
+
+
+def test_a_blank_recompute_is_the_least_that_fits() -> None:
+    cells: dict[str, object] = {
+        "source_date": "2024-06", "recompute": "", "tp": 8, "zero_stage": 1, "attention": "unfused",
+        "sequence_parallel": "y",
+    }  # fmt: skip
+    found = {batch: setup_of(**cells, microbatch=batch) for batch in (1, 4, 16)}
+    assert [found[batch].software.recompute for batch in found] == ["none", "selective", "full"]
+    assert all(predict_memory(setup).fits for setup in found.values())
+    assert "recompute selective, the least that fits" in found[4].assumed
+    more = replace(found[4], software=replace(found[4].software, recompute="none"))
+    assert not predict_memory(more).fits
+    assert setup_of(**{**cells, "recompute": "none"}, microbatch=4).software.recompute == "none"
+
+
+def test_state_space_layers_are_as_wide_as_their_configuration_says() -> None:
+    """nemotron-3-nano: 64 heads of 64, 8 groups of 128 states; by hand for 8192 tokens."""
+    setup = setup_of(
+        arch="hybrid_mamba_moe", model_name="nemotron-3-nano", source_date="2026-01", n_layers="",
+        hidden="", n_heads="", vocab="", seq_len=8192, tp=1, dp=8, ep=8, microbatch=1,
+        attention="flash",
+    )  # fmt: skip
+    by_hand = 2 * 8192 * (2 * 2688 + 2 * 4096 + 2 * 8 * 128 + 2 * 4096)
+    assert kept_by(setup, "mamba").all == by_hand
 
 
 def test_a_range_holds_its_value_and_the_device_shows_more_than_the_allocator() -> None:

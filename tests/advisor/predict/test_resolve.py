@@ -132,3 +132,18 @@ def test_the_width_of_heads_follows_from_the_parameters() -> None:
                      dtype="bf16")  # fmt: skip
     assert setup.shape is not None
     assert setup.shape.head_width == 128
+
+
+def test_a_container_dates_what_ran_in_it() -> None:
+    row = {"source": "nemo-megatron-bridge", "source_date": "067f987 2026-08-22"}
+    read = setup_of(**row).software.year
+    ran = setup_of(**row, source_ref="performance-summary-archive.md container 25.09").software.year
+    assert (read, ran) == (pytest.approx(2026 + 8 / 12), pytest.approx(2025 + 9 / 12))
+
+
+def test_recipes_leave_the_hosts_of_superchips_little_to_launch() -> None:
+    # cuda_graph_scope of Megatron-Bridge's configurations: beside Grace, not beside x86 hosts.
+    row = {"source": "nemo-megatron-bridge", "source_date": "2026-02", "dtype": "bf16"}
+    assert setup_of(**row, gpu_type="GB200", gpus_per_node="4").software.captured
+    assert not setup_of(**row, gpu_type="H100-SXM-80GB").software.captured
+    assert not setup_of(gpu_type="GB200", gpus_per_node="4", dtype="bf16").software.captured

@@ -8,12 +8,14 @@ import pytest
 
 from advisor.predict.basis import basis_of
 from advisor.predict.constants import CONSTANTS
+from advisor.predict.generations import power_share
 from advisor.predict.ranges import time_range
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import row_of
 from advisor.predict.setup import Setup
 from advisor.predict.time import step_time, time_of
 from advisor.predict.work import work_of
+from profiles.catalogue import accelerator
 from tests.advisor.predict.test_resolve import CELLS, setup_of
 
 ALONE = {"n_gpus": "8", "dp": "1", "tp": "8", "pp": "1", "global_batch": "1"}
@@ -100,7 +102,7 @@ def test_published_steps_are_met(cells: dict[str, str], seconds: float) -> None:
 
 
 def test_a_fit_may_move_any_constant_and_the_step_follows() -> None:
-    faster = step_time(basis_of(setup_of()), replace(CONSTANTS, ampere=2 * CONSTANTS.ampere))
+    faster = step_time(basis_of(setup_of()), replace(CONSTANTS, sustained=2 * CONSTANTS.sustained))
     assert faster.step_s < time_of(setup_of()).step_s
 
 
@@ -131,3 +133,27 @@ def test_a_layer_by_itself_has_no_update() -> None:
     setup = resolve(row_of(cells))
     assert isinstance(setup, Setup)
     assert time_of(setup).update_s == 0
+
+
+def test_a_board_with_more_power_is_faster_by_as_much_where_power_is_the_limit() -> None:
+    # 1400 W and 1200 W for the same 2500 TFLOP/s.
+    shares = [power_share(accelerator(name)) for name in ("GB300", "GB200", "A100-SXM-80GB")]
+    assert shares == pytest.approx([1400 / 1200, 1.0, 1.0])
+
+
+def test_hosts_of_an_a100_take_longer_to_launch_than_those_of_an_h100() -> None:
+    # A small model on one device waits for its host alone: times are as the hosts', 1.45 to 1.
+    small = {"n_gpus": "1", "dp": "1", "tp": "1", "pp": "1", "n_layers": "4", "hidden": "256",
+             "n_heads": "4", "ffn_hidden": "1024", "vocab": "128", "seq_len": "128",
+             "params_b": "", "global_batch": "1", "recompute": "none"}  # fmt: skip
+    older, newer = (
+        time_of(setup_of(gpu_type=name, **small)).step_s for name in ("A100-SXM-80GB", "H100-SXM")
+    )
+    assert older / newer == pytest.approx(1.45, rel=0.05)
+
+
+def test_a_pipeline_gathers_split_weights_once_a_step() -> None:
+    cells = {"source": "torchtitan", "source_date": "2024-12", "zero_stage": "3"}
+    few = time_of(setup_of(global_batch="512", **cells))
+    many = time_of(setup_of(global_batch="2048", **cells))
+    assert many.data_s == pytest.approx(few.data_s)

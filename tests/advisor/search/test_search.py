@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,8 +10,10 @@ from advisor.comparison import nearest_miss
 from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
-from advisor.rules import Candidate, preferred, simplicity, weigh
+from advisor.rules import Candidate, preferred, simplicity, simplicity_columns, weigh
 from advisor.search.bounds import PARTS, ROUNDING
+from advisor.search.columns import unique
+from advisor.search.kept import Kept
 from advisor.search.legal import space_of, styles_of
 from advisor.search.search import Search
 from advisor.search.stages import Stages
@@ -24,13 +27,13 @@ MIDDLE = transformer(name="middle", layers=6, hidden=2048, ffn=5504, tokens=4096
 
 def searched(whole: Facts, policy: Policy, offload: Offload = Offload.NONE) -> Search:
     space = space_of(whole, {}, styles=styles_of(whole), offload=offload)
-    costs = CostModel(whole)
-    return Search(costs, policy, space, Stages(costs, {}, policy))
+    kept = Kept(CostModel(whole))
+    return Search(kept, policy, space, Stages(kept, {}, policy))
 
 
 def all_of(search: Search, whole: Facts, policy: Policy) -> list[Candidate]:
     costs = CostModel(whole)
-    stages = Stages(costs, {}, policy)
+    stages = Stages(Kept(costs), {}, policy)
     plans = [stages.plan(search.space, index) for index in range(len(search.space))]
     return weigh(plans, costs, policy)
 
@@ -90,7 +93,7 @@ def situations(draw: st.DrawFn) -> Facts:
 def test_no_estimate_is_below_its_bound(whole: Facts, offload: Offload) -> None:
     policy = Policy()
     search = searched(whole, policy, offload)
-    bounds, stages = search.bounds, Stages(CostModel(whole), {}, policy)
+    bounds, stages = search.bounds, Stages(Kept(CostModel(whole)), {}, policy)
     for index, candidate in enumerate(all_of(search, whole, policy)):
         found, time = candidate.estimate, candidate.estimate.time
         high = found.peak_high_bytes
@@ -103,6 +106,35 @@ def test_no_estimate_is_below_its_bound(whole: Facts, offload: Offload) -> None:
         assert with_borders <= found.step_s + rounding, str(candidate.plan)
         for name, bound in zip(PARTS, bounds.parts[:, index], strict=True):
             assert bound <= getattr(time, name) + rounding, (name, str(candidate.plan))
+
+
+def test_a_row_in_stages_needs_no_less_than_its_borders_say_and_little_more() -> None:
+    """Activations are most of the memory here; whatever the schedule and what is computed again."""
+    config = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 8}
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4000}
+    model = profile_from_config(
+        {**config, **sizes, "num_hidden_layers": 8},
+        samples=1,
+        sequence_length=2048,
+        name="llama",
+        numerics=(Numerics.AS_BUILT, Numerics.BF16, Numerics.BF16_AUTOCAST),
+    )
+    whole, policy = facts(model, gpus(1, 4), batch=16), Policy()
+    search = searched(whole, policy)
+    stages = Stages(Kept(CostModel(whole)), {}, policy)
+    rows = np.flatnonzero(search.space.pp > 1)
+    alike, group = unique(
+        np.stack([getattr(search.space, name)[rows] for name in ("schedule", "recompute", "kind")])
+    )
+    for number in range(alike.shape[1]):
+        of_kind = rows[group == number]
+        for index in of_kind[:: max(1, len(of_kind) // 5)]:
+            candidate = search.candidate(int(index))
+            context = whole.cluster.device.context_bytes.high
+            high = candidate.estimate.peak_high_bytes
+            least = stages.least_peak_bytes(search.space, int(index))
+            assert least <= high * (1 + ROUNDING), str(candidate.plan)
+            assert least - context >= 0.7 * (high - context), str(candidate.plan)
 
 
 @settings(max_examples=30, deadline=None)
@@ -129,5 +161,10 @@ def test_the_preferred_plan_is_that_of_weighing_them_all(
 def test_rows_are_as_simple_as_their_plans() -> None:
     whole = facts(MIDDLE, gpus(2, 4), batch=32)
     search = searched(whole, Policy())
+    columns = np.stack(simplicity_columns(search.space))
     for index, candidate in enumerate(all_of(search, whole, Policy())):
-        assert simplicity(search.space.row(index)) == simplicity(candidate.plan)
+        plan = simplicity(candidate.plan)
+        assert simplicity(search.space.row(index)) == plan
+        # Stages are counted there, and their borders here.
+        staged = int(candidate.plan.pp > 0)
+        assert (0, *columns[:3, index], columns[3, index] - staged, *columns[4:, index]) == plan

@@ -1,0 +1,366 @@
+"""What a plan has of the words in the glossary: a number each, from the decision alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from advisor.comparison import cuts, kind_words, title
+from advisor.decision import Decision
+from advisor.large_batch import LATE_LOSS, batch_advice, critical_tokens
+from engines.plan import AXES, DataParallel, Offload, Plan
+from profiles.cluster import Collective, Link
+from profiles.units import (
+    format_bandwidth,
+    format_count,
+    format_flop_rate,
+    format_gib,
+    format_percent,
+    format_seconds,
+)
+
+Number = Callable[[Decision], str | None]
+
+
+def number_of(name: str, decision: Decision) -> str | None:
+    """In words; None for a term that a plan has no number of."""
+    found = _NUMBERS.get(name)
+    return None if found is None else found(decision)
+
+
+def _ranks(decision: Decision) -> str:
+    last = decision.plan.world_size - 1
+    return f"ranks 0 to {last}" if last else "rank 0 alone"
+
+
+def _local_world(decision: Decision) -> int:
+    return min(decision.plan.world_size, decision.facts.cluster.devices_per_node)
+
+
+def _nodes(decision: Decision) -> str:
+    cluster = decision.facts.cluster
+    plural = "s" if cluster.num_nodes > 1 else ""
+    return (
+        f"{cluster.num_nodes} node{plural}, {cluster.devices_per_node} x {cluster.device.name} each"
+    )
+
+
+def _accelerator(decision: Decision) -> str:
+    device = decision.facts.cluster.device
+    peak = device.flop_per_s.get(decision.plan.precision.dtype) or device.flop_per_s["float32"]
+    usable = format_gib(decision.policy.usable_bytes(device))
+    return f"{device.name}: {usable} usable, {format_flop_rate(peak.value)} at its peak"
+
+
+def _mesh(decision: Decision) -> str:
+    axes = [f"{a}={getattr(decision.plan, a)}" for a in AXES if getattr(decision.plan, a) > 1]
+    return " x ".join(axes) or "one rank"
+
+
+def _groups(decision: Decision) -> str | None:
+    plan = decision.plan
+    said = [
+        f"{plan.world_size // size} of {size} ranks along {axis}"
+        for axis in AXES
+        for size in [getattr(plan, axis)]
+        if size > 1
+    ]
+    return ", ".join(said) or None
+
+
+def _link(link: Link | None, where: str) -> str:
+    if link is None:
+        return f"no links {where}"
+    return f"{where}: {link.name}, {format_bandwidth(link.bandwidth_bytes_per_s.value)}"
+
+
+def _in_node(decision: Decision) -> str:
+    return _link(decision.facts.cluster.intra, "in the node")
+
+
+def _between_nodes(decision: Decision) -> str:
+    return _link(decision.facts.cluster.inter, "between nodes")
+
+
+def _latency(decision: Decision) -> str | None:
+    cluster = decision.facts.cluster
+    said = [
+        f"{format_seconds(link.latency_s.value)} {where}"
+        for where, link in (("in the node", cluster.intra), ("between nodes", cluster.inter))
+        if link is not None
+    ]
+    return ", ".join(said) or None
+
+
+def _axis(name: str) -> Number:
+    return lambda decision: f"{name}={getattr(decision.plan, name)}"
+
+
+def _kinds(*kinds: DataParallel) -> Number:
+    """Whether the plan is of these kinds; else why the best plan of them was not taken."""
+
+    def number(decision: Decision) -> str:
+        if decision.plan.data_parallel in kinds:
+            return f"this plan: {title(decision.plan)}"
+        for other in decision.alternatives:
+            if other.plan.data_parallel in kinds:
+                return f"not taken, {other.title}: {other.because}"
+        return f"not taken; this plan is {title(decision.plan)}"
+
+    return number
+
+
+def _model_parallel(decision: Decision) -> str:
+    plan = decision.plan
+    parts = plan.pp * plan.tp * plan.cp
+    return f"a replica spans {parts} devices" if parts > 1 else "a replica is on one device"
+
+
+def _replicas(decision: Decision) -> str:
+    plan = decision.plan
+    samples = decision.facts.workload.global_batch_size // plan.data_degree
+    return f"{plan.data_degree}, {samples} samples of each step for each"
+
+
+def _shards(plan: Plan) -> int:
+    if not plan.data_parallel.is_sharded:
+        return 1
+    return plan.dp_shard if plan.dp_shard > 1 else plan.data_degree
+
+
+def _stages(decision: Decision) -> str:
+    plan = decision.plan
+    if plan.pp == 1:
+        return "one, the whole model"
+    first = ", ".join(f"`{name}`" for name in plan.stages)
+    return f"{len(plan.stages) + 1} on {plan.pp} ranks" + (f", cut before {first}" if first else "")
+
+
+def _bubble(decision: Decision) -> str:
+    if decision.plan.pp == 1:
+        return "none: there is one stage"
+    time = decision.estimate.time
+    return (
+        f"{format_percent(time.idle_s / decision.estimate.step_s)} of the step,"
+        f" {format_seconds(time.idle_s)} of the rank that works most"
+    )
+
+
+def _schedule(decision: Decision) -> str:
+    return decision.plan.schedule.value if decision.plan.schedule else "none: there is one stage"
+
+
+def _sent(kind: Collective) -> Number:
+    def number(decision: Decision) -> str:
+        charged = [traffic for traffic in decision.estimate.traffic if traffic.kind is kind]
+        if not charged:
+            return "none in this plan"
+        calls = sum(traffic.count for traffic in charged)
+        sent = sum(traffic.bus_bytes for traffic in charged)
+        seconds = sum(traffic.seconds for traffic in charged)
+        return (
+            f"{calls:,} a step, {format_gib(sent)} on each rank's link,"
+            f" {format_seconds(seconds)} if nothing else ran"
+        )
+
+    return number
+
+
+def _ring(decision: Decision) -> str:
+    n = decision.plan.data_degree
+    factor = Collective.ALL_REDUCE.bus_factor(n)
+    return f"2 (n - 1) / n = {factor:.4g} times the gradients, n = {n}"
+
+
+def _server(decision: Decision) -> str | None:
+    """What one server's link would carry beside what a ring puts on each."""
+    n = decision.plan.data_degree
+    if n == 1:
+        return None
+    size = sum(unit.gradient_bytes for unit in decision.facts.model.units)
+    return (
+        f"its link would carry {format_gib(n * size)} in and as much out, {n} workers' gradients"
+        f" and parameters; a ring {format_gib(Collective.ALL_REDUCE.bus_factor(n) * size)}"
+    )
+
+
+def _busbw(decision: Decision) -> str | None:
+    plan, cluster = decision.plan, decision.facts.cluster
+    if plan.data_degree == 1:
+        return None
+    rate = cluster.group_bandwidth(plan.data_degree, plan.tp * plan.cp).value
+    return f"{format_bandwidth(rate)} along the data axes ({plan.data_degree} ranks)"
+
+
+def _exposed(decision: Decision) -> str:
+    time = decision.estimate.time
+    step, hidden = format_seconds(decision.estimate.step_s), format_seconds(time.overlapped_s)
+    return f"{format_seconds(time.exposed_s)} of {step}; hidden {hidden}"
+
+
+def _states(decision: Decision) -> str:
+    return (
+        f"{format_gib(decision.estimate.states_bytes)} a device when the optimizer steps,"
+        f" {decision.facts.workload.optimizer.name}"
+    )
+
+
+def _peak(decision: Decision) -> str:
+    found = decision.estimate
+    usable = decision.policy.usable_bytes(decision.facts.cluster.device)
+    low, high = format_gib(found.peak_low_bytes), format_gib(found.peak_high_bytes)
+    peak = f"{format_gib(found.peak_bytes)} ({low} to {high})"
+    return f"{peak} of {format_gib(usable)} usable, in the {found.phase}"
+
+
+def _recompute(decision: Decision) -> str:
+    extra = format_seconds(decision.estimate.time.recompute_s)
+    return f"{decision.plan.recompute.value}, {extra} a step"
+
+
+def _offload(decision: Decision) -> str:
+    if decision.plan.offload is Offload.NONE:
+        return "none"
+    found = decision.estimate
+    moved = format_seconds(found.time.host_s)
+    return f"{format_gib(found.host_bytes)} a rank in main memory; transfers cost {moved} a step"
+
+
+def _reserved(decision: Decision) -> str:
+    found = decision.estimate
+    return (
+        f"{format_gib(found.reserved_bytes)} reserved for a peak of {format_gib(found.peak_bytes)}"
+    )
+
+
+def _batch(decision: Decision) -> str:
+    plan = decision.plan
+    parts = f"{plan.microbatch_size} x {plan.forwards} forwards x {plan.data_degree} replicas"
+    return f"{next(batch_advice(decision.facts).lines())} ({parts})"
+
+
+def _epoch(decision: Decision) -> str:
+    found = batch_advice(decision.facts).steps_per_epoch
+    return "give `--samples`, the size of the data set" if found is None else f"{found:,}"
+
+
+def _rate(decision: Decision) -> str:
+    return list(batch_advice(decision.facts).lines())[1]
+
+
+def _warm_up(decision: Decision) -> str:
+    steps = batch_advice(decision.facts).warm_up_steps
+    name = decision.facts.workload.optimizer.name
+    return f"five epochs of {name}" if steps is None else f"{steps:,} steps of {name}"
+
+
+def _noise(decision: Decision) -> str:
+    work = decision.facts.workload
+    if work.dataset_samples is None:
+        return "give `--samples`, the size of the data set"
+    left = work.dataset_samples / work.global_batch_size - 1
+    return f"N / B - 1 = {left:,.1f}, times rate / (1 - momentum)"
+
+
+def _critical(decision: Decision) -> str:
+    work, tokens = decision.facts.workload, decision.facts.tokens_per_sample
+    if work.critical_batch_size is not None:
+        measured, batch = work.critical_batch_size, work.global_batch_size
+        return f"{measured:,.0f} samples, measured; the batch is {batch:,}"
+    if tokens is None:
+        return "not measured"
+    share = critical_tokens(LATE_LOSS) / tokens
+    return f"not measured; some {share:,.0f} samples at a loss of {LATE_LOSS} (Kaplan et al. 2020)"
+
+
+def _large(decision: Decision) -> str:
+    return " ".join(batch_advice(decision.facts).warnings) or (
+        f"{decision.facts.workload.global_batch_size:,} samples are within what was reported"
+    )
+
+
+def _throughput(decision: Decision) -> str:
+    found = decision.estimate
+    tokens = "" if found.tokens_per_s is None else f", {format_count(found.tokens_per_s)} tokens/s"
+    return f"{found.samples_per_s:.1f} samples/s{tokens}"
+
+
+def _step(decision: Decision) -> str:
+    found = decision.estimate
+    low, high = format_seconds(found.step_low_s), format_seconds(found.step_high_s)
+    return f"{format_seconds(found.step_s)} ({low} to {high})"
+
+
+def _tree(decision: Decision) -> str:
+    return str(decision.trace).splitlines()[-1].strip()
+
+
+_NUMBERS: dict[str, Number] = {
+    "node": _nodes,
+    "accelerator": _accelerator,
+    "rank": _ranks,
+    "world size": lambda d: f"W = {d.plan.world_size}: {_mesh(d)}",
+    "local world size": lambda d: f"L = {_local_world(d)}",
+    "global rank": _ranks,
+    "local rank": lambda d: f"local ranks 0 to {_local_world(d) - 1}",
+    "process group": _groups,
+    "mesh": _mesh,
+    "NVLink": _in_node,
+    "PCIe": _in_node,
+    "InfiniBand": _between_nodes,
+    "latency": _latency,
+    "data parallelism": _replicas,
+    "DP": _kinds(DataParallel.THREADS),
+    "DDP": _kinds(DataParallel.REPLICATE),
+    "sharded DDP": _kinds(DataParallel.ZERO1, DataParallel.ZERO2, DataParallel.FULL_SHARD),
+    "ZeRO": _kinds(DataParallel.ZERO1, DataParallel.ZERO2, DataParallel.FULL_SHARD),
+    "ZeRO-1": _kinds(DataParallel.ZERO1),
+    "ZeRO-2": _kinds(DataParallel.ZERO2),
+    "ZeRO-3": _kinds(DataParallel.FULL_SHARD),
+    "FSDP": _kinds(DataParallel.FULL_SHARD),
+    "HSDP": _kinds(DataParallel.HYBRID_SHARD),
+    "model parallelism": _model_parallel,
+    "tensor parallelism": _axis("tp"),
+    "horizontal": _axis("tp"),
+    "vertical": _axis("pp"),
+    "pipeline parallelism": _axis("pp"),
+    "hybrid parallelism": lambda d: kind_words(d.plan),
+    "context parallelism": _axis("cp"),
+    "expert parallelism": _axis("ep"),
+    "replica": _replicas,
+    "shard": lambda d: f"{_shards(d.plan)} of each state",
+    "stage": _stages,
+    "schedule": _schedule,
+    "bubble": _bubble,
+    "microbatch": lambda d: cuts(d.plan),
+    "all-reduce": _sent(Collective.ALL_REDUCE),
+    "all-gather": _sent(Collective.ALL_GATHER),
+    "reduce-scatter": _sent(Collective.REDUCE_SCATTER),
+    "all-to-all": _sent(Collective.ALL_TO_ALL),
+    "send and receive": _sent(Collective.SEND_RECV),
+    "ring all-reduce": _ring,
+    "parameter server": _server,
+    "busbw": _busbw,
+    "exposed communication": _exposed,
+    "model states": _states,
+    "activations": lambda d: f"{format_gib(d.estimate.memory.activations)} at the peak",
+    "recompute": _recompute,
+    "offload": _offload,
+    "peak": _peak,
+    "fits": _peak,
+    "fragmentation": _reserved,
+    "global batch": _batch,
+    "accumulation": lambda d: f"{d.plan.accumulation} rounds a step",
+    "steps per epoch": _epoch,
+    "learning rate scaling": _rate,
+    "warm-up": _warm_up,
+    "noise scale": _noise,
+    "gradient noise scale": _critical,
+    "critical batch": _critical,
+    "large batch": _large,
+    "step": _step,
+    "throughput": _throughput,
+    "MFU": lambda d: format_percent(d.estimate.mfu),
+    "plan": lambda d: str(d.plan),
+    "decision tree": _tree,
+    "dissent": lambda d: d.dissent or "none",
+}

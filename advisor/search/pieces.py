@@ -1,0 +1,104 @@
+"""What lies between places where a stage of a pipeline may begin, and what stages of it hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.cost.memory import KEEPS_PARAMETERS, shard_degree
+from advisor.search.microbatch import Microbatch
+from engines.plan import DataParallel, Plan
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Amounts of each piece.
+
+    Attributes:
+        forward_s, backward_s: of one microbatch, with what is sent along the tp axis.
+        parameters, gradients: bytes; `root` of the parameters that FSDP2 gathers as one.
+        kept, layers: bytes of one microbatch: from forward to backward with autocast's copies of
+            the weights, and the gradients between layers.
+        work: bytes while the last of its units runs backward, beside the `copy` of its parameters
+            that FSDP2 makes.
+        there, back: bytes that one microbatch sends over the border before each piece and after
+            the last: one more than there are pieces, zeros at both ends.
+        compute_share: what a copy for computing takes of a parameter.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    parameters: Floats
+    gradients: Floats
+    root: Floats
+    kept: Floats
+    cast: Floats
+    layers: Floats
+    work: Floats
+    copy: Floats
+    there: Floats
+    back: Floats
+    compute_share: float
+
+    @property
+    def seconds(self) -> Floats:
+        return self.forward_s + self.backward_s
+
+    def always_bytes(self, plan: Plan, *, state_bytes: float, on_device: bool) -> Floats:
+        """Of each piece, what a rank of `plan` holds of it all through a round.
+
+        Args:
+            state_bytes: what the optimizer keeps for all of them: in proportion to gradients.
+        """
+        kind, degree, share = plan.data_parallel, shard_degree(plan), self.compute_share
+        parameters = on_device / degree + share * (kind in KEEPS_PARAMETERS)
+        # Gradients of rounds before: ZeRO-1 adds them to the whole ones.
+        several = kind.is_sharded and plan.accumulation > 1 and kind is not DataParallel.ZERO1
+        gradients = 1 + several * on_device / degree
+        gradients += on_device * state_bytes / self.gradients.sum()
+        root = share * (kind.is_sharded and kind not in KEEPS_PARAMETERS)
+        held = parameters * self.parameters + gradients * self.gradients + root * self.root
+        return np.asarray(held)
+
+    def work_bytes(self, plan: Plan) -> Floats:
+        """Of a stage that ends with each piece, when the backward of its last unit begins."""
+        kind = plan.data_parallel
+        return self.work + self.copy * (kind.is_sharded and kind not in KEEPS_PARAMETERS)
+
+
+def pieces_of(of: Microbatch, places: Sequence[int]) -> Pieces:
+    """The units of a microbatch between `places`, where pieces begin."""
+
+    def each(amounts: Floats | Sequence[float]) -> Floats:
+        return np.repeat(np.asarray(amounts), of.counts.astype(int))
+
+    def summed(amounts: Floats | Sequence[float]) -> Floats:
+        return np.asarray(np.add.reduceat(each(amounts), list(places)))
+
+    units, share = of.units, of.loads.compute_share
+    last = [*(place - 1 for place in places[1:]), -1]
+    parameters = np.array([unit.parameter_bytes for unit in units])
+    gradients = np.array([unit.gradient_bytes for unit in units])
+    is_separate = np.array([unit.is_separate for unit in units])
+    there, back = of.crossing.at(of.loads.samples)
+    return Pieces(
+        forward_s=summed(of.unit_s[0]),
+        backward_s=summed(of.unit_s[1]),
+        parameters=summed(parameters),
+        gradients=summed(gradients),
+        root=summed(parameters * ~is_separate),
+        kept=summed(of.kept),
+        cast=summed(parameters * share * (share != 1.0)),
+        layers=summed([unit.layer_bytes for unit in units]),
+        work=each(of.work + share * gradients)[last],
+        copy=each(share * parameters * is_separate)[last],
+        there=np.pad(there, 1),
+        back=np.pad(back, 1),
+        compute_share=share,
+    )

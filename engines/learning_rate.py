@@ -1,0 +1,184 @@
+"""How a learning rate follows the global batch: the rule, the warm-up, and doing it.
+
+Torch-free: the advisor gives the advice, `ParallelModel.scale_learning_rate` follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import sqrt
+from typing import Any, Protocol
+
+from profiles.errors import InputError, UnknownNameError
+from profiles.units import format_count
+
+WARM_UP_EPOCHS = 5
+"""From the tuned rate to the scaled one, of SGD (Goyal et al. 2017, section 2.2)."""
+USUAL_BETA2 = 0.999
+"""torch's default of Adam and its kin."""
+
+
+class ScalingRule(StrEnum):
+    """What a rate is multiplied by when the batch grows k times."""
+
+    LINEAR = "linear"  # k: k steps of SGD in one (Krizhevsky 2014; Goyal et al. 2017)
+    SQRT = "sqrt"  # sqrt(k): steps that are divided by the gradient's noise (Malladi et al. 2022)
+
+    def factor(self, ratio: float) -> float:
+        return ratio if self is ScalingRule.LINEAR else sqrt(ratio)
+
+    def words(self, batch: str, base: str) -> str:
+        """The factor as the report writes it.
+
+        >>> ScalingRule.SQRT.words("B", "128")
+        'sqrt(B / 128)'
+        """
+        return f"{batch} / {base}" if self is ScalingRule.LINEAR else f"sqrt({batch} / {base})"
+
+
+def rule_of(optimizer: str) -> ScalingRule:
+    """The rule for an optimizer by its name: linear for SGD and LARS, whose step is in proportion
+    to the gradient; square root for what normalises it (Adam and its kin, LAMB, Muon).
+
+    >>> rule_of("sgd-momentum").value, rule_of("adamw").value
+    ('linear', 'sqrt')
+    """
+    in_proportion = optimizer.lower().startswith(("sgd", "lars"))
+    return ScalingRule.LINEAR if in_proportion else ScalingRule.SQRT
+
+
+def warm_up_steps(
+    rule: ScalingRule, *, steps_per_epoch: int | None = None, beta2: float = USUAL_BETA2
+) -> int | None:
+    """Optimizer steps of a linear warm-up; None where it is in epochs of unknown length.
+
+    Five epochs for the linear rule (Goyal et al. 2017); 2 / (1 - beta2) steps for the other, after
+    which Adam's second moments can be trusted (Ma and Yarats 2019, "On the adequacy of untuned
+    warmup for adaptive optimization").
+    """
+    if rule is ScalingRule.SQRT:
+        return round(2 / (1 - beta2))
+    return None if steps_per_epoch is None else WARM_UP_EPOCHS * steps_per_epoch
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledRate:
+    """What `scale_learning_rate` did.
+
+    Attributes:
+        rule, factor: the rates are now `factor` times what they are at `tuned_at`.
+        tuned_at, batch: global batches, in samples.
+        before, after: rates of the parameter groups, before and after this call.
+        warm_up_steps: to reach them in, where the batch grew; None: five epochs.
+    """
+
+    rule: ScalingRule
+    factor: float
+    tuned_at: int
+    batch: int
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    warm_up_steps: int | None
+
+    def __str__(self) -> str:
+        changed = dict.fromkeys(
+            f"{old:.4g} -> {new:.4g}" for old, new in zip(self.before, self.after, strict=True)
+        )
+        said = (
+            f"rate x {self.factor:.4g} ({self.rule}: tuned at {self.tuned_at}, batch {self.batch})"
+            f": {', '.join(changed)}"
+        )
+        if self.factor <= 1:
+            return said
+        span = f"{WARM_UP_EPOCHS} epochs"
+        if self.warm_up_steps is not None:
+            span = f"{format_count(self.warm_up_steps)} steps"
+        return f"{said}; warm up over {span}"
+
+
+class HasRates(Protocol):
+    """What of a torch optimizer is used here."""
+
+    param_groups: list[dict[str, Any]]
+
+
+class Rates:
+    """The learning rates of one optimizer, and for which batch they are.
+
+    The first scaling says at what batch they were tuned; what was done since is remembered, so that
+    the same call again changes nothing and another batch starts from the tuned rates.
+    """
+
+    def __init__(self, optimizer: HasRates) -> None:
+        self._optimizer = optimizer
+        self._tuned_at: int | None = None
+        self._factor = 1.0
+
+    def scale(
+        self,
+        *,
+        tuned_at: int,
+        batch: int,
+        rule: ScalingRule | str | None = None,
+        base_rates: Sequence[list[Any]] = (),
+        samples: int | None = None,
+    ) -> ScaledRate:
+        """Multiply all rates so that they suit `batch`; ratios between groups stay.
+
+        Args:
+            base_rates: lists that a scheduler keeps of its own (`scheduler.base_lrs`), changed too.
+            samples: in the data set, for the length of the warm-up.
+
+        Raises:
+            InputError: not a positive batch, or other than what was said before.
+            UnknownNameError: no such rule.
+        """
+        if min(tuned_at, batch) < 1:
+            raise InputError(f"a batch has at least one sample, not {min(tuned_at, batch)}")
+        if self._tuned_at not in (None, tuned_at):
+            raise InputError(
+                f"the rates were tuned at batch {self._tuned_at}, as an earlier call said, and now"
+                f" at {tuned_at}",
+                hints=[f"give `tuned_at={self._tuned_at}`, and the new batch as `batch=`"],
+            )
+        rule = self._rule(rule)
+        wanted = rule.factor(batch / tuned_at)
+        change, self._factor, self._tuned_at = wanted / self._factor, wanted, tuned_at
+        groups = self._optimizer.param_groups
+        before = tuple(float(group["lr"]) for group in groups)
+        for group in groups:
+            for key in ("lr", "initial_lr"):  # the second is what a scheduler starts from
+                if key in group:
+                    group[key] = _times(group[key], change)
+        for rates in base_rates:
+            rates[:] = [_times(rate, change) for rate in rates]
+        return ScaledRate(
+            rule=rule,
+            factor=wanted,
+            tuned_at=tuned_at,
+            batch=batch,
+            before=before,
+            after=tuple(float(group["lr"]) for group in groups),
+            warm_up_steps=warm_up_steps(
+                rule,
+                steps_per_epoch=None if samples is None else -(-samples // batch),
+                beta2=max((g["betas"][1] for g in groups if "betas" in g), default=USUAL_BETA2),
+            ),
+        )
+
+    def _rule(self, asked: ScalingRule | str | None) -> ScalingRule:
+        if asked is None:
+            # A subclass of SGD is one, whatever it is called.
+            kinds = [rule_of(kind.__name__) for kind in type(self._optimizer).__mro__]
+            return ScalingRule.LINEAR if ScalingRule.LINEAR in kinds else ScalingRule.SQRT
+        try:
+            return ScalingRule(asked)
+        except ValueError:
+            raise UnknownNameError("scaling rule", asked, list(ScalingRule)) from None
+
+
+def _times(rate: Any, factor: float) -> Any:
+    """Rates that are tensors (of captured steps) are changed in place: a graph reads that place."""
+    return rate * factor if isinstance(rate, (int, float)) else rate.mul_(factor)

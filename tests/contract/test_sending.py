@@ -1,0 +1,116 @@
+"""What DDP's hooks send and keep is what they are charged for: two nodes of two ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+from advisor.cost import Estimate, estimate
+from advisor.cost.aggregation import buffer_share
+from engines.aggregation.aggregate import aggregate
+from engines.hybrid import apply_plan
+from engines.plan import Aggregation, Plan
+from profiles.capture import capture
+from profiles.cluster import Collective
+from profiles.model import ModelProfile, Numerics
+from tests.contract.watch import Held, Messages, facts_of
+from tests.engines.cases import CASES, cpu_ranks
+from tests.workers import Pool
+
+pytestmark = pytest.mark.dist
+
+RANKS, NODES = 4, 2
+PLANS = (
+    "aggregation=ring",
+    "aggregation=hierarchical accumulation=2",
+    "aggregation=hierarchical compression=bf16",
+    "compression=bf16",
+    "compression=powersgd",
+    "compression=powersgd compression_rank=3 accumulation=2",
+)
+Sums = Counter[Collective]
+
+
+def _plan(words: str) -> Plan:
+    return Plan.parse(f"dp_replicate={RANKS} microbatch_size=2 {words}")
+
+
+def _profile() -> ModelProfile:
+    case = CASES["gpt"]
+    return capture(case.build(), case.batch(2), loss_fn=case.loss_fn, numerics=tuple(Numerics))
+
+
+def _stepped(profile: ModelProfile) -> list[tuple[Sums, int]]:
+    """For each plan the bytes that a step sends, by collective; and of PowerSGD what it keeps."""
+    case, found = CASES["gpt"], []
+    for words in PLANS:
+        plan = _plan(words)
+        parallel = apply_plan(
+            case.build(),
+            plan,
+            profile=profile,
+            cluster=cpu_ranks(RANKS, nodes=NODES),
+            loss_fn=case.loss_fn,
+        )
+        batch = case.batch(2 * plan.forwards)
+        for _ in range(3):  # buckets are settled, and PowerSGD has begun
+            parallel.train_step(batch)
+        with Messages() as watched:
+            parallel.train_step(batch)
+        sums = Counter[Collective]()
+        for (kind, payload, *_), count in watched.sent.items():
+            sums[kind] += payload * count
+        kept = [s for s in gc.get_objects() if type(s) is PowerSGDState]
+        found.append((sums, sum(e.nbytes for s in kept for e in s.error_dict.values())))
+        del parallel, kept
+        gc.collect()
+    return found
+
+
+def _charged(words: str, profile: ModelProfile) -> Estimate:
+    plan = _plan(words)
+    return estimate(plan, facts_of(plan, profile, nodes=NODES))
+
+
+def test_the_bytes_charged_are_the_bytes_sent(pool: Pool) -> None:
+    """Parts are of whole elements, so that ranks send a little more or less than an equal part; all
+    together exactly what is charged."""
+    profile = _profile()
+    stepped = pool.run(_stepped, profile, world_size=RANKS, timeout_s=120)
+    plain = _charged("", profile).peak_bytes
+    gradients = sum(unit.gradient_bytes for unit in profile.units)
+    for words, ranks in zip(PLANS, zip(*stepped, strict=True), strict=True):
+        called, charged = Counter[Collective](), Counter[Collective]()
+        for sums, kept in ranks:
+            called.update(sums)
+            assert kept == (gradients if "powersgd" in words else 0), words
+        found = _charged(words, profile)
+        for item in found.traffic:
+            charged[item.kind] += round(item.payload_bytes * item.count * RANKS)
+        assert called == charged, words
+        if "powersgd" in words and "accumulation" not in words:
+            assert found.peak_bytes - plain == gradients
+
+
+def _held() -> dict[str, int]:
+    """Bytes beside a tensor of a million while it is summed up."""
+    found = {}
+    for kind in Aggregation:
+        tensor = torch.ones(250_000)
+        with Held([tensor]) as held:
+            before = held.now()
+            aggregate(tensor, kind=kind, per_node=RANKS // NODES)
+        found[kind.value] = max(held.peak_bytes, before) - before
+    return found
+
+
+def test_the_buffers_charged_are_the_buffers_taken(pool: Pool) -> None:
+    """Of the rank that takes most."""
+    ranks = pool.run(_held, world_size=RANKS)
+    for kind in Aggregation:
+        share = buffer_share(kind, RANKS, per_node=RANKS // NODES)
+        assert max(rank[kind.value] for rank in ranks) == share * 1_000_000, kind

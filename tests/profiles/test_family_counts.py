@@ -1,0 +1,98 @@
+"""What closed forms count against what is published, and where there is no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from profiles.families import profile_from_config
+from tests.profiles.family_configs import BERT, GPT2, LLAMA_3_8B, T5, VIT, Config, tokens_of
+
+ROOT = Path(__file__).resolve().parents[2]
+ENCODER: Config = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+}
+
+
+# Counts as the models' own papers and pages on the Hub have them.
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (LLAMA_3_8B, 8_030_261_248),
+        (
+            {
+                **LLAMA_3_8B,
+                "hidden_size": 16_384,
+                "intermediate_size": 53_248,
+                "num_hidden_layers": 126,
+                "num_attention_heads": 128,
+            },
+            405_853_388_800,  # Llama-3.1-405B
+        ),
+        (
+            {
+                **LLAMA_3_8B,
+                "model_type": "mixtral",
+                "architectures": ["MixtralForCausalLM"],
+                "vocab_size": 32_000,
+                "num_local_experts": 8,
+            },
+            46_702_792_704,  # Mixtral-8x7B
+        ),
+        (
+            {**GPT2, "vocab_size": 50_257, "n_embd": 768, "n_layer": 12, "n_head": 12}
+            | {"n_positions": 1024},
+            124_439_808,  # gpt2
+        ),
+        (
+            {**BERT, **ENCODER, "vocab_size": 30_522, "max_position_embeddings": 512},
+            109_514_298,  # bert-base-uncased
+        ),
+        (
+            {**T5, "vocab_size": 32_128, "d_model": 512, "d_ff": 2048, "num_layers": 6}
+            | {"num_heads": 8, "d_kv": 64},
+            60_506_624,  # t5-small
+        ),
+        (
+            {**VIT, **ENCODER, "image_size": 224, "patch_size": 16, "num_labels": 1000},
+            86_567_656,  # vit-base-patch16-224
+        ),
+    ],
+)
+def test_parameters_are_the_published_count(config: Config, parameters: int) -> None:
+    found = profile_from_config(
+        config, samples=1, sequence_length=tokens_of(config), name="published"
+    )
+    assert found.parameters == found.trainable_parameters == parameters
+
+
+def test_flop_are_six_per_parameter_and_token_and_attention() -> None:
+    """Kaplan's count: 2 FLOP a weight and token forward, 4 backward; the embedding is looked up."""
+    tokens, layers, width = 2048, 32, 4096
+    found = profile_from_config(LLAMA_3_8B, samples=1, sequence_length=tokens, name="llama")
+    products = found.parameters - 128_256 * width - (2 * layers + 1) * width  # no norms
+    attention = layers * 2 * tokens * tokens * width  # per pass of one matrix product
+    assert found.flop(1) == 6 * products * tokens + (2 + 5) * attention
+
+
+def test_it_runs_where_torch_cannot_be_imported() -> None:
+    code = """
+import sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+from tests.profiles.family_configs import LLAMA_3_8B
+from profiles.families import profile_from_config
+from profiles.model import Numerics
+print(profile_from_config(
+    LLAMA_3_8B, samples=1, sequence_length=128, name="x", numerics=tuple(Numerics)
+).parameters)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout.strip() == "8030261248", run.stderr
