@@ -27,16 +27,16 @@ class Constants:
         launch_s: of one kernel by the host of an H100, framework and library included.
     """
 
-    sustained: float = 0.967
-    limited: float = 0.846
-    memory: float = 0.724
-    scan_bytes: float = 112
-    flash: float = 0.378
-    unaligned: float = 0.653
-    expert: float = 0.572
-    overlap: float = 0.587
-    inside: float = 0.649
-    shared: float = 0.29
+    sustained: float = 0.952
+    limited: float = 0.806
+    memory: float = 0.739
+    scan_bytes: float = 114.0
+    flash: float = 0.395
+    unaligned: float = 0.661
+    expert: float = 0.564
+    overlap: float = 0.617
+    inside: float = 0.647
+    shared: float = 0.297
     launch_s: float = 5.19e-05
 
 

@@ -69,7 +69,8 @@ def forward_of(setup: Setup, layer: LayerWork) -> Pass:
                 product.elements * width * (ODD if product.odd else 1), seconds * bandwidth
             )
             continue
-        if product.expert:
+        if product.expert and product.count > 1:
+            # One expert on a rank is a product like any other.
             expert += seconds * ceil(product.m / TILE) * TILE / product.m
         elif not (product.aligned or narrow):
             odd += seconds

@@ -115,6 +115,7 @@ def fit(runs: Sequence[Timed], start: Constants = START, *, rounds: int = 40) ->
     names = [constant.name for constant in fields(Constants)]
     steps = dict.fromkeys(names, 0.2)
     for _ in range(rounds):
+        before = best
         for name in names:
             for sign in (1, -1):
                 value = _bounded(name, getattr(best, name) * exp(sign * steps[name]))
@@ -126,8 +127,13 @@ def fit(runs: Sequence[Timed], start: Constants = START, *, rounds: int = 40) ->
                     break
             else:
                 steps[name] /= 2
+        # Once more as far as the round went: along a valley no single constant leads on.
+        onward = {n: _bounded(n, getattr(best, n) ** 2 / getattr(before, n)) for n in names}
+        further = replace(best, **onward)
+        if (found := cost(further)) < least:
+            best, least = further, found
         if max(steps.values()) < 0.004:
-            break
+            steps = dict.fromkeys(names, 0.1)
     return best
 
 
@@ -136,7 +142,7 @@ def _bounded(name: str, value: float) -> float:
     return min(max(value, low), 1.3 if name in WIDE else high)
 
 
-def left_out(runs: Sequence[Timed], *, rounds: int = 20) -> dict[str, Constants]:
+def left_out(runs: Sequence[Timed], *, rounds: int = 30) -> dict[str, Constants]:
     """The constants fitted without each file, by its name."""
     files = sorted({timed.run.file for timed in runs})
     return {
