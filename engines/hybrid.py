@@ -318,7 +318,7 @@ def _over_data_axes(
         group=group,
         apart=[name for name, parameter in model.named_parameters() if parameter in apart],
     )
-    per_node = cluster.ranks_per_node(mesh.replicas.size, plan.cp * plan.tp)
+    per_node = cluster.ranks_per_node(mesh.replicas.size, plan.tp)
     send_as_planned(runner, plan, group=group, per_node=per_node)
     return runner
 
