@@ -25,7 +25,7 @@ from advisor.command import (
     write,
 )
 from advisor.machines import look, only_first_rank, timed_here
-from advisor.typed import facts_of
+from advisor.options import facts_of
 from profiles.errors import InputError
 
 if TYPE_CHECKING:

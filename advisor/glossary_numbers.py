@@ -7,7 +7,7 @@ from collections.abc import Callable
 from advisor.comparison import cuts, kind_words, title
 from advisor.decision import Decision
 from advisor.large_batch import LATE_LOSS, batch_advice, critical_tokens
-from engines.plan import AXES, DataParallel, Offload, Plan
+from engines.plan import AXES, DataParallel, Offload, Plan, Updates
 from profiles.cluster import Collective, Link
 from profiles.units import (
     format_bandwidth,
@@ -183,6 +183,21 @@ def _server(decision: Decision) -> str | None:
     )
 
 
+def _setting(*names: str) -> Number:
+    """These settings of the plan, as the user would write them."""
+    return lambda decision: " ".join(f"{n}={getattr(decision.plan, n)}" for n in names)
+
+
+def _staleness(decision: Decision) -> str:
+    plan = decision.plan
+    if plan.updates is Updates.ASYNCHRONOUS:
+        bound = "no bound" if plan.max_staleness is None else f"at most {plan.max_staleness} steps"
+        return f"some {plan.dp_replicate - 1} updates a gradient, {bound} ahead of the slowest"
+    if plan.updates is Updates.SYNCHRONOUS:
+        return "none: gradients are of the parameters that they update"
+    return f"up to {plan.sync_every} steps of the other replicas"
+
+
 def _busbw(decision: Decision) -> str | None:
     plan, cluster = decision.plan, decision.facts.cluster
     if plan.data_degree == 1:
@@ -338,7 +353,15 @@ _NUMBERS: dict[str, Number] = {
     "all-to-all": _sent(Collective.ALL_TO_ALL),
     "send and receive": _sent(Collective.SEND_RECV),
     "ring all-reduce": _ring,
+    "gradient aggregation": _setting("aggregation"),
+    "gradient compression": _setting("compression"),
+    "synchronous update": _setting("updates"),
+    "asynchronous update": _setting("updates"),
     "parameter server": _server,
+    "staleness": _staleness,
+    "backup workers": _setting("backup_workers"),
+    "local SGD": _setting("updates", "sync_every"),
+    "DiLoCo": _setting("updates", "sync_every"),
     "busbw": _busbw,
     "exposed communication": _exposed,
     "model states": _states,

@@ -41,6 +41,23 @@ def advise(*args: str) -> Result:
     return CliRunner().invoke(cli, list(args))
 
 
+APART = choose(
+    facts(cluster=gpus(2, 4), batch=126),
+    pins={"updates": "asynchronous", "servers": 1, "max_staleness": 4},
+)
+
+
+def test_staleness_is_that_of_the_plan() -> None:
+    """Seven workers: six others' updates come between a worker's fetch and its gradient."""
+    assert explain("staleness", DECISION).number == (
+        "none: gradients are of the parameters that they update"
+    )
+    assert explain("stale gradient", APART).number == (
+        "some 6 updates a gradient, at most 4 steps ahead of the slowest"
+    )
+    assert explain("PowerSGD", DECISION).number == "compression=none"
+
+
 class TestTerms:
     @pytest.mark.parametrize("word", WORDS)
     def test_the_documents_words_are_all_there(self, word: str) -> None:

@@ -1,4 +1,4 @@
-"""Facts from what was typed: the model, the machines and the work of one command."""
+"""Facts from the options of a command: the model, the machines and the work."""
 
 from __future__ import annotations
 
