@@ -42,7 +42,7 @@ def advise(*args: str) -> Result:
 
 
 APART = choose(
-    facts(cluster=gpus(2, 4), batch=126),
+    facts(chain(), gpus(2, 4), batch=7, precision="fp32"),
     pins={"updates": "asynchronous", "servers": 1, "max_staleness": 4},
 )
 
