@@ -34,7 +34,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@echo "== tests: about 18 minutes on 2 cores"
-	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS); \
+	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 $(TESTS); \
 	echo "== tests took $$((SECONDS - start)) s"
 
 matrix: $(STAMP)
