@@ -11,7 +11,6 @@ ranks exchange. What a card carried is counted by the kernel.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -29,7 +28,8 @@ from profiles.provenance import Quantity, Source
 from profiles.record import Document, Record
 from profiles.units import MIB
 from tests.engines.cases import cpu_ranks
-from tests.namespaces import Node, star, torchrun, two_nodes, why_not
+from tests.namespaces import Node, star, torchrun, two_nodes
+from tests.validation.command import command
 
 REPORT = Path(__file__).parents[1] / "validation" / "aggregation.json"
 RATE_BYTES_PER_S = 12.5e6  # 100 Mbit/s
@@ -275,21 +275,7 @@ def _ways(ranks: int, per_node: int) -> Iterator[tuple[Aggregation, int]]:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--show", action="store_true", help="print the table of the report")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank:
-        _rank(given.rank)
-        return 0
-    if not given.show:
-        missing = why_not()
-        if missing:
-            sys.stderr.write(f"{missing}\n")
-            return 2
-        measure().save(REPORT)
-    sys.stdout.write(f"{table(Report.load(REPORT))}\n")
-    return 0
+    return command(Report, REPORT, about=__doc__, rank=_rank, measure=measure, table=table)
 
 
 if __name__ == "__main__":

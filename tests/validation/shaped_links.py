@@ -8,7 +8,6 @@ demo's model on those machines.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
@@ -18,7 +17,8 @@ from pathlib import Path
 
 from profiles.cluster import ClusterProfile, Collective
 from profiles.record import Document, Record
-from tests.namespaces import torchrun, two_nodes, why_not
+from tests.namespaces import torchrun, two_nodes
+from tests.validation.command import command
 
 REPORT = Path(__file__).with_name("shaped_links.json")
 RATES_BYTES_PER_S = (12.5e6, 125e6, None)  # 100 Mbit/s, 1 Gbit/s, as fast as the machine can
@@ -194,21 +194,7 @@ def _rank(path: str) -> None:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--show", action="store_true", help="print the table of the report")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank:
-        _rank(given.rank)
-        return 0
-    if not given.show:
-        missing = why_not()
-        if missing:
-            sys.stderr.write(f"{missing}\n")
-            return 2
-        measure().save(REPORT)
-    sys.stdout.write(f"{table(Report.load(REPORT))}\n")
-    return 0
+    return command(Report, REPORT, about=__doc__, rank=_rank, measure=measure, table=table)
 
 
 if __name__ == "__main__":
