@@ -21,7 +21,7 @@ UPDATE_BYTES = 38
 WAITS = 40
 # Host time of plain modules over those of Transformer Engine, which Megatron builds its layers of
 # since 2023: median of pairs of its own functional tests that run both (BERT and T5 in
-# measured/megatron_ci_memory.csv, attention local or none against unfused).
+# measured/megatron_ci_memory.csv, attention local or none against unfused; a test computes it).
 PLAIN_MODULES, ENGINE = 0.8, 2023.0
 # Launched once a step: norms, clipping and update over lists of tensors, loss and counters fetched.
 # Calibrated: of 300, 400, 500 and 700 what small models on one and eight devices agree with best.

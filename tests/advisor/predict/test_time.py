@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+from collections import defaultdict
 from dataclasses import fields, replace
+from pathlib import Path
+from statistics import median
 
 import pytest
 
-from advisor.predict.basis import basis_of
+from advisor.predict.basis import PLAIN_MODULES, basis_of
 from advisor.predict.constants import CONSTANTS
 from advisor.predict.generations import power_share
 from advisor.predict.ranges import time_range
@@ -157,3 +161,21 @@ def test_a_pipeline_gathers_split_weights_once_a_step() -> None:
     few = time_of(setup_of(global_batch="512", **cells))
     many = time_of(setup_of(global_batch="2048", **cells))
     assert many.data_s == pytest.approx(few.data_s)
+
+
+def test_plain_modules_take_the_hosts_time_that_pairs_of_runs_say(shared: Path) -> None:
+    """BERT and T5 of Megatron's functional tests, run with and without its engine's layers."""
+    same = (
+        "arch", "n_layers", "hidden", "n_gpus", "tp", "pp", "cp", "microbatch", "global_batch",
+        "seq_len", "gpu_type", "dtype", "recompute", "virtual_stages", "sequence_parallel",
+        "zero_stage", "model_name",
+    )  # fmt: skip
+    pairs: dict[tuple[str, ...], dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with (shared / "data/measured/megatron_ci_memory.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["arch"] in ("bert", "t5") and row["measured_step_time_s"]:
+                pair = pairs[tuple(row[key] for key in same)]
+                pair[row["attention"] == "unfused"].append(float(row["measured_step_time_s"]))
+    ratios = [median(pair[False]) / median(pair[True]) for pair in pairs.values() if len(pair) == 2]
+    assert len(ratios) >= 6
+    assert median(ratios) == pytest.approx(PLAIN_MODULES, abs=0.05)
