@@ -117,6 +117,7 @@ WITH_TORCH = {
     "engines.world",
     "advisor.auto",
     "advisor.look",
+    "advisor.sweep.measure",
 }
 WITH_TORCH_PREFIXES = ("advisor.demo.", "profiles.bench.", "profiles.tracing", "profiles.modules")
 
