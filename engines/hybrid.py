@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engines.aggregation.hooks import send_as_planned
 from engines.batch_norm import synchronise_batch_norms, warn_of_microbatches
+from engines.by_hand.placement import as_placed, beside_output, world_of
 from engines.compiled import compile_blocks, require_compilable
 from engines.context.context import Context
 from engines.context.proof import Proof, prove
@@ -114,6 +115,7 @@ def apply_plan(
     """
     world = world or join_world()
     require_same_plan(plan, world)
+    profile = as_placed(profile, model)
     cuts_up = plan.data_parallel.is_sharded or plan.tp * plan.ep > 1
     whole = whole_because(optimizer) if cuts_up else ""
     require_legal(plan, profile, cluster, whole_because=whole)
@@ -130,6 +132,9 @@ def apply_plan(
         proof = _proved_context(model, plan, sample=sample, loss_fn=loss_fn)
     if world.rank == 0:
         warn_of_microbatches(model, plan)
+    stays = len(profile.devices) > 1
+    if stays:
+        world, loss_fn = world_of(model, world), beside_output(loss_fn)
     held = numerics(plan, profile)
     mixed = held is not Numerics.AS_BUILT
     names_before = names_of(model)
@@ -175,6 +180,7 @@ def apply_plan(
         kept=kept,
         fill=fill,
         apart=experts.parameters if experts is not None else set(),
+        stays=stays,
     )
     served = served_by(plan, model, world)
     built = build_optimizer(
@@ -285,8 +291,10 @@ def _over_data_axes(
     kept: frozenset[str] | None,
     fill: Callable[[nn.Module], None] | None,
     apart: set[nn.Parameter],
+    stays: bool,
 ) -> Callable[..., object]:
-    """Replicate or shard, but for what is `apart`; what to call for a forward."""
+    """Replicate or shard, but for what is `apart`; what to call for a forward. A model that `stays`
+    is not moved: its author has put its parts where they are."""
     if mesh.shards is not None:
         # FSDP2 moves unit by unit, so the whole model never sits on the device.
         with together("sharding", timeout_s=world.timeout_s):
@@ -301,7 +309,8 @@ def _over_data_axes(
                 fill=fill,
             )
         return model
-    model.to(world.device)
+    if not stays:
+        model.to(world.device)
     is_threads = plan.data_parallel is DataParallel.THREADS
     if is_threads or mesh.replicas.size == 1 or kept is not None:
         return model  # the replicas of a pipeline average their gradients when a step is over
@@ -314,7 +323,7 @@ def _over_data_axes(
     runner = replicate(
         model,
         profile=profile,
-        device=world.device,
+        device=None if stays else world.device,
         group=group,
         apart=[name for name, parameter in model.named_parameters() if parameter in apart],
     )

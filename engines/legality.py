@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from engines.aggregation.legality import aggregation
+from engines.by_hand.legality import by_hand
 from engines.context.legality import context
 from engines.experts.legality import experts
 from engines.pipeline.legality import pipeline
@@ -278,6 +279,7 @@ RULES: tuple[Rule, ...] = (
     replicas_of_stages,
     aggregation,
     updates,
+    by_hand,
 )
 
 

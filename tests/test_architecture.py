@@ -17,6 +17,7 @@ LAYERS = ("profiles", "engines", "advisor")
 WITH_TORCH = {
     "profiles.batch",
     "profiles.bench",
+    "profiles.by_hand",
     "profiles.calls",
     "profiles.capture",
     "profiles.double",
@@ -43,6 +44,7 @@ WITH_TORCH = {
     "engines.aggregation.hooks",
     "engines.batch_norm",
     "engines.boxes",
+    "engines.by_hand.placement",
     "engines.checkpoint",
     "engines.compiled",
     "engines.context.attention",

@@ -92,24 +92,14 @@ class TestTheTutorial:
 
 
 class TestTheBundledNetwork:
-    @pytest.mark.parametrize(
-        # torchvision's tables of weights.
-        ("name", "parameters"),
-        [("resnet18-64px", 11_689_512), ("resnet50-128px", 25_557_032)],
-    )
-    def test_it_is_the_published_one_and_counts_as_the_closed_form(
-        self, name: str, parameters: int
-    ) -> None:
-        loaded = load_model(name, samples=2, sequence_length=None)
+    def test_it_is_the_published_one_and_counts_as_the_closed_form(self) -> None:
+        loaded = load_model("resnet50-64px", samples=2, sequence_length=None)
         looked_at = capture(loaded.module, loaded.sample, loss_fn=loaded.loss_fn)
-        counted = profile_model(name, samples=1, sequence_length=None)
-        assert looked_at.parameters == counted.parameters == parameters
+        counted = profile_model("resnet50-64px", samples=1, sequence_length=None)
+        # As torchvision's table of weights has it.
+        assert looked_at.parameters == counted.parameters == 25_557_032
         assert looked_at.flop(1) == counted.flop(1)
-
-    def test_it_can_be_cut_where_the_tutorial_cuts(self) -> None:
-        loaded = load_model("resnet50-32px", samples=2, sequence_length=None)
-        looked_at = capture(loaded.module, loaded.sample, loss_fn=loaded.loss_fn)
-        assert "layer3.0" in {unit.name for unit in looked_at.units}
+        assert "layer3.0" in {unit.name for unit in looked_at.units}  # where the tutorial cuts
 
     def test_networks_without_code_are_not_run(self) -> None:
         with pytest.raises(InputError, match="no code of it to run"):
