@@ -52,6 +52,7 @@ from engines.recompute import recompute_blocks
 from engines.tensor.proved import proved
 from engines.tensor.split import split_over
 from engines.tensor.variants import Styles
+from engines.threads.threads import driven, over_threads, require_devices
 from engines.updates.build import exchange_of, served_by
 from engines.weights import Weights
 from engines.world import World, in_contact, join_world, require_same_plan
@@ -119,6 +120,10 @@ def apply_plan(
     cuts_up = plan.data_parallel.is_sharded or plan.tp * plan.ep > 1
     whole = whole_because(optimizer) if cuts_up else ""
     require_legal(plan, profile, cluster, whole_because=whole)
+    of_all, by_threads = plan, plan.data_parallel is DataParallel.THREADS
+    if by_threads:
+        require_devices(plan, world)
+        plan = driven(plan)
     if measure_noise:
         require_measurable(plan)
     _require_plain(model)
@@ -183,12 +188,14 @@ def apply_plan(
         stays=stays,
     )
     served = served_by(plan, model, world)
+    if by_threads:
+        runner = over_threads(model, of_all, world)
     built = build_optimizer(
         optimizer, model=model, names_before=names_before, layout=layout, served=served
     )
     exchange = exchange_of(plan, model, built, outer=outer_optimizer, profile=profile, world=world)
 
-    return ParallelModel(
+    parallel = ParallelModel(
         model,
         runner,
         plan=plan,
@@ -210,6 +217,8 @@ def apply_plan(
         context=context,
         experts=experts,
     )
+    parallel.plan = of_all
+    return parallel
 
 
 def _proved_context(
@@ -311,8 +320,7 @@ def _over_data_axes(
         return model
     if not stays:
         model.to(world.device)
-    is_threads = plan.data_parallel is DataParallel.THREADS
-    if is_threads or mesh.replicas.size == 1 or kept is not None:
+    if mesh.replicas.size == 1 or kept is not None:
         return model  # the replicas of a pipeline average their gradients when a step is over
     if plan.tp > 1 and profile.unused:
         return (

@@ -108,6 +108,7 @@ WITH_TORCH = {
     "engines.tensor.ties",
     "engines.tensor.variants",
     "engines.tensor.wiring",
+    "engines.threads.threads",
     "engines.updates.apart",
     "engines.updates.build",
     "engines.updates.exchange",
