@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator
-from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -37,27 +36,31 @@ _TIED = Policy().simplicity_margin
 
 
 def sweep_table(sweep: Sweep) -> RenderableType:
-    """A line for each value; the fastest that fits is said below."""
+    """A line for each value; the fastest that fits is said below. Of two ranges the measured one is
+    shown, CSV has both: a line is no wider than a page."""
     measured = any(point.measured for point in sweep.points)
     table = Table(box=None, pad_edge=False)
-    justify: Literal["right", "left"] = "right" if sweep.swept.is_number else "left"
-    table.add_column(str(sweep.swept), overflow="fold", justify=justify)
+    table.add_column(str(sweep.swept), justify="right", no_wrap=True)
     table.add_column("predicted step", justify="right", no_wrap=True)
-    table.add_column("range", justify="right", no_wrap=True)
     if measured:
         table.add_column("measured", justify="right", no_wrap=True)
+    table.add_column("range", justify="right", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
-    for point in sweep.points:
-        row = [point.label, format_seconds(point.step_s), _range(point.low_s, point.high_s)]
+    for place, point in enumerate(sweep.points):
+        row = [_name(sweep, place), format_seconds(point.step_s)]
+        timing = point.measured
         if measured:
-            row.append(_measured(point))
+            row.append(format_seconds(timing.median_s) if timing else "")
+        low, high = (timing.low_s, timing.high_s) if timing else (point.low_s, point.high_s)
+        row.append(f"{format_seconds(low)} to {format_seconds(high)}")
         row += [format_gib(point.peak_high_bytes), "yes" if point.fits else "no"]
         table.add_row(*map(Text, row))
     head = f"{sweep.model} on {sweep.cluster}, {sweep.global_batch_size} samples a step:"
     if sweep.swept is Swept.BATCH:
         head = f"{sweep.model} on {sweep.cluster}:"
-    return Group(Text(head), Text(), table, Text(), *map(Text, _notes(sweep)))
+    plans = [] if sweep.swept.is_number else [Text(), *map(Text, _legend(sweep))]
+    return Group(Text(head), *plans, Text(), table, Text(), *map(Text, _notes(sweep)))
 
 
 def sweep_csv(sweep: Sweep) -> str:
@@ -86,39 +89,41 @@ def sweep_csv(sweep: Sweep) -> str:
     return text.getvalue()
 
 
+def _legend(sweep: Sweep) -> Iterator[str]:
+    for place, point in enumerate(sweep.points):
+        yield f"{_name(sweep, place)}: {point.label}"
+
+
+def _name(sweep: Sweep, place: int) -> str:
+    """Settings are too long for a column: they are numbered."""
+    return sweep.points[place].label if sweep.swept.is_number else str(place + 1)
+
+
 def _notes(sweep: Sweep) -> Iterator[str]:
     best = sweep.best
     if best is None:
         yield "Nothing of it fits."
         return
     by = "measured" if best.measured else "predicted"
-    slowest = max(sweep.points, key=lambda point: _seconds(point, best))
-    lost = _seconds(slowest, best) / _seconds(best, best) - 1
-    sentence = f"Fastest, as {by}: {sweep.swept} {best.label}"
-    if slowest is not best:
-        sentence += f"; {slowest.label} takes {format_percent(lost)} longer"
+    names = {place: _name(sweep, place) for place in range(len(sweep.points))}
+    seconds = [_seconds(point, best) for point in sweep.points]
+    first, last = sweep.points.index(best), seconds.index(max(seconds))
+    sentence = f"Fastest, as {by}: {sweep.swept} {names[first]}"
+    if last != first:
+        lost = seconds[last] / seconds[first] - 1
+        sentence += f"; {names[last]} takes {format_percent(lost)} longer"
     yield sentence
-    alike = [p.label for p in sweep.points if p is not best and p.fits and _is_tied(p, best)]
+    limit = (1 + _TIED) * seconds[first]
+    alike = [
+        names[place]
+        for place, point in enumerate(sweep.points)
+        if place != first and point.fits and seconds[place] <= limit
+    ]
     if alike:
         yield f"Equally fast, within {format_percent(_TIED)}: {', '.join(alike)}"
     yield f"Its plan: {best.plan}"
 
 
-def _is_tied(point: Point, best: Point) -> bool:
-    return _seconds(point, best) <= (1 + _TIED) * _seconds(best, best)
-
-
 def _seconds(point: Point, best: Point) -> float:
     """Of the kind that the best was found by."""
     return point.measured.median_s if best.measured and point.measured else point.step_s
-
-
-def _measured(point: Point) -> str:
-    timing = point.measured
-    if timing is None:
-        return ""
-    return f"{format_seconds(timing.median_s)} ({_range(timing.low_s, timing.high_s)})"
-
-
-def _range(low: float, high: float) -> str:
-    return f"{format_seconds(low)} to {format_seconds(high)}"

@@ -64,14 +64,15 @@ def test_the_first_device_holds_the_batch_and_the_outputs_of_all(facts: Facts) -
 
 
 def test_it_is_weighed_where_it_is_asked_for_and_loses_to_ddp(facts: Facts) -> None:
-    decision = choose(facts)
+    batch = facts.workload.model_copy(update={"global_batch_size": DEVICES * 4})
+    small = Facts(model=facts.model, cluster=facts.cluster, workload=batch)
+    decision = choose(small, pins={"zero": 0})
     assert decision.plan.dp_replicate == DEVICES
     answer = decision.why_not("data_parallel=threads")
     assert answer.verdict is Verdict.SLOWER
     assert answer.estimate is not None
     assert answer.estimate.step_s > decision.estimate.step_s
     assert "more exposed communication" in answer.because
-    assert "more launching" in answer.because
 
 
 def test_across_nodes_it_is_no_choice(facts: Facts) -> None:

@@ -88,6 +88,8 @@ class TestTheTutorial:
         # The tolerances of `test_documents`.
         assert in_turn / one - 1 == pytest.approx(IN_TURN_S / ONE_S - 1, abs=0.04)
         assert one / pipelined - 1 == pytest.approx(ONE_S / PIPELINED_S - 1, abs=0.12)
+        assert "2: pp=2 schedule=naive stages=layer3.0" in result.stdout
+        assert "Fastest, as predicted: plan 3; 2 takes" in result.stdout
         assert drawn.read_bytes().startswith(PNG)
 
 
