@@ -78,7 +78,7 @@ def sweep(
       advise sweep resnet50-128px --cluster 2xV100-PCIe-32GB --global-batch 120
           --plan "pp=2 schedule=gpipe stages=layer3.0" --split-size 1,3,5,8,10,12,20,40,60
       torchrun --nproc-per-node 2 -m advisor sweep resnet50-64px --global-batch 24 --measure
-          --plan "pp=1 dp_replicate=1" --plan "pp=2 schedule=naive stages=layer3.0"
+          --plan "dp_replicate=1" --plan "pp=2 schedule=naive stages=layer3.0"
 
     What `--plan` leaves open is decided anew at every value. Several plans are bars: each on as
     many devices as its degrees multiply to.

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from advisor.decide import decide
 from advisor.facts import Facts
+from advisor.look import _with_parts
 from engines.hybrid import apply_plan
 from engines.legality import problems
 from engines.plan import Plan
@@ -129,6 +130,13 @@ class TestPossible:
         assert choice.winner is not None
         assert {(c.plan.dp_replicate, c.plan.dp_shard) for c in choice.weighed} == {(2, 1)}
         assert not any(c.plan.data_parallel.is_sharded for c in choice.weighed)
+
+    def test_the_memory_of_its_devices_counts_together_and_the_report_says_so(self) -> None:
+        one = self.CLUSTER.device.memory_bytes.value
+        found = _with_parts(self.CLUSTER, profile(devices=TWO))
+        assert found.device.memory_bytes.value == 2 * one
+        assert "split by hand over 2 devices a rank" in found.notes[-1]
+        assert _with_parts(self.CLUSTER, profile()) == self.CLUSTER
 
 
 def applied(world_size: int) -> list[Tensor]:
