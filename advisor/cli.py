@@ -26,12 +26,13 @@ from advisor.command import (
 )
 from advisor.machines import look, only_first_rank, timed_here
 from advisor.options import facts_of
+from advisor.sweep.command import sweep
 from profiles.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-OF_A_JOB = ("plan", "probe")  # all its ranks may have to work for these
+OF_A_JOB = ("plan", "probe", "sweep")  # all its ranks may have to work for these
 sequence_option = click.option(
     "--seq",
     callback=count,
@@ -175,10 +176,11 @@ def plan(
 ) -> None:
     """Decide how to spread MODEL over the cluster, and say why.
 
-    MODEL is a bundled name (gpt-10m, gpt-125m, gpt-1.3b, gpt-7b, gpt-13b, gpt-70b),
-    pkg.module:factory, a Hugging Face config.json, or a profile written by `advise profile`.
-    Nothing is downloaded. Under torchrun `--cluster auto` is the job: its devices and links are
-    timed for 20 seconds, once (see `advise probe --bench`), and rank 0 answers.
+    MODEL is a bundled name (gpt-10m, gpt-125m, gpt-1.3b, gpt-7b, gpt-13b, gpt-70b, or a network on
+    images as resnet50-224px), pkg.module:factory, a Hugging Face config.json, or a profile written
+    by `advise profile`. Nothing is downloaded. Under torchrun `--cluster auto` is the job: its
+    devices and links are timed for 20 seconds, once (see `advise probe --bench`), and rank 0
+    answers.
     """
     from engines.plan import parse_settings
 
@@ -380,6 +382,9 @@ def demo(ranks: int, pins: str, steps: int | None, no_color: bool) -> None:
     from advisor.demo.launch import run
 
     sys.exit(run(ranks=ranks, plan=pins, steps=steps))
+
+
+cli.add_command(sweep)
 
 
 def main() -> None:

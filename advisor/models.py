@@ -1,9 +1,10 @@
 """MODEL, as people write it on the command line, to a module, a sample and a loss.
 
-MODEL is a bundled name, `pkg.module:factory`, a Hugging Face config.json, or a saved profile. A
-factory runs as it is, with the rights and the devices it takes; bundled and Hugging Face models are
-built on the meta device, where parameters take no memory. Without torch or transformers a config
-is profiled in closed form: see `profiles.families`.
+MODEL is a bundled name (of a GPT, or of a network on images: see `advisor.networks`),
+`pkg.module:factory`, a Hugging Face config.json, or a saved profile. A factory runs as it is, with
+the rights and the devices it takes; bundled and Hugging Face models are built on the meta device,
+where parameters take no memory (ResNets, which can be run, are not). Without torch or transformers
+a config is profiled in closed form: see `profiles.families`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from advisor import hugging_face, user_code
 from advisor.command import say
+from advisor.networks import build_network, is_network, network_profile
 from advisor.user_code import RETURN
 from profiles.errors import InputError, ModelError, UnknownNameError
 from profiles.model import ModelProfile, Numerics
@@ -87,6 +89,9 @@ def profile_model(
                 hints=[f"name the model itself: `advise profile MODEL --time -o {path}`"],
             )
         return profile
+    if is_network(text) and not timed:
+        _require_no_length(text, sequence_length)
+        return network_profile(text, samples=samples)
     missing = hugging_face.missing_package() if path is not None else None
     if path is not None and missing is not None:
         if timed:
@@ -131,8 +136,16 @@ def require_model(text: str) -> None:
         hugging_face.read_object(path)
     elif ":" in text:
         _factory_name(text)
-    else:
+    elif not is_network(text):
         _shape(text)
+
+
+def _require_no_length(text: str, sequence_length: int | None) -> None:
+    if sequence_length is not None:
+        raise InputError(
+            f"`--seq {sequence_length}`, but `{text}` takes images",
+            hints=["leave `--seq` out; the side of its images is in its name: `resnet50-224px`"],
+        )
 
 
 def _timed(loaded: LoadedModel, profile: ModelProfile) -> ModelProfile:
@@ -165,6 +178,11 @@ def load_model(text: str, *, samples: int, sequence_length: int | None) -> Loade
         return LoadedModel(module, batch, None, hugging_face.name_of(path))
     if ":" in text:
         return _from_factory(text, samples, sequence_length)
+    if is_network(text):
+        from torch.nn.functional import cross_entropy
+
+        _require_no_length(text, sequence_length)
+        return LoadedModel(*build_network(text, samples=samples), cross_entropy, text)
     return _bundled(text, samples, sequence_length)
 
 

@@ -20,7 +20,7 @@ def replicate(
     model: nn.Module,
     *,
     profile: ModelProfile,
-    device: torch.device,
+    device: torch.device | None,
     group: dist.ProcessGroup | None,
     apart: Iterable[str] = (),
 ) -> DistributedDataParallel:
@@ -28,7 +28,8 @@ def replicate(
 
     Gradients live in the communication buckets (no second copy). The graph is searched for unused
     parameters only where the profile saw some: the search costs time in every step. Parameters
-    `apart`, by name, are left alone.
+    `apart`, by name, are left alone. `device` is None for a model whose parts sit on several: DDP
+    then moves nothing, and reduces every bucket where it is.
 
     Raises:
         ModelError: nothing in the model is trainable.
@@ -41,7 +42,7 @@ def replicate(
     leave_to_others(model, apart)
     runner = DistributedDataParallel(
         model,
-        device_ids=[device] if device.type == "cuda" else None,
+        device_ids=[device] if device is not None and device.type == "cuda" else None,
         process_group=group,
         init_sync=False,  # hybrid.py sends rank 0's parameters to every kind of plan
         # Running statistics are sent once a step by ParallelModel, not once a forward by DDP.

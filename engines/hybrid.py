@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engines.aggregation.hooks import send_as_planned
 from engines.batch_norm import synchronise_batch_norms, warn_of_microbatches
+from engines.by_hand.placement import as_placed, beside_output, world_of
 from engines.compiled import compile_blocks, require_compilable
 from engines.context.context import Context
 from engines.context.proof import Proof, prove
@@ -51,6 +52,7 @@ from engines.recompute import recompute_blocks
 from engines.tensor.proved import proved
 from engines.tensor.split import split_over
 from engines.tensor.variants import Styles
+from engines.threads.threads import driven, over_threads, require_devices
 from engines.updates.build import exchange_of, served_by
 from engines.weights import Weights
 from engines.world import World, in_contact, join_world, require_same_plan
@@ -114,9 +116,14 @@ def apply_plan(
     """
     world = world or join_world()
     require_same_plan(plan, world)
+    profile = as_placed(profile, model)
     cuts_up = plan.data_parallel.is_sharded or plan.tp * plan.ep > 1
     whole = whole_because(optimizer) if cuts_up else ""
     require_legal(plan, profile, cluster, whole_because=whole)
+    of_all, by_threads = plan, plan.data_parallel is DataParallel.THREADS
+    if by_threads:
+        require_devices(plan, world)
+        plan = driven(plan)
     if measure_noise:
         require_measurable(plan)
     _require_plain(model)
@@ -130,6 +137,9 @@ def apply_plan(
         proof = _proved_context(model, plan, sample=sample, loss_fn=loss_fn)
     if world.rank == 0:
         warn_of_microbatches(model, plan)
+    stays = len(profile.devices) > 1
+    if stays:
+        world, loss_fn = world_of(model, world), beside_output(loss_fn)
     held = numerics(plan, profile)
     mixed = held is not Numerics.AS_BUILT
     names_before = names_of(model)
@@ -175,14 +185,17 @@ def apply_plan(
         kept=kept,
         fill=fill,
         apart=experts.parameters if experts is not None else set(),
+        stays=stays,
     )
     served = served_by(plan, model, world)
+    if by_threads:
+        runner = over_threads(model, of_all, world)
     built = build_optimizer(
         optimizer, model=model, names_before=names_before, layout=layout, served=served
     )
     exchange = exchange_of(plan, model, built, outer=outer_optimizer, profile=profile, world=world)
 
-    return ParallelModel(
+    parallel = ParallelModel(
         model,
         runner,
         plan=plan,
@@ -204,6 +217,8 @@ def apply_plan(
         context=context,
         experts=experts,
     )
+    parallel.plan = of_all
+    return parallel
 
 
 def _proved_context(
@@ -285,8 +300,10 @@ def _over_data_axes(
     kept: frozenset[str] | None,
     fill: Callable[[nn.Module], None] | None,
     apart: set[nn.Parameter],
+    stays: bool,
 ) -> Callable[..., object]:
-    """Replicate or shard, but for what is `apart`; what to call for a forward."""
+    """Replicate or shard, but for what is `apart`; what to call for a forward. A model that `stays`
+    is not moved: its author has put its parts where they are."""
     if mesh.shards is not None:
         # FSDP2 moves unit by unit, so the whole model never sits on the device.
         with together("sharding", timeout_s=world.timeout_s):
@@ -301,9 +318,9 @@ def _over_data_axes(
                 fill=fill,
             )
         return model
-    model.to(world.device)
-    is_threads = plan.data_parallel is DataParallel.THREADS
-    if is_threads or mesh.replicas.size == 1 or kept is not None:
+    if not stays:
+        model.to(world.device)
+    if mesh.replicas.size == 1 or kept is not None:
         return model  # the replicas of a pipeline average their gradients when a step is over
     if plan.tp > 1 and profile.unused:
         return (
@@ -314,7 +331,7 @@ def _over_data_axes(
     runner = replicate(
         model,
         profile=profile,
-        device=world.device,
+        device=None if stays else world.device,
         group=group,
         apart=[name for name, parameter in model.named_parameters() if parameter in apart],
     )

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from engines.aggregation.legality import aggregation
+from engines.by_hand.legality import by_hand
 from engines.context.legality import context
 from engines.experts.legality import experts
 from engines.pipeline.legality import pipeline
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute
 from engines.problem import Problem as Problem
 from engines.tensor.legality import tensor
+from engines.threads.legality import threads
 from engines.updates.legality import updates
 from profiles.cluster import ClusterProfile
 from profiles.errors import PlanError
@@ -66,16 +68,6 @@ def world_size(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iter
             f"{cluster.name} has {cluster.world_size}",
             hint=f"start {_ranks(plan.world_size)}, or name degrees that multiply to"
             f" {cluster.world_size}",
-        )
-
-
-def built(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
-    """The engines that exist."""
-    if plan.data_parallel is DataParallel.THREADS:
-        yield Problem(
-            rule="not-built",
-            what="threads in one process (nn.DataParallel) have no engine",
-            hint="one process per device is faster: use dp_replicate",
         )
 
 
@@ -262,7 +254,7 @@ def whole_matrices(plan: Plan, whole_because: str) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     world_size,
-    built,
+    threads,
     stages,
     pipeline,
     tensor,
@@ -278,6 +270,7 @@ RULES: tuple[Rule, ...] = (
     replicas_of_stages,
     aggregation,
     updates,
+    by_hand,
 )
 
 

@@ -364,7 +364,8 @@ class ParallelModel(Names, Gauges, Apart, nn.Module):
         if self._context is not None:
             return self._context.loss(self._called, piece, self._loss_fn)
         output = call_model(self._called, piece, has_target=self._loss_fn is not None)
-        return loss_of(output, piece, self._loss_fn)
+        loss = loss_of(output, piece, self._loss_fn)
+        return loss.to(self._world.device)  # from the last part of a module that is split by hand
 
     def _run(self, pieces: list[Batch], weights: Tensor) -> Tensor:
         """Forwards and backwards of a step; its loss on this rank."""

@@ -86,6 +86,7 @@ def capture(
         is_proportional=any(second is None for _, second in looks.values()),
         flow=_flow(one.flow, two.flow if two is not None else None, samples),
         experts_per_token=_experts_per_token(model),
+        devices=subject.devices(),
     )
 
 

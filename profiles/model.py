@@ -152,6 +152,7 @@ class ModelProfile(Document):
         flow: which calls feed which, `AS_BUILT`.
         experts_per_token: of a mixture of experts, how many a token is sent to; None where there is
             no mixture, or its configuration does not say.
+        devices: that the parts of the module were put on by hand; empty where it is in one place.
         config: the content of the config.json that it was counted from in closed form, so that it
             can be counted again at another size (`profiles.families.variants`); else None.
     """
@@ -171,6 +172,7 @@ class ModelProfile(Document):
     is_proportional: bool = False
     flow: Flow = Flow()
     experts_per_token: PositiveInt | None = None
+    devices: tuple[str, ...] = ()
     config: dict[str, JsonValue] | None = None
 
     @property

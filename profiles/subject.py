@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from profiles.batch import Batch, LossFn, batch_tensors
+from profiles.by_hand import devices_of, is_by_hand
 from profiles.errors import ModelError
 from profiles.layer_trace import Shapes, layer_shapes
 from profiles.modules import Unit, find_units, owners
@@ -73,6 +74,10 @@ class Subject:
     def holders_of_tied(self) -> frozenset[str]:
         """Units that hold a parameter together with another unit."""
         return frozenset(u for units in self.holders.values() if len(units) > 1 for u in units)
+
+    def devices(self) -> tuple[str, ...]:
+        """Where the parameters were put by hand; empty where they are on one device."""
+        return tuple(map(str, devices_of(self.model))) if is_by_hand(self.model) else ()
 
     def dtype(self) -> str:
         """Of most parameter elements; of the first floating input where there are none."""

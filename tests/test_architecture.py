@@ -17,6 +17,7 @@ LAYERS = ("profiles", "engines", "advisor")
 WITH_TORCH = {
     "profiles.batch",
     "profiles.bench",
+    "profiles.by_hand",
     "profiles.calls",
     "profiles.capture",
     "profiles.double",
@@ -43,6 +44,7 @@ WITH_TORCH = {
     "engines.aggregation.hooks",
     "engines.batch_norm",
     "engines.boxes",
+    "engines.by_hand.placement",
     "engines.checkpoint",
     "engines.compiled",
     "engines.context.attention",
@@ -106,6 +108,7 @@ WITH_TORCH = {
     "engines.tensor.ties",
     "engines.tensor.variants",
     "engines.tensor.wiring",
+    "engines.threads.threads",
     "engines.updates.apart",
     "engines.updates.build",
     "engines.updates.exchange",
@@ -117,6 +120,7 @@ WITH_TORCH = {
     "engines.world",
     "advisor.auto",
     "advisor.look",
+    "advisor.sweep.measure",
 }
 WITH_TORCH_PREFIXES = ("advisor.demo.", "profiles.bench.", "profiles.tracing", "profiles.modules")
 

@@ -37,11 +37,12 @@ from advisor.cost.runs import Run, runs_of
 from advisor.cost.staged import Stage, staged
 from advisor.cost.stages import Stages
 from advisor.cost.tensor import Styled, cut_unit, is_split
+from advisor.cost.threads import threaded
 from advisor.cost.updates import updated, waiting_s
 from advisor.facts import Facts
 from advisor.styles import proposed_styles
 from engines.legality import numerics
-from engines.plan import Plan
+from engines.plan import DataParallel, Plan
 from profiles.errors import PlanError
 from profiles.loading import load_memory
 from profiles.model import Numerics, UnitProfile
@@ -108,6 +109,8 @@ class CostModel:
             )
         if plan.pp > 1:
             return staged(self, plan)
+        if plan.data_parallel is DataParallel.THREADS:
+            return threaded(self, plan)
         return self._whole(plan) if plan.updates_in_step else updated(self, plan)
 
     def _whole(self, plan: Plan) -> Estimate:

@@ -236,7 +236,9 @@ class _Builder:
 
     def _shapes(self, rest: int, cp: int) -> Iterator[Shape]:
         pins, wanted = self._pins, kinds(self._pins)
-        for shape in shapes(rest):
+        # Slower than DDP in every part, so nobody looks for it unasked; priced where it is named.
+        threads = [Shape(DataParallel.THREADS, rest, 1)] if rest > 1 and wanted else []
+        for shape in (*shapes(rest), *threads):
             if wanted is not None and shape.kind not in wanted:
                 continue
             if pins.get("dp_replicate", shape.replicate) != shape.replicate:

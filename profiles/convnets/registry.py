@@ -64,6 +64,16 @@ def network_of(
     return network, assumed
 
 
+def is_known(name: str) -> bool:
+    """Whether `name` says which network is meant, so that nothing typical stands in for it.
+
+    >>> is_known("ResNet50-128px"), is_known("resnet"), is_known("nasnet")
+    (True, False, False)
+    """
+    plain = re.sub(r"[\s_-]+", "-", name.lower())
+    return _by_name(re.sub(r"-?\d{2,4}px", "", plain)) is not None
+
+
 def _by_name(plain: str) -> Callable[[str, int], Network] | None:
     """What builds it, given the name and the side of its images."""
     numbers = [int(number) for number in re.findall(r"\d+", plain)]

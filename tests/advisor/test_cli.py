@@ -28,15 +28,20 @@ from tests.profiles.test_nccl_tests import log as nccl_log
 OPTIONS = {
     "--allow-lossy",
     "--allow-stale",
+    "--bandwidth",
+    "--batch",
     "--bench",
     "--cluster",
     "--critical-batch",
     "--debug",
+    "--devices",
     "--format",
     "--global-batch",
     "--host-overhead",
     "--imbalance",
     "--json",
+    "--measure",
+    "--microbatches",
     "--nccl-tests",
     "--no-bench",
     "--no-color",
@@ -44,17 +49,19 @@ OPTIONS = {
     "--optimizer",
     "--output",
     "--plan",
+    "--png",
     "--precision",
     "--ranks",
     "--samples",
     "--seq",
+    "--split-size",
     "--steps",
     "--time",
     "--version",
     "--why-not",
 }
 EIGHT = ("--cluster", "8xH100-SXM-80GB")
-COMMANDS = ["demo", "explain", "plan", "probe", "profile", "show", "tree"]
+COMMANDS = ["demo", "explain", "plan", "probe", "profile", "show", "sweep", "tree"]
 
 IMPORTED = """
 import sys

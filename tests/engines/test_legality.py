@@ -66,10 +66,6 @@ def test_degrees_must_multiply_to_the_world() -> None:
     assert "has 8" in found[0].what
 
 
-def test_families_without_an_engine_are_refused_by_name() -> None:
-    assert rules("data_parallel=threads dp_replicate=4", model(), cpu_ranks(4)) == ["not-built"]
-
-
 def test_sequences_and_experts_are_shared_out_where_there_are_any() -> None:
     assert rules("cp=4", model(), cpu_ranks(4)) == ["context-without-tokens"]
     assert rules("dp_replicate=4 ep=2", model(), cpu_ranks(4)) == ["experts-none"]

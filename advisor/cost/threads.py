@@ -1,0 +1,126 @@
+"""One process, a thread for each of n devices (nn.DataParallel): everything meets at the first.
+
+With P bytes of parameters, G of gradients, X of a microbatch's inputs and Y of its outputs on one
+device, over links with latency a and b seconds a byte, every forward and its backward take
+
+    scatter     (n-1) (a + X b)     inputs leave the first device, one after another
+    replicate   a + P b             parameters are broadcast anew, as the optimizer changed them
+    gather      (n-1) (a + Y b)     outputs arrive at the first device, where the loss is
+    and back    (n-1) (a + Y b)     their gradients leave it
+    reduce      a + G b             gradients are summed there, when the backward is over
+
+none of it hidden: autograd reaches the broadcast last (torch/nn/parallel/_functions.py). DDP sends
+2 (n-1)/n G once a step, beside the backward. One interpreter launches the operations of all
+devices, one at a time: where they are too short to keep a device busy, n times as much is waited
+for. The first device holds the batch, all outputs and their loss, and the sum of gradients beside
+its own; the others have no optimizer states and wait for its step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from advisor.cost.breakdown import Estimate
+from advisor.cost.compute import busy_s, optimizer_s
+from advisor.cost.memory import peak
+from advisor.cost.updates import alone
+from engines.plan import Plan
+from profiles.cluster import Collective
+from profiles.model import LOSS, ModelProfile, Numerics
+
+if TYPE_CHECKING:
+    from advisor.cost.model import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What meets at the first device in one forward and backward, in bytes and seconds.
+
+    Attributes:
+        input_bytes, output_bytes: of one device's microbatch.
+        loss_bytes: that the loss keeps and works in, for one device's outputs.
+        loss_s: seconds of it.
+    """
+
+    input_bytes: float
+    output_bytes: float
+    loss_bytes: float
+    loss_s: float
+
+    @classmethod
+    def of(
+        cls, model: ModelProfile, numerics: Numerics, *, samples: int, bytes_per_s: float
+    ) -> Meeting:
+        """Outputs are those of the last unit before the loss."""
+        last = next((u for u in reversed(model.units) if u.name != LOSS), None)
+        loss = next((u.cost(numerics) for u in model.units if u.name == LOSS), None)
+        held = moved = 0.0
+        if loss is not None:
+            held = loss.activation_bytes.at(samples)
+            held += max(
+                loss.forward_transient_bytes.at(samples), loss.backward_transient_bytes.at(samples)
+            )
+            moved = loss.forward_moved_bytes.at(samples) + loss.backward_moved_bytes.at(samples)
+        return cls(
+            input_bytes=model.batch_bytes.at(samples),
+            output_bytes=last.cost(numerics).output_bytes.at(samples) if last else 0.0,
+            loss_bytes=held,
+            loss_s=moved / bytes_per_s,
+        )
+
+
+def threaded(model: CostModel, plan: Plan) -> Estimate:
+    """The estimate of a plan whose replicas are threads."""
+    facts, own, others = model.facts, alone(plan), plan.dp_replicate - 1
+    assert plan.microbatch_size is not None
+    device, forwards = facts.cluster.device, plan.forwards
+    loads, ledger = model.loads(own), model.ledger()
+    update = model.update(own, 0, len(facts.model.units))
+    computing = model.computing(own, loads)
+    meeting = Meeting.of(
+        facts.model,
+        model.numerics(plan),
+        samples=plan.microbatch_size,
+        bytes_per_s=device.memory_bandwidth_bytes_per_s.value,
+    )
+
+    def send(purpose: str, size: float, count: int) -> float:
+        seconds = ledger.charge(
+            Collective.SEND_RECV, purpose, size, group_size=plan.dp_replicate, count=count
+        )
+        return count * seconds
+
+    sent_s = send("scattered inputs", meeting.input_bytes, others * forwards)
+    sent_s += send("parameters of replicas", loads.parameter_bytes, forwards)
+    sent_s += send("outputs and their gradients", meeting.output_bytes, 2 * others * forwards)
+    sent_s += send("gradients of replicas", loads.gradient_bytes, forwards)
+    alone_busy = busy_s(computing, forwards)
+    busy = replace(
+        alone_busy,
+        compute_s=alone_busy.compute_s + others * forwards * meeting.loss_s,
+        launch_s=alone_busy.launch_s * plan.dp_replicate,
+    )
+    # A process takes the batch of all devices; what the others get is counted as theirs.
+    batch_bytes = model.batch_bytes(own) * plan.dp_replicate
+    first = others * (meeting.output_bytes + meeting.loss_bytes)
+    memory = peak(
+        own,
+        loads,
+        update=update,
+        device=device,
+        batch_bytes=batch_bytes,
+        exchange_bytes=first + loads.gradient_bytes,
+    )
+    return model.assemble(
+        plan,
+        memory=memory,
+        busy=busy,
+        update_s=optimizer_s(own, update, device=device, ranks=1),
+        exposed_s=sent_s,
+        overlapped_s=0.0,
+        sent_s=sent_s,
+        idle_s=0.0,
+        computing=computing,
+        ledger=ledger,
+    )

@@ -1,0 +1,1 @@
+"""One quantity against the time of a step: `advise sweep`."""

@@ -1,0 +1,215 @@
+"""`advise sweep`: from its options to a table, a CSV file and a picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from advisor.command import (
+    common_options,
+    count,
+    say,
+    show_on_screen,
+    writable,
+    write,
+)
+from advisor.machines import only_first_rank
+from advisor.options import facts_of
+from profiles.errors import InputError
+
+if TYPE_CHECKING:
+    from advisor.sweep.points import Settings, Sweep, Swept
+
+# The option of each quantity; the values are those of `Swept`, which is imported when it is needed.
+QUANTITIES = {
+    "split_size": "split size",
+    "microbatches": "microbatches",
+    "bandwidth": "bandwidth",
+    "devices": "devices",
+    "batch": "global batch",
+}
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--cluster",
+    default="auto",
+    show_default=True,
+    metavar="NAME|FILE|auto",
+    help="Machines, as for `advise plan`.",
+)
+@click.option("--global-batch", callback=count, metavar="SAMPLES", help="Samples per step.")
+@click.option("--seq", callback=count, metavar="TOKENS", help="Tokens per sample.")
+@click.option(
+    "--plan",
+    "plans",
+    metavar="SETTINGS",
+    multiple=True,
+    help="Settings that are fixed; several times, and these are compared.",
+)
+@click.option("--split-size", metavar="1,3,...", help="Samples of a microbatch.")
+@click.option("--microbatches", metavar="1,2,...", help="Pieces of the batch in flight.")
+@click.option("--bandwidth", metavar="'10 GB/s,...'", help="Of the links between nodes, or in one.")
+@click.option("--devices", metavar="1,2,...", help="Of the cluster's kind; the batch stays.")
+@click.option("--batch", metavar="32,64,...", help="Samples per step over all devices.")
+@click.option("--measure", is_flag=True, help="Run each plan on this job's ranks, and time it.")
+@click.option("--steps", callback=count, metavar="N", help="Steps to time for each. Default: 10.")
+@click.option("-o", "--output", metavar="FILE", help="Write all numbers here, as CSV.")
+@click.option("--png", metavar="FILE", help="Draw it: a curve, or bars for plans. (matplotlib)")
+@common_options
+def sweep(
+    model: str,
+    cluster: str,
+    global_batch: int | None,
+    seq: int | None,
+    plans: tuple[str, ...],
+    measure: bool,
+    steps: int | None,
+    output: str | None,
+    png: str | None,
+    no_color: bool,
+    **quantities: str | None,
+) -> None:
+    """One quantity at several values: seconds per step, predicted or measured too.
+
+    \b
+      advise sweep resnet50-128px --cluster 2xV100-PCIe-32GB --global-batch 120
+          --plan "pp=2 schedule=gpipe stages=layer3.0" --split-size 1,3,5,8,10,12,20,40,60
+      torchrun --nproc-per-node 2 -m advisor sweep resnet50-64px --global-batch 24 --measure
+          --plan "dp_replicate=1" --plan "pp=2 schedule=naive stages=layer3.0"
+
+    What `--plan` leaves open is decided anew at every value. Several plans are bars: each on as
+    many devices as its degrees multiply to.
+    """
+    from advisor.sweep.points import Swept
+    from engines.plan import parse_settings
+
+    asked = {name: text for name, text in quantities.items() if text is not None}
+    option, texts = _one_quantity(asked, plans)
+    swept = Swept(QUANTITIES[option]) if option else Swept.PLAN
+    settings = parse_settings(plans[0]) if option and plans else {}
+    for path in (output, png):
+        writable(path)
+    if png is not None:
+        from advisor.sweep.picture import require_matplotlib
+
+        require_matplotlib()
+    if measure:
+        found = _measured(
+            model, cluster, swept, texts, settings, batch=global_batch, seq=seq, steps=steps
+        )
+    else:
+        only_first_rank()
+        found = _predicted(model, cluster, swept, texts, settings, batch=global_batch, seq=seq)
+    _show(found, output=output, png=png, no_color=no_color)
+
+
+def _one_quantity(asked: dict[str, str], plans: tuple[str, ...]) -> tuple[str | None, list[str]]:
+    """The option that is swept over and its values; None and the plans where plans are."""
+    if len(asked) == 1 and len(plans) <= 1:
+        option, text = next(iter(asked.items()))
+        values = [value.strip() for value in text.split(",")]
+        if not all(values):
+            raise InputError(f"`{text}` is no list of values", hints=["write `1,3,5`"])
+        return option, values
+    if not asked and len(plans) > 1:
+        return None, list(plans)
+    names = [f"--{name.replace('_', '-')}" for name in (asked or QUANTITIES)]
+    if asked:
+        raise InputError(
+            f"one quantity is swept at a time: {' and '.join(names)}"
+            f"{' over several plans' if len(plans) > 1 else ''}",
+            where="advise sweep",
+            hints=["write one command for each"],
+        )
+    raise InputError(
+        "no quantity to sweep over",
+        where="advise sweep",
+        hints=[f"one of {', '.join(names)}", "or several times `--plan`, to compare plans"],
+    )
+
+
+def _predicted(
+    model: str,
+    cluster: str,
+    swept: Swept,
+    values: list[str],
+    settings: Settings,
+    *,
+    batch: int | None,
+    seq: int | None,
+) -> Sweep:
+    from advisor.sweep.points import shown_link
+    from advisor.sweep.points import sweep as predict
+
+    facts = facts_of(
+        model,
+        cluster=cluster,
+        bench=False,
+        global_batch=batch,
+        sequence_length=seq,
+        optimizer="adamw",
+        precision=_precision(settings),
+        samples=None,
+        critical_batch=None,
+    )
+    if swept == QUANTITIES["bandwidth"]:
+        say(f"note: {shown_link(facts)}")
+    return predict(facts, swept, values, settings=settings)
+
+
+def _precision(settings: Settings) -> str | None:
+    found = settings.get("precision")
+    return None if found is None else str(found)
+
+
+def _measured(
+    model: str,
+    cluster: str,
+    swept: Swept,
+    values: list[str],
+    settings: Settings,
+    *,
+    batch: int | None,
+    seq: int | None,
+    steps: int | None,
+) -> Sweep:
+    if cluster != "auto":
+        raise InputError(
+            f"`--measure` runs on this job's devices, not on {cluster}",
+            where="--cluster",
+            hints=["leave `--cluster` out, or `--measure`"],
+        )
+    from advisor.sweep.measure import STEPS, measured_sweep
+    from engines.world import leave_world
+
+    try:
+        found = measured_sweep(
+            model,
+            swept,
+            values,
+            settings=settings,
+            global_batch_size=batch,
+            sequence_length=seq,
+            steps=steps or STEPS,
+        )
+    finally:
+        leave_world()
+    only_first_rank()
+    return found
+
+
+def _show(found: Sweep, *, output: str | None, png: str | None, no_color: bool) -> None:
+    from advisor.sweep.table import sweep_csv, sweep_table
+
+    show_on_screen(sweep_table(found), no_color=no_color)
+    if output is not None:
+        write(output, sweep_csv(found))
+    if png is not None:
+        from advisor.sweep.picture import picture
+        from profiles.record import write_bytes
+
+        write_bytes(png, picture(found))
+        say(f"wrote {png}")

@@ -1,0 +1,1 @@
+"""Modules that their authors split over several devices: replicas of them, and nothing else."""

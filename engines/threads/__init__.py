@@ -1,0 +1,1 @@
+"""Data parallelism in one process: nn.DataParallel, a thread for each device."""

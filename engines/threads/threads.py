@@ -1,0 +1,42 @@
+"""nn.DataParallel: the batch is scattered from the first device, the module copied, outputs
+gathered there."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from engines.plan import DataParallel, Plan
+from engines.world import World
+from profiles.errors import PlanError
+
+
+def driven(plan: Plan) -> Plan:
+    """What the one process does: microbatches of all devices together."""
+    rows = plan.microbatch_size
+    update = {
+        "data_parallel": DataParallel.NONE,
+        "dp_replicate": 1,
+        "microbatch_size": rows and rows * plan.dp_replicate,
+    }
+    return plan.model_copy(update=update)
+
+
+def require_devices(plan: Plan, world: World) -> None:
+    """Raise a `PlanError` unless this is one process that sees all devices of `plan`."""
+    seen = torch.cuda.device_count()
+    if world.size > 1 or seen < plan.dp_replicate:
+        raise PlanError(
+            f"data_parallel=threads is one process with {plan.dp_replicate} devices: this job has"
+            f" {world.size}, and a process sees {seen}",
+            where=f"plan: {plan}",
+            hints=["start it without torchrun, or leave data_parallel out: DDP is faster"],
+        )
+
+
+def over_threads(model: nn.Module, plan: Plan, world: World) -> nn.DataParallel[nn.Module]:
+    """`model`, which is on the device of `world`, with a thread for each device of `plan`."""
+    first = world.device.index or 0
+    others = (n for n in range(torch.cuda.device_count()) if n != first)
+    found = [first, *others][: plan.dp_replicate]
+    return nn.DataParallel(model, device_ids=found, output_device=first)

@@ -1,0 +1,25 @@
+"""Modules whose parts sit on several devices, as PyTorch's tutorial on model parallelism has them.
+
+Such a module moves tensors itself, by `to(...)` in its forward; one process drives its devices.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch import nn
+
+
+def devices_of(model: nn.Module) -> tuple[torch.device, ...]:
+    """The devices that hold parameters and buffers, in the order of the modules.
+
+    The meta device is none: what is there has no values yet, and nothing computes there.
+    """
+    tensors = chain(model.parameters(), model.buffers())
+    return tuple(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_meta))
+
+
+def is_by_hand(model: nn.Module) -> bool:
+    """Whether parameters sit on more than one device. (Buffers may be left behind by mistake.)"""
+    return len({p.device for p in model.parameters() if not p.is_meta}) > 1

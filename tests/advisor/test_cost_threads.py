@@ -1,0 +1,84 @@
+"""nn.DataParallel priced: what meets at the first device, counted by hand for ResNet-50."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.choose import choose
+from advisor.comparison import Verdict
+from advisor.cost import CostModel, Estimate
+from advisor.facts import Facts
+from advisor.models import profile_model
+from engines.plan import Plan
+from profiles.clusters import cluster_from_name
+from profiles.workload import Workload
+
+PARAMETERS_BYTES = 4 * 25_557_032
+IMAGE_BYTES, LOGITS_BYTES = 4 * 3 * 128 * 128, 4 * 1000
+DEVICES, IMAGES, ROUNDS = 4, 16, 2
+
+
+@pytest.fixture(scope="module")
+def facts() -> Facts:
+    return Facts(
+        model=profile_model("resnet50-128px", samples=1, sequence_length=None),
+        cluster=cluster_from_name(f"{DEVICES}xV100-SXM2-16GB"),
+        workload=Workload(global_batch_size=DEVICES * IMAGES * ROUNDS),
+    )
+
+
+def estimate(facts: Facts, kind: str) -> Estimate:
+    words = f"data_parallel={kind} dp_replicate={DEVICES} microbatch_size={IMAGES}"
+    return CostModel(facts).estimate(Plan.parse(f"{words} accumulation={ROUNDS}"))
+
+
+def test_every_forward_sends_what_meets_at_the_first_device(facts: Facts) -> None:
+    found = {t.purpose: t.payload_bytes * t.count for t in estimate(facts, "threads").traffic}
+    others = DEVICES - 1
+    assert found == {
+        "scattered inputs": others * ROUNDS * IMAGES * IMAGE_BYTES,
+        "parameters of replicas": ROUNDS * PARAMETERS_BYTES,
+        "outputs and their gradients": 2 * others * ROUNDS * IMAGES * LOGITS_BYTES,
+        "gradients of replicas": ROUNDS * PARAMETERS_BYTES,
+    }
+
+
+def test_nothing_of_it_is_hidden(facts: Facts) -> None:
+    found = estimate(facts, "threads")
+    assert found.time.overlapped_s == 0
+    assert found.time.exposed_s == pytest.approx(sum(t.seconds for t in found.traffic))
+
+
+def test_one_interpreter_launches_for_all_devices(facts: Facts) -> None:
+    one = estimate(facts, "replicate").time.launch_s
+    assert estimate(facts, "threads").time.launch_s == pytest.approx(DEVICES * one)
+
+
+def test_the_first_device_holds_the_batch_and_the_outputs_of_all(facts: Facts) -> None:
+    ours, ddp = estimate(facts, "threads"), estimate(facts, "replicate")
+    others = DEVICES - 1
+    assert ours.memory.batch - ddp.memory.batch == others * ROUNDS * IMAGES * IMAGE_BYTES
+    # Beside its own gradients the sum of all replicas', and the logits of the others.
+    more = PARAMETERS_BYTES + others * IMAGES * LOGITS_BYTES
+    assert ours.memory.gathered >= more
+
+
+def test_it_is_weighed_where_it_is_asked_for_and_loses_to_ddp(facts: Facts) -> None:
+    batch = facts.workload.model_copy(update={"global_batch_size": DEVICES * 4})
+    small = Facts(model=facts.model, cluster=facts.cluster, workload=batch)
+    decision = choose(small, pins={"zero": 0})
+    assert decision.plan.dp_replicate == DEVICES
+    answer = decision.why_not("data_parallel=threads")
+    assert answer.verdict is Verdict.SLOWER
+    assert answer.estimate is not None
+    assert answer.estimate.step_s > decision.estimate.step_s
+    assert "more exposed communication" in answer.because
+
+
+def test_across_nodes_it_is_no_choice(facts: Facts) -> None:
+    cluster = cluster_from_name("2x4xV100-SXM2-16GB")
+    batch = facts.workload.model_copy(update={"global_batch_size": 256})
+    decision = choose(Facts(model=facts.model, cluster=cluster, workload=batch))
+    answer = decision.why_not("data_parallel=threads dp_replicate=8")
+    assert answer.verdict is Verdict.NOT_LEGAL
+    assert "threads of one process reach the 4 devices of its node" in answer.because

@@ -1,0 +1,233 @@
+"""Sweeps: one quantity against the time of a step.
+
+The figures of PyTorch's tutorial on model parallelism (ResNet-50, 120 images of 128 x 128, two
+devices): 3.75 s on one, 4.02 s in turn, 2.51 s as a pipeline of 20 images at a time, best at 12.
+Its devices are not named; ratios are compared, on two V100 joined by PCIe, as in `test_documents`.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor, nn
+
+from advisor.cli import cli
+from advisor.facts import Facts
+from advisor.models import load_model, profile_model
+from advisor.sweep.measure import measured_sweep
+from advisor.sweep.picture import picture
+from advisor.sweep.points import Sweep, Swept, sweep
+from advisor.sweep.table import sweep_csv
+from engines.plan import parse_settings
+from profiles.capture import capture
+from profiles.clusters import cluster_from_name
+from profiles.errors import InputError, PlanError
+from profiles.workload import Workload
+from tests.workers import Pool
+
+ONE_S, IN_TURN_S, PIPELINED_S = 3.75, 4.02, 2.51
+TUTORIAL = ("sweep", "resnet50-128px", "--cluster", "2xV100-PCIe-32GB", "--global-batch", "120")
+CUT = "pp=2 schedule=gpipe stages=layer3.0"
+IN_TURN = "pp=2 schedule=naive stages=layer3.0"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def advise(*words: str) -> Result:
+    return CliRunner().invoke(cli, list(words))
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def images(cluster: str = "8xV100-PCIe-32GB", batch: int = 64) -> Facts:
+    return Facts(
+        model=profile_model("resnet50-128px", samples=1, sequence_length=None),
+        cluster=cluster_from_name(cluster),
+        workload=Workload(global_batch_size=batch),
+    )
+
+
+def seconds(found: Sweep) -> list[float]:
+    return [point.step_s for point in found.points]
+
+
+class TestTheTutorial:
+    def test_split_sizes_are_a_u_that_is_flat_around_twelve_images(self, tmp_path: Path) -> None:
+        table, drawn = tmp_path / "u.csv", tmp_path / "u.png"
+        sizes = "1,3,5,8,10,12,20,40,60"
+        asked = ("--plan", CUT, "--split-size", sizes, "-o", str(table), "--png", str(drawn))
+        result = advise(*TUTORIAL, *asked)
+        assert result.exit_code == 0, result.stderr
+        found = {int(row["value"]): float(row["predicted_s"]) for row in rows(table)}
+        assert ",".join(map(str, found)) == sizes
+        curve = list(found.values())
+        lowest = curve.index(min(curve))
+        assert all(a > b for a, b in pairwise(curve[: lowest + 1]))
+        assert all(a < b for a, b in pairwise(curve[lowest:]))
+        assert found[12] < 1.05 * min(curve)
+        assert "Equally fast, within 5.0%: 10, 12" in result.stdout
+        assert drawn.read_bytes().startswith(PNG)
+
+    def test_bars_of_one_device_and_of_two_in_turn_and_pipelined(self, tmp_path: Path) -> None:
+        table, drawn = tmp_path / "bars.csv", tmp_path / "bars.png"
+        plans = ("dp_replicate=1", IN_TURN, f"{CUT} microbatch_size=20")
+        words = [word for plan in plans for word in ("--plan", plan)]
+        result = advise(*TUTORIAL, *words, "-o", str(table), "--png", str(drawn))
+        assert result.exit_code == 0, result.stderr
+        one, in_turn, pipelined = (float(row["predicted_s"]) for row in rows(table))
+        assert [row["devices"] for row in rows(table)] == ["1", "2", "2"]
+        # The tolerances of `test_documents`.
+        assert in_turn / one - 1 == pytest.approx(IN_TURN_S / ONE_S - 1, abs=0.04)
+        assert one / pipelined - 1 == pytest.approx(ONE_S / PIPELINED_S - 1, abs=0.12)
+        assert "2: pp=2 schedule=naive stages=layer3.0" in result.stdout
+        assert "Fastest, as predicted: plan 3; 2 takes" in result.stdout
+        assert drawn.read_bytes().startswith(PNG)
+
+
+class TestTheBundledNetwork:
+    def test_it_is_the_published_one_and_counts_as_the_closed_form(self) -> None:
+        loaded = load_model("resnet50-64px", samples=2, sequence_length=None)
+        looked_at = capture(loaded.module, loaded.sample, loss_fn=loaded.loss_fn)
+        counted = profile_model("resnet50-64px", samples=1, sequence_length=None)
+        # As torchvision's table of weights has it.
+        assert looked_at.parameters == counted.parameters == 25_557_032
+        assert looked_at.flop(1) == counted.flop(1)
+        assert "layer3.0" in {unit.name for unit in looked_at.units}  # where the tutorial cuts
+
+    def test_networks_without_code_are_not_run(self) -> None:
+        with pytest.raises(InputError, match="no code of it to run"):
+            load_model("vgg16", samples=2, sequence_length=None)
+
+    def test_images_have_no_sequence_length(self) -> None:
+        with pytest.raises(InputError, match="takes images"):
+            profile_model("vgg16", samples=2, sequence_length=128)
+
+
+class TestQuantities:
+    def test_where_links_decide_half_the_bandwidth_adds_twice_as_much(self) -> None:
+        """Step = computing + bytes / rate - what is hidden: 1/r - 1/2r is twice 1/2r - 1/4r."""
+        rates = ["0.25 GB/s", "0.5 GB/s", "1 GB/s"]
+        found = sweep(images(), Swept.BANDWIDTH, rates, settings=parse_settings("dp_replicate=8"))
+        slow, twice, fourfold = seconds(found)
+        assert (slow - twice) / (twice - fourfold) == pytest.approx(2, rel=0.02)
+        assert [point.value for point in found.points] == [0.25e9, 0.5e9, 1e9]
+
+    def test_more_devices_share_the_same_batch(self) -> None:
+        found = sweep(images(), Swept.DEVICES, ["1", "2", "4", "8"], settings={})
+        assert [point.devices for point in found.points] == [1, 2, 4, 8]
+        assert seconds(found) == sorted(seconds(found), reverse=True)
+
+    def test_a_larger_batch_takes_longer(self) -> None:
+        found = sweep(images(), Swept.BATCH, ["8", "64"], settings={})
+        assert {p.label: p.plan.global_batch_size for p in found.points} == {"8": 8, "64": 64}
+        assert seconds(found)[0] < seconds(found)[1]
+
+    def test_microbatches_shorten_the_bubble(self) -> None:
+        pins = parse_settings("pp=2 dp_replicate=1 schedule=gpipe")
+        facts = images("2xV100-PCIe-32GB")
+        found = sweep(facts, Swept.MICROBATCHES, ["1", "2", "4"], settings=pins)
+        assert [point.plan.microbatches for point in found.points] == [1, 2, 4]
+        assert seconds(found) == sorted(seconds(found), reverse=True)
+
+    def test_what_does_not_fit_is_shown_and_never_the_best(self) -> None:
+        pins = parse_settings("dp_replicate=8 recompute=none")
+        found = sweep(images(batch=65_536), Swept.SPLIT_SIZE, ["8192", "8"], settings=pins)
+        large, small = found.points
+        assert not large.fits
+        assert small.fits
+        assert found.best is small
+        assert [row.endswith("True") for row in sweep_csv(found).splitlines()[1:]] == [False, True]
+
+    def test_a_split_that_does_not_divide_the_batch_is_refused(self) -> None:
+        with pytest.raises(PlanError, match="microbatch_size=7"):
+            sweep(images(), Swept.SPLIT_SIZE, ["7"], settings={})
+
+
+class TestTheCommand:
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ((), "no quantity to sweep over"),
+            (("--batch", "8", "--devices", "2"), "one quantity is swept at a time"),
+            (("--split-size", "1,,3"), "no list of values"),
+            (("--split-size", "1,x"), "positive whole number, not `x`"),
+            (("--split-size", "1", "--measure"), "`--measure` runs on this job's devices"),
+            (("--plan", "pp=2", "--plan", "tp=2", "--batch", "8"), "over several plans"),
+        ],
+    )
+    def test_questions_that_are_none(self, words: tuple[str, ...], said: str) -> None:
+        result = advise(*TUTORIAL, *words)
+        assert result.exit_code == 2
+        assert said in result.stderr
+
+    def test_a_picture_without_matplotlib_names_the_extra(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        result = advise(*TUTORIAL, "--split-size", "12", "--png", str(tmp_path / "u.png"))
+        assert result.exit_code == 2
+        assert "pip install 'parallel-advisor[plots]'" in result.stderr
+        assert list(tmp_path.iterdir()) == []
+
+
+NAP_S = 0.03
+
+
+class Napping(nn.Module):
+    """Takes NAP_S a forward, however many rows there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(NAP_S)
+        out: Tensor = self.layer(x)
+        return out
+
+
+def napping() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
+    return Napping(), (torch.zeros(2, 4), torch.zeros(2, 4)), nn.functional.mse_loss
+
+
+def on_ranks(values: list[str], swept: Swept, plan: str) -> Sweep:
+    cluster = cluster_from_name("2xA100-SXM-80GB")  # what it predicts is of no interest here
+    return measured_sweep(
+        f"{__name__}:napping",
+        swept,
+        values,
+        settings=parse_settings(plan),
+        global_batch_size=8,
+        steps=3,
+        cluster=cluster,
+    )
+
+
+@pytest.mark.dist
+class TestMeasured:
+    def test_steps_take_as_many_naps_as_the_batch_has_splits(self, pool: Pool) -> None:
+        found = pool.run(on_ranks, ["1", "4"], Swept.SPLIT_SIZE, "dp_replicate=2", world_size=2)[0]
+        for point, naps in zip(found.points, (4, 1), strict=True):
+            assert point.measured.repeats == 3
+            assert naps * NAP_S <= point.measured.median_s < (naps + 3) * NAP_S
+        assert found.best.label == "4"
+        assert picture(found).startswith(PNG)
+
+    def test_a_plan_of_one_device_runs_on_each_rank_by_itself(self, pool: Pool) -> None:
+        plans = ["dp_replicate=1 microbatch_size=2", "dp_replicate=2 microbatch_size=4"]
+        found = pool.run(on_ranks, plans, Swept.PLAN, "", world_size=2)[0]
+        assert [point.devices for point in found.points] == [1, 2]
+        one, two = (point.measured.median_s for point in found.points)
+        assert one >= 4 * NAP_S
+        assert NAP_S <= two < one
+        assert picture(found).startswith(PNG)
