@@ -66,6 +66,13 @@ def _states_reason(winner: Candidate, facts: Facts, policy: Policy) -> str:
         share = f"Its share of {format_gib(held)} waits in main memory, where the optimizer runs"
         at_peak = f"; at its peak the device holds {format_gib(memory.gradients)} of gradients"
         return f"{needs}. {share}{at_peak if memory.gradients else ''}"
+    if winner.plan.offload.optimizer and not memory.optimizer:
+        where = "main memory" if winner.estimate.host_bytes else "files"
+        return (
+            f"{needs} and holds {format_gib(memory.parameters + memory.gradients)} of them at the"
+            f" step's peak; its optimizer states wait in {where} and come to be stepped, a few"
+            " parameters' at a time"
+        )
     sentence = f"{needs} and holds {format_gib(held)} of them"
     if abs(memory.states - held) <= _SAME * held:
         return sentence

@@ -16,6 +16,7 @@ from advisor.cost.ledger import disk_bytes_per_s, host_link_bytes_per_s
 from advisor.cost.memory import ACTIVATION_ERROR, shard_degree
 from advisor.cost.replay import USUAL_OVERLAP
 from advisor.decision import Decision
+from advisor.report.allocator import allocator_hint
 from advisor.rules import load_bytes_per_node
 from engines.legality import numerics
 from engines.plan import Offload, OffloadTo, Plan
@@ -267,6 +268,7 @@ def hints(decision: Decision) -> Iterator[str]:
     facts, estimate = decision.facts, decision.estimate
     yield from decision.offers
     yield from _too_large_to_load(decision)
+    yield from allocator_hint(decision)
     if set(facts.cluster.sources.values()) - {Source.MEASURED, Source.USER}:
         yield (
             "`advise probe --bench` on the nodes replaces rates of data sheets by measured ones"

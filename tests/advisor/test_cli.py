@@ -37,6 +37,7 @@ OPTIONS = {
     "--host-overhead",
     "--imbalance",
     "--json",
+    "--disk",
     "--nccl-tests",
     "--no-bench",
     "--no-color",

@@ -1,0 +1,109 @@
+"""What offloading saves of the peak and adds to the step, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.choose import choose
+from advisor.cost import Estimate, estimate
+from advisor.cost.ledger import (
+    DISK_READ_BYTES_PER_S,
+    DISK_WRITE_BYTES_PER_S,
+    HOST_LINK_BYTES_PER_S,
+)
+from advisor.facts import Facts
+from engines.plan import Offload, Plan
+from profiles.provenance import Quantity, Source
+from profiles.units import GIB
+from tests.factories import facts, gpus, transformer
+
+MIDDLE = transformer(name="middle", layers=8, hidden=2048, ffn=5504, tokens=4096)
+BASE = "microbatch_size=2 accumulation=4 precision=bf16"
+WHOLE = facts(MIDDLE, gpus(1, 1), batch=8)
+
+
+def _estimate(settings: str, situation: Facts = WHOLE) -> Estimate:
+    return estimate(Plan.parse(f"{BASE} {settings}"), situation)
+
+
+def _of_blocks(samples: int) -> float:
+    from profiles.model import Numerics
+
+    return sum(
+        unit.cost(Numerics.BF16_AUTOCAST).activation_bytes.at(samples)
+        for unit in WHOLE.model.blocks()
+    )
+
+
+def test_adam_states_go_and_come_once_a_step() -> None:
+    here, away = _estimate(""), _estimate("offload=optimizer")
+    states = 8 * WHOLE.model.parameters
+    assert away.host_bytes == states
+    assert away.time.host_s == pytest.approx(2 * states / HOST_LINK_BYTES_PER_S)
+    assert away.step_s - here.step_s == pytest.approx(away.time.host_s)
+    assert here.memory.optimizer == states
+    assert away.memory.optimizer == 0
+
+
+def test_activations_of_blocks_go_and_come_every_microbatch() -> None:
+    here, away = _estimate(""), _estimate("offload=activations")
+    kept = _of_blocks(2)
+    assert away.host_bytes == pytest.approx(kept)
+    assert away.time.host_s == pytest.approx(4 * 2 * kept / HOST_LINK_BYTES_PER_S)
+    assert away.step_s > here.step_s
+    assert here.peak_bytes - away.peak_bytes <= kept
+
+
+def test_on_disk_both_ways_are_paid() -> None:
+    away = _estimate("offload=optimizer offload_to=disk")
+    states = 8 * WHOLE.model.parameters
+    assert (away.host_bytes, away.disk_bytes) == (0, states)
+    assert away.time.host_s == pytest.approx(
+        2 * states / HOST_LINK_BYTES_PER_S
+        + states / DISK_WRITE_BYTES_PER_S
+        + states / DISK_READ_BYTES_PER_S
+    )
+
+
+def test_devices_of_a_node_share_its_disk() -> None:
+    plan = "dp_replicate=4 offload=optimizer offload_to=disk"
+    one = _estimate("offload=optimizer offload_to=disk")
+    four = _estimate(plan, facts(MIDDLE, gpus(1, 4), batch=32))
+    states = 8 * WHOLE.model.parameters
+    more = 3 * states * (1 / DISK_WRITE_BYTES_PER_S + 1 / DISK_READ_BYTES_PER_S)
+    assert four.time.host_s - one.time.host_s == pytest.approx(
+        more, rel=0.01
+    )  # their sums wait too
+
+
+def test_a_measured_way_to_the_host_takes_precedence() -> None:
+    rate = Quantity(value=HOST_LINK_BYTES_PER_S / 2, source=Source.MEASURED)
+    device = WHOLE.cluster.device.model_copy(update={"host_link_bytes_per_s": rate})
+    cluster = WHOLE.cluster.model_copy(update={"device": device})
+    slow = Facts(model=WHOLE.model, cluster=cluster, workload=WHOLE.workload)
+    usual = _estimate("offload=optimizer").time.host_s
+    assert _estimate("offload=optimizer", slow).time.host_s == pytest.approx(2 * usual)
+
+
+def test_a_pin_is_decided_on_and_its_ways_are_in_the_report() -> None:
+    decision = choose(WHOLE, pins={"offload": "optimizer,activations", "offload_to": "disk"})
+    assert decision.plan.offload is Offload.OPTIMIZER_ACTIVATIONS
+    text = " ".join(str(decision).split())
+    assert "offloaded optimizer and activations" in text
+    assert "its optimizer states wait in files and come" in text
+    assert "on disk a rank: " in text
+    assert "a node's disk 5.00 GB/s written, 7.00 GB/s read" in text
+
+
+def test_the_allocator_is_spoken_of_only_where_its_slack_decides() -> None:
+    roomy = choose(WHOLE, pins={"microbatch_size": 1})
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in str(roomy)
+    found = roomy.estimate
+    # Devices on which the upper end just fits, with its 5 % of headroom.
+    tight = gpus(1, 1, memory_gib=found.peak_high_bytes / 0.95 / GIB + 0.01)
+    decision = choose(
+        facts(MIDDLE, tight, batch=8), pins={"microbatch_size": 1, "recompute": "none"}
+    )
+    text = " ".join(str(decision).split())
+    assert "`expandable_segments:True` in PYTORCH_CUDA_ALLOC_CONF" in text
+    assert "max_split_size_mb:512" in text
