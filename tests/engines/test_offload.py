@@ -20,8 +20,10 @@ from profiles.errors import InputError, PlanError
 from profiles.model import ModelProfile
 from profiles.torch_compat import storage_of
 from tests.engines.cases import CASES
-from tests.engines.parity import alone
+from tests.engines.parity import Parity, alone, measure
+from tests.engines.test_parity import TOLERANCE
 from tests.profiles.measured import peak_of_a_run
+from tests.workers import Pool
 
 CPU = torch.device("cpu")
 ADAM = {"lr": 1e-2}
@@ -267,3 +269,41 @@ def test_a_gpu_steps_with_states_that_wait_in_main_memory() -> None:
         torch.testing.assert_close(one, other)
     # Two parameters of 16 MiB at a time: their states, and as much for the step itself.
     assert peaks[1] <= 2 * 3 * 2 * 2048 * 2048 * 4
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp_replicate=2 offload=optimizer",
+        "dp_replicate=2 accumulation=2 offload=optimizer,activations",
+        "dp_shard=2 offload=states,activations",
+        "dp_replicate=2 zero=1 accumulation=2 offload=activations",
+        "tp=2 offload=optimizer,activations tensor_styles=blocks.*.mlp.0:column,blocks.*.mlp.2:row",
+    ],
+)
+def test_two_ranks_train_like_one_process(pool: Pool, plan: str) -> None:
+    for parity in pool.run(measure, "gpt", plan, world_size=2):
+        assert isinstance(parity, Parity)
+        assert parity.loss <= TOLERANCE, parity
+        assert parity.gradient <= TOLERANCE, parity
+        assert parity.parameter_after_steps <= TOLERANCE, parity
+
+
+def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
+    plan = Plan.parse("offload=optimizer offload_to=disk")
+    options = {"plan": plan, "offload_folder": tmp_path}
+    options["optimizer"] = lambda params: torch.optim.AdamW(params, **ADAM)
+    case = CASES["gpt"]
+    torch.manual_seed(0)
+    _, first = alone("gpt", **options)
+    first.train_step(case.batch(4))
+    first.save(tmp_path / "saved")
+    torch.manual_seed(1)
+    module, second = alone("gpt", **options)
+    second.load(tmp_path / "saved")
+    assert all(_is_file(state["exp_avg"]) for state in second.optimizer.state.values())
+    losses = [parallel.train_step(case.batch(4)).item() for parallel in (first, second)]
+    assert losses[0] == losses[1]
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, module.state_dict()[name])
