@@ -33,8 +33,8 @@ demo: $(STAMP)
 	@start=$$SECONDS; $(BIN)/advise demo $(DEMO); echo "== demo took $$((SECONDS - start)) s"
 
 test: $(STAMP)
-	@echo "== tests: about 13 minutes on 2 cores"
-	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS); \
+	@echo "== tests: about 18 minutes on 2 cores"
+	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS); \
 	echo "== tests took $$((SECONDS - start)) s"
 
 matrix: $(STAMP)

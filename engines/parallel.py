@@ -213,7 +213,7 @@ class ParallelModel(Names, Gauges, Apart, nn.Module):
             RankError: names a rank that is gone or late, and without which there is no step.
         """
         if self._exchange.instead():
-            return self._exchange.loss
+            return self._exchange.taken()
         with self.steps.noted(batch):
             loss = self.forward_backward(batch)
             self._exchange.note(loss, self._cutter.counted)
@@ -221,7 +221,7 @@ class ParallelModel(Names, Gauges, Apart, nn.Module):
                 self.clip_grad_norm_(self._max_grad_norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        return self._exchange.loss
+        return self._exchange.taken()
 
     @in_contact("exchanging gradients")
     def forward_backward(self, batch: Batch) -> Tensor:

@@ -18,16 +18,6 @@ settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of several workers (`pytest -n 2 --dist loadgroup`) one has all tests on the pool, as two
-    pools would share the cores and gain nothing; a file of other tests is for one worker, too."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            group = "ranks" if item.get_closest_marker("dist") else item.path.stem
-            item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """No bench of a user's is read or written by a test, nor by the processes that it starts."""

@@ -31,7 +31,8 @@ class Exchange:
 
     def __init__(self, device: torch.device, *, replica: int, replicas: int) -> None:
         self.replica, self.replicas = replica, replicas
-        self.loss = torch.zeros((), device=device)
+        self._none = torch.zeros((), device=device)
+        self.loss = self._none
         self._count = 0.0
 
     def instead(self) -> bool:
@@ -41,6 +42,11 @@ class Exchange:
     def note(self, loss: Tensor, count: float) -> None:
         """What the gradients that the optimizer sees next are of: samples, and their mean loss."""
         self.loss, self._count = loss, count
+
+    def taken(self) -> Tensor:
+        """The loss of the last step, which is the caller's from now on: nothing is kept of it."""
+        loss, self.loss = self.loss, self._none
+        return loss
 
     def average(self, loss: Tensor, count: float) -> Tensor:
         """The mean loss over the samples of all ranks that are left; all of them call it."""

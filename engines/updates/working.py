@@ -61,6 +61,10 @@ class Working(Exchange):
         self._tally.skipped += is_over
         return is_over
 
+    def taken(self) -> Tensor:
+        """Kept: a step that was over before this rank came to it has the loss of the one before."""
+        return self.loss
+
     def average(self, loss: Tensor, count: float) -> Tensor:
         self._meet(Kind.MEET, float(loss), count)
         return self.loss.to(loss.dtype)

@@ -169,7 +169,7 @@ def _refused(*plans: str) -> str:
 
 @pytest.mark.dist
 def test_an_error_of_rank_zero_reaches_every_rank_instead_of_a_hang(pool: Pool) -> None:
-    first, second = pool.run(_refused, "cp=2", world_size=2, timeout_s=60)
+    first, second = pool.run(_refused, "ep=2", world_size=2, timeout_s=60)
     assert first.startswith("PlanError")
     assert second.startswith("InputError rank 0 found no plan")
 

@@ -60,9 +60,9 @@ def test_the_demo_decides_trains_compares_and_saves(tmp_path: Path) -> None:
 def test_the_demo_refuses_a_plan_that_cannot_be_with_the_reason_and_no_traceback(
     tmp_path: Path,
 ) -> None:
-    run = demo(tmp_path, "--plan", "cp=2")
+    run = demo(tmp_path, "--plan", "ep=2")
     assert run.returncode == 2, run.stderr
-    assert "context parallelism (cp=2) has no engine yet" in run.stderr
+    assert "ep=2 shares out experts, and no block of" in run.stderr
     assert "Traceback" not in run.stderr
 
 
