@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from advisor.allocator import allocator_hint
 from advisor.constants import tier_of
 from advisor.cost.communication import COMMUNICATION_ERROR
 from advisor.cost.compute import (
@@ -16,7 +17,6 @@ from advisor.cost.ledger import disk_bytes_per_s, host_link_bytes_per_s
 from advisor.cost.memory import ACTIVATION_ERROR, shard_degree
 from advisor.cost.replay import USUAL_OVERLAP
 from advisor.decision import Decision
-from advisor.report.allocator import allocator_hint
 from advisor.rules import load_bytes_per_node
 from engines.legality import numerics
 from engines.plan import Offload, OffloadTo, Plan

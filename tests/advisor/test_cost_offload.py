@@ -12,7 +12,8 @@ from advisor.cost.ledger import (
     HOST_LINK_BYTES_PER_S,
 )
 from advisor.facts import Facts
-from engines.plan import Offload, Plan
+from engines.plan import DataParallel, Offload, Plan
+from profiles.errors import NoPlanError
 from profiles.provenance import Quantity, Source
 from profiles.units import GIB
 from tests.factories import facts, gpus, transformer
@@ -85,6 +86,18 @@ def test_a_measured_way_to_the_host_takes_precedence() -> None:
     assert _estimate("offload=optimizer", slow).time.host_s == pytest.approx(2 * usual)
 
 
+def test_activations_leave_where_states_that_have_left_are_not_enough() -> None:
+    """400 thin layers, 8,192 tokens: even their inputs alone are 400 * 8192 * 512 * 2 bytes."""
+    deep = transformer(name="deep", layers=400, hidden=512, ffn=1376, tokens=8192)
+    inputs = 400 * 8192 * 512 * 2
+    roomy = choose(facts(deep, gpus(1, 1, memory_gib=12), batch=8))
+    assert roomy.plan.offload is Offload.STATES
+    tight = choose(facts(deep, gpus(1, 1, memory_gib=8), batch=8))
+    assert tight.plan.offload is Offload.STATES_ACTIVATIONS
+    assert roomy.estimate.peak_bytes - tight.estimate.peak_bytes > 0.9 * inputs
+    assert tight.estimate.step_s > roomy.estimate.step_s
+
+
 def test_a_pin_is_decided_on_and_its_ways_are_in_the_report() -> None:
     decision = choose(WHOLE, pins={"offload": "optimizer,activations", "offload_to": "disk"})
     assert decision.plan.offload is Offload.OPTIMIZER_ACTIVATIONS
@@ -96,14 +109,27 @@ def test_a_pin_is_decided_on_and_its_ways_are_in_the_report() -> None:
 
 
 def test_the_allocator_is_spoken_of_only_where_its_slack_decides() -> None:
-    roomy = choose(WHOLE, pins={"microbatch_size": 1})
+    """DDP's upper end holds a tenth of slack, over 2 GiB of context and a quarter of doubt."""
+    roomy = choose(facts(MIDDLE, gpus(1, 2), batch=8))
     assert "PYTORCH_CUDA_ALLOC_CONF" not in str(roomy)
-    found = roomy.estimate
-    # Devices on which the upper end just fits, with its 5 % of headroom.
-    tight = gpus(1, 1, memory_gib=found.peak_high_bytes / 0.95 / GIB + 0.01)
-    decision = choose(
-        facts(MIDDLE, tight, batch=8), pins={"microbatch_size": 1, "recompute": "none"}
-    )
+    found = estimate(Plan.parse("dp_replicate=2 microbatch_size=4 precision=bf16"), roomy.facts)
+    high, context = found.peak_high_bytes, 2.5 * GIB
+    without = (high - context) / 1.1 + context
+    # Five percent of a device are left free.
+    tight = gpus(1, 2, memory_gib=(high + without) / 2 / 0.95 / GIB)
+    pins = {"microbatch_size": 4, "recompute": "none"}
+    decision = choose(facts(MIDDLE, tight, batch=8), pins=pins)
     text = " ".join(str(decision).split())
+    assert decision.plan.data_parallel is not DataParallel.REPLICATE
+    assert f"with it, {without / GIB:.1f} GiB without" in text
     assert "`expandable_segments:True` in PYTORCH_CUDA_ALLOC_CONF" in text
-    assert "max_split_size_mb:512" in text
+    assert "`max_split_size_mb:512`" in text
+
+
+def test_where_nothing_fits_by_the_slack_alone_that_is_a_way_out() -> None:
+    pins = {"microbatch_size": 1, "recompute": "full", "offload": "none"}
+    high = choose(WHOLE, pins=pins).estimate.peak_high_bytes
+    tight = gpus(1, 1, memory_gib=0.97 * high / 0.95 / GIB)
+    with pytest.raises(NoPlanError) as error:
+        choose(facts(MIDDLE, tight, batch=8), pins=pins)
+    assert any("expandable_segments:True" in hint for hint in error.value.hints)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -269,6 +271,36 @@ def test_a_gpu_steps_with_states_that_wait_in_main_memory() -> None:
         torch.testing.assert_close(one, other)
     # Two parameters of 16 MiB at a time: their states, and as much for the step itself.
     assert peaks[1] <= 2 * 3 * 2 * 2048 * 2048 * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_expandable_segments_hold_what_pieces_lose() -> None:
+    """Tensors that grow by turns leave holes that none of the next ones fits into."""
+    script = (
+        "import torch\n"
+        "for size in range(40, 140):\n"
+        "    kept = [torch.empty(size << 20, dtype=torch.uint8, device='cuda') for _ in range(3)]\n"
+        "    del kept[1]\n"
+        "print(torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated())\n"
+    )
+
+    def reserved_share(settings: str) -> float:
+        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": settings}
+        run = subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return float(run.stdout)
+
+    usual = reserved_share("expandable_segments:False")
+    expandable = reserved_share("expandable_segments:True")
+    assert usual > 1.1
+    assert expandable < usual
 
 
 @pytest.mark.dist
