@@ -66,6 +66,12 @@ def moved_s(plan: Plan, loads: Loads, update: Upkeep, ledger: Ledger, *, device:
         seconds += there_and_back(update.state_bytes, 1)
     if activations_leave(plan, device):
         seconds += there_and_back(_of_blocks(loads), plan.forwards)
+    elif plan.offload.activations:
+        # A processor copies them within its memory, there and back: read and written each time.
+        moved_bytes = 4 * plan.forwards * _of_blocks(loads)
+        copied_s = moved_bytes / device.memory_bandwidth_bytes_per_s.value
+        ledger.host_s += copied_s
+        seconds += copied_s
     return seconds
 
 

@@ -14,9 +14,10 @@ from advisor.cost.ledger import (
 from advisor.facts import Facts
 from engines.plan import DataParallel, Offload, Plan
 from profiles.errors import NoPlanError
+from profiles.model import Numerics
 from profiles.provenance import Quantity, Source
 from profiles.units import GIB
-from tests.factories import facts, gpus, transformer
+from tests.factories import chain, cpus, facts, gpus, transformer
 
 MIDDLE = transformer(name="middle", layers=8, hidden=2048, ffn=5504, tokens=4096)
 BASE = "microbatch_size=2 accumulation=4 precision=bf16"
@@ -28,8 +29,6 @@ def _estimate(settings: str, situation: Facts = WHOLE) -> Estimate:
 
 
 def _of_blocks(samples: int) -> float:
-    from profiles.model import Numerics
-
     return sum(
         unit.cost(Numerics.BF16_AUTOCAST).activation_bytes.at(samples)
         for unit in WHOLE.model.blocks()
@@ -64,6 +63,26 @@ def test_on_disk_both_ways_are_paid() -> None:
         + states / DISK_WRITE_BYTES_PER_S
         + states / DISK_READ_BYTES_PER_S
     )
+
+
+def test_a_processor_copies_activations_and_saves_nothing() -> None:
+    here, away = (
+        estimate(
+            Plan.parse(f"microbatch_size=2 {what}"),
+            facts(chain(), cpus(1), batch=2, precision="fp32"),
+        )
+        for what in ("offload=none", "offload=activations")
+    )
+    model = chain()
+    kept = sum(
+        unit.cost(Numerics.AS_BUILT).activation_bytes.at(2)
+        for unit in model.units
+        if unit in model.blocks()
+    )
+    bandwidth = cpus(1).device.memory_bandwidth_bytes_per_s.value
+    assert kept > 0
+    assert away.peak_bytes == here.peak_bytes
+    assert away.step_s - here.step_s == pytest.approx(4 * kept / bandwidth)
 
 
 def test_devices_of_a_node_share_its_disk() -> None:
