@@ -158,6 +158,7 @@ def auto_parallelize(
     seed: int = 0,
     measure_noise: bool = False,
     timeout_s: float | None = None,
+    offload_folder: str | PathLike[str] | None = None,
 ) -> ParallelModel:
     """Decide how to spread `model` over the ranks of this job, and do it.
 
@@ -190,6 +191,7 @@ def auto_parallelize(
             are wasted.
         timeout_s: bound of every wait for another rank, ten minutes unless said: for the job, for
             rank 0's decision, in each exchange of a step. Ranks that did not come are named.
+        offload_folder: see `apply_plan`; where `plan` says `offload_to=disk`.
 
     Returns:
         A `ParallelModel`; `.decision` says why.
@@ -253,6 +255,7 @@ def auto_parallelize(
         world=world,
         seed=seed,
         measure_noise=measure_noise,
+        offload_folder=offload_folder,
     )
     parallel.decision = decision
     if world.rank == 0:

@@ -293,8 +293,11 @@ def explain(words: tuple[str, ...], why_not: str | None, no_color: bool) -> None
     metavar="LOG",
     help="The machines of this nccl-tests output, not this one; may be repeated.",
 )
+@click.option("--disk", metavar="FOLDER", help="Time its disk too, where plans may offload to.")
 @common_options
-def probe(output: str | None, bench: bool, logs: tuple[str, ...], no_color: bool) -> None:
+def probe(
+    output: str | None, bench: bool, logs: tuple[str, ...], disk: str | None, no_color: bool
+) -> None:
     """Look at this machine, or at the job that `advise` was started in.
 
     \b
@@ -317,6 +320,10 @@ def probe(output: str | None, bench: bool, logs: tuple[str, ...], no_color: bool
         machines = cluster_of_logs(logs)
     else:
         machines = timed_here() if bench else look()
+    if disk is not None:
+        from profiles.bench.disk import with_disk
+
+        machines = with_disk(machines, disk)
     if output is None:
         click.echo(to_toml(machines), nl=False)
     else:

@@ -52,8 +52,14 @@ def title(plan: Plan) -> str:
         words.append(_replicas(plan))
     sent = [] if plan.aggregation is Aggregation.BACKEND else [f"{plan.aggregation} sums"]
     sent += [_SENT[plan.compression]] if plan.compression is not Compression.NONE else []
-    offload = ["CPU offload"] if plan.offload is Offload.STATES else []
+    offload = [_offloaded(plan.offload)] if plan.offload is not Offload.NONE else []
     return ", ".join([" + ".join(words), *sent, *offload])
+
+
+def _offloaded(what: Offload) -> str:
+    """All states are what the word usually means."""
+    named = what.value.replace(",", " and ")
+    return "CPU offload" if what is Offload.STATES else f"offloaded {named}"
 
 
 _SENT = {Compression.BF16: "bf16 gradients", Compression.POWERSGD: "PowerSGD"}
@@ -163,7 +169,8 @@ def kind_words(plan: Plan) -> str:
     words = [axis.upper() for axis in _cut_axes(plan)]
     if not words or plan.data_parallel is not DataParallel.NONE:
         words.append(_replicas(plan).partition(",")[0].partition(" over")[0])
-    return " + ".join(words) + (", CPU offload" if plan.offload is Offload.STATES else "")
+    offload = [_offloaded(plan.offload)] if plan.offload is not Offload.NONE else []
+    return ", ".join([" + ".join(words), *offload])
 
 
 Shape = tuple[Kind, tuple[int, ...], str]

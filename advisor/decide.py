@@ -72,7 +72,8 @@ def decide(
 
     Every legal plan is weighed, most of them by lower bounds (`advisor.search`). The tree's leaf
     says which families come first; the fastest plan of them that fits is taken, the simpler one on
-    a tie. States go to the host only where nothing else fits.
+    a tie. States go to the host only where nothing else fits, activations of blocks with them where
+    that is not enough.
 
     Args:
         styles: how layers are split over a tp axis of some size; by default what the profile alone
@@ -92,9 +93,13 @@ def decide(
     winner = _best([_winner(search, policy, trace) for search in searches], policy, trace)
     if winner is None and "offload" not in pins and facts.cluster.device.kind != "cpu":
         # A CPU rank's device memory is the host's already.
-        to_host = searched(kept, pins, policy, styles=styles, offload=Offload.STATES)
-        searches.append(to_host)
-        winner = _winner(to_host, policy, trace)
+        for offload in (Offload.STATES, Offload.STATES_ACTIVATIONS):
+            to_host = searched(kept, pins, policy, styles=styles, offload=offload)
+            searches.append(to_host)
+            winner = _winner(to_host, policy, trace)
+            # Where main memory is what is short, activations there make it shorter.
+            if winner is not None or to_host.left_out["fits-host"]:
+                break
     left_open: set[Kind] = set()
     for search in searches:
         if winner is None:

@@ -237,7 +237,10 @@ def _offload(decision: Decision) -> str:
         return "none"
     found = decision.estimate
     moved = format_seconds(found.time.host_s)
-    return f"{format_gib(found.host_bytes)} a rank in main memory; transfers cost {moved} a step"
+    where = f"{format_gib(found.host_bytes)} a rank in main memory"
+    if found.disk_bytes:
+        where = f"{format_gib(found.disk_bytes)} a rank on disk"
+    return f"{decision.plan.offload.value}: {where}; transfers cost {moved} a step"
 
 
 def _reserved(decision: Decision) -> str:

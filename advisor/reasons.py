@@ -14,7 +14,7 @@ from advisor.search.legal import one_sample_bytes
 from advisor.search.space import Pins
 from advisor.tree import Family, Trace, belongs, in_leaf
 from engines.legality import numerics
-from engines.plan import DataParallel, Offload, Recompute
+from engines.plan import DataParallel, Recompute
 from profiles.model import Numerics
 from profiles.optimizers import upkeep
 from profiles.units import format_gib, format_percent, format_seconds
@@ -62,10 +62,17 @@ def _states_reason(winner: Candidate, facts: Facts, policy: Policy) -> str:
     whole += round(upkeep(facts.workload.optimizer, model.units).state_bytes)
     usable = format_gib(policy.usable_bytes(facts.cluster.device))
     needs = f"One copy of the model states needs {format_gib(whole)}; a device has {usable} usable"
-    if winner.plan.offload is Offload.STATES:
+    if winner.plan.offload.states:
         share = f"Its share of {format_gib(held)} waits in main memory, where the optimizer runs"
         at_peak = f"; at its peak the device holds {format_gib(memory.gradients)} of gradients"
         return f"{needs}. {share}{at_peak if memory.gradients else ''}"
+    if winner.plan.offload.optimizer and not memory.optimizer:
+        where = "main memory" if winner.estimate.host_bytes else "files"
+        return (
+            f"{needs} and holds {format_gib(memory.parameters + memory.gradients)} of them at the"
+            f" step's peak; its optimizer states wait in {where} and come to be stepped, a few"
+            " parameters' at a time"
+        )
     sentence = f"{needs} and holds {format_gib(held)} of them"
     if abs(memory.states - held) <= _SAME * held:
         return sentence

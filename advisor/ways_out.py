@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from advisor.allocator import ADVICE, slack_decides, without_slack
 from advisor.comparison import kind_words, nearest_miss, title
 from advisor.decide import Choice, decide
 from advisor.facts import Facts
@@ -34,6 +35,12 @@ def no_plan(facts: Facts, policy: Policy, pins: Pins, choice: Choice) -> NoPlanE
     because = nearest.finding.because if nearest.finding else ""
     kinds = dict.fromkeys(kind_words(plan) for plan in choice.kinds)
     changes = list(islice(_changes(facts, policy, pins, choice.weighed), _CHANGES_SHOWN))
+    device, high = facts.cluster.device, nearest.estimate.peak_high_bytes
+    if slack_decides(high, device, policy):
+        least = format_gib(without_slack(high, device))
+        changes.append(
+            f"only what the allocator may lose is too much, without it {least} are needed: {ADVICE}"
+        )
     return NoPlanError(
         f"nothing fits: {choice.total} plans were weighed and left out ({counts})",
         where=f"tried: {'; '.join(kinds)}\n"

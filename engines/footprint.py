@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.offload.states import step_in_chunks
 from engines.optimizer import OptimizerFactory
 from profiles.errors import InputError
 from profiles.fakes import Fakes
@@ -94,6 +95,44 @@ def whole_because(given: Given | None) -> str:
         f"{name} looks at a whole matrix at a time: stepped in two halves, its update differs by"
         f" {format_percent(difference)}"
     )
+
+
+def together_because(given: Given | None) -> str:
+    """Why parameters cannot be stepped one after the other: the updates are others then, or what
+    the optimizer keeps of all of them is.
+
+    Empty where it is the same, or where the optimizer cannot be tried.
+    """
+    if given is None:
+        return ""
+    try:
+        name, together = _stepped(given, apart=False)
+        _, apart = _stepped(given, apart=True)
+    except Exception:  # whatever a user's class raises: it is not refused for that
+        return ""
+    scale = together.abs().max().item()
+    difference = (together - apart).abs().max().item() / scale if scale else 0.0
+    if difference <= _ROUNDING:
+        return ""
+    return (
+        f"{name} looks at all parameters at a time: stepped one after the other, they differ by"
+        f" {format_percent(difference)}"
+    )
+
+
+def _stepped(given: Given, *, apart: bool) -> tuple[str, Tensor]:
+    """Two matrices after three steps, the second one with gradients ten times as large."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [nn.Parameter(torch.zeros(_SHAPE)) for _ in range(2)]
+    optimizer = _trial(given, matrices)
+    for _ in range(3):
+        for scale, matrix in zip((1.0, 10.0), matrices, strict=True):
+            matrix.grad = scale * torch.randn(_SHAPE, generator=generator)
+        if apart:
+            step_in_chunks(optimizer, optimizer.step, chunk_bytes=0)
+        else:
+            optimizer.step()
+    return type(optimizer).__name__, torch.cat([matrix.detach() for matrix in matrices])
 
 
 def _updates(given: Given) -> Iterator[tuple[str, Tensor]]:

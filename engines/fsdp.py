@@ -34,7 +34,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from engines.plan import DataParallel, Offload, Plan
+from engines.plan import DataParallel, Plan
 from profiles.errors import PlanError
 from profiles.model import ModelProfile
 from profiles.torch_compat import is_view, map_tensors
@@ -184,7 +184,7 @@ def _precision(mixed: bool, *, output_dtype: torch.dtype | None = None) -> Mixed
 
 
 def _offload(plan: Plan, mesh: DeviceMesh) -> OffloadPolicy:
-    if plan.offload is Offload.NONE:
+    if not plan.offload.states:
         return OffloadPolicy()
     # Pinned memory makes the copies asynchronous; it needs an accelerator to be pinned for.
     return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")

@@ -37,7 +37,7 @@ from engines.context.proof import Proof, prove
 from engines.ddp import replicate
 from engines.experts.experts import Experts
 from engines.failures import together
-from engines.footprint import whole_because
+from engines.footprint import together_because, whole_because
 from engines.fsdp import shard
 from engines.layout import Layout
 from engines.legality import numerics, require_legal
@@ -45,6 +45,9 @@ from engines.materialise import materials_of
 from engines.mesh import Mesh
 from engines.microbatches import Count
 from engines.noise import NoiseMeter, require_measurable
+from engines.offload.activations import offload_activations
+from engines.offload.room import Folder, room_of
+from engines.offload.states import AwayStates
 from engines.optimizer import OptimizerFactory, build_optimizer, names_of, send_from_first
 from engines.parallel import LossFn, ParallelModel
 from engines.plan import DataParallel, Plan, Recompute
@@ -82,6 +85,7 @@ def apply_plan(
     world: World | None = None,
     seed: int = 0,
     measure_noise: bool = False,
+    offload_folder: Folder | None = None,
 ) -> ParallelModel:
     """Spread `model` as `plan` says, in place; all ranks call it with the same plan.
 
@@ -108,6 +112,8 @@ def apply_plan(
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
         measure_noise: the gradient noise scale, for `ParallelModel.noise_scale`: reads the
             gradients twice more in every step.
+        offload_folder: on a fast local disk, where the plan says `offload_to=disk`. Its files have
+            no names, and are gone when the process ends.
 
     Raises:
         PlanError: the plan is not possible for this model on these ranks.
@@ -124,6 +130,9 @@ def apply_plan(
     if by_threads:
         require_devices(plan, world)
         plan = driven(plan)
+    if plan.offload.optimizer:
+        _require_apart(plan, together_because(optimizer))
+    room = room_of(plan, world.device, offload_folder)
     if measure_noise:
         require_measurable(plan)
     _require_plain(model)
@@ -172,6 +181,8 @@ def apply_plan(
     if plan.sync_batch_norm and mesh.data.size > 1:
         model = synchronise_batch_norms(model, world.device, group=mesh.data.group)
     recompute_blocks(model, plan.recompute, profile=profile)
+    if room is not None and plan.offload.activations:
+        offload_activations(model, room, profile=profile)
     if plan.compile:
         compile_blocks(model, profile=profile, kept=kept)
     runner = _over_data_axes(
@@ -193,6 +204,8 @@ def apply_plan(
     built = build_optimizer(
         optimizer, model=model, names_before=names_before, layout=layout, served=served
     )
+    if room is not None and plan.offload.optimizer:
+        AwayStates(built, room)
     exchange = exchange_of(plan, model, built, outer=outer_optimizer, profile=profile, world=world)
 
     parallel = ParallelModel(
@@ -216,9 +229,19 @@ def apply_plan(
         exchange=exchange,
         context=context,
         experts=experts,
+        away=room,
     )
     parallel.plan = of_all
     return parallel
+
+
+def _require_apart(plan: Plan, because: str) -> None:
+    if because:
+        raise PlanError(
+            because,
+            where=f"plan: {plan}",
+            hints=["leave its states on the device (offload=none), or take AdamW"],
+        )
 
 
 def _proved_context(

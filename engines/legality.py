@@ -11,8 +11,9 @@ from engines.aggregation.legality import aggregation
 from engines.by_hand.legality import by_hand
 from engines.context.legality import context
 from engines.experts.legality import experts
+from engines.offload.legality import offload
 from engines.pipeline.legality import pipeline
-from engines.plan import DataParallel, Offload, Plan, Precision, Recompute
+from engines.plan import DataParallel, Plan, Precision, Recompute
 from engines.problem import Problem as Problem
 from engines.tensor.legality import tensor
 from engines.threads.legality import threads
@@ -168,16 +169,6 @@ def hybrid_inside_node(
             what=f"dp_shard={plan.dp_shard}{inner} straddles nodes of {per_node} devices:"
             f" {per_node} % {reach} = {per_node % reach}",
             hint=f"dp_shard{inner} may be a divisor or a multiple of {per_node}",
-        )
-
-
-def offload(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
-    """States go to host memory shard by shard: FSDP2 does it, DDP does not."""
-    if plan.offload is Offload.STATES and not plan.data_parallel.is_sharded:
-        yield Problem(
-            rule="offload-unsharded",
-            what=f"offload=states needs a sharded plan, data_parallel is {plan.data_parallel}",
-            hint="add zero=1, 2 or 3 (zero=3 works on one device too)",
         )
 
 

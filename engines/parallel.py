@@ -28,6 +28,7 @@ from engines.mesh import Mesh
 from engines.microbatches import Count, Cutter, weighted
 from engines.names import Names
 from engines.noise import NoiseMeter
+from engines.offload.room import Room
 from engines.optimizer import of_nothing, send_from_first
 from engines.plan import Plan
 from engines.precision import as_fp32, autocast
@@ -71,6 +72,8 @@ class ParallelModel(Names, Gauges, Apart, nn.Module):
         optimizer: steps the parameters that this rank holds.
         data_rank, data_world_size: which part of the data this rank sees.
         steps: how long `train_step` takes.
+        away: the room outside the device that the plan takes for activations or for the states of
+            whole parameters, and how much of it; None where it takes none.
     """
 
     decision: object
@@ -98,6 +101,7 @@ class ParallelModel(Names, Gauges, Apart, nn.Module):
         job: World | None = None,
         context: Context | None = None,
         experts: Experts | None = None,
+        away: Room | None = None,
     ) -> None:
         """`world` are the ranks that make a step together; `job` all, where those are others."""
         super().__init__()
@@ -105,6 +109,7 @@ class ParallelModel(Names, Gauges, Apart, nn.Module):
         self.plan = plan
         self.decision = None
         self.optimizer = optimizer
+        self.away = away
         self._exchange = exchange or Exchange(
             world.device, replica=mesh.data.position, replicas=mesh.data.size
         )

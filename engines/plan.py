@@ -15,6 +15,8 @@ from pydantic import NonNegativeInt, PositiveInt, field_serializer, field_valida
 
 from engines.aggregation.kinds import Aggregation as Aggregation
 from engines.aggregation.kinds import Compression as Compression
+from engines.offload.kinds import Offload as Offload
+from engines.offload.kinds import OffloadTo as OffloadTo
 from engines.settings import format_setting as format_setting
 from engines.settings import read_settings
 from engines.updates.kinds import Updates as Updates
@@ -86,13 +88,6 @@ class Precision(StrEnum):
         return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.value]
 
 
-class Offload(StrEnum):
-    """What lives in host memory between uses."""
-
-    NONE = "none"
-    STATES = "states"  # parameter shards, gradient shards and optimizer states; the step runs there
-
-
 class Plan(Document):
     """How a model is spread over ranks, and how a step is cut.
 
@@ -122,6 +117,7 @@ class Plan(Document):
         backup_workers: workers beside the `dp_replicate` whose gradients a step waits for; the
             last ones to come are dropped.
         max_staleness: steps that a worker may be ahead of the slowest; None sets no bound.
+        offload_to: where what `offload` names waits, see its class.
 
     >>> plan = Plan.parse("dp_shard=4 microbatches=2")
     >>> plan.data_parallel.value, plan.world_size, str(plan)
@@ -154,6 +150,7 @@ class Plan(Document):
     servers: NonNegativeInt = 0
     backup_workers: NonNegativeInt = 0
     max_staleness: NonNegativeInt | None = None
+    offload_to: OffloadTo = OffloadTo.HOST
 
     @model_validator(mode="before")
     @classmethod
@@ -332,6 +329,7 @@ _SETTINGS_AFTER_DEGREES = (
     "servers",
     "backup_workers",
     "max_staleness",
+    "offload_to",
 )
 _ADDED = _SETTINGS_AFTER_DEGREES[_SETTINGS_AFTER_DEGREES.index("aggregation") :]
 """Settings that came later: a plan that leaves them alone keeps the hash that it had before."""
@@ -361,6 +359,7 @@ _CHOICES: dict[str, type[Enum]] = {
     "recompute": Recompute,
     "precision": Precision,
     "offload": Offload,
+    "offload_to": OffloadTo,
     "aggregation": Aggregation,
     "compression": Compression,
     "updates": Updates,

@@ -118,6 +118,8 @@ class Device(Record):
         matmul_efficiency: by edge n, what an n x n x n product reaches as a share of what large
             ones do; where a bench was run.
         board_power_w: the vendor's maximum of the board alone; None where it is not known.
+        host_link_bytes_per_s: of copies to and from page-locked main memory, the slower way, while
+            all devices of a node copy; where a bench was run on GPUs.
     """
 
     name: str
@@ -130,6 +132,7 @@ class Device(Record):
     context_bytes: Quantity
     matmul_efficiency: dict[PositiveInt, Quantity] = Field(default_factory=dict)
     board_power_w: Quantity | None = None
+    host_link_bytes_per_s: Quantity | None = None
 
 
 class Constant(StrEnum):
@@ -170,6 +173,8 @@ class ClusterProfile(Document):
         notes: what is special, or could not be found out; shown in every report.
         host_memory_bytes: main memory of a node.
         cores: processor cores of a node.
+        disk_write_bytes_per_s, disk_read_bytes_per_s: of a node, files in a folder that the user
+            named; where they were measured.
         axes: measured mesh axes, where a bench was run; the one that fits takes precedence.
         overlap: measured, where a bench was run.
         learned: what runs of before have corrected.
@@ -189,6 +194,8 @@ class ClusterProfile(Document):
     inter: Link | None
     host_memory_bytes: Quantity | None = None
     cores: PositiveInt | None = None
+    disk_write_bytes_per_s: Quantity | None = None
+    disk_read_bytes_per_s: Quantity | None = None
     axes: tuple[AxisFits, ...] = ()
     overlap: Overlap | None = None
     learned: Learned | None = None

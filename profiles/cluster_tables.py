@@ -51,6 +51,7 @@ class DeviceTable(Record):
     launch: written.Time = None
     context: written.Memory = None
     board_power: written.Power = None
+    host_link: written.Bandwidth = None
     matmul_efficiency: dict[PositiveInt, written.Factor] | None = None
 
 
@@ -72,6 +73,8 @@ class ClusterTable(Record):
     host_bridge: BridgeTable | None = None
     host_memory: written.Memory = None
     cores: PositiveInt | None = None
+    disk_write: written.Bandwidth = None
+    disk_read: written.Bandwidth = None
     device: DeviceTable | None = None
     intra: LinkTable | None = None
     inter: LinkTable | None = None

@@ -50,6 +50,11 @@ def _lines(cluster: ClusterProfile) -> Iterator[str]:
         yield f"host_memory = {_written(cluster.host_memory_bytes, parse_bytes, _BYTES)}"
     if cluster.cores is not None:
         yield f"cores = {cluster.cores}"
+    if cluster.disk_write_bytes_per_s is not None:
+        rate = _written(cluster.disk_write_bytes_per_s, parse_bandwidth, _RATES)
+        yield f"disk_write = {rate}  # of a node, in the folder that was named"
+    if cluster.disk_read_bytes_per_s is not None:
+        yield f"disk_read = {_written(cluster.disk_read_bytes_per_s, parse_bandwidth, _RATES)}"
     if cluster.notes:
         yield "notes = ["
         yield from (f"    {_text(note)}," for note in cluster.notes)
@@ -68,6 +73,8 @@ def _lines(cluster: ClusterProfile) -> Iterator[str]:
     yield f"context = {_written(device.context_bytes, parse_bytes, _BYTES)}"
     if device.board_power_w is not None:
         yield f"board_power = {_written(device.board_power_w, parse_watts, _WATTS)}"
+    if device.host_link_bytes_per_s is not None:
+        yield f"host_link = {_written(device.host_link_bytes_per_s, parse_bandwidth, _RATES)}"
     yield ""
     yield "[device.flop_rate]"
     for dtype, quantity in device.flop_per_s.items():

@@ -225,6 +225,8 @@ def _assemble(
         inter=inter,
         host_memory_bytes=host,
         cores=cores,
+        disk_write_bytes_per_s=table.disk_write,
+        disk_read_bytes_per_s=table.disk_read,
         axes=tuple(
             AxisFits(
                 group_size=axis.group_size,

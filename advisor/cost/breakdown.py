@@ -159,7 +159,8 @@ class Estimate(Record):
         states_bytes: parameters, gradients and optimizer states held when the optimizer steps.
         loss_bytes: what the loss holds of the peak: the logits in fp32, what is kept of them for
             the backward, their gradient. 0 where the peak is at another moment.
-        host_bytes: main memory that one rank's offloaded states take.
+        host_bytes: main memory that one rank's offloaded states and activations take.
+        disk_bytes: the same in files.
         load_bytes: main memory that one rank takes while the model is loaded.
         step_s, step_low_s, step_high_s: one optimizer step.
         time: where it goes.
@@ -184,6 +185,7 @@ class Estimate(Record):
     states_bytes: float
     loss_bytes: float = 0.0
     host_bytes: float = 0.0
+    disk_bytes: float = 0.0
     load_bytes: float = 0.0
     step_s: float
     step_low_s: float

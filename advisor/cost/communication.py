@@ -9,10 +9,10 @@ from math import ceil, hypot
 from advisor.cost.aggregation import slowest, steps
 from advisor.cost.axes import expert_bytes
 from advisor.cost.compression import Sent
-from advisor.cost.ledger import HOST_LINK_BYTES_PER_S, Ledger
+from advisor.cost.ledger import Ledger
 from advisor.cost.loads import Loads, UnitLoad
 from advisor.cost.memory import BUCKET_BYTES, shard_degree
-from engines.plan import Aggregation, DataParallel, Offload, Plan, Recompute, Schedule
+from engines.plan import Aggregation, DataParallel, Plan, Recompute, Schedule
 from profiles.cluster import ClusterProfile, Collective
 from profiles.model import ModelProfile
 
@@ -214,7 +214,7 @@ def _shards(
     if kind is DataParallel.ZERO1:
         reductions = 1
     group, stride = shard_group(plan)
-    offloads = plan.offload is Offload.STATES and has_host
+    offloads = plan.offload.states and has_host
 
     def gather(payload: float, times: int) -> float:
         seconds = ledger.charge(
@@ -241,8 +241,7 @@ def _shards(
     def to_host(payload: float, times: int) -> float:
         if not offloads:
             return 0.0
-        ledger.host_bytes += times * payload / group
-        return payload / group / HOST_LINK_BYTES_PER_S
+        return ledger.to_host(payload / group, count=times)
 
     def replicate(payload: float, count: int) -> float:
         if plan.data_parallel is not DataParallel.HYBRID_SHARD:

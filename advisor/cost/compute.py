@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import hypot, log
 
 from advisor.cost.loads import Loads, UnitLoad
-from engines.plan import Offload, Plan, Recompute
+from engines.plan import Plan, Recompute
 from profiles.cluster import ClusterProfile, Device
 from profiles.model import ModelProfile, Numerics
 from profiles.optimizers import Upkeep
@@ -277,7 +277,7 @@ def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> fl
 
     It moves bytes; the few optimizers that multiply matrices do that in bf16, on large ones.
     """
-    if plan.offload is Offload.STATES and device.kind != "cpu":
+    if plan.offload.states and device.kind != "cpu":
         return update.moved_bytes / (HOST_BANDWIDTH_BYTES_PER_S / ranks)
     moving = update.moved_bytes / device.memory_bandwidth_bytes_per_s.value
     reached = peak_flop_per_s(device, "bfloat16").value * matmul_fraction(device)

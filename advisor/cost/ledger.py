@@ -5,13 +5,34 @@ from __future__ import annotations
 from advisor.cost.breakdown import Traffic
 from advisor.cost.collective import Way, ways
 from profiles.cluster import ClusterProfile, Collective
+from profiles.provenance import Quantity, Source
 
 # A device's share of its own PCIe 4.0 x16 slot: 31 GB/s nominal (ml-engineering), of which eight
-# devices at once reach 24 (NVIDIA GTC S62129). Assumed: no profile measures the way to the host.
+# devices at once reach 24 (NVIDIA GTC S62129). Assumed where no bench was run on a GPU.
 HOST_LINK_BYTES_PER_S = 24e9
+# A usual NVMe drive on four lanes of PCIe 4.0, sequential: 5,000 MB/s written and 7,000 MB/s read
+# (data sheet of Samsung's 980 PRO, 1 TB). The devices of a node share it. Assumed where no folder
+# was measured.
+DISK_WRITE_BYTES_PER_S = 5e9
+DISK_READ_BYTES_PER_S = 7e9
 
 Wires = dict[tuple[Collective, int, int], tuple[Way, ...]]
 """The ways of a collective in groups of a size and stride."""
+
+
+def host_link_bytes_per_s(cluster: ClusterProfile) -> Quantity:
+    """Between a device and main memory, one way."""
+    assumed = Quantity(value=HOST_LINK_BYTES_PER_S, source=Source.ASSUMED)
+    return cluster.device.host_link_bytes_per_s or assumed
+
+
+def disk_bytes_per_s(cluster: ClusterProfile) -> tuple[Quantity, Quantity]:
+    """(written, read) by all devices of a node together, a file in a folder."""
+    written, read = cluster.disk_write_bytes_per_s, cluster.disk_read_bytes_per_s
+    return (
+        written or Quantity(value=DISK_WRITE_BYTES_PER_S, source=Source.ASSUMED),
+        read or Quantity(value=DISK_READ_BYTES_PER_S, source=Source.ASSUMED),
+    )
 
 
 class Ledger:
@@ -22,14 +43,27 @@ class Ledger:
 
     def __init__(self, cluster: ClusterProfile, wires: Wires) -> None:
         self.host_bytes = 0.0
+        self.host_s = 0.0
         self._cluster = cluster
         self._wires = wires
         self._counts: dict[tuple[Collective, str, float, int, int], float] = {}
 
-    @property
-    def host_s(self) -> float:
-        """Seconds of a step that transfers to and from main memory take, hidden or not."""
-        return self.host_bytes / HOST_LINK_BYTES_PER_S
+    def to_host(self, size_bytes: float, *, count: float = 1) -> float:
+        """Note `count` transfers between device and main memory; the seconds of one, hidden or
+        not."""
+        seconds = size_bytes / host_link_bytes_per_s(self._cluster).value
+        self.host_bytes += count * size_bytes
+        self.host_s += count * seconds
+        return seconds
+
+    def to_disk(self, size_bytes: float, *, count: float = 1) -> float:
+        """Note `count` times to write as much and to read it again; the seconds of one. All devices
+        of a node do it at once."""
+        ranks = self._cluster.devices_per_node
+        write, read = disk_bytes_per_s(self._cluster)
+        seconds = ranks * size_bytes * (1 / write.value + 1 / read.value)
+        self.host_s += count * seconds
+        return seconds
 
     def ranks_per_node(self, group_size: int, stride: int) -> int:
         """How many ranks of one such group share a node."""

@@ -13,7 +13,14 @@ from itertools import accumulate
 
 from advisor.cost.breakdown import Memory
 from advisor.cost.loads import Loads, UnitLoad, describe
-from engines.plan import DataParallel, Offload, Plan, Recompute
+from advisor.cost.offload import (
+    activations_leave,
+    away_bytes,
+    chunk_share,
+    optimizer_leaves,
+    states_leave,
+)
+from engines.plan import DataParallel, OffloadTo, Plan, Recompute
 from profiles.cluster import Device
 from profiles.model import LOSS
 from profiles.optimizers import Upkeep
@@ -64,7 +71,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The fullest moment, with its range. `host_bytes` is what one rank keeps in main memory."""
+    """The fullest moment, with its range. `host_bytes` is what one rank keeps in main memory,
+    `disk_bytes` what in files."""
 
     memory: Memory
     phase: str
@@ -73,6 +81,7 @@ class Peak:
     reserved_bytes: float
     states_bytes: float
     host_bytes: float
+    disk_bytes: float
     loss_bytes: float
 
 
@@ -101,14 +110,17 @@ def peak(
     batch: it is on the device for the whole step. `exchange_bytes` are what replicas keep, and what
     they receive at once, to sum up gradients in another way than by the backend.
     """
-    on_device = not is_offloaded(plan, device)
+    on_device = not states_leave(plan, device)
+    away = activations_leave(plan, device)
     gradients = _gradients(plan, loads, on_device=on_device)
     moments = [
-        *forward_moments(plan, loads, gradients, _gathered(plan, loads)),
-        *backward_moments(plan, loads, gradients, _gathered(plan, loads)),
+        *forward_moments(plan, loads, gradients, _gathered(plan, loads), away=away),
+        *backward_moments(plan, loads, gradients, _gathered(plan, loads), away=away),
         *_root_reduction(plan, loads, gradients),
     ]
-    if on_device:
+    if optimizer_leaves(plan, device):
+        moments.append(_step_in_chunks(plan, loads, update, device))
+    elif on_device:
         moments.append(optimizer_step(plan, loads.gradient_bytes, update, device))
     fullest = max(moments, key=lambda moment: moment.total)
     return peak_at(
@@ -121,12 +133,8 @@ def peak(
         batch_bytes=batch_bytes + loads.buffer_bytes,
         apart_bytes=loads.apart_bytes,
         ahead=UNITS_WHEN_AHEAD * largest_copy(plan, loads),
+        away=away_bytes(plan, loads, update, device),
     )
-
-
-def is_offloaded(plan: Plan, device: Device) -> bool:
-    """Whether states live in main memory; a processor's are there anyway."""
-    return plan.offload is Offload.STATES and device.kind != "cpu"
 
 
 def peak_at(
@@ -141,16 +149,19 @@ def peak_at(
     ahead: float,
     buffer_bytes: float = 0.0,
     apart_bytes: float = 0.0,
+    away: float = 0.0,
 ) -> Peak:
     """`fullest` beside what always lives, with its range; `ahead` is what a host that runs ahead
-    gathers besides, `apart` what is not sharded and has gradients as large."""
-    degree, offloaded = shard_degree(plan), is_offloaded(plan, device)
+    gathers besides, `apart` what is not sharded and has gradients as large, `away` what waits
+    outside the device beside the states of shards."""
+    degree, offloaded = shard_degree(plan), states_leave(plan, device)
+    on_disk = plan.offload_to is OffloadTo.DISK
     parameters, states = parameter_bytes / degree + apart_bytes, update.state_bytes
     held = parameters + gradient_bytes / degree + apart_bytes + states
     memory = Memory(
         parameters=0.0 if offloaded else parameters,
         gradients=fullest.gradients + apart_bytes,
-        optimizer=0.0 if offloaded else states,
+        optimizer=0.0 if offloaded or optimizer_leaves(plan, device) else states,
         activations=fullest.activations,
         gathered=fullest.gathered,
         transient=fullest.transient,
@@ -168,7 +179,8 @@ def peak_at(
         high_bytes=(allocated + doubt + ahead) * (1 + ALLOCATOR_SLACK) + device.context_bytes.high,
         reserved_bytes=allocated * (1 + slack) + memory.context,
         states_bytes=held,
-        host_bytes=held if offloaded else 0.0,
+        host_bytes=(held if offloaded else 0.0) + (0.0 if on_disk else away),
+        disk_bytes=away if on_disk else 0.0,
         loss_bytes=fullest.loss,
     )
 
@@ -297,7 +309,7 @@ def _next_separate(units: Sequence[UnitLoad], *, backward: bool) -> list[int]:
 
 
 def forward_moments(
-    plan: Plan, loads: Loads, gradients: Gradients, gathered: Gathered
+    plan: Plan, loads: Loads, gradients: Gradients, gathered: Gathered, *, away: bool = False
 ) -> Iterator[Moment]:
     following = _next_separate(loads.entries, backward=False)
     before = 0.0
@@ -313,16 +325,21 @@ def forward_moments(
                 transient=work,
                 loss=work * (unit.name == LOSS),
             )
-        before += kept_bytes(unit, plan.recompute) * unit.count
+        before += _stays_bytes(unit, plan, away) * unit.count
+
+
+def _stays_bytes(unit: UnitLoad, plan: Plan, away: bool) -> float:
+    """What is kept of a unit on the device; `away` says that blocks keep theirs elsewhere."""
+    return 0.0 if unit.is_block and away else kept_bytes(unit, plan.recompute)
 
 
 def backward_moments(
-    plan: Plan, loads: Loads, gradients: Gradients, gathered: Gathered
+    plan: Plan, loads: Loads, gradients: Gradients, gathered: Gathered, *, away: bool = False
 ) -> Iterator[Moment]:
     """Each unit's backward with the forward that recompute runs before it, and its reduction."""
     units = loads.entries
     following = _next_separate(units, backward=True)
-    kept = [kept_bytes(unit, plan.recompute) for unit in units]
+    kept = [_stays_bytes(unit, plan, away) for unit in units]
     live = sum(mine * unit.count for mine, unit in zip(kept, units, strict=True))
     for i in reversed(range(len(units))):
         unit = units[i]
@@ -330,8 +347,10 @@ def backward_moments(
             live -= kept[i] * unit.count
             continue
         runs_again = unit.is_block and plan.recompute is not Recompute.NONE
-        # A block that is computed again has all its activations while its backward runs.
-        again = max(0.0, unit.activation_bytes - kept[i]) if runs_again else 0.0
+        comes_back = unit.is_block and away
+        # A block that is computed again has all its activations while its backward runs. Those
+        # that come back do so operation by operation: at most all of them.
+        again = max(0.0, unit.activation_bytes - kept[i]) if runs_again or comes_back else 0.0
         work = again + unit.backward_transient_bytes
         if runs_again:
             work = max(work, unit.forward_transient_bytes)
@@ -383,3 +402,11 @@ def optimizer_step(plan: Plan, gradient_bytes: float, update: Upkeep, device: De
         gradients=gradient_bytes / shard_degree(plan),
         transient=update.loop_bytes if device.kind == "cpu" else update.list_bytes,
     )
+
+
+def _step_in_chunks(plan: Plan, loads: Loads, update: Upkeep, device: Device) -> Moment:
+    """The same of a chunk of parameters, whose states have come; a processor reads them in their
+    files."""
+    whole = optimizer_step(plan, loads.gradient_bytes, update, device)
+    fetched = update.state_bytes if device.kind != "cpu" else 0.0
+    return replace(whole, transient=(whole.transient + fetched) * chunk_share(loads))

@@ -32,6 +32,7 @@ from advisor.cost.compute import (
 from advisor.cost.ledger import Ledger, Wires
 from advisor.cost.loads import Loads, UnitLoad, loads_of, styled_units
 from advisor.cost.memory import BUCKET_BYTES, Peak, peak, shard_degree
+from advisor.cost.offload import moved_s
 from advisor.cost.replay import Slowdown, replay, slowdown
 from advisor.cost.runs import Run, runs_of
 from advisor.cost.staged import Stage, staged
@@ -131,6 +132,7 @@ class CostModel:
         computing = self.computing(plan, loads)
         exchanged = exchange(plan, loads, ledger, has_host=device.kind != "cpu", sent=replicas)
         apart = apart_s(plan, model, ledger) + self.partial_s(plan, loads.runs, ledger)
+        apart += moved_s(plan, loads, update, ledger, device=device)
         overlaps = self.overlaps
         played = replay(plan, computing.times, exchanged, overlaps=overlaps)
         busy = busy_s(computing, plan.forwards)
@@ -214,6 +216,7 @@ class CostModel:
             states_bytes=memory.states_bytes,
             loss_bytes=memory.loss_bytes,
             host_bytes=memory.host_bytes,
+            disk_bytes=memory.disk_bytes,
             load_bytes=self.load_bytes,
             step_s=step_s,
             step_low_s=waiting * (1 - compute_doubt)

@@ -21,13 +21,13 @@ from advisor.cost.memory import (
     Peak,
     backward_moments,
     forward_moments,
-    is_offloaded,
     kept_bytes,
     largest_copy,
     optimizer_step,
     peak_at,
     shard_degree,
 )
+from advisor.cost.offload import states_leave
 from advisor.cost.orders import Kind
 from advisor.cost.orders import Moment as InFlight
 from engines.plan import DataParallel, Plan
@@ -77,10 +77,12 @@ def chunk_of(plan: Plan, loads: Loads, *, received_bytes: float, sent_bytes: flo
     made = share if kind.is_sharded else 1.0
     gradients = Gradients(0.0, lambda i: 0.0, lambda i: made * units[i].gradient_bytes)
     forward = max(
-        forward_moments(plan, loads, gradients, gathered), key=lambda moment: moment.total
+        forward_moments(plan, loads, gradients, gathered),
+        key=lambda moment: moment.total,
     )
     backward = max(
-        backward_moments(plan, loads, gradients, gathered), key=lambda moment: moment.total
+        backward_moments(plan, loads, gradients, gathered),
+        key=lambda moment: moment.total,
     )
     cast = loads.parameter_bytes * share * (share != 1 and kind in WHOLE)
     own = sum(kept_bytes(unit, plan.recompute) * unit.count for unit in loads.runs)
@@ -120,7 +122,7 @@ def stage_peak(
         buffer_bytes: what is received is received into, for all microbatches of a round.
         copied_bytes: parameters that another stage counts, and this one holds a copy of.
     """
-    kind, on_device = plan.data_parallel, not is_offloaded(plan, device)
+    kind, on_device = plan.data_parallel, not states_leave(plan, device)
     share, degree = parts[0].compute_share, shard_degree(plan)
     parameter_bytes = sum(part.parameter_bytes for part in parts) + copied_bytes
     gradient_bytes = sum(part.gradient_bytes for part in parts) + copied_bytes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from advisor.cost.breakdown import Estimate
 from advisor.cost.compute import busy_s, optimizer_s
-from advisor.cost.ledger import HOST_LINK_BYTES_PER_S, Ledger
+from advisor.cost.ledger import Ledger
 from advisor.cost.memory import BUCKET_BYTES, Moment, Peak, peak, peak_at
 from engines.plan import DataParallel, Plan, Updates
 from profiles.cluster import ClusterProfile, Collective
@@ -185,8 +185,7 @@ class Served:
             )  # fmt: skip
         host_s = 0.0
         if self.reaches_host:  # gloo's messages lie in main memory
-            ledger.host_bytes += 2 * self.payload_bytes
-            host_s = 2 * self.payload_bytes / HOST_LINK_BYTES_PER_S
+            host_s = ledger.to_host(2 * self.payload_bytes)
         adding_s = SUM_PASSES * self.part_bytes / self.memory_bytes_per_s
         if self.is_synchronous:
             # All come at the same time, and parameters go when the update is made.

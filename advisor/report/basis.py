@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from advisor.allocator import allocator_hint
 from advisor.constants import tier_of
 from advisor.cost.communication import COMMUNICATION_ERROR
 from advisor.cost.compute import (
@@ -12,13 +13,13 @@ from advisor.cost.compute import (
     block_times,
     matmul_fraction,
 )
-from advisor.cost.ledger import HOST_LINK_BYTES_PER_S
+from advisor.cost.ledger import disk_bytes_per_s, host_link_bytes_per_s
 from advisor.cost.memory import ACTIVATION_ERROR, shard_degree
 from advisor.cost.replay import USUAL_OVERLAP
 from advisor.decision import Decision
 from advisor.rules import load_bytes_per_node
 from engines.legality import numerics
-from engines.plan import Offload, Plan
+from engines.plan import Offload, OffloadTo, Plan
 from profiles.cluster import ClusterProfile, Constant, Learned, Link
 from profiles.loading import Loading, load_memory
 from profiles.provenance import Quantity, Source
@@ -100,11 +101,25 @@ def _machines(decision: Decision) -> Iterator[Basis]:
             f" {sending.value:.2f} times",
             source=_sources(computing, sending),
         )
-    if decision.plan.offload is Offload.STATES:
+    yield from _offload(decision.plan, cluster)
+
+
+def _offload(plan: Plan, cluster: ClusterProfile) -> Iterator[Basis]:
+    """The ways of what waits outside the device."""
+    if plan.offload is Offload.NONE:
+        return
+    link = host_link_bytes_per_s(cluster)
+    what, sources = f"way to the host {format_bandwidth(link.value)} a device", [link]
+    if plan.offload.states:
+        what += f", update at {format_bandwidth(HOST_BANDWIDTH_BYTES_PER_S)} a node"
+        sources.append(Quantity(value=HOST_BANDWIDTH_BYTES_PER_S, source=Source.ASSUMED))
+    yield Basis(what=what, source=_sources(*sources))
+    if plan.offload_to is OffloadTo.DISK:
+        written, read = disk_bytes_per_s(cluster)
         yield Basis(
-            what=f"way to the host {format_bandwidth(HOST_LINK_BYTES_PER_S)} a device, update at"
-            f" {format_bandwidth(HOST_BANDWIDTH_BYTES_PER_S)} a node",
-            source=str(Source.ASSUMED),
+            what=f"a node's disk {format_bandwidth(written.value)} written,"
+            f" {format_bandwidth(read.value)} read",
+            source=_sources(written, read),
         )
 
 
@@ -253,6 +268,7 @@ def hints(decision: Decision) -> Iterator[str]:
     facts, estimate = decision.facts, decision.estimate
     yield from decision.offers
     yield from _too_large_to_load(decision)
+    yield from allocator_hint(decision)
     if set(facts.cluster.sources.values()) - {Source.MEASURED, Source.USER}:
         yield (
             "`advise probe --bench` on the nodes replaces rates of data sheets by measured ones"

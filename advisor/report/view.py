@@ -181,7 +181,8 @@ def _loss_note(decision: Decision) -> str | None:
 
 
 def _main_memory(decision: Decision) -> Iterator[str]:
-    """What loading, and then offloaded states, need of a node's main memory, and what there is."""
+    """What loading, and then what is offloaded, need of a node's main memory, what there is, and
+    what files take."""
     estimate, cluster = decision.estimate, decision.facts.cluster
     memory = cluster.host_memory_bytes
     of = ""
@@ -194,6 +195,8 @@ def _main_memory(decision: Decision) -> Iterator[str]:
     if estimate.host_bytes and memory is not None:
         needed = format_gib(host_bytes_per_node(estimate, cluster))
         yield f"main memory per node: {needed}{of}"
+    if estimate.disk_bytes:
+        yield f"on disk a rank: {format_gib(estimate.disk_bytes)}"
 
 
 def _ties(decision: Decision) -> str | None:

@@ -43,7 +43,7 @@ Styles = Callable[[int], tuple[tuple[str, str], ...]]
 # Settings that are not searched: pinned or default.
 _APART = ("updates", "sync_every", "servers", "backup_workers", "max_staleness")
 _SENT = ("aggregation", "compression", "compression_rank")
-_CARRIED = ("ep", "sync_batch_norm", "compile", *_SENT, *_APART)
+_CARRIED = ("ep", "sync_batch_norm", "compile", "offload_to", *_SENT, *_APART)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ class _Builder:
             # share in what is sharded: of one replica as ZeRO-3 does it, the least memory.
             only = DataParallel.NONE if cp == 1 else DataParallel.FULL_SHARD
             alone = rest == 1 and shape.kind not in (DataParallel.NONE, only)
-            if alone and wanted is None and self._offload is Offload.NONE:
+            if alone and wanted is None and not self._offload.states:
                 continue
             yield shape
 

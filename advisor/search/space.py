@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.plan import DataParallel, Offload, Plan, Precision, Recompute, Schedule, Updates
+from engines.plan import (
+    DataParallel,
+    Offload,
+    OffloadTo,
+    Plan,
+    Precision,
+    Recompute,
+    Schedule,
+    Updates,
+)
 
 Pins = Mapping[str, Any]
 """Settings that a search must keep, as `engines.plan.parse_settings` returns them."""
@@ -111,6 +120,11 @@ class Space:
     def updates_in_step(self) -> bool:
         """Whether the replicas of all rows exchange gradients in every step."""
         return self.updates is Updates.SYNCHRONOUS and not self.carried.get("servers", 0)
+
+    @property
+    def is_to_disk(self) -> bool:
+        """Where what `offload` names goes, of all rows."""
+        return OffloadTo(self.carried.get("offload_to", OffloadTo.HOST)) is OffloadTo.DISK
 
     @property
     def ep(self) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from advisor.cost.memory import ALLOCATOR_SLACK
 from advisor.search.columns import ZERO1, ZERO2, Columns, Floats, unique
 from advisor.search.space import SCHEDULES, Integers
-from engines.plan import Offload, Schedule
+from engines.plan import Schedule
 
 _NAIVE = SCHEDULES.index(Schedule.NAIVE)
 _GPIPE = SCHEDULES.index(Schedule.GPIPE)
@@ -106,7 +106,7 @@ def staged_peak_bytes(columns: Columns) -> Floats:
     """The upper end of a backward's beginning on the fullest rank."""
     space, facts = columns.space, columns.costs.facts
     device, pp = facts.cluster.device, space.pp
-    on_device = not (space.offload is Offload.STATES and device.kind != "cpu")
+    on_device = not (space.offload.states and device.kind != "cpu")
     keeps = (space.kind == ZERO1) | (space.kind == ZERO2)
     repeated = columns.is_sharded & (space.accumulation > 1) & (space.kind != ZERO1) & on_device
     share = columns.of(lambda g: g.loads.compute_share)

@@ -13,7 +13,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from advisor.cost.memory import ALLOCATOR_SLACK, is_offloaded, shard_degree
+from advisor.cost.memory import ALLOCATOR_SLACK, shard_degree
+from advisor.cost.offload import states_leave
 from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
 from advisor.policy import Policy
 from advisor.search.borders import Matrix, cut, spans
@@ -191,7 +192,7 @@ class Stages:
         return self._states[key] / (degree if is_even else 1)
 
     def _on_device(self, plan: Plan) -> bool:
-        return not is_offloaded(plan, self._costs.facts.cluster.device)
+        return not states_leave(plan, self._costs.facts.cluster.device)
 
     def _room_bytes(self, plan: Plan) -> float:
         """What is left for a stage beside what all ranks hold alike."""

@@ -9,7 +9,6 @@ import numpy as np
 from advisor.cost.memory import ALLOCATOR_SLACK, UNITS_WHEN_AHEAD
 from advisor.cost.replay import slowdown
 from advisor.search.columns import ZERO1, ZERO2, Columns, Floats
-from engines.plan import Offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +80,11 @@ def whole_peak_bytes(columns: Columns) -> Floats:
     several = space.forwards > 1
     gradients = columns.of(lambda g: g.loads.gradient_bytes)
     # A worker's optimizer states are on servers.
+    elsewhere = device.kind != "cpu" or space.is_to_disk
     states = columns.states_bytes() * (not space.carried.get("servers", 0))
+    states *= not (space.offload.optimizer and elsewhere)
     held = columns.of(lambda g: g.loads.parameter_bytes) / shards + states
-    on_device = not (space.offload is Offload.STATES and device.kind != "cpu")
+    on_device = not (space.offload.states and device.kind != "cpu")
     # DDP has gradients twice when it accumulates, ZeRO-1 whole; the others have shards of them.
     is_ddp = columns.is_replicated & space.updates_in_step
     whole = np.where(is_ddp, 1.0 + several, several)
@@ -102,6 +103,8 @@ def whole_peak_bytes(columns: Columns) -> Floats:
         ],
         default=columns.of(lambda g: g.fullest_bytes),
     )
+    if space.offload.activations and elsewhere:
+        working = 0.0 * working  # of blocks that keep nothing: `bounds` looks at one unit as well
     allocated = held * on_device + np.maximum(waiting + working, on_device * gradients / shards)
     batch = facts.model.batch_bytes
     local = space.microbatch_size * space.forwards / space.cp

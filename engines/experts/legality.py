@@ -57,6 +57,6 @@ def experts(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
     if plan.offload is not Offload.NONE:
         yield Problem(
             rule="experts-offloaded",
-            what=f"experts are no part of what FSDP2 moves to the host (offload={plan.offload})",
+            what=f"experts are no part of what is moved off the device (offload={plan.offload})",
             hint="set offload=none, or ep=1",
         )

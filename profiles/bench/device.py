@@ -23,6 +23,8 @@ SAMPLE_S = 0.04
 FEWEST_SAMPLES = 3
 # Edges of the products beside the large one: from what is all overhead to nearly as good.
 CPU_EDGES, GPU_EDGES = (64, 128, 256, 512), (512, 1024, 2048, 4096)
+# Beside a GPU: more than any cache, and little to lock into memory for every rank of a node.
+HOST_COPY_BYTES = 256 * MIB
 # A range that begins at 0 says nothing; a rate of 0 is not possible.
 LARGEST_ERROR = 0.95
 
@@ -57,6 +59,17 @@ def copy_timing(device: torch.device, *, seconds: float = 0.15) -> Timing:
     origin = torch.zeros(_copy_bytes(device), device=device, dtype=torch.uint8)
     target = torch.zeros_like(origin)  # written once: no page is first touched in the timing
     return _timing(lambda: target.copy_(origin), device, seconds)
+
+
+def host_copy_timing(device: torch.device, *, seconds: float = 0.15) -> Timing:
+    """Seconds of the slower way of a copy between a GPU and page-locked main memory."""
+    host = torch.zeros(HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = host.to(device)
+    ways = (
+        _timing(lambda: there.copy_(host, non_blocking=True), device, seconds / 2),
+        _timing(lambda: host.copy_(there, non_blocking=True), device, seconds / 2),
+    )
+    return max(ways, key=lambda timing: timing.median_s)
 
 
 def _copy_bytes(device: torch.device) -> int:
@@ -125,11 +138,13 @@ def timed_device(job: Job, device: Device, *, budget_s: float) -> Device:
     dtypes = [torch.float32, torch.bfloat16]
     edges = GPU_EDGES if here.type == "cuda" else CPU_EDGES
     usual = torch.bfloat16 if here.type == "cuda" else torch.float32
-    share_s = budget_s / (len(dtypes) + len(edges) + 2)
+    share_s = budget_s / (len(dtypes) + len(edges) + 2 + (here.type == "cuda"))
     job.together()
     timings = [matmul_timing(here, dtype, large, seconds=share_s) for dtype in dtypes]
     timings += [copy_timing(here, seconds=share_s), launch_timing(here, seconds=share_s)]
     timings += [matmul_timing(here, usual, edge, seconds=share_s) for edge in edges]
+    if here.type == "cuda":  # last, so that the places of the others stay
+        timings.append(host_copy_timing(here, seconds=share_s))
     medians = job.slowest([timing.median_s for timing in timings])
     slow = job.slowest([timing.high_s for timing in timings])
     fast = job.fastest([timing.low_s for timing in timings])
@@ -143,13 +158,15 @@ def timed_device(job: Job, device: Device, *, budget_s: float) -> Device:
     best = rates[str(usual).removeprefix("torch.")].value
     efficiency = {
         edge: measured(min(1.0, 2 * edge**3 / median / best), error)
-        for edge, median, error in zip(edges, medians[4:], errors[4:], strict=True)
+        for edge, median, error in zip(edges, medians[4:], errors[4:], strict=False)
     }
     update: dict[str, object] = {
         "memory_bandwidth_bytes_per_s": measured(2 * _copy_bytes(here) / medians[2], errors[2]),
         "launch_s": measured(medians[3] / LAUNCHES, errors[3]),
         "matmul_efficiency": {**efficiency, large: measured(1.0, 0.0)},
     }
+    if here.type == "cuda":
+        update["host_link_bytes_per_s"] = measured(HOST_COPY_BYTES / medians[-1], errors[-1])
     if here.type == "cuda" and "bfloat16" in device.flop_per_s:
         rate = rates["bfloat16"]
         share = rate.value / (device.flop_per_s["bfloat16"].value)

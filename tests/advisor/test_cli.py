@@ -35,6 +35,7 @@ OPTIONS = {
     "--critical-batch",
     "--debug",
     "--devices",
+    "--disk",
     "--format",
     "--global-batch",
     "--host-overhead",

@@ -134,6 +134,43 @@ def test_offload_needs_shards() -> None:
     assert rules("zero=3 offload=states", model(), cpu_ranks(1)) == []
 
 
+@pytest.mark.parametrize(
+    ("plan", "rule"),
+    [
+        ("dp_replicate=2 zero=1 offload=optimizer", "offload-sharded"),
+        ("dp_replicate=2 zero=1 offload=optimizer,activations", "offload-sharded"),
+        ("dp_replicate=2 offload=states,activations", "offload-unsharded"),
+        ("pp=2 stages=h.1 offload=activations", "offload-stages"),
+        ("dp_replicate=2 updates=local sync_every=4 offload=optimizer", "offload-apart"),
+        ("dp_replicate=2 recompute=full offload=activations", "offload-recomputed"),
+        ("dp_replicate=2 compile=true offload=activations", "offload-compiled"),
+        ("dp_replicate=2 offload_to=disk", "disk-without-offload"),
+        ("dp_shard=2 offload=states offload_to=disk", "disk-states"),
+        ("dp_shard=2 offload=states,activations offload_to=disk", "disk-states"),
+    ],
+)
+def test_what_cannot_be_kept_elsewhere_is_refused_with_a_way_out(plan: str, rule: str) -> None:
+    found = problems(Plan.parse(plan), model(), cpu_ranks(2))
+    assert rule in [p.rule for p in found]
+    assert all(p.hint for p in found)
+
+
+def test_what_can_be_kept_elsewhere() -> None:
+    for plan in (
+        "dp_replicate=2 offload=optimizer",
+        "dp_replicate=2 offload=optimizer,activations offload_to=disk",
+        "dp_shard=2 offload=states,activations",
+        "dp_shard=2 offload=activations offload_to=disk",
+        "dp_replicate=2 recompute=full offload=optimizer",
+    ):
+        assert rules(plan, model(), cpu_ranks(2)) == []
+
+
+def test_activations_elsewhere_need_blocks() -> None:
+    flat = model(unit("lstm", is_block=False))
+    assert rules("offload=activations", flat, cpu_ranks(1)) == ["offload-without-blocks"]
+
+
 def test_recompute_needs_blocks() -> None:
     flat = model(unit("lstm", is_block=False))
     assert rules("recompute=full", flat, cpu_ranks(1)) == ["recompute-without-blocks"]

@@ -1,0 +1,132 @@
+"""Room outside the device: main memory, or files that are mapped into it.
+
+Files are mapped by `torch.UntypedStorage.from_file`. Each is unlinked as soon as it is mapped, so
+that its space is given back when the process ends, however it ends. What is written stays in the
+page cache until the kernel has put it on the disk; under pressure it does so first.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.offload.kinds import OffloadTo
+from engines.plan import Plan
+from profiles.errors import InputError
+from profiles.units import format_gib
+
+Folder = str | os.PathLike[str]
+
+
+class Place:
+    """Some bytes of a room; they are free again when nobody holds it any more."""
+
+    __slots__ = ("__weakref__", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+
+
+class Room:
+    """Hands out memory outside `device`, and counts what is taken.
+
+    Attributes:
+        is_pinned: page-locked, so that an accelerator copies on its own.
+        held_bytes, peak_bytes: what is taken now, and at most.
+    """
+
+    def __init__(self, device: torch.device, folder: Folder | None = None) -> None:
+        self.is_pinned = device.type != "cpu" and folder is None
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        self._folder = Path(folder) if folder is not None else None
+        self._free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
+        self._for_good: list[Place] = []
+
+    @property
+    def is_disk(self) -> bool:
+        return self._folder is not None
+
+    def take(self, size_bytes: int) -> Place:
+        """Room for `size_bytes`, with whatever is in it.
+
+        Raises:
+            InputError: the folder's disk has no room for them.
+        """
+        free = self._free[size_bytes]
+        if free:
+            storage = free.pop()
+        elif self._folder is None:
+            made = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
+            storage = made.untyped_storage()
+        else:
+            storage = _mapped(self._folder, size_bytes)
+        self.held_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        place = Place(storage)
+        weakref.finalize(place, self._give_back, storage).atexit = False
+        return place
+
+    def tensor_like(self, tensor: Tensor) -> Tensor:
+        """A tensor in this room for good, of the dtype, shape and strides of `tensor`."""
+        place = self.take(tensor.numel() * tensor.element_size())
+        dense = torch.empty_like(tensor, device="meta").stride()
+        found = torch.empty(0, dtype=tensor.dtype)
+        found.set_(place.storage, 0, tensor.shape, dense)
+        self._for_good.append(place)
+        return found
+
+    def _give_back(self, storage: torch.UntypedStorage) -> None:
+        self.held_bytes -= storage.nbytes()
+        if self.is_disk:  # of main memory torch's allocators take care
+            self._free[storage.nbytes()].append(storage)
+
+
+def room_of(plan: Plan, device: torch.device, folder: Folder | None) -> Room | None:
+    """Where this rank's optimizer states or activations wait; None if the plan moves neither.
+
+    Raises:
+        InputError: the plan says disk and no folder is named, or it is none that can be written to.
+    """
+    if not plan.offload.optimizer and not plan.offload.activations:
+        return None
+    if plan.offload_to is OffloadTo.HOST:
+        return Room(device)
+    if folder is None:
+        raise InputError(
+            "offload_to=disk: no folder is named for the files",
+            where=f"plan: {plan}",
+            hints=["give `offload_folder=...`, a folder on a fast local disk"],
+        )
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise InputError(
+            f"`{os.fspath(folder)}` is no folder that can be written to",
+            where="offload_folder",
+            hints=["make it, on a fast local disk"],
+        )
+    return Room(device, folder)
+
+
+def _mapped(folder: Path, size_bytes: int) -> torch.UntypedStorage:
+    handle, name = tempfile.mkstemp(prefix="offload-", dir=folder)
+    try:
+        # Without it a full disk is found out by a signal that ends the process.
+        os.posix_fallocate(handle, 0, max(size_bytes, 1))
+        found = torch.UntypedStorage.from_file(name, shared=True, nbytes=size_bytes)
+        assert isinstance(found, torch.UntypedStorage)  # torch's annotation is of its base
+        return found
+    except OSError as error:
+        raise InputError(
+            f"no room for {format_gib(size_bytes)} in `{folder}`: {error.strerror}",
+            where="offload_folder",
+            hints=["name a folder on a larger disk", "or keep less there: offload=none"],
+        ) from error
+    finally:
+        os.close(handle)
+        os.unlink(name)

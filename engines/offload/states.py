@@ -1,0 +1,129 @@
+"""Optimizer states outside the device: a few parameters' at a time are there when they are stepped.
+
+ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840) steps on the processor and sends gradients and
+parameters; FSDP2's `offload=states` does that for shards. Here the accelerator steps, any optimizer
+as it is, and the states travel: for Adam in fp32 twice as many bytes, at the device's speed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.offload.kinds import CHUNK_BYTES
+from engines.offload.room import Room
+
+
+class AwayStates:
+    """States of `optimizer` live in `room` from now on; its steps fetch them, chunk by chunk.
+
+    The optimizer stays the same object, groups and hyper-parameters too; learning-rate schedulers
+    and checkpoints find it as it was. States without dimensions (step counters) stay where they
+    are. `chunk_bytes`: parameters that are stepped together.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, room: Room, *, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        self._optimizer = optimizer
+        self._room = room
+        self._chunk_bytes = chunk_bytes
+        self._homes: dict[nn.Parameter, dict[str, Tensor]] = {}
+        own = optimizer.step
+
+        @functools.wraps(own)
+        def step(this: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self._step(own, closure)
+
+        # A method, for schedulers put another one around it.
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.register_load_state_dict_post_hook(self._send_all_home)
+        self._send_all_home()
+
+    def _step(self, own: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        step_in_chunks(
+            self._optimizer,
+            own,
+            chunk_bytes=self._chunk_bytes,
+            before=self._fetch,
+            after=self._send_home,
+        )
+        return loss
+
+    def _fetch(self, parameter: nn.Parameter) -> None:
+        """States to where the parameter is; on a processor they are read where they are."""
+        state = self._optimizer.state.get(parameter, {})
+        for key, home in self._homes.get(parameter, {}).items():
+            if state.get(key) is home and home.device != parameter.device:
+                state[key] = home.to(parameter.device, non_blocking=self._room.is_pinned)
+
+    def _send_home(self, parameter: nn.Parameter) -> None:
+        state = self._optimizer.state.get(parameter, {})
+        homes = self._homes.setdefault(parameter, {})
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.dim() == 0 or value is homes.get(key):
+                continue
+            if value.device.type == "cpu" and not self._room.is_disk:
+                continue  # in main memory already
+            home = homes.get(key)
+            if home is None or home.shape != value.shape or home.dtype != value.dtype:
+                home = homes[key] = self._room.tensor_like(value)
+            home.copy_(value)
+            state[key] = home
+
+    def _send_all_home(self, *_: object) -> None:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                self._send_home(parameter)
+
+
+def step_in_chunks(
+    optimizer: torch.optim.Optimizer,
+    own: Callable[[], Any],
+    *,
+    chunk_bytes: int,
+    before: Callable[[nn.Parameter], None] = lambda parameter: None,
+    after: Callable[[nn.Parameter], None] = lambda parameter: None,
+) -> None:
+    """Call `own`, the step of `optimizer`, on its parameters chunk by chunk.
+
+    For optimizers that step every parameter by its own gradient and states; others are refused
+    when a plan is applied (`engines.footprint.together_because`).
+    """
+    groups = optimizer.param_groups
+    try:
+        for group in groups:
+            everything = group["params"]
+            try:
+                optimizer.param_groups = [group]
+                for chunk in _chunks(everything, chunk_bytes):
+                    for parameter in chunk:
+                        before(parameter)
+                    group["params"] = chunk
+                    own()
+                    for parameter in chunk:
+                        after(parameter)
+            finally:
+                group["params"] = everything
+    finally:
+        optimizer.param_groups = groups
+
+
+def _chunks(parameters: list[nn.Parameter], chunk_bytes: int) -> Iterator[list[nn.Parameter]]:
+    chunk: list[nn.Parameter] = []
+    for parameter in parameters:
+        if chunk and sum(p.nbytes for p in chunk) + parameter.nbytes > chunk_bytes:
+            yield chunk
+            chunk = []
+        chunk.append(parameter)
+    if chunk:
+        yield chunk
