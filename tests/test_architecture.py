@@ -122,6 +122,7 @@ WITH_TORCH = {
     "engines.updates.working",
     "engines.world",
     "advisor.auto",
+    "advisor.job",
     "advisor.look",
     "advisor.sweep.measure",
 }
