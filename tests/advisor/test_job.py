@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 
 from advisor import auto_parallelize
-from advisor.job import machines_of
+from advisor.job import machines_of, require_ranks
 from engines.plan import parse_settings
 from engines.world import World
 from profiles.clusters import cluster_from_name
 from profiles.errors import PlanError
+from tests.placed import put
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), timeout_s=1.0)
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="torch would use the GPUs")
@@ -58,10 +58,7 @@ def test_a_process_alone_drives_one_device_but_threads_drive_several(
 
 @pytest.mark.usefixtures("four_gpus")
 def test_the_parts_of_a_module_split_by_hand_are_driven_by_one_process() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for layer, device in zip(model, ("cuda:0", "cuda:1"), strict=True):
-            layer.weight = nn.Parameter(torch.empty(2, 2, device=device))
+    model = nn.Sequential(put(nn.Linear(2, 2), "cuda:0"), put(nn.Linear(2, 2), "cuda:1"))
     assert machines_of(model, {}, ALONE).devices_per_node == 2
 
 
@@ -112,8 +109,6 @@ def test_threads_without_devices_are_refused_with_the_numbers(
 
 
 def test_threads_in_a_job_of_several_processes_are_refused() -> None:
-    from advisor.job import require_ranks
-
     job = World(rank=0, size=2, device=torch.device("cpu"), timeout_s=1.0)
     with pytest.raises(PlanError, match="drives 2 accelerators: this job has 2 processes"):
         require_ranks({"data_parallel": "threads", "dp_replicate": 2}, job)
