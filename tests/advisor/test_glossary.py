@@ -118,8 +118,9 @@ class TestNumbers:
             ("bubble", "none: there is one stage"),
             ("process group", "1 of 16 ranks along dp_replicate"),
             ("InfiniBand", "between nodes: InfiniBand, 400 GB/s"),
-            ("zero1", "this plan: ZeRO-1 over 16"),
+            ("zero2", "this plan: ZeRO-2 over 16"),
             ("shard", "16 of each state"),
+            ("split by hand", "llama-7b-like is in one piece"),
             ("steps per epoch", "give `--samples`, the size of the data set"),
         ],
     )
