@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from advisor.comparison import cuts, kind_words, title
 from advisor.decision import Decision
-from advisor.large_batch import LATE_LOSS, batch_advice, critical_tokens
+from advisor.large_batch import LATE_LOSS, batch_advice, critical_tokens, noise_scale
 from engines.plan import AXES, DataParallel, Offload, Plan, Updates
 from profiles.cluster import Collective, Link
 from profiles.units import (
@@ -52,8 +52,7 @@ def _accelerator(decision: Decision) -> str:
 
 
 def _mesh(decision: Decision) -> str:
-    axes = [f"{a}={getattr(decision.plan, a)}" for a in AXES if getattr(decision.plan, a) > 1]
-    return " x ".join(axes) or "one rank"
+    return decision.plan.said(*AXES).replace(" ", " x ") or "one rank"
 
 
 def _groups(decision: Decision) -> str | None:
@@ -275,8 +274,10 @@ def _noise(decision: Decision) -> str:
     work = decision.facts.workload
     if work.dataset_samples is None:
         return "give `--samples`, the size of the data set"
-    left = work.dataset_samples / work.global_batch_size - 1
-    return f"N / B - 1 = {left:,.1f}, times rate / (1 - momentum)"
+    if work.global_batch_size > work.dataset_samples:
+        return "none: a step has more samples than the data set"
+    of_rate_1 = noise_scale(1.0, samples=work.dataset_samples, batch=work.global_batch_size)
+    return f"N / B - 1 = {of_rate_1:,.1f}, times rate / (1 - momentum)"
 
 
 def _critical(decision: Decision) -> str:

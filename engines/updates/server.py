@@ -110,10 +110,6 @@ class ParameterServer:
             self.tally.gone.append(worker)
 
     @property
-    def is_synchronous(self) -> bool:
-        return self._needed is not None
-
-    @property
     def lacks_workers(self) -> bool:
         """Whether fewer are left than a step needs."""
         return len(self.clocks) < (self._needed or 1)

@@ -14,7 +14,7 @@ from advisor.cli import cli
 from advisor.decision import Decision
 from advisor.glossary import explain, terms
 from advisor.glossary_numbers import _NUMBERS
-from engines.plan import DataParallel, Schedule
+from engines.plan import DataParallel, Schedule, parse_settings
 from profiles.errors import InputError, UnknownNameError
 from profiles.units import GIB
 from tests.factories import chain, cpus, facts, gpus, small_llama
@@ -125,6 +125,30 @@ class TestNumbers:
     )
     def test_is_the_plans(self, word: str, number: str) -> None:
         assert explain(word, DECISION).number == number
+
+    @pytest.mark.parametrize(
+        ("word", "settings", "number"),
+        [
+            ("local SGD", "updates=local sync_every=16", "updates=local sync_every=16"),
+            ("staleness", "updates=local sync_every=16", "up to 16 steps of the other replicas"),
+            ("backup workers", "servers=1 backup_workers=2 dp_replicate=5", "backup_workers=2"),
+            ("ring", "aggregation=ring", "2 (n - 1) / n = 1.75 times the gradients, n = 8"),
+            ("gradient aggregation", "aggregation=ring", "aggregation=ring"),
+            ("accumulation", "dp_replicate=8 accumulation=5", "5 rounds a step"),
+            (
+                "split size",
+                "zero=1 microbatch_size=1 accumulation=5",
+                "microbatch 1 x 5 accumulation, fp32",
+            ),
+            ("hybrid parallelism", "pp=2 tp=2 zero=0", "PP + TP + DDP"),
+            ("stage", "pp=2 stages=model.layers.2", "2 on 2 ranks, cut before `model.layers.2`"),
+        ],
+    )
+    def test_is_that_of_the_settings(self, word: str, settings: str, number: str) -> None:
+        """On two nodes of four, 40 samples a step."""
+        pins: dict[str, object] = {"zero": 0, **parse_settings(settings)}
+        known = facts(small_llama(), gpus(2, 4), batch=40, precision="fp32")
+        assert explain(word, choose(known, pins=pins)).number == number
 
     def test_a_kind_that_was_not_taken_says_why(self) -> None:
         found = explain("DDP", DECISION).number
