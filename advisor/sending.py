@@ -137,6 +137,6 @@ def offer(offered: Candidate, winner: Candidate) -> str:
     times = winner.estimate.step_s / offered.estimate.step_s
     return (
         f"{settings(offered.plan)} is predicted {times:.1f} times as fast"
-        f" ({format_seconds(offered.estimate.step_s)} a step); of the gradients"
-        f" {risk(offered.plan)}: only `--allow-lossy` (`allow_lossy=True`) takes it"
+        f" ({format_seconds(offered.estimate.step_s)} a step); it changes the gradients:"
+        f" {risk(offered.plan)}; only `--allow-lossy` (`allow_lossy=True`) takes it"
     )
