@@ -127,7 +127,7 @@ class TestNumbers:
             ("shard", "16 of each state"),
             ("steps per epoch", "give `--samples`, the size of the data set"),
             ("noise scale", "give `--samples`, the size of the data set"),
-            ("accumulation", "4 rounds a step"),
+            ("accumulation", "8 rounds a step"),
             (
                 "decision tree",
                 "ZeRO first (no change to the model), DDP where it fits, or PP + TP + DP",
