@@ -187,7 +187,7 @@ def _number(text: str, swept: Swept) -> float:
     if swept is Swept.BANDWIDTH:
         return parse_bandwidth(text, where="--bandwidth")
     if not text.isdecimal() or int(text) == 0:
-        raise InputError(f"a {swept} is a positive whole number, not `{text}`")
+        raise InputError(f"each value of `{swept}` is a positive whole number, not `{text}`")
     return int(text)
 
 
