@@ -128,7 +128,7 @@ def apply_plan(
     require_legal(plan, profile, cluster, whole_because=whole)
     of_all, by_threads = plan, plan.data_parallel is DataParallel.THREADS
     if by_threads:
-        require_devices(plan, world)
+        require_devices(plan.dp_replicate, world, where=f"plan: {plan}")
         plan = driven(plan)
     if plan.offload.optimizer:
         _require_apart(plan, together_because(optimizer))

@@ -20,6 +20,7 @@ WITH_TORCH = {
     "profiles.by_hand",
     "profiles.calls",
     "profiles.capture",
+    "profiles.copy_trace",
     "profiles.double",
     "profiles.experts",
     "profiles.fakes",
@@ -123,6 +124,7 @@ WITH_TORCH = {
     "engines.updates.working",
     "engines.world",
     "advisor.auto",
+    "advisor.job",
     "advisor.look",
     "advisor.sweep.measure",
 }

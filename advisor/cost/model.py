@@ -9,6 +9,7 @@ from copy import copy
 from advisor.cost.aggregation import buffer_share
 from advisor.cost.axes import without_experts
 from advisor.cost.breakdown import Estimate, Time
+from advisor.cost.by_hand import crossed_s
 from advisor.cost.communication import (
     apart_s,
     communication_error,
@@ -133,6 +134,7 @@ class CostModel:
         exchanged = exchange(plan, loads, ledger, has_host=device.kind != "cpu", sent=replicas)
         apart = apart_s(plan, model, ledger) + self.partial_s(plan, loads.runs, ledger)
         apart += moved_s(plan, loads, update, ledger, device=device)
+        apart += crossed_s(plan, model, self.numerics(plan), ledger)
         overlaps = self.overlaps
         played = replay(plan, computing.times, exchanged, overlaps=overlaps)
         busy = busy_s(computing, plan.forwards)

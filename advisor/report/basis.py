@@ -78,9 +78,10 @@ def _machines(decision: Decision) -> Iterator[Basis]:
     for where, link, constant in (
         ("in the node", cluster.intra, Constant.INTRA),
         ("between nodes", cluster.inter, Constant.INTER),
+        ("in a rank", cluster.link_in_rank, None),
     ):
         if link is not None:
-            runs = _runs(learned.runs.get(constant, 0))
+            runs = _runs(learned.runs.get(constant, 0) if constant else 0)
             yield Basis(what=_link_words(link, where), source=_link_source(link) + runs)
             latency = link.latency_s
             yield Basis(
