@@ -21,6 +21,7 @@ from advisor.choose import choose
 from advisor.decision import Decision
 from advisor.facts import Facts
 from advisor.look import LossFn, Optimizer, look
+from advisor.outside import with_disk
 from advisor.policy import Policy
 from advisor.runs import keep_at_end
 from advisor.search.legal import styles_of
@@ -191,7 +192,8 @@ def auto_parallelize(
             are wasted.
         timeout_s: bound of every wait for another rank, ten minutes unless said: for the job, for
             rank 0's decision, in each exchange of a step. Ranks that did not come are named.
-        offload_folder: see `apply_plan`; where `plan` says `offload_to=disk`.
+        offload_folder: see `apply_plan`. Where it is given, plans that keep something in its files
+            are weighed too, if nothing else fits.
 
     Returns:
         A `ParallelModel`; `.decision` says why.
@@ -206,7 +208,7 @@ def auto_parallelize(
     _require_ranks(pins, world)
     if cluster is None:
         cluster = recall_or_bench(probe()) if world.size > 1 else probe(measure=True)
-    machines = cluster
+    machines = cluster if offload_folder is None else with_disk(cluster, offload_folder)
 
     def facts() -> Facts:
         return look(

@@ -14,14 +14,20 @@ job names): others may have none that is fast, or none.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from advisor.comparison import nearest_miss, title
+from advisor.cost.ledger import disk_bytes_per_s
 from advisor.facts import Facts
 from advisor.rules import Candidate, fits_device
 from advisor.search.space import Pins
-from engines.plan import Offload, OffloadTo
+from engines.plan import Offload, OffloadTo, Plan
+from profiles.cluster import ClusterProfile
+from profiles.provenance import Quantity, Source
 from profiles.units import format_gib, format_percent, format_seconds
 
 _ONE = (Offload.OPTIMIZER, Offload.STATES, Offload.ACTIVATIONS)
@@ -63,6 +69,29 @@ def attempts(facts: Facts, pins: Pins) -> Iterator[Attempt]:
             is_open = cluster.disk_write_bytes_per_s is not None and "offload_to" not in pins
         if is_open:
             yield attempt
+
+
+def with_disk(
+    cluster: ClusterProfile, folder: str | os.PathLike[str] | None = None
+) -> ClusterProfile:
+    """`cluster` with a disk of the assumed rates where none is known, and with what is free in
+    `folder`."""
+    written, read = disk_bytes_per_s(cluster)
+    update = {"disk_write_bytes_per_s": written, "disk_read_bytes_per_s": read}
+    with contextlib.suppress(OSError):  # a folder that is missing is told where it is used
+        if folder is not None:
+            free = shutil.disk_usage(folder).free
+            update["disk_free_bytes"] = Quantity(value=free, source=Source.MEASURED)
+    return cluster.model_copy(update=update)
+
+
+def hint(plan: Plan) -> Iterator[str]:
+    """What a plan with files needs beside itself."""
+    if plan.offload_to is OffloadTo.DISK:
+        yield (
+            "give `offload_folder=` to `auto_parallelize` or `apply_plan`: a folder on a fast local"
+            " disk of every node; its files have no names and are gone when the job ends"
+        )
 
 
 def hopeless(kind: Offload, short_of_memory: Sequence[Offload]) -> bool:
