@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from advisor.allocator import ADVICE, slack_decides, without_slack
+from advisor.allocator import advice, slack_decides, without_slack
 from advisor.comparison import kind_words, nearest_miss, title
 from advisor.cost.ledger import disk_bytes_per_s
 from advisor.decide import Choice, decide
@@ -41,7 +41,8 @@ def no_plan(facts: Facts, policy: Policy, pins: Pins, choice: Choice) -> NoPlanE
     if slack_decides(high, device, policy):
         least = format_gib(without_slack(high, device))
         changes.append(
-            f"only what the allocator may lose is too much, without it {least} are needed: {ADVICE}"
+            f"only what the allocator may lose is too much, without it {least} are needed:"
+            f" {advice()}"
         )
     return NoPlanError(
         f"nothing fits: {choice.total} plans were weighed and left out ({counts})",

@@ -34,8 +34,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from engines.offload.room import Room
-from engines.offload.shards import keep_shards
 from engines.plan import DataParallel, OffloadTo, Plan
 from profiles.errors import PlanError
 from profiles.model import ModelProfile
@@ -57,7 +55,7 @@ def shard(
     kept: Container[str] | None = None,
     apart: Iterable[nn.Parameter] = (),
     fill: Callable[[nn.Module], None] | None = None,
-    room: Room | None = None,
+    keep: Callable[[FSDPModule], None] | None = None,
 ) -> FSDPModule:
     """Turn the parameters of `model` into shards over `mesh`, in place.
 
@@ -67,7 +65,7 @@ def shard(
     `kept`: first names of the parameters of this rank's stages, in a pipeline.
     `apart`: parameters that are none of FSDP2's; they are moved to the device.
     `fill` gives a unit its values just before it is cut, so that one unit at a time is whole.
-    `room`: where shards live, in files; None leaves them where FSDP2 puts them.
+    `keep` takes the shards of a unit elsewhere, as soon as it is cut.
     """
     others = {p for name, p in model.named_parameters() if kept is not None and name not in kept}
     whole = _whole({*_scalars(model), *apart}, device_type=mesh.device_type)
@@ -86,8 +84,8 @@ def shard(
                     offload_policy=_offload(plan, mesh),
                     ignored_params=whole,
                 )
-            if room is not None:
-                keep_shards(cut, room)
+            if keep is not None:
+                keep(cut)
     if fill is not None:
         fill(model)
     model.register_forward_hook(_own_storage)
@@ -101,8 +99,8 @@ def shard(
             ignored_params=others | whole,
         )
     assert isinstance(root, FSDPModule)
-    if room is not None:
-        keep_shards(root, room)
+    if keep is not None:
+        keep(root)
     reduce_unused_parameters(root)
     return root
 

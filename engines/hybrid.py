@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ from engines.microbatches import Count
 from engines.noise import NoiseMeter, require_measurable
 from engines.offload.activations import offload_activations
 from engines.offload.room import Folder, Room, room_of, steps_away
+from engines.offload.shards import keep_shards
 from engines.offload.states import AwayStates
 from engines.optimizer import OptimizerFactory, build_optimizer, names_of, send_from_first
 from engines.parallel import LossFn, ParallelModel
@@ -344,7 +346,7 @@ def _over_data_axes(
                 kept=kept,
                 apart=apart,
                 fill=fill,
-                room=room,
+                keep=partial(keep_shards, room=room) if room is not None else None,
             )
         return model
     if not stays:

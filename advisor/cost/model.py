@@ -133,15 +133,8 @@ class CostModel:
         exchanged = exchange(plan, loads, ledger, has_host=device.kind != "cpu", sent=replicas)
         apart = apart_s(plan, model, ledger) + self.partial_s(plan, loads.runs, ledger)
         apart += moved_s(plan, loads, update, ledger, cluster=cluster)
-        apart += filed_s(
-            plan,
-            ledger,
-            parameter_bytes=loads.parameter_bytes / shard_degree(plan),
-            gradient_bytes=loads.gradient_bytes / shard_degree(plan),
-            update=update,
-            rounds=plan.forwards,
-            cluster=cluster,
-        )
+        shards = {"degree": shard_degree(plan), "rounds": plan.forwards}
+        apart += filed_s(plan, [loads], update, ledger, **shards, cluster=cluster)
         overlaps = self.overlaps
         played = replay(plan, computing.times, exchanged, overlaps=overlaps)
         busy = busy_s(computing, plan.forwards)

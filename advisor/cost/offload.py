@@ -9,6 +9,7 @@ files is taken to be read from the disk and written to it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from advisor.cost.ledger import Ledger, disk_bytes_per_s, host_link_bytes_per_s
@@ -117,18 +118,18 @@ def shards_in_files_s(
 
 def filed_s(
     plan: Plan,
+    parts: Sequence[Loads],
+    update: Upkeep,
     ledger: Ledger,
     *,
-    parameter_bytes: float,
-    gradient_bytes: float,
-    update: Upkeep,
+    degree: int,
     rounds: int,
     cluster: ClusterProfile,
 ) -> float:
     """`shards_in_files_s` of a plan, 0 where its shards are in none, noted in `ledger`.
 
     Args:
-        parameter_bytes, gradient_bytes: of this rank's shards.
+        parts: of the model that the rank has a shard of, over `degree` ranks.
         rounds: after which gradients are reduced, of plans that reduce more than once a step.
     """
     if not (plan.offload.states and _to_disk(plan)):
@@ -136,8 +137,8 @@ def filed_s(
     keeps = plan.data_parallel in (DataParallel.ZERO1, DataParallel.ZERO2)
     seconds = shards_in_files_s(
         cluster,
-        parameter_bytes=parameter_bytes,
-        gradient_bytes=gradient_bytes,
+        parameter_bytes=sum(part.parameter_bytes for part in parts) / degree,
+        gradient_bytes=sum(part.gradient_bytes for part in parts) / degree,
         state_bytes=update.state_bytes,
         gathers=1.0 if keeps else 2.0 * plan.forwards,
         reductions=1.0 if plan.data_parallel is DataParallel.ZERO1 else float(rounds),

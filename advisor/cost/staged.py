@@ -125,13 +125,12 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     tails = [_Tail.of(model, plan, layout, rank) for rank in range(plan.pp)]
     busiest = max(range(plan.pp), key=lambda rank: played.busy_s[rank] + tails[rank].total_s)
     ledger, apart = _charged(model, plan, layout, busiest)
-    parts = [stage.part for stage in layout.of(busiest)]
     apart += filed_s(
         plan,
+        [stage.part for stage in layout.of(busiest)],
+        updates[busiest],
         ledger,
-        parameter_bytes=sum(part.parameter_bytes for part in parts) / shard_degree(plan),
-        gradient_bytes=sum(part.gradient_bytes for part in parts) / shard_degree(plan),
-        update=updates[busiest],
+        degree=shard_degree(plan),
         rounds=layout.rounds,
         cluster=model.facts.cluster,
     )

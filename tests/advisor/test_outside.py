@@ -40,7 +40,9 @@ def timed(cluster: ClusterProfile) -> ClusterProfile:
     return cluster.model_copy(update=rates)
 
 
-def test_where_everything_fits_on_the_device_nothing_leaves_and_why_not_says_what_it_costs() -> None:
+def test_where_everything_fits_on_the_device_nothing_leaves_and_why_not_says_what_it_costs() -> (
+    None
+):
     decision = choose(alone(24, disk=True))
     assert decision.plan.offload is Offload.NONE
     for settings in ("offload=optimizer", "offload=activations", "offload=states zero=3"):
