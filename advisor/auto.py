@@ -21,6 +21,7 @@ from advisor.decision import Decision
 from advisor.facts import Facts
 from advisor.job import machines_of, require_ranks
 from advisor.look import LossFn, Optimizer, look
+from advisor.outside import with_disk
 from advisor.policy import Policy
 from advisor.runs import keep_at_end
 from advisor.search.legal import styles_of
@@ -190,7 +191,8 @@ def auto_parallelize(
             are wasted.
         timeout_s: bound of every wait for another rank, ten minutes unless said: for the job, for
             rank 0's decision, in each exchange of a step. Ranks that did not come are named.
-        offload_folder: see `apply_plan`; where `plan` says `offload_to=disk`.
+        offload_folder: see `apply_plan`. Where it is given, plans that keep something in its files
+            are weighed too, if nothing else fits.
 
     Returns:
         A `ParallelModel`; `.decision` says why.
@@ -204,6 +206,8 @@ def auto_parallelize(
     _require_same_request(pins, world, global_batch_size, precision, objective, allowed)
     require_ranks(pins, world)
     machines = cluster or machines_of(model, pins, world)
+    if offload_folder is not None:
+        machines = with_disk(machines, offload_folder)
 
     def facts() -> Facts:
         return look(

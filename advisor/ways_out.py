@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from advisor.allocator import ADVICE, slack_decides, without_slack
+from advisor.allocator import advice, slack_decides, without_slack
 from advisor.comparison import kind_words, nearest_miss, title
+from advisor.cost.ledger import disk_bytes_per_s
 from advisor.decide import Choice, decide
 from advisor.facts import Facts
 from advisor.levers import TOKENS_STEP, Lever, value, varied
+from advisor.outside import with_disk
 from advisor.policy import Policy
 from advisor.rules import Candidate, host_bytes_per_node
 from advisor.search.space import Pins
@@ -18,10 +20,10 @@ from profiles.errors import InputError, NoPlanError
 from profiles.model import Numerics
 from profiles.optimizers import OPTIMIZERS
 from profiles.provenance import Quantity, Source
-from profiles.units import format_gib, format_seconds
+from profiles.units import format_bandwidth, format_gib, format_seconds
 
 # Changes shown when nothing fits: enough to choose from, few enough to read.
-_CHANGES_SHOWN = 3
+_CHANGES_SHOWN = 4
 # Main memory that is no limit: a million times what nodes have.
 _ENDLESS_BYTES = 2.0**60
 # What is divided by a share and multiplied by it again may come out a digit too small.
@@ -39,7 +41,8 @@ def no_plan(facts: Facts, policy: Policy, pins: Pins, choice: Choice) -> NoPlanE
     if slack_decides(high, device, policy):
         least = format_gib(without_slack(high, device))
         changes.append(
-            f"only what the allocator may lose is too much, without it {least} are needed: {ADVICE}"
+            f"only what the allocator may lose is too much, without it {least} are needed:"
+            f" {advice()}"
         )
     return NoPlanError(
         f"nothing fits: {choice.total} plans were weighed and left out ({counts})",
@@ -66,6 +69,7 @@ def _changes(
         yield from _verified(words, _with(facts, workload=workload), policy, pins)
     # Where nothing but main memory is in the way, that is said before anything larger.
     yield from _main_memory(facts, policy, pins)
+    yield from _disk(facts, policy, pins)
     yield from _more_devices(facts, policy, pins)
     yield from _more_memory(facts, policy, pins, weighed)
     yield from _shorter_sequences(facts, policy, pins)
@@ -123,6 +127,17 @@ def _main_memory(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
     larger = facts.cluster.model_copy(update={"host_memory_bytes": memory})
     change = f"take nodes with {format_gib(needed)} of main memory"
     yield from _verified(change, _with(facts, cluster=larger), policy, pins)
+
+
+def _disk(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
+    """Files, where nothing is known of a disk."""
+    if {"offload", "offload_to"} & set(pins) or facts.cluster.disk_write_bytes_per_s is not None:
+        return
+    cluster = with_disk(facts.cluster)
+    written, read = disk_bytes_per_s(cluster)
+    rates = f"{format_bandwidth(written.value)} written, {format_bandwidth(read.value)} read"
+    change = f"keep states in files on a disk of {rates} (`advise probe --disk FOLDER` times one)"
+    yield from _verified(change, _with(facts, cluster=cluster), policy, pins)
 
 
 def _smaller_states(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:

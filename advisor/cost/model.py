@@ -33,7 +33,7 @@ from advisor.cost.compute import (
 from advisor.cost.ledger import Ledger, Wires
 from advisor.cost.loads import Loads, UnitLoad, loads_of, styled_units
 from advisor.cost.memory import BUCKET_BYTES, Peak, peak, shard_degree
-from advisor.cost.offload import moved_s
+from advisor.cost.offload import filed_s, moved_s
 from advisor.cost.replay import Slowdown, replay, slowdown
 from advisor.cost.runs import Run, runs_of
 from advisor.cost.staged import Stage, staged
@@ -133,7 +133,9 @@ class CostModel:
         computing = self.computing(plan, loads)
         exchanged = exchange(plan, loads, ledger, has_host=device.kind != "cpu", sent=replicas)
         apart = apart_s(plan, model, ledger) + self.partial_s(plan, loads.runs, ledger)
-        apart += moved_s(plan, loads, update, ledger, device=device)
+        apart += moved_s(plan, loads, update, ledger, cluster=cluster)
+        shards = {"degree": shard_degree(plan), "rounds": plan.forwards}
+        apart += filed_s(plan, [loads], update, ledger, **shards, cluster=cluster)
         apart += crossed_s(plan, model, self.numerics(plan), ledger)
         overlaps = self.overlaps
         played = replay(plan, computing.times, exchanged, overlaps=overlaps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from advisor import outside
 from advisor.allocator import allocator_hint
 from advisor.constants import tier_of
 from advisor.cost.communication import COMMUNICATION_ERROR
@@ -109,12 +110,13 @@ def _offload(plan: Plan, cluster: ClusterProfile) -> Iterator[Basis]:
     """The ways of what waits outside the device."""
     if plan.offload is Offload.NONE:
         return
-    link = host_link_bytes_per_s(cluster)
-    what, sources = f"way to the host {format_bandwidth(link.value)} a device", [link]
-    if plan.offload.states:
-        what += f", update at {format_bandwidth(HOST_BANDWIDTH_BYTES_PER_S)} a node"
-        sources.append(Quantity(value=HOST_BANDWIDTH_BYTES_PER_S, source=Source.ASSUMED))
-    yield Basis(what=what, source=_sources(*sources))
+    if cluster.device.kind != "cpu":
+        link = host_link_bytes_per_s(cluster)
+        what, sources = f"way to the host {format_bandwidth(link.value)} a device", [link]
+        if plan.offload.states:
+            what += f", update at {format_bandwidth(HOST_BANDWIDTH_BYTES_PER_S)} a node"
+            sources.append(Quantity(value=HOST_BANDWIDTH_BYTES_PER_S, source=Source.ASSUMED))
+        yield Basis(what=what, source=_sources(*sources))
     if plan.offload_to is OffloadTo.DISK:
         written, read = disk_bytes_per_s(cluster)
         yield Basis(
@@ -270,6 +272,7 @@ def hints(decision: Decision) -> Iterator[str]:
     yield from decision.offers
     yield from _too_large_to_load(decision)
     yield from allocator_hint(decision)
+    yield from outside.hint(decision.plan)
     if set(facts.cluster.sources.values()) - {Source.MEASURED, Source.USER}:
         yield (
             "`advise probe --bench` on the nodes replaces rates of data sheets by measured ones"
