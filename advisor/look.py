@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from advisor.facts import Facts
-from advisor.runs import with_runs
+from advisor.runs import pace_of, with_runs
 from engines.footprint import optimizer_footprint
 from engines.optimizer import OptimizerFactory
 from engines.plan import Precision
@@ -48,7 +48,7 @@ def look(
     host_overhead_s: float = 0.0,
     pins: Mapping[str, Any] = _NO_PINS,
     timed: bool = False,
-    imbalance: float = 0.0,
+    imbalance: float | None = None,
     learns: bool = False,
 ) -> Facts:
     """What there is to know before deciding; with `learns` runs on this machine correct it."""
@@ -86,7 +86,7 @@ def look(
             "dataset_samples": samples,
             "critical_batch_size": critical_batch_size,
             "host_overhead_s": host_overhead_s,
-            "imbalance": imbalance,
+            **pace_of(imbalance, cluster, profile, learns=learns),
             "given": _given(
                 global_batch_size=global_batch_size,
                 optimizer=optimizer,
@@ -94,7 +94,7 @@ def look(
                 host_overhead_s=host_overhead_s or None,
                 dataset_samples=samples,
                 critical_batch_size=critical_batch_size,
-                imbalance=imbalance or None,
+                imbalance=imbalance,
             ),
         }
     )

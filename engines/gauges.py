@@ -10,6 +10,7 @@ from engines.imbalance import Imbalance, OwnTime
 from engines.learning_rate import Rates, ScaledRate, ScalingRule
 from engines.noise import NoiseMeter, NoiseScale
 from engines.plan import Plan
+from engines.steps import Steps
 from engines.world import in_contact
 from profiles.errors import InputError
 
@@ -18,6 +19,7 @@ class Gauges:
     """The noise of gradients, the rate that goes with a batch, and whom the ranks wait for."""
 
     plan: Plan
+    steps: Steps
     _rates: Rates
     _noise: NoiseMeter | None
     _own: OwnTime
@@ -32,7 +34,9 @@ class Gauges:
             InputError: fewer than three steps were timed.
             PlanError: ranks that hold parts of one model have no time of their own.
         """
-        return self._own.gathered()
+        found = self._own.gathered()
+        self.steps.pace = found.pace
+        return found
 
     @property
     def noise_scale(self) -> NoiseScale:
