@@ -77,6 +77,7 @@ class ParallelModel(Names, Gauges, Apart, nn.Module):
     """
 
     decision: object
+    _runner: Callable[..., Any]
 
     def __init__(
         self,
@@ -447,6 +448,3 @@ class ParallelModel(Names, Gauges, Apart, nn.Module):
             dist.all_reduce(value)
             value /= self._mesh.replicas.size * self._mesh.tp.size
         return value
-
-    if TYPE_CHECKING:
-        _runner: Callable[..., Any]

@@ -18,6 +18,7 @@ from advisor.cost.memory import BUCKET_BYTES, Moment, Peak, peak, peak_at
 from engines.plan import DataParallel, Plan, Updates
 from profiles.cluster import ClusterProfile, Collective
 from profiles.optimizers import Upkeep
+from profiles.workload import Workload
 
 if TYPE_CHECKING:
     from advisor.cost.model import CostModel
@@ -81,6 +82,16 @@ def waiting_s(
     return max(0.0, computing_s * late)
 
 
+def straggling(plan: Plan, workload: Workload, *, computing_s: float) -> float:
+    """The same, of ranks that differ as `workload` says."""
+    return waiting_s(
+        plan,
+        computing_s=computing_s,
+        imbalance=workload.imbalance,
+        straggling=workload.straggling,
+    )
+
+
 def _place(place: int, count: int) -> float:
     """Where one of so many draws is expected, in standard deviations."""
     return NormalDist().inv_cdf((place - 3 / 8) / (count + 1 / 4))
@@ -102,7 +113,7 @@ def updated(model: CostModel, plan: Plan) -> Estimate:
             ledger,
             update_s=update_s,
             computing_s=busy.total,
-            waiting_s=model.waiting_s(plan, busy.total),
+            waiting_s=straggling(plan, facts.workload, computing_s=busy.total),
         )
         states = [
             (_shared(update, 0.0), None),
