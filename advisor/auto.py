@@ -62,7 +62,7 @@ def advise(
     objective: str = "tree",
     timed: bool = False,
     allow_lossy: bool = False,
-    imbalance: float = 0.0,
+    imbalance: float | None = None,
     allow_stale: bool = False,
 ) -> Decision:
     """How to spread `model`, and why. Looks, changes nothing, allocates nothing.
@@ -92,7 +92,8 @@ def advise(
         allow_lossy: gradients may be sent rounded or in part where that is predicted faster: the
             training is another then. A `compression` that `plan` names needs no such word.
         imbalance: how much the ranks' times to compute a step scatter: standard deviation over
-            mean; none is assumed.
+            mean. By default what runs that were kept of such machines say, of a rank that is slower
+            in every step too; where there are none, none.
         allow_stale: ranks may update apart from each other (local SGD, servers) where that is
             predicted faster: the training is another then. What `plan` names needs no such word.
 
@@ -151,7 +152,7 @@ def auto_parallelize(
     cluster: ClusterProfile | None = None,
     timed: bool = False,
     allow_lossy: bool = False,
-    imbalance: float = 0.0,
+    imbalance: float | None = None,
     allow_stale: bool = False,
     outer_optimizer: OptimizerFactory | None = None,
     learns: bool = True,

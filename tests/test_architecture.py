@@ -116,6 +116,7 @@ WITH_TORCH = {
     "engines.tensor.variants",
     "engines.tensor.wiring",
     "engines.threads.threads",
+    "engines.updates.agreement",
     "engines.updates.apart",
     "engines.updates.build",
     "engines.updates.exchange",

@@ -40,7 +40,7 @@ from advisor.cost.staged import Stage, staged
 from advisor.cost.stages import Stages
 from advisor.cost.tensor import Styled, cut_unit, is_split
 from advisor.cost.threads import threaded
-from advisor.cost.updates import updated, waiting_s
+from advisor.cost.updates import straggling, updated
 from advisor.facts import Facts
 from advisor.styles import proposed_styles
 from engines.legality import numerics
@@ -182,7 +182,7 @@ class CostModel:
         dtype, host_s = self.dtype(plan), self.facts.workload.host_overhead_s
         added: Slowdown = slowdown(facts.cluster.overlap, computing_s=busy.total, sent_s=sent_s)
         slowed = overlapped_s * added.middle
-        straggling_s = waiting_s(plan, computing_s=busy.total, imbalance=facts.workload.imbalance)
+        straggling_s = straggling(plan, facts.workload, computing_s=busy.total)
         # Both wait in the same queue, so what is exposed is shared out by their lengths.
         to_host = min(1.0, ledger.host_s / sent_s) if sent_s else 0.0
         time = Time(
