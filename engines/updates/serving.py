@@ -263,4 +263,5 @@ def _leave(links: Sequence[Link], threads: Sequence[threading.Thread]) -> None:
     for link in links:
         link.hang_up()
     for thread in threads:
-        thread.join(_LEAVING_S)
+        if thread is not threading.current_thread():  # which may be the last to let go of `Serving`
+            thread.join(_LEAVING_S)
