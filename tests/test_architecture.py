@@ -123,6 +123,11 @@ WITH_TORCH = {
     "engines.world",
     "advisor.auto",
     "advisor.look",
+    "advisor.notebooks.noise",
+    "advisor.notebooks.pipelining",
+    "advisor.notebooks.splitting",
+    "advisor.notebooks.summing",
+    "advisor.notebooks.updating",
     "advisor.sweep.measure",
 }
 WITH_TORCH_PREFIXES = ("advisor.demo.", "profiles.bench.", "profiles.tracing", "profiles.modules")

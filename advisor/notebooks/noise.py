@@ -108,6 +108,6 @@ def seen(measured: Sequence[float], falls: Mapping[int, list[float]]) -> str:
         for size, losses in falls.items()
     )
     return (
-        f"gradients of two replicas say {measured[-1]:.1f} samples, the truth is"
+        f"Gradients of two replicas say {measured[-1]:.1f} samples, the truth is"
         f" {TRUE_CRITICAL_BATCH:.0f}. To fall to {format_percent(TARGET)} of the loss, {said}."
     )

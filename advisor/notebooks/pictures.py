@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from advisor.notebooks.summing import Moment
     from advisor.notebooks.updating import Run
     from advisor.sweep.points import Sweep
-    from engines.plan import Aggregation, Schedule
+    from engines.plan import Schedule
 
 BLACK, GREY = "#000000", "#BBBBBB"
 BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
@@ -44,13 +44,17 @@ class Picture:
 
 
 def _panels(
-    count: int, *, height: float, rows: int = 1, **options: object
+    columns: int,
+    *,
+    height: float,
+    rows: int = 1,
+    sharex: bool = False,
+    sharey: bool = False,
 ) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, height), layout="constrained")
-    found = figure.subplots(rows, count, squeeze=False, **options)
-    axes = list(found.flat)
+    axes = list(figure.subplots(rows, columns, sharex=sharex, sharey=sharey, squeeze=False).flat)
     for each in axes:
         each.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -107,8 +111,7 @@ def rounds(moments: Sequence[Sequence[Moment]]) -> Picture:
         messages = at[0].messages
         kind = "added" if any(m.adds for m in messages) else "copied"
         panel.set_title(f"round {number}: {kind}" if number else "before", fontsize="medium")
-        digits = [[sum(map(int, f"{value:.0f}")) for value in moment.held] for moment in at]
-        panel.imshow(digits, cmap="Blues", vmin=0, vmax=ranks * 1.3, aspect="auto")
+        panel.imshow([m.sums for m in at], cmap="Blues", vmin=0, vmax=2 * ranks, aspect="auto")
         for rank, moment in enumerate(at):
             for part, value in enumerate(moment.held):
                 panel.text(part, rank, f"{value:.0f}", ha="center", va="center", fontsize=9)
@@ -124,7 +127,8 @@ def rounds(moments: Sequence[Sequence[Moment]]) -> Picture:
         panel.text(
             0,
             0.5,
-            "framed: what has just\ncome from the rank above\n(to rank 0: from the last)",
+            "framed: what has just come\nfrom the rank above\n(to rank 0: from the last)\n\n"
+            "darker: more ranks'\ngradients are in it",
             va="center",
             transform=panel.transAxes,
         )
@@ -139,31 +143,33 @@ def _frame(panel: Axes, column: int, row: int) -> None:
 
 
 def sums(
-    carried: Mapping[Aggregation, Mapping[int, float]],
+    carried: Mapping[str, Mapping[int, float]],
     formulas: Mapping[str, Sequence[float]],
     sizes: Sequence[int],
-    seconds: Mapping[Aggregation, Sequence[float]],
+    seconds: Mapping[str, Sequence[float]],
 ) -> Picture:
     """What the busiest link carries by number of ranks; how long a sum takes by size."""
     figure, (link, clock) = _panels(2, height=3.4)
-    for (kind, points), (colour, marker, _) in zip(carried.items(), LINES, strict=False):
-        link.plot(
-            list(points), list(points.values()), marker, color=colour, label=f"{kind}, counted"
-        )
     ranks = list(next(iter(carried.values())))
     for (name, line), (colour, _, style) in zip(formulas.items(), LINES, strict=False):
         link.plot(ranks, line, style, color=colour, label=name)
+    for (name, points), (colour, marker, _) in zip(carried.items(), LINES, strict=False):
+        link.plot(ranks, list(points.values()), marker, color=colour, label=f"{name}, counted")
     link.set_ylim(bottom=0)
     link.set_xlabel("ranks n")
     link.set_ylabel("busiest link carries (tensors)")
     link.legend(frameon=False)
-    for (kind, found), (colour, marker, style) in zip(seconds.items(), LINES, strict=False):
-        values = [size / MIB for size in sizes]
-        clock.plot(values, [s * MS for s in found], style, marker=marker, color=colour, label=kind)
+    values = [size / MIB for size in sizes]
+    for (name, found), (colour, marker, style) in zip(seconds.items(), LINES, strict=False):
+        clock.plot(values, [s * MS for s in found], style, marker=marker, color=colour, label=name)
     clock.set_xscale("log", base=2)
     clock.set_yscale("log")
+    clock.set_xticks(values, [f"{value:g}" for value in values])
+    clock.yaxis.set_major_formatter("{x:g}")
+    clock.yaxis.set_minor_formatter("{x:g}")
+    clock.tick_params(axis="y", which="minor", labelsize=8)
     clock.set_xlabel("tensor (MiB)")
-    clock.set_ylabel("a sum over 4 ranks (ms)")
+    clock.set_ylabel("a sum over four ranks (ms)")
     clock.legend(frameon=False)
     return Picture(figure)
 
@@ -213,13 +219,13 @@ def split_sizes(sweep: Sweep) -> Picture:
     """Seconds of a step by the size of the pieces, predicted and measured with their ranges."""
     figure, (panel,) = _panels(1, height=3.4)
     points = sweep.points
-    values = [point.value for point in points]
+    values = [point.value or 0.0 for point in points]
     panel.plot(values, [p.step_s * MS for p in points], "-o", color=BLUE, label="predicted")
     low, high = ([getattr(p, name) * MS for p in points] for name in ("low_s", "high_s"))
     panel.fill_between(values, low, high, color=BLUE, alpha=0.15, label="range of the prediction")
     timings = [point.measured for point in points if point.measured]
     panel.errorbar(
-        [point.value for point in points if point.measured],
+        [point.value or 0.0 for point in points if point.measured],
         [t.median_s * MS for t in timings],
         yerr=(
             [(t.median_s - t.low_s) * MS for t in timings],
@@ -276,23 +282,27 @@ def updating(
         server, worker, *_ = runs
         clock.plot(worker.seconds, worker.losses, style, color=colour, label=name)
         counted = server.report.staleness
-        places = [old + (number - 0.5) * 0.4 for old in counted]
-        age.bar(places, list(counted.values()), 0.4, color=colour, label=name)
+        beside = [old + (number - 0.5) * 0.4 for old in counted]
+        age.bar(beside, list(counted.values()), 0.4, color=colour, label=name)
+    clock.set_title("beside a slow rank", fontsize="medium")
     clock.set_yscale("log")
     clock.set_xlabel("seconds")
     clock.set_ylabel("loss above the optimum")
     clock.legend(frameon=False)
+    age.set_title("how old gradients were", fontsize="medium")
     age.set_xlabel("age of a gradient (updates)")
     age.set_ylabel("gradients")
     age.legend(frameon=False)
-    names = [f"every {every}" for every in local]
+    places = range(len(local))
     first = [runs[0] for runs in local.values()]
-    sent.bar(names, [run.report.sent_bytes / KIB for run in first], color=GREY)
-    for name, run in zip(names, first, strict=True):
-        said = f"{run.losses[-1]:.1g}\nabove"
-        sent.text(name, run.report.sent_bytes / KIB, said, ha="center", va="bottom", fontsize=8)
-    sent.margins(y=0.25)
-    sent.set_xlabel("replicas meet (steps)")
+    sent.bar(places, [run.report.sent_bytes / KIB for run in first], color=GREY)
+    for place, run in enumerate(first):
+        said = f"ends\n{run.losses[-1]:.2g}\nabove"
+        sent.text(place, run.report.sent_bytes / KIB, said, ha="center", va="bottom", fontsize=8)
+    sent.margins(y=0.3)
+    sent.set_title("local SGD", fontsize="medium")
+    sent.set_xticks(places, [str(every) for every in local])
+    sent.set_xlabel("steps between meetings")
     sent.set_ylabel("sent by a rank (KiB)")
     return Picture(figure)
 
@@ -311,7 +321,6 @@ def noise(measured: Sequence[float], truth: float, falls: Mapping[int, Sequence[
         by_step.plot(steps, losses, style, color=colour, label=f"batch {size}")
         by_sample.plot([step * size for step in steps], losses, style, color=colour)
     for panel, name in ((by_step, "steps"), (by_sample, "samples")):
-        panel.set_xscale("log")
         panel.set_ylim(bottom=0)
         panel.set_xlabel(name)
         panel.set_ylabel("loss")
@@ -342,7 +351,7 @@ def plans(decision: Decision) -> Picture:
     memory.barh(places, peaks, xerr=([0.0] * len(rows), upper), color=colours, capsize=4)
     usable = decision.policy.usable_bytes(decision.facts.cluster.device) / GIB
     memory.axvline(usable, color=RED, linestyle="--", label=f"usable: {usable:.1f} GiB")
-    memory.set_xlabel("peak on a device (GiB), with the upper end of its range")
+    memory.set_xlabel("peak of a device (GiB)")
     figure.legend(loc="outside upper right", frameon=False)
     return Picture(figure)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from profiles.units import format_percent, format_seconds
 
 STAGES, MICROBATCHES = 4, 8
 SCHEDULES = (Schedule.NAIVE, Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE)
-REPEATS = 15
+REPEATS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +40,20 @@ class BlockTimes:
 
 
 def time_block() -> BlockTimes:
-    """One block of the small GPT, on one core."""
+    """One block of the small GPT in this process: the shortest of several times each."""
     block = Block(SHAPE)
     x = torch.randn(BATCH // MICROBATCHES, SHAPE.context, SHAPE.width, requires_grad=True)
-    weights = list(block.parameters())
-    with torch.no_grad():
-        gradient = torch.ones_like(x)
+    gradient = torch.ones_like(x)
 
     def backward(wanted: Sequence[Tensor]) -> float:
         out = block(x)
         return _seconds(lambda: torch.autograd.grad(out, wanted, gradient))
 
-    forward_s = statistics.median(_seconds(lambda: block(x)) for _ in range(REPEATS))
-    whole_s = statistics.median(backward([x, *weights]) for _ in range(REPEATS))
-    input_s = statistics.median(backward([x]) for _ in range(REPEATS))
+    turns = [
+        (_seconds(lambda: block(x)), backward([x]), backward([x, *block.parameters()]))
+        for _ in range(REPEATS)
+    ]
+    forward_s, input_s, whole_s = map(min, zip(*turns, strict=True))
     return BlockTimes(forward_s, min(input_s, whole_s), max(0.0, whole_s - input_s))
 
 
@@ -114,7 +113,7 @@ def seen_schedules(played: Mapping[Schedule, Drawn]) -> str:
     shortest = min(played, key=lambda name: played[name].wall_s)
     times = played[longest].wall_s / played[shortest].wall_s
     return (
-        f"of the time of {STAGES} stages is idle: {shares}. {MICROBATCHES} microbatches take"
+        f"Of the time of {STAGES} stages is idle: {shares}. {MICROBATCHES} microbatches take"
         f" {times:.1f} times as long under {longest} as under {shortest}."
     )
 
@@ -131,6 +130,6 @@ def seen_sizes(sweep: Sweep) -> str:
     )
     predicted = min(sweep.points, key=lambda point: point.step_s).label
     return (
-        f"split size {best} is fastest here ({format_seconds(times[best])} a step), {said}; size"
+        f"Split size {best} is fastest here ({format_seconds(times[best])} a step), {said}; size"
         f" {predicted} was predicted to be."
     )

@@ -84,17 +84,17 @@ def on_ranks(
             for place in places:
                 ours, theirs = context.Pipe(duplex=False)
                 job = (theirs, place, function, args)
-                process = context.Process(target=_be_a_rank, args=job, daemon=True)
+                process: BaseProcess = context.Process(target=_be_a_rank, args=job, daemon=True)
                 process.start()
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
             return _collected(pipes, places)
         finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
+            for one in processes:
+                one.kill()
+            for one in processes:
+                one.join()
             for pipe in pipes:
                 pipe.close()
 

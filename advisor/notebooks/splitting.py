@@ -110,7 +110,7 @@ def seen(ways: Mapping[str, list[Trained]]) -> str:
     """The picture in a sentence; `ways` are the results of `train` on all ranks, by name."""
     losses = [ranks[0].loss for ranks in ways.values()]
     apart = max(losses) - min(losses)
-    same = "all train the same" if apart <= SAME_LOSS else "they do not train the same"
+    same = "All train the same" if apart <= SAME_LOSS else "They do not train the same"
     times = {name: ranks[0].measured.median_s for name, ranks in ways.items()}
     fastest, slowest = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
     inside = [

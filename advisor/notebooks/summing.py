@@ -18,24 +18,32 @@ from engines.plan import Aggregation
 from profiles.units import KIB, MIB, format_seconds
 
 DEVICE, RING, BACKEND = Aggregation.GATHER, Aggregation.RING, Aggregation.BACKEND
-MOST_RANKS = 8
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
-REPEATS = 5
+REPEATS, SMALL_REPEATS = 5, 15  # what is short is soon disturbed
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a rank holds when the messages of a round have arrived; none before the first."""
+    """What a rank holds when the messages of a round have arrived; none before the first.
+
+    Attributes:
+        held: its parts.
+        sums: of how many ranks each of them is the sum.
+    """
 
     messages: Round
-    held: tuple[float, ...]
+    held: tuple[int, ...]
+
+    @property
+    def sums(self) -> tuple[int, ...]:
+        return tuple(str(value).count("1") for value in self.held)
 
 
 def step_through(kind: Aggregation) -> list[Moment]:
     """A sum over the ranks of this job, round by round. Rank r begins with 10^r in every part, so
     that each digit of a number says whether that rank's is in it already."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    tensor = torch.full((ranks,), 10.0**rank)
+    tensor = torch.full((ranks,), 10**rank)
     found = [Moment((), tuple(tensor.tolist()))]
     for messages in stepped(tensor, kind=kind):
         found.append(Moment(messages, tuple(tensor.tolist())))
@@ -87,36 +95,38 @@ def busiest(counts: Sequence[Mapping[int, list[Carried]]]) -> dict[int, float]:
     return found
 
 
-def clock() -> dict[Aggregation, list[float]]:
+def clock(kinds: Mapping[str, Aggregation]) -> dict[str, list[float]]:
     """Seconds of a sum over all ranks for each of `SIZES`: the median of the slowest rank's."""
-    found: dict[Aggregation, list[float]] = {}
-    for kind in (DEVICE, RING, BACKEND):
-        found[kind] = []
+    found: dict[str, list[float]] = {}
+    for name, kind in kinds.items():
+        found[name] = []
         for size in SIZES:
             tensor, laps = torch.ones(size // 4), []
-            for _ in range(REPEATS):
+            for _ in range(SMALL_REPEATS if size < MIB else REPEATS):
                 dist.barrier()
                 began = time.perf_counter()
                 aggregate(tensor, kind=kind)
                 laps.append(time.perf_counter() - began)
             slowest = torch.tensor(statistics.median(laps), dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            found[kind].append(float(slowest))
+            found[name].append(float(slowest))
     return found
 
 
-def seen(
-    carried: Mapping[Aggregation, Mapping[int, float]], seconds: Mapping[Aggregation, list[float]]
-) -> str:
-    """The picture in a sentence."""
-    device, ring = carried[DEVICE], carried[RING]
-    fewest, most = min(ring), max(ring)
-    last = {kind: seconds[kind][-1] for kind in (DEVICE, RING)}
-    faster, slower = sorted(last, key=last.__getitem__)
+def seen(carried: Mapping[str, Mapping[int, float]], seconds: Mapping[str, list[float]]) -> str:
+    """The picture in a sentence; of both, the names of the notebook."""
+    said = ", ".join(
+        f"of a {name} from {line[min(line)]:g} to {line[max(line)]:g} tensors"
+        for name, line in carried.items()
+    )
+    ranks = next(iter(carried.values()))
+    largest = {name: found[-1] for name, found in seconds.items()}
+    by = ", ".join(
+        f"{format_seconds(largest[name])} by {name}"
+        for name in sorted(largest, key=largest.__getitem__)
+    )
     return (
-        f"from {fewest} to {most} ranks the busiest link of a parameter device goes from"
-        f" {device[fewest]:g} to {device[most]:g} tensors, that of a ring from {ring[fewest]:g} to"
-        f" {ring[most]:g}. Here all ranks share one memory and no link is between them:"
-        f" {SIZES[-1] // MIB} MiB take {format_seconds(last[faster])} by {faster} and"
-        f" {format_seconds(last[slower])} by {slower}."
+        f"From {min(ranks)} to {max(ranks)} ranks what the busiest link carries grows, {said}."
+        f" Here all ranks share one memory and no link is between them: {SIZES[-1] // MIB} MiB take"
+        f" {by}."
     )

@@ -20,6 +20,7 @@ from profiles.units import format_percent, format_seconds
 
 DIMENSIONS, ROWS = 16, 96
 STEPS, RATE = 48, 0.15
+LATE = 20  # updates at the end, of which the largest loss counts: it swings
 
 
 def largest_rate(staleness: int) -> float:
@@ -140,15 +141,15 @@ def seen_alone(
     limits: Mapping[int, tuple[float, float]],
 ) -> str:
     """The picture of `descend` in a sentence; `limits` are (formula, tried) by staleness."""
+    start, *_ = next(iter(curves.values()))
     said = ", ".join(
-        f"{losses[-1]:.1g} with gradients {staleness} updates old"
+        f"{max(losses[-LATE:]):.2g} with gradients {staleness} updates old"
         for staleness, losses in curves.items()
     )
-    start = next(iter(curves.values()))[0]
     oldest = max((age for age, (_, tried) in limits.items() if tried > rate), default=None)
     apart = max(abs(tried / formula - 1) for formula, tried in limits.values())
     return (
-        f"from {start:g} the loss goes to {said}. The rate {rate:g} bears gradients up to {oldest}"
+        f"From {start:g} the loss goes to {said}. The rate {rate:g} bears gradients up to {oldest}"
         f" updates old; formula and trial differ by {format_percent(apart)} at most."
     )
 
@@ -162,10 +163,10 @@ def seen_together(
     often, rarely = min(local), max(local)
     sent = local[often][0].report.sent_bytes / local[rarely][0].report.sent_bytes
     return (
-        f"beside a slow rank, {STEPS} steps of another take {format_seconds(one.seconds[-1])} if it"
+        f"Beside a slow rank, {STEPS} steps of another take {format_seconds(one.seconds[-1])} if it"
         f" waits and {format_seconds(other.seconds[-1])} if it does not; gradients are then"
         f" {report.mean_staleness:.1f} updates old on the average, {report.most_staleness} at most."
         f" Replicas that meet every {rarely} steps send {sent:g} times less than those that meet"
-        f" every {often}, and end {local[rarely][0].losses[-1]:.1g} above the optimum instead of"
-        f" {local[often][0].losses[-1]:.1g}."
+        f" every {often}, and end {local[rarely][0].losses[-1]:.2g} above the optimum instead of"
+        f" {local[often][0].losses[-1]:.2g}."
     )
