@@ -68,6 +68,7 @@ WITH_TORCH = {
     "engines.hybrid",
     "engines.materialise",
     "engines.imbalance",
+    "engines.kept",
     "engines.layout",
     "engines.mesh",
     "engines.microbatches",
