@@ -129,6 +129,11 @@ WITH_TORCH = {
     "advisor.auto",
     "advisor.job",
     "advisor.look",
+    "advisor.notebooks.noise",
+    "advisor.notebooks.pipelining",
+    "advisor.notebooks.splitting",
+    "advisor.notebooks.summing",
+    "advisor.notebooks.updating",
     "advisor.sweep.measure",
 }
 WITH_TORCH_PREFIXES = ("advisor.demo.", "profiles.bench.", "profiles.tracing", "profiles.modules")
