@@ -141,8 +141,8 @@ def test_the_allocator_is_spoken_of_only_where_its_slack_decides() -> None:
     text = " ".join(str(decision).split())
     assert decision.plan.data_parallel is not DataParallel.REPLICATE
     assert f"with it, {without / GIB:.1f} GiB without" in text
-    assert "`PYTORCH_ALLOC_CONF=expandable_segments:True`" in text
-    assert "`PYTORCH_ALLOC_CONF=max_split_size_mb:512`" in text
+    assert "`expandable_segments:True` in PYTORCH_ALLOC_CONF" in text
+    assert "`max_split_size_mb:512`" in text
 
 
 def test_where_nothing_fits_by_the_slack_alone_that_is_a_way_out() -> None:
