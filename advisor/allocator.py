@@ -41,8 +41,8 @@ def advice(version: str | None = None) -> str:
     """
     name = variable(version or _installed())
     words = (
-        f"`{name}=expandable_segments:True` avoids most of it, or `{name}=max_split_size_mb:512`"
-        " where that is not supported"
+        f"`expandable_segments:True` in {name} avoids most of it, or `max_split_size_mb:512` where"
+        " that is not supported"
     )
     if name == _OF_ALL:
         words += f" ({_OF_CUDA} takes precedence where it is set)"

@@ -55,11 +55,11 @@ def title(plan: Plan) -> str:
         words.append(_replicas(plan))
     sent = [] if plan.aggregation is Aggregation.BACKEND else [f"{plan.aggregation} sums"]
     sent += [_SENT[plan.compression]] if plan.compression is not Compression.NONE else []
-    offload = [_offloaded(plan)] if plan.offload is not Offload.NONE else []
+    offload = [offloaded(plan)] if plan.offload is not Offload.NONE else []
     return ", ".join([" + ".join(words), *sent, *offload])
 
 
-def _offloaded(plan: Plan) -> str:
+def offloaded(plan: Plan) -> str:
     """All states are what the word usually means."""
     in_files = plan.offload_to is OffloadTo.DISK
     if plan.offload is Offload.STATES:
@@ -176,7 +176,7 @@ def kind_words(plan: Plan) -> str:
     words = [axis.upper() for axis in _cut_axes(plan)]
     if not words or plan.data_parallel is not DataParallel.NONE:
         words.append(_replicas(plan).partition(",")[0].partition(" over")[0])
-    offload = [_offloaded(plan)] if plan.offload is not Offload.NONE else []
+    offload = [offloaded(plan)] if plan.offload is not Offload.NONE else []
     return ", ".join([" + ".join(words), *offload])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from advisor.allocator import advice, slack_decides, without_slack
-from advisor.comparison import kind_words, nearest_miss, title
+from advisor.comparison import kind_words, nearest_miss, offloaded, title
 from advisor.cost.ledger import disk_bytes_per_s
 from advisor.decide import Choice, decide
 from advisor.facts import Facts
@@ -35,7 +35,11 @@ def no_plan(facts: Facts, policy: Policy, pins: Pins, choice: Choice) -> NoPlanE
     counts = ", ".join(f"{count} by `{rule}`" for rule, count in choice.rejected.items())
     nearest = nearest_miss(choice.weighed)
     because = nearest.finding.because if nearest.finding else ""
-    kinds = dict.fromkeys(kind_words(plan) for plan in choice.kinds)
+    here = [plan.model_copy(update={"offload": Offload.NONE}) for plan in choice.kinds]
+    kinds = "; ".join(dict.fromkeys(map(kind_words, here)))
+    away = [offloaded(plan) for plan in choice.kinds if plan.offload is not Offload.NONE]
+    if away:
+        kinds += f"; of them with {', '.join(dict.fromkeys(away))} what can be"
     changes = list(islice(_changes(facts, policy, pins, choice.weighed), _CHANGES_SHOWN))
     device, high = facts.cluster.device, nearest.estimate.peak_high_bytes
     if slack_decides(high, device, policy):
@@ -46,8 +50,7 @@ def no_plan(facts: Facts, policy: Policy, pins: Pins, choice: Choice) -> NoPlanE
         )
     return NoPlanError(
         f"nothing fits: {choice.total} plans were weighed and left out ({counts})",
-        where=f"tried: {'; '.join(kinds)}\n"
-        f"nearest: {title(nearest.plan)} ({nearest.plan})\n{because}",
+        where=f"tried: {kinds}\nnearest: {title(nearest.plan)} ({nearest.plan})\n{because}",
         hints=changes,
     )
 
