@@ -95,6 +95,15 @@ def _latency(decision: Decision) -> str | None:
     return ", ".join(said) or None
 
 
+def _by_hand(decision: Decision) -> str:
+    model = decision.facts.model
+    if not model.devices:
+        return f"{model.name} is in one piece"
+    copies = [t for t in decision.estimate.traffic if t.stride == 0]
+    waited = format_seconds(sum(copy.seconds for copy in copies))
+    return f"parts on {' and '.join(model.devices)}, {waited} of a step between them"
+
+
 def _axis(name: str) -> Number:
     return lambda decision: f"{name}={getattr(decision.plan, name)}"
 
@@ -368,6 +377,7 @@ _NUMBERS: dict[str, Number] = {
     "FSDP": _kinds(DataParallel.FULL_SHARD),
     "HSDP": _kinds(DataParallel.HYBRID_SHARD),
     "model parallelism": _model_parallel,
+    "model parallelism by hand": _by_hand,
     "tensor parallelism": _axis("tp"),
     "horizontal": _axis("tp"),
     "vertical": _axis("pp"),

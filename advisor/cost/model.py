@@ -21,6 +21,7 @@ from advisor.cost.compression import Sent, sent
 from advisor.cost.compute import (
     Busy,
     Computing,
+    added_s,
     block_times,
     busy_s,
     compute_error,
@@ -32,7 +33,7 @@ from advisor.cost.compute import (
 )
 from advisor.cost.ledger import Ledger, Wires
 from advisor.cost.loads import Loads, UnitLoad, loads_of, styled_units
-from advisor.cost.memory import BUCKET_BYTES, Peak, peak, shard_degree
+from advisor.cost.memory import BUCKET_BYTES, Peak, added_share, peak, shard_degree
 from advisor.cost.offload import filed_s, moved_s
 from advisor.cost.replay import Slowdown, replay, slowdown
 from advisor.cost.runs import Run, runs_of
@@ -140,7 +141,8 @@ class CostModel:
         overlaps = self.overlaps
         played = replay(plan, computing.times, exchanged, overlaps=overlaps)
         busy = busy_s(computing, plan.forwards)
-        exposed = max(0.0, played.wall_s - busy.total) + apart
+        added = (plan.forwards - 1) * computing.added.total
+        exposed = max(0.0, played.wall_s + added - busy.total) + apart
         sending_s = played.sent_s + apart
         return self.assemble(
             plan,
@@ -354,7 +356,8 @@ class CostModel:
 
         `loads` are all units of the plan, or some neighbours of them.
         """
-        key = (loads.runs, loads.names[:1], plan.recompute, self.dtype(plan))
+        share = added_share(plan)
+        key = (loads.runs, loads.names[:1], plan.recompute, self.dtype(plan), share)
         if key not in self._computing:
             self._computing[key] = self._timed(plan, loads)
         return self._computing[key]
@@ -367,12 +370,15 @@ class CostModel:
         is_split = plan.tp * plan.cp * plan.ep > 1  # what was measured are whole units
         kind = self.numerics(plan)
         measured = None if is_split else block_times(model, cluster, kind, samples=loads.samples)
+        added = added_s(loads, times, share=added_share(plan), device=device)
         if measured is None:
-            return Computing(times, error)
+            return Computing(times, error, added=added)
         start = next(n for n, unit in enumerate(model.units) if unit.name == loads.names[0])
         then = self.loads(plan, measured.samples).part(start, start + len(loads.names))
         at_measured = unit_times(then, recompute=plan.recompute, device=device, dtype=dtype)
-        return with_measured(times, loads, measured=measured, at_measured=at_measured, error=error)
+        return with_measured(
+            times, loads, measured=measured, at_measured=at_measured, error=error, added=added
+        )
 
     def update(
         self, plan: Plan, first: int, last: int, copies: Sequence[UnitProfile] = ()

@@ -104,12 +104,18 @@ def sweep(
         from advisor.sweep.picture import require_matplotlib
 
         require_matplotlib()
+    if option == "batch" and global_batch is None and texts[0].isdecimal():
+        global_batch = int(texts[0])  # none was asked for, and this one is the first to be taken
     asking = Asking(model, swept, texts, settings, global_batch, seq, optimizer)
-    if measure:
-        found = _measured(asking, cluster, steps=steps, timeout_s=timeout)
-    else:
-        only_first_rank()
-        found = _predicted(asking, cluster)
+    try:
+        if measure:
+            found = _measured(asking, cluster, steps=steps, timeout_s=timeout)
+        else:
+            only_first_rank()
+            found = _predicted(asking, cluster)
+    except InputError as error:
+        error.where = error.where or f"--{(option or 'plan').replace('_', '-')}"
+        raise
     _show(found, output=output, png=png, no_color=no_color)
 
 

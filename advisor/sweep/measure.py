@@ -113,9 +113,7 @@ def measured_sweep(
             optimizer,
             OPTIMIZERS,
             where="--measure",
-            hints=[
-                f"measured are {', '.join(OPTIMIZERS)}; leave `--measure` out to predict others"
-            ],
+            hints=["leave `--measure` out: others are predicted"],
         )
     world = join_world(timeout_s=timeout_s)
     loaded = load_model(model, samples=_ROWS_LOOKED_AT, sequence_length=sequence_length)
@@ -229,9 +227,9 @@ def _apart(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
 
 
 def _timed(parallel: ParallelModel, sample: Batch, subject: Subject) -> Timing:
-    plan = parallel.plan
-    assert plan.microbatch_size is not None
-    rows = torch.arange(plan.microbatch_size * plan.forwards)
+    of_all = parallel.plan.global_batch_size
+    assert of_all is not None
+    rows = torch.arange(of_all // parallel.data_world_size)
 
     def repeated(tensor: Tensor) -> Tensor:
         return tensor[rows % len(tensor)]
