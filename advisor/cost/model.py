@@ -301,7 +301,8 @@ class CostModel:
         assert samples is not None
         styles = self.styles(plan)
         is_sharded = plan.ep > 1 and plan.data_parallel.is_sharded
-        key = (kind, samples, plan.tp, styles, plan.cp, plan.ep, is_sharded)
+        expert_shards = shard_degree(plan) if plan.shards_experts else 0
+        key = (kind, samples, plan.tp, styles, plan.cp, plan.ep, is_sharded, expert_shards)
         if key not in self._loads:
             self._loads[key] = loads_of(
                 self.facts.model,
@@ -312,6 +313,7 @@ class CostModel:
                 cp=plan.cp,
                 ep=plan.ep,
                 is_sharded=is_sharded,
+                expert_shards=expert_shards,
                 runs=self.runs,
                 styled=self._styled_units(plan),
             )
@@ -401,6 +403,7 @@ class CostModel:
             plan.tp,
             self.styles(plan),
             plan.ep,
+            plan.shards_experts,
             shard_degree(plan),
         )
         if key not in self._updates:
@@ -413,7 +416,7 @@ class CostModel:
         model = self.facts.model
         wanted = self.styles(plan)
         shards = shard_degree(plan) if plan.ep > 1 else 1
-        key = (plan.tp, wanted, plan.ep, shards)
+        key = (plan.tp, wanted, plan.ep, shards, plan.shards_experts)
         if self.facts.workload.optimizer.units is not None:
             return model.units
         if key not in self._units:
@@ -431,7 +434,7 @@ class CostModel:
                             if is_split(styled)
                             else run.unit
                         )
-                        if plan.ep > 1:
+                        if plan.ep > 1 and not plan.shards_experts:
                             known[styled] = without_experts(
                                 known[styled], ep=plan.ep, shards=shards
                             )
