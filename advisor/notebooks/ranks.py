@@ -28,6 +28,7 @@ T = TypeVar("T")
 TIME_LIMIT_S = 120.0
 # How long the others may still take once one rank has failed: they often say what they saw of it.
 GRACE_S = 2.0
+REAP_S = 10.0  # for the kernel to take back what a killed process had
 LOG_CHARACTERS = 4000  # of a rank that failed: a traceback and what led to it
 # By the process that ranks are forked from: torch alone takes seconds. None of it starts a thread,
 # which no fork would have.
@@ -94,7 +95,7 @@ def on_ranks(
             for one in processes:
                 one.kill()
             for one in processes:
-                one.join()
+                one.join(REAP_S)
             for pipe in pipes:
                 pipe.close()
 
@@ -115,15 +116,11 @@ def _collected(pipes: Sequence[Connection], places: Sequence[_Place]) -> list[T]
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     late = sorted(waiting.values())
     if failed or late:
-        said = [(rank, places[rank].said()) for rank in sorted([*failed, *late])]
+        lost = f"did not end within {places[0].timeout_s:.0f} s"
+        said = {rank: places[rank].said() for rank in sorted([*failed, *late])}
         raise RankError(
-            " and ".join(
-                [f"{_ranks(sorted(failed))} failed"] * bool(failed)
-                + [f"{_ranks(late)} did not end within {places[0].timeout_s:.0f} s"]
-                * bool(late and not failed)
-                + [f"{_ranks(late)} waited for it"] * bool(late and failed)
-            ),
-            where="\n".join(f"rank {rank}: {text}" for rank, text in said if text) or None,
+            f"{_ranks(sorted(failed))} failed" if failed else f"{_ranks(late)} {lost}",
+            where="\n".join(f"rank {rank}: {text}" for rank, text in said.items() if text) or None,
         )
     return [results[rank] for rank in range(len(pipes))]
 
