@@ -88,8 +88,8 @@ def require_measurable(plan: Plan) -> None:
         )
     if plan.ep > 1:
         raise PlanError(
-            f"the noise scale compares a replica's own gradient with the average of all, ep={plan.ep}"
-            f" adds up those of experts over {plan.ep} replicas before either is there",
+            "the noise scale compares a replica's own gradient with the average of all, with"
+            f" ep={plan.ep} those of experts are sums over {plan.ep} replicas from the start",
             where=where,
             hints=["measure it in a run with ep=1: it does not depend on the plan"],
         )
