@@ -58,6 +58,7 @@ OPTIONS = {
     "--split-size",
     "--steps",
     "--time",
+    "--timeout",
     "--version",
     "--why-not",
 }
