@@ -45,6 +45,8 @@ def title(plan: Plan) -> str:
     'PP over 4 + TP over 8 + ZeRO-1 over 2'
     >>> title(Plan.parse("dp_replicate=8 updates=local sync_every=4"))
     'local SGD over 8 every 4 steps'
+    >>> title(Plan.parse("dp_replicate=8 updates=local"))
+    'local SGD over 8 every step'
     >>> title(Plan.parse("dp_replicate=6 servers=1 backup_workers=1"))
     'servers over 6 + 1 workers, 1 serving'
     """
@@ -98,7 +100,8 @@ _UPDATES = {
 
 def _beside(plan: Plan) -> str:
     """What stands beside replicas that update apart."""
-    words = [f" every {plan.sync_every} steps"] * plan.updates.is_periodic
+    every = "step" if plan.sync_every == 1 else f"{plan.sync_every} steps"
+    words = [f" every {every}"] * plan.updates.is_periodic
     words += [f" + {plan.backup_workers} workers"] * bool(plan.backup_workers)
     words += [f", {plan.servers} serving"] * bool(plan.servers)
     return "".join(words)

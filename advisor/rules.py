@@ -202,6 +202,24 @@ def margin_s(one: Estimate, other: Estimate, policy: Policy) -> float:
     return max(own, policy.simplicity_margin * min(one.step_s, other.step_s))
 
 
+def beats(one: Candidate, other: Candidate, policy: Policy) -> bool:
+    """Whether it is faster by more than a tie."""
+    gain_s = other.estimate.step_s - one.estimate.step_s
+    return gain_s > margin_s(one.estimate, other.estimate, policy)
+
+
+def first_of_fastest(
+    plans: Iterable[Plan], than: Candidate, costs: CostModel, policy: Policy
+) -> Candidate | None:
+    """The first of `plans`, which come in an order of preference, that fits and ties with the
+    fastest of them; None where that one does not beat `than`."""
+    found = [c for c in weigh(plans, costs, policy) if c.fits]
+    fastest = min(found, key=lambda c: c.estimate.step_s, default=None)
+    if fastest is None or not beats(fastest, than, policy):
+        return None
+    return next(c for c in found if not beats(fastest, c, policy))
+
+
 def preferred(candidates: Sequence[Candidate], policy: Policy) -> Candidate:
     """The best of plans that may all be taken, by the policy's objective.
 

@@ -67,11 +67,15 @@ def tell_others(error: BaseException) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if not is_lost_contact(error):
-        line = f"rank {dist.get_rank()} failed: {_line(error)}"
-        with suppress(RuntimeError):
-            default_store().compare_set(_FAILED, "", line)
+        leave_word(f"rank {dist.get_rank()} failed: {_line(error)}")
     for group in every_group():
         _hang_up(group)
+
+
+def leave_word(line: str) -> None:
+    """What `told` says from now on, if nobody did before."""
+    with suppress(RuntimeError):
+        default_store().compare_set(_FAILED, "", line)
 
 
 def _hang_up(group: dist.ProcessGroup) -> None:

@@ -105,6 +105,28 @@ def shard(
     return root
 
 
+def shard_experts(
+    containers: Iterable[nn.Module], plan: Plan, *, mesh: DeviceMesh, replicas: int, mixed: bool
+) -> None:
+    """Turn a rank's slices of experts into shards over `mesh`, the ranks that have the same slices;
+    before `shard`, which leaves them alone.
+
+    Their gradients are sums over all tokens that came, of `replicas` ranks. Tokens come in the
+    dtype that their block computes in.
+    """
+    for module in containers:
+        module.register_forward_hook(_own_storage)
+        with _refused(type(module).__name__):
+            sharded = fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=plan.data_parallel not in _KEEP_PARAMETERS,
+                mp_policy=_precision(mixed, casts_inputs=False),
+            )
+        assert isinstance(sharded, FSDPModule)
+        sharded.set_gradient_divide_factor(replicas)
+
+
 def _scalars(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter in model.parameters() if not parameter.dim()}
 
@@ -181,11 +203,16 @@ def _own_storage(module: nn.Module, args: object, output: object) -> object:
     return map_tensors(lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
 
 
-def _precision(mixed: bool, *, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
+def _precision(
+    mixed: bool, *, output_dtype: torch.dtype | None = None, casts_inputs: bool = True
+) -> MixedPrecisionPolicy:
     if not mixed:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=output_dtype
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        output_dtype=output_dtype,
+        cast_forward_inputs=casts_inputs,
     )
 
 

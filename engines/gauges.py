@@ -12,6 +12,7 @@ from engines.learning_rate import Rates, ScaledRate, ScalingRule
 from engines.noise import NoiseMeter, NoiseScale
 from engines.offload.room import Room
 from engines.plan import Plan
+from engines.steps import Steps
 from engines.world import World, in_contact
 from profiles.errors import InputError
 
@@ -22,6 +23,7 @@ class Gauges:
 
     plan: Plan
     away: Room | None
+    steps: Steps
     _job: World
     _rates: Rates
     _noise: NoiseMeter | None
@@ -37,7 +39,9 @@ class Gauges:
             InputError: fewer than three steps were timed.
             PlanError: ranks that hold parts of one model have no time of their own.
         """
-        return self._own.gathered()
+        found = self._own.gathered()
+        self.steps.pace = found.pace
+        return found
 
     @in_contact("comparing the memory of ranks")
     def memory(self) -> HeldMemory:

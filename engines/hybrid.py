@@ -39,7 +39,7 @@ from engines.ddp import replicate
 from engines.experts.experts import Experts
 from engines.failures import together
 from engines.footprint import together_because, whole_because
-from engines.fsdp import shard
+from engines.fsdp import shard, shard_experts
 from engines.layout import Layout
 from engines.legality import numerics, require_legal
 from engines.materialise import materials_of
@@ -130,7 +130,7 @@ def apply_plan(
     require_legal(plan, profile, cluster, whole_because=whole)
     of_all, by_threads = plan, plan.data_parallel is DataParallel.THREADS
     if by_threads:
-        require_devices(plan, world)
+        require_devices(plan.dp_replicate, world, where=f"plan: {plan}")
         plan = driven(plan)
     if steps_away(plan):
         _require_apart(plan, together_because(optimizer))
@@ -198,7 +198,7 @@ def apply_plan(
         mixed=mixed,
         kept=kept,
         fill=fill,
-        apart=experts.parameters if experts is not None else set(),
+        experts=experts,
         stays=stays,
         room=room if plan.offload.states and plan.offload_to is OffloadTo.DISK else None,
     )
@@ -328,12 +328,22 @@ def _over_data_axes(
     mixed: bool,
     kept: frozenset[str] | None,
     fill: Callable[[nn.Module], None] | None,
-    apart: set[nn.Parameter],
+    experts: Experts | None,
     stays: bool,
     room: Room | None,
 ) -> Callable[..., object]:
-    """Replicate or shard, but for what is `apart`; what to call for a forward. A model that `stays`
-    is not moved: its author has put its parts where they are."""
+    """Replicate or shard, but for `experts`; what to call for a forward. A model that `stays` is
+    not moved: its author has put its parts where they are."""
+    if experts is not None and mesh.expert_shards is not None:
+        with together("sharding the experts", timeout_s=world.timeout_s):
+            shard_experts(
+                experts.hand_over(),
+                plan,
+                mesh=mesh.expert_shards,
+                replicas=mesh.replicas.size,
+                mixed=mixed,
+            )
+    apart = experts.parameters if experts is not None else set()
     if mesh.shards is not None:
         # FSDP2 moves unit by unit, so the whole model never sits on the device.
         with together("sharding", timeout_s=world.timeout_s):

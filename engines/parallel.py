@@ -246,6 +246,7 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
             self.module.zero_grad(set_to_none=True)
             raise
         self._check_unused()
+        self.steps.pace = self._own.compared() or self.steps.pace
         if self._noise is None:
             return self._average(total)
         means = self._average(torch.cat([total.reshape(1), self._noise.parts()]))

@@ -95,6 +95,13 @@ def shard_degree(plan: Plan) -> int:
     return plan.dp_shard * plan.cp if plan.data_parallel.is_sharded else 1
 
 
+def added_share(plan: Plan) -> float:
+    """Of the gradients, those that a rank adds to what earlier microbatches left: shards where they
+    are reduced after each microbatch; FSDP2 reduces when the round of a pipeline is over."""
+    is_reduced = plan.data_parallel.is_sharded and plan.data_parallel is not DataParallel.ZERO1
+    return 1 / shard_degree(plan) if is_reduced and plan.pp == 1 else 1.0
+
+
 def peak(
     plan: Plan,
     loads: Loads,

@@ -274,7 +274,9 @@ def _stages(
         key = (part.pieces, received, sent)
         if key not in known:
             known[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)
-        found.append(replace(known[key], part=part))
+        alike = known[key]
+        added = alike.computing.added.total * (plan.forwards - 1) / plan.forwards
+        found.append(replace(alike, part=part, backward_s=alike.backward_s + added))
     return found
 
 
