@@ -62,6 +62,7 @@ WITH_TORCH = {
     "engines.experts.travel",
     "engines.failures",
     "engines.draws",
+    "engines.forwards",
     "engines.footprint",
     "engines.fsdp",
     "engines.gauges",

@@ -196,7 +196,7 @@ def _number(text: str, swept: Swept) -> float:
         return parse_bandwidth(text, where="--bandwidth")
     if not text.isdecimal() or int(text) == 0:
         raise InputError(
-            f"each value of `{swept}` is a positive whole number, not `{text}`",
+            f"of {swept} a positive whole number is wanted, not `{text}`",
             hints=["write 1 or more: `1,2,4`"],
         )
     return int(text)
