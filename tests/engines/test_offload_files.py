@@ -135,7 +135,6 @@ SWEEP = {
     4: (
         f"dp_replicate=2 dp_shard=2 accumulation=2 {IN_FILES}",
         f"{STAGES} dp_shard=2 accumulation=2 {IN_FILES}",
-        f"{SPLIT} dp_shard=2 {IN_FILES}",
     ),
 }
 """Every axis and kind once, with files; `tests.engines.test_offload` has main memory."""
