@@ -39,7 +39,7 @@ def no_plan(facts: Facts, policy: Policy, pins: Pins, choice: Choice) -> NoPlanE
     kinds = "; ".join(dict.fromkeys(map(kind_words, here)))
     away = [offloaded(plan) for plan in choice.kinds if plan.offload is not Offload.NONE]
     if away:
-        kinds += f"; of them with {', '.join(dict.fromkeys(away))} what can be"
+        kinds += f"; where possible also with {', '.join(dict.fromkeys(away))}"
     changes = list(islice(_changes(facts, policy, pins, choice.weighed), _CHANGES_SHOWN))
     device, high = facts.cluster.device, nearest.estimate.peak_high_bytes
     if slack_decides(high, device, policy):

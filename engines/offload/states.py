@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from engines.offload.kinds import CHUNK_BYTES
 from engines.offload.room import Room
 from engines.replicas import local_part
+from profiles.memory import release_freed_memory
 from profiles.torch_compat import move_to, storage_of
 
 
@@ -60,6 +61,9 @@ class AwayStates:
             before=self._fetch,
             after=self._send_home,
         )
+        if self._room.is_disk:
+            # What came and went is free, but the C library keeps it: the point was to have less.
+            release_freed_memory()
         return loss
 
     def _fetch(self, parameter: nn.Parameter) -> None:

@@ -45,7 +45,7 @@ def test_the_kinds_that_were_tried_and_the_nearest_miss_are_named(error: NoPlanE
     assert error.where is not None
     tried, nearest, missing = error.where.splitlines()
     assert tried.startswith("tried: DDP; ")
-    assert "; of them with offloaded optimizer, CPU offload, offloaded activations" in tried
+    assert "; where possible also with offloaded optimizer, CPU offload, offloaded" in tried
     assert "; CP + FSDP" in tried
     assert nearest.startswith("nearest: CP over 2 + FSDP over 4, CPU offload (dp_shard=4 cp=2 ")
     assert missing.endswith(" too much")
