@@ -14,8 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from engines.failures import is_lost_contact as is_lost_contact
 from engines.failures import has_store, roll_call, told
+from engines.failures import is_lost_contact as is_lost_contact
 from engines.plan import Plan
 from profiles.errors import InputError, PlanMismatchError, RankError
 from profiles.torch_compat import bound_waits, default_store
