@@ -62,12 +62,9 @@ def save(
     partial = target.with_name(target.name + ".partial")
     model_state, optimizer_state = _states(model, optimizer)
     states = optimizer_state["state"]
-    own = {
-        f"{name}.{key}": value
-        for name, found in states.items()
-        for key, value in found.items()
-        if replica and isinstance(value, Tensor)
-    }
+    own: State = {}
+    if replica:  # of what several ranks give under one name torch takes anyone's
+        own, states = _flat(states), {}
     optimizer_state["state"] = {n: v for n, v in states.items() if layout.owns(n)}
     if layout.has_stages or writers is not None:
         groups = optimizer_state["param_groups"]
@@ -159,6 +156,16 @@ def load(
     return bool(outer) and all(f"outer.{name}" in saved for name in outer or ())
 
 
+def _flat(states: State) -> State:
+    """The tensors among states by parameter, under the names of both."""
+    return {
+        f"{name}.{key}": value
+        for name, found in states.items()
+        for key, value in found.items()
+        if isinstance(value, Tensor)
+    }
+
+
 def _replica(number: int) -> str:
     return f"replica{number}"
 
@@ -166,10 +173,9 @@ def _replica(number: int) -> str:
 def _own_states(optimizer_state: State, replica: int, saved: Collection[str]) -> dict[str, State]:
     """Places for the states that a replica has of its own in a checkpoint."""
     places = {
-        f"{name}.{key}": torch.empty_like(value)
-        for name, found in optimizer_state["state"].items()
-        for key, value in found.items()
-        if isinstance(value, Tensor) and f"{_replica(replica)}.{name}.{key}" in saved
+        name: torch.empty_like(value)
+        for name, value in _flat(optimizer_state["state"]).items()
+        if f"{_replica(replica)}.{name}" in saved
     }
     return {_replica(replica): places} if places else {}
 

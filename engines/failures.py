@@ -39,6 +39,15 @@ def told() -> str:
     return ""
 
 
+def has_store() -> bool:
+    """Whether the store answers that the ranks met at."""
+    try:
+        default_store().check([_FAILED])
+    except RuntimeError:
+        return False
+    return True
+
+
 def roll_call() -> list[int]:
     """The ranks that did not notice that contact was lost: those that the others waited for.
 

@@ -125,6 +125,7 @@ def shard_experts(
             )
         assert isinstance(sharded, FSDPModule)
         sharded.set_gradient_divide_factor(replicas)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no sums of products
 
 
 def _scalars(model: nn.Module) -> set[nn.Parameter]:

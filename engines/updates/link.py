@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.failures import leave_word
+from engines.failures import leave_word, told
 from engines.world import World
 from profiles.errors import RankError
 from profiles.torch_compat import default_store
@@ -144,10 +144,13 @@ class Link:
         except RuntimeError as error:  # gloo's: nothing else is done in there
             late = "timed out" in str(error).lower()
             why = f"{what} within {self._world.timeout_s:.0f} s" if late else "is gone"
+            said = f"{self._who} {why}"
             if self._is_needed:
-                leave_word(f"{self._who} {why}")
+                leave_word(said)
+                cause = told()
+                said += f": {cause}" * (cause not in ("", said))
             raise RankError(
-                f"{self._who} {why}",
+                said,
                 where=f"rank {self._world.rank} of {self._world.size}, exchanging parameters",
                 hints=[f"look at the output of rank {self.peer}"],
             ) from error

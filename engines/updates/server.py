@@ -108,6 +108,13 @@ class ParameterServer:
         """Whether the worker's gradients of `version` are in an update."""
         return not self.is_synchronous or self._used.get(worker) == version
 
+    def caught_up(self, worker: int) -> int:
+        """A worker takes parameters: of the steps that others have made since it gave its
+        gradients, synchronous ones are over for it too. How far it is now."""
+        if self.is_synchronous and worker in self.clocks:
+            self.clocks[worker] = max(self.clocks[worker], self.version)
+        return self.clocks.get(worker, 0)
+
     def may_go_on(self, worker: int) -> bool:
         """Whether a worker that has given its gradients may take parameters for the next step."""
         if self._needed is not None:

@@ -206,6 +206,7 @@ class Serving(Exchange):
             self._changed.notify_all()
             missing = self._wait_to_go_on(worker)
             staleness = staleness if core.is_used(worker, question.turn) else None
+            step = max(step, core.caught_up(worker))
             answer = Answer(core.version, staleness, core.loss, missing)
             self._answer(worker, link, answer, self._answered, step)
 
