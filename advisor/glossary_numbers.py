@@ -7,7 +7,7 @@ from collections.abc import Callable
 from advisor.comparison import cuts, kind_words, title
 from advisor.decision import Decision
 from advisor.large_batch import LATE_LOSS, batch_advice, critical_tokens, noise_scale
-from engines.plan import AXES, DataParallel, Offload, Plan, Updates
+from engines.plan import AXES, DataParallel, Offload, Plan, Updates, format_setting
 from profiles.cluster import Collective, Link
 from profiles.units import (
     format_bandwidth,
@@ -215,7 +215,9 @@ def _server(decision: Decision) -> str | None:
 
 def _setting(*names: str) -> Number:
     """These settings of the plan, as the user would write them."""
-    return lambda decision: " ".join(f"{n}={getattr(decision.plan, n)}" for n in names)
+    return lambda decision: " ".join(
+        f"{name}={format_setting(getattr(decision.plan, name))}" for name in names
+    )
 
 
 def _staleness(decision: Decision) -> str:
@@ -398,6 +400,9 @@ _NUMBERS: dict[str, Number] = {
     "send and receive": _sent(Collective.SEND_RECV),
     "ring all-reduce": _ring,
     "gradient aggregation": _setting("aggregation"),
+    "hierarchical all-reduce": _setting("aggregation"),
+    "mixed precision": _setting("precision"),
+    "synchronised batch norm": _setting("sync_batch_norm"),
     "gradient compression": _setting("compression"),
     "synchronous update": _setting("updates"),
     "asynchronous update": _setting("updates"),

@@ -14,7 +14,14 @@ from advisor.cli import cli
 from advisor.decision import Decision
 from advisor.glossary import explain, terms
 from advisor.glossary_numbers import _NUMBERS
-from engines.plan import DataParallel, Schedule, parse_settings
+from engines.plan import (
+    Aggregation,
+    Compression,
+    DataParallel,
+    Schedule,
+    Updates,
+    parse_settings,
+)
 from profiles.errors import InputError, UnknownNameError
 from profiles.units import GIB, format_gib
 from tests.factories import chain, cpus, facts, gpus, small_llama
@@ -32,7 +39,9 @@ staleness, bubble, replica, shard, stage, microbatch, accumulation, ZeRO-1, ZeRO
 HSDP, DDP, DP, parameter server, ring all-reduce, all-gather, reduce-scatter, all-to-all, busbw,
 MFU, recompute, offload, noise scale, critical batch, local SGD, DiLoCo, backup workers, bounded
 staleness, context parallelism, expert parallelism, NVLink, InfiniBand, gloo, NCCL, synchronisation
-point, straggler, asynchronous, synchronous, fragmentation, PowerSGD, hierarchical all-reduce
+point, straggler, asynchronous, synchronous, fragmentation, PowerSGD, hierarchical all-reduce,
+scatter, gather, broadcast, replicate, reduce-broadcast, tree all-reduce, parameter device, timeout,
+imbalance, split size, model parallelism by hand, pinned memory, expandable segments, large batch
 """
 WORDS = [word.strip() for word in DOCUMENTS.replace("\n", " ").split(",")]
 
@@ -81,8 +90,10 @@ class TestTerms:
         assert lost == []
 
     def test_every_choice_of_a_plan_is_explained(self) -> None:
-        named_otherwise = {"none", "threads", "replicate"}  # DP, DDP
-        words = {choice.value for choice in (*Schedule, *DataParallel)} - named_otherwise
+        # Beside those that say that all is as usual: DP, and local SGD.
+        named_otherwise = {"threads", "none", "backend", "local"}
+        kinds = (*Schedule, *DataParallel, *Aggregation, *Compression, *Updates)
+        words = {choice.value for choice in kinds} - named_otherwise
         assert all(explain(word).term.says for word in words)
 
     @pytest.mark.parametrize("word", ["All_Reduce", "all reduce", "ALL-REDUCE", "allreduce"])
