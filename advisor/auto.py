@@ -21,6 +21,7 @@ from advisor.decision import Decision
 from advisor.facts import Facts
 from advisor.job import machines_of, require_ranks
 from advisor.look import LossFn, Optimizer, look
+from advisor.outside import with_disk
 from advisor.policy import Policy
 from advisor.runs import keep_at_end
 from advisor.search.legal import styles_of
@@ -61,7 +62,7 @@ def advise(
     objective: str = "tree",
     timed: bool = False,
     allow_lossy: bool = False,
-    imbalance: float = 0.0,
+    imbalance: float | None = None,
     allow_stale: bool = False,
 ) -> Decision:
     """How to spread `model`, and why. Looks, changes nothing, allocates nothing.
@@ -91,7 +92,8 @@ def advise(
         allow_lossy: gradients may be sent rounded or in part where that is predicted faster: the
             training is another then. A `compression` that `plan` names needs no such word.
         imbalance: how much the ranks' times to compute a step scatter: standard deviation over
-            mean; none is assumed.
+            mean. By default what runs that were kept of such machines say, of a rank that is slower
+            in every step too; where there are none, none.
         allow_stale: ranks may update apart from each other (local SGD, servers) where that is
             predicted faster: the training is another then. What `plan` names needs no such word.
 
@@ -150,7 +152,7 @@ def auto_parallelize(
     cluster: ClusterProfile | None = None,
     timed: bool = False,
     allow_lossy: bool = False,
-    imbalance: float = 0.0,
+    imbalance: float | None = None,
     allow_stale: bool = False,
     outer_optimizer: OptimizerFactory | None = None,
     learns: bool = True,
@@ -190,7 +192,8 @@ def auto_parallelize(
             are wasted.
         timeout_s: bound of every wait for another rank, ten minutes unless said: for the job, for
             rank 0's decision, in each exchange of a step. Ranks that did not come are named.
-        offload_folder: see `apply_plan`; where `plan` says `offload_to=disk`.
+        offload_folder: see `apply_plan`. Where it is given, plans that keep something in its files
+            are weighed too, if nothing else fits.
 
     Returns:
         A `ParallelModel`; `.decision` says why.
@@ -204,6 +207,8 @@ def auto_parallelize(
     _require_same_request(pins, world, global_batch_size, precision, objective, allowed)
     require_ranks(pins, world)
     machines = cluster or machines_of(model, pins, world)
+    if offload_folder is not None:
+        machines = with_disk(machines, offload_folder)
 
     def facts() -> Facts:
         return look(

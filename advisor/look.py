@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from advisor.facts import Facts
 from advisor.parts import with_parts
-from advisor.runs import with_runs
+from advisor.runs import pace_of, with_runs
 from engines.footprint import optimizer_footprint
 from engines.optimizer import OptimizerFactory
 from engines.plan import Precision
@@ -49,7 +49,7 @@ def look(
     host_overhead_s: float = 0.0,
     pins: Mapping[str, Any] = _NO_PINS,
     timed: bool = False,
-    imbalance: float = 0.0,
+    imbalance: float | None = None,
     learns: bool = False,
 ) -> Facts:
     """What there is to know before deciding; with `learns` runs on this machine correct it."""
@@ -87,7 +87,7 @@ def look(
             "dataset_samples": samples,
             "critical_batch_size": critical_batch_size,
             "host_overhead_s": host_overhead_s,
-            "imbalance": imbalance,
+            **pace_of(imbalance, cluster, profile, learns=learns),
             "given": _given(
                 global_batch_size=global_batch_size,
                 optimizer=optimizer,
@@ -95,7 +95,7 @@ def look(
                 host_overhead_s=host_overhead_s or None,
                 dataset_samples=samples,
                 critical_batch_size=critical_batch_size,
-                imbalance=imbalance or None,
+                imbalance=imbalance,
             ),
         }
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from advisor import apart, sending
+from advisor import apart, outside, sending
 from advisor.comparison import causes, margin_percent, shape, title
 from advisor.cost import CostModel
 from advisor.cost.by_hand import crossed_s
@@ -33,13 +33,16 @@ def reasons(
     policy: Policy,
     trace: Trace,
     pins: Pins,
+    weighed: Sequence[Candidate] = (),
 ) -> Iterator[str]:
     """What the states need, the path through the tree, and why this plan among its like.
 
-    `pool` are the plans that fit and that the winner was taken from.
+    `pool` are the plans that fit and that the winner was taken from; `weighed` those that do not
+    fit as well.
     """
     facts = costs.facts
     yield _states_reason(winner, facts, policy)
+    yield from outside.reason(winner, weighed)
     for step in trace.steps[1:]:
         yield f"{step.question} {_capitalised(step.answer)}: {step.because}"
     yield _leaf_reason(winner, policy, trace, pins)
@@ -65,7 +68,8 @@ def _states_reason(winner: Candidate, facts: Facts, policy: Policy) -> str:
     usable = format_gib(policy.usable_bytes(facts.cluster.device))
     needs = f"One copy of the model states needs {format_gib(whole)}; a device has {usable} usable"
     if winner.plan.offload.states:
-        share = f"Its share of {format_gib(held)} waits in main memory, where the optimizer runs"
+        where = "files" if winner.estimate.disk_bytes else "main memory"
+        share = f"Its share of {format_gib(held)} waits in {where}, where the optimizer runs"
         at_peak = f"; at its peak the device holds {format_gib(memory.gradients)} of gradients"
         return f"{needs}. {share}{at_peak if memory.gradients else ''}"
     if winner.plan.offload.optimizer and not memory.optimizer:

@@ -175,6 +175,7 @@ class ClusterProfile(Document):
         cores: processor cores of a node.
         disk_write_bytes_per_s, disk_read_bytes_per_s: of a node, files in a folder that the user
             named; where they were measured.
+        disk_free_bytes: what was free there then, of a node.
         axes: measured mesh axes, where a bench was run; the one that fits takes precedence.
         overlap: measured, where a bench was run.
         learned: what runs of before have corrected.
@@ -198,6 +199,7 @@ class ClusterProfile(Document):
     cores: PositiveInt | None = None
     disk_write_bytes_per_s: Quantity | None = None
     disk_read_bytes_per_s: Quantity | None = None
+    disk_free_bytes: Quantity | None = None
     axes: tuple[AxisFits, ...] = ()
     overlap: Overlap | None = None
     learned: Learned | None = None

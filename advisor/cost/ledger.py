@@ -57,15 +57,6 @@ class Ledger:
         self.host_s += count * seconds
         return seconds
 
-    def to_disk(self, size_bytes: float, *, count: float = 1) -> float:
-        """Note `count` times to write as much and to read it again; the seconds of one. All devices
-        of a node do it at once."""
-        ranks = self._cluster.devices_per_node
-        write, read = disk_bytes_per_s(self._cluster)
-        seconds = ranks * size_bytes * (1 / write.value + 1 / read.value)
-        self.host_s += count * seconds
-        return seconds
-
     def ranks_per_node(self, group_size: int, stride: int) -> int:
         """How many ranks of one such group share a node."""
         return self._cluster.ranks_per_node(group_size, stride)

@@ -34,14 +34,14 @@ from advisor.cost.compute import (
 from advisor.cost.ledger import Ledger, Wires
 from advisor.cost.loads import Loads, UnitLoad, loads_of, styled_units
 from advisor.cost.memory import BUCKET_BYTES, Peak, added_share, peak, shard_degree
-from advisor.cost.offload import moved_s
+from advisor.cost.offload import filed_s, moved_s
 from advisor.cost.replay import Slowdown, replay, slowdown
 from advisor.cost.runs import Run, runs_of
 from advisor.cost.staged import Stage, staged
 from advisor.cost.stages import Stages
 from advisor.cost.tensor import Styled, cut_unit, is_split
 from advisor.cost.threads import threaded
-from advisor.cost.updates import updated, waiting_s
+from advisor.cost.updates import straggling, updated
 from advisor.facts import Facts
 from advisor.styles import proposed_styles
 from engines.legality import numerics
@@ -134,7 +134,9 @@ class CostModel:
         computing = self.computing(plan, loads)
         exchanged = exchange(plan, loads, ledger, has_host=device.kind != "cpu", sent=replicas)
         apart = apart_s(plan, model, ledger) + self.partial_s(plan, loads.runs, ledger)
-        apart += moved_s(plan, loads, update, ledger, device=device)
+        apart += moved_s(plan, loads, update, ledger, cluster=cluster)
+        shards = {"degree": shard_degree(plan), "rounds": plan.forwards}
+        apart += filed_s(plan, [loads], update, ledger, **shards, cluster=cluster)
         apart += crossed_s(plan, model, self.numerics(plan), ledger)
         overlaps = self.overlaps
         played = replay(plan, computing.times, exchanged, overlaps=overlaps)
@@ -182,7 +184,7 @@ class CostModel:
         dtype, host_s = self.dtype(plan), self.facts.workload.host_overhead_s
         added: Slowdown = slowdown(facts.cluster.overlap, computing_s=busy.total, sent_s=sent_s)
         slowed = overlapped_s * added.middle
-        straggling_s = waiting_s(plan, computing_s=busy.total, imbalance=facts.workload.imbalance)
+        straggling_s = straggling(plan, facts.workload, computing_s=busy.total)
         # Both wait in the same queue, so what is exposed is shared out by their lengths.
         to_host = min(1.0, ledger.host_s / sent_s) if sent_s else 0.0
         time = Time(
@@ -299,7 +301,8 @@ class CostModel:
         assert samples is not None
         styles = self.styles(plan)
         is_sharded = plan.ep > 1 and plan.data_parallel.is_sharded
-        key = (kind, samples, plan.tp, styles, plan.cp, plan.ep, is_sharded)
+        expert_shards = shard_degree(plan) if plan.shards_experts else 0
+        key = (kind, samples, plan.tp, styles, plan.cp, plan.ep, is_sharded, expert_shards)
         if key not in self._loads:
             self._loads[key] = loads_of(
                 self.facts.model,
@@ -310,6 +313,7 @@ class CostModel:
                 cp=plan.cp,
                 ep=plan.ep,
                 is_sharded=is_sharded,
+                expert_shards=expert_shards,
                 runs=self.runs,
                 styled=self._styled_units(plan),
             )
@@ -399,6 +403,7 @@ class CostModel:
             plan.tp,
             self.styles(plan),
             plan.ep,
+            plan.shards_experts,
             shard_degree(plan),
         )
         if key not in self._updates:
@@ -411,7 +416,7 @@ class CostModel:
         model = self.facts.model
         wanted = self.styles(plan)
         shards = shard_degree(plan) if plan.ep > 1 else 1
-        key = (plan.tp, wanted, plan.ep, shards)
+        key = (plan.tp, wanted, plan.ep, shards, plan.shards_experts)
         if self.facts.workload.optimizer.units is not None:
             return model.units
         if key not in self._units:
@@ -429,7 +434,7 @@ class CostModel:
                             if is_split(styled)
                             else run.unit
                         )
-                        if plan.ep > 1:
+                        if plan.ep > 1 and not plan.shards_experts:
                             known[styled] = without_experts(
                                 known[styled], ep=plan.ep, shards=shards
                             )

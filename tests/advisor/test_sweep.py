@@ -26,6 +26,9 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from matplotlib.axes import Axes
+from matplotlib.container import BarContainer, ErrorbarContainer
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from advisor.cli import cli
@@ -33,12 +36,13 @@ from advisor.facts import Facts
 from advisor.models import load_model, profile_model
 from advisor.sweep.measure import measured_sweep
 from advisor.sweep.picture import picture
-from advisor.sweep.points import Sweep, Swept, sweep
+from advisor.sweep.points import Point, Sweep, Swept, sweep
 from advisor.sweep.table import sweep_csv
 from engines.plan import parse_settings
 from profiles.capture import capture
 from profiles.clusters import cluster_from_name
 from profiles.errors import InputError, PlanError, RankError
+from profiles.provenance import Timing
 from profiles.workload import Workload
 from tests.workers import Pool
 
@@ -175,6 +179,88 @@ class TestQuantities:
     def test_a_split_that_does_not_divide_the_batch_is_refused(self) -> None:
         with pytest.raises(PlanError, match="microbatch_size=7"):
             sweep(images(), Swept.SPLIT_SIZE, ["7"], settings={})
+
+
+MEASURED_S = (0.9, 0.5, 0.7)
+RANGES_S = (0.81, 1.08, 0.45, 0.6, 0.63, 0.84)
+
+
+def measured(point: Point, median_s: float) -> Point:
+    """`point` as it were after a run: from a tenth less to a fifth more."""
+    low_s, high_s = 0.9 * median_s, 1.2 * median_s
+    timing = Timing(median_s=median_s, low_s=low_s, high_s=high_s, repeats=10)
+    return point.model_copy(update={"measured": timing})
+
+
+class TestWhatIsShown:
+    """Of three points the last is the fastest as predicted, the middle one as measured."""
+
+    @pytest.fixture
+    def predicted(self) -> Sweep:
+        return sweep(images("1xV100-PCIe-32GB"), Swept.SPLIT_SIZE, ["1", "8", "64"], settings={})
+
+    @pytest.fixture
+    def timed(self, predicted: Sweep) -> Sweep:
+        points = zip(predicted.points, MEASURED_S, strict=True)
+        return predicted.model_copy(update={"points": tuple(measured(*each) for each in points)})
+
+    def test_what_was_measured_decides_where_all_was(self, predicted: Sweep, timed: Sweep) -> None:
+        assert predicted.best is predicted.points[2]
+        assert timed.best is timed.points[1]
+        partly = (*timed.points[:2], predicted.points[2])
+        assert predicted.model_copy(update={"points": partly}).best is predicted.points[2]
+
+    def test_a_file_has_both_ranges(self, timed: Sweep) -> None:
+        found = csv.DictReader(sweep_csv(timed).splitlines())
+        for row, point in zip(found, timed.points, strict=True):
+            assert point.measured is not None
+            wanted = {
+                "predicted_s": point.step_s,
+                "predicted_low_s": point.low_s,
+                "predicted_high_s": point.high_s,
+                "measured_s": point.measured.median_s,
+                "measured_low_s": point.measured.low_s,
+                "measured_high_s": point.measured.high_s,
+                "measured_steps": 10,
+            }
+            assert {name: float(row[name]) for name in wanted} == wanted
+
+    def test_a_curve_goes_through_its_points_with_what_was_measured_as_error_bars(
+        self, timed: Sweep, drawn: list[Axes]
+    ) -> None:
+        picture(timed)
+        (axes,) = drawn
+        line = axes.get_lines()[0]
+        assert list(line.get_xdata()) == [1, 8, 64]
+        assert list(line.get_ydata()) == [point.step_s for point in timed.points]
+        assert axes.get_xscale() == "log"
+        (errors,) = axes.containers
+        assert reaches(errors) == pytest.approx(RANGES_S)
+
+    def test_bars_of_plans_have_their_ranges(self, timed: Sweep, drawn: list[Axes]) -> None:
+        plans = timed.model_copy(update={"swept": Swept.PLAN})
+        picture(plans)
+        (axes,) = drawn
+        bars = [found for found in axes.containers if isinstance(found, BarContainer)]
+        heights = [[bar.get_height() for bar in group] for group in bars]
+        assert heights == [[point.step_s for point in plans.points], list(MEASURED_S)]
+        predicted = [end for point in plans.points for end in (point.low_s, point.high_s)]
+        assert reaches(bars[0].errorbar) == pytest.approx(predicted)
+        assert reaches(bars[1].errorbar) == pytest.approx(RANGES_S)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
+    """The axes of every picture that is written."""
+    found: list[Axes] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: found.extend(figure.axes))
+    return found
+
+
+def reaches(errors: ErrorbarContainer) -> list[float]:
+    """From where to where each error bar goes."""
+    (lines,) = errors.lines[2]
+    return [end for (_, low), (_, high) in lines.get_segments() for end in (low, high)]
 
 
 class TestTheCommand:
