@@ -6,6 +6,8 @@ devices of fake tensors, and what the engine does is run with both parts on the 
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from advisor.decide import decide
 from advisor.facts import Facts
+from engines.ddp import replicate
 from engines.hybrid import apply_plan
 from engines.legality import problems
 from engines.plan import Plan
@@ -134,18 +137,19 @@ def applied(world_size: int) -> list[Tensor]:
     torch.manual_seed(0)
     model = TwoParts()
     rank_of = join_world()
-    parallel = apply_plan(
-        model,
-        Plan(dp_replicate=world_size, microbatch_size=ROWS // world_size),
-        profile=profile(devices=("cpu:0", "cpu:1")),
-        cluster=cluster_from_name(f"{world_size}xA100-SXM-80GB"),
-        loss_fn=F.mse_loss,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-    )
-    runner = parallel._runner
+    with patch("engines.hybrid.replicate", wraps=replicate) as asked:
+        parallel = apply_plan(
+            model,
+            Plan(dp_replicate=world_size, microbatch_size=ROWS // world_size),
+            profile=profile(devices=("cpu:0", "cpu:1")),
+            cluster=cluster_from_name(f"{world_size}xA100-SXM-80GB"),
+            loss_fn=F.mse_loss,
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        )
     if world_size > 1:
-        assert isinstance(runner, nn.parallel.DistributedDataParallel)
-        assert runner.device_ids is None
+        assert isinstance(parallel._runner, nn.parallel.DistributedDataParallel)
+        # Then it is given no device_ids: on processors it never is, so that they show nothing.
+        assert asked.call_args.kwargs["device"] is None
     rows = ROWS // world_size
     mine = slice(rank_of.rank * rows, (rank_of.rank + 1) * rows)
     for _ in range(3):
