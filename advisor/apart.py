@@ -55,7 +55,8 @@ def apart(
     """
     if replicas is None or policy.objective is Objective.MEMORY or set(_SETTINGS) & set(pins):
         return Apart(winner)
-    is_uneven = costs.facts.workload.imbalance > 0
+    workload = costs.facts.workload
+    is_uneven = workload.imbalance > 0 or workload.straggling > 0
     if trace.leaf not in _SLOW and not is_uneven:
         return Apart(winner)
     best = first_of_fastest(_plans(replicas.plan, costs.facts), winner, costs, policy)
@@ -77,7 +78,7 @@ def _ways(facts: Facts) -> Iterator[Mapping[str, Any]]:
     cluster = facts.cluster
     world, nodes = cluster.world_size, cluster.num_nodes
     for servers in dict.fromkeys((1, nodes)):
-        for backups in (0, 1) if servers == 1 else (0,):
+        for backups in (0, 1):
             workers = world - servers - backups
             yield {"dp_replicate": workers, "servers": servers, "backup_workers": backups}
     for every in LOCAL_PERIODS:

@@ -89,6 +89,11 @@ def _warnings(facts: Facts) -> Iterator[str]:
     work = facts.workload
     batch, tokens = work.global_batch_size, facts.tokens_per_sample
     critical = work.critical_batch_size
+    if work.dataset_samples is not None and batch > work.dataset_samples:
+        yield (
+            f"global batch {batch:,} is more than the {work.dataset_samples:,} samples of the"
+            " training set: no step has as many"
+        )
     if critical is not None:
         if batch > critical:
             yield (
@@ -117,7 +122,8 @@ def _warnings(facts: Facts) -> Iterator[str]:
         yield (
             f"global batch {batch:,} is more than the {WARMED_UP_IMAGES:,} images that the linear"
             " rule and a warm-up were reported to train ImageNet with (256 devices; Goyal et al."
-            f" 2017): up to {LARGEST_IMAGES:,} needed layer-wise rates (LARS; You et al. 2017)"
+            f" 2017): up to {LARGEST_IMAGES:,} took layer-wise rates (LARS; You et al. 2017) or a"
+            " warm-up by RMSprop (1,024 devices; Akiba et al. 2017)"
         )
 
 

@@ -88,16 +88,24 @@ def reason(winner: Candidate, costs: CostModel) -> str:
     usual = {"aggregation": Aggregation.BACKEND, "compression": Compression.NONE}
     plain = costs.estimate(plan.model_copy(update={**usual, "compression_rank": 1}))
     before, after = plain.time.exposed_s, winner.estimate.time.exposed_s
-    words = {
-        Compression.NONE: "nothing of them is lost",
-        Compression.BF16: "each rank's part and every sum is rounded by up to 2^-8 of its value",
-        Compression.POWERSGD: f"matrices go as factors of rank {plan.compression_rank}, what these"
-        " miss goes with later steps, and the training is another",
-    }[plan.compression]
     return (
         f"Gradients go by {settings(plan)}: {format_seconds(after)} a step that nothing hides, by"
-        f" the backend's all-reduce {format_seconds(before)}; {words}"
+        f" the backend's all-reduce {format_seconds(before)}; {risk(plan)}"
     )
+
+
+def risk(plan: Plan) -> str:
+    """What it does to the gradients, in words."""
+    match plan.compression:
+        case Compression.NONE:
+            return "nothing of them is lost"
+        case Compression.BF16:
+            return "each rank's part and every sum is rounded by up to 2^-8 of its value"
+        case Compression.POWERSGD:
+            return (
+                f"matrices go as factors of rank {plan.compression_rank}, what these miss goes with"
+                " later steps, and the training is another"
+            )
 
 
 def offer(offered: Candidate, winner: Candidate) -> str:
@@ -105,6 +113,6 @@ def offer(offered: Candidate, winner: Candidate) -> str:
     times = winner.estimate.step_s / offered.estimate.step_s
     return (
         f"{settings(offered.plan)} is predicted {times:.1f} times as fast"
-        f" ({format_seconds(offered.estimate.step_s)} a step); it changes the gradients, so only"
-        " `--allow-lossy` (`allow_lossy=True`) takes it"
+        f" ({format_seconds(offered.estimate.step_s)} a step); it changes the gradients:"
+        f" {risk(offered.plan)}; only `--allow-lossy` (`allow_lossy=True`) takes it"
     )

@@ -55,12 +55,12 @@ def world_size(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iter
         degrees = plan.said(*AXES).replace(" ", " x ")
         beside = plan.said("servers", "backup_workers").split()
         degrees = " + ".join([*([degrees] if degrees else ["1 worker"] if beside else []), *beside])
+        named = "workers and servers that add up" if beside else "degrees that multiply"
         yield Problem(
             rule="world-size",
             what=f"plan needs {_ranks(plan.world_size)} ({degrees or 'every degree is 1'}), "
             f"{cluster.name} has {cluster.world_size}",
-            hint=f"start {_ranks(plan.world_size)}, or name degrees that multiply to"
-            f" {cluster.world_size}",
+            hint=f"start {_ranks(plan.world_size)}, or name {named} to {cluster.world_size}",
         )
 
 

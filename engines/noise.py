@@ -84,6 +84,13 @@ def require_measurable(plan: Plan) -> None:
             where=where,
             hints=["measure it in a run of data-parallel ranks: it does not depend on the plan"],
         )
+    if plan.ep > 1:
+        raise PlanError(
+            "the noise scale compares a replica's own gradient with the average of all, with"
+            f" ep={plan.ep} those of experts are sums over {plan.ep} replicas from the start",
+            where=where,
+            hints=["measure it in a run with ep=1: it does not depend on the plan"],
+        )
     if plan.data_degree == 1 and plan.data_parallel is DataParallel.ZERO1:
         raise PlanError(
             "zero=1 of one rank has no gradients to look at before its last microbatch",

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from engines import checkpoint
 from engines.context.context import Context
 from engines.data import ShardedLoader
 from engines.ddp import explained_reduction, require_all_reduced
@@ -22,6 +21,7 @@ from engines.fsdp import prepare_backward, release, start_over, whole_gradients
 from engines.gauges import Gauges
 from engines.gradients import clip_gradients, full_gradients
 from engines.imbalance import OwnTime
+from engines.kept import Kept
 from engines.layout import Layout, Split
 from engines.learning_rate import Rates
 from engines.mesh import Mesh
@@ -29,12 +29,10 @@ from engines.microbatches import Count, Cutter, weighted
 from engines.names import Names
 from engines.noise import NoiseMeter
 from engines.offload.room import Room
-from engines.optimizer import of_nothing, send_from_first
 from engines.plan import Plan
 from engines.precision import as_fp32, autocast
 from engines.recompute import explained_recompute
 from engines.replicas import local_part, sum_gradients
-from engines.state import set_whole_state, whole_state
 from engines.steps import Steps
 from engines.tensor.logits import whole_tensors
 from engines.updates.apart import Apart
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
 LossFn = Callable[..., Tensor]
 
 
-class ParallelModel(Names, Gauges, Apart, nn.Module):
+class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc]  # state_dict
     """A model under a plan: train it with `train_step`, or in a classic loop.
 
     `train_step(batch)` cuts the rank's part of the global batch into the plan's microbatches, runs
@@ -72,11 +70,12 @@ class ParallelModel(Names, Gauges, Apart, nn.Module):
         optimizer: steps the parameters that this rank holds.
         data_rank, data_world_size: which part of the data this rank sees.
         steps: how long `train_step` takes.
-        away: the room outside the device that the plan takes for activations or for the states of
-            whole parameters, and how much of it; None where it takes none.
+        away: the room outside the device that the plan takes for activations, for states of whole
+            parameters or for files, and how much of it; None where it takes none.
     """
 
     decision: object
+    _runner: Callable[..., Any]
 
     def __init__(
         self,
@@ -247,6 +246,7 @@ class ParallelModel(Names, Gauges, Apart, nn.Module):
             self.module.zero_grad(set_to_none=True)
             raise
         self._check_unused()
+        self.steps.pace = self._own.compared() or self.steps.pace
         if self._noise is None:
             return self._average(total)
         means = self._average(torch.cat([total.reshape(1), self._noise.parts()]))
@@ -294,74 +294,6 @@ class ParallelModel(Names, Gauges, Apart, nn.Module):
         """Whole gradients by original name, on every rank; all ranks must call it."""
         self._settle_due()
         return full_gradients(self.module, self._layout)
-
-    @in_contact("saving")
-    def save(self, path: checkpoint.PathLike) -> None:
-        """Write weights and optimizer states to the folder `path`; all ranks call it.
-
-        Any plan with any world size can load it. An interrupted save leaves the old folder.
-        Replicas that update on their own meet first; of their optimizers' states the first
-        replica's are written.
-        """
-        release(self.module)
-        self.synchronise()
-        self._follow_first_replica(every_buffer=True)
-        with self._exchange.saving() as writers:
-            if self._exchange.keeps_states:
-                checkpoint.save(
-                    path,
-                    self.module,
-                    self.optimizer,
-                    world=self._job,
-                    layout=self._layout,
-                    writers=writers,
-                    outer=self._exchange.outer_states(),
-                )
-
-    @in_contact("loading")
-    def load(self, path: checkpoint.PathLike) -> None:
-        """Read what `save` wrote under any plan; all ranks call it."""
-        release(self.module)
-        with self._exchange.loading():
-            states = self.optimizer if self._exchange.keeps_states else of_nothing()
-            has_outer = checkpoint.load(
-                path,
-                self.module,
-                states,
-                layout=self._layout,
-                alone=bool(self.plan.servers),
-                outer=self._exchange.outer_states(),
-            )
-        if not has_outer:
-            self._exchange.forget_outer_states()
-
-    @in_contact("putting the state together")
-    def state_dict(  # type: ignore[override]
-        self,
-        *,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-    ) -> dict[str, Any]:
-        """Whole tensors under the unwrapped model's names, on every rank; all ranks call it.
-
-        Needs the memory of the whole model; `save` does not. `keep_vars` has no meaning for tensors
-        that were put together here.
-        """
-        release(self.module)
-        self.synchronise()
-        self._follow_first_replica(every_buffer=True)
-        found = destination if destination is not None else {}
-        for name, value in whole_state(self.module, self._layout).items():
-            found[prefix + name] = value
-        return found
-
-    @in_contact("spreading the state")
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load whole tensors, the same on every rank, as the unwrapped model would."""
-        release(self.module)
-        with self._exchange.loading():
-            return set_whole_state(self.module, dict(state_dict), self._layout, strict=strict)
 
     def _loss(self, piece: Batch) -> Tensor:
         """Of this rank's part of the piece, such that the mean over those with the same rows is the
@@ -419,16 +351,6 @@ class ParallelModel(Names, Gauges, Apart, nn.Module):
             return self._runner.no_sync()
         return nullcontext()
 
-    def _follow_first_replica(self, *, every_buffer: bool = False) -> None:
-        """Running statistics of batch norms follow the first replica's, as they do under plain DDP.
-
-        Other buffers do so where they are written out: a checkpoint holds the first replica's.
-        """
-        has_statistics = bool(self._profile.batch_norms) and not self.plan.sync_batch_norm
-        if self._mesh.replicas.size > 1 and (every_buffer or has_statistics):
-            group = self._mesh.replicas.group
-            send_from_first(self.module.buffers(), self._world.device, group=group)
-
     def _check_unused(self) -> None:
         if isinstance(self._runner, DistributedDataParallel):
             require_all_reduced(self._runner, self._profile)
@@ -446,6 +368,3 @@ class ParallelModel(Names, Gauges, Apart, nn.Module):
             dist.all_reduce(value)
             value /= self._mesh.replicas.size * self._mesh.tp.size
         return value
-
-    if TYPE_CHECKING:
-        _runner: Callable[..., Any]

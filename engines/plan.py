@@ -226,6 +226,13 @@ class Plan(Document):
         return self.microbatches * self.accumulation
 
     @property
+    def shards_experts(self) -> bool:
+        """Whether FSDP2 shards a rank's experts among the ranks that hold the same ones."""
+        kind = self.data_parallel
+        has_copies = self.data_degree * self.cp > self.ep > 1
+        return has_copies and kind.is_sharded and kind is not DataParallel.HYBRID_SHARD
+
+    @property
     def updates_in_step(self) -> bool:
         """Whether replicas exchange gradients in every step, among themselves."""
         return self.updates is Updates.SYNCHRONOUS and not self.servers

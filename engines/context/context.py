@@ -15,6 +15,7 @@ from engines.context.attention import OwnTokens
 from engines.context.proof import LOSS, Proof, require_equal_chunks, require_unmasked
 from engines.context.ring import Ring
 from engines.context.tokens import joined, part
+from engines.context.way import length_of
 from engines.forwards import run_around
 from engines.mesh import Axis
 from profiles.batch import Batch, LossFn, call_model, loss_of
@@ -31,6 +32,7 @@ class Context:
 
     def __init__(self, model: nn.Module, proof: Proof, axis: Axis) -> None:
         self._model = model
+        self._proof = proof
         self._way = proof.way
         self._outputs = proof.outputs
         self._axis = axis
@@ -39,11 +41,13 @@ class Context:
 
     def require(self, pieces: Sequence[Batch]) -> None:
         """Raises:
-        BatchError: sequences that cannot be cut into equal chunks, or rows with padding.
+        BatchError: sequences that cannot be cut into equal chunks, rows with padding, or lengths
+            that the model counts to for something else.
         """
         for piece in pieces:
             require_equal_chunks(piece, self._axis.size)
             require_unmasked(piece)
+            self._proof.require_places(length_of(piece), self._axis.size)
 
     def dress(self, blocks: Iterable[nn.Module]) -> None:
         """Let the blocks answer for themselves: recompute runs them again in the backward, when

@@ -61,6 +61,7 @@ class Experts:
             self.names |= {first[p] for p in module.parameters(recurse=False)}
         for module in found.values():
             _share(module, axis)
+        self._modules = list(found.values())
         self._parameters = [model.get_parameter(name) for name in sorted(self.names)]
 
     @property
@@ -71,6 +72,11 @@ class Experts:
     def slices(self) -> dict[str, Slice]:
         """How they lie, by first name."""
         return dict.fromkeys(self.names, EXPERTS_FIRST)
+
+    def hand_over(self) -> list[nn.Module]:
+        """The modules that hold experts; whoever takes them averages their gradients."""
+        self._parameters = []
+        return self._modules
 
     def average(self) -> None:
         """Give every copy of an expert the mean gradient. On its owner the gradients of all ranks

@@ -53,13 +53,6 @@ def _settings(plan: Plan) -> Iterator[Problem]:
             f" step on servers; updates is {kind}, servers is {servers}",
             hint="set updates=synchronous servers=1, or leave backup_workers out",
         )
-    if plan.backup_workers and servers > 1:
-        yield Problem(
-            rule="updates-backup",
-            what=f"the first {plan.data_degree} gradients of a step may be others' at each of"
-            f" {servers} servers: backup_workers={plan.backup_workers} go with one",
-            hint="set servers=1",
-        )
     if plan.max_staleness is not None and kind is not Updates.ASYNCHRONOUS:
         yield Problem(
             rule="updates-staleness",

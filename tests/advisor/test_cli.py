@@ -52,6 +52,7 @@ OPTIONS = {
     "--split-size",
     "--steps",
     "--time",
+    "--timeout",
     "--version",
     "--why-not",
 }

@@ -38,7 +38,10 @@ class TestWarnings:
         [
             (8192, []),  # trained in an hour on 256 devices (Goyal et al. 2017)
             (8448, ["8,192 images", "256 devices", "LARS"]),
-            (32768, ["8,192 images", "LARS"]),  # in 15 minutes on 1,024 (Akiba et al. 2017)
+            (
+                32768,
+                ["8,192 images", "LARS", "RMSprop (1,024 devices"],
+            ),  # in 15 minutes on 1,024 (Akiba et al. 2017)
             (65536, ["32,768 images", "1,024 devices", "loss of accuracy"]),
         ],
     )
@@ -61,6 +64,11 @@ class TestWarnings:
         assert "512 is 4.0 times the measured critical batch of 128" in said
         assert "5.0 times the fewest samples" in said
         assert "save 10% of the steps" in said
+
+    def test_a_batch_of_more_than_all_samples_is_pointed_out(self) -> None:
+        (said,) = batch_advice(images(512, dataset_samples=500)).warnings
+        assert "global batch 512 is more than the 500 samples of the training set" in said
+        assert batch_advice(images(500, dataset_samples=500)).warnings == ()
 
     def test_the_report_shows_them(self) -> None:
         model = transformer(name="small", layers=2, hidden=256, ffn=512, vocab=100, tokens=64)

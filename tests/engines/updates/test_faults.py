@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -50,14 +51,16 @@ def _lose(plan: str, lost: int, steps: int = 5, seconds: float = 20.0) -> Told:
         "dp_replicate=3 servers=1 updates=asynchronous",
         "dp_replicate=3 servers=1 updates=asynchronous max_staleness=0",
         "dp_replicate=2 servers=1 backup_workers=1",
+        "dp_replicate=1 servers=2 backup_workers=1",
     ],
 )
 def test_a_worker_dies_and_the_others_go_on(pool: Pool, plan: str) -> None:
-    server, lost, *others = pool.run(_lose, plan, 1, world_size=4)
+    server, *others = pool.run(_lose, plan, 3, world_size=4)
+    lost = others.pop()
     assert lost[0] == 2
     for made, said, _, _ in (server, *others):
         assert (made, said) == (5, "")
-    assert 1 in server[2]
+    assert 3 in server[2]
 
 
 @pytest.mark.dist
@@ -72,14 +75,21 @@ def test_a_step_that_needs_the_worker_that_died_says_which(pool: Pool) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("updates", ["synchronous", "asynchronous"])
-def test_a_server_dies_and_the_workers_name_it(pool: Pool, updates: str) -> None:
-    plan = f"dp_replicate=2 servers=2 updates={updates}"
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp_replicate=2 servers=2",
+        "dp_replicate=2 servers=2 updates=asynchronous",
+        "dp_replicate=1 servers=2 backup_workers=1",
+    ],
+)
+def test_a_server_dies_and_the_workers_name_it(pool: Pool, plan: str) -> None:
     found = pool.run(_lose, plan, 1, 5000, 6.0, world_size=4)
     for made, said, _, _ in found[2:]:
         assert made >= 2
+        who = f"rank 1 (a server, on {socket.gethostname()})"
         # Gone; or, where the message was under way, it was not taken in time.
-        assert said.startswith(("rank 1 is gone", "rank 1 did not take a message within 6 s"))
+        assert said.startswith((f"{who} is gone", f"{who} did not take a message within 6 s"))
         assert "look at the output of rank 1" in said
 
 
