@@ -1,15 +1,20 @@
 """The committed report of `tests.validation.splits`: ResNet-50 on two CPU ranks.
 
-Two cores that share what they compute with are no two devices: while one stands still the other is
-faster, so that a pipeline gains less here than on two GPUs, whose ratios are in `test_sweep`.
+Its cores are shared with other work: the same step took up to twice as long a few minutes later,
+and so did the bench that predictions rest on. What all points of a sweep have in common is that,
+and is divided out here; their ranges are. Two such cores are no two devices either: while one
+stands still the other is faster, so that a pipeline gains less than on two GPUs, whose ratios are
+in `test_sweep`.
 """
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
 from advisor.sweep.picture import picture
-from advisor.sweep.points import Point, Sweep
+from advisor.sweep.points import Sweep
 from tests.validation.splits import PLANS, REPORT, SIZES, Report, table
 
 
@@ -22,16 +27,21 @@ def seconds(sweep: Sweep) -> list[float]:
     return [point.measured.median_s for point in sweep.points if point.measured]
 
 
-def is_within(point: Point) -> bool:
-    """Whether what was measured, from tenth to ninetieth percentile, meets the stated range."""
-    assert point.measured is not None
-    return point.measured.low_s <= point.high_s and point.low_s <= point.measured.high_s
+def outside(sweep: Sweep) -> list[str]:
+    """Points whose measured share of the sweep's median is not in the stated range of theirs."""
+    ratios = [m / p.step_s for m, p in zip(seconds(sweep), sweep.points, strict=True)]
+    usual = statistics.median(ratios)
+    return [
+        point.label
+        for ratio, point in zip(ratios, sweep.points, strict=True)
+        if not point.low_s <= ratio / usual * point.step_s <= point.high_s
+    ]
 
 
-def test_one_device_in_turn_and_as_a_pipeline_are_within_their_ranges(report: Report) -> None:
+def test_one_device_in_turn_and_as_a_pipeline(report: Report) -> None:
     assert [point.label for point in report.plans.points] == list(PLANS)
     assert [point.devices for point in report.plans.points] == [1, 2, 2]
-    assert all(is_within(point) for point in report.plans.points)
+    assert outside(report.plans) == []
 
 
 def test_small_splits_cost_more_as_predicted(report: Report) -> None:
@@ -41,8 +51,7 @@ def test_small_splits_cost_more_as_predicted(report: Report) -> None:
     assert measured.index(max(measured)) == predicted.index(max(predicted)) == 0
     assert measured[0] > 2 * min(measured)
     assert predicted[0] > 2 * min(predicted)
-    outside = [point.label for point in report.sizes.points if not is_within(point)]
-    assert len(outside) <= 0.25 * len(SIZES), outside
+    assert outside(report.sizes) == []
 
 
 def test_it_is_shown_and_drawn(report: Report) -> None:
