@@ -45,7 +45,11 @@ QUANTITIES = {
 @click.option("--global-batch", callback=count, metavar="SAMPLES", help="Samples per step.")
 @click.option("--seq", callback=count, metavar="TOKENS", help="Tokens per sample.")
 @click.option(
-    "--optimizer", default="adamw", show_default=True, metavar="NAME", help="A step updates too."
+    "--optimizer",
+    default="adamw",
+    show_default=True,
+    metavar="NAME",
+    help="Whose update a step ends with.",
 )
 @click.option(
     "--plan",
@@ -61,7 +65,9 @@ QUANTITIES = {
 @click.option("--batch", metavar="32,64,...", help="Samples per step over all devices.")
 @click.option("--measure", is_flag=True, help="Run each plan on this job's ranks, and time it.")
 @click.option("--steps", callback=count, metavar="N", help="Steps to time for each. Default: 10.")
-@click.option("--timeout", callback=seconds, metavar="SECONDS", help="To wait for another rank.")
+@click.option(
+    "--timeout", callback=seconds, metavar="SECONDS", help="To wait for a rank. Default: 120."
+)
 @click.option("-o", "--output", metavar="FILE", help="Write all numbers here, as CSV.")
 @click.option("--png", metavar="FILE", help="Draw it: a curve, or bars for plans. (matplotlib)")
 @common_options
@@ -98,6 +104,13 @@ def sweep(
     option, texts = _one_quantity(asked, plans)
     swept = Swept(QUANTITIES[option]) if option else Swept.PLAN
     settings = parse_settings(plans[0]) if option and plans else {}
+    for name, given in {"--steps": steps, "--timeout": timeout}.items():
+        if given is not None and not measure:
+            raise InputError(
+                f"`{name} {given:g}` is about runs, and nothing is run without `--measure`",
+                where=name,
+                hints=[f"leave `{name}` out, or add `--measure` and start it under torchrun"],
+            )
     for path in (output, png):
         writable(path)
     if png is not None:

@@ -206,12 +206,12 @@ def _require_ranks(case: Case, world: World) -> None:
 
 def _measured(case: Case, subject: Subject) -> Point:
     is_alone = case.facts.cluster.world_size == 1 < subject.world.size
+    loaded = subject.built()
+    parallel = (_alone if is_alone else _together)(case, subject, loaded)
     if is_alone and subject.world.rank > 0:
         while not (text := subject.words.heard()):  # a word for each step
             pass
         return Point.model_validate_json(text)
-    loaded = subject.built()
-    parallel = (_alone if is_alone else _together)(case, subject, loaded)
     decision = parallel.decision
     assert isinstance(decision, Decision)
     if subject.world.rank == 0:
@@ -251,7 +251,7 @@ def _together(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelMode
 
 
 def _alone(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
-    """Rank 0 by itself."""
+    """Each rank by itself; all of them, as `apply_plan` wants it."""
     facts = look(
         loaded.module,
         loaded.sample,
@@ -270,7 +270,7 @@ def _alone(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
         loss_fn=loaded.loss_fn,
         optimizer=subject.optimizer,
         sample=loaded.sample,
-        world=replace(subject.world, size=1),
+        world=replace(subject.world, rank=0, size=1),
     )
     parallel.decision = decision
     return parallel

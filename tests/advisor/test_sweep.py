@@ -273,6 +273,7 @@ class TestTheCommand:
             (("--split-size", "1,x"), "positive whole number is wanted, not `x`"),
             (("--split-size", "1", "--measure"), "`--measure` runs on this job's devices"),
             (("--plan", "pp=2", "--plan", "tp=2", "--batch", "8"), "over several plans"),
+            (("--split-size", "12", "--steps", "5"), "`--steps 5` is about runs"),
             (("--devices", "3"), "3 devices are no whole nodes of 2"),
             (("--bandwidth", "10"), "`10` has no unit"),
             (("--split-size", "7", "--plan", "pp=2"), "`microbatch_size` may be 1, 2, 3, 4, 5"),
