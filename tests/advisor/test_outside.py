@@ -133,6 +133,12 @@ def test_a_processor_has_files_alone() -> None:
     assert "way to the host" not in str(decision)
 
 
+def test_of_a_processors_own_memory_nothing_is_said_to_wait_elsewhere() -> None:
+    decision = choose(facts(MIDDLE, cpus(1), batch=8), pins={"offload": "activations"})
+    assert decision.estimate.time.host_s > 0  # copied within its memory
+    assert not any("a rank wait in" in reason for reason in decision.reasons)
+
+
 def test_what_is_free_on_the_disk_decides_too() -> None:
     cluster = alone(14, host_gib=4, disk=True).cluster
     full = cluster.model_copy(update={"disk_free_bytes": exact(0.9 * ADAM_BYTES)})
