@@ -36,8 +36,6 @@ _FIRST_OF = {
     Offload.OPTIMIZER_ACTIVATIONS: Offload.OPTIMIZER,
     Offload.STATES_ACTIVATIONS: Offload.STATES,
 }
-
-
 _DEVICE = fits_device.__name__.replace("_", "-")
 
 
@@ -101,10 +99,10 @@ def hopeless(kind: Offload, short_of_memory: Sequence[Offload]) -> bool:
 
 def reason(winner: Candidate, weighed: Sequence[Candidate]) -> Iterator[str]:
     """Why something leaves the device, and what its ways cost."""
-    plan, estimate = winner.plan, winner.estimate
-    if plan.offload is Offload.NONE:
-        return
+    estimate = winner.estimate
     waiting = estimate.host_bytes or estimate.disk_bytes
+    if not waiting:  # main memory is a processor's own
+        return
     where = "files" if estimate.disk_bytes else "main memory"
     moved_s = estimate.time.host_s
     costs = (

@@ -20,7 +20,7 @@ from profiles.cluster import ClusterProfile
 from profiles.errors import NoPlanError
 from profiles.provenance import Quantity, Source
 from profiles.units import GIB
-from tests.factories import cpus, exact, facts, gpus, transformer
+from tests.factories import chain, cpus, exact, facts, gpus, transformer
 
 MIDDLE = transformer(name="middle", layers=8, hidden=2048, ffn=5504, tokens=4096)
 ADAM_BYTES = 8 * MIDDLE.parameters
@@ -131,6 +131,13 @@ def test_a_processor_has_files_alone() -> None:
     decision = choose(facts(MIDDLE, timed(cluster), batch=8))
     assert decision.plan.offload_to is OffloadTo.DISK
     assert "way to the host" not in str(decision)
+
+
+def test_of_a_processors_own_memory_nothing_is_said_to_wait_elsewhere() -> None:
+    situation = facts(chain(), cpus(1), batch=2, precision="fp32")
+    decision = choose(situation, pins={"offload": "activations"})
+    assert decision.estimate.time.host_s > 0  # copied within its memory
+    assert not any("a rank wait in" in reason for reason in decision.reasons)
 
 
 def test_what_is_free_on_the_disk_decides_too() -> None:
