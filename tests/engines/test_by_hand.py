@@ -10,11 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 
 from advisor.decide import decide
 from advisor.facts import Facts
-from advisor.look import _with_parts
 from engines.hybrid import apply_plan
 from engines.legality import problems
 from engines.plan import Plan
@@ -24,6 +22,7 @@ from profiles.capture import capture
 from profiles.clusters import cluster_from_name
 from profiles.model import ModelProfile
 from profiles.workload import Workload
+from tests.placed import put
 from tests.workers import Pool
 
 TWO = ("cuda:0", "cuda:1")
@@ -73,11 +72,10 @@ class TestRecognised:
     def test_by_the_devices_of_its_parameters(self) -> None:
         model = TwoParts()
         assert not is_by_hand(model)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            weights = [torch.empty(3, 10, device=device) for device in TWO]
-        model.lower.weight, model.upper.weight = map(nn.Parameter, weights)
+        put(model.lower, TWO[0])
+        put(model.upper, TWO[1])
         assert is_by_hand(model)
-        assert [str(device) for device in devices_of(model)] == [TWO[0], "cpu", TWO[1]]
+        assert [str(device) for device in devices_of(model)] == list(TWO)
 
     def test_parts_without_values_are_not_on_a_device(self) -> None:
         model = TwoParts(second="meta")
@@ -130,13 +128,6 @@ class TestPossible:
         assert choice.winner is not None
         assert {(c.plan.dp_replicate, c.plan.dp_shard) for c in choice.weighed} == {(2, 1)}
         assert not any(c.plan.data_parallel.is_sharded for c in choice.weighed)
-
-    def test_the_memory_of_its_devices_counts_together_and_the_report_says_so(self) -> None:
-        one = self.CLUSTER.device.memory_bytes.value
-        found = _with_parts(self.CLUSTER, profile(devices=TWO))
-        assert found.device.memory_bytes.value == 2 * one
-        assert "split by hand over 2 devices a rank" in found.notes[-1]
-        assert _with_parts(self.CLUSTER, profile()) == self.CLUSTER
 
 
 def applied(world_size: int) -> list[Tensor]:
