@@ -29,6 +29,7 @@ BLACK, GREY = "#000000", "#BBBBBB"
 BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
 LINES = ((BLUE, "o", "-"), (RED, "s", "--"), (GREEN, "^", "-."), (ORANGE, "D", ":"))
 MS = 1e3
+BELOW = 0.25  # the middle of a bar: two error bars on one line would be one
 
 
 class Picture:
@@ -78,7 +79,7 @@ def splitting(ways: Mapping[str, Sequence[Trained]]) -> Picture:
     )
     time.errorbar(
         [each.measured.median_s * MS for each in first],
-        places,
+        [place + BELOW for place in places],
         xerr=(
             [(each.measured.median_s - each.measured.low_s) * MS for each in first],
             [(each.measured.high_s - each.measured.median_s) * MS for each in first],
@@ -149,6 +150,8 @@ def sums(
     seconds: Mapping[str, Sequence[float]],
 ) -> Picture:
     """What the busiest link carries by number of ranks; how long a sum takes by size."""
+    from matplotlib.ticker import LogLocator
+
     figure, (link, clock) = _panels(2, height=3.4)
     ranks = list(next(iter(carried.values())))
     for (name, line), (colour, _, style) in zip(formulas.items(), LINES, strict=False):
@@ -165,9 +168,9 @@ def sums(
     clock.set_xscale("log", base=2)
     clock.set_yscale("log")
     clock.set_xticks(values, [f"{value:g}" for value in values])
+    clock.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     clock.yaxis.set_major_formatter("{x:g}")
-    clock.yaxis.set_minor_formatter("{x:g}")
-    clock.tick_params(axis="y", which="minor", labelsize=8)
+    clock.yaxis.set_minor_formatter("")
     clock.set_xlabel("tensor (MiB)")
     clock.set_ylabel("a sum over four ranks (ms)")
     clock.legend(frameon=False)

@@ -40,7 +40,7 @@ class BlockTimes:
 
 
 def time_block() -> BlockTimes:
-    """One block of the small GPT in this process: the shortest of several times each."""
+    """One block of the small GPT on this rank's cores: the shortest of several times each."""
     block = Block(SHAPE)
     x = torch.randn(BATCH // MICROBATCHES, SHAPE.context, SHAPE.width, requires_grad=True)
     gradient = torch.ones_like(x)
