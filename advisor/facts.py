@@ -84,5 +84,9 @@ def _require_numerics(model: ModelProfile, precision: Precision) -> None:
             f"the profile of {model.name} was not looked at in {' and '.join(missing)};"
             f" it has {', '.join(model.numerics)}",
             where=f"workload: precision = {precision}",
-            hints=["profile the model again, with this precision among the numerics"],
+            hints=[
+                f"leave the precision out: {model.dtype}, as it was profiled",
+                "or profile the model itself with this precision among the numerics; networks on"
+                " images are bundled by their layers' shapes in fp32 alone",
+            ],
         )

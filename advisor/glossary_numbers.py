@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from advisor.comparison import cuts, kind_words, title
 from advisor.decision import Decision
-from advisor.large_batch import LATE_LOSS, batch_advice, critical_tokens
-from engines.plan import AXES, DataParallel, Offload, Plan, Updates
+from advisor.large_batch import LATE_LOSS, batch_advice, critical_tokens, noise_scale
+from engines.plan import AXES, DataParallel, Offload, Plan, Updates, format_setting
 from profiles.cluster import Collective, Link
 from profiles.units import (
     format_bandwidth,
@@ -28,8 +28,11 @@ def number_of(name: str, decision: Decision) -> str | None:
 
 
 def _ranks(decision: Decision) -> str:
-    last = decision.plan.world_size - 1
-    return f"ranks 0 to {last}" if last else "rank 0 alone"
+    return _numbered("rank", decision.plan.world_size)
+
+
+def _numbered(name: str, count: int) -> str:
+    return f"{name}s 0 to {count - 1}" if count > 1 else f"{name} 0 alone"
 
 
 def _local_world(decision: Decision) -> int:
@@ -52,8 +55,9 @@ def _accelerator(decision: Decision) -> str:
 
 
 def _mesh(decision: Decision) -> str:
-    axes = [f"{a}={getattr(decision.plan, a)}" for a in AXES if getattr(decision.plan, a) > 1]
-    return " x ".join(axes) or "one rank"
+    beside = decision.plan.said("backup_workers", "servers").split()
+    axes = decision.plan.said(*AXES).replace(" ", " x ")
+    return " + ".join([axes or "one rank", *beside])
 
 
 def _groups(decision: Decision) -> str | None:
@@ -91,6 +95,15 @@ def _latency(decision: Decision) -> str | None:
     return ", ".join(said) or None
 
 
+def _by_hand(decision: Decision) -> str:
+    model = decision.facts.model
+    if not model.devices:
+        return f"{model.name} is in one piece"
+    copies = [t for t in decision.estimate.traffic if t.stride == 0]
+    waited = format_seconds(sum(copy.seconds for copy in copies))
+    return f"parts on {' and '.join(model.devices)}, {waited} of a step between them"
+
+
 def _axis(name: str) -> Number:
     return lambda decision: f"{name}={getattr(decision.plan, name)}"
 
@@ -99,7 +112,7 @@ def _kinds(*kinds: DataParallel) -> Number:
     """Whether the plan is of these kinds; else why the best plan of them was not taken."""
 
     def number(decision: Decision) -> str:
-        if decision.plan.data_parallel in kinds:
+        if decision.plan.data_parallel in kinds and decision.plan.updates_in_step:
             return f"this plan: {title(decision.plan)}"
         for other in decision.alternatives:
             if other.plan.data_parallel in kinds:
@@ -121,10 +134,17 @@ def _replicas(decision: Decision) -> str:
     return f"{plan.data_degree}, {samples} samples of each step for each"
 
 
-def _shards(plan: Plan) -> int:
+def _summing(plan: Plan) -> int:
+    """Ranks over which the gradients of a parameter are summed: with cp each has its tokens'."""
+    return plan.data_degree * plan.cp
+
+
+def _shards(decision: Decision) -> str:
+    plan = decision.plan
     if not plan.data_parallel.is_sharded:
-        return 1
-    return plan.dp_shard if plan.dp_shard > 1 else plan.data_degree
+        return "none: no state is sharded over replicas"
+    shards = plan.dp_shard * plan.cp if plan.dp_shard > 1 else _summing(plan)
+    return f"{shards} of each state"
 
 
 def _stages(decision: Decision) -> str:
@@ -157,8 +177,9 @@ def _sent(kind: Collective) -> Number:
         calls = sum(traffic.count for traffic in charged)
         sent = sum(traffic.bus_bytes for traffic in charged)
         seconds = sum(traffic.seconds for traffic in charged)
+        around = "" if kind is Collective.SEND_RECV else ", as a ring puts them there"
         return (
-            f"{calls:,} a step, {format_gib(sent)} on each rank's link,"
+            f"{calls:,} a step, {format_gib(sent)} on each rank's link{around};"
             f" {format_seconds(seconds)} if nothing else ran"
         )
 
@@ -166,26 +187,37 @@ def _sent(kind: Collective) -> Number:
 
 
 def _ring(decision: Decision) -> str:
-    n = decision.plan.data_degree
+    n = _summing(decision.plan)
+    if n == 1:
+        return "none: one rank has all gradients"
     factor = Collective.ALL_REDUCE.bus_factor(n)
     return f"2 (n - 1) / n = {factor:.4g} times the gradients, n = {n}"
 
 
 def _server(decision: Decision) -> str | None:
-    """What one server's link would carry beside what a ring puts on each."""
-    n = decision.plan.data_degree
+    """What one server's link carries, beside what a ring puts on each."""
+    plan = decision.plan
+    n = plan.data_degree + plan.backup_workers
     if n == 1:
         return None
     size = sum(unit.gradient_bytes for unit in decision.facts.model.units)
+    carried = format_gib(n * size / max(1, plan.servers))
+    would = "would carry"
+    if plan.servers:
+        would = "carries" if plan.servers == 1 else f"carries, as those of all {plan.servers},"
+    ring = format_gib(Collective.ALL_REDUCE.bus_factor(n) * size)
+    over = " over the ranks of each replica" if plan.pp * plan.tp * plan.cp > 1 else ""
     return (
-        f"its link would carry {format_gib(n * size)} in and as much out, {n} workers' gradients"
-        f" and parameters; a ring {format_gib(Collective.ALL_REDUCE.bus_factor(n) * size)}"
+        f"its link {would} {carried} in and as much out, {n} workers' gradients and parameters;"
+        f" a ring {ring}{over}"
     )
 
 
 def _setting(*names: str) -> Number:
     """These settings of the plan, as the user would write them."""
-    return lambda decision: " ".join(f"{n}={getattr(decision.plan, n)}" for n in names)
+    return lambda decision: " ".join(
+        f"{name}={format_setting(getattr(decision.plan, name))}" for name in names
+    )
 
 
 def _staleness(decision: Decision) -> str:
@@ -200,10 +232,11 @@ def _staleness(decision: Decision) -> str:
 
 def _busbw(decision: Decision) -> str | None:
     plan, cluster = decision.plan, decision.facts.cluster
-    if plan.data_degree == 1:
+    ranks = _summing(plan)
+    if ranks == 1:
         return None
-    rate = cluster.group_bandwidth(plan.data_degree, plan.tp * plan.cp).value
-    return f"{format_bandwidth(rate)} along the data axes ({plan.data_degree} ranks)"
+    rate = cluster.group_bandwidth(ranks, plan.tp).value
+    return f"{format_bandwidth(rate)} where gradients are summed ({ranks} ranks)"
 
 
 def _exposed(decision: Decision) -> str:
@@ -252,7 +285,10 @@ def _reserved(decision: Decision) -> str:
 
 def _batch(decision: Decision) -> str:
     plan = decision.plan
-    parts = f"{plan.microbatch_size} x {plan.forwards} forwards x {plan.data_degree} replicas"
+    parts = (
+        f"{plan.microbatch_size} x {_plural(plan.forwards, 'forward')}"
+        f" x {_plural(plan.data_degree, 'replica')}"
+    )
     return f"{next(batch_advice(decision.facts).lines())} ({parts})"
 
 
@@ -275,8 +311,10 @@ def _noise(decision: Decision) -> str:
     work = decision.facts.workload
     if work.dataset_samples is None:
         return "give `--samples`, the size of the data set"
-    left = work.dataset_samples / work.global_batch_size - 1
-    return f"N / B - 1 = {left:,.1f}, times rate / (1 - momentum)"
+    if work.global_batch_size >= work.dataset_samples:
+        return "none: a step has the whole data set"
+    of_rate_1 = noise_scale(1.0, samples=work.dataset_samples, batch=work.global_batch_size)
+    return f"N / B - 1 = {of_rate_1:,.1f}, times rate / (1 - momentum)"
 
 
 def _critical(decision: Decision) -> str:
@@ -309,7 +347,11 @@ def _step(decision: Decision) -> str:
 
 
 def _tree(decision: Decision) -> str:
-    return str(decision.trace).splitlines()[-1].strip()
+    return decision.trace.advice
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 _NUMBERS: dict[str, Number] = {
@@ -319,7 +361,7 @@ _NUMBERS: dict[str, Number] = {
     "world size": lambda d: f"W = {d.plan.world_size}: {_mesh(d)}",
     "local world size": lambda d: f"L = {_local_world(d)}",
     "global rank": _ranks,
-    "local rank": lambda d: f"local ranks 0 to {_local_world(d) - 1}",
+    "local rank": lambda d: _numbered("local rank", _local_world(d)),
     "process group": _groups,
     "mesh": _mesh,
     "NVLink": _in_node,
@@ -337,6 +379,7 @@ _NUMBERS: dict[str, Number] = {
     "FSDP": _kinds(DataParallel.FULL_SHARD),
     "HSDP": _kinds(DataParallel.HYBRID_SHARD),
     "model parallelism": _model_parallel,
+    "model parallelism by hand": _by_hand,
     "tensor parallelism": _axis("tp"),
     "horizontal": _axis("tp"),
     "vertical": _axis("pp"),
@@ -345,7 +388,7 @@ _NUMBERS: dict[str, Number] = {
     "context parallelism": _axis("cp"),
     "expert parallelism": _axis("ep"),
     "replica": _replicas,
-    "shard": lambda d: f"{_shards(d.plan)} of each state",
+    "shard": _shards,
     "stage": _stages,
     "schedule": _schedule,
     "bubble": _bubble,
@@ -357,6 +400,9 @@ _NUMBERS: dict[str, Number] = {
     "send and receive": _sent(Collective.SEND_RECV),
     "ring all-reduce": _ring,
     "gradient aggregation": _setting("aggregation"),
+    "hierarchical all-reduce": _setting("aggregation"),
+    "mixed precision": _setting("precision"),
+    "synchronised batch norm": _setting("sync_batch_norm"),
     "gradient compression": _setting("compression"),
     "synchronous update": _setting("updates"),
     "asynchronous update": _setting("updates"),
@@ -375,7 +421,7 @@ _NUMBERS: dict[str, Number] = {
     "fits": _peak,
     "fragmentation": _reserved,
     "global batch": _batch,
-    "accumulation": lambda d: f"{d.plan.accumulation} rounds a step",
+    "accumulation": lambda d: f"{_plural(d.plan.accumulation, 'round')} a step",
     "steps per epoch": _epoch,
     "learning rate scaling": _rate,
     "warm-up": _warm_up,

@@ -116,7 +116,8 @@ def run_of(
         context, learned = facts.cluster.device.context_bytes, facts.cluster.learned
         width = predicted.peak_high_bytes - predicted.peak_low_bytes
         peak = Peak(
-            predicted_bytes=predicted.peak_bytes,
+            # An accelerator is measured by what its allocator reserved.
+            predicted_bytes=max(predicted.reserved_bytes, predicted.peak_bytes),
             measured_bytes=peak_bytes,
             doubt_bytes=max(0.0, width - (context.high - context.low)) / 2,
             offset_bytes=learned.context_offset_bytes if learned else 0.0,

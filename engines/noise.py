@@ -78,13 +78,18 @@ def require_measurable(plan: Plan) -> None:
             hints=["measure it in a run without `updates`, `servers` and `compression`"],
         )
     if plan.world_size > plan.data_degree:
-        axes = " ".join(
-            f"{a}={getattr(plan, a)}" for a in ("pp", "cp", "tp") if getattr(plan, a) > 1
-        )
+        axes = plan.said("pp", "cp", "tp")
         raise PlanError(
             f"the noise scale wants a replica's whole gradient on one rank, {axes} spreads it",
             where=where,
             hints=["measure it in a run of data-parallel ranks: it does not depend on the plan"],
+        )
+    if plan.ep > 1:
+        raise PlanError(
+            "the noise scale compares a replica's own gradient with the average of all, with"
+            f" ep={plan.ep} those of experts are sums over {plan.ep} replicas from the start",
+            where=where,
+            hints=["measure it in a run with ep=1: it does not depend on the plan"],
         )
     if plan.data_degree == 1 and plan.data_parallel is DataParallel.ZERO1:
         raise PlanError(

@@ -70,8 +70,8 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
         optimizer: steps the parameters that this rank holds.
         data_rank, data_world_size: which part of the data this rank sees.
         steps: how long `train_step` takes.
-        away: the room outside the device that the plan takes for activations or for the states of
-            whole parameters, and how much of it; None where it takes none.
+        away: the room outside the device that the plan takes for activations, for states of whole
+            parameters or for files, and how much of it; None where it takes none.
     """
 
     decision: object

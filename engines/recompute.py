@@ -8,18 +8,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
+from engines.forwards import run_around
 from engines.plan import Plan, Recompute
 from profiles.errors import ModelError
 from profiles.model import ModelProfile
 from profiles.operators import kept_operators
 from profiles.torch_compat import is_batch_norm, version_of
+
+# torch's words where the second run of a block is not the first (torch/utils/checkpoint.py), beside
+# CheckpointError: of kept outputs that were changed, and of operations that were not there before.
+_DIFFERS = ("has been mutated", "encountered during backward but not found in storage")
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
@@ -36,24 +40,26 @@ def recompute_blocks(model: nn.Module, kind: Recompute, *, profile: ModelProfile
         return
     for unit in profile.blocks():
         block = model.get_submodule(unit.name)
-        # Bound to the block, so that a copy of the model computes with the copy's parameters.
-        block.forward = MethodType(_recomputed(block, kind), block)
+        run_around(block, _checkpointed(_how(kind, block)))
 
 
-def _recomputed(block: nn.Module, kind: Recompute) -> Callable[..., object]:
-    """A forward method for `block` that calls its own one under `checkpoint`."""
-    own = block.__dict__.get("forward", MethodType(type(block).forward, block))
-    how = _how(kind, block)
-    # A method of the block runs on whoever is asked, a copy of the block say.
-    method = own.__func__ if isinstance(own, MethodType) and own.__self__ is block else None
-
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> object:
-        forward = own if method is None else MethodType(method, self)
+def _checkpointed(how: Callable[[nn.Module], dict[str, Any]]) -> Callable[..., object]:
+    def run(forward: Callable[..., object], block: nn.Module, *args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **how(self), **kwargs)
+        args = tuple(map(_without_cache, args))
+        kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
+        return checkpoint(forward, *args, use_reentrant=False, **how(block), **kwargs)
 
     return run
+
+
+def _without_cache(value: object) -> object:
+    """None for a key/value cache that nothing is in yet: a forward of transformers makes one unless
+    told otherwise (`use_cache`), and the second run of a block would add to it again. transformers
+    leaves it out too where it recomputes by itself (`GradientCheckpointingLayer`)."""
+    length = getattr(value, "get_seq_length", None)
+    return None if callable(length) and hasattr(value, "update") and length() == 0 else value
 
 
 def holds_state(block: nn.Module) -> bool:
@@ -161,7 +167,7 @@ def explained_recompute(plan: Plan) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, CheckpointError) and "has been mutated" not in str(error):
+        if not isinstance(error, CheckpointError) and not any(w in str(error) for w in _DIFFERS):
             raise
         raise ModelError(
             "a block computes something else the second time: its forward changes state outside it"

@@ -153,7 +153,7 @@ def format_seconds(seconds: float, *, unit: bool = True) -> str:
     for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= 0.9995 * scale:
             return _three_digits(seconds / scale) + (f" {name}" if unit else "")
-    if not seconds:
+    if abs(seconds) < 0.5e-9:  # sums that cancel leave some
         return "0" + (" s" if unit else "")
     return f"{seconds * 1e9:.0f}" + (" ns" if unit else "")
 

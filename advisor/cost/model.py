@@ -6,20 +6,21 @@ from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 
-from advisor.cost.aggregation import buffer_share
 from advisor.cost.axes import without_experts
 from advisor.cost.breakdown import Estimate, Time
+from advisor.cost.by_hand import crossed_s
 from advisor.cost.communication import (
     apart_s,
     communication_error,
     exchange,
-    replica_group,
     summed_s,
+    waiting_bytes,
 )
-from advisor.cost.compression import Sent, sent
+from advisor.cost.compression import sent
 from advisor.cost.compute import (
     Busy,
     Computing,
+    added_s,
     block_times,
     busy_s,
     compute_error,
@@ -31,8 +32,8 @@ from advisor.cost.compute import (
 )
 from advisor.cost.ledger import Ledger, Wires
 from advisor.cost.loads import Loads, UnitLoad, loads_of, styled_units
-from advisor.cost.memory import BUCKET_BYTES, Peak, peak, shard_degree
-from advisor.cost.offload import moved_s
+from advisor.cost.memory import Peak, added_share, peak, shard_degree
+from advisor.cost.offload import filed_s, moved_s
 from advisor.cost.replay import Slowdown, replay, slowdown
 from advisor.cost.runs import Run, runs_of
 from advisor.cost.staged import Stage, staged
@@ -127,16 +128,20 @@ class CostModel:
             update=update,
             device=device,
             batch_bytes=self.batch_bytes(plan),
-            exchange_bytes=replicas.kept_bytes + self._waiting_bytes(plan, replicas),
+            exchange_bytes=replicas.kept_bytes + waiting_bytes(plan, cluster, replicas),
         )
         computing = self.computing(plan, loads)
         exchanged = exchange(plan, loads, ledger, has_host=device.kind != "cpu", sent=replicas)
         apart = apart_s(plan, model, ledger) + self.partial_s(plan, loads.runs, ledger)
-        apart += moved_s(plan, loads, update, ledger, device=device)
+        apart += moved_s(plan, loads, update, ledger, cluster=cluster)
+        shards = {"degree": shard_degree(plan), "rounds": plan.forwards}
+        apart += filed_s(plan, [loads], update, ledger, **shards, cluster=cluster)
+        apart += crossed_s(plan, model, self.numerics(plan), ledger)
         overlaps = self.overlaps
         played = replay(plan, computing.times, exchanged, overlaps=overlaps)
         busy = busy_s(computing, plan.forwards)
-        exposed = max(0.0, played.wall_s - busy.total) + apart
+        added = (plan.forwards - 1) * computing.added.total
+        exposed = max(0.0, played.wall_s + added - busy.total) + apart
         sending_s = played.sent_s + apart
         return self.assemble(
             plan,
@@ -150,13 +155,6 @@ class CostModel:
             computing=computing,
             ledger=ledger,
         )
-
-    def _waiting_bytes(self, plan: Plan, replicas: Sent) -> float:
-        """What arrives of a bucket of gradients beside it, where messages are added up."""
-        group, stride = replica_group(plan)
-        per_node = self.facts.cluster.ranks_per_node(group, stride)
-        share = buffer_share(plan.aggregation, group, per_node=per_node)
-        return share * min(replicas.total_bytes, BUCKET_BYTES)
 
     def assemble(
         self,
@@ -352,7 +350,8 @@ class CostModel:
 
         `loads` are all units of the plan, or some neighbours of them.
         """
-        key = (loads.runs, loads.names[:1], plan.recompute, self.dtype(plan))
+        share = added_share(plan)
+        key = (loads.runs, loads.names[:1], plan.recompute, self.dtype(plan), share)
         if key not in self._computing:
             self._computing[key] = self._timed(plan, loads)
         return self._computing[key]
@@ -365,12 +364,15 @@ class CostModel:
         is_split = plan.tp * plan.cp * plan.ep > 1  # what was measured are whole units
         kind = self.numerics(plan)
         measured = None if is_split else block_times(model, cluster, kind, samples=loads.samples)
+        added = added_s(loads, times, share=added_share(plan), device=device)
         if measured is None:
-            return Computing(times, error)
+            return Computing(times, error, added=added)
         start = next(n for n, unit in enumerate(model.units) if unit.name == loads.names[0])
         then = self.loads(plan, measured.samples).part(start, start + len(loads.names))
         at_measured = unit_times(then, recompute=plan.recompute, device=device, dtype=dtype)
-        return with_measured(times, loads, measured=measured, at_measured=at_measured, error=error)
+        return with_measured(
+            times, loads, measured=measured, at_measured=at_measured, error=error, added=added
+        )
 
     def update(
         self, plan: Plan, first: int, last: int, copies: Sequence[UnitProfile] = ()

@@ -70,13 +70,16 @@ def view_of(decision: Decision) -> ReportView:
     """All words and numbers of the report of `decision`."""
     plan, estimate, facts = decision.plan, decision.estimate, decision.facts
     usable = decision.policy.usable_bytes(facts.cluster.device)
-    degrees = [word for word in str(plan).split() if word.split("=")[0] in _DEGREES]
+    degrees, beside = (
+        " ".join(word for word in str(plan).split() if word.split("=")[0] in names)
+        for names in (_DEGREES, _BESIDE)
+    )
     built = decision.trace.not_weighed
     advice = batch_advice(facts)
     view = ReportView(
         title=f"{title(plan)} for {facts.model.name}",
         verdict="it fits",
-        plan=(" ".join(degrees) or str(plan), cuts(plan)),
+        plan=(degrees or str(plan), *((beside,) if degrees and beside else ()), cuts(plan)),
         devices=f"{plan.world_size} of {facts.cluster.world_size}"
         f" device{'s' if facts.cluster.world_size > 1 else ''}",
         step=f"{format_seconds(estimate.step_s)}"
@@ -114,6 +117,21 @@ _SHOWN = 0.0005
 # What the loss holds is pointed out from this part of the peak.
 _MATTERS = 0.1
 _DEGREES = frozenset({"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "data_parallel"})
+# What changes the training or where it waits: as much a part of the plan as its degrees.
+_BESIDE = frozenset(
+    {
+        "aggregation",
+        "compression",
+        "compression_rank",
+        "updates",
+        "sync_every",
+        "servers",
+        "backup_workers",
+        "max_staleness",
+        "offload",
+        "offload_to",
+    }
+)
 
 
 def _rate(estimate: Estimate) -> str:
@@ -150,7 +168,7 @@ def _time_parts(estimate: Estimate) -> Iterator[Part]:
         "recompute_s": "recompute",
         "optimizer_s": "optimizer",
         "exposed_s": "exposed communication",
-        "host_s": "transfers to the host",
+        "host_s": f"transfers to the host{' and disk' if estimate.disk_bytes else ''}",
         "launch_s": "launching",
         "idle_s": "waiting for other stages",
         "straggling_s": "waiting for the slowest rank",

@@ -37,7 +37,7 @@ class OwnTokens(TorchFunctionMode):
         super().__init__()
         self._attend = attend
         self._places = places
-        self._buffers = {id(buffer) for buffer in model.buffers()} if places is not None else set()
+        self._buffers = buffers_of(model) if places is not None else set()
 
     def __torch_function__(
         self,
@@ -50,10 +50,10 @@ class OwnTokens(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if self._places is not None:
-            if func is torch.arange and self._counts(args, kwargs):
+            if func is torch.arange and counted_to(args, kwargs) == len(self._places):
                 dtype, device = kwargs.get("dtype"), kwargs.get("device")
                 return self._places.to(device=device or self._places.device, dtype=dtype)
-            if func is Tensor.__getitem__ and self._is_table(args[0]):
+            if func is Tensor.__getitem__ and is_table(args[0], self._buffers):
                 return self._rows(args[0], args[1])
         return func(*args, **kwargs)
 
@@ -79,28 +79,70 @@ class OwnTokens(TorchFunctionMode):
             return self._attend(*heads, is_causal=is_causal, scale=scale).squeeze(1)
         return self._attend(query, key, value, is_causal=is_causal, scale=scale)
 
-    def _counts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether it is as many whole numbers from 0 as the rank has tokens."""
-        assert self._places is not None
-        numbers = [*args, *(kwargs[name] for name in ("start", "end", "step") if name in kwargs)]
-        return numbers in ([len(self._places)], [0, len(self._places)], [0, len(self._places), 1])
-
-    def _is_table(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, nn.Parameter) or id(tensor) in self._buffers
-
     def _rows(self, table: Tensor, index: Any) -> Tensor:
         assert self._places is not None
+        count = len(self._places)
+        if count not in rows_taken(index):
+            return table[index]
+        places = self._places.to(table.device)
         many = index if isinstance(index, tuple) else (index,)
-        first = slice(len(self._places))
-        from_zero = slice(0, len(self._places))
-        if any(isinstance(item, slice) and item in (first, from_zero) for item in many):
-            places = self._places.to(table.device)
-            many = tuple(
-                places if isinstance(item, slice) and item in (first, from_zero) else item
-                for item in many
-            )
-            return table[many]
-        return table[index]
+        return table[tuple(places if count in rows_taken(item) else item for item in many)]
+
+
+class Counting(TorchFunctionMode):
+    """Notes to what the code inside counts, in the ways that `OwnTokens` answers.
+
+    Over all tokens of a sequence it counts to their number. Where it counts to a rank's part of it
+    as well, as a table of frequencies may by chance, its numbers would be taken for places.
+
+    Attributes:
+        found: all of these numbers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._buffers = buffers_of(model)
+        self.found: set[int] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.arange:
+            count = counted_to(args, kwargs or {})
+            self.found |= {count} if count is not None else set()
+        elif func is Tensor.__getitem__ and is_table(args[0], self._buffers):
+            self.found |= rows_taken(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def buffers_of(model: nn.Module) -> set[int]:
+    """Their identities. Parameters have a type to be known by: FSDP2 puts others in their place."""
+    return {id(buffer) for buffer in model.buffers()}
+
+
+def is_table(tensor: Tensor, buffers: set[int]) -> bool:
+    """Whether it may have a row for each place."""
+    return isinstance(tensor, nn.Parameter) or id(tensor) in buffers
+
+
+def counted_to(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """How many whole numbers from 0 `torch.arange` is asked for; None: others."""
+    numbers = [*args, *(kwargs[name] for name in ("start", "end", "step") if name in kwargs)]
+    match numbers:
+        case [int(end)] | [0, int(end)] | [0, int(end), 1]:
+            return end
+    return None
+
+
+def rows_taken(index: Any) -> set[int]:
+    """How many first rows an index takes: `[:n]`, `[:, :n]`."""
+    many = index if isinstance(index, tuple) else (index,)
+    spans = (item for item in many if isinstance(item, slice) and item.step is None)
+    return {span.stop for span in spans if not span.start and isinstance(span.stop, int)}
 
 
 def require_plain(

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engines.context.attention import OwnTokens, require_plain
+from engines.context.attention import Counting, OwnTokens, require_plain
 from engines.context.specimen import copied, short
 from engines.context.tokens import part
 from engines.context.way import Way, length_of
@@ -47,10 +47,25 @@ class Proof:
     Attributes:
         outputs: of every tensor that it returns, the dimension that is tokens; None where it has
             all of it, or `LOSS`.
+        counts: numbers to which it counts besides that of the tokens, where it is answered.
     """
 
     way: Way
     outputs: tuple[int | None, ...]
+    counts: frozenset[int] = frozenset()
+
+    def require_places(self, length: int, size: int) -> None:
+        """Where the model counts tokens by itself, it counts to nothing else that is as large.
+
+        Raises:
+            BatchError: its numbers would be taken for the places of a rank's tokens.
+        """
+        if length // size in self.counts:
+            raise BatchError(
+                f"a rank of {size} has {length // size} of {length} tokens, and the model counts to"
+                f" {length // size} for something else too: it cannot be told from their places",
+                hints=["give sequences of another length, or set cp=1"],
+            )
 
 
 def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int) -> Proof:
@@ -62,7 +77,8 @@ def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int)
     """
     require_equal_chunks(sample, size)
     require_unmasked(sample)
-    _require_plain_attention(model, sample, has_target=loss_fn is not None)
+    counts = _require_plain_attention(model, sample, has_target=loss_fn is not None)
+    length = length_of(sample)
     why_not = "it makes no call of scaled_dot_product_attention"
     small = short(sample, size)
     with torch.inference_mode(False), random_state_kept(), torch.no_grad():
@@ -70,7 +86,11 @@ def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int)
         whole = _whole(specimen, small, loss_fn)
         for way in _ways(model, small, has_target=loss_fn is not None):
             try:
-                return Proof(way, _require_same(specimen, small, way, whole, loss_fn, size))
+                outputs = _require_same(specimen, small, way, whole, loss_fn, size)
+                others = frozenset() if way.gives_positions else counts - {length}
+                found = Proof(way, outputs, others)
+                found.require_places(length, size)
+                return found
             except _Differs as difference:
                 why_not = str(difference)
             except AdvisorError as error:
@@ -270,10 +290,13 @@ def _both(possible: bool) -> tuple[bool, ...]:
     return (True, False) if possible else (False,)
 
 
-def _require_plain_attention(model: nn.Module, sample: Batch, *, has_target: bool) -> None:
+def _require_plain_attention(
+    model: nn.Module, sample: Batch, *, has_target: bool
+) -> frozenset[int]:
     """Over all tokens of the sample no call of attention has a mask; shapes alone are run.
 
-    An attention_mask is left out: it hides nothing, which cannot be seen of a shape.
+    An attention_mask is left out: it hides nothing, which cannot be seen of a shape. Returns to
+    what the model counts.
     """
     if isinstance(sample, Mapping):
         sample = {name: value for name, value in sample.items() if name != "attention_mask"}
@@ -289,8 +312,10 @@ def _require_plain_attention(model: nn.Module, sample: Batch, *, has_target: boo
         stand_ins([model]) as fakes,
     ):
         fake = map_batch(lambda tensor: fakes.of(tensor.detach()), sample)
-        with Pretence().on(fake), without_onednn(), OwnTokens(look, places=None, model=model):
+        answers, counting = OwnTokens(look, places=None, model=model), Counting(model)
+        with Pretence().on(fake), without_onednn(), answers, counting:
             call_model(model, fake, has_target=has_target)
+    return frozenset(counting.found)
 
 
 def _close(found: Tensor, wanted: Tensor) -> bool:

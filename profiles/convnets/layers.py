@@ -49,6 +49,19 @@ class Layer:
     in_place: bool = False
 
     @property
+    def tensors(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of the trainable parameters: a product's weight as the matrix that an optimizer or
+        PowerSGD takes it for, (outputs, inputs), and its bias; else vectors, two of a norm."""
+        if not self.parameters:
+            return ()
+        if not self.kind.is_product:
+            vectors = 2 if self.kind is Kind.NORM else 1
+            return ((self.parameters // vectors,),) * vectors
+        outputs = self.columns * self.groups
+        bias = self.parameters - outputs * self.depth
+        return ((outputs, self.depth), *(((bias,),) if bias else ()))
+
+    @property
     def forward_flop(self) -> int:
         """2 for each multiply-add."""
         return 2 * self.rows * self.depth * self.columns * self.groups

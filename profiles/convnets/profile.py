@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import chain
+
 from profiles.affine import Affine
 from profiles.convnets.layers import Block, Kind, Network
 from profiles.flow import Call, Edge, Flow, Value
-from profiles.model import ModelProfile, Numerics, UnitCost, UnitProfile
+from profiles.model import ModelProfile, Numerics, Shape, UnitCost, UnitProfile
 
 ELEMENT_BYTES = 4
 
@@ -45,6 +48,7 @@ def _unit(block: Block) -> UnitProfile:
     parameters = block.parameters
     # Means and variances of norms, and how often they were updated.
     norms = [layer for layer in block.layers if layer.kind is Kind.NORM]
+    tensors = (layer.tensors for layer in block.layers)
     buffers = sum(layer.parameters * ELEMENT_BYTES + 8 for layer in norms)
     return UnitProfile(
         name=block.name,
@@ -56,6 +60,10 @@ def _unit(block: Block) -> UnitProfile:
         gradient_bytes=parameters * ELEMENT_BYTES,
         buffer_bytes=buffers,
         dtypes=("float32",) if parameters else (),
+        shapes=tuple(
+            Shape(sizes=sizes, element_bytes=ELEMENT_BYTES, count=count)
+            for sizes, count in Counter(chain.from_iterable(tensors)).items()
+        ),
         costs={Numerics.AS_BUILT: _cost(block)},
     )
 

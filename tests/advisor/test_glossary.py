@@ -14,9 +14,16 @@ from advisor.cli import cli
 from advisor.decision import Decision
 from advisor.glossary import explain, terms
 from advisor.glossary_numbers import _NUMBERS
-from engines.plan import DataParallel, Schedule
+from engines.plan import (
+    Aggregation,
+    Compression,
+    DataParallel,
+    Schedule,
+    Updates,
+    parse_settings,
+)
 from profiles.errors import InputError, UnknownNameError
-from profiles.units import GIB
+from profiles.units import GIB, format_gib
 from tests.factories import chain, cpus, facts, gpus, small_llama
 from tests.golden import check
 
@@ -32,7 +39,9 @@ staleness, bubble, replica, shard, stage, microbatch, accumulation, ZeRO-1, ZeRO
 HSDP, DDP, DP, parameter server, ring all-reduce, all-gather, reduce-scatter, all-to-all, busbw,
 MFU, recompute, offload, noise scale, critical batch, local SGD, DiLoCo, backup workers, bounded
 staleness, context parallelism, expert parallelism, NVLink, InfiniBand, gloo, NCCL, synchronisation
-point, straggler, asynchronous, synchronous, fragmentation, PowerSGD, hierarchical all-reduce
+point, straggler, asynchronous, synchronous, fragmentation, PowerSGD, hierarchical all-reduce,
+scatter, gather, broadcast, replicate, reduce-broadcast, tree all-reduce, parameter device, timeout,
+imbalance, split size, model parallelism by hand, pinned memory, expandable segments, large batch
 """
 WORDS = [word.strip() for word in DOCUMENTS.replace("\n", " ").split(",")]
 
@@ -71,13 +80,20 @@ class TestTerms:
         assert {name: count for name, count in sentences.items() if count != 2} == {}
         assert [term.name for term in terms() if not term.says.endswith(".")] == []
 
-    def test_no_word_means_two_things(self) -> None:
-        words = [word.lower() for term in terms() for word in (term.name, *term.also)]
-        assert len(words) == len(set(words))
+    def test_every_word_leads_to_its_own_term(self) -> None:
+        lost = [
+            word
+            for term in terms()
+            for word in (term.name, *term.also)
+            if explain(word).term is not term
+        ]
+        assert lost == []
 
     def test_every_choice_of_a_plan_is_explained(self) -> None:
-        named_otherwise = {"none", "threads", "replicate"}  # DP, DDP
-        words = {choice.value for choice in (*Schedule, *DataParallel)} - named_otherwise
+        # Beside those that say that all is as usual: DP, and local SGD.
+        named_otherwise = {"threads", "none", "backend", "local"}
+        kinds = (*Schedule, *DataParallel, *Aggregation, *Compression, *Updates)
+        words = {choice.value for choice in kinds} - named_otherwise
         assert all(explain(word).term.says for word in words)
 
     @pytest.mark.parametrize("word", ["All_Reduce", "all reduce", "ALL-REDUCE", "allreduce"])
@@ -118,13 +134,44 @@ class TestNumbers:
             ("bubble", "none: there is one stage"),
             ("process group", "1 of 16 ranks along dp_replicate"),
             ("InfiniBand", "between nodes: InfiniBand, 400 GB/s"),
-            ("zero1", "this plan: ZeRO-1 over 16"),
+            ("zero2", "this plan: ZeRO-2 over 16"),
             ("shard", "16 of each state"),
+            ("split by hand", "llama-7b-like is in one piece"),
             ("steps per epoch", "give `--samples`, the size of the data set"),
+            ("noise scale", "give `--samples`, the size of the data set"),
+            ("accumulation", "8 rounds a step"),
+            (
+                "decision tree",
+                "ZeRO first (no change to the model), DDP where it fits, or PP + TP + DP",
+            ),
         ],
     )
     def test_is_the_plans(self, word: str, number: str) -> None:
         assert explain(word, DECISION).number == number
+
+    @pytest.mark.parametrize(
+        ("word", "settings", "number"),
+        [
+            ("local SGD", "updates=local sync_every=16", "updates=local sync_every=16"),
+            ("staleness", "updates=local sync_every=16", "up to 16 steps of the other replicas"),
+            ("backup workers", "servers=1 backup_workers=2 dp_replicate=5", "backup_workers=2"),
+            ("ring", "aggregation=ring", "2 (n - 1) / n = 1.75 times the gradients, n = 8"),
+            ("gradient aggregation", "aggregation=ring", "aggregation=ring"),
+            ("accumulation", "dp_replicate=8 accumulation=5", "5 rounds a step"),
+            (
+                "split size",
+                "zero=1 microbatch_size=1 accumulation=5",
+                "microbatch 1 x 5 accumulation, fp32",
+            ),
+            ("hybrid parallelism", "pp=2 tp=2 zero=0", "PP + TP + DDP"),
+            ("stage", "pp=2 stages=model.layers.2", "2 on 2 ranks, cut before `model.layers.2`"),
+        ],
+    )
+    def test_is_that_of_the_settings(self, word: str, settings: str, number: str) -> None:
+        """On two nodes of four, 40 samples a step."""
+        pins: dict[str, object] = {"zero": 0, **parse_settings(settings)}
+        known = facts(small_llama(), gpus(2, 4), batch=40, precision="fp32")
+        assert explain(word, choose(known, pins=pins)).number == number
 
     def test_a_kind_that_was_not_taken_says_why(self) -> None:
         found = explain("DDP", DECISION).number
@@ -152,6 +199,31 @@ class TestNumbers:
         assert explain("steps per epoch", decision).number == "10,000"
         noise = explain("g", decision).number
         assert noise == "N / B - 1 = 9,999.0, times rate / (1 - momentum)"
+
+    def test_tokens_that_ranks_share_count_as_data_where_gradients_are_summed(self) -> None:
+        """Of 8 ranks 2 share tokens: gradients of a parameter come from all 8, and an HSDP group of
+        2 x 2 ranks shards the states (`Mesh.replicas`, `Mesh.shards`)."""
+        pins = {"dp_replicate": 2, "dp_shard": 2, "cp": 2}
+        shared = choose(facts(small_llama(), gpus(1, 8), batch=64), pins=pins)
+        assert explain("ring", shared).number == "2 (n - 1) / n = 1.75 times the gradients, n = 8"
+        assert explain("shard", shared).number == "4 of each state"
+        groups = {t.group_size for t in shared.estimate.traffic if t.purpose == "gradients"}
+        assert groups == {4}
+
+    def test_servers_are_ranks_beside_the_mesh_and_no_ddp(self) -> None:
+        """Eight ranks: seven workers' gradients come to the server, 0.128 MB each."""
+        assert explain("W", APART).number == "W = 8: dp_replicate=7 + servers=1"
+        found, carried = explain("DDP", APART).number, explain("server", APART).number
+        assert found is not None
+        assert found.startswith("not taken")
+        size = sum(unit.gradient_bytes for unit in APART.facts.model.units)
+        assert carried is not None
+        assert carried.startswith(f"its link carries {format_gib(7 * size)} in and as much out")
+
+    def test_one_rank_has_no_groups_and_no_plural(self) -> None:
+        assert explain("local rank", ONE).number == "local rank 0 alone"
+        assert explain("ring all-reduce", ONE).number == "none: one rank has all gradients"
+        assert explain("shard", ONE).number == "none: no state is sharded over replicas"
 
 
 class TestCommand:

@@ -15,7 +15,6 @@ from advisor.large_batch import (
     batch_advice,
     critical_tokens,
     noise_scale,
-    rate_of_same_noise,
     steps_ratio,
 )
 from engines.learning_rate import ScalingRule
@@ -39,7 +38,10 @@ class TestWarnings:
         [
             (8192, []),  # trained in an hour on 256 devices (Goyal et al. 2017)
             (8448, ["8,192 images", "256 devices", "LARS"]),
-            (32768, ["8,192 images", "LARS"]),  # in 15 minutes on 1,024 (Akiba et al. 2017)
+            (
+                32768,
+                ["8,192 images", "LARS", "RMSprop (1,024 devices"],
+            ),  # in 15 minutes on 1,024 (Akiba et al. 2017)
             (65536, ["32,768 images", "1,024 devices", "loss of accuracy"]),
         ],
     )
@@ -62,6 +64,11 @@ class TestWarnings:
         assert "512 is 4.0 times the measured critical batch of 128" in said
         assert "5.0 times the fewest samples" in said
         assert "save 10% of the steps" in said
+
+    def test_a_batch_of_more_than_all_samples_is_pointed_out(self) -> None:
+        (said,) = batch_advice(images(512, dataset_samples=500)).warnings
+        assert "global batch 512 is more than the 500 samples of the training set" in said
+        assert batch_advice(images(500, dataset_samples=500)).warnings == ()
 
     def test_the_report_shows_them(self) -> None:
         model = transformer(name="small", layers=2, hidden=256, ffn=512, vocab=100, tokens=64)
@@ -109,7 +116,7 @@ class TestNoiseScale:
 
     @pytest.mark.parametrize("devices", [2, 16, 256])
     def test_stays_when_devices_are_added_at_the_rate_that_keeps_it(self, devices: int) -> None:
-        rate = rate_of_same_noise(0.1, batch=32, samples=IMAGENET, new_batch=32 * devices)
+        rate = 0.1 * ScalingRule.NOISE.factor(tuned_at=32, batch=32 * devices, samples=IMAGENET)
         before = noise_scale(0.1, momentum=0.9, samples=IMAGENET, batch=32)
         after = noise_scale(rate, momentum=0.9, samples=IMAGENET, batch=32 * devices)
         assert after == pytest.approx(before)
@@ -122,7 +129,7 @@ class TestNoiseScale:
         with pytest.raises(InputError, match="0 <= m < 1"):
             noise_scale(0.1, momentum=1.0, samples=100, batch=10)
         with pytest.raises(InputError, match="no noise to keep"):
-            rate_of_same_noise(0.1, batch=10, samples=100, new_batch=100)
+            ScalingRule.NOISE.factor(tuned_at=10, batch=100, samples=100)
 
 
 class TestGrowingBatch:

@@ -364,6 +364,33 @@ def test_a_window_that_only_a_long_sequence_fills_is_seen_on_the_sample() -> Non
         prove(sliding_window(), zoo.TOKENS, None, size=2)
 
 
+class Waves(TinyGPT):
+    """Beside what TinyGPT adds for places, `width` waves of them, whose frequencies it counts."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1])[:, None]
+        frequencies = torch.arange(self.width) / self.width
+        waves = torch.sin(places * 10**-frequencies)
+        logits: Tensor = super().forward(ids) * (1 + waves.sum(1)[None, :, None])
+        return logits
+
+
+def test_what_a_model_counts_beside_its_tokens_is_not_taken_for_their_places() -> None:
+    """Of 16 tokens each of 2 ranks has 8: `arange(8)` may be both."""
+    batch = torch.randint(0, 61, (2, 16)), torch.randint(0, 61, (2, 16))
+    assert prove(Waves(7), batch, token_loss, size=2).counts == {7}
+    with pytest.raises(PlanError, match="counts to 8 for something else too"):
+        prove(Waves(8), batch, token_loss, size=2)
+    proof = prove(Waves(6), batch, token_loss, size=2)
+    with pytest.raises(BatchError, match="has 6 of 12 tokens"):  # a shorter batch, later
+        proof.require_places(12, 2)
+    proof.require_places(16, 2)
+
+
 def test_labels_are_shifted_before_they_are_shared_out_where_the_loss_shifts_them() -> None:
     pytest.importorskip("transformers")
     from tests import zoo

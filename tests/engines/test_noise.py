@@ -154,6 +154,7 @@ def test_gradients_of_an_earlier_batch_are_not_taken_for_this_ones() -> None:
     [
         ("pp=2", "pp=2 spreads it"),
         ("tp=2 dp_replicate=2", "tp=2 spreads it"),
+        ("dp_replicate=2 ep=2", "those of experts are sums over 2 replicas"),
         ("dp_replicate=1", "one replica with one microbatch has one size"),
     ],
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from advisor.demo.resnet import ResNet
 from profiles.convnets.layers import Kind, Network
 from profiles.convnets.profile import profile_of
 from profiles.convnets.registry import network_of
@@ -55,6 +58,23 @@ def test_parameters_and_multiply_adds_are_those_of_torchvision(name: str) -> Non
     assert network.parameters == parameters
     assert network.forward_flop / 2e9 == pytest.approx(billions, abs=0.005)
     assert not assumed
+
+
+def test_tensors_are_those_of_the_module() -> None:
+    shapes = Counter[tuple[int, ...]]()
+    for unit in profile_of(network_of("resnet50")[0], samples=1).units:
+        shapes.update({shape.sizes: shape.count for shape in unit.shapes})
+    with torch.device("meta"):
+        parameters = list(ResNet(50).parameters())
+    assert shapes == Counter(
+        tuple(p.flatten(1).shape if p.dim() > 1 else p.shape) for p in parameters
+    )
+
+
+@pytest.mark.parametrize("name", [*TORCHVISION, *GPIPE])
+def test_tensors_are_all_of_the_parameters(name: str) -> None:
+    for unit in profile_of(network_of(name)[0], samples=1).units:
+        assert sum(shape.elements * shape.count for shape in unit.shapes) == unit.parameters
 
 
 @pytest.mark.parametrize("name", GPIPE)

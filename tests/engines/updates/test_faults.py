@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -120,3 +123,44 @@ def test_no_wait_is_longer_than_its_bound_and_all_name_the_rank(pool: Pool) -> N
     *others, (late, _) = pool.run(_sleep, plan, world_size=4)
     assert [said for said, _ in others] == [""] * 3
     assert late.startswith("the others went on without this rank: it came too late")
+
+
+def _stand_still() -> tuple[str, float]:
+    """The server's process is stopped, with its connections open, as behind a cut line. One worker
+    has gradients for it, the other asks for parameters."""
+    world = patience(3.0, size=dist.get_world_size())
+    _, parallel = spread(
+        QUADRATIC, "dp_replicate=2 servers=1 updates=asynchronous", optimizer=plain, world=world
+    )
+    batch = local_rows(parallel, _targets(6), 6)
+    parallel.train_step(batch)
+    server = torch.tensor(os.getpid())
+    dist.broadcast(server, 0)
+    workers = dist.new_group([1, 2])
+    rank = dist.get_rank()
+    if rank == 1:
+        os.kill(int(server), signal.SIGSTOP)
+    if rank > 0:
+        dist.barrier(workers)
+    began, said = time.perf_counter(), ""
+    try:
+        if rank == 2:
+            parallel.synchronise()
+        else:
+            parallel.train_step(batch)
+    except RankError as error:
+        said = str(error)
+    seconds = time.perf_counter() - began
+    if rank > 0:
+        dist.barrier(workers)
+    if rank == 1:
+        os.kill(int(server), signal.SIGCONT)
+    return said, seconds
+
+
+@pytest.mark.dist
+def test_a_server_that_stands_still_is_named_in_time(pool: Pool) -> None:
+    _, giving, asking = pool.run(_stand_still, world_size=3)
+    assert giving[0].startswith("rank 0 did not take a message within 3 s")
+    assert asking[0].startswith("rank 0 did not answer within 3 s")
+    assert max(giving[1], asking[1]) < 5.0
