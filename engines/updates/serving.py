@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engines.failures import leave_word
 from engines.optimizer import send_from_first
 from engines.updates.agreement import Agreement
 from engines.updates.exchange import Exchange
@@ -289,6 +290,7 @@ class Serving(Exchange):
         if not self._core.lacks_workers and self._agreement is not None and self._agreement.gone:
             raise self._agreement.gone
         gone = self._core.tally.gone
+        leave_word(f"rank {gone[0]} is gone")  # the workers lose this rank as well
         raise RankError(
             f"rank {gone[0]} is gone: {len(self._core.clocks)} of {self.replicas} workers are"
             " left, too few for a step",
