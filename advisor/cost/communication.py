@@ -64,6 +64,16 @@ def replica_group(plan: Plan) -> tuple[int, int]:
     return plan.dp_replicate * plan.cp, plan.tp
 
 
+def expert_copies(plan: Plan) -> tuple[int, int]:
+    """Size and stride of the group whose ranks hold the same experts (`Mesh.expert_copies`).
+
+    With cp they are rows of cp neighbours, ep x cp places apart: taken as evenly spread over the
+    same ranks, where there are several rows.
+    """
+    copies = plan.data_degree * plan.cp // plan.ep
+    return copies, plan.tp if plan.ep == plan.data_degree else plan.ep * plan.tp
+
+
 def exchange(plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool, sent: Sent) -> Exchange:
     """What `plan` sends of the parameters, gradients and activations of `loads` in one step.
 
@@ -294,13 +304,14 @@ def apart_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
         )
     if plan.ep > 1 and plan.data_parallel.is_sharded:
         shares = [expert_bytes(unit, ep=plan.ep) / plan.ep for unit in model.units]
+        copies, apart = expert_copies(plan)
         seconds += summed_s(
             ledger,
             "gradients of experts",
             gradient_bytes=sum(shares),
             tensors=sum(share > 0 for share in shares),
-            group_size=replicas * plan.cp // plan.ep,
-            stride=plan.ep * stride,
+            group_size=copies,
+            stride=apart,
         )
     if not model.batch_norms or replicas < 2:
         return seconds
