@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from advisor.decision import Decision as Decision
     from advisor.facts import Facts as Facts
     from advisor.growing_batch import GrowingBatch as GrowingBatch
+    from advisor.held import memory_report as memory_report
     from advisor.policy import Policy as Policy
     from advisor.runs import keep_run as keep_run
 
@@ -26,5 +27,6 @@ __getattr__, __dir__, __all__ = attach(
         "advise": "advisor.auto",
         "auto_parallelize": "advisor.auto",
         "keep_run": "advisor.runs",
+        "memory_report": "advisor.held",
     },
 )

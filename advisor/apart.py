@@ -16,7 +16,7 @@ from advisor.cost import CostModel
 from advisor.cost.updates import Served
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
-from advisor.rules import Candidate, margin_s, weigh
+from advisor.rules import Candidate, first_of_fastest
 from advisor.search.space import Pins
 from advisor.tree import Trace
 from engines.legality import problems
@@ -55,23 +55,18 @@ def apart(
     """
     if replicas is None or policy.objective is Objective.MEMORY or set(_SETTINGS) & set(pins):
         return Apart(winner)
-    is_uneven = costs.facts.workload.imbalance > 0
+    workload = costs.facts.workload
+    is_uneven = workload.imbalance > 0 or workload.straggling > 0
     if trace.leaf not in _SLOW and not is_uneven:
         return Apart(winner)
-    plans = list(_plans(replicas.plan, costs.facts))
-    found = [c for c in weigh(plans, costs, policy) if c.fits]
-    if not found:
+    best = first_of_fastest(_plans(replicas.plan, costs.facts), winner, costs, policy)
+    if best is None:
         return Apart(winner)
-    fastest = min(found, key=lambda c: c.estimate.step_s)
-    if not _beats(fastest, winner, policy):
-        return Apart(winner)
-    # Of those that are as fast the one that goes apart least.
-    best = next(c for c in found if not _beats(fastest, c, policy))
     return Apart(best) if policy.allow_stale else Apart(winner, best)
 
 
 def _plans(plan: Plan, facts: Facts) -> Iterator[Plan]:
-    """Legal ones, those that are nearest to synchronous steps first."""
+    """Legal ones, those first that go apart least."""
     model, cluster = facts.model, facts.cluster
     for way in _ways(facts):
         wanted = _with_batch(plan.model_copy(update=dict(way)), facts)
@@ -83,7 +78,7 @@ def _ways(facts: Facts) -> Iterator[Mapping[str, Any]]:
     cluster = facts.cluster
     world, nodes = cluster.world_size, cluster.num_nodes
     for servers in dict.fromkeys((1, nodes)):
-        for backups in (0, 1) if servers == 1 else (0,):
+        for backups in (0, 1):
             workers = world - servers - backups
             yield {"dp_replicate": workers, "servers": servers, "backup_workers": backups}
     for every in LOCAL_PERIODS:
@@ -105,18 +100,13 @@ def _with_batch(plan: Plan, facts: Facts) -> Plan | None:
     return plan.model_copy(update={"microbatch_size": size, "accumulation": local // size})
 
 
-def _beats(one: Candidate, other: Candidate, policy: Policy) -> bool:
-    gain = other.estimate.step_s - one.estimate.step_s
-    return gain > margin_s(one.estimate, other.estimate, policy)
-
-
 def settings(plan: Plan) -> str:
     """What is said of it in a plan.
 
     >>> settings(Plan.parse("dp_replicate=4 updates=local sync_every=8"))
     'updates=local sync_every=8'
     """
-    return " ".join(word for word in str(plan).split() if word.startswith(_SETTINGS))
+    return plan.said(*_SETTINGS)
 
 
 def risk(plan: Plan) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from os import PathLike
@@ -20,7 +19,9 @@ from torch import Tensor, nn
 from advisor.choose import choose
 from advisor.decision import Decision
 from advisor.facts import Facts
+from advisor.job import machines_of, require_ranks
 from advisor.look import LossFn, Optimizer, look
+from advisor.outside import with_disk
 from advisor.policy import Policy
 from advisor.runs import keep_at_end
 from advisor.search.legal import styles_of
@@ -28,15 +29,14 @@ from engines.context.proof import prove
 from engines.hybrid import apply_plan
 from engines.optimizer import OptimizerFactory
 from engines.parallel import ParallelModel
-from engines.plan import AXES, Plan, load_plan, parse_settings
+from engines.plan import Plan, load_plan, parse_settings
 from engines.tensor.proposal import propose_styles
 from engines.weights import Weights
 from engines.world import World, join_world, require_same
 from profiles.batch import Batch
-from profiles.bench import recall_or_bench
 from profiles.cluster import ClusterProfile
 from profiles.clusters import resolve_cluster
-from profiles.errors import AdvisorError, InputError, PlanError, RankError
+from profiles.errors import AdvisorError, InputError, RankError
 from profiles.memory import release_freed_memory
 from profiles.probe import probe
 from profiles.torch_compat import default_store
@@ -62,7 +62,7 @@ def advise(
     objective: str = "tree",
     timed: bool = False,
     allow_lossy: bool = False,
-    imbalance: float = 0.0,
+    imbalance: float | None = None,
     allow_stale: bool = False,
 ) -> Decision:
     """How to spread `model`, and why. Looks, changes nothing, allocates nothing.
@@ -92,7 +92,8 @@ def advise(
         allow_lossy: gradients may be sent rounded or in part where that is predicted faster: the
             training is another then. A `compression` that `plan` names needs no such word.
         imbalance: how much the ranks' times to compute a step scatter: standard deviation over
-            mean; none is assumed.
+            mean. By default what runs that were kept of such machines say, of a rank that is slower
+            in every step too; where there are none, none.
         allow_stale: ranks may update apart from each other (local SGD, servers) where that is
             predicted faster: the training is another then. What `plan` names needs no such word.
 
@@ -151,7 +152,7 @@ def auto_parallelize(
     cluster: ClusterProfile | None = None,
     timed: bool = False,
     allow_lossy: bool = False,
-    imbalance: float = 0.0,
+    imbalance: float | None = None,
     allow_stale: bool = False,
     outer_optimizer: OptimizerFactory | None = None,
     learns: bool = True,
@@ -191,7 +192,8 @@ def auto_parallelize(
             are wasted.
         timeout_s: bound of every wait for another rank, ten minutes unless said: for the job, for
             rank 0's decision, in each exchange of a step. Ranks that did not come are named.
-        offload_folder: see `apply_plan`; where `plan` says `offload_to=disk`.
+        offload_folder: see `apply_plan`. Where it is given, plans that keep something in its files
+            are weighed too, if nothing else fits.
 
     Returns:
         A `ParallelModel`; `.decision` says why.
@@ -203,10 +205,10 @@ def auto_parallelize(
     world = join_world(timeout_s=timeout_s)
     allowed = {"allow_lossy": allow_lossy, "allow_stale": allow_stale}
     _require_same_request(pins, world, global_batch_size, precision, objective, allowed)
-    _require_ranks(pins, world)
-    if cluster is None:
-        cluster = recall_or_bench(probe()) if world.size > 1 else probe(measure=True)
-    machines = cluster
+    require_ranks(pins, world)
+    machines = cluster or machines_of(model, pins, world)
+    if offload_folder is not None:
+        machines = with_disk(machines, offload_folder)
 
     def facts() -> Facts:
         return look(
@@ -352,28 +354,6 @@ def _require_same_request(
     }
     words = " ".join(f"{key}={value}" for key, value in sorted(asked.items()) if value is not None)
     require_same("settings", f"{hashlib.sha256(words.encode()).hexdigest()[:8]} {words}", world)
-
-
-def _require_ranks(pins: Mapping[str, Any], world: World) -> None:
-    """Before anything is timed: the degrees that are fixed can multiply to the number of ranks."""
-    degrees = {axis: int(pins[axis]) for axis in AXES if axis in pins}
-    needed = math.prod(degrees.values())
-    is_whole = len(degrees) == len(AXES)
-    beside = sum(int(pins.get(name, 0)) for name in ("servers", "backup_workers"))
-    left = world.size - beside
-    if beside and (left < 1 or left % needed or (is_whole and needed != left)):
-        raise PlanError(
-            f"beside {beside} servers and backup workers {left} of this job's {world.size} ranks"
-            f" are left, the degrees need {'' if is_whole else 'a multiple of '}{needed}",
-            hints=[f"start {needed + beside} ranks, or leave the degrees open"],
-        )
-    if not beside and (world.size % needed or (is_whole and needed != world.size)):
-        words = " ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
-        raise PlanError(
-            f"{words or 'a plan of one device'} needs {'' if is_whole else 'a multiple of '}"
-            f"{needed} rank{'s' if needed > 1 else ''}, this job has {world.size}",
-            hints=[f"start {needed} ranks, or leave the degrees open"],
-        )
 
 
 def _from_rank_zero(decide: Callable[[], Decision], world: World) -> Decision:

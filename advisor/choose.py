@@ -49,7 +49,7 @@ def choose(
         facts=facts,
         policy=policy,
         pins=dict(pins),
-        reasons=tuple(reasons(winner, choice.pool, kept.costs, policy, trace, pins)),
+        reasons=tuple(reasons(winner, choice.pool, kept.costs, policy, trace, pins, weighed)),
         trace=trace,
         alternatives=tuple(others[: policy.alternatives]),
         weighed=choice.total,

@@ -143,7 +143,7 @@ def cli(ctx: click.Context) -> None:
     "--imbalance",
     callback=fraction,
     metavar="FRACTION",
-    help="How much ranks' computing times scatter: deviation over mean. Default: none is assumed.",
+    help="How much ranks' computing times scatter: deviation over mean. Default: as runs here did.",
 )
 @click.option(
     "--allow-stale",
@@ -197,7 +197,7 @@ def plan(
         samples=samples,
         critical_batch=critical_batch,
         host_overhead_s=host_overhead or 0.0,
-        imbalance=imbalance or 0.0,
+        imbalance=imbalance,
     )
     from advisor.choose import choose
     from advisor.policy import Objective, Policy

@@ -14,6 +14,7 @@ from engines.plan import (
     Compression,
     DataParallel,
     Offload,
+    OffloadTo,
     Plan,
     Recompute,
     Schedule,
@@ -54,14 +55,17 @@ def title(plan: Plan) -> str:
         words.append(_replicas(plan))
     sent = [] if plan.aggregation is Aggregation.BACKEND else [f"{plan.aggregation} sums"]
     sent += [_SENT[plan.compression]] if plan.compression is not Compression.NONE else []
-    offload = [_offloaded(plan.offload)] if plan.offload is not Offload.NONE else []
+    offload = [offloaded(plan)] if plan.offload is not Offload.NONE else []
     return ", ".join([" + ".join(words), *sent, *offload])
 
 
-def _offloaded(what: Offload) -> str:
+def offloaded(plan: Plan) -> str:
     """All states are what the word usually means."""
-    named = what.value.replace(",", " and ")
-    return "CPU offload" if what is Offload.STATES else f"offloaded {named}"
+    in_files = plan.offload_to is OffloadTo.DISK
+    if plan.offload is Offload.STATES:
+        return "disk offload" if in_files else "CPU offload"
+    named = plan.offload.value.replace(",", " and ")
+    return f"offloaded {named}{' to disk' if in_files else ''}"
 
 
 _SENT = {Compression.BF16: "bf16 gradients", Compression.POWERSGD: "PowerSGD"}
@@ -153,13 +157,13 @@ def _cut_axes(plan: Plan) -> tuple[str, ...]:
     return tuple(axis for axis in ("pp", "cp", "tp", "ep") if getattr(plan, axis) > 1)
 
 
-Kind = tuple[tuple[str, ...], DataParallel, Offload, Updates, bool]
+Kind = tuple[tuple[str, ...], DataParallel, Offload, OffloadTo, Updates, bool]
 
 
 def kind(plan: Plan) -> Kind:
-    """Which axes a plan uses, what its replicas shard, what waits in main memory, and how ranks
-    update; no degrees."""
-    shards = plan.data_parallel, plan.offload
+    """Which axes a plan uses, what its replicas shard, what waits outside the device and where, and
+    how ranks update; no degrees."""
+    shards = plan.data_parallel, plan.offload, plan.offload_to
     return _cut_axes(plan), *shards, plan.updates, plan.servers > 0
 
 
@@ -172,7 +176,7 @@ def kind_words(plan: Plan) -> str:
     words = [axis.upper() for axis in _cut_axes(plan)]
     if not words or plan.data_parallel is not DataParallel.NONE:
         words.append(_replicas(plan).partition(",")[0].partition(" over")[0])
-    offload = [_offloaded(plan.offload)] if plan.offload is not Offload.NONE else []
+    offload = [offloaded(plan)] if plan.offload is not Offload.NONE else []
     return ", ".join([" + ".join(words), *offload])
 
 

@@ -13,6 +13,7 @@ from advisor.candidates import refuse, searched
 from advisor.comparison import Kind, kind
 from advisor.cost import CostModel
 from advisor.facts import Facts
+from advisor.outside import attempts, hopeless
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, preferred
 from advisor.search.kept import Kept
@@ -22,7 +23,7 @@ from advisor.search.space import Pins
 from advisor.sending import sending
 from advisor.tree import Family, Trace, belongs, in_leaf
 from advisor.walk import walk
-from engines.plan import Offload, Plan
+from engines.plan import Offload, OffloadTo, Plan
 
 _DEFAULT = Policy()
 _NO_PINS: Pins = {}
@@ -72,8 +73,7 @@ def decide(
 
     Every legal plan is weighed, most of them by lower bounds (`advisor.search`). The tree's leaf
     says which families come first; the fastest plan of them that fits is taken, the simpler one on
-    a tie. States go to the host only where nothing else fits, activations of blocks with them where
-    that is not enough.
+    a tie. Something waits outside the device only where nothing else fits: `advisor.outside`.
 
     Args:
         styles: how layers are split over a tp axis of some size; by default what the profile alone
@@ -91,15 +91,9 @@ def decide(
         raise refuse(facts, pins)
     trace = walk(kept.costs, policy)
     winner = _best([_winner(search, policy, trace) for search in searches], policy, trace)
-    if winner is None and "offload" not in pins and facts.cluster.device.kind != "cpu":
-        # A CPU rank's device memory is the host's already.
-        for offload in (Offload.STATES, Offload.STATES_ACTIVATIONS):
-            to_host = searched(kept, pins, policy, styles=styles, offload=offload)
-            searches.append(to_host)
-            winner = _winner(to_host, policy, trace)
-            # Where main memory is what is short, activations there make it shorter.
-            if winner is not None or to_host.left_out["fits-host"]:
-                break
+    if winner is None:
+        winner, outside = _outside(kept, pins, policy, trace, styles=styles)
+        searches += outside
     left_open: set[Kind] = set()
     for search in searches:
         if winner is None:
@@ -131,6 +125,30 @@ def decide(
         kinds=[plan for search in searches for plan, _ in search.kinds()],
         offered=offered,
     )
+
+
+def _outside(
+    kept: Kept, pins: Pins, policy: Policy, trace: Trace, *, styles: Styles | None
+) -> tuple[Candidate | None, list[Search]]:
+    """The best plan of the first attempt to keep something outside the device of which one fits,
+    and all that was searched for it."""
+    searches: list[Search] = []
+    short: list[Offload] = []
+    for attempt in attempts(kept.costs.facts, pins):
+        winners = []
+        for offload in attempt.kinds:
+            if attempt.to is OffloadTo.HOST and hopeless(offload, short):
+                continue
+            wanted = attempt.pins(pins)
+            search = searched(kept, wanted, policy, styles=styles, offload=offload)
+            searches.append(search)
+            winners.append(_winner(search, policy, trace))
+            if search.left_out["fits-host"]:
+                short.append(offload)
+        winner = _best(winners, policy, trace)
+        if winner is not None:
+            return winner, searches
+    return None, searches
 
 
 def _refined(

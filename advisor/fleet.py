@@ -31,7 +31,11 @@ def resized(cluster: ClusterProfile, devices: int) -> ClusterProfile:
             inside["intra"] = None
         return cluster.model_copy(update=inside)
     if devices % per_node:
-        raise InputError(f"{devices} devices are no whole nodes of {per_node}")
+        nodes = devices // per_node
+        raise InputError(
+            f"{devices} devices are no whole nodes of {per_node}",
+            hints=[f"{nodes * per_node} or {(nodes + 1) * per_node} are"],
+        )
     if cluster.inter is None:
         raise InputError(
             f"{devices} devices are {devices // per_node} nodes, and nothing is known of a network",

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from advisor.comparison import cuts, kind_words, title
 from advisor.decision import Decision
-from advisor.large_batch import LATE_LOSS, batch_advice, critical_tokens
-from engines.plan import AXES, DataParallel, Offload, Plan, Updates
+from advisor.large_batch import LATE_LOSS, batch_advice, critical_tokens, noise_scale
+from engines.plan import AXES, DataParallel, Offload, Plan, Updates, format_setting
 from profiles.cluster import Collective, Link
 from profiles.units import (
     format_bandwidth,
@@ -55,9 +55,8 @@ def _accelerator(decision: Decision) -> str:
 
 
 def _mesh(decision: Decision) -> str:
-    plan = decision.plan
-    axes = " x ".join(f"{a}={getattr(plan, a)}" for a in AXES if getattr(plan, a) > 1)
-    beside = [f"{n}={getattr(plan, n)}" for n in ("backup_workers", "servers") if getattr(plan, n)]
+    beside = decision.plan.said("backup_workers", "servers").split()
+    axes = decision.plan.said(*AXES).replace(" ", " x ")
     return " + ".join([axes or "one rank", *beside])
 
 
@@ -94,6 +93,15 @@ def _latency(decision: Decision) -> str | None:
         if link is not None
     ]
     return ", ".join(said) or None
+
+
+def _by_hand(decision: Decision) -> str:
+    model = decision.facts.model
+    if not model.devices:
+        return f"{model.name} is in one piece"
+    copies = [t for t in decision.estimate.traffic if t.stride == 0]
+    waited = format_seconds(sum(copy.seconds for copy in copies))
+    return f"parts on {' and '.join(model.devices)}, {waited} of a step between them"
 
 
 def _axis(name: str) -> Number:
@@ -207,7 +215,9 @@ def _server(decision: Decision) -> str | None:
 
 def _setting(*names: str) -> Number:
     """These settings of the plan, as the user would write them."""
-    return lambda decision: " ".join(f"{n}={getattr(decision.plan, n)}" for n in names)
+    return lambda decision: " ".join(
+        f"{name}={format_setting(getattr(decision.plan, name))}" for name in names
+    )
 
 
 def _staleness(decision: Decision) -> str:
@@ -301,10 +311,10 @@ def _noise(decision: Decision) -> str:
     work = decision.facts.workload
     if work.dataset_samples is None:
         return "give `--samples`, the size of the data set"
-    left = work.dataset_samples / work.global_batch_size - 1
-    if left <= 0:
+    if work.global_batch_size >= work.dataset_samples:
         return "none: a step has the whole data set"
-    return f"N / B - 1 = {left:,.1f}, times rate / (1 - momentum)"
+    of_rate_1 = noise_scale(1.0, samples=work.dataset_samples, batch=work.global_batch_size)
+    return f"N / B - 1 = {of_rate_1:,.1f}, times rate / (1 - momentum)"
 
 
 def _critical(decision: Decision) -> str:
@@ -369,6 +379,7 @@ _NUMBERS: dict[str, Number] = {
     "FSDP": _kinds(DataParallel.FULL_SHARD),
     "HSDP": _kinds(DataParallel.HYBRID_SHARD),
     "model parallelism": _model_parallel,
+    "model parallelism by hand": _by_hand,
     "tensor parallelism": _axis("tp"),
     "horizontal": _axis("tp"),
     "vertical": _axis("pp"),
@@ -389,6 +400,9 @@ _NUMBERS: dict[str, Number] = {
     "send and receive": _sent(Collective.SEND_RECV),
     "ring all-reduce": _ring,
     "gradient aggregation": _setting("aggregation"),
+    "hierarchical all-reduce": _setting("aggregation"),
+    "mixed precision": _setting("precision"),
+    "synchronised batch norm": _setting("sync_batch_norm"),
     "gradient compression": _setting("compression"),
     "synchronous update": _setting("updates"),
     "asynchronous update": _setting("updates"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from advisor.facts import Facts
-from engines.learning_rate import ScalingRule, rule_of, same_noise_factor, warm_up_steps
+from engines.learning_rate import ScalingRule, rule_of, warm_up_steps
 from profiles.errors import InputError
 from profiles.record import Record
 from profiles.units import format_count, format_percent
@@ -159,7 +159,13 @@ def noise_scale(learning_rate: float, *, momentum: float = 0.0, samples: int, ba
         samples, batch: N of the training set, B of a step.
 
     Source: Smith and Le 2018 (arXiv:1710.06451), Smith, Kindermans, Ying and Le 2018
-    (arXiv:1711.00489).
+    (arXiv:1711.00489). `ScalingRule.NOISE` keeps it when devices are added:
+
+    >>> factor = ScalingRule.NOISE.factor(tuned_at=256, batch=8192, samples=1_281_167)
+    >>> round(noise_scale(0.1, samples=1_281_167, batch=256), 6)
+    500.355859
+    >>> round(noise_scale(0.1 * factor, samples=1_281_167, batch=8192), 6)
+    500.355859
 
     Raises:
         InputError: no positive sizes, a batch of more than all samples, or momentum 1 and more.
@@ -169,17 +175,3 @@ def noise_scale(learning_rate: float, *, momentum: float = 0.0, samples: int, ba
     if not 0 <= momentum < 1:
         raise InputError(f"momentum lies in 0 <= m < 1, not {momentum}")
     return learning_rate / (1 - momentum) * (samples / batch - 1)
-
-
-def rate_of_same_noise(learning_rate: float, *, batch: int, samples: int, new_batch: int) -> float:
-    """The rate that keeps g when devices are added and the batch becomes `new_batch`.
-
-    Close to the linear rule while batches are small parts of the data set:
-
-    >>> round(rate_of_same_noise(0.1, batch=256, samples=1_281_167, new_batch=8192), 3)
-    3.22
-
-    Raises:
-        InputError: batches that are not a part of `samples`.
-    """
-    return learning_rate * same_noise_factor(tuned_at=batch, batch=new_batch, samples=samples)

@@ -215,9 +215,9 @@ def _one_of_equals(runs: Iterable[tuple[Run, float]]) -> list[tuple[Run, float]]
 
 
 def undisturbed_s(run: Run) -> float:
-    """A step of `run` as others leave it alone: the fast quartile."""
+    """A step of `run` as others leave it alone, its own slow ranks too: the fast quartile."""
     step = run.step
-    return step.low_s + QUARTILE * (step.median_s - step.low_s)
+    return run.even_share * (step.low_s + QUARTILE * (step.median_s - step.low_s))
 
 
 def _part_s(run: Run, constant: Constant, units: Mapping[Constant, float]) -> float:

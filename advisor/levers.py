@@ -35,7 +35,8 @@ def value(facts: Facts, lever: Lever) -> float:
     cluster = facts.cluster
     match lever:
         case Lever.LINKS_IN_NODE:
-            return _link(cluster.intra, "a node has one device").bandwidth_bytes_per_s.value
+            inside = cluster.intra or cluster.link_in_rank
+            return _link(inside, "a node has one device").bandwidth_bytes_per_s.value
         case Lever.LINKS_BETWEEN_NODES:
             return _link(cluster.inter, "there is one node").bandwidth_bytes_per_s.value
         case Lever.MEMORY:
@@ -78,7 +79,9 @@ def varied(facts: Facts, lever: Lever, wanted: float) -> Facts:
     factor = wanted / value(facts, lever)
     match lever:
         case Lever.LINKS_IN_NODE:
-            return _with(facts, cluster=_faster(cluster, "intra", factor))
+            parts = cluster.parts and _faster(cluster.parts, "intra", factor)
+            faster = _faster(cluster, "intra", factor) if cluster.intra else cluster
+            return _with(facts, cluster=faster.model_copy(update={"parts": parts}))
         case Lever.LINKS_BETWEEN_NODES:
             return _with(facts, cluster=_faster(cluster, "inter", factor))
         case Lever.MEMORY:

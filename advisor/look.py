@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from advisor.facts import Facts
-from advisor.runs import with_runs
+from advisor.parts import with_parts
+from advisor.runs import pace_of, with_runs
 from engines.footprint import optimizer_footprint
 from engines.optimizer import OptimizerFactory
 from engines.plan import Precision
@@ -48,7 +49,7 @@ def look(
     host_overhead_s: float = 0.0,
     pins: Mapping[str, Any] = _NO_PINS,
     timed: bool = False,
-    imbalance: float = 0.0,
+    imbalance: float | None = None,
     learns: bool = False,
 ) -> Facts:
     """What there is to know before deciding; with `learns` runs on this machine correct it."""
@@ -66,7 +67,7 @@ def look(
     )
     if timed:
         profile = _with_times(model, sample, loss_fn, profile, cluster)
-    cluster = _with_parts(_with_context(cluster, model), profile)
+    cluster = with_parts(_with_context(cluster, model), profile)
     if learns:
         cluster = with_runs(cluster, dtype=Precision(wanted).dtype)
     batch = global_batch_size
@@ -86,7 +87,7 @@ def look(
             "dataset_samples": samples,
             "critical_batch_size": critical_batch_size,
             "host_overhead_s": host_overhead_s,
-            "imbalance": imbalance,
+            **pace_of(imbalance, cluster, profile, learns=learns),
             "given": _given(
                 global_batch_size=global_batch_size,
                 optimizer=optimizer,
@@ -94,7 +95,7 @@ def look(
                 host_overhead_s=host_overhead_s or None,
                 dataset_samples=samples,
                 critical_batch_size=critical_batch_size,
-                imbalance=imbalance or None,
+                imbalance=imbalance,
             ),
         }
     )
@@ -128,21 +129,6 @@ def _global_batch(sample: Batch, pins: Mapping[str, Any], ranks: int) -> int:
 def _given(**arguments: object) -> tuple[str, ...]:
     """The fields of a workload that the caller named."""
     return tuple(name for name, value in arguments.items() if value is not None)
-
-
-def _with_parts(cluster: ClusterProfile, profile: ModelProfile) -> ClusterProfile:
-    """Where a model is split by hand a rank has several devices, and the memory of all of them."""
-    count = len(profile.devices)
-    if count < 2 or cluster.device.kind == "cpu":  # those share the machine's memory
-        return cluster
-    memory = cluster.device.memory_bytes
-    together = memory.model_copy(update={"value": memory.value * count})
-    device = cluster.device.model_copy(update={"memory_bytes": together})
-    note = (
-        f"{profile.name} is split by hand over {count} devices a rank: their memory counts"
-        " together, and what passes between them is not in the times"
-    )
-    return cluster.model_copy(update={"device": device, "notes": (*cluster.notes, note)})
 
 
 def _with_context(cluster: ClusterProfile, model: nn.Module) -> ClusterProfile:

@@ -25,12 +25,13 @@ def facts_of(
     samples: int | None,
     critical_batch: int | None,
     host_overhead_s: float = 0.0,
-    imbalance: float = 0.0,
+    imbalance: float | None = None,
 ) -> Facts:
     """What is known, from the options; what is cheap to check comes first."""
     from advisor.facts import Facts
     from advisor.models import profile_model, require_model
-    from advisor.runs import with_runs
+    from advisor.parts import with_parts
+    from advisor.runs import pace_of, with_runs
     from engines.plan import Precision
     from profiles.model import Numerics
     from profiles.optimizers import optimizer_profile
@@ -42,6 +43,7 @@ def facts_of(
     machines = resolve(cluster, bench=bench)
     reduced = (Numerics.BF16, Numerics.BF16_AUTOCAST) if precision == "bf16" else ()
     found = profile_model(model, samples=1, sequence_length=sequence_length, numerics=reduced)
+    machines = with_parts(machines, found)
     if global_batch is None:
         global_batch = found.samples * machines.world_size
         say(f"note: no `--global-batch`: {found.samples} per device, {global_batch} in all")
@@ -56,8 +58,8 @@ def facts_of(
         dataset_samples=samples,
         critical_batch_size=critical_batch,
         host_overhead_s=host_overhead_s,
-        imbalance=imbalance,
         given=_given(),
+        **pace_of(imbalance, machines, found, learns=cluster == "auto"),
     )
     return Facts(model=found, cluster=machines, workload=workload)
 

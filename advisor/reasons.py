@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from advisor import apart, sending
+from advisor import apart, outside, sending
 from advisor.comparison import causes, margin_percent, shape, title
 from advisor.cost import CostModel
+from advisor.cost.by_hand import crossed_s
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, margin_s, simplicity
@@ -32,13 +33,16 @@ def reasons(
     policy: Policy,
     trace: Trace,
     pins: Pins,
+    weighed: Sequence[Candidate] = (),
 ) -> Iterator[str]:
     """What the states need, the path through the tree, and why this plan among its like.
 
-    `pool` are the plans that fit and that the winner was taken from.
+    `pool` are the plans that fit and that the winner was taken from; `weighed` those that do not
+    fit as well.
     """
     facts = costs.facts
     yield _states_reason(winner, facts, policy)
+    yield from outside.reason(winner, weighed)
     for step in trace.steps[1:]:
         yield f"{step.question} {_capitalised(step.answer)}: {step.because}"
     yield _leaf_reason(winner, policy, trace, pins)
@@ -49,6 +53,7 @@ def reasons(
     yield from apart.reason(winner, costs)
     yield from _sequence_reason(winner, facts, policy)
     yield from _experts_reason(winner)
+    yield from _by_hand_reason(winner, costs)
     yield from _recompute_reason(winner, costs, policy)
     yield from _runner_up_reason(winner, pool, policy)
     yield from _whole_reason(winner, pool, facts, policy)
@@ -63,7 +68,8 @@ def _states_reason(winner: Candidate, facts: Facts, policy: Policy) -> str:
     usable = format_gib(policy.usable_bytes(facts.cluster.device))
     needs = f"One copy of the model states needs {format_gib(whole)}; a device has {usable} usable"
     if winner.plan.offload.states:
-        share = f"Its share of {format_gib(held)} waits in main memory, where the optimizer runs"
+        where = "files" if winner.estimate.disk_bytes else "main memory"
+        share = f"Its share of {format_gib(held)} waits in {where}, where the optimizer runs"
         at_peak = f"; at its peak the device holds {format_gib(memory.gradients)} of gradients"
         return f"{needs}. {share}{at_peak if memory.gradients else ''}"
     if winner.plan.offload.optimizer and not memory.optimizer:
@@ -153,6 +159,25 @@ def _experts_reason(winner: Candidate) -> Iterator[str]:
     """What travels to experts on other ranks."""
     if winner.plan.ep > 1:
         yield f"{winner.plan.ep} ranks share the experts; {_passing(winner, 'tokens')}"
+
+
+def _by_hand_reason(winner: Candidate, costs: CostModel) -> Iterator[str]:
+    """What passes between the devices of a rank where its author split the module."""
+    plan, model = winner.plan, costs.facts.model
+    found = model.crossings.get(costs.numerics(plan), ())
+    if not found:
+        return
+    ledger = costs.ledger()
+    seconds = crossed_s(plan, model, costs.numerics(plan), ledger)
+    passed = ledger.traffic()
+    sent = sum(traffic.bus_bytes for traffic in passed) + ledger.host_bytes
+    links = [traffic.link for traffic in passed] + ["the way to the host"] * bool(ledger.host_bytes)
+    ways = dict.fromkeys(f"{each.source} to {each.target}" for each in found)
+    yield (
+        f"It was split by hand: what passes from {', '.join(ways)} and back, {format_gib(sent)} a"
+        f" step and rank, takes {format_seconds(seconds)} over"
+        f" {' and '.join(dict.fromkeys(links))}; while one device computes the others wait"
+    )
 
 
 def _passing(winner: Candidate, what: str) -> str:

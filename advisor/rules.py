@@ -81,6 +81,22 @@ def fits_host(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> F
     )
 
 
+def fits_disk(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> Finding | None:
+    """What all devices of a node keep in files stays within what was free in their folder."""
+    free = facts.cluster.disk_free_bytes
+    if not estimate.disk_bytes or free is None:
+        return None
+    needed = estimate.disk_bytes * facts.cluster.devices_per_node
+    if needed <= free.value:
+        return None
+    return Finding(
+        rule="fits-disk",
+        because=f"does not fit: needs {format_gib(needed)} of {format_gib(free.value)} that are"
+        " free on a node's disk",
+        missing_bytes=needed - free.value,
+    )
+
+
 def host_bytes_per_node(estimate: Estimate, cluster: ClusterProfile) -> float:
     """Main memory that the offloaded states of a node's devices take."""
     return estimate.host_bytes * cluster.devices_per_node
@@ -91,7 +107,7 @@ def load_bytes_per_node(estimate: Estimate, cluster: ClusterProfile) -> float:
     return estimate.load_bytes * cluster.devices_per_node
 
 
-RULES: tuple[Rule, ...] = (fits_device, fits_host)
+RULES: tuple[Rule, ...] = (fits_device, fits_host, fits_disk)
 
 
 def weigh(plans: Iterable[Plan], costs: CostModel, policy: Policy) -> list[Candidate]:
@@ -184,6 +200,24 @@ def margin_s(one: Estimate, other: Estimate, policy: Policy) -> float:
     own = one.compute_error * computing
     own += one.launch_error * launching + one.communication_error * sent
     return max(own, policy.simplicity_margin * min(one.step_s, other.step_s))
+
+
+def beats(one: Candidate, other: Candidate, policy: Policy) -> bool:
+    """Whether it is faster by more than a tie."""
+    gain_s = other.estimate.step_s - one.estimate.step_s
+    return gain_s > margin_s(one.estimate, other.estimate, policy)
+
+
+def first_of_fastest(
+    plans: Iterable[Plan], than: Candidate, costs: CostModel, policy: Policy
+) -> Candidate | None:
+    """The first of `plans`, which come in an order of preference, that fits and ties with the
+    fastest of them; None where that one does not beat `than`."""
+    found = [c for c in weigh(plans, costs, policy) if c.fits]
+    fastest = min(found, key=lambda c: c.estimate.step_s, default=None)
+    if fastest is None or not beats(fastest, than, policy):
+        return None
+    return next(c for c in found if not beats(fastest, c, policy))
 
 
 def preferred(candidates: Sequence[Candidate], policy: Policy) -> Candidate:

@@ -7,11 +7,14 @@ import weakref
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from advisor.cost import estimate
 from advisor.decision import Decision
+from advisor.facts import Facts
 from advisor.learning import parts_of, refit
 from profiles import runs
 from profiles.errors import AdvisorError
 from profiles.kept import fingerprint
+from profiles.pace import Pace, usual
 from profiles.provenance import Timing
 from profiles.runs import Machine, Peak, Run
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from engines.parallel import ParallelModel
     from engines.steps import Steps
     from profiles.cluster import ClusterProfile
+    from profiles.model import ModelProfile
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +35,39 @@ FEWEST_UNASKED = 20
 def with_runs(cluster: ClusterProfile, *, dtype: str) -> ClusterProfile:
     """`cluster`, which this process is part of, as runs that were kept here correct it."""
     return refit(cluster, runs.runs_on(runs.machine_of(cluster)), dtype=dtype)
+
+
+def pace_here(cluster: ClusterProfile, model: ModelProfile) -> Pace | None:
+    """How the ranks of runs that were kept here differed: of this model where there are such, else
+    of all."""
+    known = [run for run in runs.runs_on(runs.machine_of(cluster)) if run.pace is not None]
+    mine = fingerprint_of(model)
+    of_model = [run for run in known if run.fingerprint == mine]
+    paces = [run.pace for run in of_model or known if run.pace is not None]
+    return usual(paces) if paces else None
+
+
+def pace_of(
+    imbalance: float | None, cluster: ClusterProfile, model: ModelProfile, *, learns: bool
+) -> dict[str, float | int | None]:
+    """Fields of a workload: what somebody said, else what runs say where they are asked."""
+    if imbalance is not None or not learns:
+        return {"imbalance": imbalance or 0.0}
+    pace = pace_here(cluster, model)
+    if pace is None or not (pace.scatter or pace.straggling):
+        return {"imbalance": 0.0}
+    return {
+        "imbalance": pace.scatter,
+        "straggling": pace.straggling,
+        "slow_rank": pace.slowest,
+        "pace_runs": pace.runs,
+    }
+
+
+def fingerprint_of(model: ModelProfile) -> str:
+    """By what a model is known again; how long its blocks took is none of it."""
+    plain = model.model_copy(update={"times": ()})
+    return fingerprint(plain.model_dump(mode="json"))
 
 
 def keep_run(parallel: ParallelModel, *, peak_bytes: float | None = None) -> Run | None:
@@ -63,17 +100,24 @@ def keep_at_end(parallel: ParallelModel) -> None:
 
 
 def run_of(
-    decision: Decision, machine: Machine, *, step: Timing, peak_bytes: float | None = None
+    decision: Decision,
+    machine: Machine,
+    *,
+    step: Timing,
+    peak_bytes: float | None = None,
+    pace: Pace | None = None,
 ) -> Run:
     """What was predicted by `decision` beside what was measured."""
-    facts, plan, predicted = decision.facts, decision.plan, decision.estimate
-    plain = facts.model.model_copy(update={"times": ()})
+    plan, predicted = decision.plan, decision.estimate
+    facts = _paced(decision.facts, None)
+    even_s = estimate(plan, facts).step_s
     peak = None
     if peak_bytes is not None:
         context, learned = facts.cluster.device.context_bytes, facts.cluster.learned
         width = predicted.peak_high_bytes - predicted.peak_low_bytes
         peak = Peak(
-            predicted_bytes=predicted.peak_bytes,
+            # An accelerator is measured by what its allocator reserved.
+            predicted_bytes=max(predicted.reserved_bytes, predicted.peak_bytes),
             measured_bytes=peak_bytes,
             doubt_bytes=max(0.0, width - (context.high - context.low)) / 2,
             offset_bytes=learned.context_offset_bytes if learned else 0.0,
@@ -81,15 +125,25 @@ def run_of(
     return Run(
         machine=machine,
         model=facts.model.name,
-        fingerprint=fingerprint(plain.model_dump(mode="json")),
+        fingerprint=fingerprint_of(facts.model),
         plan=str(plan),
         dtype=facts.precision.dtype,
-        predicted_s=predicted.step_s,
+        predicted_s=even_s,
         parts=parts_of(plan, facts),
         step=step,
         peak=peak,
+        pace=pace,
+        even_share=even_s / estimate(plan, _paced(facts, pace)).step_s,
         ended_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _paced(facts: Facts, pace: Pace | None) -> Facts:
+    """`facts` with one rank as slow as that; None is none. What only scatters hardly shows in the
+    fast quartile, which a run is explained by."""
+    slow = {"imbalance": 0.0, "straggling": pace.known.straggling if pace else 0.0}
+    workload = facts.workload.model_copy(update=slow)
+    return Facts(model=facts.model, cluster=facts.cluster, workload=workload)
 
 
 def _keep(
@@ -100,7 +154,7 @@ def _keep(
         return None
     if peak_bytes is None and decision.plan.pp == 1:  # stages hold different things
         peak_bytes = steps.peak_bytes
-    run = run_of(decision, machine, step=timing, peak_bytes=peak_bytes)
+    run = run_of(decision, machine, step=timing, peak_bytes=peak_bytes, pace=steps.pace)
     runs.keep_run(run)
     steps.is_kept = True
     return run

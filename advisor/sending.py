@@ -6,13 +6,13 @@ optimisation: it is taken with `Policy.allow_lossy` alone, and offered otherwise
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from advisor.cost import CostModel
 from advisor.policy import Objective, Policy
-from advisor.rules import Candidate, margin_s, weigh
+from advisor.rules import Candidate, first_of_fastest
 from advisor.search.space import Pins
 from engines.legality import problems
 from engines.plan import Aggregation, Compression, Plan
@@ -21,7 +21,16 @@ from profiles.units import format_seconds
 # Of PowerSGD, where none is given: what trained a language model as well as whole gradients did
 # (Vogels et al. 2019, table 7: an LSTM on WikiText-2; image classifiers took 2).
 POWERSGD_RANK = 4
-_ASKED = ("aggregation", "compression", "compression_rank")
+_SETTINGS = ("aggregation", "compression", "compression_rank")
+# All others put as much on the slowest link as the backend's ring does, or more. What some spare
+# are latencies, and those are less than the host takes to launch each message.
+_LOSSLESS = ({"aggregation": Aggregation.HIERARCHICAL},)
+# Those that lose less first.
+_LOSSY = (
+    {"compression": Compression.BF16},
+    {"compression": Compression.BF16, "aggregation": Aggregation.HIERARCHICAL},
+    {"compression": Compression.POWERSGD, "compression_rank": POWERSGD_RANK},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,56 +49,23 @@ def sending(
     Args:
         replicas: the fastest DDP plan that may be taken, if there is one.
     """
-    if replicas is None or policy.objective is Objective.MEMORY or set(_ASKED) & set(pins):
+    if replicas is None or policy.objective is Objective.MEMORY or set(_SETTINGS) & set(pins):
         return Sending(winner)
     if replicas.estimate.time.exposed_s <= policy.simplicity_margin * replicas.estimate.step_s:
         return Sending(winner)  # there is nothing to gain
-    best = _faster(winner, _lossless(), replicas.plan, costs, policy) or winner
-    lossy = _faster(best, _lossy(), replicas.plan, costs, policy)
-    if lossy is None:
+    exact, lossy = (_legal(ways, replicas.plan, costs) for ways in (_LOSSLESS, _LOSSY))
+    best = first_of_fastest(exact, winner, costs, policy) or winner
+    offered = first_of_fastest(lossy, best, costs, policy)
+    if offered is None:
         return Sending(best)
-    return Sending(lossy) if policy.allow_lossy else Sending(best, lossy)
+    return Sending(offered) if policy.allow_lossy else Sending(best, offered)
 
 
-def _lossless() -> Iterator[Mapping[str, Any]]:
-    """All others put as much on the slowest link as the backend's ring does, or more. What some
-    spare are latencies, and those are less than the host takes to launch each message."""
-    yield {"aggregation": Aggregation.HIERARCHICAL}
-
-
-def _lossy() -> Iterator[Mapping[str, Any]]:
-    """Those that lose less first."""
-    yield {"compression": Compression.BF16}
-    yield {"compression": Compression.BF16, "aggregation": Aggregation.HIERARCHICAL}
-    yield {"compression": Compression.POWERSGD, "compression_rank": POWERSGD_RANK}
-
-
-def _faster(
-    than: Candidate,
-    ways: Iterator[Mapping[str, Any]],
-    plan: Plan,
-    costs: CostModel,
-    policy: Policy,
-) -> Candidate | None:
-    """The first of the fastest `ways`, if they are faster than a candidate beyond the margin."""
-    found = [c for c in weigh(_legal(ways, plan, costs), costs, policy) if c.fits]
-    if not found:
-        return None
-    fastest = min(found, key=lambda c: c.estimate.step_s)
-    if not _beats(fastest, than, policy):
-        return None
-    return next(c for c in found if not _beats(fastest, c, policy))
-
-
-def _legal(ways: Iterator[Mapping[str, Any]], plan: Plan, costs: CostModel) -> Sequence[Plan]:
-    model, cluster = costs.facts.model, costs.facts.cluster
-    plans = [plan.model_copy(update=dict(way)) for way in ways]
-    return [plan for plan in plans if not problems(plan, model, cluster)]
-
-
-def _beats(one: Candidate, other: Candidate, policy: Policy) -> bool:
-    gain = other.estimate.step_s - one.estimate.step_s
-    return gain > margin_s(one.estimate, other.estimate, policy)
+def _legal(ways: Iterable[Mapping[str, Any]], plan: Plan, costs: CostModel) -> Iterator[Plan]:
+    for way in ways:
+        found = plan.model_copy(update=dict(way))
+        if not problems(found, costs.facts.model, costs.facts.cluster):
+            yield found
 
 
 def is_usual(plan: Plan) -> bool:
@@ -103,7 +79,7 @@ def settings(plan: Plan) -> str:
     >>> settings(Plan.parse("dp_replicate=4 aggregation=ring"))
     'aggregation=ring'
     """
-    return " ".join(word for word in str(plan).split() if word.startswith(_ASKED))
+    return plan.said(*_SETTINGS)
 
 
 def reason(winner: Candidate, costs: CostModel) -> str:

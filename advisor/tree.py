@@ -68,7 +68,7 @@ QUESTIONS = (
 )
 LEAVES = (
     Leaf("single", "nothing to spread", (Family.SINGLE,)),
-    Leaf("offload", "states wait in main memory", (Family.OFFLOAD,)),
+    Leaf("offload", "states or activations wait outside the device", (Family.OFFLOAD,)),
     Leaf(
         "replicate",
         "DDP; ZeRO only if predicted faster, or for memory",

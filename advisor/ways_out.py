@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from advisor.allocator import ADVICE, slack_decides, without_slack
-from advisor.comparison import kind_words, nearest_miss, title
+from advisor.allocator import advice, slack_decides, without_slack
+from advisor.comparison import kind_words, nearest_miss, offloaded, title
+from advisor.cost.ledger import disk_bytes_per_s
 from advisor.decide import Choice, decide
 from advisor.facts import Facts
 from advisor.levers import TOKENS_STEP, Lever, value, varied
+from advisor.outside import with_disk
 from advisor.policy import Policy
 from advisor.rules import Candidate, host_bytes_per_node
 from advisor.search.space import Pins
@@ -18,10 +20,10 @@ from profiles.errors import InputError, NoPlanError
 from profiles.model import Numerics
 from profiles.optimizers import OPTIMIZERS
 from profiles.provenance import Quantity, Source
-from profiles.units import format_gib, format_seconds
+from profiles.units import format_bandwidth, format_gib, format_seconds
 
 # Changes shown when nothing fits: enough to choose from, few enough to read.
-_CHANGES_SHOWN = 3
+_CHANGES_SHOWN = 4
 # Main memory that is no limit: a million times what nodes have.
 _ENDLESS_BYTES = 2.0**60
 # What is divided by a share and multiplied by it again may come out a digit too small.
@@ -33,18 +35,22 @@ def no_plan(facts: Facts, policy: Policy, pins: Pins, choice: Choice) -> NoPlanE
     counts = ", ".join(f"{count} by `{rule}`" for rule, count in choice.rejected.items())
     nearest = nearest_miss(choice.weighed)
     because = nearest.finding.because if nearest.finding else ""
-    kinds = dict.fromkeys(kind_words(plan) for plan in choice.kinds)
+    here = [plan.model_copy(update={"offload": Offload.NONE}) for plan in choice.kinds]
+    kinds = "; ".join(dict.fromkeys(map(kind_words, here)))
+    away = [offloaded(plan) for plan in choice.kinds if plan.offload is not Offload.NONE]
+    if away:
+        kinds += f"; where possible also with {', '.join(dict.fromkeys(away))}"
     changes = list(islice(_changes(facts, policy, pins, choice.weighed), _CHANGES_SHOWN))
     device, high = facts.cluster.device, nearest.estimate.peak_high_bytes
     if slack_decides(high, device, policy):
         least = format_gib(without_slack(high, device))
         changes.append(
-            f"only what the allocator may lose is too much, without it {least} are needed: {ADVICE}"
+            f"only what the allocator may lose is too much, without it {least} are needed:"
+            f" {advice()}"
         )
     return NoPlanError(
         f"nothing fits: {choice.total} plans were weighed and left out ({counts})",
-        where=f"tried: {'; '.join(kinds)}\n"
-        f"nearest: {title(nearest.plan)} ({nearest.plan})\n{because}",
+        where=f"tried: {kinds}\nnearest: {title(nearest.plan)} ({nearest.plan})\n{because}",
         hints=changes,
     )
 
@@ -66,6 +72,7 @@ def _changes(
         yield from _verified(words, _with(facts, workload=workload), policy, pins)
     # Where nothing but main memory is in the way, that is said before anything larger.
     yield from _main_memory(facts, policy, pins)
+    yield from _disk(facts, policy, pins)
     yield from _more_devices(facts, policy, pins)
     yield from _more_memory(facts, policy, pins, weighed)
     yield from _shorter_sequences(facts, policy, pins)
@@ -123,6 +130,17 @@ def _main_memory(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
     larger = facts.cluster.model_copy(update={"host_memory_bytes": memory})
     change = f"take nodes with {format_gib(needed)} of main memory"
     yield from _verified(change, _with(facts, cluster=larger), policy, pins)
+
+
+def _disk(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
+    """Files, where nothing is known of a disk."""
+    if {"offload", "offload_to"} & set(pins) or facts.cluster.disk_write_bytes_per_s is not None:
+        return
+    cluster = with_disk(facts.cluster)
+    written, read = disk_bytes_per_s(cluster)
+    rates = f"{format_bandwidth(written.value)} written, {format_bandwidth(read.value)} read"
+    change = f"keep states in files on a disk of {rates} (`advise probe --disk FOLDER` times one)"
+    yield from _verified(change, _with(facts, cluster=cluster), policy, pins)
 
 
 def _smaller_states(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:

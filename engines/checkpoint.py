@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,13 @@ def save(
     layout: Layout,
     writers: dist.ProcessGroup | None = None,
     outer: Mapping[str, Tensor] | None = None,
+    replica: int = 0,
 ) -> None:
     """Write the folder `path`; all ranks call it, or all of `writers`, the first rank among them.
 
     Writers other than all ranks have the whole model each, and of optimizer states their own.
-    `outer` are states of an optimizer beside the ranks' own, the same on all of them.
+    `outer` are states of an optimizer beside the ranks' own, the same on all of them. Where
+    replicas step on their own, `replica` says which one this is: its states are kept as well.
 
     The pieces go to a folder beside it, which replaces an older `path` only when it is complete:
     an interrupted save leaves the old one.
@@ -60,6 +62,9 @@ def save(
     partial = target.with_name(target.name + ".partial")
     model_state, optimizer_state = _states(model, optimizer)
     states = optimizer_state["state"]
+    own: State = {}
+    if replica:  # of what several ranks give under one name torch takes anyone's
+        own, states = _flat(states), {}
     optimizer_state["state"] = {n: v for n, v in states.items() if layout.owns(n)}
     if layout.has_stages or writers is not None:
         groups = optimizer_state["param_groups"]
@@ -68,6 +73,8 @@ def save(
     state = _boxed(owned, optimizer_state, layout)
     if outer:
         state["outer"] = dict(outer)
+    if own:
+        state[_replica(replica)] = own
 
     def prepare() -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -88,11 +95,13 @@ def load(
     layout: Layout,
     alone: bool = False,
     outer: Mapping[str, Tensor] | None = None,
+    replica: int = 0,
 ) -> bool:
     """Read a folder written by `save`, under any plan, into the shards of this one.
 
     `alone`: without a word with other ranks, each of which has the whole model. Returns whether the
-    folder has all of `outer`, which are then written in place.
+    folder has all of `outer`, which are then written in place. A `replica` takes its own states of
+    the optimizer where it has some there, else those of the first.
 
     Raises:
         FileError: there is no complete checkpoint, or it belongs to another model.
@@ -117,6 +126,7 @@ def load(
     try:
         with _files(f"cannot load `{target}` into this model"):
             saved = dcp.FileSystemReader(target).read_metadata().state_dict_metadata.keys()
+            state |= _own_states(optimizer_state, replica, saved)
             _require_names(target, saved, names)
             _require_same_optimizer(target, saved, optimizer_state)
             # Parameters that never got a gradient have no optimizer state in the checkpoint.
@@ -127,7 +137,10 @@ def load(
         optimizer.state.update(before)
         raise
     # Into the boxes the values were written in place; what is no tensor is in `state`.
+    own = state.pop(_replica(replica), {})
     state = _unboxed(state, model_state, optimizer_state)
+    for name, found in state["optimizer"]["state"].items():
+        found |= {key: own[f"{name}.{key}"] for key in found if f"{name}.{key}" in own}
     options = StateDictOptions(strict=len(model_state) == len(names))
     if _is_of(optimizer, model):
         set_state_dict(
@@ -141,6 +154,30 @@ def load(
         set_model_state_dict(model, state["model"], options=options)
     _forget_states_not_saved(model, optimizer, saved)
     return bool(outer) and all(f"outer.{name}" in saved for name in outer or ())
+
+
+def _flat(states: State) -> State:
+    """The tensors among states by parameter, under the names of both."""
+    return {
+        f"{name}.{key}": value
+        for name, found in states.items()
+        for key, value in found.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _replica(number: int) -> str:
+    return f"replica{number}"
+
+
+def _own_states(optimizer_state: State, replica: int, saved: Collection[str]) -> dict[str, State]:
+    """Places for the states that a replica has of its own in a checkpoint."""
+    places = {
+        name: torch.empty_like(value)
+        for name, value in _flat(optimizer_state["state"]).items()
+        if f"{_replica(replica)}.{name}" in saved
+    }
+    return {_replica(replica): places} if places else {}
 
 
 def _boxed(model_state: State, optimizer_state: State, layout: Layout) -> dict[str, State]:

@@ -39,6 +39,15 @@ def told() -> str:
     return ""
 
 
+def has_store() -> bool:
+    """Whether the store answers that the ranks met at."""
+    try:
+        default_store().check([_FAILED])
+    except RuntimeError:
+        return False
+    return True
+
+
 def roll_call() -> list[int]:
     """The ranks that did not notice that contact was lost: those that the others waited for.
 
@@ -67,11 +76,15 @@ def tell_others(error: BaseException) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if not is_lost_contact(error):
-        line = f"rank {dist.get_rank()} failed: {_line(error)}"
-        with suppress(RuntimeError):
-            default_store().compare_set(_FAILED, "", line)
+        leave_word(f"rank {dist.get_rank()} failed: {_line(error)}")
     for group in every_group():
         _hang_up(group)
+
+
+def leave_word(line: str) -> None:
+    """What `told` says from now on, if nobody did before."""
+    with suppress(RuntimeError):
+        default_store().compare_set(_FAILED, "", line)
 
 
 def _hang_up(group: dist.ProcessGroup) -> None:

@@ -34,7 +34,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from engines.plan import DataParallel, Plan
+from engines.plan import DataParallel, OffloadTo, Plan
 from profiles.errors import PlanError
 from profiles.model import ModelProfile
 from profiles.torch_compat import is_view, map_tensors
@@ -55,6 +55,7 @@ def shard(
     kept: Container[str] | None = None,
     apart: Iterable[nn.Parameter] = (),
     fill: Callable[[nn.Module], None] | None = None,
+    keep: Callable[[FSDPModule], None] | None = None,
 ) -> FSDPModule:
     """Turn the parameters of `model` into shards over `mesh`, in place.
 
@@ -64,6 +65,7 @@ def shard(
     `kept`: first names of the parameters of this rank's stages, in a pipeline.
     `apart`: parameters that are none of FSDP2's; they are moved to the device.
     `fill` gives a unit its values just before it is cut, so that one unit at a time is whole.
+    `keep` takes the shards of a unit elsewhere, as soon as it is cut.
     """
     others = {p for name, p in model.named_parameters() if kept is not None and name not in kept}
     whole = _whole({*_scalars(model), *apart}, device_type=mesh.device_type)
@@ -74,7 +76,7 @@ def shard(
                 fill(module)
             module.register_forward_hook(_own_storage)
             with _refused(unit.name):
-                fully_shard(
+                cut = fully_shard(
                     module,
                     mesh=mesh,
                     reshard_after_forward=plan.data_parallel not in _KEEP_PARAMETERS,
@@ -82,6 +84,8 @@ def shard(
                     offload_policy=_offload(plan, mesh),
                     ignored_params=whole,
                 )
+            if keep is not None:
+                keep(cut)
     if fill is not None:
         fill(model)
     model.register_forward_hook(_own_storage)
@@ -95,8 +99,33 @@ def shard(
             ignored_params=others | whole,
         )
     assert isinstance(root, FSDPModule)
+    if keep is not None:
+        keep(root)
     reduce_unused_parameters(root)
     return root
+
+
+def shard_experts(
+    containers: Iterable[nn.Module], plan: Plan, *, mesh: DeviceMesh, replicas: int, mixed: bool
+) -> None:
+    """Turn a rank's slices of experts into shards over `mesh`, the ranks that have the same slices;
+    before `shard`, which leaves them alone.
+
+    Their gradients are sums over all tokens that came, of `replicas` ranks. Tokens come in the
+    dtype that their block computes in.
+    """
+    for module in containers:
+        module.register_forward_hook(_own_storage)
+        with _refused(type(module).__name__):
+            sharded = fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=plan.data_parallel not in _KEEP_PARAMETERS,
+                mp_policy=_precision(mixed, casts_inputs=False),
+            )
+        assert isinstance(sharded, FSDPModule)
+        sharded.set_gradient_divide_factor(replicas)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no sums of products
 
 
 def _scalars(model: nn.Module) -> set[nn.Parameter]:
@@ -175,16 +204,23 @@ def _own_storage(module: nn.Module, args: object, output: object) -> object:
     return map_tensors(lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
 
 
-def _precision(mixed: bool, *, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
+def _precision(
+    mixed: bool, *, output_dtype: torch.dtype | None = None, casts_inputs: bool = True
+) -> MixedPrecisionPolicy:
     if not mixed:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=output_dtype
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        output_dtype=output_dtype,
+        cast_forward_inputs=casts_inputs,
     )
 
 
 def _offload(plan: Plan, mesh: DeviceMesh) -> OffloadPolicy:
     if not plan.offload.states:
         return OffloadPolicy()
-    # Pinned memory makes the copies asynchronous; it needs an accelerator to be pinned for.
-    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    # Pinned memory makes the copies asynchronous; it needs an accelerator to be pinned for, and
+    # files are none.
+    in_memory = plan.offload_to is OffloadTo.HOST
+    return CPUOffloadPolicy(pin_memory=in_memory and mesh.device_type != "cpu")

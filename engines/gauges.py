@@ -6,18 +6,25 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from engines.held import HeldMemory, gathered, held_by
 from engines.imbalance import Imbalance, OwnTime
 from engines.learning_rate import Rates, ScaledRate, ScalingRule
 from engines.noise import NoiseMeter, NoiseScale
+from engines.offload.room import Room
 from engines.plan import Plan
-from engines.world import in_contact
+from engines.steps import Steps
+from engines.world import World, in_contact
 from profiles.errors import InputError
 
 
 class Gauges:
-    """The noise of gradients, the rate that goes with a batch, and whom the ranks wait for."""
+    """The noise of gradients, the rate that goes with a batch, whom the ranks wait for, and what
+    their devices held."""
 
     plan: Plan
+    away: Room | None
+    steps: Steps
+    _job: World
     _rates: Rates
     _noise: NoiseMeter | None
     _own: OwnTime
@@ -32,7 +39,19 @@ class Gauges:
             InputError: fewer than three steps were timed.
             PlanError: ranks that hold parts of one model have no time of their own.
         """
-        return self._own.gathered()
+        found = self._own.gathered()
+        self.steps.pace = found.pace
+        return found
+
+    @in_contact("comparing the memory of ranks")
+    def memory(self) -> HeldMemory:
+        """What each rank's device held at most, what its allocator reserved, and what was away.
+
+        All ranks call it, after some steps. `print(parallel.memory())` says it in a sentence;
+        `advisor.memory_report(parallel)` sets it beside the prediction.
+        """
+        away_bytes = self.away.peak_bytes if self.away is not None else 0
+        return gathered(held_by(self._job.device, away_bytes=away_bytes), self._job)
 
     @property
     def noise_scale(self) -> NoiseScale:

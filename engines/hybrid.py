@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ from engines.ddp import replicate
 from engines.experts.experts import Experts
 from engines.failures import together
 from engines.footprint import together_because, whole_because
-from engines.fsdp import shard
+from engines.fsdp import shard, shard_experts
 from engines.layout import Layout
 from engines.legality import numerics, require_legal
 from engines.materialise import materials_of
@@ -46,11 +47,12 @@ from engines.mesh import Mesh
 from engines.microbatches import Count
 from engines.noise import NoiseMeter, require_measurable
 from engines.offload.activations import offload_activations
-from engines.offload.room import Folder, room_of
+from engines.offload.room import Folder, Room, room_of, steps_away
+from engines.offload.shards import keep_shards
 from engines.offload.states import AwayStates
 from engines.optimizer import OptimizerFactory, build_optimizer, names_of, send_from_first
 from engines.parallel import LossFn, ParallelModel
-from engines.plan import DataParallel, Plan, Recompute
+from engines.plan import DataParallel, OffloadTo, Plan, Recompute
 from engines.recompute import recompute_blocks
 from engines.tensor.proved import proved
 from engines.tensor.split import split_over
@@ -128,11 +130,12 @@ def apply_plan(
     require_legal(plan, profile, cluster, whole_because=whole)
     of_all, by_threads = plan, plan.data_parallel is DataParallel.THREADS
     if by_threads:
-        require_devices(plan, world)
+        require_devices(plan.dp_replicate, world, where=f"plan: {plan}")
         plan = driven(plan)
-    if plan.offload.optimizer:
+    if steps_away(plan):
         _require_apart(plan, together_because(optimizer))
-    room = room_of(plan, world.device, offload_folder)
+    with together("opening the folder of what is offloaded", timeout_s=world.timeout_s):
+        room = room_of(plan, world.device, offload_folder)
     if measure_noise:
         require_measurable(plan)
     _require_plain(model)
@@ -195,8 +198,9 @@ def apply_plan(
         mixed=mixed,
         kept=kept,
         fill=fill,
-        apart=experts.parameters if experts is not None else set(),
+        experts=experts,
         stays=stays,
+        room=room if plan.offload.states and plan.offload_to is OffloadTo.DISK else None,
     )
     served = served_by(plan, model, world)
     if by_threads:
@@ -204,8 +208,10 @@ def apply_plan(
     built = build_optimizer(
         optimizer, model=model, names_before=names_before, layout=layout, served=served
     )
-    if room is not None and plan.offload.optimizer:
-        AwayStates(built, room)
+    if room is not None:
+        if steps_away(plan):
+            AwayStates(built, room)
+        room.is_underway = True
     exchange = exchange_of(plan, model, built, outer=outer_optimizer, profile=profile, world=world)
 
     parallel = ParallelModel(
@@ -322,11 +328,22 @@ def _over_data_axes(
     mixed: bool,
     kept: frozenset[str] | None,
     fill: Callable[[nn.Module], None] | None,
-    apart: set[nn.Parameter],
+    experts: Experts | None,
     stays: bool,
+    room: Room | None,
 ) -> Callable[..., object]:
-    """Replicate or shard, but for what is `apart`; what to call for a forward. A model that `stays`
-    is not moved: its author has put its parts where they are."""
+    """Replicate or shard, but for `experts`; what to call for a forward. A model that `stays` is
+    not moved: its author has put its parts where they are."""
+    if experts is not None and mesh.expert_shards is not None:
+        with together("sharding the experts", timeout_s=world.timeout_s):
+            shard_experts(
+                experts.hand_over(),
+                plan,
+                mesh=mesh.expert_shards,
+                replicas=mesh.replicas.size,
+                mixed=mixed,
+            )
+    apart = experts.parameters if experts is not None else set()
     if mesh.shards is not None:
         # FSDP2 moves unit by unit, so the whole model never sits on the device.
         with together("sharding", timeout_s=world.timeout_s):
@@ -339,6 +356,7 @@ def _over_data_axes(
                 kept=kept,
                 apart=apart,
                 fill=fill,
+                keep=partial(keep_shards, room=room) if room is not None else None,
             )
         return model
     if not stays:

@@ -7,6 +7,7 @@ happens between steps (loading data, the update). Under FSDP2 ranks wait for eac
 unit, so there the forwards of units are its own, from after their gather to before their release.
 
 It costs two looks at the clock a step, or a unit. On CUDA the clock of computing is the stream's.
+Ranks compare their times when a training is long enough to be kept, and then ever more rarely.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ from engines.steps import MOST_STEPS, WARM_UP_STEPS
 from engines.world import World, sum_over_ranks
 from profiles.errors import InputError, PlanError
 from profiles.model import ModelProfile
+from profiles.pace import EVEN, Pace
 from profiles.units import format_seconds
 
-EVEN = 1.1
-"""Ranks that differ by less are called even; assumed: kernels and clocks vary by some percent."""
 FEWEST_STEPS = 3
+# The step at which ranks first compare, and then at twice as many: a training that is kept unasked
+# has twenty steps after its warm-up.
+FIRST_COMPARED = WARM_UP_STEPS + 20
+# Of a normal distribution lies between one standard deviation below its middle and one above.
+_WITHIN = statistics.NormalDist().cdf(1.0)
 
 _Mark = float | torch.cuda.Event
 
@@ -45,11 +50,14 @@ class RankTime:
         computing_s: forward and backward up to its last gradient; under FSDP2 forwards alone.
         waiting_s: at the meeting and for the gradients of others, the sending itself included;
             None under FSDP2, where it cannot be told from computing.
+        spread_s: by how much its own time varies from step to step: half of what the middle 68 % of
+            the steps span, a standard deviation where they are normal.
     """
 
     outside_s: float
     computing_s: float
     waiting_s: float | None
+    spread_s: float = 0.0
 
     @property
     def own_s(self) -> float:
@@ -79,9 +87,25 @@ class Imbalance:
         others = [t.own_s for rank, t in enumerate(self.ranks) if rank != self.slowest]
         return self.ranks[self.slowest].own_s / max(statistics.median(others), 1e-9)
 
+    @property
+    def pace(self) -> Pace:
+        """What is kept of a run. Under FSDP2 forwards stand for computing, and what is outside of
+        it is left out: nobody knows its share of a step."""
+        slow, of = self.slowest, self.ranks
+        has_whole = of[slow].waiting_s is not None
+        own = [rank.own_s if has_whole else rank.computing_s for rank in of]
+        others = [rank for rank in range(len(of)) if rank != slow]
+        usual_s = max(statistics.median(of[rank].computing_s for rank in others), 1e-9)
+        late_s = own[slow] - statistics.median(own[rank] for rank in others)
+        return Pace(
+            scatter=statistics.median(rank.spread_s for rank in of) / usual_s,
+            straggling=max(0.0, late_s) / usual_s,
+            slowest=slow,
+        )
+
     def __str__(self) -> str:
         own = [rank.own_s for rank in self.ranks]
-        if self.factor < EVEN:
+        if self.factor < 1 + EVEN:
             return (
                 f"even: {len(own)} ranks take {format_seconds(min(own))} to"
                 f" {format_seconds(max(own))} of their own a step"
@@ -134,6 +158,8 @@ class OwnTime:
         self._last: _Mark | None = None
         self._hooks: dict[int, RemovableHandle] = {}
         self._latest = 0
+        self._steps = 0
+        self._compared_at = FIRST_COMPARED
         if self._reason:
             return
         if plan.data_parallel.is_sharded:
@@ -161,6 +187,7 @@ class OwnTime:
         lap, self._lap = self._lap, None
         if lap is None:
             return
+        self._steps += 1
         if self._last is not None:
             lap.spans.append((self._began, self._last))
             lap.ending = self._last, self._mark()
@@ -168,6 +195,13 @@ class OwnTime:
             self._laps.append(lap)
         self._left = time.perf_counter()
         self._keep_the_last_hook()
+
+    def compared(self) -> Pace | None:
+        """How ranks differ, when it is time to compare; all ranks call it after every exchange."""
+        if self._steps < self._compared_at:
+            return None
+        self._compared_at *= 2
+        return self.gathered().pace
 
     def gathered(self) -> Imbalance:
         """The times of all ranks; all of them call it.
@@ -180,32 +214,35 @@ class OwnTime:
             raise PlanError(f"imbalance is not measured: {self._reason}", where=str(self._plan))
         laps = list(self._laps)[WARM_UP_STEPS - 1 :]
         size, rank = self._world.size, self._world.rank
-        table = [0.0] * (4 * size)
+        table = [0.0] * (5 * size)
         if laps:
-            table[4 * rank : 4 * rank + 4] = [float(len(laps)), *self._medians(laps)]
+            table[5 * rank : 5 * rank + 5] = [float(len(laps)), *self._medians(laps)]
         table = sum_over_ranks(table, self._world)
-        fewest = int(min(table[::4]))
+        fewest = int(min(table[::5]))
         if fewest < FEWEST_STEPS:
             raise InputError(
                 f"{fewest} steps were timed, {FEWEST_STEPS} are wanted after"
                 f" {WARM_UP_STEPS} of warm-up",
                 hints=["call it after some more `train_step`"],
             )
-        rows = [table[start + 1 : start + 4] for start in range(0, len(table), 4)]
-        times = (RankTime(a, b, None if c < 0 else c) for a, b, c in rows)
+        rows = [table[start + 1 : start + 5] for start in range(0, len(table), 5)]
+        times = (RankTime(a, b, None if c < 0 else c, d) for a, b, c, d in rows)
         return Imbalance(ranks=tuple(times), steps=fewest)
 
-    def _medians(self, laps: Sequence[_Lap]) -> tuple[float, float, float]:
-        """Outside, computing, waiting (-1: not known), in seconds."""
+    def _medians(self, laps: Sequence[_Lap]) -> tuple[float, float, float, float]:
+        """Outside, computing, waiting (-1: not known), and the spread of a step, in seconds."""
         computing = [sum(_seconds(*span) for span in lap.spans) for lap in laps]
         waiting = [
             lap.meeting_s + _seconds(*lap.ending) if lap.ending is not None else -1.0
             for lap in laps
         ]
+        outside = [lap.outside_s if lap.ending is not None else 0.0 for lap in laps]
+        own = [first + then for first, then in zip(outside, computing, strict=True)]
         return (
             statistics.median(lap.outside_s for lap in laps),
             statistics.median(computing),
             statistics.median(waiting),
+            _spread(own),
         )
 
     def _mark(self) -> _Mark:
@@ -246,6 +283,13 @@ class OwnTime:
 
         unit.register_forward_pre_hook(begin)
         unit.register_forward_hook(end, prepend=True)
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Half of what the middle ones span: a pause of some other work now and then is none."""
+    ordered = sorted(values)
+    high = round(_WITHIN * (len(ordered) - 1))
+    return (ordered[high] - ordered[len(ordered) - 1 - high]) / 2
 
 
 def _seconds(first: _Mark, last: _Mark) -> float:

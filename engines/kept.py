@@ -37,8 +37,7 @@ class Kept:
         """Write weights and optimizer states to the folder `path`; all ranks call it.
 
         Any plan with any world size can load it. An interrupted save leaves the old folder.
-        Replicas that update on their own meet first; of their optimizers' states the first
-        replica's are written.
+        Replicas that update on their own meet first; each writes its optimizer's states.
         """
         release(self.module)
         self._exchange.synchronise()
@@ -53,6 +52,7 @@ class Kept:
                     layout=self._layout,
                     writers=writers,
                     outer=self._exchange.outer_states(),
+                    replica=self._exchange.states_of,
                 )
 
     @in_contact("loading")
@@ -68,6 +68,7 @@ class Kept:
                 layout=self._layout,
                 alone=bool(self.plan.servers),
                 outer=self._exchange.outer_states(),
+                replica=self._exchange.states_of,
             )
         if not has_outer:
             self._exchange.forget_outer_states()

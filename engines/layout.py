@@ -115,9 +115,10 @@ class Layout:
     def counts(self, name: str, tensor: Tensor) -> bool:
         """Whether this rank counts its part of a gradient: over all ranks each element once."""
         mesh, cut = self._mesh, self._cut(name)
-        copies_apart = mesh.copy if isinstance(tensor, DTensor) else mesh.replicas.position
+        is_sharded = isinstance(tensor, DTensor)
+        copies_apart = mesh.copy if is_sharded else mesh.replicas.position
         if cut is not None and cut[1] is mesh.ep:
-            copies_apart = mesh.expert_copies.position
+            copies_apart = 0 if is_sharded else mesh.expert_copies.position
         has_own_part = cut is not None or mesh.tp.is_first
         return self.owns(name) and not copies_apart and has_own_part
 

@@ -13,7 +13,7 @@ from engines.context.legality import context
 from engines.experts.legality import experts
 from engines.offload.legality import offload
 from engines.pipeline.legality import pipeline
-from engines.plan import DataParallel, Plan, Precision, Recompute
+from engines.plan import AXES, DataParallel, Plan, Precision, Recompute
 from engines.problem import Problem as Problem
 from engines.tensor.legality import tensor
 from engines.threads.legality import threads
@@ -52,16 +52,8 @@ def require_legal(
 def world_size(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
     """The degrees multiply to the number of devices."""
     if plan.world_size != cluster.world_size:
-        degrees = " x ".join(
-            f"{axis}={getattr(plan, axis)}"
-            for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-            if getattr(plan, axis) > 1
-        )
-        beside = [
-            f"{name}={getattr(plan, name)}"
-            for name in ("servers", "backup_workers")
-            if getattr(plan, name)
-        ]
+        degrees = plan.said(*AXES).replace(" ", " x ")
+        beside = plan.said("servers", "backup_workers").split()
         degrees = " + ".join([*([degrees] if degrees else ["1 worker"] if beside else []), *beside])
         named = "workers and servers that add up" if beside else "degrees that multiply"
         yield Problem(

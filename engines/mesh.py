@@ -59,6 +59,7 @@ class Mesh:
         ep: ranks of `data`, next to each other, that share the experts of their part of the model.
         expert_copies: ranks of `replicas` that hold the same experts.
         shards: the data axes for FSDP2; None where the plan shards nothing.
+        expert_shards: `expert_copies` for FSDP2; None where experts are not sharded.
         copy: this rank's place among those that hold the same shard as it does: under HSDP its
             coordinate on `dp_replicate`, and where nothing is sharded its place in `replicas`.
     """
@@ -76,6 +77,11 @@ class Mesh:
         self.tp = self._axis("tp")
         self.ep, self.expert_copies = self._expert_axes()
         self.shards = self._shards(world) if plan.data_parallel.is_sharded else None
+        self.expert_shards: DeviceMesh | None = None
+        if plan.shards_experts and self.expert_copies.group is not None:
+            self.expert_shards = DeviceMesh.from_group(
+                self.expert_copies.group, world.device.type, mesh_dim_names=("expert_copies",)
+            )
         self.copy = self._place_among_copies()
 
     @classmethod

@@ -78,9 +78,7 @@ def require_measurable(plan: Plan) -> None:
             hints=["measure it in a run without `updates`, `servers` and `compression`"],
         )
     if plan.world_size > plan.data_degree:
-        axes = " ".join(
-            f"{a}={getattr(plan, a)}" for a in ("pp", "cp", "tp") if getattr(plan, a) > 1
-        )
+        axes = plan.said("pp", "cp", "tp")
         raise PlanError(
             f"the noise scale wants a replica's whole gradient on one rank, {axes} spreads it",
             where=where,

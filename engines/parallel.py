@@ -70,8 +70,8 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
         optimizer: steps the parameters that this rank holds.
         data_rank, data_world_size: which part of the data this rank sees.
         steps: how long `train_step` takes.
-        away: the room outside the device that the plan takes for activations or for the states of
-            whole parameters, and how much of it; None where it takes none.
+        away: the room outside the device that the plan takes for activations, for states of whole
+            parameters or for files, and how much of it; None where it takes none.
     """
 
     decision: object
@@ -246,6 +246,7 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
             self.module.zero_grad(set_to_none=True)
             raise
         self._check_unused()
+        self.steps.pace = self._own.compared() or self.steps.pace
         if self._noise is None:
             return self._average(total)
         means = self._average(torch.cat([total.reshape(1), self._noise.parts()]))

@@ -25,6 +25,8 @@ from profiles.record import Document, read_text
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the slowest links to the fastest; ep lies inside the data axes."""
+MODEL_AXES = ("pp", "tp", "cp", "ep")
+"""Those along which a rank has a part of a replica, or of its work."""
 
 
 class DataParallel(StrEnum):
@@ -224,6 +226,13 @@ class Plan(Document):
         return self.microbatches * self.accumulation
 
     @property
+    def shards_experts(self) -> bool:
+        """Whether FSDP2 shards a rank's experts among the ranks that hold the same ones."""
+        kind = self.data_parallel
+        has_copies = self.data_degree * self.cp > self.ep > 1
+        return has_copies and kind.is_sharded and kind is not DataParallel.HYBRID_SHARD
+
+    @property
     def updates_in_step(self) -> bool:
         """Whether replicas exchange gradients in every step, among themselves."""
         return self.updates is Updates.SYNCHRONOUS and not self.servers
@@ -246,19 +255,26 @@ class Plan(Document):
 
     def __str__(self) -> str:
         """The non-default settings as `Plan.parse` reads them."""
-        words = []
-        for name in (*AXES, "ep"):
-            if getattr(self, name) > 1:
-                words.append(f"{name}={getattr(self, name)}")
+        words = [self.said(*AXES, "ep")]
         kind = self.data_parallel
         if kind is not _kind(None, self.dp_replicate, self.dp_shard):
             zero = {DataParallel.ZERO1: 1, DataParallel.ZERO2: 2, DataParallel.FULL_SHARD: 3}
             words.append(f"zero={zero[kind]}" if kind in zero else f"data_parallel={kind}")
-        for name in _SETTINGS_AFTER_DEGREES:
+        words.append(self.said(*_SETTINGS_AFTER_DEGREES))
+        return " ".join(filter(None, words)) or "dp_replicate=1"
+
+    def said(self, *names: str) -> str:
+        """Those of these settings that are not the default, as `Plan.parse` reads them.
+
+        >>> Plan.parse("pp=2 tp=4 microbatches=8").said("pp", "cp", "tp")
+        'pp=2 tp=4'
+        """
+        fields, words = type(self).model_fields, []
+        for name in names:
             value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
+            if value != fields[name].default:
                 words.append(f"{name}={format_setting(value)}")
-        return " ".join(words) or "dp_replicate=1"
+        return " ".join(words)
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
+from engines.forwards import run_around
 from engines.plan import Plan, Recompute
 from profiles.errors import ModelError
 from profiles.model import ModelProfile
@@ -40,24 +40,16 @@ def recompute_blocks(model: nn.Module, kind: Recompute, *, profile: ModelProfile
         return
     for unit in profile.blocks():
         block = model.get_submodule(unit.name)
-        # Bound to the block, so that a copy of the model computes with the copy's parameters.
-        block.forward = MethodType(_recomputed(block, kind), block)
+        run_around(block, _checkpointed(_how(kind, block)))
 
 
-def _recomputed(block: nn.Module, kind: Recompute) -> Callable[..., object]:
-    """A forward method for `block` that calls its own one under `checkpoint`."""
-    own = block.__dict__.get("forward", MethodType(type(block).forward, block))
-    how = _how(kind, block)
-    # A method of the block runs on whoever is asked, a copy of the block say.
-    method = own.__func__ if isinstance(own, MethodType) and own.__self__ is block else None
-
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> object:
-        forward = own if method is None else MethodType(method, self)
+def _checkpointed(how: Callable[[nn.Module], dict[str, Any]]) -> Callable[..., object]:
+    def run(forward: Callable[..., object], block: nn.Module, *args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         args = tuple(map(_without_cache, args))
         kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
-        return checkpoint(forward, *args, use_reentrant=False, **how(self), **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **how(block), **kwargs)
 
     return run
 

@@ -16,6 +16,7 @@ from profiles.batch import Batch, batch_tensors
 from profiles.errors import BatchError
 from profiles.memory import peak_memory_bytes
 from profiles.model import ModelProfile
+from profiles.pace import Pace
 from profiles.provenance import Timing
 
 # The first steps allocate, make optimizer states and communication buckets, and choose kernels.
@@ -44,6 +45,8 @@ class Steps:
         self._seen = 0
         self._peak_before = 0
         self._peak_after = 0
+        self.pace: Pace | None = None
+        """How the ranks' own times differ, as they compared them last."""
         self.is_kept = False
         """Whether somebody has made a run of them."""
 

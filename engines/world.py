@@ -14,8 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from engines.failures import has_store, roll_call, told
 from engines.failures import is_lost_contact as is_lost_contact
-from engines.failures import roll_call, told
 from engines.plan import Plan
 from profiles.errors import InputError, PlanMismatchError, RankError
 from profiles.torch_compat import bound_waits, default_store
@@ -102,6 +102,8 @@ def in_contact(doing: str) -> Iterator[None]:
 def _missing() -> str:
     """Who did not come to where this rank waited; empty where all have lost contact alike."""
     absent = roll_call()
+    if not has_store():
+        return "the store that the ranks met at is gone too, as a rule where rank 0 runs"
     return f"{_ranks(absent)} did not come to it" if absent else ""
 
 

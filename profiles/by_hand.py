@@ -23,3 +23,9 @@ def devices_of(model: nn.Module) -> tuple[torch.device, ...]:
 def is_by_hand(model: nn.Module) -> bool:
     """Whether parameters sit on more than one device. (Buffers may be left behind by mistake.)"""
     return len({p.device for p in model.parameters() if not p.is_meta}) > 1
+
+
+def accelerators_of(model: nn.Module) -> tuple[torch.device, ...]:
+    """Of the devices of a module that was split by hand, those that are not the processor."""
+    found = devices_of(model) if is_by_hand(model) else ()
+    return tuple(device for device in found if device.type != "cpu")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from profiles.batch import Batch, LossFn, batch_size, batch_tensors
+from profiles.copy_trace import crossings
 from profiles.errors import ModelError
 from profiles.experts import experts_of
 from profiles.flow import Flow, Value
@@ -64,6 +65,7 @@ def capture(
     """
     subject = Subject(model, sample, loss_fn)
     samples = batch_size(sample)
+    every_block = every_block or bool(subject.devices)  # equal ones may be on different devices
     looks = {kind: _look_twice(subject, kind, every_block=every_block) for kind in numerics}
     one, two = next(iter(looks.values()))
     costs = {
@@ -86,7 +88,12 @@ def capture(
         is_proportional=any(second is None for _, second in looks.values()),
         flow=_flow(one.flow, two.flow if two is not None else None, samples),
         experts_per_token=_experts_per_token(model),
-        devices=subject.devices(),
+        devices=subject.devices,
+        crossings={
+            kind: crossings(first.copies, second.copies if second else None, samples)
+            for kind, (first, second) in looks.items()
+            if first.copies
+        },
     )
 
 

@@ -175,9 +175,12 @@ class ClusterProfile(Document):
         cores: processor cores of a node.
         disk_write_bytes_per_s, disk_read_bytes_per_s: of a node, files in a folder that the user
             named; where they were measured.
+        disk_free_bytes: what was free there then, of a node.
         axes: measured mesh axes, where a bench was run; the one that fits takes precedence.
         overlap: measured, where a bench was run.
         learned: what runs of before have corrected.
+        parts: the devices of one rank, where a module is split over several by hand; `device` and
+            the counts are of ranks then.
     """
 
     name: str
@@ -196,9 +199,11 @@ class ClusterProfile(Document):
     cores: PositiveInt | None = None
     disk_write_bytes_per_s: Quantity | None = None
     disk_read_bytes_per_s: Quantity | None = None
+    disk_free_bytes: Quantity | None = None
     axes: tuple[AxisFits, ...] = ()
     overlap: Overlap | None = None
     learned: Learned | None = None
+    parts: ClusterProfile | None = None
 
     @property
     def world_size(self) -> int:
@@ -213,6 +218,11 @@ class ClusterProfile(Document):
         if self.inter:
             parts["links between nodes"] = self.inter.bandwidth_bytes_per_s.source
         return parts
+
+    @property
+    def link_in_rank(self) -> Link | None:
+        """Between the devices of one rank, where it has several."""
+        return self.parts.intra if self.parts is not None else None
 
     def crosses_nodes(self, group_size: int, stride: int = 1) -> bool:
         """Whether a mesh axis of `group_size` ranks, `stride` ranks apart, spans nodes.

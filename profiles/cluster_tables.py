@@ -75,6 +75,7 @@ class ClusterTable(Record):
     cores: PositiveInt | None = None
     disk_write: written.Bandwidth = None
     disk_read: written.Bandwidth = None
+    disk_free: written.Memory = None
     device: DeviceTable | None = None
     intra: LinkTable | None = None
     inter: LinkTable | None = None

@@ -55,6 +55,9 @@ def _lines(cluster: ClusterProfile) -> Iterator[str]:
         yield f"disk_write = {rate}  # of a node, in the folder that was named"
     if cluster.disk_read_bytes_per_s is not None:
         yield f"disk_read = {_written(cluster.disk_read_bytes_per_s, parse_bandwidth, _RATES)}"
+    if cluster.disk_free_bytes is not None:
+        free = _written(cluster.disk_free_bytes, parse_bytes, _BYTES)
+        yield f"disk_free = {free}  # when it was looked at"
     if cluster.notes:
         yield "notes = ["
         yield from (f"    {_text(note)}," for note in cluster.notes)

@@ -227,6 +227,7 @@ def _assemble(
         cores=cores,
         disk_write_bytes_per_s=table.disk_write,
         disk_read_bytes_per_s=table.disk_read,
+        disk_free_bytes=table.disk_free,
         axes=tuple(
             AxisFits(
                 group_size=axis.group_size,

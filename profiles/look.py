@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from profiles.batch import Batch, call_model, describe, find_loss, loss_of, map_batch
+from profiles.copy_trace import Copy
 from profiles.errors import AdvisorError, ModelError
-from profiles.fakes import stand_ins
+from profiles.fakes import Fakes, stand_ins
 from profiles.flow import Flow
 from profiles.frames import summary, user_line
 from profiles.model import LOSS, Numerics
@@ -35,6 +36,7 @@ class Look:
         peak_bytes: most that was live at once beside parameters, their gradients, buffers, batch;
             where every block ran.
         flow: see `ModelProfile`.
+        copies: between devices, in the forward of a module that was split by hand.
         is_sound: else equal blocks were not what they seemed; look at every one.
     """
 
@@ -45,6 +47,7 @@ class Look:
     has_loss: bool
     peak_bytes: int
     flow: Flow
+    copies: tuple[Copy, ...]
     is_sound: bool
 
 
@@ -89,6 +92,7 @@ def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: b
                 for key, parameter in subject.parameters.items()
                 if parameter.requires_grad
             },
+            placed=_placed(subject, fakes, batch, storages),
         )
         trace.watch(model, subject.units, subject.layers)
         repeats = None if every_block else Repeats(trace, subject.units)
@@ -130,8 +134,19 @@ def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: b
             has_loss=has_loss,
             peak_bytes=storages.timeline.highest(ignored=ignored),
             flow=trace.flow.flow(),
+            copies=tuple(trace.copies.copies) if trace.copies is not None else (),
             is_sound=repeats is None or repeats.is_sound(),
         )
+
+
+def _placed(subject: Subject, fakes: Fakes, batch: Batch, storages: Storages) -> dict[int, str]:
+    """Devices by memory, where the module was split over several; the batch is on the first."""
+    if not subject.devices:
+        return {}
+    own = subject.parameters.values()
+    placed = {storages.memory_of(fakes.of(p)): str(p.device) for p in own if not p.is_meta}
+    placed |= {storages.memory_of(tensor): subject.devices[0] for tensor in tensors_in(batch)}
+    return {memory: device for memory, device in placed.items() if memory is not None}
 
 
 def _rows(fake: Tensor, times: int) -> Tensor:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from enum import StrEnum
 from math import prod
 
-from pydantic import JsonValue, NonNegativeInt, PositiveInt
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from profiles.affine import Affine as Affine
+from profiles.crossings import Crossing
 from profiles.flow import GLUE as GLUE
 from profiles.flow import LOSS as LOSS
 from profiles.flow import Flow
@@ -153,6 +154,7 @@ class ModelProfile(Document):
         experts_per_token: of a mixture of experts, how many a token is sent to; None where there is
             no mixture, or its configuration does not say.
         devices: that the parts of the module were put on by hand; empty where it is in one place.
+        crossings: between those devices, per kind of numerics.
         config: the content of the config.json that it was counted from in closed form, so that it
             can be counted again at another size (`profiles.families.variants`); else None.
     """
@@ -173,6 +175,7 @@ class ModelProfile(Document):
     flow: Flow = Flow()
     experts_per_token: PositiveInt | None = None
     devices: tuple[str, ...] = ()
+    crossings: dict[Numerics, tuple[Crossing, ...]] = Field(default_factory=dict)
     config: dict[str, JsonValue] | None = None
 
     @property

@@ -36,6 +36,7 @@ class Pretence(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_query = device_query()
         self._ones: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # memory that is all ones
+        self.asked: torch.device | None = None  # the device that the operation's code names
 
     @contextmanager
     def on(self, batch: Batch) -> Iterator[None]:
@@ -67,7 +68,8 @@ class Pretence(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if kwargs.get("device") is not None:
+        self.asked = kwargs.get("device")
+        if self.asked is not None:
             # Code that moves between devices by hand: here all stand in for one.
             kwargs = {**kwargs, "device": _STAND_IN}
         if func is self._device_query:

@@ -14,6 +14,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from profiles.cluster import ClusterProfile, Constant
 from profiles.kept import every, keep, kept_path, our_version
+from profiles.pace import Pace
 from profiles.provenance import Timing
 from profiles.record import Document, Record
 
@@ -75,8 +76,11 @@ class Run(Document):
         model, fingerprint: its name, and a hash of its profile.
         plan: as `Plan.parse` reads it.
         dtype: what forward and backward ran in.
-        predicted_s, parts: the step, and what of it rests on which constant; the rest on none.
+        predicted_s, parts: the step of even ranks, and what of it rests on which constant; the rest
+            on none.
         step: measured, over the steps after the warm-up.
+        pace: how its ranks differed; None where they did not compare.
+        even_share: of such a step is left where no rank is slower than the others, as predicted.
         peak: None where it was not measured.
         ended_at: UTC.
     """
@@ -90,6 +94,8 @@ class Run(Document):
     parts: dict[Constant, Part] = Field(default_factory=dict)
     step: Timing
     peak: Peak | None = None
+    pace: Pace | None = None
+    even_share: PositiveFloat = 1.0
     ended_at: str
 
 

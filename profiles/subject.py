@@ -26,6 +26,7 @@ class Subject:
         names: all paths of a parameter.
         holders: units that hold a parameter, the first one first.
         layers: weight layers of each unit.
+        devices: where the parameters were put by hand; empty where they are on one device.
     """
 
     model: nn.Module
@@ -37,9 +38,12 @@ class Subject:
     names: dict[int, list[str]] = field(default_factory=dict, init=False)
     holders: dict[int, list[str]] = field(default_factory=dict, init=False)
     layers: dict[str, Shapes] = field(init=False)
+    devices: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         _require_module(self.model)
+        if is_by_hand(self.model):
+            self.devices = tuple(map(str, devices_of(self.model)))
         self.units = find_units(self.model)
         self.owners = owners(self.model, self.units)
         for path, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -74,10 +78,6 @@ class Subject:
     def holders_of_tied(self) -> frozenset[str]:
         """Units that hold a parameter together with another unit."""
         return frozenset(u for units in self.holders.values() if len(units) > 1 for u in units)
-
-    def devices(self) -> tuple[str, ...]:
-        """Where the parameters were put by hand; empty where they are on one device."""
-        return tuple(map(str, devices_of(self.model))) if is_by_hand(self.model) else ()
 
     def dtype(self) -> str:
         """Of most parameter elements; of the first floating input where there are none."""

@@ -279,6 +279,14 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
 
+@torch.no_grad()
+def move_to(tensor: torch.Tensor, home: torch.Tensor) -> None:
+    """Let `home`, of equal content, be the memory of `tensor`, or of the part of it that this rank
+    holds; the object stays. (`DTensor.from_local` would move it to the device of the mesh.)"""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local.data = home
+
+
 @contextmanager
 def without_onednn() -> Iterator[None]:
     """CPU kernels of torch itself only. (torch.backends.mkldnn.flags does it with a warning.)"""

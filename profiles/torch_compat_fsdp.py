@@ -59,6 +59,34 @@ class _Watched:
         return self._comm(output_tensor, input_tensor, *args, **kwargs)
 
 
+@torch.no_grad()
+def move_shards(
+    module: FSDPModule, home: Callable[[torch.Tensor], torch.Tensor]
+) -> list[nn.Parameter]:
+    """Let the parameters that FSDP2 has cut for `module` live in what `home` gives for the flat
+    tensor of each, of equal content. The objects stay; FSDP2 copies from there, and knows the
+    memory again where it looks at its parameters anew (`reset_sharded_param`).
+
+    Args:
+        module: cut with `CPUOffloadPolicy(pin_memory=False)`: memory that it takes for pinned it
+            would read while it is written.
+
+    Returns:
+        The parameters.
+    """
+    found = []
+    for group in _groups_of(cast(Any, module)._get_fsdp_state()):
+        for parameter in group.fsdp_params:
+            local = parameter.sharded_param._local_tensor
+            shape, strides = local.size(), local.stride()
+            flat = home(parameter._sharded_param_data)
+            parameter._sharded_param_data = flat
+            # What the last rank lacks of an even part is at the end.
+            local.data = flat.as_strided(shape, strides)
+            found.append(parameter.sharded_param)
+    return found
+
+
 def forget_step_underway(root: FSDPModule) -> None:
     """Drop what FSDP2 keeps of a step that broke off: its place in the forward or backward, and
     gradients on their way, which torch's own reset leaves."""
@@ -81,10 +109,14 @@ def _groups(root: FSDPModule) -> Iterator[tuple[Any, Any]]:
     for module in cast(nn.Module, root).modules():
         if isinstance(module, FSDPModule):
             state = cast(Any, module._get_fsdp_state())
-            groups = getattr(state, "_fsdp_param_groups", None)
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                if group is not None:
-                    yield state, group
+            for group in _groups_of(state):
+                yield state, group
+
+
+def _groups_of(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    found = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
 
 
 def _with_zeros(group: Any, post_backward: Callable[[], None], *_: object) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from profiles.copy_trace import CopyTrace
 from profiles.flow_trace import FlowTrace, Trail
 from profiles.layer_trace import LayerTrace, Shapes
 from profiles.model import GLUE
@@ -49,6 +50,7 @@ class Trace(Pretence):
         low_precision: dtype that floating inputs of units are cast to, as FSDP's mixed precision
             does.
         gradient_bytes: of the trainable parameters as built, by their first names.
+        placed: where the tensors of a module were put that was split by hand; see `CopyTrace`.
     """
 
     def __init__(
@@ -57,10 +59,12 @@ class Trace(Pretence):
         *,
         low_precision: torch.dtype | None,
         gradient_bytes: Mapping[str, int],
+        placed: Mapping[int, str],
     ) -> None:
         super().__init__()
         self.storages = storages
         self.flow = FlowTrace(storages)
+        self.copies = CopyTrace(storages, placed) if placed else None
         self.place = Place(GLUE)
         self.places = [self.place]
         self.shared: set[str] = set()
@@ -264,6 +268,8 @@ class Trace(Pretence):
         makes_storage = self.storages.notice(operator, inputs, outputs, part)
         if not self._in_backward:
             self._layers.operation(inputs, outputs)
+            if self.copies is not None:
+                self.copies.operation(operator, inputs, outputs, self.asked)
         if not launches(operator, makes_storage=makes_storage):
             return
         formula = self._formulas.get(operator.overloadpacket)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from profiles.optimizers import OPTIMIZERS, OptimizerProfile
 from profiles.record import Record
@@ -25,6 +25,10 @@ class Workload(Record):
         critical_batch_size: measured on such a model (`ParallelModel.noise_scale`), in samples.
         imbalance: how much the ranks' times to compute a step scatter, by the machine or by the
             data: their standard deviation over their mean. None is assumed either.
+        straggling: what the slowest rank computes longer than the others in every step, over their
+            time: 0.5 is half as long again.
+        slow_rank: which one that is, where it is known.
+        pace_runs: that these were measured in; 0 where somebody said them.
         given: the fields that somebody named; the others are defaults. What the record is built
             with, unless said.
     """
@@ -37,6 +41,9 @@ class Workload(Record):
     dataset_samples: PositiveInt | None = None
     critical_batch_size: PositiveFloat | None = None
     imbalance: NonNegativeFloat = 0.0
+    straggling: NonNegativeFloat = 0.0
+    slow_rank: NonNegativeInt | None = None
+    pace_runs: NonNegativeInt = 0
     given: tuple[str, ...] = ()
 
     @model_validator(mode="before")

@@ -98,24 +98,40 @@ def without_experts(unit: UnitProfile, *, ep: int, shards: int = 1) -> UnitProfi
 
 
 def over_experts(
-    load: UnitLoad, unit: UnitProfile, *, ep: int, per_token: int | None, is_sharded: bool
+    load: UnitLoad,
+    unit: UnitProfile,
+    *,
+    ep: int,
+    per_token: int | None,
+    is_sharded: bool,
+    shards: int = 0,
 ) -> UnitLoad:
     """A block whose experts `ep` ranks share: as much computing, for tokens of all of them.
 
-    They are none of FSDP2's: a rank holds its part whole, beside what is sharded. `per_token`:
-    experts that each token is sent to, where that is known.
+    FSDP2 shards them among ranks that have the same ones, so that each of all `shards` ranks keeps
+    as much of them as of the rest, and gathers its part. Where it does not, a rank holds its part
+    whole, beside what is sharded.
+
+    Args:
+        per_token: experts that each token is sent to, where that is known.
+        is_sharded: whether FSDP2 shards the rest.
+        shards: over how many ranks; 0 where experts are no shards.
     """
     experts = expert_bytes(unit, ep=ep)
     if not experts:
         return load
-    spared = experts if is_sharded else experts * (1 - 1 / ep)
+    spared = experts if is_sharded and not shards else experts * (1 - 1 / ep)
+    apart = 0.0
+    if is_sharded:  # of the rank's own part a share is a shard like the rest of the block
+        apart = experts * (1 - 1 / ep) / shards if shards else experts / ep
     each = per_token or EXPERTS_PER_TOKEN
     travelling = 2 * each * load.output_bytes  # on their way out, and arrived
     return replace(
         load,
         parameter_bytes=load.parameter_bytes - spared,
         gradient_bytes=load.gradient_bytes - spared,
-        apart_bytes=experts / ep if is_sharded else 0.0,
+        apart_bytes=apart,
+        expert_bytes=experts / ep if shards else 0.0,
         forward_transient_bytes=load.forward_transient_bytes + travelling,
         backward_transient_bytes=load.backward_transient_bytes + travelling,
         exchanges=(*load.exchanges, *_travel(load, each)),

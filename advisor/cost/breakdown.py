@@ -100,7 +100,8 @@ class Traffic(Record):
         purpose: what is exchanged.
         payload_bytes: of one call: the whole tensor, as `Collective.bus_factor` counts.
         count: calls per step; a fraction where there is one every so many steps.
-        group_size, stride: the ranks of a group, and how far apart they are.
+        group_size, stride: the ranks of a group, and how far apart they are; 0 apart are devices of
+            one rank.
         link: the tier that the slowest hop uses.
         seconds: all calls together, if nothing else runs.
     """

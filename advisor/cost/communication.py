@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, hypot
 
-from advisor.cost.aggregation import slowest, steps
+from advisor.cost.aggregation import buffer_share, slowest, steps
 from advisor.cost.axes import expert_bytes
 from advisor.cost.compression import Sent
 from advisor.cost.ledger import Ledger
@@ -72,6 +72,14 @@ def expert_copies(plan: Plan) -> tuple[int, int]:
     """
     copies = plan.data_degree * plan.cp // plan.ep
     return copies, plan.tp if plan.ep == plan.data_degree else plan.ep * plan.tp
+
+
+def waiting_bytes(plan: Plan, cluster: ClusterProfile, replicas: Sent) -> float:
+    """What arrives of a bucket of gradients beside it, where messages are added up."""
+    group, stride = replica_group(plan)
+    per_node = cluster.ranks_per_node(group, stride)
+    share = buffer_share(plan.aggregation, group, per_node=per_node)
+    return share * min(replicas.total_bytes, BUCKET_BYTES)
 
 
 def exchange(plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool, sent: Sent) -> Exchange:
@@ -226,26 +234,38 @@ def _shards(
     group, stride = shard_group(plan)
     offloads = plan.offload.states and has_host
 
-    def gather(payload: float, times: int) -> float:
+    copies = dict(zip(("group_size", "stride"), expert_copies(plan), strict=True))
+
+    def gather(payload: float, times: int, experts: float = 0.0) -> float:
+        sent = (payload - experts) * loads.compute_share
         seconds = ledger.charge(
             Collective.ALL_GATHER,
             "parameters",
-            payload * loads.compute_share,
+            sent,
             group_size=group,
             stride=stride,
             count=times,
         )
+        if experts:
+            sent = experts * loads.compute_share
+            seconds += ledger.charge(
+                Collective.ALL_GATHER, "parameters of experts", sent, **copies, count=times
+            )
         return seconds + to_host(payload, times)
 
-    def reduce(payload: float, times: int) -> float:
+    def reduce(payload: float, times: int, experts: float = 0.0) -> float:
         seconds = ledger.charge(
             Collective.REDUCE_SCATTER,
             "gradients",
-            payload,
+            payload - experts,
             group_size=group,
             stride=stride,
             count=times,
         )
+        if experts:
+            seconds += ledger.charge(
+                Collective.REDUCE_SCATTER, "gradients of experts", experts, **copies, count=times
+            )
         return seconds + to_host(payload, times)
 
     def to_host(payload: float, times: int) -> float:
@@ -270,10 +290,12 @@ def _shards(
     return replace(
         found,
         gather_s=tuple(
-            gather(u.parameter_bytes, gathers * u.count) if u else 0.0 for u in separate
+            gather(u.parameter_bytes, gathers * u.count, u.expert_bytes) if u else 0.0
+            for u in separate
         ),
         reduce_s=tuple(
-            reduce(u.gradient_bytes, reductions * u.count) if u else 0.0 for u in separate
+            reduce(u.gradient_bytes, reductions * u.count, u.expert_bytes) if u else 0.0
+            for u in separate
         ),
         replicate_s=tuple(replicate(u.gradient_bytes, u.count) if u else 0.0 for u in separate),
         # The root group stays whole from the first forward to the end of the backward.
@@ -302,7 +324,7 @@ def apart_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
         seconds += ledger.charge(
             Collective.ALL_REDUCE, "unused parameters", SCALAR_BYTES, group_size=replicas * plan.cp
         )
-    if plan.ep > 1 and plan.data_parallel.is_sharded:
+    if plan.ep > 1 and plan.data_parallel.is_sharded and not plan.shards_experts:
         shares = [expert_bytes(unit, ep=plan.ep) / plan.ep for unit in model.units]
         copies, apart = expert_copies(plan)
         seconds += summed_s(

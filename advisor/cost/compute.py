@@ -62,20 +62,6 @@ class UnitTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Computing:
-    """Every unit's times, and how far the whole is to be trusted.
-
-    Attributes:
-        error: half-width of the range of computing time, as a fraction.
-        measured_share: of the seconds, what rests on measured times.
-    """
-
-    times: tuple[UnitTime, ...]
-    error: float
-    measured_share: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Busy:
     """Seconds that a rank computes in a step, by what for."""
 
@@ -88,18 +74,64 @@ class Busy:
         return self.compute_s + self.recompute_s + self.launch_s
 
 
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """Every unit's times, and how far the whole is to be trusted.
+
+    Attributes:
+        error: half-width of the range of computing time, as a fraction.
+        measured_share: of the seconds, what rests on measured times.
+        added: what every microbatch after the first takes beside `times`, see `added_s`.
+    """
+
+    times: tuple[UnitTime, ...]
+    error: float
+    measured_share: float = 0.0
+    added: Busy = Busy(0.0, 0.0, 0.0)
+
+
 def busy_s(computing: Computing, forwards: int) -> Busy:
     """What a rank computes in `forwards` microbatches."""
-    times = computing.times
+    times, added, further = computing.times, computing.added, forwards - 1
     return Busy(
-        compute_s=forwards * sum(t.count * (t.forward_s + t.backward_s) for t in times),
+        compute_s=forwards * sum(t.count * (t.forward_s + t.backward_s) for t in times)
+        + further * added.compute_s,
         recompute_s=forwards * sum(t.count * t.recompute_s for t in times),
         launch_s=forwards
         * sum(
             t.count * (t.forward_launch_s + t.backward_launch_s + t.recompute_launch_s)
             for t in times
-        ),
+        )
+        + further * added.launch_s,
     )
+
+
+def added_s(
+    loads: Loads, times: tuple[UnitTime, ...], *, share: float, device: Device, devices: int = 1
+) -> Busy:
+    """What adding gradients to those of the microbatches before takes: both are read, their sum is
+    written, one tensor after the other (AccumulateGrad in torch/csrc/autograd).
+
+    Args:
+        times: the roofline's of `loads`.
+        share: of the gradients, those that this rank adds up.
+        devices: those that the process launches backwards for; gradients are added on one.
+    """
+    bandwidth, launch_s = device.memory_bandwidth_bytes_per_s.value, device.launch_s.value
+    moving = launching = 0.0
+    for unit, time in zip(loads.entries, times, strict=True):
+        if not unit.gradient_bytes:
+            continue
+        busy = 3 * share * unit.gradient_bytes / bandwidth
+        waiting = unit.tensors * launch_s
+        if device.kind != "cpu":
+            # Launches run ahead of the device: more of them cost what it does not hide, more work
+            # what they do not.
+            ahead = devices * unit.backward_kernels * launch_s - time.backward_s
+            waiting = max(0.0, ahead + waiting - busy) - max(0.0, ahead)
+        moving += unit.count * busy
+        launching += unit.count * waiting
+    return Busy(compute_s=moving, recompute_s=0.0, launch_s=launching)
 
 
 def peak_flop_per_s(device: Device, dtype: str) -> Quantity:
@@ -180,6 +212,7 @@ def with_measured(
     measured: BlockTimes,
     at_measured: tuple[UnitTime, ...],
     error: float,
+    added: Busy,
 ) -> Computing:
     """`times` with measured seconds in place of the roofline's, where there are some.
 
@@ -187,6 +220,7 @@ def with_measured(
         measured: of this device, at a microbatch that may be another one.
         at_measured: the roofline at that microbatch.
         error: of the roofline.
+        added: as it says; blocks were timed without gradients to add to.
     """
     found, seconds, doubts, known = [], 0.0, 0.0, 0.0
     for unit, time, then in zip(loads.entries, times, at_measured, strict=True):
@@ -206,6 +240,7 @@ def with_measured(
         times=tuple(found),
         error=min(1.0, doubts / seconds) if seconds else error,
         measured_share=known / seconds if seconds else 0.0,
+        added=added,
     )
 
 

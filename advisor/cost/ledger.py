@@ -47,21 +47,13 @@ class Ledger:
         self._cluster = cluster
         self._wires = wires
         self._counts: dict[tuple[Collective, str, float, int, int], float] = {}
+        self._parts: Ledger | None = None
 
     def to_host(self, size_bytes: float, *, count: float = 1) -> float:
         """Note `count` transfers between device and main memory; the seconds of one, hidden or
         not."""
         seconds = size_bytes / host_link_bytes_per_s(self._cluster).value
         self.host_bytes += count * size_bytes
-        self.host_s += count * seconds
-        return seconds
-
-    def to_disk(self, size_bytes: float, *, count: float = 1) -> float:
-        """Note `count` times to write as much and to read it again; the seconds of one. All devices
-        of a node do it at once."""
-        ranks = self._cluster.devices_per_node
-        write, read = disk_bytes_per_s(self._cluster)
-        seconds = ranks * size_bytes * (1 / write.value + 1 / read.value)
         self.host_s += count * seconds
         return seconds
 
@@ -86,6 +78,18 @@ class Ledger:
         self._counts[key] = self._counts.get(key, 0) + count
         return self.seconds(kind, payload_bytes, group_size, stride)
 
+    def between_parts(self, purpose: str, payload_bytes: float, *, count: float) -> float:
+        """Note `count` copies between two devices of this rank; the seconds of one.
+
+        Any two are taken to be as near as the first two.
+        """
+        parts = self._cluster.parts
+        assert parts is not None, f"{self._cluster.name} has one device a rank"
+        self._parts = self._parts or Ledger(parts, {})
+        return self._parts.charge(
+            Collective.SEND_RECV, purpose, payload_bytes, group_size=2, count=count
+        )
+
     def seconds(self, kind: Collective, payload_bytes: float, group: int, stride: int) -> float:
         """Of one collective; nothing is noted."""
         return min(way.seconds(payload_bytes) for way in self.ways(kind, group, stride))
@@ -99,7 +103,7 @@ class Ledger:
         return found
 
     def traffic(self) -> tuple[Traffic, ...]:
-        return tuple(
+        own = tuple(
             Traffic(
                 kind=kind,
                 purpose=purpose,
@@ -112,3 +116,5 @@ class Ledger:
             )
             for (kind, purpose, payload, group, stride), count in self._counts.items()
         )
+        parts = self._parts.traffic() if self._parts is not None else ()
+        return (*own, *(each.model_copy(update={"stride": 0}) for each in parts))

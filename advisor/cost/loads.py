@@ -30,8 +30,9 @@ class UnitLoad:
         tensors: trainable parameters.
         partial_gradient_bytes, partial_tensors: of parameters that are whole on every rank of the
             tp axis while their gradients are parts of a sum.
-        apart_bytes: parameters beside those, which no sharding divides, and gradients as many: a
-            rank's part of the experts.
+        apart_bytes: parameters beside those, which no sharding divides any further, and gradients
+            as many: what a rank keeps of experts that others hold too.
+        expert_bytes: of the parameters those that are sharded among ranks with the same experts.
         exchanges: the tensor collectives of one unit's forward and backward.
     """
 
@@ -58,6 +59,7 @@ class UnitLoad:
     partial_gradient_bytes: float = 0.0
     partial_tensors: int = 0
     apart_bytes: float = 0.0
+    expert_bytes: float = 0.0
     exchanges: tuple[TensorExchange, ...] = ()
 
 
@@ -178,6 +180,7 @@ def loads_of(
     cp: int = 1,
     ep: int = 1,
     is_sharded: bool = False,
+    expert_shards: int = 0,
     runs: Sequence[Run] | None = None,
     styled: Sequence[Styled] | None = None,
 ) -> Loads:
@@ -188,6 +191,7 @@ def loads_of(
         cp: ranks that share the tokens of a sample: each has 1/cp of what grows with the sample.
         ep: ranks that share the experts of a block.
         is_sharded: whether FSDP2 shards what is not experts; only for ep.
+        expert_shards: over how many ranks it shards all, experts too; 0 where those are none.
         runs: of the model, where they are known.
         styled: what `styles` do to each unit, where it is known (`styled_units`).
     """
@@ -223,6 +227,7 @@ def loads_of(
                 ep=ep,
                 per_token=model.experts_per_token,
                 is_sharded=is_sharded,
+                shards=expert_shards,
             )
         if head is not None and run.unit.name == _loss_unit(model):
             load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp)

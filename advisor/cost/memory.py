@@ -95,6 +95,13 @@ def shard_degree(plan: Plan) -> int:
     return plan.dp_shard * plan.cp if plan.data_parallel.is_sharded else 1
 
 
+def added_share(plan: Plan) -> float:
+    """Of the gradients, those that a rank adds to what earlier microbatches left: shards where they
+    are reduced after each microbatch; FSDP2 reduces when the round of a pipeline is over."""
+    is_reduced = plan.data_parallel.is_sharded and plan.data_parallel is not DataParallel.ZERO1
+    return 1 / shard_degree(plan) if is_reduced and plan.pp == 1 else 1.0
+
+
 def peak(
     plan: Plan,
     loads: Loads,
@@ -118,7 +125,7 @@ def peak(
         *backward_moments(plan, loads, gradients, _gathered(plan, loads), away=away),
         *_root_reduction(plan, loads, gradients),
     ]
-    if optimizer_leaves(plan, device):
+    if optimizer_leaves(plan, device) or (device.kind == "cpu" and not on_device):
         moments.append(_step_in_chunks(plan, loads, update, device))
     elif on_device:
         moments.append(optimizer_step(plan, loads.gradient_bytes, update, device))
@@ -170,6 +177,7 @@ def peak_at(
         context=device.context_bytes.value,
     )
     allocated = memory.total - memory.context
+    waits = (held if offloaded else 0.0) + away
     doubt = ACTIVATION_ERROR * (memory.activations + memory.transient)
     slack = USUAL_SLACK if device.kind != "cpu" else 0.0
     return Peak(
@@ -179,8 +187,8 @@ def peak_at(
         high_bytes=(allocated + doubt + ahead) * (1 + ALLOCATOR_SLACK) + device.context_bytes.high,
         reserved_bytes=allocated * (1 + slack) + memory.context,
         states_bytes=held,
-        host_bytes=(held if offloaded else 0.0) + (0.0 if on_disk else away),
-        disk_bytes=away if on_disk else 0.0,
+        host_bytes=0.0 if on_disk else waits,
+        disk_bytes=waits if on_disk else 0.0,
         loss_bytes=fullest.loss,
     )
 
@@ -407,6 +415,7 @@ def optimizer_step(plan: Plan, gradient_bytes: float, update: Upkeep, device: De
 def _step_in_chunks(plan: Plan, loads: Loads, update: Upkeep, device: Device) -> Moment:
     """The same of a chunk of parameters, whose states have come; a processor reads them in their
     files."""
-    whole = optimizer_step(plan, loads.gradient_bytes, update, device)
+    gradient_bytes = 0.0 if states_leave(plan, device) else loads.gradient_bytes
+    whole = optimizer_step(plan, gradient_bytes, update, device)
     fetched = update.state_bytes if device.kind != "cpu" else 0.0
     return replace(whole, transient=(whole.transient + fetched) * chunk_share(loads))

@@ -6,20 +6,21 @@ from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 
-from advisor.cost.aggregation import buffer_share
 from advisor.cost.axes import without_experts
 from advisor.cost.breakdown import Estimate, Time
+from advisor.cost.by_hand import crossed_s
 from advisor.cost.communication import (
     apart_s,
     communication_error,
     exchange,
-    replica_group,
     summed_s,
+    waiting_bytes,
 )
-from advisor.cost.compression import Sent, sent
+from advisor.cost.compression import sent
 from advisor.cost.compute import (
     Busy,
     Computing,
+    added_s,
     block_times,
     busy_s,
     compute_error,
@@ -31,15 +32,15 @@ from advisor.cost.compute import (
 )
 from advisor.cost.ledger import Ledger, Wires
 from advisor.cost.loads import Loads, UnitLoad, loads_of, styled_units
-from advisor.cost.memory import BUCKET_BYTES, Peak, peak, shard_degree
-from advisor.cost.offload import moved_s
+from advisor.cost.memory import Peak, added_share, peak, shard_degree
+from advisor.cost.offload import filed_s, moved_s
 from advisor.cost.replay import Slowdown, replay, slowdown
 from advisor.cost.runs import Run, runs_of
 from advisor.cost.staged import Stage, staged
 from advisor.cost.stages import Stages
 from advisor.cost.tensor import Styled, cut_unit, is_split
 from advisor.cost.threads import threaded
-from advisor.cost.updates import updated, waiting_s
+from advisor.cost.updates import straggling, updated
 from advisor.facts import Facts
 from advisor.styles import proposed_styles
 from engines.legality import numerics
@@ -127,16 +128,20 @@ class CostModel:
             update=update,
             device=device,
             batch_bytes=self.batch_bytes(plan),
-            exchange_bytes=replicas.kept_bytes + self._waiting_bytes(plan, replicas),
+            exchange_bytes=replicas.kept_bytes + waiting_bytes(plan, cluster, replicas),
         )
         computing = self.computing(plan, loads)
         exchanged = exchange(plan, loads, ledger, has_host=device.kind != "cpu", sent=replicas)
         apart = apart_s(plan, model, ledger) + self.partial_s(plan, loads.runs, ledger)
-        apart += moved_s(plan, loads, update, ledger, device=device)
+        apart += moved_s(plan, loads, update, ledger, cluster=cluster)
+        shards = {"degree": shard_degree(plan), "rounds": plan.forwards}
+        apart += filed_s(plan, [loads], update, ledger, **shards, cluster=cluster)
+        apart += crossed_s(plan, model, self.numerics(plan), ledger)
         overlaps = self.overlaps
         played = replay(plan, computing.times, exchanged, overlaps=overlaps)
         busy = busy_s(computing, plan.forwards)
-        exposed = max(0.0, played.wall_s - busy.total) + apart
+        added = (plan.forwards - 1) * computing.added.total
+        exposed = max(0.0, played.wall_s + added - busy.total) + apart
         sending_s = played.sent_s + apart
         return self.assemble(
             plan,
@@ -150,13 +155,6 @@ class CostModel:
             computing=computing,
             ledger=ledger,
         )
-
-    def _waiting_bytes(self, plan: Plan, replicas: Sent) -> float:
-        """What arrives of a bucket of gradients beside it, where messages are added up."""
-        group, stride = replica_group(plan)
-        per_node = self.facts.cluster.ranks_per_node(group, stride)
-        share = buffer_share(plan.aggregation, group, per_node=per_node)
-        return share * min(replicas.total_bytes, BUCKET_BYTES)
 
     def assemble(
         self,
@@ -178,7 +176,7 @@ class CostModel:
         dtype, host_s = self.dtype(plan), self.facts.workload.host_overhead_s
         added: Slowdown = slowdown(facts.cluster.overlap, computing_s=busy.total, sent_s=sent_s)
         slowed = overlapped_s * added.middle
-        straggling_s = waiting_s(plan, computing_s=busy.total, imbalance=facts.workload.imbalance)
+        straggling_s = straggling(plan, facts.workload, computing_s=busy.total)
         # Both wait in the same queue, so what is exposed is shared out by their lengths.
         to_host = min(1.0, ledger.host_s / sent_s) if sent_s else 0.0
         time = Time(
@@ -295,7 +293,8 @@ class CostModel:
         assert samples is not None
         styles = self.styles(plan)
         is_sharded = plan.ep > 1 and plan.data_parallel.is_sharded
-        key = (kind, samples, plan.tp, styles, plan.cp, plan.ep, is_sharded)
+        expert_shards = shard_degree(plan) if plan.shards_experts else 0
+        key = (kind, samples, plan.tp, styles, plan.cp, plan.ep, is_sharded, expert_shards)
         if key not in self._loads:
             self._loads[key] = loads_of(
                 self.facts.model,
@@ -306,6 +305,7 @@ class CostModel:
                 cp=plan.cp,
                 ep=plan.ep,
                 is_sharded=is_sharded,
+                expert_shards=expert_shards,
                 runs=self.runs,
                 styled=self._styled_units(plan),
             )
@@ -350,7 +350,8 @@ class CostModel:
 
         `loads` are all units of the plan, or some neighbours of them.
         """
-        key = (loads.runs, loads.names[:1], plan.recompute, self.dtype(plan))
+        share = added_share(plan)
+        key = (loads.runs, loads.names[:1], plan.recompute, self.dtype(plan), share)
         if key not in self._computing:
             self._computing[key] = self._timed(plan, loads)
         return self._computing[key]
@@ -363,12 +364,15 @@ class CostModel:
         is_split = plan.tp * plan.cp * plan.ep > 1  # what was measured are whole units
         kind = self.numerics(plan)
         measured = None if is_split else block_times(model, cluster, kind, samples=loads.samples)
+        added = added_s(loads, times, share=added_share(plan), device=device)
         if measured is None:
-            return Computing(times, error)
+            return Computing(times, error, added=added)
         start = next(n for n, unit in enumerate(model.units) if unit.name == loads.names[0])
         then = self.loads(plan, measured.samples).part(start, start + len(loads.names))
         at_measured = unit_times(then, recompute=plan.recompute, device=device, dtype=dtype)
-        return with_measured(times, loads, measured=measured, at_measured=at_measured, error=error)
+        return with_measured(
+            times, loads, measured=measured, at_measured=at_measured, error=error, added=added
+        )
 
     def update(
         self, plan: Plan, first: int, last: int, copies: Sequence[UnitProfile] = ()
@@ -391,6 +395,7 @@ class CostModel:
             plan.tp,
             self.styles(plan),
             plan.ep,
+            plan.shards_experts,
             shard_degree(plan),
         )
         if key not in self._updates:
@@ -403,7 +408,7 @@ class CostModel:
         model = self.facts.model
         wanted = self.styles(plan)
         shards = shard_degree(plan) if plan.ep > 1 else 1
-        key = (plan.tp, wanted, plan.ep, shards)
+        key = (plan.tp, wanted, plan.ep, shards, plan.shards_experts)
         if self.facts.workload.optimizer.units is not None:
             return model.units
         if key not in self._units:
@@ -421,7 +426,7 @@ class CostModel:
                             if is_split(styled)
                             else run.unit
                         )
-                        if plan.ep > 1:
+                        if plan.ep > 1 and not plan.shards_experts:
                             known[styled] = without_experts(
                                 known[styled], ep=plan.ep, shards=shards
                             )

@@ -1,38 +1,50 @@
 """What waits outside the device: whether it leaves it at all, and what its ways take.
 
-States of shards are with the exchanges of FSDP2 (`advisor.cost.communication`): their way begins
-where a gather or a reduction ends. What is here is hidden by nothing: copies of activations wait
-in the device's own stream, and the step for its states.
+The way of shards between device and main memory is with the exchanges of FSDP2
+(`advisor.cost.communication`): it begins where a gather or a reduction ends. What is here is hidden
+by nothing: copies of activations wait in the device's own stream, the step for its states, and
+whoever touches a page of a file for that page. The page cache is not counted on: all that is in
+files is taken to be read from the disk and written to it.
 """
 
 from __future__ import annotations
 
-from advisor.cost.ledger import Ledger
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from advisor.cost.ledger import Ledger, disk_bytes_per_s, host_link_bytes_per_s
 from advisor.cost.loads import Loads
 from engines.offload.kinds import CHUNK_BYTES, OffloadTo
-from engines.plan import Plan
-from profiles.cluster import Device
+from engines.plan import DataParallel, Plan
+from profiles.cluster import ClusterProfile, Device
 from profiles.optimizers import Upkeep
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Amount = TypeVar("Amount", float, NDArray[np.float64])
+    """Of one plan, or of many."""
 
 
 def states_leave(plan: Plan, device: Device) -> bool:
-    """Whether FSDP2 keeps states in main memory; a processor's are there anyway."""
-    return plan.offload.states and device.kind != "cpu"
+    """Whether FSDP2 keeps states elsewhere."""
+    return plan.offload.states and is_elsewhere(device, to_disk=_to_disk(plan))
 
 
 def optimizer_leaves(plan: Plan, device: Device) -> bool:
     """Whether optimizer states alone wait elsewhere."""
-    return plan.offload.optimizer and _is_elsewhere(plan, device)
+    return plan.offload.optimizer and is_elsewhere(device, to_disk=_to_disk(plan))
 
 
 def activations_leave(plan: Plan, device: Device) -> bool:
     """Whether what blocks keep waits elsewhere."""
-    return plan.offload.activations and _is_elsewhere(plan, device)
+    return plan.offload.activations and is_elsewhere(device, to_disk=_to_disk(plan))
 
 
-def _is_elsewhere(plan: Plan, device: Device) -> bool:
+def is_elsewhere(device: Device, *, to_disk: bool) -> bool:
     """Main memory is a processor's own; files, which the kernel may write back, are not."""
-    return device.kind != "cpu" or plan.offload_to is OffloadTo.DISK
+    return device.kind != "cpu" or to_disk
 
 
 def chunk_share(loads: Loads) -> float:
@@ -46,34 +58,99 @@ def chunk_share(loads: Loads) -> float:
 def away_bytes(plan: Plan, loads: Loads, update: Upkeep, device: Device) -> float:
     """What waits elsewhere at most: optimizer states, and a microbatch's activations of blocks."""
     states = update.state_bytes if optimizer_leaves(plan, device) else 0.0
-    return states + (_of_blocks(loads) if activations_leave(plan, device) else 0.0)
+    return states + (of_blocks_bytes(loads) if activations_leave(plan, device) else 0.0)
 
 
-def moved_s(plan: Plan, loads: Loads, update: Upkeep, ledger: Ledger, *, device: Device) -> float:
-    """Seconds of a step in which states and activations go and come back."""
-    to_disk = plan.offload_to is OffloadTo.DISK
-
-    def there_and_back(size_bytes: float, times: int) -> float:
-        found = 0.0
-        if device.kind != "cpu":
-            found += 2 * ledger.to_host(size_bytes, count=2 * times)
-        if to_disk:
-            found += ledger.to_disk(size_bytes, count=times)
-        return times * found
-
-    seconds = 0.0
-    if optimizer_leaves(plan, device):
-        seconds += there_and_back(update.state_bytes, 1)
+def moved_s(
+    plan: Plan, loads: Loads, update: Upkeep, ledger: Ledger, *, cluster: ClusterProfile
+) -> float:
+    """Seconds of a step in which optimizer states and activations go and come back."""
+    device, to_disk = cluster.device, _to_disk(plan)
+    moved = update.state_bytes if optimizer_leaves(plan, device) else 0.0
+    blocks = plan.forwards * of_blocks_bytes(loads)
     if activations_leave(plan, device):
-        seconds += there_and_back(_of_blocks(loads), plan.forwards)
-    elif plan.offload.activations:
-        # A processor copies them within its memory, there and back: read and written each time.
-        moved_bytes = 4 * plan.forwards * _of_blocks(loads)
-        copied_s = moved_bytes / device.memory_bandwidth_bytes_per_s.value
-        ledger.host_s += copied_s
-        seconds += copied_s
+        moved += blocks
+    seconds = moved * there_and_back_s(cluster, to_disk=to_disk)
+    if device.kind != "cpu":
+        ledger.host_bytes += 2 * moved
+    if plan.offload.activations and not activations_leave(plan, device):
+        seconds += copied_s(blocks, device)
+    ledger.host_s += seconds
     return seconds
 
 
-def _of_blocks(loads: Loads) -> float:
+def there_and_back_s(cluster: ClusterProfile, *, to_disk: bool) -> float:
+    """Seconds of a byte that leaves a device and comes back; all devices of a node share its
+    disk."""
+    seconds = 0.0
+    if cluster.device.kind != "cpu":
+        seconds += 2 / host_link_bytes_per_s(cluster).value
+    if to_disk:
+        written, read = disk_bytes_per_s(cluster)
+        seconds += cluster.devices_per_node * (1 / written.value + 1 / read.value)
+    return seconds
+
+
+def copied_s(moved_bytes: Amount, device: Device) -> Amount:
+    """A processor copies them within its memory, there and back: read and written each time."""
+    return moved_bytes * (4 / device.memory_bandwidth_bytes_per_s.value)
+
+
+def shards_in_files_s(
+    cluster: ClusterProfile,
+    *,
+    parameter_bytes: Amount,
+    gradient_bytes: Amount,
+    state_bytes: Amount,
+    gathers: Amount,
+    reductions: Amount,
+) -> Amount:
+    """Seconds of a step that files take which hold a rank's shards.
+
+    Parameters are read by every gather, gradients written by every reduction and read by the next
+    one, which adds to them; the step reads all of them and writes parameters and states.
+    """
+    written, read = disk_bytes_per_s(cluster)
+    reads = (gathers + 1) * parameter_bytes + reductions * gradient_bytes + state_bytes
+    writes = parameter_bytes + reductions * gradient_bytes + state_bytes
+    return (reads * (1 / read.value) + writes * (1 / written.value)) * cluster.devices_per_node
+
+
+def filed_s(
+    plan: Plan,
+    parts: Sequence[Loads],
+    update: Upkeep,
+    ledger: Ledger,
+    *,
+    degree: int,
+    rounds: int,
+    cluster: ClusterProfile,
+) -> float:
+    """`shards_in_files_s` of a plan, 0 where its shards are in none, noted in `ledger`.
+
+    Args:
+        parts: of the model that the rank has a shard of, over `degree` ranks.
+        rounds: after which gradients are reduced, of plans that reduce more than once a step.
+    """
+    if not (plan.offload.states and _to_disk(plan)):
+        return 0.0
+    keeps = plan.data_parallel in (DataParallel.ZERO1, DataParallel.ZERO2)
+    seconds = shards_in_files_s(
+        cluster,
+        parameter_bytes=sum(part.parameter_bytes for part in parts) / degree,
+        gradient_bytes=sum(part.gradient_bytes for part in parts) / degree,
+        state_bytes=update.state_bytes,
+        gathers=1.0 if keeps else 2.0 * plan.forwards,
+        reductions=1.0 if plan.data_parallel is DataParallel.ZERO1 else float(rounds),
+    )
+    ledger.host_s += seconds
+    return seconds
+
+
+def of_blocks_bytes(loads: Loads) -> float:
+    """What the blocks keep of a microbatch."""
     return sum(unit.activation_bytes * unit.count for unit in loads.entries if unit.is_block)
+
+
+def _to_disk(plan: Plan) -> bool:
+    return plan.offload_to is OffloadTo.DISK

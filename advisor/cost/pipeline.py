@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from advisor.cost.orders import FULL_AFTER, Kind, orders, rank_of, stages_of
 from advisor.cost.orders import Action as Action
@@ -62,6 +63,15 @@ class Played:
         return tuple(self.wall_s - busy for busy in self.busy_s)
 
 
+class Span(NamedTuple):
+    """When a rank did what, in seconds since the round began."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
 def sends_late(schedule: Schedule) -> bool:
     """Whether a transfer begins only when its receiver has nothing else to do.
 
@@ -98,6 +108,21 @@ def play(
     else:
         end = _by_orders(schedule, times, ranks=ranks, microbatches=microbatches, waits=waits)
     return Played(max(end), end, busy)
+
+
+def timeline(
+    schedule: Schedule, times: StageTimes, *, ranks: int, microbatches: int, waits: bool
+) -> tuple[Span, ...]:
+    """The actions of the round that `play` sums up, each after those that it waits for."""
+    shape = {"ranks": ranks, "stages": len(times.forward_s), "microbatches": microbatches}
+    path = _path(schedule, **shape)
+    todo = [iter(order) for order in orders(schedule, **shape)]
+    seconds = (*times.forward_s, *times.backward_s, *times.weight_s)
+    _, ends = _replayed(path, times, ranks, waits=waits)
+    return tuple(
+        Span(rank, next(todo[rank]), end - seconds[work], end)
+        for (rank, work, _, _), end in zip(path, ends, strict=True)
+    )
 
 
 def _in_turn(times: StageTimes, microbatches: int) -> tuple[float, ...]:
@@ -192,7 +217,7 @@ def _by_orders(
 
     def played(count: int) -> tuple[float, ...]:
         path = _path(schedule, ranks=ranks, stages=len(times.forward_s), microbatches=count)
-        return _replayed(path, times, ranks, waits=waits)
+        return _replayed(path, times, ranks, waits=waits)[0]
 
     shown = 2 * FULL_AFTER * ranks + microbatches % ranks
     if microbatches <= shown:
@@ -243,7 +268,10 @@ def _path(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> 
 _WORK = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT: 1, Kind.WEIGHT: 2}
 
 
-def _replayed(path: _Path, times: StageTimes, ranks: int, *, waits: bool) -> tuple[float, ...]:
+def _replayed(
+    path: _Path, times: StageTimes, ranks: int, *, waits: bool
+) -> tuple[tuple[float, ...], list[float]]:
+    """When each rank, and when each action is done."""
     seconds = (*times.forward_s, *times.backward_s, *times.weight_s)
     sends = (0.0, *times.send_s)
     free = [0.0] * ranks
@@ -260,4 +288,4 @@ def _replayed(path: _Path, times: StageTimes, ranks: int, *, waits: bool) -> tup
         start += seconds[work]
         free[rank] = start
         note(start)
-    return tuple(free)
+    return tuple(free), end

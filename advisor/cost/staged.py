@@ -20,6 +20,7 @@ from advisor.cost.compute import Busy, Computing, busy_s, optimizer_s
 from advisor.cost.ledger import Ledger
 from advisor.cost.loads import Loads, together
 from advisor.cost.memory import Peak, shard_degree
+from advisor.cost.offload import filed_s
 from advisor.cost.orders import SPLITS_BACKWARD, Moment, gathers_of_root, moments, stages_of
 from advisor.cost.pipeline import Played, StageTimes, play, sends_late
 from advisor.cost.replay import backward, forward
@@ -124,6 +125,15 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     tails = [_Tail.of(model, plan, layout, rank) for rank in range(plan.pp)]
     busiest = max(range(plan.pp), key=lambda rank: played.busy_s[rank] + tails[rank].total_s)
     ledger, apart = _charged(model, plan, layout, busiest)
+    apart += filed_s(
+        plan,
+        [stage.part for stage in layout.of(busiest)],
+        updates[busiest],
+        ledger,
+        degree=shard_degree(plan),
+        rounds=layout.rounds,
+        cluster=model.facts.cluster,
+    )
     again = layout.rounds - 1
     late = sum(stage.late_s for stage in layout.stages)
     between = max(end + tail.round_s for end, tail in zip(played.end_s, tails, strict=True))
@@ -264,7 +274,9 @@ def _stages(
         key = (part.pieces, received, sent)
         if key not in known:
             known[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)
-        found.append(replace(known[key], part=part))
+        alike = known[key]
+        added = alike.computing.added.total * (plan.forwards - 1) / plan.forwards
+        found.append(replace(alike, part=part, backward_s=alike.backward_s + added))
     return found
 
 

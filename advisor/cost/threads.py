@@ -11,8 +11,8 @@ device, over links with latency a and b seconds a byte, every forward and its ba
 
 none of it hidden: autograd reaches the broadcast last (torch/nn/parallel/_functions.py). DDP sends
 2 (n-1)/n G once a step, beside the backward. One interpreter launches the operations of all
-devices, one at a time: where they are too short to keep a device busy, n times as much is waited
-for. The first device holds the batch, all outputs and their loss, and the sum of gradients beside
+devices, one at a time: a unit takes n times its launches where they are longer than its computing.
+The first device holds the batch, all outputs and their loss, and the sum of gradients beside
 its own; the others have no optimizer states and wait for its step.
 """
 
@@ -22,11 +22,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from advisor.cost.breakdown import Estimate
-from advisor.cost.compute import busy_s, optimizer_s
+from advisor.cost.compute import Computing, added_s, busy_s, optimizer_s
+from advisor.cost.loads import Loads
 from advisor.cost.memory import peak
 from advisor.cost.updates import alone
 from engines.plan import Plan
-from profiles.cluster import Collective
+from profiles.cluster import Collective, Device
 from profiles.model import LOSS, ModelProfile, Numerics
 
 if TYPE_CHECKING:
@@ -70,6 +71,21 @@ class Meeting:
         )
 
 
+def launching_s(loads: Loads, computing: Computing, device: Device, *, devices: int) -> float:
+    """Seconds that launching for `devices` devices adds to a forward and backward of one."""
+    found = 0.0
+    for unit, time in zip(loads.entries, computing.times, strict=True):
+        forward, backward = (
+            devices * kernels * device.launch_s.value
+            for kernels in (unit.forward_kernels, unit.backward_kernels)
+        )
+        added = max(0.0, forward - time.forward_s) + max(0.0, backward - time.backward_s)
+        if time.recompute_s:
+            added += max(0.0, forward - time.recompute_s)
+        found += time.count * added
+    return found
+
+
 def threaded(model: CostModel, plan: Plan) -> Estimate:
     """The estimate of a plan whose replicas are threads."""
     facts, own, others = model.facts, alone(plan), plan.dp_replicate - 1
@@ -78,6 +94,7 @@ def threaded(model: CostModel, plan: Plan) -> Estimate:
     loads, ledger = model.loads(own), model.ledger()
     update = model.update(own, 0, len(facts.model.units))
     computing = model.computing(own, loads)
+    added = added_s(loads, computing.times, share=1.0, device=device, devices=plan.dp_replicate)
     meeting = Meeting.of(
         facts.model,
         model.numerics(plan),
@@ -99,7 +116,8 @@ def threaded(model: CostModel, plan: Plan) -> Estimate:
     busy = replace(
         alone_busy,
         compute_s=alone_busy.compute_s + others * forwards * meeting.loss_s,
-        launch_s=alone_busy.launch_s * plan.dp_replicate,
+        launch_s=forwards * launching_s(loads, computing, device, devices=plan.dp_replicate)
+        + (forwards - 1) * added.launch_s,
     )
     # A process takes the batch of all devices; what the others get is counted as theirs.
     batch_bytes = model.batch_bytes(own) * plan.dp_replicate

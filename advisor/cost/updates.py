@@ -5,6 +5,7 @@ Pure functions of a plan and facts. A rank computes as it would alone; this is w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 from statistics import NormalDist
@@ -17,6 +18,7 @@ from advisor.cost.memory import BUCKET_BYTES, Moment, Peak, peak, peak_at
 from engines.plan import DataParallel, Plan, Updates
 from profiles.cluster import ClusterProfile, Collective
 from profiles.optimizers import Upkeep
+from profiles.workload import Workload
 
 if TYPE_CHECKING:
     from advisor.cost.model import CostModel
@@ -28,6 +30,8 @@ OUTER_PASSES = 14
 SUM_PASSES = 3
 # Numbers, then tensors: two messages there and two back (engines/updates/link.py).
 MESSAGES = 4
+# Between servers that agree on the workers of a step: what came, and what is chosen.
+AGREEING = 2
 # On a server, beside a worker's gradients: the flat message that they came in.
 COPIES_OF_A_GRADIENT = 2
 
@@ -46,26 +50,51 @@ def alone(plan: Plan) -> Plan:
     return plan.model_copy(update=update)
 
 
-def waiting_s(plan: Plan, *, computing_s: float, imbalance: float) -> float:
-    """Seconds of a step in which a rank waits for slower ones, where ranks' times scatter.
+def waiting_s(
+    plan: Plan, *, computing_s: float, imbalance: float, straggling: float = 0.0
+) -> float:
+    """Seconds of a step in which a rank waits for slower ones, where ranks' times scatter or one
+    rank is slower in every step.
 
     The k-th of n draws from a normal distribution is expected at the quantile (k - 3/8) / (n + 1/4)
     (Blom 1958, "Statistical Estimates and Transformed Beta-Variables"). All n are waited for; of
     backup workers the last are not; replicas that meet every H steps wait for sums of H draws, each
     drawn anew; who updates asynchronously waits for nobody.
 
+    A straggler is waited for by all alike: sums of H steps are late by H times as much, and where
+    staleness is bounded the others are soon as far ahead as they may be. Backup workers let it go
+    as soon as the others are there.
+
     Args:
         imbalance: standard deviation of a rank's computing time, over its mean.
+        straggling: what the slowest rank computes longer than the others, over their time.
     """
-    if not imbalance or plan.updates is Updates.ASYNCHRONOUS:
-        return 0.0
+    is_asynchronous = plan.updates is Updates.ASYNCHRONOUS
     needed = plan.world_size - plan.servers - plan.backup_workers
     ranks = needed + plan.backup_workers
-    if ranks < 2:
+    if ranks < 2 or (is_asynchronous and plan.max_staleness is None):
         return 0.0
-    place = NormalDist().inv_cdf((needed - 3 / 8) / (ranks + 1 / 4))
     every = plan.sync_every if plan.updates.is_periodic else 1
-    return max(0.0, computing_s * imbalance * place / sqrt(every))
+    scatter = 0.0 if is_asynchronous else imbalance / sqrt(every)
+    late = max(straggling, scatter * _place(needed, ranks))
+    if plan.backup_workers:
+        late = min(late, scatter * _place(needed, ranks - 1))
+    return max(0.0, computing_s * late)
+
+
+def straggling(plan: Plan, workload: Workload, *, computing_s: float) -> float:
+    """The same, of ranks that differ as `workload` says."""
+    return waiting_s(
+        plan,
+        computing_s=computing_s,
+        imbalance=workload.imbalance,
+        straggling=workload.straggling,
+    )
+
+
+def _place(place: int, count: int) -> float:
+    """Where one of so many draws is expected, in standard deviations."""
+    return NormalDist().inv_cdf((place - 3 / 8) / (count + 1 / 4))
 
 
 def updated(model: CostModel, plan: Plan) -> Estimate:
@@ -80,7 +109,12 @@ def updated(model: CostModel, plan: Plan) -> Estimate:
     if plan.servers:
         served = Served.of(plan, facts.cluster, payload_bytes=loads.gradient_bytes)
         update_s /= plan.servers
-        sent_s = served.charge(ledger, update_s=update_s, computing_s=busy.total)
+        sent_s = served.charge(
+            ledger,
+            update_s=update_s,
+            computing_s=busy.total,
+            waiting_s=straggling(plan, facts.workload, computing_s=busy.total),
+        )
         states = [
             (_shared(update, 0.0), None),
             (_shared(update, 1 / plan.servers), served.fullest()),
@@ -151,6 +185,7 @@ class Served:
         """Servers are the first ranks of the job: they share the links of the first nodes."""
         workers = plan.data_degree + plan.backup_workers
         per_node, part = cluster.devices_per_node, payload_bytes / plan.servers
+        agree = plan.servers > 1 and plan.backup_workers > 0
         tier = cluster.link(2, per_node) if cluster.num_nodes > 1 else cluster.link(2)
         return cls(
             workers=workers,
@@ -160,7 +195,7 @@ class Served:
             payload_bytes=payload_bytes,
             in_s=max(_into(cluster, plan, node, workers) for node in _nodes(plan, cluster)) * part,
             worker_s=payload_bytes / _rate_of_one(cluster, talking=per_node),
-            latency_s=MESSAGES * tier.latency_s.value,
+            latency_s=(MESSAGES + AGREEING * agree) * tier.latency_s.value,
             stride=per_node if cluster.num_nodes > 1 else 1,
             memory_bytes_per_s=cluster.device.memory_bandwidth_bytes_per_s.value,
             reaches_host=cluster.device.kind != "cpu",
@@ -176,8 +211,14 @@ class Served:
         """What one server takes in a step, and gives."""
         return self.part_bytes * self.workers
 
-    def charge(self, ledger: Ledger, *, update_s: float, computing_s: float) -> float:
-        """Note what a worker sends; the seconds that nothing hides."""
+    def charge(
+        self, ledger: Ledger, *, update_s: float, computing_s: float, waiting_s: float = 0.0
+    ) -> float:
+        """Note what a worker sends; the seconds that nothing hides.
+
+        Args:
+            waiting_s: until the slowest that is needed has computed: others send meanwhile.
+        """
         for purpose in ("gradients to servers", "parameters from servers"):
             ledger.charge(
                 Collective.SEND_RECV, purpose, self.part_bytes, group_size=2,
@@ -188,14 +229,19 @@ class Served:
             host_s = ledger.to_host(2 * self.payload_bytes)
         adding_s = SUM_PASSES * self.part_bytes / self.memory_bytes_per_s
         if self.is_synchronous:
-            # All come at the same time, and parameters go when the update is made.
-            there_s = max(self.in_s * self.needed / self.workers, self.worker_s)
+            # Those that are not waited for come at the same time; parameters go when the update is
+            # made.
+            there_s = max(self.in_s * self.needed / self.workers - waiting_s, self.worker_s)
             back_s = max(self.in_s, self.worker_s)
             return there_s + self.needed * adding_s + back_s + self.latency_s + host_s
-        # A worker's turn if it is alone; but never faster than the servers pass everything on.
-        turn_s = 2 * self.worker_s + adding_s + self.latency_s + host_s
-        passed_s = max(self.in_s, self.workers * (adding_s + update_s))
-        return max(turn_s, passed_s - computing_s)
+        one_s = self.in_s / self.workers
+        there_s, updating_s, back_s = spent_s(
+            (one_s, adding_s + update_s, one_s),
+            thinking_s=computing_s + self.latency_s + host_s,
+            customers=self.workers,
+        )
+        sent_s = max(there_s, self.worker_s) + max(back_s, self.worker_s)
+        return sent_s + updating_s - update_s + self.latency_s + host_s
 
     def fullest(self) -> Moment:
         """A server with the gradients of all workers, and what it answers."""
@@ -204,6 +250,31 @@ class Served:
             gradients=COPIES_OF_A_GRADIENT * self.passed_bytes,
             transient=self.passed_bytes,
         )
+
+
+def spent_s(stations: Sequence[float], *, thinking_s: float, customers: int) -> tuple[float, ...]:
+    """Seconds that a customer spends at each station, waiting included, where all go round from one
+    to the next and think in between.
+
+    Workers come to a server's link in no order: now several share it, now it is idle, so it is
+    never quite busy. Mean value analysis is exact for that, whatever the sizes, where a link is
+    shared evenly (Reiser and Lavenberg 1980, "Mean-Value Analysis of Closed Multichain Queuing
+    Networks"; Baskett et al. 1975).
+
+    >>> spent_s((1.0, 1.0), thinking_s=0.0, customers=3)
+    (2.0, 2.0)
+
+    Args:
+        stations: seconds that one needs there if alone.
+    """
+    queues = spent = (0.0,) * len(stations)
+    for number in range(1, customers + 1):
+        spent = tuple(
+            alone_s * (1 + queue) for alone_s, queue in zip(stations, queues, strict=True)
+        )
+        rate = number / max(thinking_s + sum(spent), 1e-12)
+        queues = tuple(rate * each for each in spent)
+    return spent
 
 
 def _nodes(plan: Plan, cluster: ClusterProfile) -> range:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from advisor import outside
 from advisor.allocator import allocator_hint
 from advisor.constants import tier_of
 from advisor.cost.communication import COMMUNICATION_ERROR
@@ -31,6 +32,7 @@ from profiles.units import (
     format_percent,
     format_seconds,
 )
+from profiles.workload import Workload
 
 _ALL = 0.995  # the rest would be shown as 0 %
 
@@ -78,9 +80,10 @@ def _machines(decision: Decision) -> Iterator[Basis]:
     for where, link, constant in (
         ("in the node", cluster.intra, Constant.INTRA),
         ("between nodes", cluster.inter, Constant.INTER),
+        ("in a rank", cluster.link_in_rank, None),
     ):
         if link is not None:
-            runs = _runs(learned.runs.get(constant, 0))
+            runs = _runs(learned.runs.get(constant, 0) if constant else 0)
             yield Basis(what=_link_words(link, where), source=_link_source(link) + runs)
             latency = link.latency_s
             yield Basis(
@@ -108,12 +111,13 @@ def _offload(plan: Plan, cluster: ClusterProfile) -> Iterator[Basis]:
     """The ways of what waits outside the device."""
     if plan.offload is Offload.NONE:
         return
-    link = host_link_bytes_per_s(cluster)
-    what, sources = f"way to the host {format_bandwidth(link.value)} a device", [link]
-    if plan.offload.states:
-        what += f", update at {format_bandwidth(HOST_BANDWIDTH_BYTES_PER_S)} a node"
-        sources.append(Quantity(value=HOST_BANDWIDTH_BYTES_PER_S, source=Source.ASSUMED))
-    yield Basis(what=what, source=_sources(*sources))
+    if cluster.device.kind != "cpu":
+        link = host_link_bytes_per_s(cluster)
+        what, sources = f"way to the host {format_bandwidth(link.value)} a device", [link]
+        if plan.offload.states:
+            what += f", update at {format_bandwidth(HOST_BANDWIDTH_BYTES_PER_S)} a node"
+            sources.append(Quantity(value=HOST_BANDWIDTH_BYTES_PER_S, source=Source.ASSUMED))
+        yield Basis(what=what, source=_sources(*sources))
     if plan.offload_to is OffloadTo.DISK:
         written, read = disk_bytes_per_s(cluster)
         yield Basis(
@@ -191,9 +195,11 @@ def _asked(decision: Decision) -> Iterator[Basis]:
         "host_overhead_s": _host_overhead(workload.host_overhead_s),
         "dataset_samples": _samples(workload.dataset_samples, "in the training set"),
         "critical_batch_size": _samples(workload.critical_batch_size, "are the critical batch"),
-        "imbalance": _imbalance(workload.imbalance),
+        "imbalance": _imbalance(workload),
     }
     sources = {name: _said_by(name, given) for name, said in words.items() if said}
+    if workload.pace_runs:
+        sources["imbalance"] = str(Source.MEASURED) + _runs(workload.pace_runs)
     for source in dict.fromkeys(sources.values()):
         said = [words[name] for name, found in sources.items() if found == source]
         yield Basis(what=", ".join(said), source=source)
@@ -206,8 +212,13 @@ def _asked(decision: Decision) -> Iterator[Basis]:
         yield Basis(what=f"kept as given: {kept}", source=str(Source.USER))
 
 
-def _imbalance(scatter: float) -> str:
-    return f"ranks' computing times scatter by {format_percent(scatter)}" if scatter else ""
+def _imbalance(workload: Workload) -> str:
+    scatter, straggling, rank = workload.imbalance, workload.straggling, workload.slow_rank
+    said = [f"ranks' computing times scatter by {format_percent(scatter)}"] if scatter else []
+    if straggling:
+        who = "the slowest rank" if rank is None else f"rank {rank}"
+        said += [f"{who} computes {format_percent(straggling)} longer than the others"]
+    return ", ".join(said)
 
 
 def _host_overhead(seconds: float) -> str:
@@ -269,6 +280,7 @@ def hints(decision: Decision) -> Iterator[str]:
     yield from decision.offers
     yield from _too_large_to_load(decision)
     yield from allocator_hint(decision)
+    yield from outside.hint(decision.plan)
     if set(facts.cluster.sources.values()) - {Source.MEASURED, Source.USER}:
         yield (
             "`advise probe --bench` on the nodes replaces rates of data sheets by measured ones"

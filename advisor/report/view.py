@@ -168,7 +168,7 @@ def _time_parts(estimate: Estimate) -> Iterator[Part]:
         "recompute_s": "recompute",
         "optimizer_s": "optimizer",
         "exposed_s": "exposed communication",
-        "host_s": "transfers to the host",
+        "host_s": f"transfers to the host{' and disk' if estimate.disk_bytes else ''}",
         "launch_s": "launching",
         "idle_s": "waiting for other stages",
         "straggling_s": "waiting for the slowest rank",

@@ -19,7 +19,7 @@ from advisor.search.columns import Columns, Floats, Microbatches
 from advisor.search.kept import Kept
 from advisor.search.space import Integers, Space
 from advisor.search.staged import staged_peak_bytes, staged_step_s
-from advisor.search.whole import whole_peak_bytes, whole_time
+from advisor.search.whole import moved_s, whole_peak_bytes, whole_time
 from engines.plan import Offload
 
 # Bounds add up the same numbers in another order: their last digits may differ from the estimate's.
@@ -99,6 +99,7 @@ def bounds_of(space: Space, kept: Kept, policy: Policy) -> Bounds:
         parts = np.stack([getattr(time, name) for name in PARTS])
         found.step_s[rows] = parts.sum(axis=0) + overhead_s
         if space.offload is not Offload.NONE:
+            found.step_s[rows] += moved_s(columns)
             parts[-1] = 0.0  # what is exposed of transfers to the host is a part of its own
         found.parts[:, rows] = parts
     return found

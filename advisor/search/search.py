@@ -99,7 +99,8 @@ class Search:
         same = space.kind[rows] == KINDS.index(plan.data_parallel)
         for axis in ("pp", "tp", "cp", "dp_replicate", "dp_shard"):
             same &= getattr(space, axis)[rows] == getattr(plan, axis)
-        same &= space.offload is plan.offload and space.ep == plan.ep
+        same &= space.offload is plan.offload and space.offload_to is plan.offload_to
+        same &= space.ep == plan.ep
         return np.asarray(rows[~same])
 
     def best(self, rows: Rows) -> Candidate | None:

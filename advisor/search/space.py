@@ -122,9 +122,13 @@ class Space:
         return self.updates is Updates.SYNCHRONOUS and not self.carried.get("servers", 0)
 
     @property
-    def is_to_disk(self) -> bool:
+    def offload_to(self) -> OffloadTo:
         """Where what `offload` names goes, of all rows."""
-        return OffloadTo(self.carried.get("offload_to", OffloadTo.HOST)) is OffloadTo.DISK
+        return OffloadTo(self.carried.get("offload_to", OffloadTo.HOST))
+
+    @property
+    def is_to_disk(self) -> bool:
+        return self.offload_to is OffloadTo.DISK
 
     @property
     def ep(self) -> int:

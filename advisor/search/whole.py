@@ -7,6 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from advisor.cost.memory import ALLOCATOR_SLACK, UNITS_WHEN_AHEAD
+from advisor.cost.offload import (
+    copied_s,
+    is_elsewhere,
+    of_blocks_bytes,
+    shards_in_files_s,
+    there_and_back_s,
+)
 from advisor.cost.replay import slowdown
 from advisor.search.columns import ZERO1, ZERO2, Columns, Floats
 
@@ -73,6 +80,31 @@ def _exposed_s(columns: Columns, busy: Floats) -> tuple[Floats, Floats]:
     return np.maximum(0.0, wall - busy), sent
 
 
+def moved_s(columns: Columns) -> Floats:
+    """What is moved out of the device and back while nothing else goes on (`cost.offload`)."""
+    space, cluster = columns.space, columns.costs.facts.cluster
+    device, what = cluster.device, space.offload
+    elsewhere = is_elsewhere(device, to_disk=space.is_to_disk)
+    seconds = np.zeros(len(space))
+    a_byte_s = there_and_back_s(cluster, to_disk=space.is_to_disk)
+    if what.optimizer and elsewhere:
+        seconds += a_byte_s * columns.states_bytes()
+    if what.activations:
+        blocks = space.forwards * columns.of(lambda g: of_blocks_bytes(g.loads))
+        seconds += a_byte_s * blocks if elsewhere else copied_s(blocks, device)
+    if what.states and space.is_to_disk:
+        keeps = (space.kind == ZERO1) | (space.kind == ZERO2)
+        seconds += shards_in_files_s(
+            cluster,
+            parameter_bytes=columns.of(lambda g: g.loads.parameter_bytes) / columns.shards,
+            gradient_bytes=columns.of(lambda g: g.loads.gradient_bytes) / columns.shards,
+            state_bytes=columns.states_bytes(),
+            gathers=np.where(keeps, 1.0, 2.0 * space.forwards),
+            reductions=np.where(space.kind == ZERO1, 1.0, space.forwards),
+        )
+    return seconds
+
+
 def whole_peak_bytes(columns: Columns) -> Floats:
     """The upper end of two moments: a backward that begins, and the optimizer's step."""
     space, facts = columns.space, columns.costs.facts
@@ -80,11 +112,11 @@ def whole_peak_bytes(columns: Columns) -> Floats:
     several = space.forwards > 1
     gradients = columns.of(lambda g: g.loads.gradient_bytes)
     # A worker's optimizer states are on servers.
-    elsewhere = device.kind != "cpu" or space.is_to_disk
+    elsewhere = is_elsewhere(device, to_disk=space.is_to_disk)
     states = columns.states_bytes() * (not space.carried.get("servers", 0))
     states *= not (space.offload.optimizer and elsewhere)
     held = columns.of(lambda g: g.loads.parameter_bytes) / shards + states
-    on_device = not (space.offload.states and device.kind != "cpu")
+    on_device = not (space.offload.states and elsewhere)
     # DDP has gradients twice when it accumulates, ZeRO-1 whole; the others have shards of them.
     is_ddp = columns.is_replicated & space.updates_in_step
     whole = np.where(is_ddp, 1.0 + several, several)

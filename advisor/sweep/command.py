@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
@@ -10,6 +11,7 @@ from advisor.command import (
     common_options,
     count,
     say,
+    seconds,
     show_on_screen,
     writable,
     write,
@@ -43,6 +45,9 @@ QUANTITIES = {
 @click.option("--global-batch", callback=count, metavar="SAMPLES", help="Samples per step.")
 @click.option("--seq", callback=count, metavar="TOKENS", help="Tokens per sample.")
 @click.option(
+    "--optimizer", default="adamw", show_default=True, metavar="NAME", help="A step updates too."
+)
+@click.option(
     "--plan",
     "plans",
     metavar="SETTINGS",
@@ -56,6 +61,7 @@ QUANTITIES = {
 @click.option("--batch", metavar="32,64,...", help="Samples per step over all devices.")
 @click.option("--measure", is_flag=True, help="Run each plan on this job's ranks, and time it.")
 @click.option("--steps", callback=count, metavar="N", help="Steps to time for each. Default: 10.")
+@click.option("--timeout", callback=seconds, metavar="SECONDS", help="To wait for another rank.")
 @click.option("-o", "--output", metavar="FILE", help="Write all numbers here, as CSV.")
 @click.option("--png", metavar="FILE", help="Draw it: a curve, or bars for plans. (matplotlib)")
 @common_options
@@ -64,9 +70,11 @@ def sweep(
     cluster: str,
     global_batch: int | None,
     seq: int | None,
+    optimizer: str,
     plans: tuple[str, ...],
     measure: bool,
     steps: int | None,
+    timeout: float | None,
     output: str | None,
     png: str | None,
     no_color: bool,
@@ -96,13 +104,18 @@ def sweep(
         from advisor.sweep.picture import require_matplotlib
 
         require_matplotlib()
-    if measure:
-        found = _measured(
-            model, cluster, swept, texts, settings, batch=global_batch, seq=seq, steps=steps
-        )
-    else:
-        only_first_rank()
-        found = _predicted(model, cluster, swept, texts, settings, batch=global_batch, seq=seq)
+    if option == "batch" and global_batch is None and texts[0].isdecimal():
+        global_batch = int(texts[0])  # none was asked for, and this one is the first to be taken
+    asking = Asking(model, swept, texts, settings, global_batch, seq, optimizer)
+    try:
+        if measure:
+            found = _measured(asking, cluster, steps=steps, timeout_s=timeout)
+        else:
+            only_first_rank()
+            found = _predicted(asking, cluster)
+    except InputError as error:
+        error.where = error.where or f"--{(option or 'plan').replace('_', '-')}"
+        raise
     _show(found, output=output, png=png, no_color=no_color)
 
 
@@ -131,33 +144,37 @@ def _one_quantity(asked: dict[str, str], plans: tuple[str, ...]) -> tuple[str | 
     )
 
 
-def _predicted(
-    model: str,
-    cluster: str,
-    swept: Swept,
-    values: list[str],
-    settings: Settings,
-    *,
-    batch: int | None,
-    seq: int | None,
-) -> Sweep:
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """What is swept over, and what stays."""
+
+    model: str
+    swept: Swept
+    values: list[str]
+    settings: Settings
+    batch: int | None
+    seq: int | None
+    optimizer: str
+
+
+def _predicted(asking: Asking, cluster: str) -> Sweep:
     from advisor.sweep.points import shown_link
     from advisor.sweep.points import sweep as predict
 
     facts = facts_of(
-        model,
+        asking.model,
         cluster=cluster,
         bench=False,
-        global_batch=batch,
-        sequence_length=seq,
-        optimizer="adamw",
-        precision=_precision(settings),
+        global_batch=asking.batch,
+        sequence_length=asking.seq,
+        optimizer=asking.optimizer,
+        precision=_precision(asking.settings),
         samples=None,
         critical_batch=None,
     )
-    if swept == QUANTITIES["bandwidth"]:
+    if asking.swept == QUANTITIES["bandwidth"]:
         say(f"note: {shown_link(facts)}")
-    return predict(facts, swept, values, settings=settings)
+    return predict(facts, asking.swept, asking.values, settings=asking.settings)
 
 
 def _precision(settings: Settings) -> str | None:
@@ -165,35 +182,27 @@ def _precision(settings: Settings) -> str | None:
     return None if found is None else str(found)
 
 
-def _measured(
-    model: str,
-    cluster: str,
-    swept: Swept,
-    values: list[str],
-    settings: Settings,
-    *,
-    batch: int | None,
-    seq: int | None,
-    steps: int | None,
-) -> Sweep:
+def _measured(asking: Asking, cluster: str, *, steps: int | None, timeout_s: float | None) -> Sweep:
     if cluster != "auto":
         raise InputError(
             f"`--measure` runs on this job's devices, not on {cluster}",
             where="--cluster",
             hints=["leave `--cluster` out, or `--measure`"],
         )
-    from advisor.sweep.measure import STEPS, measured_sweep
+    from advisor.sweep.measure import PATIENCE_S, STEPS, measured_sweep
     from engines.world import leave_world
 
     try:
         found = measured_sweep(
-            model,
-            swept,
-            values,
-            settings=settings,
-            global_batch_size=batch,
-            sequence_length=seq,
+            asking.model,
+            asking.swept,
+            asking.values,
+            settings=asking.settings,
+            global_batch_size=asking.batch,
+            sequence_length=asking.seq,
+            optimizer=asking.optimizer,
             steps=steps or STEPS,
+            timeout_s=timeout_s or PATIENCE_S,
         )
     finally:
         leave_world()

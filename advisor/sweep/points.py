@@ -82,11 +82,19 @@ class Sweep(Record):
 
     @property
     def best(self) -> Point | None:
-        """The fastest that fits; by what was measured where all was."""
-        fitting = [point for point in self.points if point.fits]
-        if all(point.measured for point in fitting):
-            return min(fitting, key=_measured_s, default=None)
-        return min(fitting, key=lambda point: point.step_s, default=None)
+        """The fastest that fits; of batches, a sample."""
+        return min((p for p in self.points if p.fits), key=self.seconds, default=None)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether all that fits was run."""
+        return all(point.measured for point in self.points if point.fits)
+
+    def seconds(self, point: Point) -> float:
+        """What points are compared by: of a step, of larger and smaller ones a sample."""
+        timed = self.is_measured and point.measured
+        seconds = timed.median_s if timed else point.step_s
+        return seconds / point.value if self.swept is Swept.BATCH and point.value else seconds
 
 
 def sweep(
@@ -187,25 +195,27 @@ def _number(text: str, swept: Swept) -> float:
     if swept is Swept.BANDWIDTH:
         return parse_bandwidth(text, where="--bandwidth")
     if not text.isdecimal() or int(text) == 0:
-        raise InputError(f"each value of `{swept}` is a positive whole number, not `{text}`")
+        raise InputError(
+            f"of {swept} a positive whole number is wanted, not `{text}`",
+            hints=["write 1 or more: `1,2,4`"],
+        )
     return int(text)
 
 
 def _link(facts: Facts) -> Lever:
-    lever = Lever.LINKS_BETWEEN_NODES if facts.cluster.inter else Lever.LINKS_IN_NODE
-    value(facts, lever)  # refuses one device alone
-    return lever
+    cluster = facts.cluster
+    if not (cluster.inter or cluster.intra or cluster.link_in_rank):
+        raise InputError(
+            f"{cluster.name} is one device, and has no links to vary",
+            hints=["name two devices or more, as `2xV100-PCIe-32GB`"],
+        )
+    return Lever.LINKS_BETWEEN_NODES if cluster.inter else Lever.LINKS_IN_NODE
 
 
 def _devices(settings: Settings, facts: Facts) -> int:
     """As many as the degrees that are named multiply to; all of them where none is."""
     named = [int(settings[axis]) for axis in AXES if axis in settings]
     return prod(named) if named else facts.cluster.world_size
-
-
-def _measured_s(point: Point) -> float:
-    assert point.measured is not None
-    return point.measured.median_s
 
 
 def shown_link(facts: Facts) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from advisor.policy import Policy
-from advisor.sweep.points import Point, Sweep, Swept
+from advisor.sweep.points import Sweep, Swept
 from profiles.units import format_gib, format_percent, format_seconds
 
 COLUMNS = (
@@ -104,11 +104,12 @@ def _notes(sweep: Sweep) -> Iterator[str]:
     if best is None:
         yield "Nothing of it fits."
         return
-    by = "measured" if best.measured else "predicted"
+    by = "measured" if sweep.is_measured else "predicted"
     names = {place: _name(sweep, place) for place in range(len(sweep.points))}
-    seconds = [_seconds(point, best) for point in sweep.points]
+    seconds = [sweep.seconds(point) for point in sweep.points]
     first, last = sweep.points.index(best), seconds.index(max(seconds))
-    sentence = f"Fastest, as {by}: {sweep.swept} {names[first]}"
+    each = " a sample" if sweep.swept is Swept.BATCH else ""
+    sentence = f"Fastest{each}, as {by}: {sweep.swept} {names[first]}"
     if last != first:
         lost = seconds[last] / seconds[first] - 1
         sentence += f"; {names[last]} takes {format_percent(lost)} longer"
@@ -122,8 +123,3 @@ def _notes(sweep: Sweep) -> Iterator[str]:
     if alike:
         yield f"Equally fast, within {format_percent(_TIED)}: {', '.join(alike)}"
     yield f"Its plan: {best.plan}"
-
-
-def _seconds(point: Point, best: Point) -> float:
-    """Of the kind that the best was found by."""
-    return point.measured.median_s if best.measured and point.measured else point.step_s

@@ -12,7 +12,7 @@ from profiles.model import ModelProfile
 
 def aggregation(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
     """DDP's communication hook sees buckets of dense gradients of a model that is whole."""
-    named = _named(plan)
+    named = plan.said("aggregation", "compression")
     if plan.compression_rank > 1 and plan.compression is not Compression.POWERSGD:
         yield Problem(
             rule="rank-without-powersgd",
@@ -24,16 +24,15 @@ def aggregation(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Ite
         return
     is_ddp = plan.data_parallel is DataParallel.REPLICATE and plan.dp_replicate > 1
     if not is_ddp or plan.pp * plan.tp * plan.cp > 1:
-        cut = "".join(
-            f", {a}={getattr(plan, a)}" for a in ("pp", "tp", "cp") if getattr(plan, a) > 1
-        )
+        cut = plan.said("pp", "tp", "cp")
         yield Problem(
             rule="aggregation-without-ddp",
-            what=f"{named} is for DDP of a whole model, data_parallel is {plan.data_parallel}{cut}",
+            what=f"{named} is for DDP of a whole model, data_parallel is {plan.data_parallel}"
+            + (f", {cut}" if cut else ""),
             hint=f"leave it out, or replicate (dp_replicate={max(plan.world_size, 2)} alone)",
         )
     if not plan.updates_in_step:
-        how = f"servers={plan.servers}" if plan.servers else f"updates={plan.updates}"
+        how = plan.said("updates", "servers")
         yield Problem(
             rule="aggregation-of-updates-apart",
             what=f"{named} is of gradients that DDP averages in every step, with {how} none are",
@@ -47,16 +46,6 @@ def aggregation(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Ite
         )
     yield from _nodes(plan, cluster)
     yield from _lossy(plan, model)
-
-
-def _named(plan: Plan) -> str:
-    """The settings that are not the default, as the user writes them."""
-    words = []
-    if plan.aggregation is not Aggregation.BACKEND:
-        words.append(f"aggregation={plan.aggregation}")
-    if plan.compression is not Compression.NONE:
-        words.append(f"compression={plan.compression}")
-    return " ".join(words)
 
 
 def _nodes(plan: Plan, cluster: ClusterProfile) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engines.plan import Plan, Precision
+from engines.plan import MODEL_AXES, Plan, Precision
 from engines.problem import Problem
 from profiles.cluster import ClusterProfile
 from profiles.model import ModelProfile
@@ -16,20 +16,19 @@ def by_hand(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
         return
     where = f"the parts of {model.name} were put on {' and '.join(model.devices)} by hand"
     unsplit = "build it on one device without `to(...)`: then it is split for you"
-    degrees = [f"{axis}={getattr(plan, axis)}" for axis in _SPLIT if getattr(plan, axis) > 1]
+    degrees = plan.said(*MODEL_AXES)
     if plan.data_parallel.is_sharded:
-        degrees.append(f"data_parallel={plan.data_parallel}")
+        degrees = f"{degrees} data_parallel={plan.data_parallel}".lstrip()
     if degrees:
         yield Problem(
             rule="by-hand-split-again",
-            what=f"{where}; {' '.join(degrees)} would split it again",
+            what=f"{where}; {degrees} would split it again",
             hint=f"replicate it (dp_replicate), or {unsplit}",
         )
     if not plan.updates_in_step:
         yield Problem(
             rule="by-hand-updates",
-            what=f"{where}; updates={plan.updates} servers={plan.servers} exchange what one device"
-            " holds",
+            what=f"{where}; {plan.said('updates', 'servers')} exchange what one device holds",
             hint=f"set updates=synchronous and servers=0, or {unsplit}",
         )
     kinds = sorted({device.partition(":")[0] for device in model.devices})
@@ -42,6 +41,3 @@ def by_hand(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
             hint="put all parts on devices of one type"
             + ("" if plan.precision is Precision.FP32 else ", or set precision=fp32"),
         )
-
-
-_SPLIT = ("pp", "tp", "cp", "ep")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from engines.context.proof import LOSS, Proof, require_equal_chunks, require_unm
 from engines.context.ring import Ring
 from engines.context.tokens import joined, part
 from engines.context.way import length_of
+from engines.forwards import run_around
 from engines.mesh import Axis
 from profiles.batch import Batch, LossFn, call_model, loss_of
 from profiles.errors import ModelError
@@ -53,8 +53,7 @@ class Context:
         """Let the blocks answer for themselves: recompute runs them again in the backward, when
         `loss` and `forward` have returned."""
         for block in blocks:
-            # Bound to the block, so that a copy of the model computes with the copy's parameters.
-            block.forward = MethodType(_answered(self, block), block)
+            run_around(block, self._answered)
 
     def loss(self, called: Callable[..., object], piece: Batch, loss_fn: LossFn | None) -> Tensor:
         """The rank's share of the mean loss of `piece`: the mean over the axis is the loss."""
@@ -94,6 +93,12 @@ class Context:
         axis = self._axis
         own, beside, self._places = self._way.part(batch, rank=axis.position, size=axis.size)
         return own, functools.partial(called, **beside)
+
+    def _answered(
+        self, forward: Callable[..., object], block: nn.Module, *args: Any, **kwargs: Any
+    ) -> object:
+        with self.answering():
+            return forward(*args, **kwargs)
 
     def answering(self) -> OwnTokens:
         """Inside, the model's code sees the keys of all ranks, and the places of its own tokens."""
@@ -145,19 +150,6 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
-
-
-def _answered(context: Context, block: nn.Module) -> Callable[..., object]:
-    """A forward method for `block` that calls its own one where tokens are answered for."""
-    own = block.__dict__.get("forward", MethodType(type(block).forward, block))
-    method = own.__func__ if isinstance(own, MethodType) and own.__self__ is block else None
-
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> object:
-        forward = own if method is None else MethodType(method, self)
-        with context.answering():
-            return forward(*args, **kwargs)
-
-    return run
 
 
 def _as_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:

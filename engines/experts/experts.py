@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from engines.experts.container import containers, counts_of, require_separable
 from engines.experts.travel import sent_through
+from engines.forwards import run_around
 from engines.mesh import Axis
 from engines.replicas import sum_gradients
 from engines.tensor.slices import Slice
@@ -61,6 +61,7 @@ class Experts:
             self.names |= {first[p] for p in module.parameters(recurse=False)}
         for module in found.values():
             _share(module, axis)
+        self._modules = list(found.values())
         self._parameters = [model.get_parameter(name) for name in sorted(self.names)]
 
     @property
@@ -71,6 +72,11 @@ class Experts:
     def slices(self) -> dict[str, Slice]:
         """How they lie, by first name."""
         return dict.fromkeys(self.names, EXPERTS_FIRST)
+
+    def hand_over(self) -> list[nn.Module]:
+        """The modules that hold experts; whoever takes them averages their gradients."""
+        self._parameters = []
+        return self._modules
 
     def average(self) -> None:
         """Give every copy of an expert the mean gradient. On its owner the gradients of all ranks
@@ -95,18 +101,13 @@ def _share(module: nn.Module, axis: Axis) -> None:
     for name, weight in list(module.named_parameters(recurse=False)):
         part = EXPERTS_FIRST.part(weight.detach(), rank=axis.position, size=axis.size).clone()
         setattr(module, name, nn.Parameter(part, requires_grad=weight.requires_grad))
-    # Bound to the module, so that a copy of the model computes with the copy's parameters.
-    module.forward = MethodType(_travelling(module, axis, each), module)
+    run_around(module, _travelling(inspect.signature(module.forward), axis, each))
 
 
-def _travelling(module: nn.Module, axis: Axis, each: int) -> Callable[..., Tensor]:
-    """A forward method that asks the ranks that hold the experts."""
-    own = module.__dict__.get("forward", MethodType(type(module).forward, module))
-    method = own.__func__ if isinstance(own, MethodType) and own.__self__ is module else None
-    signature = inspect.signature(own)
+def _travelling(signature: inspect.Signature, axis: Axis, each: int) -> Callable[..., Tensor]:
+    """A forward that asks the ranks that hold the experts."""
 
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        forward = own if method is None else MethodType(method, self)
+    def run(forward: Callable[..., Tensor], module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         # Values go by their places; names differ from model to model.
         hidden, asked, weights = signature.bind(*args, **kwargs).args
         many = asked.shape[-1]
@@ -114,8 +115,8 @@ def _travelling(module: nn.Module, axis: Axis, each: int) -> Callable[..., Tenso
 
         def compute(tokens: Tensor, numbers: Tensor) -> Tensor:
             alone = torch.ones_like(tokens[:, :1])
-            with _cast(self, tokens.dtype):
-                made: Tensor = forward(tokens, numbers[:, None], alone)
+            with _cast(module, tokens.dtype):
+                made = forward(tokens, numbers[:, None], alone)
             return made
 
         spread = tokens.repeat_interleave(many, 0)

@@ -12,13 +12,13 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from engines.forwards import run_around
 from engines.offload.room import Room
 from profiles.model import ModelProfile
 from profiles.torch_compat import storage_of, version_of
@@ -32,20 +32,14 @@ def offload_activations(model: nn.Module, room: Room, *, profile: ModelProfile) 
     """
     for unit in profile.blocks():
         block = model.get_submodule(unit.name)
-        # Bound to the block, so that a copy of the model computes with the copy's parameters.
-        block.forward = MethodType(_offloaded(block, room), block)
+        run_around(block, _offloaded(room))
 
 
-def _offloaded(block: nn.Module, room: Room) -> Callable[..., object]:
-    own = block.__dict__.get("forward", MethodType(type(block).forward, block))
-    # A method of the block runs on whoever is asked, a copy of the block say.
-    method = own.__func__ if isinstance(own, MethodType) and own.__self__ is block else None
-
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> object:
-        forward = own if method is None else MethodType(method, self)
+def _offloaded(room: Room) -> Callable[..., object]:
+    def run(forward: Callable[..., object], block: nn.Module, *args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        mover = _Mover(self, room)
+        mover = _Mover(block, room)
         with saved_tensors_hooks(mover.pack, _unpacked):
             output = forward(*args, **kwargs)
         mover.forget()

@@ -84,12 +84,5 @@ def _disk(plan: Plan) -> Iterator[Problem]:
         yield Problem(
             rule="disk-without-offload",
             what=f"offload_to={plan.offload_to} says where, offload=none says nothing goes there",
-            hint="add offload=optimizer or offload=activations, or leave offload_to out",
-        )
-    if plan.offload.states:
-        yield Problem(
-            rule="disk-states",
-            what=f"offload={plan.offload}: FSDP2 keeps the states of shards in main memory,"
-            " not in files",
-            hint="set offload_to=host, or offload=optimizer with whole parameters",
+            hint="add offload=optimizer, states or activations, or leave offload_to out",
         )

@@ -1,6 +1,6 @@
 """Room outside the device: main memory, or files that are mapped into it.
 
-Files are mapped by `torch.UntypedStorage.from_file`. Each is unlinked as soon as it is mapped, so
+Files are mapped by `torch.UntypedStorage.from_file`. Each loses its name before it has a size, so
 that its space is given back when the process ends, however it ends. What is written stays in the
 page cache until the kernel has put it on the disk; under pressure it does so first.
 """
@@ -8,6 +8,8 @@ page cache until the kernel has put it on the disk; under pressure it does so fi
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 import tempfile
 import weakref
 from collections import defaultdict
@@ -16,10 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engines.failures import tell_others
 from engines.offload.kinds import OffloadTo
 from engines.plan import Plan
+from engines.replicas import local_part
 from profiles.errors import InputError
-from profiles.units import format_gib
 
 Folder = str | os.PathLike[str]
 
@@ -39,12 +42,15 @@ class Room:
     Attributes:
         is_pinned: page-locked, so that an accelerator copies on its own.
         held_bytes, peak_bytes: what is taken now, and at most.
+        is_underway: whether a training goes on in it: the other ranks wait for one that finds no
+            room, and are told.
     """
 
     def __init__(self, device: torch.device, folder: Folder | None = None) -> None:
         self.is_pinned = device.type != "cpu" and folder is None
         self.held_bytes = 0
         self.peak_bytes = 0
+        self.is_underway = False
         self._folder = Path(folder) if folder is not None else None
         self._free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
         self._for_good: list[Place] = []
@@ -66,7 +72,12 @@ class Room:
             made = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self.is_pinned)
             storage = made.untyped_storage()
         else:
-            storage = _mapped(self._folder, size_bytes)
+            try:
+                storage = _mapped(self._folder, size_bytes)
+            except InputError as error:
+                if self.is_underway:
+                    tell_others(error)
+                raise
         self.held_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         place = Place(storage)
@@ -74,7 +85,9 @@ class Room:
         return place
 
     def tensor_like(self, tensor: Tensor) -> Tensor:
-        """A tensor in this room for good, of the dtype, shape and strides of `tensor`."""
+        """A tensor in this room for good, of the dtype, shape and strides of `tensor`, or of the
+        part of it that this rank holds."""
+        tensor = local_part(tensor)
         place = self.take(tensor.numel() * tensor.element_size())
         dense = torch.empty_like(tensor, device="meta").stride()
         found = torch.empty(0, dtype=tensor.dtype)
@@ -88,13 +101,20 @@ class Room:
             self._free[storage.nbytes()].append(storage)
 
 
+def steps_away(plan: Plan) -> bool:
+    """Whether a rank's room holds optimizer states; those of shards in main memory FSDP2 holds."""
+    in_files = plan.offload_to is OffloadTo.DISK
+    return plan.offload.optimizer or (plan.offload.states and in_files)
+
+
 def room_of(plan: Plan, device: torch.device, folder: Folder | None) -> Room | None:
-    """Where this rank's optimizer states or activations wait; None if the plan moves neither.
+    """Where this rank's states or activations wait; None if the plan moves neither, or FSDP2 keeps
+    them in main memory.
 
     Raises:
         InputError: the plan says disk and no folder is named, or it is none that can be written to.
     """
-    if not plan.offload.optimizer and not plan.offload.activations:
+    if not steps_away(plan) and not plan.offload.activations:
         return None
     if plan.offload_to is OffloadTo.HOST:
         return Room(device)
@@ -104,29 +124,53 @@ def room_of(plan: Plan, device: torch.device, folder: Folder | None) -> Room | N
             where=f"plan: {plan}",
             hints=["give `offload_folder=...`, a folder on a fast local disk"],
         )
-    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+    if sys.platform != "linux":
         raise InputError(
-            f"`{os.fspath(folder)}` is no folder that can be written to",
-            where="offload_folder",
-            hints=["make it, on a fast local disk"],
+            f"offload_to=disk maps files without names as Linux does, this is {sys.platform}",
+            where=f"plan: {plan}",
+            hints=["set offload_to=host"],
         )
+    try:
+        tempfile.TemporaryFile(prefix=_PREFIX, dir=folder).close()
+    except OSError as error:
+        raise InputError(
+            f"`{os.fspath(folder)}` is no folder that can be written to: {error.strerror}",
+            where="offload_folder",
+            hints=["make it, on a fast local disk", "or keep nothing there: offload_to=host"],
+        ) from error
     return Room(device, folder)
 
 
+_PREFIX = "offload-"
+
+
 def _mapped(folder: Path, size_bytes: int) -> torch.UntypedStorage:
-    handle, name = tempfile.mkstemp(prefix="offload-", dir=folder)
     try:
+        handle, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
+    except OSError as error:
+        raise _no_room(folder, size_bytes, error) from error
+    try:
+        os.unlink(name)
         # Without it a full disk is found out by a signal that ends the process.
         os.posix_fallocate(handle, 0, max(size_bytes, 1))
-        found = torch.UntypedStorage.from_file(name, shared=True, nbytes=size_bytes)
+        path = f"/proc/self/fd/{handle}"
+        found = torch.UntypedStorage.from_file(path, shared=True, nbytes=size_bytes)
         assert isinstance(found, torch.UntypedStorage)  # torch's annotation is of its base
         return found
-    except OSError as error:
-        raise InputError(
-            f"no room for {format_gib(size_bytes)} in `{folder}`: {error.strerror}",
-            where="offload_folder",
-            hints=["name a folder on a larger disk", "or keep less there: offload=none"],
-        ) from error
+    except (OSError, RuntimeError) as error:
+        raise _no_room(folder, size_bytes, error) from error
     finally:
         os.close(handle)
-        os.unlink(name)
+
+
+def _no_room(folder: Path, size_bytes: int, error: OSError | RuntimeError) -> InputError:
+    cause = (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
+    try:
+        free = f"{shutil.disk_usage(folder).free:,} bytes"
+    except OSError:
+        free = "nothing"
+    return InputError(
+        f"no room for a file of {size_bytes:,} bytes in `{folder}`, where {free} are free: {cause}",
+        where="offload_folder",
+        hints=["name a folder on a larger disk", "or keep less there: offload=none"],
+    )

@@ -2,7 +2,8 @@
 
 ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840) steps on the processor and sends gradients and
 parameters; FSDP2's `offload=states` does that for shards. Here the accelerator steps, any optimizer
-as it is, and the states travel: for Adam in fp32 twice as many bytes, at the device's speed.
+as it is, and the states travel: for Adam in fp32 twice as many bytes, at the device's speed. Those
+of shards that are in files (`engines.offload.shards`) are stepped where they are mapped.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 
 from engines.offload.kinds import CHUNK_BYTES
 from engines.offload.room import Room
+from engines.replicas import local_part
+from profiles.memory import release_freed_memory
+from profiles.torch_compat import move_to, storage_of
 
 
 class AwayStates:
@@ -57,6 +61,9 @@ class AwayStates:
             before=self._fetch,
             after=self._send_home,
         )
+        if self._room.is_disk:
+            # What came and went is free, but the C library keeps it: the point was to have less.
+            release_freed_memory()
         return loss
 
     def _fetch(self, parameter: nn.Parameter) -> None:
@@ -66,19 +73,25 @@ class AwayStates:
             if state.get(key) is home and home.device != parameter.device:
                 state[key] = home.to(parameter.device, non_blocking=self._room.is_pinned)
 
+    @torch.no_grad()
     def _send_home(self, parameter: nn.Parameter) -> None:
         state = self._optimizer.state.get(parameter, {})
         homes = self._homes.setdefault(parameter, {})
         for key, value in state.items():
-            if not isinstance(value, Tensor) or value.dim() == 0 or value is homes.get(key):
+            if not isinstance(value, Tensor) or value.dim() == 0:
                 continue
-            if value.device.type == "cpu" and not self._room.is_disk:
+            local, home = local_part(value), homes.get(key)
+            if not local.numel() or (home is not None and storage_of(local) is storage_of(home)):
+                continue
+            if local.device.type == "cpu" and not self._room.is_disk:
                 continue  # in main memory already
-            home = homes.get(key)
-            if home is None or home.shape != value.shape or home.dtype != value.dtype:
-                home = homes[key] = self._room.tensor_like(value)
-            home.copy_(value)
-            state[key] = home
+            if home is None or home.shape != local.shape or home.dtype != local.dtype:
+                home = homes[key] = self._room.tensor_like(local)
+            home.copy_(local)
+            if local is value:
+                state[key] = home
+            else:  # what is known of a shard stays, its memory is another
+                move_to(value, home)
 
     def _send_all_home(self, *_: object) -> None:
         for group in self._optimizer.param_groups:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engines.forwards import run_around
 from engines.tensor.exchange import Exchange, Ranks
 from engines.tensor.layers import feature_dim, features, slices_of, with_bias, without_bias
 from engines.tensor.logits import VocabLogits
@@ -234,16 +234,12 @@ def _run_within(
     module: nn.Module, context: Callable[[nn.Module], AbstractContextManager[None]]
 ) -> None:
     """Every forward of `module`, or of a copy of it, runs inside `context(it)`."""
-    own = module.forward
-    method = own.__func__ if isinstance(own, MethodType) and own.__self__ is module else None
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
-        with context(self):
-            return own(*args, **kwargs) if method is None else method(self, *args, **kwargs)
+    def run(forward: Callable[..., object], module: nn.Module, *args: Any, **kwargs: Any) -> object:
+        with context(module):
+            return forward(*args, **kwargs)
 
-    if method is not None:  # trainers ask a model for the names of its arguments
-        functools.update_wrapper(forward, method)
-    _replace_forward(module, forward)
+    run_around(module, run)
 
 
 class _CopiedOnce:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engines.plan import Compression, DataParallel, Plan
+from engines.plan import MODEL_AXES, DataParallel, Plan
 from engines.problem import Problem
 from profiles.cluster import ClusterProfile
 from profiles.model import ModelProfile
@@ -29,17 +29,14 @@ def threads(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
             f" dp_replicate is {plan.dp_replicate}",
             hint=better,
         )
-    beside = [f"{axis}={getattr(plan, axis)}" for axis in _AXES if getattr(plan, axis) > 1]
-    beside += [name for name in ("sync_batch_norm", "compile") if getattr(plan, name)]
-    beside += [f"compression={plan.compression}"] * (plan.compression is not Compression.NONE)
-    beside += [f"updates={plan.updates}"] * (not plan.updates_in_step)
+    beside = plan.said(*MODEL_AXES, *_OF_PROCESSES)
     if beside or model.devices:
         yield Problem(
             rule="threads-alone",
             what="nn.DataParallel copies the plain module from its first device: it goes with"
-            f" nothing else, the plan has {' '.join(beside) or 'parts on several devices'}",
+            f" nothing else, the plan has {beside or 'parts on several devices'}",
             hint=better,
         )
 
 
-_AXES = ("pp", "tp", "cp", "ep")
+_OF_PROCESSES = ("sync_batch_norm", "compile", "compression", "updates", "servers")

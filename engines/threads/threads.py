@@ -22,16 +22,19 @@ def driven(plan: Plan) -> Plan:
     return plan.model_copy(update=update)
 
 
-def require_devices(plan: Plan, world: World) -> None:
-    """Raise a `PlanError` unless this is one process that sees all devices of `plan`."""
+def require_devices(replicas: int, world: World, *, where: str) -> None:
+    """Raise a `PlanError` unless this is one process that sees a device for each replica."""
     seen = torch.cuda.device_count()
-    if world.size > 1 or seen < plan.dp_replicate:
-        raise PlanError(
-            f"data_parallel=threads is one process with {plan.dp_replicate} devices: this job has"
-            f" {world.size}, and a process sees {seen}",
-            where=f"plan: {plan}",
-            hints=["start it without torchrun, or leave data_parallel out: DDP is faster"],
-        )
+    if world.size == 1 and seen >= replicas:
+        return
+    has = f"this job has {world.size}" if world.size > 1 else f"this process sees {seen}"
+    fewer = [f"set dp_replicate={seen}"] if world.size == 1 and seen > 1 else []
+    raise PlanError(
+        f"data_parallel=threads is one process that drives {replicas} accelerators: {has}"
+        + (" processes" if world.size > 1 else ""),
+        where=where,
+        hints=[*fewer, "leave data_parallel out and start a process for each: DDP is faster"],
+    )
 
 
 def over_threads(model: nn.Module, plan: Plan, world: World) -> nn.DataParallel[nn.Module]:

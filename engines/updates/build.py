@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import nn
 
 from engines.optimizer import OptimizerFactory
 from engines.plan import Plan, Updates
+from engines.updates.agreement import FIRST
 from engines.updates.exchange import Exchange
 from engines.updates.link import links
 from engines.updates.partition import partition
@@ -70,7 +72,11 @@ def exchange_of(
         )
     trainable = [p for p in model.parameters() if p.requires_grad]
     parts = [[trainable[number] for number in part] for part in _partition(plan, model)]
-    found = links(plan.servers, world)
+    serving, working = range(plan.servers), range(plan.servers, world.size)
+    found = links(product(serving, working), world, servers=plan.servers)
+    agree = plan.backup_workers > 0 and plan.servers > 1
+    pairs = [(FIRST, server) for server in serving[1:] if agree]
+    peers = links(pairs, world, servers=plan.servers)
     bound = timedelta(seconds=world.timeout_s)
     servers = dist.new_group(list(range(plan.servers)), backend="gloo", timeout=bound)
     is_synchronous = plan.updates is Updates.SYNCHRONOUS
@@ -81,9 +87,18 @@ def exchange_of(
             workers=found,
             needed=plan.data_degree if is_synchronous else None,
             max_staleness=plan.max_staleness,
+            decides=not agree,
         )
         in_step = is_synchronous and not plan.backup_workers
-        return Serving(core, found, in_step=in_step, parts=parts, servers=servers, world=world)
+        return Serving(
+            core,
+            found,
+            peers=peers,
+            in_step=in_step,
+            parts=parts,
+            servers=servers,
+            world=world,
+        )
     return Working(
         found,
         dict(enumerate(parts)),

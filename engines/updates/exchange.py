@@ -23,11 +23,13 @@ class Exchange:
         serves: whether this rank has no part of a batch, but steps what others work for.
         keeps_states: whether this rank's optimizer is one that steps.
         outer: the optimizer of DiLoCo's meetings.
+        states_of: the replica whose optimizer states are this rank's; 0 where all share them.
     """
 
     serves = False
     keeps_states = True
     outer: torch.optim.Optimizer | None = None
+    states_of = 0
 
     def __init__(self, device: torch.device, *, replica: int, replicas: int) -> None:
         self.replica, self.replicas = replica, replicas

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engines.plan import DataParallel, Plan, Updates
+from engines.plan import MODEL_AXES, DataParallel, Plan, Updates
 from engines.problem import Problem
 from profiles.cluster import ClusterProfile
 from profiles.model import ModelProfile
@@ -17,7 +17,7 @@ def updates(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
     yield from _settings(plan)
     if plan.updates_in_step:
         return
-    how = f"updates={plan.updates}" + (f" servers={plan.servers}" if plan.servers else "")
+    how = plan.said("updates", "servers")
     yield from _replicas(plan, how)
     yield from _model(plan, model, how)
 
@@ -53,13 +53,6 @@ def _settings(plan: Plan) -> Iterator[Problem]:
             f" step on servers; updates is {kind}, servers is {servers}",
             hint="set updates=synchronous servers=1, or leave backup_workers out",
         )
-    if plan.backup_workers and servers > 1:
-        yield Problem(
-            rule="updates-backup",
-            what=f"the first {plan.data_degree} gradients of a step may be others' at each of"
-            f" {servers} servers: backup_workers={plan.backup_workers} go with one",
-            hint="set servers=1",
-        )
     if plan.max_staleness is not None and kind is not Updates.ASYNCHRONOUS:
         yield Problem(
             rule="updates-staleness",
@@ -71,12 +64,11 @@ def _settings(plan: Plan) -> Iterator[Problem]:
 
 def _replicas(plan: Plan, how: str) -> Iterator[Problem]:
     """Whole replicas, one a rank."""
-    axes = [f"{axis}={getattr(plan, axis)}" for axis in ("pp", "tp", "cp", "ep")]
-    cut = [words for words in axes if not words.endswith("=1")]
+    cut = plan.said(*MODEL_AXES)
     if cut:
         yield Problem(
             rule="updates-replicas",
-            what=f"{how} takes ranks that have the whole model, the plan says {' '.join(cut)}",
+            what=f"{how} takes ranks that have the whole model, the plan says {cut}",
             hint="leave the degree out: dp_replicate alone",
         )
     if plan.data_parallel not in _WHOLE:

@@ -6,7 +6,8 @@ where one rank is lost, the others' stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.failures import leave_word, told
 from engines.world import World
 from profiles.errors import RankError
+from profiles.torch_compat import default_store
 
 _NUMBERS, _TENSORS, _NO_MESSAGE = 1, 2, 3  # tags
 # A server's wait for a worker to begin a message is bounded by the steps that it serves, which know
@@ -24,10 +27,20 @@ _LISTENING_S = 7 * 24 * 3600.0
 
 
 class Link:
-    """One end of it; bytes are counted as they are handed to gloo, or were taken from it."""
+    """One end of it; bytes are counted as they are handed to gloo, or were taken from it.
 
-    def __init__(self, group: dist.ProcessGroup, *, peer: int, world: World) -> None:
+    Args:
+        who: what errors call the other end.
+        is_needed: whether nobody can go on without it. Those that leave for its loss must not be
+            taken for the cause.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, peer: int, who: str, is_needed: bool, world: World
+    ) -> None:
         self.peer = peer
+        self._who = who
+        self._is_needed = is_needed
         self.sent_bytes = 0
         self.received_bytes = 0
         self._group = group
@@ -40,9 +53,22 @@ class Link:
         Raises:
             RankError: the other rank is gone, or does not take them in time.
         """
-        self._send(torch.tensor(numbers, dtype=torch.float64), _NUMBERS)
+        self.begin_to_send(numbers, tensors)()
+
+    def begin_to_send(
+        self, numbers: Sequence[float], tensors: Sequence[Tensor] = ()
+    ) -> Callable[[], None]:
+        """The same, while others are sent to: what is returned waits until it is done."""
+        messages = [(torch.tensor(numbers, dtype=torch.float64), _NUMBERS)]
         if tensors:
-            self._send(torch.cat([_as_bytes(tensor) for tensor in tensors]), _TENSORS)
+            messages += [(torch.cat([_as_bytes(tensor) for tensor in tensors]), _TENSORS)]
+        waits = [self._begin(message, tag, sends=True) for message, tag in messages]
+
+        def sent() -> None:
+            for wait in waits:
+                wait()
+
+        return sent
 
     def listen(self, count: int) -> list[float]:
         """The next `count` numbers, whenever they come; `RankError` if the other rank is gone."""
@@ -58,14 +84,22 @@ class Link:
 
     def receive_tensors(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Tensors of the shapes and dtypes of `like`, on their devices; errors as for numbers."""
+        return self.begin_to_receive(like)()
+
+    def begin_to_receive(self, like: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """The same, while others send as well: what is returned waits for them."""
         sizes = [tensor.nbytes for tensor in like]
         if not sum(sizes):
-            return [torch.empty_like(tensor) for tensor in like]
+            return lambda: [torch.empty_like(tensor) for tensor in like]
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
-        self._receive(flat, _TENSORS, self._world.timeout_s)
-        return [
-            _from_bytes(part, tensor) for part, tensor in zip(flat.split(sizes), like, strict=True)
-        ]
+        wait = self._begin(flat, _TENSORS, sends=False)
+
+        def received() -> list[Tensor]:
+            wait()
+            parts = zip(flat.split(sizes), like, strict=True)
+            return [_from_bytes(part, tensor) for part, tensor in parts]
+
+        return received
 
     def hang_up(self) -> None:
         """Close the connection, so that a wait on it ends: gloo has no abort, but a receive that
@@ -76,22 +110,31 @@ class Link:
 
     def _receive_numbers(self, count: int, patience_s: float) -> list[float]:
         numbers = torch.empty(count, dtype=torch.float64)
-        self._receive(numbers, _NUMBERS, patience_s)
+        self._begin(numbers, _NUMBERS, sends=False, patience_s=patience_s)()
         return [float(number) for number in numbers.tolist()]
 
-    def _send(self, message: Tensor, tag: int) -> None:
-        with self._named("did not take a message"):
-            work = dist.isend(message, group=self._group, group_dst=self._place, tag=tag)
-            assert work is not None
-            work.wait(timedelta(seconds=self._world.timeout_s))
-        self.sent_bytes += message.nbytes
+    def _begin(
+        self, message: Tensor, tag: int, *, sends: bool, patience_s: float | None = None
+    ) -> Callable[[], None]:
+        """Hand a message to gloo, which keeps it until it is waited for."""
+        said = "did not take a message" if sends else "did not answer"
+        bound = timedelta(seconds=patience_s or self._world.timeout_s)
+        with self._named(said):
+            if sends:
+                work = dist.isend(message, group=self._group, group_dst=self._place, tag=tag)
+            else:
+                work = dist.irecv(message, group=self._group, group_src=self._place, tag=tag)
+        assert work is not None
 
-    def _receive(self, message: Tensor, tag: int, patience_s: float) -> None:
-        with self._named("did not answer"):
-            work = dist.irecv(message, group=self._group, group_src=self._place, tag=tag)
-            assert work is not None
-            work.wait(timedelta(seconds=patience_s))
-        self.received_bytes += message.nbytes
+        def wait() -> None:
+            with self._named(said):
+                work.wait(bound)
+            if sends:
+                self.sent_bytes += message.nbytes
+            else:
+                self.received_bytes += message.nbytes
+
+        return wait
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -101,24 +144,39 @@ class Link:
         except RuntimeError as error:  # gloo's: nothing else is done in there
             late = "timed out" in str(error).lower()
             why = f"{what} within {self._world.timeout_s:.0f} s" if late else "is gone"
+            said = f"{self._who} {why}"
+            if self._is_needed:
+                leave_word(said)
+                cause = told()
+                said += f": {cause}" * (cause not in ("", said))
             raise RankError(
-                f"rank {self.peer} {why}",
+                said,
                 where=f"rank {self._world.rank} of {self._world.size}, exchanging parameters",
                 hints=[f"look at the output of rank {self.peer}"],
             ) from error
 
 
-def links(servers: int, world: World) -> dict[int, Link]:
-    """This rank's links by the rank at their other end; all ranks call it."""
+def links(pairs: Iterable[tuple[int, int]], world: World, *, servers: int) -> dict[int, Link]:
+    """This rank's links by the rank at their other end; all ranks call it, for all pairs."""
     found = {}
-    for server in range(servers):
-        for worker in range(servers, world.size):
-            timeout = timedelta(seconds=world.timeout_s)
-            group = dist.new_group([server, worker], backend="gloo", timeout=timeout)
-            if world.rank in (server, worker):
-                peer = worker if world.rank == server else server
-                found[peer] = Link(group, peer=peer, world=world)
+    hosts = _hosts(world)
+    timeout = timedelta(seconds=world.timeout_s)
+    for one, other in pairs:
+        group = dist.new_group([one, other], backend="gloo", timeout=timeout)
+        if world.rank in (one, other):
+            peer = other if world.rank == one else one
+            is_server = peer < servers
+            who = f"rank {peer} ({'a server' if is_server else 'a worker'}, on {hosts[peer]})"
+            found[peer] = Link(group, peer=peer, who=who, is_needed=is_server, world=world)
     return found
+
+
+def _hosts(world: World) -> list[str]:
+    """The names of the machines that the ranks are on; asked for while all are there."""
+    store = default_store()
+    turn = store.add(f"advisor/hosts/{world.rank}", 1)
+    store.set(f"advisor/hosts/{turn}/{world.rank}", socket.gethostname())
+    return [store.get(f"advisor/hosts/{turn}/{rank}").decode() for rank in range(world.size)]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

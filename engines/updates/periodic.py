@@ -46,6 +46,7 @@ class Periodic(Exchange):
         world: World,
     ) -> None:
         super().__init__(world.device, replica=world.rank, replicas=world.size)
+        self.states_of = world.rank
         self._parameters = [p for p in parameters if p.requires_grad]
         self._buffers = list(buffers)
         self._every = every

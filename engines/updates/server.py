@@ -38,6 +38,8 @@ class ParameterServer:
     Args:
         max_staleness: steps that a worker may be ahead of the slowest one before it has to wait (Ho
             et al. 2013, "Stale Synchronous Parallel Parameter Server").
+        decides: whether a synchronous update is made as soon as `needed` have given; else when
+            `use` says of whose gradients.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class ParameterServer:
         workers: Iterable[int],
         needed: int | None,
         max_staleness: int | None = None,
+        decides: bool = True,
     ) -> None:
         self.parameters = list(parameters)
         self.version = 0
@@ -57,7 +60,9 @@ class ParameterServer:
         self._optimizer = optimizer
         self._needed = needed
         self._max_staleness = max_staleness
-        self._given: list[_Given] = []
+        self._decides = decides
+        self._given: dict[int, _Given] = {}
+        self._used: dict[int, int] = {}  # the version at which a worker's gradients were used last
 
     def push(
         self,
@@ -70,12 +75,13 @@ class ParameterServer:
     ) -> int | None:
         """Take a worker's gradients, computed at the parameters of `version`.
 
-        Returns how stale they were; None where they came too late and were dropped.
+        Returns how stale they were; None where they came too late and were dropped. See `is_used`.
         """
         given = _Given(gradients, count, loss)
         staleness = self.version - version
         if self._needed is None:
             self.clocks[worker] += 1
+            self.tally.staleness[staleness] += 1
             self._update([given])
         elif staleness:
             # The worker goes on from here: the steps that it missed are over.
@@ -84,12 +90,30 @@ class ParameterServer:
             return None
         else:
             self.clocks[worker] = self.version + 1
-            self._given.append(given)
-            if len(self._given) == self._needed:
-                self._update(self._given)
-                self._given = []
-        self.tally.staleness[staleness] += 1
+            self._given[worker] = given
+            if self._decides and len(self._given) == self._needed:
+                self.use(list(self._given))
         return staleness
+
+    def use(self, workers: Sequence[int]) -> None:
+        """Make the update of these workers' gradients; those of others came too late."""
+        given = [self._given[worker] for worker in workers]
+        self.tally.staleness[0] += len(given)
+        self.tally.dropped += len(self._given) - len(given)
+        self._used |= dict.fromkeys(workers, self.version)
+        self._given = {}
+        self._update(given)
+
+    def is_used(self, worker: int, version: int) -> bool:
+        """Whether the worker's gradients of `version` are in an update."""
+        return not self.is_synchronous or self._used.get(worker) == version
+
+    def caught_up(self, worker: int) -> int:
+        """A worker takes parameters: of the steps that others have made since it gave its
+        gradients, synchronous ones are over for it too. How far it is now."""
+        if self.is_synchronous and worker in self.clocks:
+            self.clocks[worker] = max(self.clocks[worker], self.version)
+        return self.clocks.get(worker, 0)
 
     def may_go_on(self, worker: int) -> bool:
         """Whether a worker that has given its gradients may take parameters for the next step."""
@@ -110,13 +134,18 @@ class ParameterServer:
             self.tally.gone.append(worker)
 
     @property
+    def needed(self) -> int:
+        """Workers whose gradients make an update."""
+        return self._needed or 1
+
+    @property
     def is_synchronous(self) -> bool:
         return self._needed is not None
 
     @property
     def lacks_workers(self) -> bool:
         """Whether fewer are left than a step needs."""
-        return len(self.clocks) < (self._needed or 1)
+        return len(self.clocks) < self.needed
 
     @torch.no_grad()
     def _update(self, given: Sequence[_Given]) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.optimizer import send_from_first
+from engines.updates.agreement import Agreement
 from engines.updates.exchange import Exchange
 from engines.updates.link import Link
 from engines.updates.messages import Answer, Kind, Question
@@ -39,6 +40,7 @@ class Serving(Exchange):
         in_step: whether the server's steps are the workers' (a synchronous plan without backup
             workers): an update waits for `train_step` to be called, so that learning rates change
             between the same updates as in one process.
+        peers: links between servers that have to agree on the workers of a step, if they have.
         parts: the parameters of every server, in the order of their ranks.
         servers: the group of all servers.
     """
@@ -50,6 +52,7 @@ class Serving(Exchange):
         core: ParameterServer,
         links: Mapping[int, Link],
         *,
+        peers: Mapping[int, Link],
         in_step: bool,
         parts: list[list[nn.Parameter]],
         servers: dist.ProcessGroup,
@@ -71,13 +74,25 @@ class Serving(Exchange):
         self._met = dict.fromkeys(links, 0)  # the meeting that each worker was answered last
         self._said: dict[int, dict[int, tuple[float, float]]] = {}
         self._failure: BaseException | None = None
+        self._agreement: Agreement | None = None
+        if peers:
+            self._agreement = Agreement(
+                core,
+                peers,
+                needed=core.needed,
+                changed=self._changed,
+                failed=self._fail,
+            )
         threads = [
             threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in links
         ]
         for thread in threads:
             thread.start()
+        threads += self._agreement.threads if self._agreement is not None else []
         # At the end of the process too: a thread that wakes up after Python has ended aborts it.
-        weakref.finalize(self, _leave, list(links.values()), threads)
+        endings = [link.hang_up for link in links.values()]
+        endings += self._agreement.endings() if self._agreement is not None else []
+        weakref.finalize(self, _leave, endings, threads)
 
     def instead(self) -> bool:
         """Serve one step.
@@ -139,7 +154,7 @@ class Serving(Exchange):
             return [worker for worker in core.clocks if answered[worker] < number]
 
         def is_over() -> bool:
-            is_hopeless = core.lacks_workers and core.version < self._steps
+            is_hopeless = self._lacks_others and core.version < self._steps
             return self._failure is not None or is_hopeless or not late()
 
         if not self._changed.wait_for(is_over, self._world.timeout_s):
@@ -163,9 +178,12 @@ class Serving(Exchange):
             with self._changed:
                 self._lose(worker, error.what)
         except BaseException as error:  # of the optimizer, say: the main thread raises it
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
 
     def _take_gradients(self, worker: int, link: Link, question: Question) -> None:
         core = self._core
@@ -183,8 +201,12 @@ class Serving(Exchange):
                 worker, question.turn, gradients, count=question.count, loss=question.loss
             )
             step = core.clocks[worker]
+            if self._agreement is not None and staleness is not None:
+                self._agreement.has(worker, question.turn)
             self._changed.notify_all()
             missing = self._wait_to_go_on(worker)
+            staleness = staleness if core.is_used(worker, question.turn) else None
+            step = max(step, core.caught_up(worker))
             answer = Answer(core.version, staleness, core.loss, missing)
             self._answer(worker, link, answer, self._answered, step)
 
@@ -192,12 +214,27 @@ class Serving(Exchange):
         """The rank that a worker waits for in vain, if there is one."""
         core = self._core
         while not core.may_go_on(worker):
-            if not self._wait(lambda: core.may_go_on(worker) or core.lacks_workers):
-                for other in core.behind(worker):
+            if not self._wait(lambda: core.may_go_on(worker) or self._lacks_others):
+                behind = core.behind(worker)
+                for other in behind:
                     self._lose(other, f"let the others wait for {self._patience_s:.0f} s")
+                if not behind:
+                    return self._lacking()
             elif not core.may_go_on(worker):
-                return core.tally.gone[0]
+                return self._lacking()
         return None
+
+    @property
+    def _lacks_others(self) -> bool:
+        """Whether no update can be made any more."""
+        is_alone = self._agreement is not None and self._agreement.gone is not None
+        return self._core.lacks_workers or is_alone
+
+    def _lacking(self) -> int:
+        """The rank without which there is no update."""
+        if self._core.lacks_workers:
+            return self._core.tally.gone[0]
+        return self._agreement.lacking() if self._agreement is not None else self._world.rank
 
     def _take_word(self, worker: int, link: Link, question: Question) -> None:
         with self._changed:
@@ -249,6 +286,8 @@ class Serving(Exchange):
         self._changed.notify_all()
 
     def _raise_lack(self) -> None:
+        if not self._core.lacks_workers and self._agreement is not None and self._agreement.gone:
+            raise self._agreement.gone
         gone = self._core.tally.gone
         raise RankError(
             f"rank {gone[0]} is gone: {len(self._core.clocks)} of {self.replicas} workers are"
@@ -258,9 +297,10 @@ class Serving(Exchange):
         )
 
 
-def _leave(links: Sequence[Link], threads: Sequence[threading.Thread]) -> None:
+def _leave(endings: Sequence[Callable[[], None]], threads: Sequence[threading.Thread]) -> None:
     """Let the threads end that still listen."""
-    for link in links:
-        link.hang_up()
+    for end in endings:
+        end()
     for thread in threads:
-        thread.join(_LEAVING_S)
+        if thread is not threading.current_thread():  # the last one lets go of the server
+            thread.join(_LEAVING_S)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engines.failures import told
 from engines.updates.exchange import Exchange
 from engines.updates.link import Link
 from engines.updates.messages import Answer, Kind, Question
@@ -85,7 +86,9 @@ class Working(Exchange):
         )
 
     def _hand_over(self, *_: object) -> None:
-        """One step: all servers are given theirs before any is waited for."""
+        """One step: all servers are given theirs at once, and give theirs at once, so that a link
+        waits for no other."""
+        sendings = []
         for server, link in self._links.items():
             found = [parameter.grad for parameter in self._parts[server]]
             question = Question(
@@ -95,10 +98,14 @@ class Working(Exchange):
                 float(self.loss),
                 tuple(gradient is not None for gradient in found),
             )
-            link.send(question.numbers(), [gradient for gradient in found if gradient is not None])
+            there = [gradient for gradient in found if gradient is not None]
+            sendings.append(link.begin_to_send(question.numbers(), there))
             for parameter in self._parts[server]:
                 parameter.grad = None
-        answers = [self._take(server, with_parameters=True) for server in self._links]
+        for sent in sendings:
+            sent()
+        answers = self._take()
+        self._take_parameters()
         staleness = [answer.staleness for answer in answers]
         known = [each for each in staleness if each is not None]
         if len(known) < len(staleness):
@@ -114,24 +121,39 @@ class Working(Exchange):
         for server, link in self._links.items():
             flags = (False,) * len(self._parts[server])
             link.send(Question(kind, self._meetings, count, loss, flags).numbers())
-        for server in self._links:
-            answer = self._take(server, with_parameters=kind is Kind.PULL)
-            if kind is Kind.MEET:
-                self._hear(answer)
+        answers = self._take()
+        if kind is Kind.PULL:
+            self._take_parameters()
+        else:
+            self._hear(answers[-1])
 
     def _hear(self, answer: Answer) -> None:
         self.loss = torch.tensor(answer.loss, device=self._world.device)
 
-    @torch.no_grad()
-    def _take(self, server: int, *, with_parameters: bool) -> Answer:
-        """A server's answer, and its parameters into those of this rank.
+    def _take(self) -> list[Answer]:
+        """The servers' answers.
 
         Raises:
             RankError: names the server that is gone, or the rank that a step lacks.
         """
-        link, parameters = self._links[server], self._parts[server]
-        answer = Answer.read(link.receive_numbers(Answer.LENGTH))
-        self._versions[server] = answer.version
+        answers = []
+        for server, link in self._links.items():
+            answer = Answer.read(link.receive_numbers(Answer.LENGTH))
+            self._versions[server] = answer.version
+            self._require_none_missing(server, answer)
+            answers.append(answer)
+        return answers
+
+    @torch.no_grad()
+    def _take_parameters(self) -> None:
+        """The servers' parameters into those of this rank, after an answer that lacks nobody."""
+        parts = [(self._parts[server], link) for server, link in self._links.items()]
+        receivings = [link.begin_to_receive([p.detach() for p in part]) for part, link in parts]
+        for (part, _), received in zip(parts, receivings, strict=True):
+            for parameter, new in zip(part, received(), strict=True):
+                parameter.copy_(new)
+
+    def _require_none_missing(self, server: int, answer: Answer) -> None:
         where = f"rank {self._world.rank} of {self._world.size}, at step {answer.version + 1} of"
         where += f" the server on rank {server}"
         if answer.missing == self._world.rank:
@@ -141,16 +163,15 @@ class Working(Exchange):
                 hints=["give a longer `timeout_s`, or find out what this rank was waiting for"],
             )
         if answer.missing is not None:
+            # A worker that left because a server is gone is not the cause.
+            cause = (
+                told() or f"rank {answer.missing} is gone or does not answer, and a step needs it"
+            )
             raise RankError(
-                f"rank {answer.missing} is gone or does not answer, and a step needs it",
+                cause,
                 where=where,
                 hints=[
-                    f"look at the output of rank {answer.missing}",
+                    f"look at the output of {' '.join(cause.split()[:2])}",
                     "`backup_workers` stand in for slow and lost ones",
                 ],
             )
-        if with_parameters:
-            received = link.receive_tensors([p.detach() for p in parameters])
-            for parameter, new in zip(parameters, received, strict=True):
-                parameter.copy_(new)
-        return answer

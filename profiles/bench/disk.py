@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -21,7 +22,8 @@ _PIECE_BYTES = 8 * MIB  # of one call: large enough that calls cost nothing besi
 def with_disk(
     cluster: ClusterProfile, folder: str | os.PathLike[str], *, size_bytes: int = FILE_BYTES
 ) -> ClusterProfile:
-    """`cluster` with the rates of `folder`, one process alone: median, least and most of three.
+    """`cluster` with the rates of `folder`, one process alone: median, least and most of three, and
+    with what is free there.
 
     A file of `size_bytes` is written and synchronised to the disk, dropped from the page cache and
     read. Where the system cannot drop it (not Linux, a folder in memory), reading is memory's rate.
@@ -31,17 +33,18 @@ def with_disk(
     """
     try:
         laps = [_lap(Path(folder), size_bytes) for _ in range(REPEATS)]
+        free = measured(shutil.disk_usage(folder).free, 0.0)
     except OSError as error:
         raise InputError(
             f"no file of {size_bytes // MIB} MiB can be written in `{os.fspath(folder)}`:"
             f" {error.strerror}",
             hints=["name a folder on the disk that will be used, with room for it"],
         ) from error
-    rates = {}
+    found = {"disk_free_bytes": free}
     for name, seconds in zip(("write", "read"), zip(*laps, strict=True), strict=True):
         width = (max(seconds) - min(seconds)) / (max(seconds) + min(seconds))
-        rates[f"disk_{name}_bytes_per_s"] = measured(size_bytes / statistics.median(seconds), width)
-    return cluster.model_copy(update=rates)
+        found[f"disk_{name}_bytes_per_s"] = measured(size_bytes / statistics.median(seconds), width)
+    return cluster.model_copy(update=found)
 
 
 def _lap(folder: Path, size_bytes: int) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from advisor.apart import offer, risk, settings
@@ -102,6 +103,24 @@ def test_what_is_named_needs_no_other_word(words: str) -> None:
     assert decision.plan.world_size == 8
     assert risk(decision.plan) in told(decision)
     assert decision.offers == ()
+
+
+@pytest.mark.parametrize(("words", "delay"), [("dp_replicate=2", 1), ("dp_replicate=8", 7)])
+def test_the_risk_of_stale_gradients_is_the_step_at_which_descent_breaks(
+    words: str, delay: int
+) -> None:
+    """x <- x - a x, of so many updates ago: a root of z^(d+1) - z^d + a leaves the unit circle at
+    the largest stable a; of fresh gradients that is 2."""
+    plan = Plan.parse(f"{words} servers=1 updates=asynchronous")
+    said = risk(plan)
+    assert f"a gradient is some {delay} updates old" in said
+    share = float(said.rpartition("learning rate is ")[2].split()[0])
+
+    def largest_root(step: float) -> float:
+        return float(abs(np.roots([1.0, -1.0, *[0.0] * (delay - 1), step])).max())
+
+    # Said in two digits.
+    assert largest_root(2 * 0.95 * share) < 1 < largest_root(2 * 1.05 * share)
 
 
 def test_why_not_local_steps_is_answered_with_numbers() -> None:

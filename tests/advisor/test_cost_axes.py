@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.cost import Estimate, estimate
+from advisor.candidates import searched
+from advisor.cost import CostModel, Estimate, estimate
 from advisor.cost.communication import expert_copies
-from engines.plan import Plan
+from advisor.policy import Policy
+from advisor.search.kept import Kept
+from engines.plan import DataParallel, Plan
 from profiles.cluster import Collective
 from profiles.families import profile_from_config
 from profiles.model import ModelProfile, Shape
@@ -110,13 +113,29 @@ def test_tokens_on_more_devices_are_no_slower_on_fast_links() -> None:
     assert steps == sorted(steps, reverse=True)
 
 
-def test_experts_are_no_shards_their_part_is_held_whole_beside_them() -> None:
-    """4 units of 200 k parameters over four ranks, and of 800 k in experts shared by two; 16 bytes
-    of states each."""
+def test_experts_are_shards_among_the_ranks_that_have_the_same_ones() -> None:
+    """4 units of 200 k parameters over four ranks, and of 800 k in experts shared by two, of which
+    two have the same: a rank keeps a quarter of all, at 16 bytes of states each. It gathers its
+    half of the experts from the other copy, twice, and reduces their gradients over both."""
     found = on_cpus("dp_shard=4 ep=2", mixture())
-    assert found.states_bytes == 4 * (200_000 * 16 / 4 + 800_000 * 16 / 2)
-    gathered = [item for item in found.traffic if item.purpose == "parameters"]
-    assert {item.payload_bytes for item in gathered} == {200_000 * 4}
+    assert found.states_bytes == 4 * (200_000 + 800_000) * 16 / 4
+    sent = {t.purpose: t for t in found.traffic if t.kind is not Collective.ALL_TO_ALL}
+    rest, experts = sent["parameters"], sent["parameters of experts"]
+    assert (rest.payload_bytes, rest.group_size, rest.count) == (200_000 * 4, 4, 4 * 2)
+    assert (experts.payload_bytes, experts.count) == (800_000 * 4 / 2, 4 * 2)
+    assert (experts.group_size, experts.stride) == (2, 2)
+    reduced = sent["gradients of experts"]
+    assert (reduced.kind, reduced.count) == (Collective.REDUCE_SCATTER, 4)
+    assert (reduced.payload_bytes, reduced.group_size) == (800_000 * 4 / 2, 2)
+
+
+def test_a_rank_without_copies_holds_its_experts_whole_and_so_does_one_under_hsdp() -> None:
+    """Half of 800 k in experts a unit is no shard, at 16 bytes of states each."""
+    alone = on_cpus("dp_shard=4 ep=4", mixture())
+    assert alone.states_bytes == 4 * (200_000 * 16 / 4 + 800_000 * 16 / 4)
+    assert "parameters of experts" not in {t.purpose for t in alone.traffic}
+    found = on_cpus("dp_replicate=2 dp_shard=2 ep=2", mixture())
+    assert found.states_bytes == 4 * (200_000 * 16 / 2 + 800_000 * 16 / 2)
     (copies,) = [item for item in found.traffic if item.purpose == "gradients of experts"]
     assert (copies.group_size, copies.stride) == (2, 2)
     assert copies.payload_bytes * copies.count == pytest.approx(4 * 800_000 * 4 / 2)
@@ -144,3 +163,19 @@ def test_copies_of_experts_are_ranks_of_both_axes(words: str) -> None:
     found = on_cpus(words, mixture(), samples=1)
     (summed,) = (t for t in found.traffic if t.purpose == "gradients of experts")
     assert summed.group_size == len(copies)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_no_estimate_with_experts_is_below_the_bounds_that_a_search_rests_on(ep: int) -> None:
+    known = facts(mixture(), cpus(8), batch=16, precision="fp32")
+    search = searched(Kept(CostModel(known)), {"ep": ep}, Policy())
+    kinds = set()
+    for index in range(len(search.space)):
+        candidate = search.candidate(index)
+        kinds.add((candidate.plan.shards_experts, candidate.plan.data_parallel))
+        found = candidate.estimate
+        assert search.bounds.step_s[index] <= found.step_s * (1 + 1e-9)
+        assert search.bounds.peak_high_bytes[index] <= found.peak_high_bytes * (1 + 1e-9)
+    assert (True, DataParallel.FULL_SHARD) in kinds
+    assert (True, DataParallel.ZERO1) in kinds
+    assert (False, DataParallel.HYBRID_SHARD) in kinds

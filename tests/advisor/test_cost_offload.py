@@ -11,7 +11,9 @@ from advisor.cost.ledger import (
     DISK_WRITE_BYTES_PER_S,
     HOST_LINK_BYTES_PER_S,
 )
+from advisor.decision import Decision
 from advisor.facts import Facts
+from engines.offload.kinds import CHUNK_BYTES
 from engines.plan import DataParallel, Offload, Plan
 from profiles.errors import NoPlanError
 from profiles.model import Numerics
@@ -43,6 +45,19 @@ def test_adam_states_go_and_come_once_a_step() -> None:
     assert away.step_s - here.step_s == pytest.approx(away.time.host_s)
     assert here.memory.optimizer == states
     assert away.memory.optimizer == 0
+
+
+def test_a_step_has_the_states_of_one_chunk_on_the_device() -> None:
+    """Of 32 MiB, or of one unit where that is more: its states, twice its bytes, and AdamW's list
+    of temporaries, once."""
+    plan = Plan.parse("microbatch_size=1 offload=optimizer")
+    for layers, hidden, ffn in ((8, 2048, 5504), (64, 512, 1376)):
+        model = transformer(layers=layers, hidden=hidden, ffn=ffn, vocab=8000, tokens=16)
+        away = estimate(plan, facts(model, gpus(1, 1), batch=1, precision="fp32"))
+        largest = 4 * max(unit.parameters for unit in model.units)
+        assert (largest > CHUNK_BYTES) is (hidden == 2048)
+        assert away.phase == "adamw step"
+        assert away.memory.transient == pytest.approx(3 * max(largest, CHUNK_BYTES))
 
 
 def test_activations_of_blocks_go_and_come_every_microbatch() -> None:
@@ -127,10 +142,18 @@ def test_a_pin_is_decided_on_and_its_ways_are_in_the_report() -> None:
     assert "a node's disk 5.00 GB/s written, 7.00 GB/s read" in text
 
 
+def _allocators_word(decision: Decision) -> str:
+    """What is said of the allocator, with the plan that it is about."""
+    text = " ".join(str(decision).split())
+    if "what the allocator may lose" not in text:
+        return ""
+    return text.partition("what the allocator may lose")[2].partition("PYTORCH_")[0]
+
+
 def test_the_allocator_is_spoken_of_only_where_its_slack_decides() -> None:
     """DDP's upper end holds a tenth of slack, over 2 GiB of context and a quarter of doubt."""
     roomy = choose(facts(MIDDLE, gpus(1, 2), batch=8))
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in str(roomy)
+    assert "ALLOC_CONF" not in str(roomy)
     found = estimate(Plan.parse("dp_replicate=2 microbatch_size=4 precision=bf16"), roomy.facts)
     high, context = found.peak_high_bytes, 2.5 * GIB
     without = (high - context) / 1.1 + context
@@ -141,8 +164,12 @@ def test_the_allocator_is_spoken_of_only_where_its_slack_decides() -> None:
     text = " ".join(str(decision).split())
     assert decision.plan.data_parallel is not DataParallel.REPLICATE
     assert f"with it, {without / GIB:.1f} GiB without" in text
-    assert "`expandable_segments:True` in PYTORCH_CUDA_ALLOC_CONF" in text
+    assert "DDP over 2" in _allocators_word(decision)
+    assert "`expandable_segments:True` in PYTORCH_ALLOC_CONF" in text
     assert "`max_split_size_mb:512`" in text
+    # One that does not fit without its slack either is no matter of the allocator.
+    tighter = gpus(1, 2, memory_gib=0.97 * without / 0.95 / GIB)
+    assert "DDP over 2" not in _allocators_word(choose(facts(MIDDLE, tighter, batch=8), pins=pins))
 
 
 def test_where_nothing_fits_by_the_slack_alone_that_is_a_way_out() -> None:

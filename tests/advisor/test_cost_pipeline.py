@@ -21,7 +21,7 @@ from advisor.cost.orders import (
     orders,
     stages_of,
 )
-from advisor.cost.pipeline import Played, StageTimes, play
+from advisor.cost.pipeline import Played, StageTimes, play, timeline
 from engines.plan import Schedule
 
 GPIPE, ONE_F_ONE_B, NAIVE = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.NAIVE
@@ -334,3 +334,35 @@ def test_a_stage_whose_backward_is_not_split_lets_go_with_the_gradient_of_its_in
     whole = moments(ZERO_BUBBLE, **shape, whole=frozenset(range(4)))
     assert [max(sum(m.held) for m in rank) for rank in whole] == [4, 3, 2, 1]
     assert [max(sum(m.waiting) for m in rank) for rank in split] == [1, 2, 3, 4]
+
+
+def test_a_timeline_is_the_uneven_pipeline_drawn_by_hand() -> None:
+    """See `test_an_uneven_pipeline_drawn_by_hand`."""
+    times = StageTimes((1.0, 2.0), (3.0, 4.0), (0.0, 0.0), (0.0,))
+    found = timeline(ONE_F_ONE_B, times, ranks=2, microbatches=2, waits=True)
+    drawn = {
+        0: [("F", 0, 0, 1), ("F", 1, 1, 2), ("B", 0, 7, 10), ("B", 1, 13, 16)],
+        1: [("F", 0, 1, 3), ("B", 0, 3, 7), ("F", 1, 7, 9), ("B", 1, 9, 13)],
+    }
+    for rank, spans in drawn.items():
+        assert spans == [
+            (span.action.kind, span.action.microbatch, span.start_s, span.end_s)
+            for span in found
+            if span.rank == span.action.stage == rank
+        ]
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_a_timeline_ends_when_its_round_does_and_nobody_does_two_things_at_once(
+    schedule: Schedule,
+) -> None:
+    stages = 3 * (1 if schedule in ONE_STAGE else 2)
+    times = uneven(schedule, stages, seed=1, spread=1.0, send_s=0.3)
+    shape = {"ranks": 3, "microbatches": 12, "waits": True}
+    found = timeline(schedule, times, **shape)
+    played = play(schedule, times, **shape)
+    for rank in range(3):
+        own = [span for span in found if span.rank == rank]
+        assert own[-1].end_s == pytest.approx(played.end_s[rank])
+        assert sum(span.end_s - span.start_s for span in own) == pytest.approx(played.busy_s[rank])
+        assert all(one.end_s <= other.start_s + 1e-9 for one, other in pairwise(own))

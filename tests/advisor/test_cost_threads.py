@@ -11,10 +11,14 @@ from advisor.facts import Facts
 from advisor.models import profile_model
 from engines.plan import Plan
 from profiles.clusters import cluster_from_name
+from profiles.model import Numerics
 from profiles.workload import Workload
+from tests.factories import facts as make_facts
+from tests.factories import gpus, transformer
 
 PARAMETERS_BYTES = 4 * 25_557_032
 IMAGE_BYTES, LOGITS_BYTES = 4 * 3 * 128 * 128, 4 * 1000
+TENSORS = 161
 DEVICES, IMAGES, ROUNDS = 4, 16, 2
 
 
@@ -50,8 +54,24 @@ def test_nothing_of_it_is_hidden(facts: Facts) -> None:
 
 
 def test_one_interpreter_launches_for_all_devices(facts: Facts) -> None:
-    one = estimate(facts, "replicate").time.launch_s
-    assert estimate(facts, "threads").time.launch_s == pytest.approx(DEVICES * one)
+    """Of one image, too short for any device, it is its launches that a step takes; of two one
+    device hides its own, and not those of four. Gradients are added to those before on the first
+    device only, one launch a tensor."""
+    model, launch_s = facts.model, facts.cluster.device.launch_s.value
+    costs = [unit.cost(Numerics.AS_BUILT) for unit in model.units]
+    launches = sum(cost.forward_kernels + cost.backward_kernels for cost in costs)
+    for images in (1, 2):
+        words = f"dp_replicate={DEVICES} microbatch_size={images} accumulation={ROUNDS}"
+        ours, ddp = (
+            CostModel(facts).estimate(Plan.parse(f"data_parallel={kind} {words}")).time
+            for kind in ("threads", "replicate")
+        )
+        once = ROUNDS * launches * launch_s
+        adding = (ROUNDS - 1) * TENSORS * launch_s
+        assert ours.compute_s + ours.launch_s == pytest.approx(DEVICES * once + adding)
+        if images == 2:
+            assert ddp.launch_s == 0
+            assert ddp.compute_s > once
 
 
 def test_the_first_device_holds_the_batch_and_the_outputs_of_all(facts: Facts) -> None:
@@ -61,6 +81,23 @@ def test_the_first_device_holds_the_batch_and_the_outputs_of_all(facts: Facts) -
     # Beside its own gradients the sum of all replicas', and the logits of the others.
     more = PARAMETERS_BYTES + others * IMAGES * LOGITS_BYTES
     assert ours.memory.gathered >= more
+
+
+def test_the_loss_of_all_outputs_is_the_first_devices() -> None:
+    """A vocabulary of 32,000 and 128 tokens: the loss keeps the logits once, works in two more of
+    them, and moves seven (`tests.factories.transformer`)."""
+    model = transformer(layers=2, hidden=256, ffn=512, vocab=32_000, tokens=128)
+    machines = gpus(1, DEVICES)
+    costs = CostModel(make_facts(model, machines, batch=8 * DEVICES, precision="fp32"))
+    ours, ddp = (
+        costs.estimate(Plan.parse(f"data_parallel={kind} dp_replicate={DEVICES} microbatch_size=8"))
+        for kind in ("threads", "replicate")
+    )
+    others, logits = DEVICES - 1, 8 * 128 * 32_000 * 4
+    gradients = 4 * model.parameters
+    assert ours.memory.gathered == pytest.approx(others * (1 + 1 + 2) * logits + gradients)
+    seconds = others * 7 * logits / machines.device.memory_bandwidth_bytes_per_s.value
+    assert ours.time.compute_s - ddp.time.compute_s == pytest.approx(seconds)
 
 
 def test_it_is_weighed_where_it_is_asked_for_and_loses_to_ddp(facts: Facts) -> None:

@@ -29,13 +29,37 @@ def test_computing_is_flop_over_reached_rate_plus_bytes_over_bandwidth() -> None
     flop = 6 * 4 * 3 * 2 * 512 * 1_000_000
     # Two rows forward, four backward; 10 GB/s.
     moved = 6 * 4 * 6 * 512 * 1000 * 4
-    assert found.time.compute_s == pytest.approx(flop / 40e9 + moved / 10e9)
-    assert found.time.launch_s == pytest.approx(3 * 4 * 3 * 5e-6)
+    # Two of three microbatches find gradients: both are read, their sum is written.
+    added = 2 * 3 * 4_000_000 * 4
+    assert found.time.compute_s == pytest.approx(flop / 40e9 + (moved + added) / 10e9)
+    assert found.time.launch_s == pytest.approx((3 * 4 * 3 + 2 * 4) * 5e-6)
     assert found.time.exposed_s == pytest.approx(0, abs=1e-12)
     # AdamW in passes that each read and write: 84 bytes per element (tests/engines/test_footprint).
     assert found.time.optimizer_s == pytest.approx(4e6 * 84 / 10e9)
     assert found.mfu == pytest.approx(flop / found.step_s / 50e9)
     assert found.samples_per_s == pytest.approx(6 / found.step_s)
+
+
+@pytest.mark.parametrize(
+    ("plan", "share"),
+    [
+        ("dp_replicate=4", 1.0),
+        ("dp_replicate=4 zero=1", 1.0),
+        ("dp_replicate=4 zero=2", 1 / 4),
+        ("dp_shard=4", 1 / 4),
+    ],
+)
+def test_further_microbatches_add_whole_gradients_or_shards(plan: str, share: float) -> None:
+    """Three times the bytes of them, 16 MB over 10 GB/s, for each microbatch but the first."""
+    microbatches, rows = 5, 2
+    once = on_cpus(f"{plan} microbatch_size={rows}", ranks=4, batch=4 * rows).time.compute_s
+    often = on_cpus(
+        f"{plan} microbatch_size={rows} accumulation={microbatches}",
+        ranks=4,
+        batch=4 * rows * microbatches,
+    ).time.compute_s
+    added = (microbatches - 1) * 3 * share * 16e6 / 10e9
+    assert often - microbatches * once == pytest.approx(added)
 
 
 @pytest.mark.parametrize(("gflop", "efficiency"), [(128, 0.95), (16, 0.9), (1, 0.6), (0, 0.1)])

@@ -84,7 +84,9 @@ def test_servers_share_the_traffic_and_the_update() -> None:
 
 
 def test_asynchronous_workers_are_as_fast_as_they_compute_until_the_server_is_full() -> None:
-    """What comes and what goes use a link's two directions at once: N x 16 MB a step at most."""
+    """What comes and what goes use a link's two directions at once, but all come in no order: of
+    two links that are passed in turn, s seconds each, N workers keep one busy for N s of (N + 1) s
+    (the closed form of a balanced network); what takes much longer than all else is always busy."""
     few = priced("dp_replicate=1 servers=1 updates=asynchronous microbatch_size=12", small(2))
     turn = 2 * PAYLOAD / RATE + 3 * PAYLOAD / MEMORY_RATE + 4 * LATENCY
     assert few.time.exposed_s == pytest.approx(turn)
@@ -92,12 +94,12 @@ def test_asynchronous_workers_are_as_fast_as_they_compute_until_the_server_is_fu
     full = priced(plan, facts(chain(), crowd, batch=32, precision="fp32"))
     # AdamW's passes over the parameters take longer than their messages.
     busy = 32 * (full.time.optimizer_s + 3 * PAYLOAD / MEMORY_RATE)
-    assert full.step_s - full.time.optimizer_s == pytest.approx(busy)
+    assert full.step_s == pytest.approx(busy)
     memory = crowd.device.memory_bandwidth_bytes_per_s.model_copy(update={"value": 1e12})
     device = crowd.device.model_copy(update={"memory_bandwidth_bytes_per_s": memory})
     quick = crowd.model_copy(update={"device": device})
     passed = priced(plan, facts(chain(), quick, batch=32, precision="fp32"))
-    assert passed.step_s - passed.time.optimizer_s == pytest.approx(32 * PAYLOAD / RATE)
+    assert passed.step_s == pytest.approx(33 * PAYLOAD / RATE, rel=0.05)
 
 
 def test_between_nodes_it_is_the_cards_of_the_server_s_node() -> None:

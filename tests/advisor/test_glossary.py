@@ -14,7 +14,14 @@ from advisor.cli import cli
 from advisor.decision import Decision
 from advisor.glossary import explain, terms
 from advisor.glossary_numbers import _NUMBERS
-from engines.plan import DataParallel, Schedule
+from engines.plan import (
+    Aggregation,
+    Compression,
+    DataParallel,
+    Schedule,
+    Updates,
+    parse_settings,
+)
 from profiles.errors import InputError, UnknownNameError
 from profiles.units import GIB, format_gib
 from tests.factories import chain, cpus, facts, gpus, small_llama
@@ -32,7 +39,9 @@ staleness, bubble, replica, shard, stage, microbatch, accumulation, ZeRO-1, ZeRO
 HSDP, DDP, DP, parameter server, ring all-reduce, all-gather, reduce-scatter, all-to-all, busbw,
 MFU, recompute, offload, noise scale, critical batch, local SGD, DiLoCo, backup workers, bounded
 staleness, context parallelism, expert parallelism, NVLink, InfiniBand, gloo, NCCL, synchronisation
-point, straggler, asynchronous, synchronous, fragmentation, PowerSGD, hierarchical all-reduce
+point, straggler, asynchronous, synchronous, fragmentation, PowerSGD, hierarchical all-reduce,
+scatter, gather, broadcast, replicate, reduce-broadcast, tree all-reduce, parameter device, timeout,
+imbalance, split size, model parallelism by hand, pinned memory, expandable segments, large batch
 """
 WORDS = [word.strip() for word in DOCUMENTS.replace("\n", " ").split(",")]
 
@@ -81,8 +90,10 @@ class TestTerms:
         assert lost == []
 
     def test_every_choice_of_a_plan_is_explained(self) -> None:
-        named_otherwise = {"none", "threads", "replicate"}  # DP, DDP
-        words = {choice.value for choice in (*Schedule, *DataParallel)} - named_otherwise
+        # Beside those that say that all is as usual: DP, and local SGD.
+        named_otherwise = {"threads", "none", "backend", "local"}
+        kinds = (*Schedule, *DataParallel, *Aggregation, *Compression, *Updates)
+        words = {choice.value for choice in kinds} - named_otherwise
         assert all(explain(word).term.says for word in words)
 
     @pytest.mark.parametrize("word", ["All_Reduce", "all reduce", "ALL-REDUCE", "allreduce"])
@@ -123,8 +134,9 @@ class TestNumbers:
             ("bubble", "none: there is one stage"),
             ("process group", "1 of 16 ranks along dp_replicate"),
             ("InfiniBand", "between nodes: InfiniBand, 400 GB/s"),
-            ("zero1", "this plan: ZeRO-1 over 16"),
+            ("zero2", "this plan: ZeRO-2 over 16"),
             ("shard", "16 of each state"),
+            ("split by hand", "llama-7b-like is in one piece"),
             ("steps per epoch", "give `--samples`, the size of the data set"),
             ("noise scale", "give `--samples`, the size of the data set"),
             ("accumulation", "8 rounds a step"),
@@ -136,6 +148,30 @@ class TestNumbers:
     )
     def test_is_the_plans(self, word: str, number: str) -> None:
         assert explain(word, DECISION).number == number
+
+    @pytest.mark.parametrize(
+        ("word", "settings", "number"),
+        [
+            ("local SGD", "updates=local sync_every=16", "updates=local sync_every=16"),
+            ("staleness", "updates=local sync_every=16", "up to 16 steps of the other replicas"),
+            ("backup workers", "servers=1 backup_workers=2 dp_replicate=5", "backup_workers=2"),
+            ("ring", "aggregation=ring", "2 (n - 1) / n = 1.75 times the gradients, n = 8"),
+            ("gradient aggregation", "aggregation=ring", "aggregation=ring"),
+            ("accumulation", "dp_replicate=8 accumulation=5", "5 rounds a step"),
+            (
+                "split size",
+                "zero=1 microbatch_size=1 accumulation=5",
+                "microbatch 1 x 5 accumulation, fp32",
+            ),
+            ("hybrid parallelism", "pp=2 tp=2 zero=0", "PP + TP + DDP"),
+            ("stage", "pp=2 stages=model.layers.2", "2 on 2 ranks, cut before `model.layers.2`"),
+        ],
+    )
+    def test_is_that_of_the_settings(self, word: str, settings: str, number: str) -> None:
+        """On two nodes of four, 40 samples a step."""
+        pins: dict[str, object] = {"zero": 0, **parse_settings(settings)}
+        known = facts(small_llama(), gpus(2, 4), batch=40, precision="fp32")
+        assert explain(word, choose(known, pins=pins)).number == number
 
     def test_a_kind_that_was_not_taken_says_why(self) -> None:
         found = explain("DDP", DECISION).number

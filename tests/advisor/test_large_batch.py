@@ -15,7 +15,6 @@ from advisor.large_batch import (
     batch_advice,
     critical_tokens,
     noise_scale,
-    rate_of_same_noise,
     steps_ratio,
 )
 from engines.learning_rate import ScalingRule
@@ -117,7 +116,7 @@ class TestNoiseScale:
 
     @pytest.mark.parametrize("devices", [2, 16, 256])
     def test_stays_when_devices_are_added_at_the_rate_that_keeps_it(self, devices: int) -> None:
-        rate = rate_of_same_noise(0.1, batch=32, samples=IMAGENET, new_batch=32 * devices)
+        rate = 0.1 * ScalingRule.NOISE.factor(tuned_at=32, batch=32 * devices, samples=IMAGENET)
         before = noise_scale(0.1, momentum=0.9, samples=IMAGENET, batch=32)
         after = noise_scale(rate, momentum=0.9, samples=IMAGENET, batch=32 * devices)
         assert after == pytest.approx(before)
@@ -130,7 +129,7 @@ class TestNoiseScale:
         with pytest.raises(InputError, match="0 <= m < 1"):
             noise_scale(0.1, momentum=1.0, samples=100, batch=10)
         with pytest.raises(InputError, match="no noise to keep"):
-            rate_of_same_noise(0.1, batch=10, samples=100, new_batch=100)
+            ScalingRule.NOISE.factor(tuned_at=10, batch=100, samples=100)
 
 
 class TestGrowingBatch:

@@ -13,7 +13,7 @@ from advisor.choose import choose
 from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.policy import Policy
-from advisor.tree import NOT_WEIGHED, Family
+from advisor.tree import NOT_WEIGHED, Family, TraceStep
 from engines.plan import Plan
 from profiles.cluster import AxisFits, Collective, LinkFit
 from tests.factories import cpus, facts, gpus, transformer
@@ -177,14 +177,25 @@ def test_what_was_timed_over_all_devices_decides_and_is_called_measured() -> Non
     assert walk.given_bytes_per_s(gpus(2, 8)) == 360e9
 
 
-@pytest.mark.parametrize(("gb_per_s", "answer"), [(2, "slow"), (200, "fast")])
-def test_the_verdict_follows_what_was_timed(gb_per_s: float, answer: str) -> None:
-    """The middle model needs some 10 GB/s between nodes (see the report on a slow network)."""
+def between_nodes(gb_per_s: float) -> TraceStep:
+    """What the tree says of links over which all devices were timed at this rate."""
     fit = LinkFit(latency_s=1e-5, busbw_bytes_per_s=gb_per_s * 1e9)
     fits = {Collective.ALL_GATHER: fit, Collective.REDUCE_SCATTER: fit}
     timed = gpus(2, 8).model_copy(update={"axes": (AxisFits(group_size=16, stride=1, fits=fits),)})
     steps = choose(facts(MIDDLE, timed, batch=64)).trace.steps
-    assert next(s.answer for s in steps if "between nodes" in s.question) == answer
+    return next(step for step in steps if "between nodes" in step.question)
+
+
+def test_the_verdict_turns_where_what_was_timed_is_what_is_needed() -> None:
+    """How much the model needs is `test_the_needed_bandwidth_is_the_one_derived_by_hand`."""
+    assert (between_nodes(2).answer, between_nodes(200).answer) == ("slow", "fast")
+    said = re.search(r"needs ([\d.]+) GB/s", between_nodes(2).because)
+    assert said is not None
+    needed = float(said[1])
+    assert (between_nodes(0.98 * needed).answer, between_nodes(1.02 * needed).answer) == (
+        "slow",
+        "fast",
+    )
 
 
 def test_the_trace_says_how_ties_are_settled() -> None:

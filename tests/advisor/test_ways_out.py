@@ -1,4 +1,4 @@
-"""Where nothing fits: what was tried, and three ways out, each of which does help."""
+"""Where nothing fits: what was tried, and four ways out, each of which does help."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from advisor.choose import choose
 from advisor.decide import decide
 from advisor.facts import Facts
 from advisor.levers import Lever, varied
+from advisor.outside import with_disk
+from engines.plan import OffloadTo
 from profiles.errors import NoPlanError
 from profiles.families import profile_from_config
 from profiles.model import Numerics
@@ -43,25 +45,35 @@ def test_the_kinds_that_were_tried_and_the_nearest_miss_are_named(error: NoPlanE
     assert error.where is not None
     tried, nearest, missing = error.where.splitlines()
     assert tried.startswith("tried: DDP; ")
-    assert "; HSDP, CPU offload" in tried
+    assert "; where possible also with offloaded optimizer, CPU offload, offloaded" in tried
     assert "; CP + FSDP" in tried
     assert nearest.startswith("nearest: CP over 2 + FSDP over 4, CPU offload (dp_shard=4 cp=2 ")
     assert missing.endswith(" too much")
 
 
-def test_there_are_three_ways_out(error: NoPlanError) -> None:
-    assert len(error.hints) == 3
+def test_there_are_four_ways_out(error: NoPlanError) -> None:
+    assert len(error.hints) == 4
     assert all(" then needs up to " in hint for hint in error.hints)
 
 
+def test_a_disk_helps(error: NoPlanError) -> None:
+    """Of 5 and 7 GB/s, as a node's usual drive has them; what is there is what was assumed."""
+    assert error.hints[1].startswith("keep states in files on a disk of 5.00 GB/s written, 7.00 ")
+    cluster = with_disk(starved().cluster)
+    found = decide(facts(SEVENTY, cluster, batch=8), pins=DATA).winner
+    assert found is not None
+    assert found.plan.offload_to is OffloadTo.DISK
+    assert found.estimate.host_bytes == 0
+
+
 def test_more_nodes_help(error: NoPlanError) -> None:
-    assert error.hints[1].startswith("take 4 nodes and a global batch of 16: ")
+    assert error.hints[2].startswith("take 4 nodes and a global batch of 16: ")
     larger = starved().cluster.model_copy(update={"num_nodes": 4})
     assert choose(facts(SEVENTY, larger, batch=16), pins=DATA).plan.world_size == 16
 
 
 def test_as_much_device_memory_helps_and_less_does_not(error: NoPlanError) -> None:
-    needed = amount(error.hints[2], "take devices with")
+    needed = amount(error.hints[3], "take devices with")
     for factor, helps in ((1.001, True), (0.99, False)):
         changed = varied(starved(), Lever.MEMORY, factor * needed)
         assert (decide(changed, pins=DATA).winner is not None) == helps

@@ -64,10 +64,10 @@ class Row(Record):
     tensor_bytes: int
     measured_s: float
     card_bytes: float
-    predicted_s: float
-    predicted_error: float
-    link_bytes: float
-    buffer_bytes: float
+    predicted_s: float = 0.0
+    predicted_error: float = 0.0
+    link_bytes: float = 0.0
+    buffer_bytes: float = 0.0
 
 
 class Report(Document):
@@ -126,29 +126,43 @@ def rows_of(found: dict[str, object], between: Line, inside: Line) -> Iterator[R
     times = found["times"]
     assert isinstance(times, list)
     for each in times:
-        nodes = each["nodes"]
-        per_node = each["ranks"] // nodes
-        kind, size, devices = Aggregation(each["kind"]), each["bytes"], each["devices"]
-        predicted = price(
-            kind,
-            size,
-            machines(nodes, per_node, between=between, inside=inside),
-            group_size=each["ranks"],
-            devices=devices,
-        )
-        yield Row(
-            kind=kind,
-            devices=devices,
+        row = Row(
+            kind=Aggregation(each["kind"]),
+            devices=each["devices"],
             ranks=each["ranks"],
-            nodes=nodes,
-            tensor_bytes=size,
+            nodes=each["nodes"],
+            tensor_bytes=each["bytes"],
             measured_s=each["seconds"],
             card_bytes=each["card_bytes"],
-            predicted_s=predicted.seconds,
-            predicted_error=predicted.relative_error,
-            link_bytes=predicted.link_bytes,
-            buffer_bytes=predicted.buffer_bytes,
         )
+        yield priced(row, between, inside)
+
+
+def priced(row: Row, between: Line, inside: Line) -> Row:
+    """With what is predicted for it today."""
+    per_node = row.ranks // row.nodes
+    found = price(
+        row.kind,
+        row.tensor_bytes,
+        machines(row.nodes, per_node, between=between, inside=inside),
+        group_size=row.ranks,
+        devices=row.devices,
+    )
+    return row.model_copy(
+        update={
+            "predicted_s": found.seconds,
+            "predicted_error": found.relative_error,
+            "link_bytes": found.link_bytes,
+            "buffer_bytes": found.buffer_bytes,
+        }
+    )
+
+
+def kept() -> Report:
+    """The report that is committed: measured then, predicted by the code as it is now."""
+    report = Report.load(REPORT)
+    rows = tuple(priced(row, report.between, report.inside) for row in report.rows)
+    return report.model_copy(update={"rows": rows})
 
 
 def measure() -> Report:

@@ -1,84 +1,250 @@
-"""Ranks that update apart from each other: step time with a straggler, bytes, and staleness.
+"""Ranks that update apart from each other, over links of a known rate: measured beside predicted.
 
-    python -m tests.benchmarks.updates
+`python -m tests.benchmarks.updates` (root, Linux) measures and writes
+`tests/validation/updates.json`; `--show` prints its table. Four nodes around a switch, 100 Mbit/s
+each way (tests.namespaces), one rank each, train a small GPT: first all alike, then with a
+straggler, the last rank, which sleeps in every forward.
 
-Four gloo ranks train a small GPT; with a straggler the last one sleeps in every forward. Times are
-means over steps, of the middle one of the workers that do not sleep; bytes are those that the
-kernel sent in a step, of the rank that sent most.
+The machines are benched first, and `SLEEP_S` is told to the prediction; nothing else of what is
+measured here is. Bytes are those that the kernel sent.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
+import sys
+import tempfile
 import time
+from datetime import UTC, datetime
+from pathlib import Path
 
-import torch.distributed as dist
-from torch import nn
+from engines.plan import Plan
+from profiles.record import Document, Record
+from tests.namespaces import star, torchrun
+from tests.validation.command import command
 
-from tests.engines.parity import local_rows, spread
-from tests.engines.updates.ranks import GPT
-from tests.engines.updates.wire import counts, since
-from tests.workers import Pool
-
-RANKS, STEPS, WARM_UP = 4, 16, 2
-SLEEP_S = 0.25
+REPORT = Path(__file__).parents[1] / "validation" / "updates.json"
+RATE_BYTES_PER_S = 12.5e6  # 100 Mbit/s
+BENCH_S = 20.0
+TIME_LIMIT_S = 540.0
+RANKS, ROWS, SEQUENCE = 4, 2, 32
+# Whole periods, so that a mean has its share of meetings.
+STEPS, WARM_UP = 16, 2
+SLEEP_S = 0.5
+PLAIN = "dp_replicate=4"
+LOCAL = f"{PLAIN} updates=local sync_every="
+ONE_SERVER = "dp_replicate=3 servers=1"
+BACKUP = "dp_replicate=2 servers=1 backup_workers=1"
 PLANS = (
-    "dp_replicate=4",
-    "dp_replicate=4 updates=local sync_every=4",
-    "dp_replicate=4 updates=local sync_every=16",
-    "dp_replicate=4 updates=diloco sync_every=16",
-    "dp_replicate=3 servers=1",
-    "dp_replicate=2 servers=1 backup_workers=1",
+    PLAIN,
+    f"{LOCAL}4",
+    f"{LOCAL}16",
+    f"{PLAIN} updates=diloco sync_every=16",
+    ONE_SERVER,
+    BACKUP,
     "dp_replicate=2 servers=2",
-    "dp_replicate=3 servers=1 updates=asynchronous",
-    "dp_replicate=3 servers=1 updates=asynchronous max_staleness=1",
+    "dp_replicate=1 servers=2 backup_workers=1",
+    f"{ONE_SERVER} updates=asynchronous",
+    f"{ONE_SERVER} updates=asynchronous max_staleness=1",
 )
-Told = tuple[float, float, str]
 
 
-def measure(plan: str, sleep_s: float) -> Told:
-    """Mean step, bytes sent in a step, and the report, on this rank."""
-    _, parallel = spread(GPT, plan)
-    rows = 4 * parallel.data_world_size
-    batch = local_rows(parallel, GPT.batch(rows), rows)
-    if dist.get_rank() == RANKS - 1:
+class Row(Record):
+    """One plan, without a straggler or with one.
 
-        def sleep(module: nn.Module, args: object) -> None:
-            time.sleep(sleep_s)
+    Attributes:
+        sleep_s: of the last rank, in every step.
+        step_s: the mean of the steps of the middle one of the workers that do not sleep.
+        predicted_s, predicted_low_s, predicted_high_s: of the same machines.
+        sent_bytes: by the card of that worker in a step, headers and all.
+        predicted_bytes: that a worker puts on its link in a step.
+        says: the report of the first rank.
+    """
 
-        parallel.module.register_forward_pre_hook(sleep)
-    laps, before = [], counts()
-    for step in range(WARM_UP + STEPS):
-        if step == WARM_UP:
-            before = counts()
-        began = time.perf_counter()
-        parallel.train_step(batch)
-        laps.append(time.perf_counter() - began)
-    sent = since(before)[0] / STEPS
-    report = parallel.update_report
-    parallel.synchronise()  # nobody leaves before all are done
-    return statistics.fmean(laps[WARM_UP:]), sent, str(report) if report else ""
+    plan: str
+    sleep_s: float
+    step_s: float
+    predicted_s: float
+    predicted_low_s: float
+    predicted_high_s: float
+    sent_bytes: float
+    predicted_bytes: float
+    says: str
+
+    @property
+    def is_in_range(self) -> bool:
+        return self.predicted_low_s <= self.step_s <= self.predicted_high_s
 
 
-def main() -> None:
-    pool = Pool(RANKS)
-    print(f"{'plan':62} {'step':>8} {'straggler':>9} {'KB sent':>8}  first rank's report")
-    try:
-        for plan in PLANS:
-            servers = int(plan.partition("servers=")[2][:1] or 0)
-            even, uneven = (
-                pool.run(measure, plan, sleep_s, world_size=RANKS, timeout_s=120)
-                for sleep_s in (0.0, SLEEP_S)
+class Report(Document):
+    """All plans, and on what they ran."""
+
+    measured_at: str
+    machine: str
+    torch: str
+    line_bytes_per_s: float
+    parameters: int
+    rows: tuple[Row, ...]
+
+    def row(self, plan: str, *, straggler: bool = False) -> Row:
+        """The one of a plan as `PLANS` names it."""
+        return next(r for r in self.rows if r.plan == plan and bool(r.sleep_s) == straggler)
+
+
+def measure() -> Report:
+    """All plans in one job.
+
+    Raises:
+        RuntimeError: a rank failed; with its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        program = ["-m", "tests.benchmarks.updates", "--rank", str(path)]
+        with star(RANKS, rate_bytes_per_s=RATE_BYTES_PER_S) as nodes:
+            exits = torchrun(nodes, program, ranks_per_node=1, timeout_s=TIME_LIMIT_S)
+        if any(node.code for node in exits) or not path.exists():
+            raise RuntimeError("\n".join(node.output for node in exits))
+        return Report.load(path)
+
+
+def table(report: Report) -> str:
+    """The report for a person."""
+    lines = [
+        f"{report.parameters / 1e6:.2f} M parameters, {RANKS} nodes of 1 rank at"
+        f" {report.line_bytes_per_s / 1e6:.1f} MB/s, {report.machine}, torch {report.torch}",
+        f"{'plan':<60}{'sleep':>6}{'step':>8}{'predicted':>10}{'(range)':>15}{'':>4}"
+        f"{'KB sent':>9}{'said':>7}  first rank's report",
+    ]
+    for row in report.rows:
+        span = f"{row.predicted_low_s:.3f} to {row.predicted_high_s:.3f}"
+        lines.append(
+            f"{row.plan:<60}{row.sleep_s:>6.1f}{row.step_s:>7.3f}s{row.predicted_s:>9.3f}s"
+            f"{span:>15}{'' if row.is_in_range else ' out':>4}{row.sent_bytes / 1e3:>9.0f}"
+            f"{row.predicted_bytes / 1e3:>7.0f}  {row.says}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _rank(path: str) -> None:
+    """One rank of `measure`."""
+    import torch
+    import torch.distributed as dist
+
+    from advisor.cost import Estimate, estimate
+    from advisor.demo.gpt import GPT, GPTConfig, loss
+    from advisor.facts import Facts
+    from advisor.look import look
+    from engines.hybrid import apply_plan
+    from engines.world import join_world, leave_world
+    from profiles.bench import bench
+    from profiles.probe import probe
+
+    world = join_world(timeout_s=60.0)
+    cluster = bench(probe(), budget_s=BENCH_S)
+    config = GPTConfig(vocab_size=256, context=SEQUENCE, num_layers=2, num_heads=4, width=128)
+    tokens = torch.arange(ROWS * (SEQUENCE + 1)).reshape(ROWS, SEQUENCE + 1) % config.vocab_size
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    card = Path("/sys/class/net") / os.environ["GLOO_SOCKET_IFNAME"] / "statistics" / "tx_bytes"
+
+    def built() -> GPT:
+        torch.manual_seed(1)
+        return GPT(config)
+
+    def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+    known = look(
+        built(),
+        batch,
+        loss_fn=loss,
+        cluster=cluster,
+        optimizer=adam,
+        global_batch_size=ROWS * RANKS,
+    )
+
+    def one(plan: Plan, sleep_s: float) -> tuple[float, float, str]:
+        """Mean step and bytes sent, of the middle one of the workers that do not sleep; what the
+        first rank reports."""
+        parallel = apply_plan(
+            built(),
+            plan,
+            profile=known.model,
+            cluster=known.cluster,
+            loss_fn=loss,
+            optimizer=adam,
+            world=world,
+        )
+        if sleep_s and world.rank == RANKS - 1:
+            parallel.module.register_forward_pre_hook(lambda *_: time.sleep(sleep_s))
+        seconds, before = [], 0
+        for step in range(WARM_UP + STEPS):
+            if step == WARM_UP:
+                before = int(card.read_text())
+            began = time.perf_counter()
+            parallel.train_step(batch)
+            seconds.append(time.perf_counter() - began)
+            if step + 1 == WARM_UP:
+                parallel.synchronise()  # what follows are whole periods, and nobody is ahead
+                dist.barrier()
+        sent = (int(card.read_text()) - before) / STEPS
+        report = parallel.update_report
+        parallel.synchronise()
+        dist.barrier()  # nobody leaves before all are done
+        told: list[tuple[float, float, str]] = [(0.0, 0.0, "")] * RANKS
+        mine = statistics.fmean(seconds[WARM_UP:]), sent, str(report) if report else ""
+        dist.all_gather_object(told, mine)
+        workers = sorted(told[plan.servers : RANKS - 1])
+        return workers[len(workers) // 2][0], workers[len(workers) // 2][1], told[0][2]
+
+    def predicted(plan: Plan, sleep_s: float) -> Estimate:
+        """With a straggler that is late by so much."""
+        time = estimate(plan, known).time
+        late = sleep_s / (time.compute_s + time.launch_s)
+        workload = known.workload.model_copy(update={"straggling": late})
+        return estimate(plan, Facts(model=known.model, cluster=known.cluster, workload=workload))
+
+    rows = []
+    for sleep_s in (0.0, SLEEP_S):
+        for text in PLANS:
+            plan = Plan.parse(f"{text} microbatch_size={ROWS}")
+            step_s, sent, says = one(plan, sleep_s)
+            found = predicted(plan, sleep_s)
+            given = [t for t in found.traffic if t.purpose != "parameters from servers"]
+            rows.append(
+                Row(
+                    plan=text,
+                    sleep_s=sleep_s,
+                    step_s=step_s,
+                    predicted_s=found.step_s,
+                    predicted_low_s=found.step_low_s,
+                    predicted_high_s=found.step_high_s,
+                    sent_bytes=sent,
+                    predicted_bytes=sum(t.bus_bytes for t in given),
+                    says=says,
+                )
             )
-            steps = [
-                1e3 * statistics.median(lap for lap, _, _ in found[servers : RANKS - 1])
-                for found in (even, uneven)
-            ]
-            sent = max(sent for _, sent, _ in even) / 1e3
-            print(f"{plan:62} {steps[0]:5.0f} ms {steps[1]:6.0f} ms {sent:8.0f}  {uneven[0][2]}")
-    finally:
-        pool.close()
+            if world.rank == 0:
+                sys.stderr.write(f"{rows[-1]}\n")
+    if world.rank == 0:
+        report = Report(
+            measured_at=datetime.now(UTC).strftime("%Y-%m-%d"),
+            machine=f"{os.cpu_count()} cores",
+            torch=torch.__version__,
+            line_bytes_per_s=RATE_BYTES_PER_S,
+            parameters=config.parameters,
+            rows=tuple(rows),
+        )
+        Path(path).write_text(json.dumps(report.model_dump(mode="json"), indent=2) + "\n")
+    dist.barrier()
+    leave_world()
+
+
+def main() -> int:
+    """The command."""
+    return command(Report, REPORT, about=__doc__, rank=_rank, measure=measure, table=table)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -133,8 +133,8 @@ class Held(_Below):
         known = len(self._live)
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.device.type == "meta":
-                continue  # takes no memory
+            if storage.device.type == "meta" or storage.filename is not None:
+                continue  # takes no memory: the kernel may write files back at any time
             key = storage._cdata
             if key not in self._live:
                 release = weakref.finalize(storage, self._live.pop, key, None)

@@ -85,12 +85,14 @@ def local_rows(parallel: ParallelModel, batch: Batch, rows: int) -> Batch:
     return parts[parallel.data_rank]
 
 
-def measure(name: str, plan: str, rows: int = 8, steps: int = 3, more: int = 1) -> Parity:
+def measure(
+    name: str, plan: str, rows: int = 8, steps: int = 3, more: int = 1, **options: Any
+) -> Parity:
     """Loss and gradients of one step, then parameters after `steps` steps of SGD with momentum.
 
-    Every step has `more` rows than the one before.
+    Every step has `more` rows than the one before. `options` are `apply_plan`'s.
     """
-    case, reference, parallel = parallelize(name, plan)
+    case, reference, parallel = parallelize(name, plan, **options)
     trainable = [p for p in reference.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=0.05, momentum=0.9)
 

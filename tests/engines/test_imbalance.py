@@ -30,11 +30,18 @@ def _with_a_slow_rank(plan: str, where: str) -> tuple[Imbalance, str]:
         block.register_forward_hook(lambda *_: time.sleep(NAP_S), prepend=True)
     with pytest.raises(InputError, match="0 steps were timed, 3 are wanted after 3 of warm-up"):
         parallel.imbalance()
+    parallel._own._compared_at = STEPS  # sooner than a training that is kept does
     for _ in range(STEPS):
+        assert parallel.steps.pace is None
         parallel.train_step(batch)
         if where == "loader" and is_slow:
             time.sleep(NAP_S)
+    pace = parallel.steps.pace
     found = parallel.imbalance()
+    assert pace is not None
+    assert pace.slowest == SLOW
+    assert pace.straggling > 0.5 or (plan, where) == ("dp_shard=2", "loader")
+    assert parallel.steps.pace == pace  # of the same steps
     return found, str(found)
 
 

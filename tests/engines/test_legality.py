@@ -145,8 +145,6 @@ def test_offload_needs_shards() -> None:
         ("dp_replicate=2 recompute=full offload=activations", "offload-recomputed"),
         ("dp_replicate=2 compile=true offload=activations", "offload-compiled"),
         ("dp_replicate=2 offload_to=disk", "disk-without-offload"),
-        ("dp_shard=2 offload=states offload_to=disk", "disk-states"),
-        ("dp_shard=2 offload=states,activations offload_to=disk", "disk-states"),
     ],
 )
 def test_what_cannot_be_kept_elsewhere_is_refused_with_a_way_out(plan: str, rule: str) -> None:
@@ -161,6 +159,8 @@ def test_what_can_be_kept_elsewhere() -> None:
         "dp_replicate=2 offload=optimizer,activations offload_to=disk",
         "dp_shard=2 offload=states,activations",
         "dp_shard=2 offload=activations offload_to=disk",
+        "dp_shard=2 offload=states offload_to=disk",
+        "dp_replicate=2 zero=1 offload=states,activations offload_to=disk",
         "dp_replicate=2 recompute=full offload=optimizer",
     ):
         assert rules(plan, model(), cpu_ranks(2)) == []

@@ -45,7 +45,7 @@ def test_a_process_that_does_not_see_the_devices_is_told_so() -> None:
     if seen >= 4:
         pytest.skip("this process sees four devices")
     model = nn.Linear(2, 2)
-    with pytest.raises(PlanError, match=f"one process with 4 devices.* sees {seen}"):
+    with pytest.raises(PlanError, match=f"drives 4 accelerators: this process sees {seen}"):
         apply_plan(
             model,
             FOUR,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ def test_a_folder_gets_rates_and_keeps_no_file(tmp_path: Path) -> None:
         assert rate.source is Source.MEASURED
         assert 1e6 < rate.value < 1e12
     assert os.listdir(tmp_path) == []
+    usage = shutil.disk_usage(tmp_path)
+    assert found.disk_free_bytes is not None
+    assert 0 < found.disk_free_bytes.value <= usage.total
 
 
 def test_rates_are_of_the_seconds_that_it_took(
@@ -47,6 +51,7 @@ def test_a_cluster_file_keeps_the_ways_out_of_the_device(tmp_path: Path) -> None
     again = resolve_cluster(str(path))
     assert again.disk_write_bytes_per_s == timed.disk_write_bytes_per_s
     assert again.disk_read_bytes_per_s == rate
+    assert again.disk_free_bytes == timed.disk_free_bytes
     assert again.device.host_link_bytes_per_s == rate
 
 

@@ -22,11 +22,13 @@ def command(
     rank: Callable[[str], None],
     measure: Callable[[], Report],
     table: Callable[[Report], str],
+    missing: Callable[[], str | None] = why_not,
 ) -> int:
     """Measure, keep at `path` and print; `--show` prints what is kept.
 
     Args:
         rank: one process of the measurement, which starts itself with `--rank WHERE`.
+        missing: what the measurement wants and this machine has not; None where it has all.
 
     Returns:
         The exit code: 2 where this machine lets nobody measure.
@@ -39,9 +41,9 @@ def command(
         rank(given.rank)
         return 0
     if not given.show:
-        missing = why_not()
-        if missing:
-            sys.stderr.write(f"{missing}\n")
+        lacked = missing()
+        if lacked:
+            sys.stderr.write(f"{lacked}\n")
             return 2
         measure().save(path)
     sys.stdout.write(f"{table(kind.load(path))}\n")

@@ -17,7 +17,7 @@ from advisor.search.kept import Kept
 from advisor.search.legal import space_of, styles_of
 from advisor.search.search import Search
 from advisor.search.stages import Stages
-from engines.plan import Offload
+from engines.plan import Offload, OffloadTo
 from profiles.families import profile_from_config
 from profiles.model import ModelProfile, Numerics
 from tests.factories import chain, cpus, facts, gpus, transformer
@@ -25,8 +25,14 @@ from tests.factories import chain, cpus, facts, gpus, transformer
 MIDDLE = transformer(name="middle", layers=6, hidden=2048, ffn=5504, tokens=4096)
 
 
-def searched(whole: Facts, policy: Policy, offload: Offload = Offload.NONE) -> Search:
-    space = space_of(whole, {}, styles=styles_of(whole), offload=offload)
+def searched(
+    whole: Facts,
+    policy: Policy,
+    offload: Offload = Offload.NONE,
+    to: OffloadTo = OffloadTo.HOST,
+) -> Search:
+    pins = {} if to is OffloadTo.HOST else {"offload_to": to.value}
+    space = space_of(whole, pins, styles=styles_of(whole), offload=offload)
     kept = Kept(CostModel(whole))
     return Search(kept, policy, space, Stages(kept, {}, policy))
 
@@ -89,10 +95,14 @@ def situations(draw: st.DrawFn) -> Facts:
 
 
 @settings(max_examples=25, deadline=None)
-@given(whole=situations() | hybrids(), offload=st.sampled_from(Offload))
-def test_no_estimate_is_below_its_bound(whole: Facts, offload: Offload) -> None:
+@given(
+    whole=situations() | hybrids(),
+    offload=st.sampled_from(Offload),
+    to=st.sampled_from(OffloadTo),
+)
+def test_no_estimate_is_below_its_bound(whole: Facts, offload: Offload, to: OffloadTo) -> None:
     policy = Policy()
-    search = searched(whole, policy, offload)
+    search = searched(whole, policy, offload, to)
     bounds, stages = search.bounds, Stages(Kept(CostModel(whole)), {}, policy)
     for index, candidate in enumerate(all_of(search, whole, policy)):
         found, time = candidate.estimate, candidate.estimate.time

@@ -20,7 +20,7 @@ LARGEST = max(aggregation.SIZES)
 
 @pytest.fixture(scope="module")
 def report() -> aggregation.Report:
-    return aggregation.Report.load(aggregation.REPORT)
+    return aggregation.kept()
 
 
 def largest(report: aggregation.Report, kind: Aggregation, ranks: int, nodes: int = 0) -> Row:
@@ -44,6 +44,13 @@ def test_predicted_curves_lie_on_the_measured_ones(report: aggregation.Report) -
     assert len(outside) <= 0.05 * len(report.rows)
     ratios = [row.predicted_s / row.measured_s for row in report.rows]
     assert statistics.median(ratios) == pytest.approx(1, rel=0.1)
+
+
+def test_the_report_was_written_by_the_prices_of_today(report: aggregation.Report) -> None:
+    """Else `python -m tests.benchmarks.aggregation` writes another one."""
+    for row, now in zip(aggregation.Report.load(aggregation.REPORT).rows, report.rows, strict=True):
+        assert row.predicted_s == pytest.approx(now.predicted_s)
+        assert row.predicted_error == now.predicted_error
 
 
 def test_the_parameter_devices_link_is_the_bottleneck(report: aggregation.Report) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -47,14 +51,16 @@ def _lose(plan: str, lost: int, steps: int = 5, seconds: float = 20.0) -> Told:
         "dp_replicate=3 servers=1 updates=asynchronous",
         "dp_replicate=3 servers=1 updates=asynchronous max_staleness=0",
         "dp_replicate=2 servers=1 backup_workers=1",
+        "dp_replicate=1 servers=2 backup_workers=1",
     ],
 )
 def test_a_worker_dies_and_the_others_go_on(pool: Pool, plan: str) -> None:
-    server, lost, *others = pool.run(_lose, plan, 1, world_size=4)
+    server, *others = pool.run(_lose, plan, 3, world_size=4)
+    lost = others.pop()
     assert lost[0] == 2
     for made, said, _, _ in (server, *others):
         assert (made, said) == (5, "")
-    assert 1 in server[2]
+    assert 3 in server[2]
 
 
 @pytest.mark.dist
@@ -69,14 +75,21 @@ def test_a_step_that_needs_the_worker_that_died_says_which(pool: Pool) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("updates", ["synchronous", "asynchronous"])
-def test_a_server_dies_and_the_workers_name_it(pool: Pool, updates: str) -> None:
-    plan = f"dp_replicate=2 servers=2 updates={updates}"
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp_replicate=2 servers=2",
+        "dp_replicate=2 servers=2 updates=asynchronous",
+        "dp_replicate=1 servers=2 backup_workers=1",
+    ],
+)
+def test_a_server_dies_and_the_workers_name_it(pool: Pool, plan: str) -> None:
     found = pool.run(_lose, plan, 1, 5000, 6.0, world_size=4)
     for made, said, _, _ in found[2:]:
         assert made >= 2
+        who = f"rank 1 (a server, on {socket.gethostname()})"
         # Gone; or, where the message was under way, it was not taken in time.
-        assert said.startswith(("rank 1 is gone", "rank 1 did not take a message within 6 s"))
+        assert said.startswith((f"{who} is gone", f"{who} did not take a message within 6 s"))
         assert "look at the output of rank 1" in said
 
 
@@ -110,3 +123,44 @@ def test_no_wait_is_longer_than_its_bound_and_all_name_the_rank(pool: Pool) -> N
     *others, (late, _) = pool.run(_sleep, plan, world_size=4)
     assert [said for said, _ in others] == [""] * 3
     assert late.startswith("the others went on without this rank: it came too late")
+
+
+def _stand_still() -> tuple[str, float]:
+    """The server's process is stopped, with its connections open, as behind a cut line. One worker
+    has gradients for it, the other asks for parameters."""
+    world = patience(3.0, size=dist.get_world_size())
+    _, parallel = spread(
+        QUADRATIC, "dp_replicate=2 servers=1 updates=asynchronous", optimizer=plain, world=world
+    )
+    batch = local_rows(parallel, _targets(6), 6)
+    parallel.train_step(batch)
+    server = torch.tensor(os.getpid())
+    dist.broadcast(server, 0)
+    workers = dist.new_group([1, 2])
+    rank = dist.get_rank()
+    if rank == 1:
+        os.kill(int(server), signal.SIGSTOP)
+    if rank > 0:
+        dist.barrier(workers)
+    began, said = time.perf_counter(), ""
+    try:
+        if rank == 2:
+            parallel.synchronise()
+        else:
+            parallel.train_step(batch)
+    except RankError as error:
+        said = str(error)
+    seconds = time.perf_counter() - began
+    if rank > 0:
+        dist.barrier(workers)
+    if rank == 1:
+        os.kill(int(server), signal.SIGCONT)
+    return said, seconds
+
+
+@pytest.mark.dist
+def test_a_server_that_stands_still_is_named_in_time(pool: Pool) -> None:
+    _, giving, asking = pool.run(_stand_still, world_size=3)
+    assert giving[0].startswith("rank 0 did not take a message within 3 s")
+    assert asking[0].startswith("rank 0 did not answer within 3 s")
+    assert max(giving[1], asking[1]) < 5.0

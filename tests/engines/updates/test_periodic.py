@@ -189,6 +189,39 @@ def _saved_and_trained_on(folder: str) -> tuple[float, float, float]:
     return loaded, drift_of(state, again), drift_of(state, anew)
 
 
+def _states_of_their_own(folder: str) -> tuple[float, float, bool]:
+    """The same with states in every replica's optimizer, saved between two meetings."""
+    plan = "dp_replicate=2 updates=diloco sync_every=3"
+
+    def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2)
+
+    _, parallel, _, _ = trained(plan, [8] * 4, optimizer=adam)
+    parallel.save(folder)
+    _, again = spread(GPT, plan, optimizer=adam)
+    again.load(folder)
+    _, alike = spread(GPT, "dp_replicate=2", optimizer=adam)
+    alike.load(folder)
+    own = [state["exp_avg"].clone() for state in parallel.optimizer.state.values()]
+    of_all = [state["exp_avg"].clone() for state in alike.optimizer.state.values()]
+    differs = any(not torch.equal(one, other) for one, other in zip(own, of_all, strict=True))
+    losses = 0.0
+    for _ in range(5):
+        batch = local_rows(parallel, GPT.batch(8), 8)
+        losses = max(losses, abs(float(parallel.train_step(batch) - again.train_step(batch))))
+    return drift_of(parallel.state_dict(), again), losses, differs
+
+
+@pytest.mark.dist
+def test_every_replica_goes_on_with_the_states_of_its_own_optimizer(
+    pool: Pool, tmp_path: object
+) -> None:
+    """Another plan takes the first replica's, which the second one's are not."""
+    found = pool.run(_states_of_their_own, f"{tmp_path}/kept", world_size=2)
+    assert [(drift, losses) for drift, losses, _ in found] == [(0.0, 0.0)] * 2
+    assert [differs for _, _, differs in found] == [False, True]
+
+
 def drift_of(state: dict[str, torch.Tensor], other: ParallelModel) -> float:
     found = other.state_dict()
     return max(float((state[name] - found[name]).abs().max()) for name in state)

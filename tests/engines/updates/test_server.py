@@ -125,6 +125,35 @@ def test_a_backup_worker_that_comes_late_is_dropped_and_goes_on_with_the_others(
     assert server.push(2, 3, gradient(1.0)) == 0  # and counts again
 
 
+def test_a_server_that_is_told_the_workers_uses_theirs_alone() -> None:
+    x = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([x], lr=1.0)
+    server = ParameterServer([x], optimizer, workers=range(3), needed=2, decides=False)
+    for worker in range(3):
+        assert server.push(worker, 0, [torch.full((1,), 2.0**worker)]) == 0
+        assert server.version == 0
+    server.use([2, 0])
+    assert (server.version, x.item()) == (1, -(4 + 1) / 2)
+    assert [server.is_used(worker, 0) for worker in range(3)] == [True, False, True]
+    assert [server.may_go_on(worker) for worker in range(3)] == [True] * 3
+    report = server.tally.report(sent_bytes=0, received_bytes=0)
+    assert (report.updates, report.dropped) == (2, 1)
+
+
+def test_a_worker_that_takes_late_has_done_the_steps_that_others_made_meanwhile() -> None:
+    """It skips them: who counted on its gradients of them would wait for ever."""
+    server = a_server(needed=1)
+    server.push(0, 0, gradient(0.0))
+    for version in (1, 2):
+        server.push(1, version, gradient(0.0))
+    assert server.clocks == {0: 1, 1: 3}
+    assert server.caught_up(0) == server.clocks[0] == 3
+    asynchronous = a_server()
+    asynchronous.push(0, 0, gradient(0.0))
+    asynchronous.push(1, 1, gradient(0.0))
+    assert asynchronous.caught_up(0) == 1
+
+
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_a_worker_is_never_further_ahead_than_its_bound(bound: int) -> None:
     """The fast one asks ten times for each time that the slow one does."""

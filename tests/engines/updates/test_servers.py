@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from engines.parallel import ParallelModel
 from engines.plan import Plan
+from engines.updates.serving import Serving
 from profiles.batch import Batch
 from profiles.errors import PlanError
 from profiles.torch_compat import default_store
@@ -180,6 +182,51 @@ def test_backup_workers_take_the_delay_of_a_straggler(pool: Pool) -> None:
     assert first[1:4] == second[1:4] == (5, 0, 0)
     assert straggler[1:4] == (0, 1, 4)
     assert server[1:4] == (10, 1, 0)
+
+
+def _sets_of_workers(steps: int) -> tuple[list[list[int]], Any, float]:
+    """The workers of every update on this server, while all come in another order each step."""
+    _, parallel = spread(QUADRATIC, "dp_replicate=1 servers=2 backup_workers=1", optimizer=plain)
+    made: list[list[int]] = []
+    exchange = parallel._exchange
+    if isinstance(exchange, Serving):
+        use = exchange._core.use
+
+        def noted(workers: list[int]) -> None:
+            made.append(list(workers))
+            use(workers)
+
+        exchange._core.use = noted  # type: ignore[method-assign,assignment]
+    order = random.Random(dist.get_rank())
+
+    def nap(*_: object) -> None:
+        time.sleep(order.random() * 0.01)
+
+    parallel.module.register_forward_pre_hook(nap)
+    batch = local_rows(parallel, _targets(6), 6)
+    for _ in range(steps):
+        parallel.train_step(batch)
+    state = parallel.state_dict()
+    values = [state["x"][0].item() - 1, 3 * (state["y"][0].item() - 1)]
+    return made, parallel.update_report, max(abs(v - 3 * 0.9**steps) for v in values)
+
+
+@pytest.mark.dist
+def test_servers_make_every_step_of_the_same_workers_gradients(pool: Pool) -> None:
+    """The first one of two each time, whoever that is; both parts of the model go a tenth of the
+    way to the optimum in every step, so that none was left out or made twice."""
+    steps = 30
+    first, second, *workers = pool.run(_sets_of_workers, steps, world_size=4)
+    assert first[0] == second[0]
+    assert len(first[0]) == steps
+    assert all(len(workers) == 1 for workers in first[0])
+    assert len({workers[0] for workers in first[0]}) > 1
+    for _, report, away in (first, second, *workers):
+        assert away < 1e-5
+        assert report.most_staleness == 0
+    assert sum(report.updates for _, report, _ in workers) == steps
+    for _, report, _ in workers:
+        assert report.updates + report.dropped + report.skipped == steps
 
 
 def _scheduled() -> float:

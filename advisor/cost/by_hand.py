@@ -1,0 +1,38 @@
+"""What a module that was split by hand waits for: copies between its devices.
+
+One process runs the parts one after the other. What the next part needs leaves the device of the
+one before, and its gradient comes back in the backward: with n copies of B bytes in all, over a
+link with latency a and b seconds a byte, a microbatch waits n a + B b there, and the same for the
+gradients back. Nothing computes meanwhile.
+"""
+
+from __future__ import annotations
+
+from advisor.cost.ledger import Ledger
+from engines.plan import Plan
+from profiles.crossings import Crossing
+from profiles.model import ModelProfile, Numerics
+
+
+def crossed_s(plan: Plan, model: ModelProfile, numerics: Numerics, ledger: Ledger) -> float:
+    """Seconds of a step in which tensors pass between the devices of a rank."""
+    return sum(_crossed_s(plan, each, ledger) for each in model.crossings.get(numerics, ()))
+
+
+def _crossed_s(plan: Plan, crossing: Crossing, ledger: Ledger) -> float:
+    assert plan.microbatch_size is not None
+    ways = (
+        ("activations", crossing.bytes, crossing.copies),
+        ("gradients", crossing.back_bytes, crossing.back_copies),
+    )
+    through_host = "cpu" in (crossing.source, crossing.target)
+    seconds = 0.0
+    for what, size, copies in ways:
+        if not copies:
+            continue
+        each_bytes, count = size.at(plan.microbatch_size) / copies, copies * plan.forwards
+        if through_host:
+            seconds += count * ledger.to_host(each_bytes, count=count)
+        else:
+            seconds += count * ledger.between_parts(f"{what} of parts", each_bytes, count=count)
+    return seconds

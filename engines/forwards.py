@@ -1,0 +1,30 @@
+"""Forwards that do something around a module's own, and go along when the module is copied."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+
+def run_around(module: nn.Module, around: Callable[..., object]) -> None:
+    """Let calls of `module` be `around(forward, module, *args, **kwargs)`, in place.
+
+    `forward` is what it was before. Names of parameters, hooks, the module's class and the names of
+    its arguments stay as they are. A copy of the module computes with the copy's parameters, and
+    `around` is given the copy.
+    """
+    own = module.forward
+    # A method of the module runs on whoever is asked, a copy say; any other function as it is.
+    method = own.__func__ if isinstance(own, MethodType) and own.__self__ is module else None
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+        bound = own if method is None else MethodType(method, self)
+        return around(bound, self, *args, **kwargs)
+
+    if method is not None:  # trainers ask a model for the names of its arguments
+        functools.update_wrapper(forward, method)
+    vars(module)["forward"] = MethodType(forward, module)
