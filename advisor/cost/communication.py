@@ -64,6 +64,16 @@ def replica_group(plan: Plan) -> tuple[int, int]:
     return plan.dp_replicate * plan.cp, plan.tp
 
 
+def expert_copies(plan: Plan) -> tuple[int, int]:
+    """Size and stride of the group whose ranks hold the same experts (`Mesh.expert_copies`).
+
+    With cp they are rows of cp neighbours, ep x cp places apart: taken as evenly spread over the
+    same ranks, where there are several rows.
+    """
+    copies = plan.data_degree * plan.cp // plan.ep
+    return copies, plan.tp if plan.ep == plan.data_degree else plan.ep * plan.tp
+
+
 def waiting_bytes(plan: Plan, cluster: ClusterProfile, replicas: Sent) -> float:
     """What arrives of a bucket of gradients beside it, where messages are added up."""
     group, stride = replica_group(plan)
@@ -224,7 +234,7 @@ def _shards(
     group, stride = shard_group(plan)
     offloads = plan.offload.states and has_host
 
-    copies = {"group_size": group // plan.ep, "stride": stride * plan.ep}  # with the same experts
+    copies = dict(zip(("group_size", "stride"), expert_copies(plan), strict=True))
 
     def gather(payload: float, times: int, experts: float = 0.0) -> float:
         sent = (payload - experts) * loads.compute_share
@@ -316,13 +326,14 @@ def apart_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
         )
     if plan.ep > 1 and plan.data_parallel.is_sharded and not plan.shards_experts:
         shares = [expert_bytes(unit, ep=plan.ep) / plan.ep for unit in model.units]
+        copies, apart = expert_copies(plan)
         seconds += summed_s(
             ledger,
             "gradients of experts",
             gradient_bytes=sum(shares),
             tensors=sum(share > 0 for share in shares),
-            group_size=replicas * plan.cp // plan.ep,
-            stride=plan.ep * stride,
+            group_size=copies,
+            stride=apart,
         )
     if not model.batch_norms or replicas < 2:
         return seconds

@@ -129,8 +129,9 @@ def added_s(
             # what they do not.
             ahead = devices * unit.backward_kernels * launch_s - time.backward_s
             waiting = max(0.0, ahead + waiting - busy) - max(0.0, ahead)
-        moving += unit.count * busy
-        launching += unit.count * waiting
+        # Work that hides launches of before is so much less work: no part of a step shrinks.
+        moving += unit.count * (busy + min(0.0, waiting))
+        launching += unit.count * max(0.0, waiting)
     return Busy(compute_s=moving, recompute_s=0.0, launch_s=launching)
 
 

@@ -112,7 +112,7 @@ def threaded(model: CostModel, plan: Plan) -> Estimate:
     sent_s += send("parameters of replicas", loads.parameter_bytes, forwards)
     sent_s += send("outputs and their gradients", meeting.output_bytes, 2 * others * forwards)
     sent_s += send("gradients of replicas", loads.gradient_bytes, forwards)
-    alone_busy = busy_s(computing, forwards)
+    alone_busy = busy_s(replace(computing, added=added), forwards)
     busy = replace(
         alone_busy,
         compute_s=alone_busy.compute_s + others * forwards * meeting.loss_s,

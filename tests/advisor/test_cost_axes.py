@@ -1,4 +1,4 @@
-"""Context and expert parallelism against counts done by hand. No engine carries them out."""
+"""Context and expert parallelism against counts done by hand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from advisor.candidates import searched
 from advisor.cost import CostModel, Estimate, estimate
+from advisor.cost.communication import expert_copies
 from advisor.policy import Policy
 from advisor.search.kept import Kept
 from engines.plan import DataParallel, Plan
@@ -138,6 +139,30 @@ def test_a_rank_without_copies_holds_its_experts_whole_and_so_does_one_under_hsd
     (copies,) = [item for item in found.traffic if item.purpose == "gradients of experts"]
     assert (copies.group_size, copies.stride) == (2, 2)
     assert copies.payload_bytes * copies.count == pytest.approx(4 * 800_000 * 4 / 2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "cp=2 dp_shard=4 ep=2",
+        "cp=2 dp_shard=4 ep=4",
+        "cp=4 dp_replicate=2 zero=1 ep=2",
+        "cp=2 dp_replicate=2 dp_shard=2 ep=4",
+        "dp_shard=8 ep=4",
+    ],
+)
+def test_copies_of_experts_are_ranks_of_both_axes(words: str) -> None:
+    """Ranks are numbered data axes first, cp within. Those that hold the first experts too:"""
+    plan = Plan.parse(words)
+    copies = [rank for rank in range(plan.world_size) if rank // plan.cp % plan.ep == 0]
+    size, stride = expert_copies(plan)
+    assert size == len(copies)
+    assert (size - 1) * stride < plan.world_size
+    if plan.ep == plan.data_degree or plan.cp == 1:
+        assert [n * stride for n in range(size)] == copies
+    found = on_cpus(words, mixture(), samples=1)
+    (summed,) = (t for t in found.traffic if t.purpose == "gradients of experts")
+    assert summed.group_size == len(copies)
 
 
 @pytest.mark.parametrize("ep", [2, 4])

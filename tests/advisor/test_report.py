@@ -330,3 +330,11 @@ def test_notes_on_the_machines_are_in_every_form() -> None:
     assert f"note: {said}\n" in str(decision)
     assert f"<p>note: {html.escape(said)}</p>" in page(decision)
     assert Decision.from_json(decision.to_json()).facts.cluster.notes == (said,)
+
+
+def test_what_changes_the_training_is_in_the_plan_as_a_user_would_write_it() -> None:
+    pins = {"updates": "asynchronous", "servers": 1, "max_staleness": 4}
+    apart = choose(facts(chain(), gpus(2, 4), batch=7, precision="fp32"), pins=pins)
+    degrees, beside, _ = view_of(apart).plan
+    assert (degrees, beside) == ("dp_replicate=7", "updates=asynchronous servers=1 max_staleness=4")
+    assert len(view_of(DECISIONS["7b_2x8"]).plan) == 2  # nothing of the kind: no line
