@@ -21,6 +21,10 @@ from profiles.model import ModelProfile
 from profiles.operators import kept_operators
 from profiles.torch_compat import is_batch_norm, version_of
 
+# torch's words where the second run of a block is not the first (torch/utils/checkpoint.py), beside
+# CheckpointError: of kept outputs that were changed, and of operations that were not there before.
+_DIFFERS = ("has been mutated", "encountered during backward but not found in storage")
+
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
@@ -43,9 +47,19 @@ def _checkpointed(how: Callable[[nn.Module], dict[str, Any]]) -> Callable[..., o
     def run(forward: Callable[..., object], block: nn.Module, *args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        args = tuple(map(_without_cache, args))
+        kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
         return checkpoint(forward, *args, use_reentrant=False, **how(block), **kwargs)
 
     return run
+
+
+def _without_cache(value: object) -> object:
+    """None for a key/value cache that nothing is in yet: a forward of transformers makes one unless
+    told otherwise (`use_cache`), and the second run of a block would add to it again. transformers
+    leaves it out too where it recomputes by itself (`GradientCheckpointingLayer`)."""
+    length = getattr(value, "get_seq_length", None)
+    return None if callable(length) and hasattr(value, "update") and length() == 0 else value
 
 
 def holds_state(block: nn.Module) -> bool:
@@ -153,7 +167,7 @@ def explained_recompute(plan: Plan) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, CheckpointError) and "has been mutated" not in str(error):
+        if not isinstance(error, CheckpointError) and not any(w in str(error) for w in _DIFFERS):
             raise
         raise ModelError(
             "a block computes something else the second time: its forward changes state outside it"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, hypot
 
-from advisor.cost.aggregation import slowest, steps
+from advisor.cost.aggregation import buffer_share, slowest, steps
 from advisor.cost.axes import expert_bytes
 from advisor.cost.compression import Sent
 from advisor.cost.ledger import Ledger
@@ -62,6 +62,14 @@ def replica_group(plan: Plan) -> tuple[int, int]:
     if plan.data_parallel is DataParallel.HYBRID_SHARD:
         return plan.dp_replicate, plan.dp_shard * plan.cp * plan.tp
     return plan.dp_replicate * plan.cp, plan.tp
+
+
+def waiting_bytes(plan: Plan, cluster: ClusterProfile, replicas: Sent) -> float:
+    """What arrives of a bucket of gradients beside it, where messages are added up."""
+    group, stride = replica_group(plan)
+    per_node = cluster.ranks_per_node(group, stride)
+    share = buffer_share(plan.aggregation, group, per_node=per_node)
+    return share * min(replicas.total_bytes, BUCKET_BYTES)
 
 
 def exchange(plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool, sent: Sent) -> Exchange:

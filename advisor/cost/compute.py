@@ -106,13 +106,16 @@ def busy_s(computing: Computing, forwards: int) -> Busy:
     )
 
 
-def added_s(loads: Loads, times: tuple[UnitTime, ...], *, share: float, device: Device) -> Busy:
+def added_s(
+    loads: Loads, times: tuple[UnitTime, ...], *, share: float, device: Device, devices: int = 1
+) -> Busy:
     """What adding gradients to those of the microbatches before takes: both are read, their sum is
     written, one tensor after the other (AccumulateGrad in torch/csrc/autograd).
 
     Args:
         times: the roofline's of `loads`.
         share: of the gradients, those that this rank adds up.
+        devices: those that the process launches backwards for; gradients are added on one.
     """
     bandwidth, launch_s = device.memory_bandwidth_bytes_per_s.value, device.launch_s.value
     moving = launching = 0.0
@@ -122,8 +125,10 @@ def added_s(loads: Loads, times: tuple[UnitTime, ...], *, share: float, device: 
         busy = 3 * share * unit.gradient_bytes / bandwidth
         waiting = unit.tensors * launch_s
         if device.kind != "cpu":
-            waiting += unit.backward_kernels * launch_s - time.backward_s - busy
-            waiting = max(0.0, waiting - time.backward_launch_s)
+            # Launches run ahead of the device: more of them cost what it does not hide, more work
+            # what they do not.
+            ahead = devices * unit.backward_kernels * launch_s - time.backward_s
+            waiting = max(0.0, ahead + waiting - busy) - max(0.0, ahead)
         moving += unit.count * busy
         launching += unit.count * waiting
     return Busy(compute_s=moving, recompute_s=0.0, launch_s=launching)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 
-from advisor.cost.aggregation import buffer_share
 from advisor.cost.axes import without_experts
 from advisor.cost.breakdown import Estimate, Time
 from advisor.cost.by_hand import crossed_s
@@ -14,10 +13,10 @@ from advisor.cost.communication import (
     apart_s,
     communication_error,
     exchange,
-    replica_group,
     summed_s,
+    waiting_bytes,
 )
-from advisor.cost.compression import Sent, sent
+from advisor.cost.compression import sent
 from advisor.cost.compute import (
     Busy,
     Computing,
@@ -33,7 +32,7 @@ from advisor.cost.compute import (
 )
 from advisor.cost.ledger import Ledger, Wires
 from advisor.cost.loads import Loads, UnitLoad, loads_of, styled_units
-from advisor.cost.memory import BUCKET_BYTES, Peak, added_share, peak, shard_degree
+from advisor.cost.memory import Peak, added_share, peak, shard_degree
 from advisor.cost.offload import filed_s, moved_s
 from advisor.cost.replay import Slowdown, replay, slowdown
 from advisor.cost.runs import Run, runs_of
@@ -129,7 +128,7 @@ class CostModel:
             update=update,
             device=device,
             batch_bytes=self.batch_bytes(plan),
-            exchange_bytes=replicas.kept_bytes + self._waiting_bytes(plan, replicas),
+            exchange_bytes=replicas.kept_bytes + waiting_bytes(plan, cluster, replicas),
         )
         computing = self.computing(plan, loads)
         exchanged = exchange(plan, loads, ledger, has_host=device.kind != "cpu", sent=replicas)
@@ -156,13 +155,6 @@ class CostModel:
             computing=computing,
             ledger=ledger,
         )
-
-    def _waiting_bytes(self, plan: Plan, replicas: Sent) -> float:
-        """What arrives of a bucket of gradients beside it, where messages are added up."""
-        group, stride = replica_group(plan)
-        per_node = self.facts.cluster.ranks_per_node(group, stride)
-        share = buffer_share(plan.aggregation, group, per_node=per_node)
-        return share * min(replicas.total_bytes, BUCKET_BYTES)
 
     def assemble(
         self,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from advisor.cost.breakdown import Estimate
-from advisor.cost.compute import Computing, busy_s, optimizer_s
+from advisor.cost.compute import Computing, added_s, busy_s, optimizer_s
 from advisor.cost.loads import Loads
 from advisor.cost.memory import peak
 from advisor.cost.updates import alone
@@ -94,6 +94,7 @@ def threaded(model: CostModel, plan: Plan) -> Estimate:
     loads, ledger = model.loads(own), model.ledger()
     update = model.update(own, 0, len(facts.model.units))
     computing = model.computing(own, loads)
+    added = added_s(loads, computing.times, share=1.0, device=device, devices=plan.dp_replicate)
     meeting = Meeting.of(
         facts.model,
         model.numerics(plan),
@@ -115,7 +116,8 @@ def threaded(model: CostModel, plan: Plan) -> Estimate:
     busy = replace(
         alone_busy,
         compute_s=alone_busy.compute_s + others * forwards * meeting.loss_s,
-        launch_s=forwards * launching_s(loads, computing, device, devices=plan.dp_replicate),
+        launch_s=forwards * launching_s(loads, computing, device, devices=plan.dp_replicate)
+        + (forwards - 1) * added.launch_s,
     )
     # A process takes the batch of all devices; what the others get is counted as theirs.
     batch_bytes = model.batch_bytes(own) * plan.dp_replicate

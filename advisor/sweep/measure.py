@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from advisor.auto import auto_parallelize
@@ -26,8 +28,9 @@ from engines.steps import WARM_UP_STEPS
 from engines.world import World, join_world
 from profiles.batch import Batch, map_batch
 from profiles.cluster import ClusterProfile
-from profiles.errors import InputError, UnknownNameError
+from profiles.errors import InputError, RankError, UnknownNameError
 from profiles.provenance import Timing
+from profiles.torch_compat import default_store
 
 STEPS = 10
 """After the warm-up; as often as PyTorch's tutorial repeats its timings."""
@@ -47,6 +50,44 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 """Those of `profiles.optimizers` that torch has for parameters of any shape."""
 
 
+class Words:
+    """What rank 0 says through the rendezvous store while the others stand idle, in order.
+
+    A collective would keep them busy, and could not tell how far rank 0 is.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._count = 0
+        self._turn = 0
+        if world.size > 1:
+            self._turn = default_store().add(f"advisor/sweep/calls/{world.rank}", 1)
+
+    def say(self, text: str = "") -> None:
+        default_store().set(self._key(), text)
+
+    def heard(self) -> str:
+        """The next one.
+
+        Raises:
+            RankError: it did not come within the world's time limit.
+        """
+        key, world = self._key(), self._world
+        try:
+            default_store().wait([key], timedelta(seconds=world.timeout_s))
+        except (dist.DistError, RuntimeError):
+            raise RankError(
+                f"rank 0 did not answer within {world.timeout_s:.0f} s",
+                where=f"rank {world.rank} of {world.size}, standing idle while rank 0 runs",
+                hints=["look at the output of rank 0", "give a longer `--timeout`"],
+            ) from None
+        return default_store().get(key).decode()
+
+    def _key(self) -> str:
+        self._count += 1
+        return f"advisor/sweep/{self._turn}/{self._count}"
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What is timed, where, and how often.
@@ -61,6 +102,7 @@ class Subject:
     devices: int
     optimizer: OptimizerFactory
     world: World
+    words: Words
     steps: int
 
     def built(self) -> LoadedModel:
@@ -87,7 +129,7 @@ def measured_sweep(
 ) -> Sweep:
     """`sweep` on this job's devices, with the steps of every plan timed beside. All ranks call it.
 
-    Plans of one device run on every rank at once, each for itself. A range is the 10th to the 90th
+    Plans of one device run on rank 0 while the others stand idle. A range is the 10th to the 90th
     percentile of `steps` steps after a warm-up; data is one batch, over and over.
 
     Args:
@@ -134,6 +176,7 @@ def measured_sweep(
         devices=facts.cluster.world_size,
         optimizer=OPTIMIZERS[optimizer],
         world=world,
+        words=Words(world),
         steps=steps,
     )
     wanted = list(cases(facts, swept, values, settings=settings))
@@ -162,16 +205,20 @@ def _require_ranks(case: Case, world: World) -> None:
 
 
 def _measured(case: Case, subject: Subject) -> Point:
+    is_alone = case.facts.cluster.world_size == 1 < subject.world.size
+    if is_alone and subject.world.rank > 0:
+        while not (text := subject.words.heard()):  # a word for each step
+            pass
+        return Point.model_validate_json(text)
     loaded = subject.built()
-    is_apart = case.facts.cluster.world_size == 1 < subject.world.size
-    parallel = (_apart if is_apart else _together)(case, subject, loaded)
+    parallel = (_alone if is_alone else _together)(case, subject, loaded)
     decision = parallel.decision
     assert isinstance(decision, Decision)
     if subject.world.rank == 0:
         say(f"timing {decision.plan} ...")
-    timing = _timed(parallel, loaded.sample, subject)
+    timing = _timed(parallel, loaded.sample, subject, is_alone=is_alone)
     plan, estimate = decision.plan, decision.estimate
-    return Point(
+    point = Point(
         label=case.label,
         value=case.value,
         plan=plan,
@@ -183,6 +230,9 @@ def _measured(case: Case, subject: Subject) -> Point:
         fits=True,
         measured=timing,
     )
+    if is_alone:
+        subject.words.say(point.model_dump_json())
+    return point
 
 
 def _together(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
@@ -200,8 +250,8 @@ def _together(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelMode
     )
 
 
-def _apart(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
-    """Every rank for itself, at the same time."""
+def _alone(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
+    """Rank 0 by itself."""
     facts = look(
         loaded.module,
         loaded.sample,
@@ -220,13 +270,13 @@ def _apart(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
         loss_fn=loaded.loss_fn,
         optimizer=subject.optimizer,
         sample=loaded.sample,
-        world=replace(subject.world, rank=0, size=1),
+        world=replace(subject.world, size=1),
     )
     parallel.decision = decision
     return parallel
 
 
-def _timed(parallel: ParallelModel, sample: Batch, subject: Subject) -> Timing:
+def _timed(parallel: ParallelModel, sample: Batch, subject: Subject, *, is_alone: bool) -> Timing:
     of_all = parallel.plan.global_batch_size
     assert of_all is not None
     rows = torch.arange(of_all // parallel.data_world_size)
@@ -237,6 +287,8 @@ def _timed(parallel: ParallelModel, sample: Batch, subject: Subject) -> Timing:
     batch = map_batch(repeated, sample)
     for _ in range(WARM_UP_STEPS + subject.steps):
         parallel.train_step(batch)
+        if is_alone:
+            subject.words.say()
     if subject.world.device.type == "cuda":
         torch.cuda.synchronize()  # events are read when they are over
     timing = parallel.steps.timing()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.cost import Estimate, estimate
-from engines.plan import Plan
+from advisor.candidates import searched
+from advisor.cost import CostModel, Estimate, estimate
+from advisor.policy import Policy
+from advisor.search.kept import Kept
+from engines.plan import DataParallel, Plan
 from profiles.cluster import Collective
 from profiles.families import profile_from_config
 from profiles.model import ModelProfile, Shape
@@ -135,3 +138,19 @@ def test_a_rank_without_copies_holds_its_experts_whole_and_so_does_one_under_hsd
     (copies,) = [item for item in found.traffic if item.purpose == "gradients of experts"]
     assert (copies.group_size, copies.stride) == (2, 2)
     assert copies.payload_bytes * copies.count == pytest.approx(4 * 800_000 * 4 / 2)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_no_estimate_with_experts_is_below_the_bounds_that_a_search_rests_on(ep: int) -> None:
+    known = facts(mixture(), cpus(8), batch=16, precision="fp32")
+    search = searched(Kept(CostModel(known)), {"ep": ep}, Policy())
+    kinds = set()
+    for index in range(len(search.space)):
+        candidate = search.candidate(index)
+        kinds.add((candidate.plan.shards_experts, candidate.plan.data_parallel))
+        found = candidate.estimate
+        assert search.bounds.step_s[index] <= found.step_s * (1 + 1e-9)
+        assert search.bounds.peak_high_bytes[index] <= found.peak_high_bytes * (1 + 1e-9)
+    assert (True, DataParallel.FULL_SHARD) in kinds
+    assert (True, DataParallel.ZERO1) in kinds
+    assert (False, DataParallel.HYBRID_SHARD) in kinds

@@ -18,6 +18,7 @@ from tests.factories import gpus, transformer
 
 PARAMETERS_BYTES = 4 * 25_557_032
 IMAGE_BYTES, LOGITS_BYTES = 4 * 3 * 128 * 128, 4 * 1000
+TENSORS = 161
 DEVICES, IMAGES, ROUNDS = 4, 16, 2
 
 
@@ -54,18 +55,20 @@ def test_nothing_of_it_is_hidden(facts: Facts) -> None:
 
 def test_one_interpreter_launches_for_all_devices(facts: Facts) -> None:
     """Of one image, too short for any device, it is its launches that a step takes; of two one
-    device hides its own, and not those of four."""
+    device hides its own, and not those of four. Gradients are added to those before on the first
+    device only, one launch a tensor."""
     model, launch_s = facts.model, facts.cluster.device.launch_s.value
     costs = [unit.cost(Numerics.AS_BUILT) for unit in model.units]
     launches = sum(cost.forward_kernels + cost.backward_kernels for cost in costs)
     for images in (1, 2):
-        words = f"dp_replicate={DEVICES} microbatch_size={images} accumulation=1"
+        words = f"dp_replicate={DEVICES} microbatch_size={images} accumulation={ROUNDS}"
         ours, ddp = (
             CostModel(facts).estimate(Plan.parse(f"data_parallel={kind} {words}")).time
             for kind in ("threads", "replicate")
         )
-        once = launches * launch_s
-        assert ours.compute_s + ours.launch_s == pytest.approx(DEVICES * once)
+        once = ROUNDS * launches * launch_s
+        adding = (ROUNDS - 1) * TENSORS * launch_s
+        assert ours.compute_s + ours.launch_s == pytest.approx(DEVICES * once + adding)
         if images == 2:
             assert ddp.launch_s == 0
             assert ddp.compute_s > once

@@ -334,6 +334,7 @@ class TestTheCommand:
 
 
 NAP_S = 0.03
+LATE_S = 6.0
 
 
 class Napping(nn.Module):
@@ -354,11 +355,11 @@ def napping() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
 
 
 def on_ranks(
-    values: list[str], swept: Swept, plan: str, late_s: float = 0.0, timeout_s: float = 60.0
+    values: list[str], swept: Swept, plan: str, late: int = 0, timeout_s: float = 60.0
 ) -> Sweep | str:
-    """`late_s`: how late the second rank comes."""
-    if torch.distributed.get_rank() == 1:
-        time.sleep(late_s)
+    """`late`: the rank that comes later than it is waited for, if there is a time limit."""
+    if timeout_s < LATE_S and torch.distributed.get_rank() == late:
+        time.sleep(LATE_S)
     cluster = cluster_from_name("2xA100-SXM-80GB")  # what it predicts is of no interest here
     try:
         return measured_sweep(
@@ -386,9 +387,10 @@ class TestMeasured:
         assert found.best.label == "4"
         assert picture(found).startswith(PNG)
 
-    def test_a_plan_of_one_device_runs_on_each_rank_by_itself(self, pool: Pool) -> None:
+    def test_a_plan_of_one_device_runs_while_the_other_rank_stands_idle(self, pool: Pool) -> None:
         plans = ["dp_replicate=1 microbatch_size=2", "dp_replicate=2 microbatch_size=4"]
-        found = pool.run(on_ranks, plans, Swept.PLAN, "", world_size=2)[0]
+        found, other = pool.run(on_ranks, plans, Swept.PLAN, "", world_size=2)
+        assert found.points[0] == other.points[0]
         assert [point.devices for point in found.points] == [1, 2]
         one, two = (point.measured.median_s for point in found.points)
         assert one >= 4 * NAP_S
@@ -402,9 +404,13 @@ class TestMeasured:
             assert naps * NAP_S <= point.measured.median_s < (naps + 2) * NAP_S
 
     def test_a_rank_that_does_not_come_is_named_when_the_time_is_up(self, pool: Pool) -> None:
-        asked = (["1"], Swept.SPLIT_SIZE, "dp_replicate=2", 6.0, 2.0)
+        asked = (["1"], Swept.SPLIT_SIZE, "dp_replicate=2", 1, 2.0)
         first, _ = pool.run(on_ranks, *asked, world_size=2)
         assert first == "rank 1 did not answer within 2 s"
+
+    def test_so_is_one_that_the_others_stand_idle_for(self, pool: Pool) -> None:
+        _, second = pool.run(on_ranks, ["1"], Swept.DEVICES, "", 0, 2.0, world_size=2)
+        assert second == "rank 0 did not answer within 2 s"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch would use the GPUs")

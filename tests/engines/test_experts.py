@@ -148,7 +148,6 @@ def differences(name: str, plan: str) -> tuple[float, float, float, int]:
     ("name", "plan"),
     [
         ("mixtral", "dp_replicate=4 ep=2 recompute=full"),
-        ("mixtral", "dp_shard=4 ep=2"),
         ("mixtral", "dp_shard=4 ep=2 accumulation=2 recompute=full"),
         ("mixtral", "dp_replicate=4 ep=2 zero=1 accumulation=2"),
         ("mixtral", "dp_replicate=2 dp_shard=2 ep=4"),

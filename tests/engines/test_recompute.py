@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from engines.plan import Plan
+from profiles.errors import ModelError
 from tests.engines.cases import CASES, Case
 from tests.engines.parity import (
     gradient_error,
@@ -139,6 +140,35 @@ def _dropout(recompute: str) -> dict[str, Tensor]:
 def test_dropout_draws_the_same_numbers_both_times(recompute: str) -> None:
     plain, found = _dropout("none"), _dropout(recompute)
     assert all(torch.equal(found[n], plain[n]) for n in plain)
+
+
+class Hoarding(nn.Module):
+    """Attends to everything that it was ever given, and keeps it in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.out(x))
+        keys = torch.cat(self.seen, 1)
+        keys = keys[:, -2 * x.shape[1] :] if len(self.seen) > 1 else keys  # one operation more
+        return x + torch.softmax(x @ keys.transpose(1, 2), -1) @ keys
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_block_that_computes_something_else_the_second_time_is_explained(recompute: str) -> None:
+    case = Case(lambda: Stack(Hoarding), CASES["lstm"].batch, CASES["lstm"].loss_fn)
+    _, parallel = spread(case, f"dp_replicate=1 recompute={recompute}")
+    for module in parallel.module.modules():
+        if isinstance(module, Hoarding):
+            module.seen.clear()  # what the look at the model left
+    with pytest.raises(
+        ModelError, match="a block computes something else the second time"
+    ) as error:
+        parallel.forward_backward(case.batch(8))
+    assert "use_cache=False" in str(error.value)
 
 
 class Patched(nn.Module):
