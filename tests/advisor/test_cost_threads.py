@@ -70,7 +70,7 @@ def test_one_interpreter_launches_for_all_devices(facts: Facts) -> None:
         adding = (ROUNDS - 1) * TENSORS * launch_s
         assert ours.compute_s + ours.launch_s == pytest.approx(DEVICES * once + adding)
         if images == 2:
-            assert ddp.launch_s == 0
+            assert ddp.launch_s <= adding  # of its forwards and backwards none is in view
             assert ddp.compute_s > once
 
 
