@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from advisor.cli import cli
 from profiles import catalogue
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
 REPORT = re.compile(r"(<!-- report: .*? -->\n```\n)(.*?)(```\n<!-- end of report -->)", re.DOTALL)
 
 
@@ -40,6 +41,13 @@ def test_the_readme_counts_the_catalogue_as_it_is() -> None:
     assert f"{len(catalogue.links())} links" in text
 
 
-def test_files_that_the_readme_names_exist() -> None:
-    for name in re.findall(r"`((?:profiles|engines|advisor|tests)/[\w./]+)`", README.read_text()):
-        assert (README.parent / name).exists(), name
+@pytest.mark.parametrize("folder", [".", "engines", "tests"])
+def test_files_and_commands_that_a_readme_names_exist(folder: str) -> None:
+    text = (ROOT / folder / "README.md").read_text()
+    for name in re.findall(r"`((?:profiles|engines|advisor|tests)/[\w./]+)`", text):
+        assert (ROOT / name).exists(), name
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (ROOT / folder / link).exists(), link
+    for module in re.findall(r"python -m ((?:advisor|tests)[\w.]*)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module

@@ -1,4 +1,4 @@
-"""The matrix as a table of markdown, and its place in the README."""
+"""The matrix as a table of markdown, and its place in the README of the tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.plans import PLANS
 from tests.matrix.results import Cell, Outcome, Results
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCK = re.compile(
     r"(<!-- matrix: written by tests/matrix/table.py -->\n)(.*?)(<!-- end of matrix -->)", re.DOTALL
 )
