@@ -28,6 +28,7 @@ T = TypeVar("T")
 TIME_LIMIT_S = 120.0
 # How long the others may still take once one rank has failed: they often say what they saw of it.
 GRACE_S = 2.0
+WAITING_SHARE = 0.8  # of the limit: who waits in vain has time to say for whom
 REAP_S = 10.0  # for the kernel to take back what a killed process had
 LOG_CHARACTERS = 4000  # of a rank that failed: a traceback and what led to it
 # By the process that ranks are forked from: torch alone takes seconds. None of it starts a thread,
@@ -70,10 +71,10 @@ def on_ranks(
 
     Args:
         function: importable by its name; arguments and result can be pickled.
-        timeout_s: bound of the whole, and of every wait of a rank for another.
+        timeout_s: bound of the whole; a wait of a rank for another ends sooner.
 
     Raises:
-        RankError: names the ranks that failed and those that did not end, with what they said.
+        RankError: names the rank that failed first, or those that did not end, with what they said.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
@@ -102,7 +103,7 @@ def on_ranks(
 
 def _collected(pipes: Sequence[Connection], places: Sequence[_Place]) -> list[T]:
     results: dict[int, T] = {}
-    failed: list[int] = []
+    failed: dict[int, float] = {}
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     deadline = time.monotonic() + places[0].timeout_s
     while waiting and time.monotonic() < deadline:
@@ -110,17 +111,24 @@ def _collected(pipes: Sequence[Connection], places: Sequence[_Place]) -> list[T]
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
-                results[rank] = pipe.recv()
-            except EOFError:  # it ended without a result
-                failed.append(rank)
+                succeeded, value = pipe.recv()
+            except EOFError:  # the process died, without a word of when
+                succeeded, value = False, 0.0
+            if succeeded:
+                results[rank] = value
+            else:
+                failed[rank] = value
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     late = sorted(waiting.values())
     if failed or late:
-        lost = f"did not end within {places[0].timeout_s:.0f} s"
-        said = {rank: places[rank].said() for rank in sorted([*failed, *late])}
+        order = sorted(failed, key=failed.__getitem__)
+        words = [f"rank {order[0]} failed"] if order else []
+        words += [f"and then {_ranks(order[1:])}"] if order[1:] else []
+        words += [f"{_ranks(late)} did not end within {places[0].timeout_s:.0f} s"] if late else []
+        said = [(rank, places[rank].said()) for rank in (*order, *late)]
         raise RankError(
-            f"{_ranks(sorted(failed))} failed" if failed else f"{_ranks(late)} {lost}",
-            where="\n".join(f"rank {rank}: {text}" for rank, text in said.items() if text) or None,
+            ", ".join(words),
+            where="\n".join(f"rank {rank}: {text}" for rank, text in said if text) or None,
         )
     return [results[rank] for rank in range(len(pipes))]
 
@@ -139,9 +147,11 @@ def _be_a_rank(
         for stream in (1, 2):  # gloo writes to them too
             os.dup2(log.fileno(), stream)
         try:
-            pipe.send(_called(place, function, args))
+            pipe.send((True, _called(place, function, args)))
         except BaseException:
             log.write(traceback.format_exc())
+            log.flush()
+            pipe.send((False, time.monotonic()))  # one clock for all processes
 
 
 def _called(place: _Place, function: Callable[..., T], args: tuple[object, ...]) -> T:
@@ -164,15 +174,13 @@ def _called(place: _Place, function: Callable[..., T], args: tuple[object, ...])
         init_method=f"file://{place.folder}/meeting",
         rank=place.rank,
         world_size=place.ranks,
-        timeout=timedelta(seconds=place.timeout_s),
+        timeout=timedelta(seconds=WAITING_SHARE * place.timeout_s),
     )
-    try:
-        dist.barrier()
-        result = function(*args)
-        dist.barrier()  # nobody leaves while others still talk to him
-        return result
-    finally:
-        dist.destroy_process_group()
+    dist.barrier()
+    result = function(*args)
+    dist.barrier()  # nobody leaves while others still talk to him
+    dist.destroy_process_group()  # one that fails stays until it has said so
+    return result
 
 
 def _end_with_the_notebook() -> None:

@@ -54,7 +54,7 @@ def facts(cells: Mapping[str, Any]) -> dict[str, Any]:
         "critical batch": cells["measured"][-1],
         "steps": {size: len(losses) - 1 for size, losses in cells["falls"].items()},
         "devices": [cells["here"].plan.world_size, cells["there"].plan.world_size],
-        "failures": [_failure(_raises), _failure(_dies), _failure(_sleeps, timeout_s=2.0)],
+        "failures": [_failure(_raises), _failure(_dies), _failure(_sleeps, timeout_s=3.0)],
         "left": [process.pid for process in multiprocessing.active_children()],
     }
 

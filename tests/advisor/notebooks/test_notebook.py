@@ -8,6 +8,7 @@ import json
 import os
 import struct
 import sys
+import time
 import uuid
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,7 @@ pytest.importorskip("matplotlib", reason="pip install 'parallel-advisor[plots]'"
 ROOT = Path(__file__).resolve().parents[3]
 NOTEBOOK = ROOT / "advisor" / "notebooks" / "parallel_training.ipynb"
 CELL_S, WHOLE_S = 150.0, 300.0  # it takes 50 s; a machine that is busy may take longer
+LEAVING_S = 10.0
 LONGEST_CELL = 20  # lines; more belongs into a lesson's module
 Found = dict[str, Any]
 
@@ -73,7 +75,7 @@ def test_it_runs_and_what_it_finds_is_known(
     # The first picture of an environment may have matplotlib say that it looks at fonts.
     assert not [text for name, text in streams if name == "stderr" and "font cache" not in text]
     assert found["left"] == []
-    assert _left(marker) == []
+    assert _left_in_the_end(marker) == []
 
 
 def the_way_of_splitting_does_not_change_the_training(ways: Found) -> None:
@@ -202,7 +204,12 @@ def a_rank_that_fails_is_named(raised: str, died: str, slept: str) -> None:
     assert "ValueError: this rank has had enough" in raised
     assert died.startswith("rank 0 failed")
     assert "rank 0: a last word" in died
-    assert "rank 1 did not end within 2 s" in slept or "ranks 0, 1 did not end" in slept
+    # The other one waits for it, and may give up first.
+    waited, *_ = slept.splitlines()
+    assert waited in (
+        "rank 0 failed, rank 1 did not end within 3 s",
+        "ranks 0, 1 did not end within 3 s",
+    )
 
 
 def _run(
@@ -258,6 +265,14 @@ def _size(png: bytes) -> tuple[int, int]:
     assert png.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", png[16:24])
     return width, height
+
+
+def _left_in_the_end(marker: str) -> list[str]:
+    """Those that see that the kernel is gone end a moment later."""
+    deadline = time.monotonic() + LEAVING_S
+    while (found := _left(marker)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
 
 
 def _left(marker: str) -> list[str]:
