@@ -167,7 +167,8 @@ def links(pairs: Iterable[tuple[int, int]], world: World, *, servers: int) -> di
             peer = other if world.rank == one else one
             is_server = peer < servers
             who = f"rank {peer} ({'a server' if is_server else 'a worker'}, on {hosts[peer]})"
-            found[peer] = Link(group, peer=peer, who=who, is_needed=is_server, world=world)
+            is_needed = is_server and world.rank >= servers  # at the end servers leave each other
+            found[peer] = Link(group, peer=peer, who=who, is_needed=is_needed, world=world)
     return found
 
 
