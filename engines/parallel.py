@@ -41,6 +41,7 @@ from engines.world import World, in_contact
 from profiles.batch import Batch, call_model, loss_of
 from profiles.errors import PlanError
 from profiles.model import ModelProfile
+from profiles.torch_compat import tensors_in
 
 if TYPE_CHECKING:
     from engines.pipeline.pipeline import Pipeline
@@ -175,12 +176,17 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
             )
         if torch.is_grad_enabled():
             self._require_own_step()
-        self._is_due = torch.is_grad_enabled()
         if self._context is not None:
             output = self._context.forward(self._called, args, kwargs)
         else:
             output = self._called(*args, **kwargs)
-        return output if self._split is None else whole_tensors(output)
+        if self._split is not None:
+            output = whole_tensors(output)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                # A backward leaves gradients to settle; a forward alone changes none.
+                tensor.register_hook(self._due)
+        return output
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """`forward` for a loss that is computed here: split logits may stay split."""
@@ -334,6 +340,9 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
             sum_gradients(map(self.module.get_parameter, held), self._mesh.tp.group)
         if pipeline is not None:
             pipeline.sum_ties()
+
+    def _due(self, _: Tensor) -> None:
+        self._is_due = True
 
     def _settle_due(self, *_: object) -> None:
         """After a backward of a classic loop, before its gradients are used."""

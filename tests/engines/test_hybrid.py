@@ -274,7 +274,10 @@ SPLIT_HEADS = (
 
 
 def classic_loop(text: str) -> tuple[float, float]:
-    """Differences of the norm before clipping, and of all parameters after three steps."""
+    """Differences of the norm before clipping, and of all parameters after three steps.
+
+    Forwards between a backward and its step, which look at the model, change no gradient.
+    """
     reference, parallel = spread(ATTENDING, f"{text} {SPLIT_HEADS}")
     optimizer = sgd([p for p in reference.parameters() if p.requires_grad])
     assert ATTENDING.loss_fn is not None
@@ -283,10 +286,14 @@ def classic_loop(text: str) -> tuple[float, float]:
         batch = ATTENDING.batch(8)
         inputs, targets = local_rows(parallel, batch, 8)
         ATTENDING.loss_fn(parallel(inputs), targets).backward()
+        with torch.no_grad():
+            parallel(inputs)
         reference_loss(reference, ATTENDING, batch).backward()
         if step:  # the first step has no one who looks at gradients before the optimizer
             wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
             errors.append(relative(parallel.clip_grad_norm_(0.1), wanted))
+        if parallel.plan.data_degree == 1:  # replicas wait for the backward of such a forward
+            parallel(inputs)
         for stepped in (parallel.optimizer, optimizer):
             stepped.step()
             stepped.zero_grad()
