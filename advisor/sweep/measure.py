@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from advisor.auto import auto_parallelize
 from advisor.choose import choose
@@ -29,6 +28,7 @@ from engines.world import World, join_world
 from profiles.batch import Batch, map_batch
 from profiles.cluster import ClusterProfile
 from profiles.errors import InputError, RankError, UnknownNameError
+from profiles.probe import probe
 from profiles.provenance import Timing
 from profiles.torch_compat import default_store
 
@@ -94,11 +94,13 @@ class Subject:
 
     Attributes:
         cluster: of the job, with `devices` of them in a plan of all.
+        is_here: whether the model's blocks can be timed: its devices are those of this machine.
     """
 
     model: str
     sequence_length: int | None
     cluster: ClusterProfile
+    is_here: bool
     devices: int
     optimizer: OptimizerFactory
     world: World
@@ -129,6 +131,7 @@ def measured_sweep(
 ) -> Sweep:
     """`sweep` on this job's devices, with the steps of every plan timed beside. All ranks call it.
 
+    What is predicted rests on the model's blocks timed here first, at the rows of a split.
     Plans of one device run on rank 0 while the others stand idle. A range is the 10th to the 90th
     percentile of `steps` steps after a warm-up; data is one batch, over and over.
 
@@ -173,6 +176,7 @@ def measured_sweep(
         model=model,
         sequence_length=sequence_length,
         cluster=cluster,
+        is_here=cluster.device.name == probe().device.name,
         devices=facts.cluster.world_size,
         optimizer=OPTIMIZERS[optimizer],
         world=world,
@@ -207,6 +211,7 @@ def _require_ranks(case: Case, world: World) -> None:
 def _measured(case: Case, subject: Subject) -> Point:
     is_alone = case.facts.cluster.world_size == 1 < subject.world.size
     loaded = subject.built()
+    loaded = replace(loaded, sample=repeated(loaded.sample, _rows(case)))
     parallel = (_alone if is_alone else _together)(case, subject, loaded)
     if is_alone and subject.world.rank > 0:
         while not (text := subject.words.heard()):  # a word for each step
@@ -235,6 +240,19 @@ def _measured(case: Case, subject: Subject) -> Point:
     return point
 
 
+def _rows(case: Case) -> int:
+    """Samples that blocks are timed at: of a microbatch, as far as the case says."""
+    most = case.facts.workload.global_batch_size
+    named = case.settings.get("microbatch_size")
+    return max(_ROWS_LOOKED_AT, named if isinstance(named, int) else most)
+
+
+def repeated(sample: Batch, rows: int) -> Batch:
+    """The rows of `sample` over and over."""
+    index = torch.arange(rows)
+    return map_batch(lambda tensor: tensor[index % len(tensor)], sample)
+
+
 def _together(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
     words = (f"{name}={format_setting(value)}" for name, value in case.settings.items())
     return auto_parallelize(
@@ -245,6 +263,7 @@ def _together(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelMode
         optimizer=subject.optimizer,
         global_batch_size=case.facts.workload.global_batch_size,
         cluster=subject.machines(case),
+        timed=subject.is_here,
         learns=False,
         timeout_s=subject.world.timeout_s,
     )
@@ -260,6 +279,8 @@ def _alone(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
         global_batch_size=case.facts.workload.global_batch_size,
         optimizer=subject.optimizer,
         pins=case.settings,
+        # The others stand idle, as they do when it trains.
+        timed=subject.is_here and subject.world.rank == 0,
     )
     decision = choose(facts, pins=case.settings)
     parallel = apply_plan(
@@ -279,12 +300,7 @@ def _alone(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
 def _timed(parallel: ParallelModel, sample: Batch, subject: Subject, *, is_alone: bool) -> Timing:
     of_all = parallel.plan.global_batch_size
     assert of_all is not None
-    rows = torch.arange(of_all // parallel.data_world_size)
-
-    def repeated(tensor: Tensor) -> Tensor:
-        return tensor[rows % len(tensor)]
-
-    batch = map_batch(repeated, sample)
+    batch = repeated(sample, of_all // parallel.data_world_size)
     for _ in range(WARM_UP_STEPS + subject.steps):
         parallel.train_step(batch)
         if is_alone:

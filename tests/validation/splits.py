@@ -3,8 +3,8 @@
 `python -m tests.validation.splits` measures and writes `splits.json` beside this file; `--show`
 prints its tables. Two gloo ranks of one core each, images of 64 x 64, cut where PyTorch's tutorial
 on model parallelism cuts (before the third stage), its optimizer. What is predicted rests on a
-bench of the same ranks in the same job, each part's by itself: machines that do something else as
-well do not repeat themselves from one minute to the next.
+bench of the same ranks in the same job and on blocks that were timed there, each part's by itself:
+machines that do something else as well do not repeat themselves from one minute to the next.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def measured(part: str) -> Sweep:
         words = ["--standalone", "--nproc-per-node", str(RANKS), "-m", "tests.validation.splits"]
         job = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *words, "--rank", str(path)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": folder},
             stderr=subprocess.PIPE,
             text=True,
         )
