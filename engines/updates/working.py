@@ -89,11 +89,14 @@ class Working(Exchange):
         """One step: all servers are given theirs at once, and give theirs at once, so that a link
         waits for no other."""
         sendings = []
+        # Where steps go on without this rank, one server's answer may be of a later step than
+        # another's: gradients of both are late for the later one, and not early for its next.
+        oldest = min(self._versions.values())
         for server, link in self._links.items():
             found = [parameter.grad for parameter in self._parts[server]]
             question = Question(
                 Kind.PUSH,
-                self._versions[server],
+                oldest if self._skips else self._versions[server],
                 self._count,
                 float(self.loss),
                 tuple(gradient is not None for gradient in found),

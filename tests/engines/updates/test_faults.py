@@ -164,6 +164,7 @@ def _stand_still() -> tuple[str, float]:
 @pytest.mark.dist
 def test_a_server_that_stands_still_is_named_in_time(pool: Pool) -> None:
     _, giving, asking = pool.run(_stand_still, world_size=3)
-    assert giving[0].startswith("rank 0 did not take a message within 3 s")
-    assert asking[0].startswith("rank 0 did not answer within 3 s")
+    who = f"rank 0 (a server, on {socket.gethostname()})"
+    assert giving[0].startswith(f"{who} did not take a message within 3 s")
+    assert asking[0].startswith(f"{who} did not answer within 3 s")
     assert max(giving[1], asking[1]) < 5.0

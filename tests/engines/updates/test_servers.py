@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 
 from engines.parallel import ParallelModel
 from engines.plan import Plan
+from engines.updates.messages import Answer, Question
 from engines.updates.serving import Serving
+from engines.updates.working import Working
+from engines.world import World
 from profiles.batch import Batch
 from profiles.errors import PlanError
 from profiles.torch_compat import default_store
@@ -227,6 +231,51 @@ def test_servers_make_every_step_of_the_same_workers_gradients(pool: Pool) -> No
     assert sum(report.updates for _, report, _ in workers) == steps
     for _, report, _ in workers:
         assert report.updates + report.dropped + report.skipped == steps
+
+
+class Recorded:
+    """A link to a server that answers at once."""
+
+    sent_bytes = received_bytes = 0
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.numbers: list[float] = []
+
+    def begin_to_send(self, numbers: list[float], _: object) -> Callable[[], None]:
+        self.numbers = numbers
+        return lambda: None
+
+    def receive_numbers(self, _: int) -> list[float]:
+        return Answer(self.version, None, 0.0, None).numbers()
+
+    def begin_to_receive(self, like: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        return lambda: like
+
+
+def test_gradients_of_parts_of_two_steps_are_late_for_the_later_one() -> None:
+    """A worker that came late to step 5 on the first server and in time on the second: taken there
+    as early for step 6, its gradients would wait for others that may have none to give."""
+    one, other = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([one, other], lr=1.0)
+    links = {0: Recorded(5), 1: Recorded(4)}
+    world = World(rank=2, size=4, device=torch.device("cpu"), timeout_s=1.0)
+    working = Working(
+        links,  # type: ignore[arg-type]
+        {0: [one], 1: [other]},
+        optimizer,
+        replica=0,
+        replicas=1,
+        skips=True,
+        shares_loss=False,
+        world=world,
+    )
+    length = Question.LENGTH + 1
+    for turn in (0, 4):  # the second time they have answered
+        working.instead()
+        optimizer.step()
+        turns = [Question.read(link.numbers[:length]).turn for link in links.values()]
+        assert turns == [turn, turn]
 
 
 def _scheduled() -> float:
