@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from advisor.cli import cli
 from profiles import catalogue
+from tests.contract.hybrids import PLANS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -39,6 +40,10 @@ def test_the_readme_counts_the_catalogue_as_it_is() -> None:
     text = README.read_text()
     assert f"{len(catalogue.accelerators())} accelerators" in text
     assert f"{len(catalogue.links())} links" in text
+
+
+def test_the_plans_of_the_contract_are_as_many_as_is_said() -> None:
+    assert f"of {len(PLANS)} plans with" in (ROOT / "tests" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("folder", [".", "engines", "tests"])

@@ -71,6 +71,8 @@ def test_one_interpreter_launches_for_all_devices(facts: Facts) -> None:
         assert ours.compute_s + ours.launch_s == pytest.approx(DEVICES * once + adding)
         if images == 2:
             assert ddp.launch_s < adding  # of the additions alone
+            alone = Plan.parse(f"dp_replicate={DEVICES} microbatch_size={images}")
+            assert CostModel(facts).estimate(alone).time.launch_s == 0
             assert ddp.compute_s > once
 
 
