@@ -10,11 +10,20 @@ from profiles.cluster import ClusterProfile
 from profiles.errors import InputError, UnknownNameError
 from profiles.model import ModelProfile
 from profiles.record import Record
+from profiles.stack import TORCH, Stack
+from profiles.under_stack import under_stack
 from profiles.workload import Workload
+
+# torch/optim/adam.py, `_fused_adam`: profiles/optimizers.py counts the same.
+FUSED_ADAM_BYTES = 32
 
 
 class Facts(Record):
     """All that a decision rests on; nothing else is looked at.
+
+    Attributes:
+        model: with the kernels of `stack`.
+        stack: the software that runs the step; stock torch under `engines` unless said.
 
     Raises:
         UnknownNameError: a precision that does not exist.
@@ -24,9 +33,22 @@ class Facts(Record):
     model: ModelProfile
     cluster: ClusterProfile
     workload: Workload
+    stack: Stack = TORCH
 
-    def __init__(self, *, model: ModelProfile, cluster: ClusterProfile, workload: Workload) -> None:
-        parts: dict[str, Any] = {"model": model, "cluster": cluster, "workload": workload}
+    def __init__(
+        self,
+        *,
+        model: ModelProfile,
+        cluster: ClusterProfile,
+        workload: Workload,
+        stack: Stack = TORCH,
+    ) -> None:
+        parts: dict[str, Any] = {"cluster": cluster, "stack": stack}
+        parts |= {"model": model, "workload": workload}
+        # Facts that are read from a file come as what JSON holds; they were changed when built.
+        if isinstance(model, ModelProfile) and isinstance(stack, Stack):
+            parts["model"] = under_stack(model, stack)
+            parts["workload"] = _updated_by(stack, workload)
         super().__init__(**parts)
         known = [precision.value for precision in Precision]
         if self.workload.precision not in known:
@@ -45,6 +67,16 @@ class Facts(Record):
     def tokens_per_sample(self) -> int | None:
         """The workload's, else what the sample of the model had."""
         return self.workload.tokens_per_sample or self.model.tokens_per_sample
+
+
+def _updated_by(stack: Stack, workload: Workload) -> Workload:
+    """With one kernel for the update where the stack has it: torch's `fused=True` reads parameter,
+    gradient and both moments and writes all but the gradient, 28 bytes and a weight's copy."""
+    optimizer = workload.optimizer
+    if not stack.fused_optimizer or optimizer.name not in ("adam", "adamw"):
+        return workload
+    fused = {"moved_bytes_per_element": FUSED_ADAM_BYTES, "list_copies": 0.0}
+    return workload.model_copy(update={"optimizer": optimizer.model_copy(update=fused)})
 
 
 def captured(plan: Plan, model: ModelProfile) -> bool:

@@ -13,6 +13,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from profiles.affine import Affine
 from profiles.record import Record
+from profiles.work import AttentionCall, Fusible, Product
 
 INPUT = -1
 """Stands for the arguments of the unit among the sources of a layer."""
@@ -35,6 +36,8 @@ class Stretch(Record):
     Attributes:
         parameter_gradient_bytes: of each trainable parameter that it uses beside its layer's (of
             norms between layers), as built. Used on split features, their gradients are parts.
+        products: matrix products beside attention's; empty where only their FLOP are known.
+        attention, fusible: calls of attention, and what fused kernels would save.
     """
 
     forward_flop: Affine = Affine()
@@ -44,6 +47,9 @@ class Stretch(Record):
     activation_bytes: Affine = Affine()
     selective_activation_bytes: Affine = Affine()
     parameter_gradient_bytes: tuple[NonNegativeInt, ...] = ()
+    products: tuple[Product, ...] = ()
+    attention: tuple[AttentionCall, ...] = ()
+    fusible: tuple[Fusible, ...] = ()
 
 
 class LayerCost(Record):

@@ -16,6 +16,7 @@ from profiles.flow import Flow
 from profiles.layers import LayerCost
 from profiles.record import Document, Record
 from profiles.times import BlockTimes
+from profiles.work import AttentionCall, Fusible, Product
 
 # A unit smaller than this share of the largest one is not sharded on its own: its gather would cost
 # a full latency and free next to nothing. It stays with the root group.
@@ -56,6 +57,7 @@ class UnitCost(Record):
         backward_transient_bytes: the same for its backward, gradients of parameters not counted.
         layers: in the order of their first calls. What the unit takes and they do not account for
             comes before the first of them, or from outside the unit: it is whole on every rank.
+        products, attention, fusible: of what lies outside the stretches of `layers`; see `Stretch`.
     """
 
     forward_flop: Affine = Affine()
@@ -71,6 +73,9 @@ class UnitCost(Record):
     forward_transient_bytes: Affine = Affine()
     backward_transient_bytes: Affine = Affine()
     layers: tuple[LayerCost, ...] = ()
+    products: tuple[Product, ...] = ()
+    attention: tuple[AttentionCall, ...] = ()
+    fusible: tuple[Fusible, ...] = ()
 
 
 class Shape(Record):
@@ -157,6 +162,7 @@ class ModelProfile(Document):
         crossings: between those devices, per kind of numerics.
         config: the content of the config.json that it was counted from in closed form, so that it
             can be counted again at another size (`profiles.families.variants`); else None.
+        stack: the software whose kernels the costs are of, where it is not what was captured.
     """
 
     name: str
@@ -177,6 +183,7 @@ class ModelProfile(Document):
     devices: tuple[str, ...] = ()
     crossings: dict[Numerics, tuple[Crossing, ...]] = Field(default_factory=dict)
     config: dict[str, JsonValue] | None = None
+    stack: str = ""
 
     @property
     def parameters(self) -> int:

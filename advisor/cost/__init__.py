@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from advisor.cost.breakdown import Estimate, Memory, StageEstimate, Time, Traffic
+from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.model import CostModel
 from advisor.facts import Facts
 from engines.plan import Plan
 
-__all__ = ["CostModel", "Estimate", "Memory", "StageEstimate", "Time", "Traffic", "estimate"]
+__all__ = [
+    "CALIBRATION",
+    "Calibration",
+    "CostModel",
+    "Estimate",
+    "Memory",
+    "StageEstimate",
+    "Time",
+    "Traffic",
+    "estimate",
+]
 
 
-def estimate(plan: Plan, facts: Facts) -> Estimate:
+def estimate(plan: Plan, facts: Facts, calibration: Calibration = CALIBRATION) -> Estimate:
     """Memory, time and traffic of `plan`. The plan must be legal and name its microbatch size.
 
     Stage borders that it leaves open share the FLOP evenly.
@@ -18,4 +29,4 @@ def estimate(plan: Plan, facts: Facts) -> Estimate:
     Raises:
         PlanError: the microbatch size is open.
     """
-    return CostModel(facts).estimate(plan)
+    return CostModel(facts, calibration).estimate(plan)

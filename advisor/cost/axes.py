@@ -131,7 +131,7 @@ def over_experts(
         parameter_bytes=load.parameter_bytes - spared,
         gradient_bytes=load.gradient_bytes - spared,
         apart_bytes=apart,
-        expert_bytes=experts / ep if shards else 0.0,
+        expert_bytes=0.0 if is_sharded and not shards else experts / ep,
         forward_transient_bytes=load.forward_transient_bytes + travelling,
         backward_transient_bytes=load.backward_transient_bytes + travelling,
         exchanges=(*load.exchanges, *_travel(load, each)),

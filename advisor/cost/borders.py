@@ -27,10 +27,13 @@ def borders_of(model: CostModel, plan: Plan, ends: Sequence[int]) -> list[Border
     assert plan.microbatch_size is not None
     kind = model.numerics(plan)
     ledger, stride = model.ledger(), plan.world_size // plan.pp
+    # With regions split by tokens, and in stacks that scatter what is sent, each tensor rank sends
+    # its part (arXiv:2104.04473, section 4.1).
+    scattered = plan.tp if model.stack.sequence_parallel or model.stack.states else 1
     found = []
     for place in ends[1:-1]:
         there, back = model.stages.crossing(
-            place, numerics=kind, samples=plan.microbatch_size / plan.cp
+            place, numerics=kind, samples=plan.microbatch_size / plan.cp / scattered
         )
         seconds = ledger.charge(
             Collective.SEND_RECV, "", max(there, back), group_size=2, stride=stride

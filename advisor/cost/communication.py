@@ -82,15 +82,26 @@ def waiting_bytes(plan: Plan, cluster: ClusterProfile, replicas: Sent) -> float:
     return share * min(replicas.total_bytes, BUCKET_BYTES)
 
 
-def exchange(plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool, sent: Sent) -> Exchange:
+def exchange(
+    plan: Plan,
+    loads: Loads,
+    ledger: Ledger,
+    *,
+    has_host: bool,
+    sent: Sent,
+    reduced_share: float = 1.0,
+) -> Exchange:
     """What `plan` sends of the parameters, gradients and activations of `loads` in one step.
 
-    Without stages; see `stage_exchange`. `sent` is what replicas exchange of gradients.
+    Without stages; see `stage_exchange`. `sent` is what replicas exchange of gradients, of which
+    `reduced_share` goes over the links.
     """
     units, kind = loads.entries, plan.data_parallel
     found = _tensor(plan, units, ledger)
     if plan.is_replicated:
-        return replace(found, replicate_s=_replicas(plan, loads, ledger, sent))
+        return replace(
+            found, replicate_s=_replicas(plan, loads, ledger, sent, reduced_share=reduced_share)
+        )
     if kind.is_sharded:
         return _shards(
             found,
@@ -100,12 +111,19 @@ def exchange(plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool, sent: 
             has_host=has_host,
             root_gathers=plan.forwards,
             reductions=plan.forwards,
+            reduced_share=reduced_share,
         )
     return found
 
 
 def stage_exchange(
-    plan: Plan, loads: Loads, ledger: Ledger, *, has_host: bool, root_gathers: int
+    plan: Plan,
+    loads: Loads,
+    ledger: Ledger,
+    *,
+    has_host: bool,
+    root_gathers: int,
+    reduced_share: float = 1.0,
 ) -> Exchange:
     """The same of one stage of a pipeline.
 
@@ -125,6 +143,7 @@ def stage_exchange(
         has_host=has_host,
         root_gathers=root_gathers,
         reductions=rounds_of(plan),
+        reduced_share=reduced_share,
     )
 
 
@@ -164,7 +183,9 @@ def _tensor(plan: Plan, units: Sequence[UnitLoad], ledger: Ledger) -> Exchange:
     return Exchange(zeros, zeros, zeros, tuple(forward), tuple(backward), tuple(again))
 
 
-def _replicas(plan: Plan, loads: Loads, ledger: Ledger, sent: Sent) -> tuple[float, ...]:
+def _replicas(
+    plan: Plan, loads: Loads, ledger: Ledger, sent: Sent, *, reduced_share: float
+) -> tuple[float, ...]:
     """DDP: all gradients once per step, in buckets that fill as the backward goes.
 
     A bucket's latency is shared by the units in it; so is what is done to make it smaller.
@@ -176,7 +197,8 @@ def _replicas(plan: Plan, loads: Loads, ledger: Ledger, sent: Sent) -> tuple[flo
     whole = sent.work_s
     for bucket, count in sizes:
         for sum_bytes in sent.sums_bytes:
-            whole += count * _summed(plan, bucket * sum_bytes / total, ledger, count=count)
+            payload = reduced_share * bucket * sum_bytes / total
+            whole += count * _summed(plan, payload, ledger, count=count)
     return tuple(whole * unit.gradient_bytes / total for unit in loads.entries)
 
 
@@ -216,6 +238,7 @@ def _shards(
     has_host: bool,
     root_gathers: int,
     reductions: int,
+    reduced_share: float,
 ) -> Exchange:
     """FSDP2: gathers in the dtype of computing, reductions in the dtype of the masters.
 
@@ -254,6 +277,7 @@ def _shards(
         return seconds + to_host(payload, times)
 
     def reduce(payload: float, times: int, experts: float = 0.0) -> float:
+        payload, experts = reduced_share * payload, reduced_share * experts
         seconds = ledger.charge(
             Collective.REDUCE_SCATTER,
             "gradients",
@@ -277,6 +301,7 @@ def _shards(
         if plan.data_parallel is not DataParallel.HYBRID_SHARD:
             return 0.0
         size, apart = replica_group(plan)
+        payload *= reduced_share
         return ledger.charge(
             Collective.ALL_REDUCE,
             "gradient shards",

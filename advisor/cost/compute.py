@@ -6,29 +6,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import hypot, log
 
+from advisor.cost.calibration import CALIBRATION, Calibration, tile_share
 from advisor.cost.loads import Loads, UnitLoad
+from advisor.cost.work import ProductLoad
 from engines.plan import Plan, Recompute
 from profiles.cluster import ClusterProfile, Device
 from profiles.model import ModelProfile, Numerics
 from profiles.optimizers import Upkeep
 from profiles.provenance import Quantity, Source
+from profiles.stack import TORCH, Selective, Stack
 from profiles.times import BlockTimes, UnitTiming
+from profiles.work import ProductKind
 
 # Efficiency of a matrix product by its size, as a fraction of what large ones reach. Calculon,
 # systems/a100_80g.json: 0.95 from 128 GFLOP on, 0.9 at 16, 0.6 at 1, 0.1 at 0. Read as *time at
 # peak* on that device (312 TFLOP/s), so that the curve carries over to slower and faster ones.
 CURVE_PEAK_FLOP_PER_S = 312e12
 CURVE = ((0.0, 0.1), (1e9, 0.6), (16e9, 0.9), (128e9, 0.95))
-# A profile counts a unit's FLOP, not its products. Transformer blocks hold 6 to 9 of them (query,
-# key, value, two of attention, output, two or three of the MLP). The curve is flat enough for a
-# factor of two to matter little.
-PRODUCTS_PER_BLOCK = 8
-# Published matmul rates are the best that a search over shapes found, on an idle device. In a step
-# shapes are not the best ones and the chip is at its power limit. Calibrated: with it the median of
-# predicted over published step time is 1.0 over 62 FSDP runs of 1 to 13 B parameters on 8 to 512
-# A100 and H100 (mosaicml/llm-foundry, benchmarking README); it was 0.82 without this and without
-# the slowdown of overlap. A rate that was measured on the machine itself is taken as it is.
-SUSTAINED_FRACTION = 0.80
 # How far a roofline over unfused operations is from a real step, beside the errors of its inputs.
 # Assumed until runs of our own bound it: the same size as the error of published matmul rates.
 COMPUTE_ERROR = 0.15
@@ -144,11 +138,9 @@ def peak_flop_per_s(device: Device, dtype: str) -> Quantity:
     return device.flop_per_s.get(dtype) or device.flop_per_s["float32"]
 
 
-def matmul_fraction(device: Device) -> float:
+def matmul_fraction(device: Device, calibration: Calibration = CALIBRATION) -> float:
     """Share of the peak that large products reach inside a step."""
-    fraction = device.matmul_fraction
-    sustained = 1.0 if fraction.source is Source.MEASURED else SUSTAINED_FRACTION
-    return fraction.value * sustained
+    return calibration.matmul_share(device)
 
 
 def size_efficiency(flop: float, peak: float) -> float:
@@ -179,12 +171,70 @@ def product_efficiency(device: Device, flop: float, peak: float) -> float:
     return points[-1][1]
 
 
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device does in a second under one stack.
+
+    Attributes:
+        peak: of products with weights in the plan's dtype, FLOP/s; `half` of 16-bit ones.
+        launch_s: what a kernel takes of the host; `waits` for each to end before the next.
+    """
+
+    device: Device
+    peak: float
+    half: float
+    bandwidth: float
+    launch_s: float
+    waits: bool
+    calibration: Calibration
+
+    @classmethod
+    def of(cls, device: Device, dtype: str, stack: Stack, calibration: Calibration) -> Rates:
+        half = peak_flop_per_s(device, dtype if dtype in _WIDE else "bfloat16").value
+        if dtype == "float16":
+            half = peak_flop_per_s(device, dtype).value
+        is_cpu = device.kind == "cpu"
+        moved = device.memory_bandwidth_bytes_per_s
+        is_known = is_cpu or moved.source is Source.MEASURED
+        return cls(
+            device=device,
+            peak=peak_flop_per_s(device, dtype).value,
+            half=half,
+            bandwidth=moved.value * (1.0 if is_known else calibration.memory),
+            launch_s=device.launch_s.value
+            * (1.0 if is_cpu else calibration.launch * (1 - stack.cuda_graphs)),
+            waits=stack.blocking_launches,
+            calibration=calibration,
+        )
+
+    def product_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
+        """Seconds of a product, bound by its arithmetic or by what it reads and writes."""
+        if not flop:
+            return 0.0
+        peak = self.half if product.kind is ProductKind.SCORES else self.peak
+        one = 2 * product.m * product.n * product.k
+        share = product_efficiency(self.device, one, peak)
+        share *= self.calibration.product_share(product.n, product.k, product.kind, self.device)
+        share *= tile_share(product.m, product.kind)
+        reached = peak * matmul_fraction(self.device, self.calibration) * share
+        return max(flop / reached, moved_bytes / self.bandwidth)
+
+
+_WIDE = ("float32", "tfloat32")
+
+
 def unit_times(
-    loads: Loads, *, recompute: Recompute, device: Device, dtype: str
+    loads: Loads,
+    *,
+    recompute: Recompute,
+    device: Device,
+    dtype: str,
+    stack: Stack = TORCH,
+    calibration: Calibration = CALIBRATION,
 ) -> tuple[UnitTime, ...]:
     """Every entry of `loads` on `device`: seconds of one unit."""
-    peak = peak_flop_per_s(device, dtype).value
-    return tuple(_unit_time(unit, recompute, device, peak) for unit in loads.entries)
+    rates = Rates.of(device, dtype, stack, calibration)
+    return tuple(_unit_time(unit, recompute, rates, stack) for unit in loads.entries)
 
 
 def block_times(
@@ -272,31 +322,67 @@ def _spread(timing: UnitTiming) -> float:
     return sum(part.high_s - part.low_s for part in parts) / (2 * median) if median else 0.0
 
 
-def _unit_time(unit: UnitLoad, recompute: Recompute, device: Device, peak: float) -> UnitTime:
-    bandwidth = device.memory_bandwidth_bytes_per_s.value
-    products = PRODUCTS_PER_BLOCK if unit.is_block else 1
-    reached = peak * matmul_fraction(device)
+def _unit_time(unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack) -> UnitTime:
+    device = rates.device
 
-    def seconds(flop: float, moved_bytes: float, kernels: int) -> tuple[float, float]:
-        """Busy seconds, and seconds that launching adds.
+    def multiplying(*, forward: bool) -> tuple[float, float]:
+        """Seconds of all products and attention, and the bytes that they are charged with."""
+        seconds = moved = known = 0.0
+        for product in unit.work.products:
+            flop = product.forward_flop if forward else product.backward_flop
+            nbytes = product.forward_bytes if forward else product.backward_bytes
+            seconds += rates.product_s(product, flop, nbytes)
+            moved += nbytes
+            known += flop
+        for call in unit.work.attention:
+            flop = call.forward_flop if forward else call.backward_flop
+            known += flop
+            if call.kernel.keeps_scores:
+                share = matmul_fraction(device, rates.calibration)
+                share *= product_efficiency(device, flop / 2, rates.half)
+            else:
+                share = rates.calibration.attention_share(device, call.kernel)
+            seconds += flop / (rates.half * share)
+        # Products that nobody noted: those of attention that was captured, the scores' and the
+        # values'.
+        rest = (unit.forward_flop if forward else unit.backward_flop) - known
+        if rest > 1e-6 * known:
+            share = matmul_fraction(device, rates.calibration)
+            share *= product_efficiency(device, rest / _PRODUCTS_OF_ATTENTION, rates.peak)
+            seconds += rest / (rates.peak * share)
+        return seconds, moved
 
-        Memory traffic of the products themselves is counted in `moved_bytes` too, which makes up
-        for kernels that start one after the other and fuse nothing.
-        """
-        busy = moved_bytes / bandwidth
-        if flop:
-            busy += flop / (reached * product_efficiency(device, flop / products, peak))
-        launch = kernels * device.launch_s.value
+    def launching(busy: float, kernels: float) -> float:
+        launch = kernels * rates.launch_s
         # An accelerator works while the host launches; a processor does both itself.
-        return busy, launch if device.kind == "cpu" else max(0.0, launch - busy)
+        return launch if device.kind == "cpu" or rates.waits else max(0.0, launch - busy)
 
-    forward = seconds(unit.forward_flop, unit.forward_moved_bytes, unit.forward_kernels)
-    backward = seconds(unit.backward_flop, unit.backward_moved_bytes, unit.backward_kernels)
+    def seconds(*, forward: bool) -> tuple[float, float]:
+        busy, charged = multiplying(forward=forward)
+        moved = unit.forward_moved_bytes if forward else unit.backward_moved_bytes
+        busy += max(0.0, moved - charged) / rates.bandwidth
+        kernels = unit.forward_kernels if forward else unit.backward_kernels
+        return busy, launching(busy, kernels)
+
+    forward, backward = seconds(forward=True), seconds(forward=False)
     again = (0.0, 0.0)
     if unit.is_block and recompute is Recompute.FULL:
         again = forward
     elif unit.is_block and recompute is Recompute.SELECTIVE:
-        again = seconds(0.0, unit.forward_moved_bytes, unit.forward_kernels)
+        if stack.selective is Selective.CORE:
+            core = sum(
+                call.forward_flop
+                / (rates.half * rates.calibration.attention_share(device, call.kernel))
+                if not call.kernel.keeps_scores
+                else call.forward_flop / (rates.half * matmul_fraction(device, rates.calibration))
+                for call in unit.work.attention
+            )
+            core += max(0.0, unit.activation_bytes - unit.selective_bytes) * 2 / rates.bandwidth
+            again = (min(core, forward[0]), 0.0)
+        else:
+            _, charged = multiplying(forward=True)
+            busy = max(0.0, unit.forward_moved_bytes - charged) / rates.bandwidth
+            again = busy, launching(busy, unit.forward_kernels)
     return UnitTime(
         forward_s=forward[0],
         backward_s=backward[0],
@@ -306,6 +392,10 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, device: Device, peak: float
         recompute_launch_s=again[1],
         count=unit.count,
     )
+
+
+# Scores, and values weighed by them.
+_PRODUCTS_OF_ATTENTION = 2
 
 
 def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> float:

@@ -9,10 +9,12 @@ from functools import cached_property
 from advisor.cost.axes import over_experts, over_tokens
 from advisor.cost.runs import Run, divided, runs_of
 from advisor.cost.tensor import Styled, Styles, TensorExchange, cut, is_split, split_loss
+from advisor.cost.work import NO_WORK, UnitWork, over_expert_ranks, unit_work
 from engines.tensor.styles import Kind, Style
 from profiles.layers import LayerCost, LayerKind
 from profiles.model import GLUE, LOSS, ModelProfile, Numerics, UnitProfile
 from profiles.optimizer_laws import FP32_BYTES
+from profiles.stack import TORCH, Stack
 
 # bfloat16 is 2 bytes, float32 is 4: what a cast leaves of a parameter.
 BF16_SHARE = 2 / 4
@@ -34,6 +36,7 @@ class UnitLoad:
             as many: what a rank keeps of experts that others hold too.
         expert_bytes: of the parameters those that are sharded among ranks with the same experts.
         exchanges: the tensor collectives of one unit's forward and backward.
+        work: its products and attention.
     """
 
     name: str
@@ -61,6 +64,7 @@ class UnitLoad:
     apart_bytes: float = 0.0
     expert_bytes: float = 0.0
     exchanges: tuple[TensorExchange, ...] = ()
+    work: UnitWork = NO_WORK
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,11 @@ class Loads:
     @cached_property
     def apart_bytes(self) -> float:
         return sum(run.apart_bytes * run.count for run in self.runs)
+
+    @cached_property
+    def expert_bytes(self) -> float:
+        """Of the parameters, experts that are not on every rank."""
+        return sum(run.expert_bytes * run.count for run in self.runs)
 
     @cached_property
     def root_parameter_bytes(self) -> float:
@@ -183,6 +192,7 @@ def loads_of(
     expert_shards: int = 0,
     runs: Sequence[Run] | None = None,
     styled: Sequence[Styled] | None = None,
+    stack: Stack = TORCH,
 ) -> Loads:
     """Every unit of `model` at a microbatch of `samples` under `numerics`, on one rank.
 
@@ -194,6 +204,7 @@ def loads_of(
         expert_shards: over how many ranks it shards all, experts too; 0 where those are none.
         runs: of the model, where they are known.
         styled: what `styles` do to each unit, where it is known (`styled_units`).
+        stack: whose way of tensor parallelism it is.
     """
     runs = runs_of(model) if runs is None else runs
     separate = {unit.name for unit in model.shard_units()}
@@ -211,6 +222,7 @@ def loads_of(
             is_separate=run.unit.name in separate and run.unit.name != "",
             styled=styled[run.first],
             tp=tp,
+            stack=stack,
         )
         if cp > 1:
             load = over_tokens(
@@ -229,6 +241,7 @@ def loads_of(
                 is_sharded=is_sharded,
                 shards=expert_shards,
             )
+            load = replace(load, work=over_expert_ranks(load.work, ep))
         if head is not None and run.unit.name == _loss_unit(model):
             load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp)
         found.append(load)
@@ -269,7 +282,14 @@ def _loss_unit(model: ModelProfile) -> str:
 
 
 def _load(
-    run: Run, numerics: Numerics, samples: float, *, is_separate: bool, styled: Styled, tp: int
+    run: Run,
+    numerics: Numerics,
+    samples: float,
+    *,
+    is_separate: bool,
+    styled: Styled,
+    tp: int,
+    stack: Stack,
 ) -> UnitLoad:
     unit = run.unit
     cost = unit.cost(numerics)
@@ -295,10 +315,11 @@ def _load(
         count=run.count,
         layer_bytes=sum(layer.output_bytes.at(samples) for layer in cost.layers),
         tensors=_tensors(unit),
+        work=unit_work(cost, styled, tp=tp, samples=samples),
     )
     if tp == 1 or not is_split(styled):
         return load
-    own = cut(cost, unit, styled, tp=tp, samples=samples)
+    own = cut(cost, unit, styled, tp=tp, samples=samples, stack=stack)
     return replace(
         load,
         parameter_bytes=own.parameter_bytes,

@@ -20,10 +20,12 @@ from advisor.cost.offload import (
     optimizer_leaves,
     states_leave,
 )
+from advisor.cost.states import HeldStates, held_states, zero_level
 from engines.plan import DataParallel, OffloadTo, Plan, Recompute
 from profiles.cluster import Device
 from profiles.model import LOSS
 from profiles.optimizers import Upkeep
+from profiles.stack import TORCH, Stack
 
 # What the allocator holds over what is allocated: 1.08 to 1.10 in Mist's README. The upper end is
 # charged to the upper end of the range, the estimate itself carries none; the middle makes what is
@@ -110,6 +112,7 @@ def peak(
     device: Device,
     batch_bytes: float,
     exchange_bytes: float = 0.0,
+    stack: Stack = TORCH,
 ) -> Peak:
     """The fullest moment of a step under `plan` on one rank that has the whole model.
 
@@ -119,16 +122,25 @@ def peak(
     """
     on_device = not states_leave(plan, device)
     away = activations_leave(plan, device)
-    gradients = _gradients(plan, loads, on_device=on_device)
+    own: HeldStates | None = None
+    if stack.states is None:
+        gradients, gathered = _gradients(plan, loads, on_device=on_device), _gathered(plan, loads)
+    else:
+        own = held_states(stack.states, plan, [loads], update=update, degree=shard_degree(plan))
+        gradients = own_gradients(own.gradients, loads, stack)
+        gathered = own_gathered(plan, loads)
+        exchange_bytes += stack.bucket_bytes or 0.0
     moments = [
-        *forward_moments(plan, loads, gradients, _gathered(plan, loads), away=away),
-        *backward_moments(plan, loads, gradients, _gathered(plan, loads), away=away),
-        *_root_reduction(plan, loads, gradients),
+        *forward_moments(plan, loads, gradients, gathered, away=away),
+        *backward_moments(plan, loads, gradients, gathered, away=away),
+        *(_root_reduction(plan, loads, gradients) if own is None else ()),
     ]
     if optimizer_leaves(plan, device) or (device.kind == "cpu" and not on_device):
         moments.append(_step_in_chunks(plan, loads, update, device))
     elif on_device:
-        moments.append(optimizer_step(plan, loads.gradient_bytes, update, device))
+        moments.append(
+            optimizer_step(plan, loads.gradient_bytes, update, device, stack=stack, own=own)
+        )
     fullest = max(moments, key=lambda moment: moment.total)
     return peak_at(
         replace(fullest, gathered=fullest.gathered + exchange_bytes),
@@ -139,9 +151,32 @@ def peak(
         device=device,
         batch_bytes=batch_bytes + loads.buffer_bytes,
         apart_bytes=loads.apart_bytes,
-        ahead=UNITS_WHEN_AHEAD * largest_copy(plan, loads),
+        ahead=UNITS_WHEN_AHEAD * largest_copy(plan, loads, stack),
         away=away_bytes(plan, loads, update, device),
+        stack=stack,
+        own=own,
     )
+
+
+def own_gradients(held: float, loads: Loads, stack: Stack) -> Gradients:
+    """Gradients that a stack keeps in buffers of its own; a product writes each in the dtype of
+    computing before it is added, unless it adds by itself."""
+    units = loads.entries
+    made = 0.0 if stack.accumulates_in_product else loads.compute_share
+    return Gradients(held, lambda i: held, lambda i: made * units[i].gradient_bytes)
+
+
+def own_gathered(plan: Plan, loads: Loads) -> Gathered:
+    """Weights that are there only while their unit works: under ZeRO-3, with the next one's."""
+    units = loads.entries
+    share = loads.compute_share * (zero_level(plan) == 3)
+    copies = [share * unit.parameter_bytes * unit.is_separate for unit in units]
+    root = share * loads.root_parameter_bytes
+
+    def whole(i: int, following: int) -> float:
+        return root + copies[i] + (copies[following] if 0 <= following < len(copies) else 0.0)
+
+    return whole
 
 
 def peak_at(
@@ -157,17 +192,22 @@ def peak_at(
     buffer_bytes: float = 0.0,
     apart_bytes: float = 0.0,
     away: float = 0.0,
+    stack: Stack = TORCH,
+    own: HeldStates | None = None,
 ) -> Peak:
     """`fullest` beside what always lives, with its range; `ahead` is what a host that runs ahead
     gathers besides, `apart` what is not sharded and has gradients as large, `away` what waits
-    outside the device beside the states of shards."""
+    outside the device beside the states of shards. `own` are the states of a stack that keeps its
+    own."""
     degree, offloaded = shard_degree(plan), states_leave(plan, device)
     on_disk = plan.offload_to is OffloadTo.DISK
     parameters, states = parameter_bytes / degree + apart_bytes, update.state_bytes
     held = parameters + gradient_bytes / degree + apart_bytes + states
+    if own is not None:
+        parameters, states, held = own.parameters, own.optimizer, own.total
     memory = Memory(
         parameters=0.0 if offloaded else parameters,
-        gradients=fullest.gradients + apart_bytes,
+        gradients=fullest.gradients + (apart_bytes if own is None else 0.0),
         optimizer=0.0 if offloaded or optimizer_leaves(plan, device) else states,
         activations=fullest.activations,
         gathered=fullest.gathered,
@@ -179,7 +219,8 @@ def peak_at(
     allocated = memory.total - memory.context
     waits = (held if offloaded else 0.0) + away
     doubt = ACTIVATION_ERROR * (memory.activations + memory.transient)
-    slack = USUAL_SLACK if device.kind != "cpu" else 0.0
+    usual = USUAL_SLACK if stack.allocator_slack is None else stack.allocator_slack
+    slack = usual if device.kind != "cpu" else 0.0
     return Peak(
         memory=memory,
         phase=fullest.phase,
@@ -193,8 +234,9 @@ def peak_at(
     )
 
 
-def largest_copy(plan: Plan, loads: Loads) -> float:
-    if not plan.data_parallel.is_sharded:
+def largest_copy(plan: Plan, loads: Loads, stack: Stack = TORCH) -> float:
+    """Of a unit's whole parameters, which a host that runs ahead gathers early."""
+    if not plan.data_parallel.is_sharded or (stack.states is not None and zero_level(plan) < 3):
         return 0.0
     return max((u.parameter_bytes for u in loads.separate), default=0.0) * loads.compute_share
 
@@ -399,16 +441,25 @@ def _root_reduction(plan: Plan, loads: Loads, gradients: Gradients) -> Iterator[
     )
 
 
-def optimizer_step(plan: Plan, gradient_bytes: float, update: Upkeep, device: Device) -> Moment:
+def optimizer_step(
+    plan: Plan,
+    gradient_bytes: float,
+    update: Upkeep,
+    device: Device,
+    *,
+    stack: Stack = TORCH,
+    own: HeldStates | None = None,
+) -> Moment:
     """The update's temporaries.
 
     torch's default on accelerators is foreach: for Adam one list of tensors as large as all local
     parameters (`_foreach_sqrt` in torch/optim/adam.py). On the CPU it goes tensor by tensor.
     """
+    work = update.loop_bytes if device.kind == "cpu" else update.list_bytes
     return Moment(
         event=f"{update.name} step",
-        gradients=gradient_bytes / shard_degree(plan),
-        transient=update.loop_bytes if device.kind == "cpu" else update.list_bytes,
+        gradients=gradient_bytes / shard_degree(plan) if own is None else own.gradients,
+        transient=0.0 if stack.fused_optimizer else work,
     )
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 
 from advisor.cost.axes import without_experts
 from advisor.cost.breakdown import Estimate, Time
 from advisor.cost.by_hand import crossed_s
+from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.communication import (
+    Exchange,
     apart_s,
     communication_error,
     exchange,
@@ -20,6 +23,7 @@ from advisor.cost.compression import sent
 from advisor.cost.compute import (
     Busy,
     Computing,
+    UnitTime,
     added_s,
     block_times,
     busy_s,
@@ -48,14 +52,17 @@ from engines.plan import DataParallel, Plan
 from profiles.errors import PlanError
 from profiles.loading import load_memory
 from profiles.model import Numerics, UnitProfile
+from profiles.optimizer_laws import FP32_BYTES
 from profiles.optimizers import Upkeep, upkeep
 
 
 class CostModel:
     """`estimate` for many plans of the same facts."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts, calibration: Calibration = CALIBRATION) -> None:
         self.facts = facts
+        self.stack = facts.stack
+        self.calibration = calibration
         self.runs: tuple[Run, ...] = runs_of(facts.model)
         self.stages = Stages(facts.model, facts.cluster)
         self._wires: Wires = {}
@@ -81,6 +88,7 @@ class CostModel:
         batch = {"global_batch_size": mine.workload.global_batch_size}
         return (
             mine.model is other.model
+            and mine.stack == other.stack
             and mine.cluster.world_size == other.cluster.world_size
             and mine.cluster.devices_per_node == other.cluster.devices_per_node
             and mine.cluster.device == device
@@ -129,10 +137,19 @@ class CostModel:
             device=device,
             batch_bytes=self.batch_bytes(plan),
             exchange_bytes=replicas.kept_bytes + waiting_bytes(plan, cluster, replicas),
+            stack=self.stack,
         )
         computing = self.computing(plan, loads)
-        exchanged = exchange(plan, loads, ledger, has_host=device.kind != "cpu", sent=replicas)
-        apart = apart_s(plan, model, ledger) + self.partial_s(plan, loads.runs, ledger)
+        exchanged = exchange(
+            plan,
+            loads,
+            ledger,
+            has_host=device.kind != "cpu",
+            sent=replicas,
+            reduced_share=self.reduced_share,
+        )
+        exchanged, waited_s = self.in_turn(plan, exchanged, computing)
+        apart = waited_s + apart_s(plan, model, ledger) + self.partial_s(plan, loads.runs, ledger)
         apart += moved_s(plan, loads, update, ledger, cluster=cluster)
         shards = {"degree": shard_degree(plan), "rounds": plan.forwards}
         apart += filed_s(plan, [loads], update, ledger, **shards, cluster=cluster)
@@ -263,6 +280,41 @@ class CostModel:
             self._numerics[key] = numerics(plan, self.facts.model)
         return self._numerics[key]
 
+    @property
+    def reduced_share(self) -> float:
+        """Of a gradient as built, what goes between replicas."""
+        wanted = self.stack.reduce_bytes
+        return 1.0 if wanted is None else wanted / FP32_BYTES
+
+    def in_turn(
+        self, plan: Plan, exchanged: Exchange, computing: Computing
+    ) -> tuple[Exchange, float]:
+        """What the stack overlaps, and the seconds of what it waits for: gradients and parameters
+        that go when computing is over."""
+        waited, counts = 0.0, [time.count for time in computing.times]
+        zeros = (0.0,) * len(counts)
+
+        def taken(each: Sequence[float]) -> float:
+            return sum(n * s for n, s in zip(counts, each, strict=True))
+
+        if not self.stack.overlap_gradients:
+            rounds = 1
+            if plan.data_parallel in (DataParallel.ZERO2, DataParallel.FULL_SHARD):
+                rounds = plan.forwards
+            waited += rounds * (taken(exchanged.reduce_s) + exchanged.root_reduce_s)
+            waited += taken(exchanged.replicate_s) + exchanged.root_replicate_s
+            exchanged = replace(
+                exchanged,
+                reduce_s=zeros,
+                replicate_s=zeros,
+                root_reduce_s=0.0,
+                root_replicate_s=0.0,
+            )
+        if not self.stack.overlap_parameters and plan.data_parallel is DataParallel.ZERO1:
+            waited += taken(exchanged.gather_s) + exchanged.root_gather_s
+            exchanged = replace(exchanged, gather_s=zeros, root_gather_s=0.0)
+        return exchanged, waited
+
     def flop(self, plan: Plan, samples: int) -> float:
         """Model FLOP of one forward and backward of all units, without recompute."""
         kind = self.numerics(plan)
@@ -276,7 +328,9 @@ class CostModel:
         return Ledger(self.facts.cluster, self._wires)
 
     def dtype(self, plan: Plan) -> str:
-        """In which matrices are multiplied."""
+        """In which matrices are multiplied by weights."""
+        if self.stack.product_dtype is not None:
+            return self.stack.product_dtype
         is_built = self.numerics(plan) is Numerics.AS_BUILT
         return self.facts.model.dtype if is_built else "bfloat16"
 
@@ -292,8 +346,10 @@ class CostModel:
         samples = samples or plan.microbatch_size
         assert samples is not None
         styles = self.styles(plan)
-        is_sharded = plan.ep > 1 and plan.data_parallel.is_sharded
-        expert_shards = shard_degree(plan) if plan.shards_experts else 0
+        # Stacks with states of their own shard experts as `cost.states` says.
+        is_torch = self.stack.states is None
+        is_sharded = plan.ep > 1 and plan.data_parallel.is_sharded and is_torch
+        expert_shards = shard_degree(plan) if plan.shards_experts and is_torch else 0
         key = (kind, samples, plan.tp, styles, plan.cp, plan.ep, is_sharded, expert_shards)
         if key not in self._loads:
             self._loads[key] = loads_of(
@@ -308,6 +364,7 @@ class CostModel:
                 expert_shards=expert_shards,
                 runs=self.runs,
                 styled=self._styled_units(plan),
+                stack=self.stack,
             )
         return self._loads[key]
 
@@ -359,17 +416,30 @@ class CostModel:
     def _timed(self, plan: Plan, loads: Loads) -> Computing:
         model, cluster = self.facts.model, self.facts.cluster
         device, dtype = cluster.device, self.dtype(plan)
-        times = unit_times(loads, recompute=plan.recompute, device=device, dtype=dtype)
+
+        def timed(some: Loads) -> tuple[UnitTime, ...]:
+            return unit_times(
+                some,
+                recompute=plan.recompute,
+                device=device,
+                dtype=dtype,
+                stack=self.stack,
+                calibration=self.calibration,
+            )
+
+        times = timed(loads)
         error = compute_error(device, dtype)
         is_split = plan.tp * plan.cp * plan.ep > 1  # what was measured are whole units
         kind = self.numerics(plan)
         measured = None if is_split else block_times(model, cluster, kind, samples=loads.samples)
         added = added_s(loads, times, share=added_share(plan), device=device)
+        if self.stack.accumulates_in_product:
+            added = Busy(0.0, 0.0, 0.0)
         if measured is None:
             return Computing(times, error, added=added)
         start = next(n for n, unit in enumerate(model.units) if unit.name == loads.names[0])
         then = self.loads(plan, measured.samples).part(start, start + len(loads.names))
-        at_measured = unit_times(then, recompute=plan.recompute, device=device, dtype=dtype)
+        at_measured = timed(then)
         return with_measured(
             times, loads, measured=measured, at_measured=at_measured, error=error, added=added
         )

@@ -16,6 +16,7 @@ from advisor.cost.memory import (
     KEEPS_PARAMETERS,
     UNITS_WHEN_AHEAD,
     WHOLE,
+    Gathered,
     Gradients,
     Moment,
     Peak,
@@ -24,15 +25,19 @@ from advisor.cost.memory import (
     kept_bytes,
     largest_copy,
     optimizer_step,
+    own_gathered,
+    own_gradients,
     peak_at,
     shard_degree,
 )
 from advisor.cost.offload import states_leave
 from advisor.cost.orders import Kind
 from advisor.cost.orders import Moment as InFlight
+from advisor.cost.states import held_states, zero_level
 from engines.plan import DataParallel, Plan
 from profiles.cluster import Device
 from profiles.optimizers import Upkeep
+from profiles.stack import TORCH, Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,14 @@ class Chunk:
     waiting_bytes: float
 
 
-def chunk_of(plan: Plan, loads: Loads, *, received_bytes: float, sent_bytes: float) -> Chunk:
+def chunk_of(
+    plan: Plan,
+    loads: Loads,
+    *,
+    received_bytes: float,
+    sent_bytes: float,
+    stack: Stack = TORCH,
+) -> Chunk:
     """The units of `loads` as one stage of `plan`.
 
     Gradients are whole until a round is over, and so are the parameters that ZeRO-1 and ZeRO-2
@@ -70,12 +82,15 @@ def chunk_of(plan: Plan, loads: Loads, *, received_bytes: float, sent_bytes: flo
     one_by_one = kind.is_sharded and kind not in KEEPS_PARAMETERS
     copies = [u.parameter_bytes * share * (one_by_one and u.is_separate) for u in units]
 
-    def gathered(i: int, following: int) -> float:
+    def by_torch(i: int, following: int) -> float:
         return copies[i] + (copies[following] if 0 <= following < len(copies) else 0.0)
 
     # Of every unit a new gradient is made before it is added to that of other microbatches.
     made = share if kind.is_sharded else 1.0
     gradients = Gradients(0.0, lambda i: 0.0, lambda i: made * units[i].gradient_bytes)
+    gathered: Gathered = by_torch
+    if stack.states is not None:
+        gradients, gathered = own_gradients(0.0, loads, stack), own_gathered(plan, loads)
     forward = max(
         forward_moments(plan, loads, gradients, gathered),
         key=lambda moment: moment.total,
@@ -86,10 +101,14 @@ def chunk_of(plan: Plan, loads: Loads, *, received_bytes: float, sent_bytes: flo
     )
     cast = loads.parameter_bytes * share * (share != 1 and kind in WHOLE)
     own = sum(kept_bytes(unit, plan.recompute) * unit.count for unit in loads.runs)
+    held = own - min(own, received_bytes) + sent_bytes
+    if stack.states is not None:
+        # Outputs are released when they were sent, inputs are held until their backward.
+        cast, held = 0.0, own
     return Chunk(
         forward=replace(forward, gathered=forward.gathered + cast),
         backward=backward,
-        kept_bytes=own - min(own, received_bytes) + sent_bytes,
+        kept_bytes=held,
         own_bytes=own,
         cast_bytes=cast,
         waiting_bytes=sum(unit.layer_bytes * unit.count for unit in loads.runs),
@@ -111,6 +130,7 @@ def stage_peak(
     batch_bytes: float,
     buffer_bytes: float,
     copied_bytes: float,
+    stack: Stack = TORCH,
 ) -> Peak:
     """The fullest moment of a step on one rank of a pipeline.
 
@@ -131,7 +151,14 @@ def stage_peak(
     if kind.is_sharded and plan.accumulation > 1 and kind is not DataParallel.ZERO1 and on_device:
         whole += gradient_bytes / degree  # of the rounds before
     always = 0.0
-    if kind in KEEPS_PARAMETERS:
+    own = None
+    if stack.states is not None:
+        own = held_states(
+            stack.states, plan, parts, update=update, degree=degree, copied_bytes=copied_bytes
+        )
+        whole, buffer_bytes = own.gradients, stack.bucket_bytes or 0.0
+        always = root * share * (zero_level(plan) == 3)
+    elif kind in KEEPS_PARAMETERS:
         always = parameter_bytes * share
     elif kind.is_sharded:
         always = root * share
@@ -139,20 +166,21 @@ def stage_peak(
     def at(moment: InFlight) -> Moment:
         chunk = chunks[moment.chunk]
         is_forward = moment.kind is Kind.FORWARD
-        own = chunk.forward if is_forward else chunk.backward
-        kept, cast, waiting = own.activations, own.gathered + always, own.transient
+        during = chunk.forward if is_forward else chunk.backward
+        kept, cast, waiting = during.activations, during.gathered + always, during.transient
         if not is_forward:
             kept -= chunk.own_bytes  # of the microbatch in work, which is among those held
         for held, late, each in zip(moment.held, moment.waiting, chunks, strict=True):
             kept += held * each.kept_bytes
             cast += held * each.cast_bytes
             waiting += late * each.waiting_bytes
-        return Moment(own.event, own.unit, whole, kept, cast, waiting, own.loss)
+        return Moment(during.event, during.unit, whole, kept, cast, waiting, during.loss)
 
     moments = [at(moment) for moment in in_flight]
-    moments.append(_meeting(plan, parts, whole, root=root, always=always))
+    if own is None:
+        moments.append(_meeting(plan, parts, whole, root=root, always=always))
     if on_device:
-        moments.append(optimizer_step(plan, gradient_bytes, update, device))
+        moments.append(optimizer_step(plan, gradient_bytes, update, device, stack=stack, own=own))
     fullest = _fullest(moments)
     return peak_at(
         fullest,
@@ -163,7 +191,9 @@ def stage_peak(
         device=device,
         batch_bytes=batch_bytes,
         buffer_bytes=buffer_bytes,
-        ahead=UNITS_WHEN_AHEAD * max(largest_copy(plan, part) for part in parts),
+        ahead=UNITS_WHEN_AHEAD * max(largest_copy(plan, part, stack) for part in parts),
+        stack=stack,
+        own=own,
     )
 
 

@@ -115,7 +115,7 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     order = sorted(range(plan.pp), key=lambda rank: -peaks[rank].high_bytes)
     fullest = order[0]
     # Its moments are named after its own units, not after those of the first stage like it.
-    named = [_chunk(plan, layout, stage) for stage in layout.own[fullest]]
+    named = [_chunk(model, plan, layout, stage) for stage in layout.own[fullest]]
     memory = _peak(model, plan, layout, fullest, updates[fullest], named)
 
     waits = sends_late(layout.schedule) or not model.overlaps
@@ -212,15 +212,17 @@ def _peak(
         batch_bytes=model.batch_bytes(plan) + model.loads(plan).buffer_bytes,
         buffer_bytes=layout.in_round * received,
         copied_bytes=sum(copies),
+        stack=model.stack,
     )
 
 
-def _chunk(plan: Plan, layout: _Layout, stage: int) -> Chunk:
+def _chunk(model: CostModel, plan: Plan, layout: _Layout, stage: int) -> Chunk:
     return chunk_of(
         plan,
         layout.stages[stage].part,
         received_bytes=sent_over(layout.borders, stage - 1),
         sent_bytes=sent_over(layout.borders, stage),
+        stack=model.stack,
     )
 
 
@@ -243,7 +245,14 @@ def _charged(model: CostModel, plan: Plan, layout: _Layout, rank: int) -> tuple[
     )
     # FSDP2's root group is the rank's, whichever of its stages the parameters are in.
     parts = together([stage.part for stage in layout.of(rank)])
-    stage_exchange(plan, parts, ledger, has_host=model.overlaps, root_gathers=gathers)
+    stage_exchange(
+        plan,
+        parts,
+        ledger,
+        has_host=model.overlaps,
+        root_gathers=gathers,
+        reduced_share=model.reduced_share,
+    )
     charge_sends(plan, layout.own[rank], layout.borders, ledger)
     _Tail.of(model, plan, layout, rank, ledger)
     return ledger, apart_s(plan, model.facts.model, ledger)
@@ -284,7 +293,14 @@ def _stage(
     model: CostModel, plan: Plan, part: Loads, *, received_bytes: float, sent_bytes: float
 ) -> Stage:
     computing = model.computing(plan, part)
-    exchanged = stage_exchange(plan, part, model.ledger(), has_host=model.overlaps, root_gathers=1)
+    exchanged = stage_exchange(
+        plan,
+        part,
+        model.ledger(),
+        has_host=model.overlaps,
+        root_gathers=1,
+        reduced_share=model.reduced_share,
+    )
     kind = plan.data_parallel
     gathers = kind in (DataParallel.FULL_SHARD, DataParallel.HYBRID_SHARD)
     way = {"overlaps": model.overlaps}
@@ -302,7 +318,9 @@ def _stage(
 
     return Stage(
         part=part,
-        chunk=chunk_of(plan, part, received_bytes=received_bytes, sent_bytes=sent_bytes),
+        chunk=chunk_of(
+            plan, part, received_bytes=received_bytes, sent_bytes=sent_bytes, stack=model.stack
+        ),
         computing=computing,
         forward_s=there.wall_s,
         backward_s=back.wall_s,
@@ -365,8 +383,11 @@ class _Tail:
             settle_s += summed_s(
                 ledger,
                 "gradients",
-                gradient_bytes=sum(stage.part.gradient_bytes for stage in stages)
-                + sum(tie.unit.gradient_bytes for tie in copies),
+                gradient_bytes=model.reduced_share
+                * (
+                    sum(stage.part.gradient_bytes for stage in stages)
+                    + sum(tie.unit.gradient_bytes for tie in copies)
+                ),
                 tensors=sum(stage.part.tensors for stage in stages) + len(copies),
                 group_size=group,
                 stride=stride,
@@ -383,6 +404,11 @@ class _Tail:
                     group_size=len(tie.ranks),
                     stride=(tie.ranks[1] - tie.ranks[0]) * plan.world_size // plan.pp,
                 )
+        if model.stack.states is not None and model.stack.overlap_gradients:
+            # Buckets go while the last microbatch's backward is on its way.
+            hidden = sum(stage.backward_s for stage in stages)
+            reduce_s = max(0.0, reduce_s - hidden)
+            settle_s = max(0.0, settle_s - max(0.0, hidden - reduce_s))
         once = kind is DataParallel.ZERO1
         return cls(round_s=0.0 if once else reduce_s, last_s=reduce_s + replicate_s + settle_s)
 

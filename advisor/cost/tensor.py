@@ -18,6 +18,7 @@ from profiles.cluster import Collective
 from profiles.layers import LayerCost, LayerKind
 from profiles.model import Shape, UnitCost, UnitProfile
 from profiles.optimizer_laws import FP32_BYTES
+from profiles.stack import TORCH, Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,16 @@ def is_split(styled: Styled) -> bool:
     return any(place.styles for place in styled)
 
 
-def cut(cost: UnitCost, unit: UnitProfile, styled: Styled, *, tp: int, samples: float) -> Cut:
-    """`unit` on one of `tp` ranks at a microbatch of `samples`."""
+def cut(
+    cost: UnitCost,
+    unit: UnitProfile,
+    styled: Styled,
+    *,
+    tp: int,
+    samples: float,
+    stack: Stack = TORCH,
+) -> Cut:
+    """`unit` on one of `tp` ranks at a microbatch of `samples`, as `stack` splits it."""
     by_tokens = any(style.kind is Kind.SEQUENCE for style in styled[0].styles)
     around = 1 / tp if by_tokens else 1.0
     sums = _Sums(cost, samples, around)
@@ -181,9 +190,9 @@ def cut(cost: UnitCost, unit: UnitProfile, styled: Styled, *, tp: int, samples: 
                 partial += sum(layer.after.parameter_gradient_bytes)
                 tensors += len(layer.after.parameter_gradient_bytes)
             sums.add(layer, own=share, after=after, kept=1.0, whole=layer.input_bytes)
-    exchanges = tuple(_exchanges(cost, styled, samples=samples, by_tokens=by_tokens))
+    exchanges = tuple(_exchanges(cost, styled, samples=samples, by_tokens=by_tokens, stack=stack))
     kept = sums.activation_bytes
-    if by_tokens:
+    if by_tokens and stack.keeps_gathered:
         # Joined tokens are kept whole for the gradient of the weight, as often as they are joined,
         # where a share of what was made was.
         joined = [layer for layer in _joining(cost, styled) if _keeps(layer, samples)]
@@ -194,6 +203,8 @@ def cut(cost: UnitCost, unit: UnitProfile, styled: Styled, *, tp: int, samples: 
     moved = cost.backward_moved_bytes.at(samples)
     in_work = sums.backward_moved_bytes / moved if moved else 1.0
     output = cost.output_bytes.at(samples)
+    if by_tokens and stack.sequence_parallel:
+        output *= around  # the next block is entered with a share of the tokens too
     forward = cost.forward_transient_bytes.at(samples)
     share_kept = kept / whole_kept if whole_kept else 1.0
     inputs = cost.input_bytes.at(samples)
@@ -285,7 +296,7 @@ def _joining(cost: UnitCost, styled: Styled) -> Iterator[LayerCost]:
 
 
 def _exchanges(
-    cost: UnitCost, styled: Styled, *, samples: float, by_tokens: bool
+    cost: UnitCost, styled: Styled, *, samples: float, by_tokens: bool, stack: Stack
 ) -> Iterator[TensorExchange]:
     """In the order of `engines.tensor.split`: what is dressed how."""
     copied = None  # the tensor whose gradient the last layer of that kind sums
@@ -319,8 +330,12 @@ def _exchanges(
     for layer in _joining(cost, styled):
         given = layer.input_bytes.at(samples)
         yield TensorExchange(Collective.ALL_GATHER, "tokens", given, True, True)
+        if not stack.keeps_gathered:
+            yield TensorExchange(Collective.ALL_GATHER, "tokens again", given, False)
         if layer.needs_input_gradient:
             yield TensorExchange(Collective.REDUCE_SCATTER, "gradients by tokens", given, False)
+    if stack.sequence_parallel:
+        return
     # A block is entered and left with whole sequences; recompute is inside.
     whole = cost.output_bytes.at(samples)
     yield TensorExchange(Collective.ALL_GATHER, "tokens", whole, True)

@@ -17,6 +17,7 @@ from advisor.cost.memory import ALLOCATOR_SLACK
 from advisor.policy import Policy
 from advisor.search.columns import Columns, Floats, Microbatches
 from advisor.search.kept import Kept
+from advisor.search.own_states import own_states_peak_bytes
 from advisor.search.space import Integers, Space
 from advisor.search.staged import staged_peak_bytes, staged_step_s
 from advisor.search.whole import moved_s, whole_peak_bytes, whole_time
@@ -78,7 +79,10 @@ def bounds_of(space: Space, kept: Kept, policy: Policy) -> Bounds:
     usable = policy.usable_bytes(device)
     microbatches = Microbatches(space, kept, usable)
     found = Bounds(np.zeros((len(PARTS), count)), np.zeros(count), np.zeros(count))
-    for is_whole, peak_bytes in ((True, whole_peak_bytes), (False, staged_peak_bytes)):
+    bounds = ((True, whole_peak_bytes), (False, staged_peak_bytes))
+    if kept.costs.stack.states is not None:
+        bounds = ((True, own_states_peak_bytes), (False, own_states_peak_bytes))
+    for is_whole, peak_bytes in bounds:
         rows = np.flatnonzero((space.pp == 1) == is_whole)
         if not len(rows):
             continue

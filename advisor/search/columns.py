@@ -173,9 +173,10 @@ class Columns:
             if shards < 2:
                 return 0.0
             of = self._sharded[tp]
-            share = of.loads.compute_share if is_gather else 1.0
+            share, reduced = of.loads.compute_share, self.costs.reduced_share
             return sum(
-                count * self._seconds(collective, (p if is_gather else g) * share, shards, tp)
+                count
+                * self._seconds(collective, p * share if is_gather else g * reduced, shards, tp)
                 for (p, g), count in (of.root if of_root else of.separate).items()
             )
 
@@ -186,21 +187,21 @@ class Columns:
     def replicate_s(self) -> tuple[Floats, Floats]:
         """(separate units, the rest): the all-reduces between replicas of a step, of gradients
         under DDP and of their shards under HSDP. One message takes no longer than many."""
-        reduced = Collective.ALL_REDUCE
+        reduced, sent = Collective.ALL_REDUCE, self.costs.reduced_share
 
         def shards(tp: int, replicas: int, shard: int, *, of_root: bool) -> float:
             if replicas < 2:
                 return 0.0
             of = self._sharded[tp]
             return sum(
-                count * self._seconds(reduced, g / shard, replicas, shard * tp)
+                count * self._seconds(reduced, sent * g / shard, replicas, shard * tp)
                 for (_, g), count in (of.root if of_root else of.separate).items()
             )
 
         def whole(tp: int, replicas: int) -> float:
             if replicas < 2 or self._is_sent_otherwise:
                 return 0.0
-            return self._seconds(reduced, self._whole[tp].loads.gradient_bytes, replicas, tp)
+            return self._seconds(reduced, sent * self._whole[tp].loads.gradient_bytes, replicas, tp)
 
         space = self.space
         replicas = np.where(space.kind == HYBRID, space.dp_replicate, 1)

@@ -64,7 +64,7 @@ class Stages:
     def least_peak_bytes(self, space: Space, index: int) -> float:
         """Below which the upper end of the peak does not stay with the row's borders; 0 where
         nothing is known."""
-        if space.pp[index] == 1 or self._pinned:
+        if space.pp[index] == 1 or self._pinned or self._costs.stack.states is not None:
             return 0.0
         found, plan = self._cut(space, index), space.plan(index)
         facts, pieces = self._costs.facts, self._pieces_of(plan, space.pieces)

@@ -1,0 +1,111 @@
+"""Calibration: every constant of time and memory that no data sheet gives, in one place.
+
+Few and physical. Each has a prior with its source, written down before any fit; the scorecard fits
+them through `advisor.cost.estimate` (`make scorecard`).
+"""
+
+from __future__ import annotations
+
+from pydantic import NonNegativeFloat, PositiveFloat
+
+from profiles.cluster import Device
+from profiles.provenance import Source
+from profiles.record import Record
+from profiles.work import AttentionKernel, ProductKind
+
+# Watts of board power per TFLOP/s of 16-bit peak below which a board is bound by its power in long
+# products: A100 SXM 400 W for 312 (1.28) sustains what short benchmarks reach, H100 SXM 700 W for
+# 989 (0.71) and T4 70 W for 65 (1.08) do not.
+POWER_BOUND_W_PER_TFLOP_PER_S = 1.2
+# Devices from Hopper on, whose matrix units need instructions of their own.
+_HOPPER_OR_LATER = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B300", "GB")
+# 16-bit tensor-core kernels are at their best with sizes in multiples of 64 elements (NVIDIA,
+# Matrix Multiplication Background User's Guide, table 1).
+ALIGNMENT = 64
+# Rows of one expert fill whole tiles of a grouped product.
+TILE_ROWS = 128
+
+
+class Calibration(Record):
+    """What cannot be read off a data sheet.
+
+    Attributes:
+        sustained: share of the published best matmul rate that products keep up in a step, between
+            other kernels and with sizes that nobody searched for.
+        power_bound: the same of boards that reach the limit of their power.
+        memory: share of the achievable memory bandwidth that elementwise kernels reach.
+        unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
+        grouped: rate of grouped products of experts, as a share of others'.
+        flash1, flash2, flash3: of attention, as a share of the 16-bit peak. FlashAttention reaches
+            25 to 40 % of an A100 (arXiv:2205.14135), the second 50 to 73 % (2307.08691), the third
+            up to 75 % of an H100 (2407.08608); a backward less than a forward.
+        flash2_on_hopper: 35 % (arXiv:2407.08608, section 1): instructions of the generation before.
+        collectives: rate of collectives inside a step, as a share of their best.
+        launch: host time of a launch inside a step over that of an empty loop.
+        context_bytes: of a process, over what the cluster says.
+        slack: what the allocator holds over what is allocated.
+        time_doubt, memory_doubt: half-widths of ranges of what the model leaves out, as shares.
+        generic_doubt: the same where nobody said which software ran.
+    """
+
+    sustained: PositiveFloat = 0.90
+    power_bound: PositiveFloat = 0.80
+    memory: PositiveFloat = 0.90
+    unaligned: PositiveFloat = 0.66
+    grouped: PositiveFloat = 0.60
+    flash1: PositiveFloat = 0.33
+    flash2: PositiveFloat = 0.55
+    flash2_on_hopper: PositiveFloat = 0.35
+    flash3: PositiveFloat = 0.55
+    collectives: PositiveFloat = 0.75
+    launch: PositiveFloat = 1.0
+    context_bytes: NonNegativeFloat = 0.0
+    slack: NonNegativeFloat = 0.09
+    time_doubt: PositiveFloat = 0.15
+    memory_doubt: PositiveFloat = 0.08
+    generic_doubt: PositiveFloat = 0.30
+
+    def matmul_share(self, device: Device) -> float:
+        """Share of the peak that large products reach inside a step. A share that was measured on
+        the machine itself is taken as it is."""
+        fraction = device.matmul_fraction
+        if fraction.source is Source.MEASURED or device.kind == "cpu":
+            return fraction.value
+        return fraction.value * (self.power_bound if is_power_bound(device) else self.sustained)
+
+    def attention_share(self, device: Device, kernel: AttentionKernel) -> float:
+        """Share of the 16-bit peak that attention without scores reaches."""
+        if kernel is AttentionKernel.FLASH1:
+            return self.flash1
+        later = device.name.startswith(_HOPPER_OR_LATER)
+        if kernel is AttentionKernel.FLASH3 and later:
+            return self.flash3
+        return self.flash2_on_hopper if later else self.flash2
+
+    def product_share(self, n: float, k: float, kind: ProductKind, device: Device) -> float:
+        """Rate of a product with these sizes over that of large, aligned ones."""
+        if device.kind == "cpu":
+            return 1.0
+        if kind is ProductKind.GROUPED:
+            return self.grouped
+        return 1.0 if n % ALIGNMENT == 0 and k % ALIGNMENT == 0 else self.unaligned
+
+
+def is_power_bound(device: Device) -> bool:
+    """Whether the board's power, not its clock, limits long products."""
+    power, peak = device.board_power_w, device.flop_per_s.get("bfloat16")
+    peak = peak or device.flop_per_s.get("float16")
+    if power is None or peak is None:
+        return False
+    return power.value / (peak.value / 1e12) < POWER_BOUND_W_PER_TFLOP_PER_S
+
+
+def tile_share(product_rows: float, kind: ProductKind) -> float:
+    """Share of whole tiles that the rows of one expert fill."""
+    if kind is not ProductKind.GROUPED or product_rows <= 0:
+        return 1.0
+    tiles = -(-product_rows // TILE_ROWS)
+    return product_rows / (tiles * TILE_ROWS)
+
+
+CALIBRATION = Calibration()

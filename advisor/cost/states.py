@@ -1,0 +1,72 @@
+"""Model states of stacks that keep their own: weights, gradients, masters and moments on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from advisor.cost.loads import Loads
+from engines.plan import DataParallel, Plan
+from profiles.optimizer_laws import FP32_BYTES
+from profiles.optimizers import Upkeep
+from profiles.stack import States
+
+_LEVELS = {
+    DataParallel.ZERO1: 1,
+    DataParallel.ZERO2: 2,
+    DataParallel.FULL_SHARD: 3,
+    DataParallel.HYBRID_SHARD: 3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HeldStates:
+    """Bytes on one rank between steps."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def zero_level(plan: Plan) -> int:
+    """0 where all states are whole, to 3 where weights are sharded too (arXiv:1910.02054)."""
+    return _LEVELS.get(plan.data_parallel, 0)
+
+
+def held_states(
+    states: States,
+    plan: Plan,
+    parts: Sequence[Loads],
+    *,
+    update: Upkeep,
+    degree: int,
+    copied_bytes: float = 0.0,
+) -> HeldStates:
+    """What a rank with these `parts` of the model holds.
+
+    Experts are sharded over the ranks that hold the same ones, degree / ep of them.
+
+    Args:
+        update: of the optimizer, for one shard.
+        degree: over how many ranks states are sharded.
+        copied_bytes: parameters that another stage counts, in fp32.
+    """
+    whole = (sum(part.parameter_bytes for part in parts) + copied_bytes) / FP32_BYTES
+    experts = sum(part.expert_bytes for part in parts) / FP32_BYTES
+    level, copies = zero_level(plan), max(1.0, degree / plan.ep)
+
+    def spread(nbytes: float, from_level: int) -> float:
+        if level < from_level:
+            return nbytes * whole
+        return nbytes * ((whole - experts) / degree + experts / copies)
+
+    moments = update.state_bytes if states.moments is None else spread(states.moments, 1)
+    return HeldStates(
+        parameters=spread(states.weight, 3),
+        gradients=spread(states.gradient, 2),
+        optimizer=spread(states.master, 1) + moments,
+    )

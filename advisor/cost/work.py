@@ -1,0 +1,144 @@
+"""Products and attention of a unit on one rank: sizes after tensor parallelism has cut them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from advisor.cost.tensor import Styled, cut_share
+from engines.tensor.styles import Kind, cutting
+from profiles.layers import LayerCost, LayerKind, Stretch
+from profiles.model import UnitCost
+from profiles.work import AttentionKernel, Product, ProductKind, attention_cost
+
+
+class ProductLoad(NamedTuple):
+    """`repeats` products of (m, k) by (k, n); FLOP and bytes of all of them."""
+
+    kind: ProductKind
+    m: float
+    n: float
+    k: float
+    repeats: float
+    forward_flop: float
+    backward_flop: float
+    forward_bytes: float
+    backward_bytes: float
+
+
+class AttentionLoad(NamedTuple):
+    """FLOP of attention by one kernel."""
+
+    kernel: AttentionKernel
+    forward_flop: float
+    backward_flop: float
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWork:
+    """What a unit multiplies; the rest of its FLOP is of products that nobody noted."""
+
+    products: tuple[ProductLoad, ...] = ()
+    attention: tuple[AttentionLoad, ...] = ()
+
+
+NO_WORK = UnitWork()
+
+
+def unit_work(cost: UnitCost, styled: Styled, *, tp: int, samples: float) -> UnitWork:
+    """Of `cost` at a microbatch of `samples`, on one of `tp` ranks."""
+    by_tokens = any(style.kind is Kind.SEQUENCE for style in styled[0].styles)
+    around = 1 / tp if by_tokens else 1.0
+    products: list[ProductLoad] = []
+    attention: list[AttentionLoad] = []
+
+    def inside(part: Stretch | UnitCost, share: float) -> None:
+        products.extend(_noted(product, share, samples) for product in part.products)
+        attention.extend(_attention(part, share, samples))
+
+    inside(cost, around)
+    for layer, place in zip(cost.layers, styled[1:], strict=True):
+        style = cutting(place.styles)
+        if style is None:
+            own = after = around
+        else:
+            own = cut_share(layer, style, tp)
+            is_local = style.kind in (Kind.COLUMN, Kind.VOCAB)
+            after = own if is_local and layer.kind is not LayerKind.EMBEDDING else around
+        found = _own(layer, None if style is None else style.kind, own, samples)
+        if found is not None:
+            products.append(found)
+        inside(layer.after, after)
+    return UnitWork(tuple(products), tuple(attention))
+
+
+def over_expert_ranks(work: UnitWork, ep: int) -> UnitWork:
+    """A rank has its part of the experts, and the tokens of all `ep` ranks for them."""
+    return UnitWork(
+        tuple(
+            each._replace(m=each.m * ep, repeats=each.repeats / ep)
+            if each.kind is ProductKind.GROUPED
+            else each
+            for each in work.products
+        ),
+        work.attention,
+    )
+
+
+def _own(layer: LayerCost, kind: Kind | None, share: float, samples: float) -> ProductLoad | None:
+    """The layer's own product; of a convolution the implicit one, with a row for each position."""
+    own = layer.own
+    flop = own.forward_flop.at(samples)
+    if not flop:
+        return None
+    n, k = float(layer.outputs), _depth(layer)
+    m = flop / (2 * n * k)
+    full = (layer.output_bytes if kind is Kind.ROW else layer.input_bytes).at(samples)
+    if kind is None:
+        m *= share
+        full = 0.0
+    elif kind is Kind.ROW:
+        k *= share
+    else:
+        n *= share
+    moved, back = own.forward_moved_bytes.at(samples), own.backward_moved_bytes.at(samples)
+    return ProductLoad(
+        kind=ProductKind.LINEAR,
+        m=m / layer.calls,
+        n=n,
+        k=k,
+        repeats=float(layer.calls),
+        forward_flop=share * flop,
+        backward_flop=share * own.backward_flop.at(samples),
+        forward_bytes=share * moved + (1 - share) * min(full, moved),
+        backward_bytes=share * back + (1 - share) * min(2 * full, back),
+    )
+
+
+def _depth(layer: LayerCost) -> float:
+    """Elements that each output sums over."""
+    if layer.kind is LayerKind.CONVOLUTION and layer.weight_bytes:
+        # The weight is (outputs, inputs / groups, *kernel) in fp32 or half of that.
+        return max(1.0, layer.weight_bytes / 4 / layer.outputs)
+    return float(layer.inputs)
+
+
+def _noted(product: Product, share: float, samples: float) -> ProductLoad:
+    m, n, k = product.m.at(samples) * share, float(product.n), float(product.k)
+    flop = 2 * m * n * k * product.count
+    element = 2.0
+    moved = element * product.count * (m * k + k * n + m * n)
+    return ProductLoad(
+        product.kind, m, n, k, float(product.count), flop, 2 * flop, moved, 2 * moved
+    )
+
+
+def _attention(part: Stretch | UnitCost, share: float, samples: float) -> Iterator[AttentionLoad]:
+    for call in part.attention:
+        cost = attention_cost(call, call.kernel)
+        yield AttentionLoad(
+            call.kernel,
+            share * samples * cost.forward_flop,
+            share * samples * cost.backward_flop,
+        )
