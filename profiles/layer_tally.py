@@ -13,7 +13,11 @@ from profiles.places import Layer, Part
 Line = Callable[[int, int | None], Affine]
 """Through a figure at the batch and at twice it."""
 
-_OF_STRETCH = tuple(n for n, field in Stretch.model_fields.items() if field.annotation is Affine)
+_OF_STRETCH = tuple(
+    n
+    for n, field in Stretch.model_fields.items()
+    if field.annotation is Affine and n != "core_bytes"
+)
 _OF_CALLS = ("input_bytes", "output_bytes")
 
 

@@ -36,6 +36,7 @@ class Stretch(Record):
     Attributes:
         parameter_gradient_bytes: of each trainable parameter that it uses beside its layer's (of
             norms between layers), as built. Used on split features, their gradients are parts.
+        core_bytes: beside the scores of attention, what recompute of the core drops.
         products: matrix products beside attention's; empty where only their FLOP are known.
         attention, fusible: calls of attention, and what fused kernels would save.
     """
@@ -47,6 +48,7 @@ class Stretch(Record):
     activation_bytes: Affine = Affine()
     selective_activation_bytes: Affine = Affine()
     parameter_gradient_bytes: tuple[NonNegativeInt, ...] = ()
+    core_bytes: Affine = Affine()
     products: tuple[Product, ...] = ()
     attention: tuple[AttentionCall, ...] = ()
     fusible: tuple[Fusible, ...] = ()

@@ -74,6 +74,10 @@ class Stack(Record):
         overlap_tensor: share of tensor-parallel traffic that runs beside products.
         bucket_bytes: of gradients in one message; buffers of it are held where states are the
             stack's own.
+        sends_tokens_once: a token goes once to each node that holds experts of it, and is copied to
+            them there (DeepEP, HybridEP), not once for each expert.
+        folds_experts: experts lie on neighbouring ranks, those of the tp axis among them, whole
+            (MoE parallel folding, arXiv:2504.14960); else on ranks of the data axes.
         sequence_parallel: norms and residuals are split over the tp axis (arXiv:2205.05198).
         keeps_gathered: inputs that sequence parallelism gathers stay until the backward.
         accumulates_in_product: a weight's gradient is added up inside the product that makes it.
@@ -81,7 +85,7 @@ class Stack(Record):
         allocator_slack: what the allocator holds over what is allocated, as a share.
         product_dtype: of products with weights, where it is not the plan's precision.
         is_generic: nobody said what ran: ranges are wider.
-        sources: where each flag is from.
+        sources: (flag, where it is from), of every flag that is not the default.
     """
 
     name: str = "torch"
@@ -98,6 +102,8 @@ class Stack(Record):
     overlap_parameters: bool = True
     overlap_tensor: float = Field(default=0.0, ge=0, le=1)
     bucket_bytes: PositiveFloat | None = None
+    sends_tokens_once: bool = False
+    folds_experts: bool = False
     sequence_parallel: bool = False
     keeps_gathered: bool = True
     accumulates_in_product: bool = False
@@ -105,7 +111,7 @@ class Stack(Record):
     allocator_slack: NonNegativeFloat | None = None
     product_dtype: str | None = None
     is_generic: bool = False
-    sources: dict[str, str] = Field(default_factory=dict)
+    sources: tuple[tuple[str, str], ...] = ()
 
     def fuses(self, kind: FusibleKind) -> bool:
         """Whether a chain of this kind is one kernel."""
@@ -123,9 +129,9 @@ def stacks() -> Mapping[str, Stack]:
     known = {TORCH.name: TORCH}
     for name, table in tables.items():
         base = known[table.pop("extends")].model_dump() if "extends" in table else {}
-        sources = {**base.get("sources", {}), **table.pop("sources", {})}
+        sources = (dict(base.get("sources", ())) | table.pop("sources", {})).items()
         known[name] = Stack.build(
-            {**base, **table, "name": name, "sources": sources}, where=f"stacks.toml: {name}"
+            {**base, **table, "name": name, "sources": tuple(sources)}, where=f"stacks.toml: {name}"
         )
     return MappingProxyType(known)
 

@@ -78,6 +78,8 @@ def _unit_cost(cost: UnitCost, unit: UnitProfile, stack: Stack) -> UnitCost:
                 for call in part.attention
             )
             wanted_bytes = kept - core
+            if isinstance(part, Stretch):
+                wanted_bytes -= part.core_bytes.per_sample
             change["selective_activation_bytes"] = (
                 wanted_bytes - part.selective_activation_bytes.per_sample
             )

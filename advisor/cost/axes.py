@@ -130,6 +130,8 @@ def over_experts(
         load,
         parameter_bytes=load.parameter_bytes - spared,
         gradient_bytes=load.gradient_bytes - spared,
+        # Experts are no copies of each other on the ranks of the tp axis.
+        partial_gradient_bytes=max(0.0, load.partial_gradient_bytes - experts),
         apart_bytes=apart,
         expert_bytes=0.0 if is_sharded and not shards else experts / ep,
         forward_transient_bytes=load.forward_transient_bytes + travelling,
@@ -141,5 +143,7 @@ def over_experts(
 def _travel(load: UnitLoad, per_token: int) -> Iterator[TensorExchange]:
     payload = per_token * load.output_bytes
     for purpose in ("tokens to experts", "tokens from experts"):
-        yield TensorExchange(Collective.ALL_TO_ALL, purpose, payload, True, True, "ep")
-        yield TensorExchange(Collective.ALL_TO_ALL, purpose, payload, False, False, "ep")
+        for in_forward in (True, False):
+            yield TensorExchange(
+                Collective.ALL_TO_ALL, purpose, payload, in_forward, in_forward, "ep", per_token
+            )

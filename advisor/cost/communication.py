@@ -15,6 +15,7 @@ from advisor.cost.memory import BUCKET_BYTES, shard_degree
 from engines.plan import Aggregation, DataParallel, Plan, Recompute, Schedule
 from profiles.cluster import ClusterProfile, Collective
 from profiles.model import ModelProfile
+from profiles.stack import TORCH, Stack
 
 # DDP's first bucket is small, so that something is sent early (dist._DEFAULT_FIRST_BUCKET_BYTES).
 FIRST_BUCKET_BYTES = 2**20
@@ -64,12 +65,14 @@ def replica_group(plan: Plan) -> tuple[int, int]:
     return plan.dp_replicate * plan.cp, plan.tp
 
 
-def expert_copies(plan: Plan) -> tuple[int, int]:
+def expert_copies(plan: Plan, stack: Stack = TORCH) -> tuple[int, int]:
     """Size and stride of the group whose ranks hold the same experts (`Mesh.expert_copies`).
 
     With cp they are rows of cp neighbours, ep x cp places apart: taken as evenly spread over the
     same ranks, where there are several rows.
     """
+    if stack.folds_experts:
+        return max(1, plan.data_degree * plan.cp * plan.tp // plan.ep), plan.ep
     copies = plan.data_degree * plan.cp // plan.ep
     return copies, plan.tp if plan.ep == plan.data_degree else plan.ep * plan.tp
 
@@ -90,14 +93,15 @@ def exchange(
     has_host: bool,
     sent: Sent,
     reduced_share: float = 1.0,
+    stack: Stack = TORCH,
 ) -> Exchange:
     """What `plan` sends of the parameters, gradients and activations of `loads` in one step.
 
     Without stages; see `stage_exchange`. `sent` is what replicas exchange of gradients, of which
-    `reduced_share` goes over the links.
+    `reduced_share` goes over the links. `stack` says how tokens go to experts.
     """
     units, kind = loads.entries, plan.data_parallel
-    found = _tensor(plan, units, ledger)
+    found = _tensor(plan, units, ledger, stack=stack)
     if plan.is_replicated:
         return replace(
             found, replicate_s=_replicas(plan, loads, ledger, sent, reduced_share=reduced_share)
@@ -112,6 +116,7 @@ def exchange(
             root_gathers=plan.forwards,
             reductions=plan.forwards,
             reduced_share=reduced_share,
+            stack=stack,
         )
     return found
 
@@ -124,6 +129,7 @@ def stage_exchange(
     has_host: bool,
     root_gathers: int,
     reduced_share: float = 1.0,
+    stack: Stack = TORCH,
 ) -> Exchange:
     """The same of one stage of a pipeline.
 
@@ -132,7 +138,7 @@ def stage_exchange(
     Args:
         root_gathers: how often the root group is gathered where it is not kept for the step.
     """
-    found = _tensor(plan, loads.entries, ledger)
+    found = _tensor(plan, loads.entries, ledger, stack=stack)
     if not plan.data_parallel.is_sharded:
         return found
     return _shards(
@@ -144,6 +150,7 @@ def stage_exchange(
         root_gathers=root_gathers,
         reductions=rounds_of(plan),
         reduced_share=reduced_share,
+        stack=stack,
     )
 
 
@@ -152,12 +159,20 @@ def rounds_of(plan: Plan) -> int:
     return plan.forwards if plan.schedule is Schedule.NAIVE else plan.accumulation
 
 
-def _tensor(plan: Plan, units: Sequence[UnitLoad], ledger: Ledger) -> Exchange:
+def _distinct(ledger: Ledger, group: int, stride: int, copies: float) -> float:
+    """Share of a token's copies that leave for different nodes, experts being drawn evenly."""
+    nodes = ceil(group / ledger.ranks_per_node(group, stride))
+    if nodes < 2:
+        return 1.0
+    return float(nodes * (1 - (1 - 1 / nodes) ** copies) / copies)
+
+
+def _tensor(plan: Plan, units: Sequence[UnitLoad], ledger: Ledger, *, stack: Stack) -> Exchange:
     """Collectives inside units; each is waited for. Recompute repeats those of forwards."""
     groups = {
         "tp": (plan.tp, 1),
         "cp": (plan.cp, plan.tp),
-        "ep": (plan.ep, plan.cp * plan.tp),
+        "ep": (plan.ep, 1 if stack.folds_experts else plan.cp * plan.tp),
     }
     forward, backward, again = [], [], []
     for unit in units:
@@ -166,10 +181,13 @@ def _tensor(plan: Plan, units: Sequence[UnitLoad], ledger: Ledger) -> Exchange:
         for each in unit.exchanges:
             repeats = runs_again and each.is_repeated
             group, stride = groups[each.axis]
+            payload = each.payload_bytes
+            if stack.sends_tokens_once and each.copies > 1:
+                payload *= _distinct(ledger, group, stride, each.copies)
             seconds = ledger.charge(
                 each.kind,
                 each.purpose,
-                each.payload_bytes,
+                payload,
                 group_size=group,
                 stride=stride,
                 count=plan.forwards * unit.count * (2 if repeats else 1),
@@ -239,6 +257,7 @@ def _shards(
     root_gathers: int,
     reductions: int,
     reduced_share: float,
+    stack: Stack,
 ) -> Exchange:
     """FSDP2: gathers in the dtype of computing, reductions in the dtype of the masters.
 
@@ -257,7 +276,7 @@ def _shards(
     group, stride = shard_group(plan)
     offloads = plan.offload.states and has_host
 
-    copies = dict(zip(("group_size", "stride"), expert_copies(plan), strict=True))
+    copies = dict(zip(("group_size", "stride"), expert_copies(plan, stack), strict=True))
 
     def gather(payload: float, times: int, experts: float = 0.0) -> float:
         sent = (payload - experts) * loads.compute_share

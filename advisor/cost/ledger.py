@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from advisor.cost.breakdown import Traffic
+from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.collective import Way, ways
 from profiles.cluster import ClusterProfile, Collective
 from profiles.provenance import Quantity, Source
@@ -41,11 +42,14 @@ class Ledger:
     `wires`: the ways of collectives on this cluster, found once.
     """
 
-    def __init__(self, cluster: ClusterProfile, wires: Wires) -> None:
+    def __init__(
+        self, cluster: ClusterProfile, wires: Wires, calibration: Calibration = CALIBRATION
+    ) -> None:
         self.host_bytes = 0.0
         self.host_s = 0.0
         self._cluster = cluster
         self._wires = wires
+        self._calibration = calibration
         self._counts: dict[tuple[Collective, str, float, int, int], float] = {}
         self._parts: Ledger | None = None
 
@@ -98,7 +102,9 @@ class Ledger:
         """How a collective may be carried out in such groups."""
         found = self._wires.get((kind, group_size, stride))
         if found is None:
-            found = ways(self._cluster, kind, group_size=group_size, stride=stride)
+            best = ways(self._cluster, kind, group_size=group_size, stride=stride)
+            share = self._calibration.collective_share(self._cluster, group_size, stride)
+            found = tuple(Way(way.latency_s, way.s_per_byte / share) for way in best)
             self._wires[kind, group_size, stride] = found
         return found
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from advisor.cost.breakdown import Memory
+from advisor.cost.calibration import CALIBRATION
 from advisor.cost.loads import Loads, UnitLoad, describe
 from advisor.cost.offload import (
     activations_leave,
@@ -24,6 +25,7 @@ from advisor.cost.states import HeldStates, held_states, zero_level
 from engines.plan import DataParallel, OffloadTo, Plan, Recompute
 from profiles.cluster import Device
 from profiles.model import LOSS
+from profiles.optimizer_laws import FP32_BYTES
 from profiles.optimizers import Upkeep
 from profiles.stack import TORCH, Stack
 
@@ -219,7 +221,8 @@ def peak_at(
     allocated = memory.total - memory.context
     waits = (held if offloaded else 0.0) + away
     doubt = ACTIVATION_ERROR * (memory.activations + memory.transient)
-    usual = USUAL_SLACK if stack.allocator_slack is None else stack.allocator_slack
+    usual = USUAL_SLACK if stack.states is None else CALIBRATION.slack
+    usual = usual if stack.allocator_slack is None else stack.allocator_slack
     slack = usual if device.kind != "cpu" else 0.0
     return Peak(
         memory=memory,
@@ -456,10 +459,16 @@ def optimizer_step(
     parameters (`_foreach_sqrt` in torch/optim/adam.py). On the CPU it goes tensor by tensor.
     """
     work = update.loop_bytes if device.kind == "cpu" else update.list_bytes
+    work = 0.0 if stack.fused_optimizer else work
+    states = stack.states
+    if states is not None and own is not None and states.master and states.gradient < FP32_BYTES:
+        # Gradients of the shard are copied to fp32 for the step (DeepSpeed's fp16 optimizers,
+        # Megatron-LM's Float16Optimizer: main_param.grad = grad.float()).
+        work += gradient_bytes / shard_degree(plan)
     return Moment(
         event=f"{update.name} step",
         gradients=gradient_bytes / shard_degree(plan) if own is None else own.gradients,
-        transient=0.0 if stack.fused_optimizer else work,
+        transient=work,
     )
 
 

@@ -147,6 +147,7 @@ class CostModel:
             has_host=device.kind != "cpu",
             sent=replicas,
             reduced_share=self.reduced_share,
+            stack=self.stack,
         )
         exchanged, waited_s = self.in_turn(plan, exchanged, computing)
         apart = waited_s + apart_s(plan, model, ledger) + self.partial_s(plan, loads.runs, ledger)
@@ -283,7 +284,10 @@ class CostModel:
     @property
     def reduced_share(self) -> float:
         """Of a gradient as built, what goes between replicas."""
-        wanted = self.stack.reduce_bytes
+        stack = self.stack
+        wanted = stack.reduce_bytes
+        if wanted is None and stack.states is not None:
+            wanted = stack.states.gradient
         return 1.0 if wanted is None else wanted / FP32_BYTES
 
     def in_turn(
@@ -325,7 +329,7 @@ class CostModel:
 
     def ledger(self) -> Ledger:
         """An empty one for this cluster."""
-        return Ledger(self.facts.cluster, self._wires)
+        return Ledger(self.facts.cluster, self._wires, self.calibration)
 
     def dtype(self, plan: Plan) -> str:
         """In which matrices are multiplied by weights."""

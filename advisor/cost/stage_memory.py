@@ -154,7 +154,13 @@ def stage_peak(
     own = None
     if stack.states is not None:
         own = held_states(
-            stack.states, plan, parts, update=update, degree=degree, copied_bytes=copied_bytes
+            stack.states,
+            plan,
+            parts,
+            update=update,
+            degree=degree,
+            copied_bytes=copied_bytes,
+            folds_experts=stack.folds_experts,
         )
         whole, buffer_bytes = own.gradients, stack.bucket_bytes or 0.0
         always = root * share * (zero_level(plan) == 3)

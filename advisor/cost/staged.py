@@ -252,6 +252,7 @@ def _charged(model: CostModel, plan: Plan, layout: _Layout, rank: int) -> tuple[
         has_host=model.overlaps,
         root_gathers=gathers,
         reduced_share=model.reduced_share,
+        stack=model.stack,
     )
     charge_sends(plan, layout.own[rank], layout.borders, ledger)
     _Tail.of(model, plan, layout, rank, ledger)
@@ -300,6 +301,7 @@ def _stage(
         has_host=model.overlaps,
         root_gathers=1,
         reduced_share=model.reduced_share,
+        stack=model.stack,
     )
     kind = plan.data_parallel
     gathers = kind in (DataParallel.FULL_SHARD, DataParallel.HYBRID_SHARD)

@@ -45,6 +45,7 @@ def held_states(
     update: Upkeep,
     degree: int,
     copied_bytes: float = 0.0,
+    folds_experts: bool = False,
 ) -> HeldStates:
     """What a rank with these `parts` of the model holds.
 
@@ -53,11 +54,13 @@ def held_states(
     Args:
         update: of the optimizer, for one shard.
         degree: over how many ranks states are sharded.
+        folds_experts: see `Stack`.
         copied_bytes: parameters that another stage counts, in fp32.
     """
     whole = (sum(part.parameter_bytes for part in parts) + copied_bytes) / FP32_BYTES
     experts = sum(part.expert_bytes for part in parts) / FP32_BYTES
-    level, copies = zero_level(plan), max(1.0, degree / plan.ep)
+    among = degree * (plan.tp if folds_experts else 1)
+    level, copies = zero_level(plan), max(1.0, among / plan.ep)
 
     def spread(nbytes: float, from_level: int) -> float:
         if level < from_level:

@@ -29,6 +29,7 @@ class TensorExchange:
         in_forward: else in the backward.
         is_repeated: recompute runs it again before the backward.
         axis: of the mesh: "tp", or "cp" and "ep", which are estimated alone.
+        copies: of every token among the payload, for experts that may lie on one node.
     """
 
     kind: Collective
@@ -37,6 +38,7 @@ class TensorExchange:
     in_forward: bool
     is_repeated: bool = False
     axis: str = "tp"
+    copies: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

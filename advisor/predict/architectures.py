@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import cbrt
 from types import MappingProxyType
 
 from advisor.predict.rows import Row
-from advisor.predict.setup import Shape
 from advisor.predict.software import family_of
+from profiles.transformer import TransformerShape as Shape
 
 # What the public configuration files of these models say (config.json of each on its model hub);
 # tables of runs print a part of it at most. Looked up by the start of the name.
@@ -133,7 +132,7 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
         assumed.append("one layer by itself, without embedding, head and update")
     elif not vocab:
         # Megatron-LM comes with GPT-2's vocabulary, whatever the layers.
-        own = kind in ("bert", "t5") or family_of(row) != "megatron"
+        own = kind in ("bert", "t5") or family_of(row) not in ("megatron", "nemo")
         vocab = VOCABULARIES.get(kind, GPT_VOCABULARY) if own else GPT_VOCABULARY
         assumed.append(f"a vocabulary of {vocab}")
     # Parameters of a layer of width h: 12 h^2; an encoder-decoder has 28 h^2 of each pair.
@@ -189,7 +188,7 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
         experts=experts,
         topk=topk,
         expert_ffn=expert_ffn,
-        **facts,  # type: ignore[arg-type]
+        **facts,
     )
     if row.seq_len is None:
         assumed.append(f"sequences of {shape.length}")
@@ -230,7 +229,8 @@ def parameters_of(shape: Shape) -> float:
 
 def _with_head_width(shape: Shape, parameters: float) -> tuple[Shape, list[str]]:
     """Of 64, 128 and hidden / heads the width that explains the printed parameters best."""
-    choices = {replace(shape, head_width=w) for w in (64, 128, shape.hidden // shape.heads) if w}
+    widths = (64, 128, shape.hidden // shape.heads)
+    choices = [shape.model_copy(update={"head_width": w}) for w in dict.fromkeys(widths) if w]
     best = min(choices, key=lambda s: (abs(parameters_of(s) - parameters), s.head_width))
     if best.head_width == shape.hidden // shape.heads:
         return best, []

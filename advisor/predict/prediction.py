@@ -1,4 +1,4 @@
-"""Predictions: what is written for a row, from its setup."""
+"""Predictions: what is written for a row, from the cost model's estimate."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from advisor.predict.constants import CONSTANTS, Constants
-from advisor.predict.convnet_constants import FITTED, ConvnetConstants
-from advisor.predict.convnet_memory import convnet_memory, least_allocated
-from advisor.predict.convnet_step import convnet_step, layered
-from advisor.predict.memory import predict_memory
-from advisor.predict.ranges import memory_range, time_range
+from advisor.cost import CALIBRATION, Calibration
+from advisor.predict.case import case_of
+from advisor.predict.filled import fits
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import Row
 from advisor.predict.setup import Refusal, Setup
-from advisor.predict.time import time_of
-from profiles.errors import FileError
+from profiles.errors import AdvisorError, FileError
 
 GIB = 2.0**30
 
@@ -45,44 +41,39 @@ class Prediction:
     note: str = ""
 
 
-def predict(
-    row: Row | Refusal, *, constants: Constants = CONSTANTS, layers: ConvnetConstants = FITTED
-) -> Prediction:
+def predict(row: Row | Refusal, calibration: Calibration = CALIBRATION) -> Prediction:
     """Time and memory of a row, or the reason why there is none."""
-    setup = resolve(row) if isinstance(row, Row) else row
-    if isinstance(setup, Refusal):
-        return Prediction(row_id=row.row_id, note=f"no prediction: {setup.reason}")
-    return predict_setup(setup, constants=constants, layers=layers)
+    try:
+        setup = resolve(row) if isinstance(row, Row) else row
+        if isinstance(setup, Refusal):
+            return Prediction(row_id=row.row_id, note=f"no prediction: {setup.reason}")
+        return predict_setup(setup, calibration)
+    except AdvisorError as error:
+        reason = "; ".join([error.what, *error.hints])
+        return Prediction(row_id=row.row_id, note=f"no prediction: {reason}")
 
 
-def predict_setup(
-    setup: Setup, *, constants: Constants = CONSTANTS, layers: ConvnetConstants = FITTED
-) -> Prediction:
-    """Time and memory of a setup; `layers` are the constants of what is counted layer by layer."""
-    if layered(setup) is not None:
-        time = time_range(setup, convnet_step(setup, layers).step_s)
-    else:
-        step = time_of(setup, constants)
-        time = time_range(setup, step.step_s, host_share=step.host_s / step.step_s)
-    if setup.network is not None:
-        memory = convnet_memory(setup, layers)
-        allocated, reserved = memory.allocated_bytes, memory.reserved_bytes
-        fits = memory.fits
-        span = memory_range(allocated, least=least_allocated(setup, layers))
-    else:
-        found = predict_memory(setup)
-        allocated, reserved = found.allocated.value, found.reserved.value
-        fits, span = found.fits, found.allocated
+def predict_setup(setup: Setup, calibration: Calibration = CALIBRATION) -> Prediction:
+    """Time and memory of a setup, by `advisor.cost.estimate`."""
+    found = case_of(setup).estimate(calibration)
+    allocated = found.peak_bytes - found.memory.context
+    stack = setup.software.stack
+    time = calibration.time_range(
+        stack,
+        is_mixture=bool(setup.shape and setup.shape.experts),
+        launch_share=found.time.launch_s / found.step_s,
+    )
+    memory = calibration.memory_range(stack)
     return Prediction(
         row_id=setup.row_id,
-        predicted_step_time_s=time.value,
-        time_low_s=time.low,
-        time_high_s=time.high,
+        predicted_step_time_s=found.step_s,
+        time_low_s=found.step_s * time[0],
+        time_high_s=found.step_s * time[1],
         predicted_peak_mem_gib=allocated / GIB,
-        predicted_reserved_gib=reserved / GIB,
-        mem_low_gib=span.low / GIB,
-        mem_high_gib=span.high / GIB,
-        predicted_fits=fits,
+        predicted_reserved_gib=found.reserved_bytes / GIB,
+        mem_low_gib=allocated * memory[0] / GIB,
+        mem_high_gib=allocated * memory[1] / GIB,
+        predicted_fits=fits(found, setup.cluster.device, calibration.slack),
         note="assumed: " + "; ".join(setup.assumed) if setup.assumed else "",
     )
 

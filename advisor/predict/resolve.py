@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import ceil, gcd
 
 from advisor.predict.architectures import parameters_of, shape_of
-from advisor.predict.convnet_memory import filled
+from advisor.predict.filled import filled, with_least_recompute
 from advisor.predict.machines import cluster_of
-from advisor.predict.recompute import with_least_recompute
 from advisor.predict.rows import Row
-from advisor.predict.setup import Layout, Refusal, Setup, Shape
+from advisor.predict.setup import Layout, Refusal, Setup
 from advisor.predict.software import (
+    ATTENTIVE,
     CONVOLUTIONAL,
     OVERLAP_GRADIENTS,
+    drops_out,
     eight_bit,
     family_of,
     software_of,
@@ -23,6 +25,7 @@ from profiles.cluster import ClusterProfile
 from profiles.convnets.layers import Network
 from profiles.convnets.registry import network_of
 from profiles.errors import InputError
+from profiles.transformer import TransformerShape as Shape
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -80,7 +83,13 @@ def _resolve(row: Row) -> Setup:
             raise _Impossible(found)
         shape, said = found
         notes += said
-    dtype = _DTYPES.get((row.dtype or "").lower())
+    said_dtype = (row.dtype or "").lower()
+    dtype = _DTYPES.get(said_dtype)
+    if dtype is None and said_dtype:
+        # "bf16 (amp)": the first word is the type, the rest how it came about.
+        dtype = _DTYPES.get(re.split(r"[\s(,/+]+", said_dtype)[0])
+        if dtype is not None:
+            notes.append(f"dtype {dtype}, of `{row.dtype}`")
     if dtype is None:
         if row.dtype:
             raise _Impossible(f"`dtype` is `{row.dtype}`; known are {', '.join(_DTYPES)}")
@@ -95,9 +104,12 @@ def _resolve(row: Row) -> Setup:
     notes += said
     if network is not None:
         _check_network(network, layout)
+    if shape is not None:
+        year = year_of(row) or OVERLAP_GRADIENTS
+        drops = drops_out(row, family_of(row), year, shape.kind, gated=shape.gated)
+        shape = shape.model_copy(update={"dropout": drops})
     software, unsaid = software_of(
         row,
-        zero=layout.zero,
         dtype=dtype,
         device=cluster.device.name,
         shape=shape,
@@ -111,6 +123,7 @@ def _resolve(row: Row) -> Setup:
         dtype=dtype,
         layout=layout,
         software=software,
+        optimizer=_optimizer(row, vision=vision, notes=notes),
         assumed=tuple(notes),
     )
     if row.recompute is None:
@@ -120,6 +133,20 @@ def _resolve(row: Row) -> Setup:
     setup = filled(setup)
     filling = f"microbatch {setup.layout.microbatch}, as many as fit; its range begins with one"
     return replace(setup, assumed=(*(n for n in notes if n != "microbatch 1"), filling))
+
+
+def _optimizer(row: Row, *, vision: bool, notes: list[str]) -> str:
+    """A name of `profiles.optimizers`; networks of convolutions are trained with momentum."""
+    said = (row.optimizer or "").lower()
+    if eight_bit(row):
+        return "adamw-8bit"
+    for word, name in (("muon", "muon"), ("adafactor", "adafactor"), ("sgd", "sgd-momentum")):
+        if word in said:
+            return name
+    if not said and vision and row.arch not in ATTENTIVE:
+        notes.append("SGD without momentum")
+        return "sgd"
+    return "adamw"
 
 
 def _recomputed(setup: Setup) -> Setup:
@@ -156,7 +183,7 @@ def _layout(
     if shape is not None:
         ep = _check(shape, tp, pp, ep, dp * cp * tp, notes)
     zero = {"1": 1, "2": 2, "3": 3, "hsdp": 3}.get((row.zero_stage or "").lower(), 0)
-    recent = family_of(row) == "megatron" and (year_of(row) or 0) >= OVERLAP_GRADIENTS
+    recent = family_of(row) in ("megatron", "nemo") and (year_of(row) or 0) >= OVERLAP_GRADIENTS
     if row.zero_stage is None and dp > 1 and shape is not None:
         # What Megatron-DeepSpeed was made for: pipelines with ZeRO-1; later Megatron's default.
         zero = 1 if recent or family_of(row) == "megatron-deepspeed" else 0

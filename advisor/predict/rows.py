@@ -85,6 +85,8 @@ class Row:
     sequence_parallel: str | None = None
     attention: str | None = None
     optimizer: str | None = None
+    stack: str | None = None
+    framework: str | None = None
 
 
 # No number of a run is larger: what is beyond is a slip, and would take long to factor.

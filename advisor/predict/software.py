@@ -1,63 +1,38 @@
-"""Software: what the programs of a time did where a row does not say.
+"""Software: the stack that a row ran with.
 
-Each rule goes by the kind of program and the date of its release, never by a row. A program is told
-by words of `source` and, where these say nothing, by what only some programs do; its release by
-that of its container, where `source_ref` names one, else by `source_date`.
+A row's `stack` column names a preset of `profiles/catalogue/stacks.toml`. Without one, the
+framework that the row names (in `framework`, `source` or `source_ref`) and the date of its release
+choose one from `PRESETS`; where no framework is named, what only some programs do says what kind it
+is, the preset is marked generic, and the range is wider. What a row says of attention, compilation,
+sequence parallelism or its optimizer stands above the preset.
 
 recompute     Megatron and what grew from it recomputed whole layers before selective recompute came
-              (arXiv 2205.05198, May 2022), selectively after; with kernels that keep no scores
+              (arXiv:2205.05198, May 2022), selectively after; with kernels that keep no scores
               (from 2023) that repeats next to nothing. FSDP programs checkpoint when told to;
               torchtitan's recipes select operators. More where that does not fit (`recompute`).
-"selective"   In Megatron and NeMo the attention core; in torchtitan and FSDP a policy over
-              operators that keeps attention and every other matrix product.
-sequence      Split over the tensor ranks beside the matrices: by Megatron since selective recompute
-              came (the same paper), which gathers inputs again in the backward; by torchtitan
-              always (its plans use SequenceParallel), which keeps what was gathered.
-attention     Kernels that keep no scores: the default from 2023 (FlashAttention-2, July 2023); not
-              for bert and t5, whose masks of padding such kernels did not take.
 dropout       0.1 in the recipes of GPT-3, BERT and T5 (Megatron-LM's default), none where units are
               gated: recipes since LLaMA.
-states        Megatron: weights and gradients of 2 + 4 bytes (gradients of 2 with fp16), fp32 master
-              and moments 12, split over replicas by the distributed optimizer. The
-              recipes of NeMo and Megatron-Bridge add gradients up in 2 bytes
-              (grad_reduce_in_fp32=False), and for models after DeepSeek's keep both moments in 2
-              bytes, as its authors did (arXiv 2412.19437, 3.3.3). DeepSpeed: gradients of 2 bytes;
-              with bfloat16 (its BF16 optimizer, 2022) fp32 sums beside them. FSDP: fp32 weights,
-              split; gathered and reduced in 16 bits, by torchtitan reduced in 32
-              (mixed_precision_reduce).
-checkpoints   DeepSpeed's example of Megatron-LM with ZeRO-3 keeps what recompute starts from in the
-              host's memory (--checkpoint-in-cpu; DeepSpeedExamples, Megatron-LM-v1.1.5-ZeRO3,
-              ds_pretrain_gpt2-zero3.sh), and so does Megatron-DeepSpeed, which grew from it.
-fused         Megatron's kernels and compilers join chains of elementwise operations; so does
-              TensorFlow's graph, which also stores maps as matrix units want them.
-captured      The recipes of Megatron-Bridge launch attention and router by CUDA graphs where hosts
-              are Grace (cuda_graph_scope in its scripts/performance/configs, from 2025.7 on).
-experts       From its release 0.5 (container 26.06) on, fp8 recipes on Blackwell join grouped
-              products, SwiGLU and conversion (CuTe DSL) and launch whole steps by CUDA graphs.
-blocking      BigScience launched with CUDA_LAUNCH_BLOCKING=1 from 2022 on, against hangs
-              (bigscience-workshop/bigscience, tr11-176B-ml.slurm).
-overlap       DDP buckets beside the backward pass. Megatron exchanged gradients after it until
-              --overlap-grad-reduce (2023); Megatron-DeepSpeed's ZeRO-1 never did. FSDP prefetches.
+attention     Kernels that keep no scores: the default from 2023 (FlashAttention-2, July 2023); not
+              for bert and t5, whose masks of padding such kernels did not take.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
-from advisor.predict.generations import SUPERCHIPS, generation_of
 from advisor.predict.rows import Row
-from advisor.predict.setup import Shape, Software
+from advisor.predict.setup import Software
+from profiles.stack import Loss, Stack, States, stack_named, stacks
+from profiles.transformer import TransformerShape
+from profiles.work import AttentionKernel
 
 # Megatron-Core's own FSDP (0.11, early in 2025); before, who split its weights ran DeepSpeed on it.
 OWN_FSDP = 2025.0
 SELECTIVE_RECOMPUTE = 2022.35
-BLOCKING_LAUNCHES = 2022.0
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
-SHORT_GRADIENTS = 2024.0
-CAPTURED_LAYERS = 2025.6
-FUSED_EXPERTS = 2026.45
-_JOINED = re.compile(r"mlperf|mxnet")
 # Values of the column `arch` that are networks on images. They are trained with SGD where no
 # optimizer is named, but those of attention.
 ATTENTIVE = frozenset({"vit", "deit", "swin"})
@@ -77,15 +52,17 @@ _YEARS = (
     ("GB", 2025.8),
 )
 _WORDS = (
-    (r"foundry|mosaic|composer|\bmpt\b", "foundry"),
-    (r"torchtitan|titan", "torchtitan"),
-    (r"internevo|internlm", "internevo"),
-    (r"bigscience|bloom|megatron-?deepspeed", "megatron-deepspeed"),
-    (r"megatron|nemo|mcore|mbridge|korthikanti|narayanan|\bmoe-?modelzoo", "megatron"),
-    (r"deepspeed|\bamp\b|amp-|zero", "deepspeed"),
+    (r"llm-?foundry|composer", "foundry"),
+    (r"torchtitan", "torchtitan"),
+    (r"internevo", "internevo"),
+    (r"nanotron", "nanotron"),
+    (r"megatron-?deepspeed", "megatron-deepspeed"),
+    (r"nemo|mbridge|megatron-?bridge", "nemo"),
+    (r"megatron|mcore", "megatron"),
+    (r"deepspeed", "deepspeed"),
     (r"tensorflow|\btf\b", "tensorflow"),
-    (r"fsdp|fairscale|accelerate|lightning", "fsdp"),
-    (r"\bddp\b|pytorch|lambda|deeplearningexamples|horovod|gpipe", "ddp"),
+    (r"fsdp|fairscale|accelerate|lightning|\btrl\b|hugging ?face|transformers", "fsdp"),
+    (r"\bddp\b|pytorch|horovod|gpipe", "ddp"),
 )
 
 
@@ -94,13 +71,44 @@ _RELEASE = re.compile(r"\b(?:container|nemo)[ -](2\d)\.(0[1-9]|1[0-2])\b", re.IG
 _RECIPES = re.compile(r"nemo|bridge", re.IGNORECASE)
 
 
+# Presets of each kind of program by the date from which they hold, the newest first.
+PRESETS: Mapping[str, tuple[tuple[float, str], ...]] = MappingProxyType(
+    {
+        "megatron": (
+            (2024.5, "megatron-core-0.12"),
+            (2023.3, "megatron-core-0.5"),
+            (2022.3, "megatron-2022"),
+            (0.0, "megatron-2020"),
+        ),
+        "nemo": ((2024.0, "nemo"), (2023.3, "megatron-core-0.5"), (0.0, "megatron-2022")),
+        "megatron-deepspeed": ((0.0, "megatron-deepspeed"),),
+        "deepspeed": ((0.0, "deepspeed"),),
+        "torchtitan": ((0.0, "torchtitan"),),
+        "foundry": ((0.0, "llm-foundry"),),
+        "internevo": ((0.0, "internevo"),),
+        "nanotron": ((0.0, "nanotron"),),
+        "fsdp": ((0.0, "huggingface"),),
+        "ddp": ((0.0, "torch"),),
+        "tensorflow": ((0.0, "torch-compiled"),),
+    }
+)
+
+
+def _named(row: Row) -> str | None:
+    """The framework that a row names."""
+    for text in (row.framework, row.source, row.source_ref):
+        for pattern, family in _WORDS:
+            if text and re.search(pattern, text.lower()):
+                return family
+    return None
+
+
 def family_of(row: Row) -> str:
     """The kind of program a row ran with."""
-    source = (row.source or "").lower()
-    for pattern, family in _WORDS:
-        if re.search(pattern, source):
-            lent = family == "megatron" and (row.zero_stage or "") == "3"
-            return "megatron-deepspeed" if lent and (year_of(row) or 0) < OWN_FSDP else family
+    named = _named(row)
+    if named is not None:
+        lent = named == "megatron" and (row.zero_stage or "") == "3"
+        return "megatron-deepspeed" if lent and (year_of(row) or 0) < OWN_FSDP else named
     if (row.zero_stage or "") in ("3", "hsdp") and (row.tp or 1) * (row.pp or 1) == 1:
         return "fsdp"
     if (row.zero_stage or "") in ("2", "3") and (row.pp or 1) == 1:
@@ -127,107 +135,107 @@ def eight_bit(row: Row) -> bool:
 
 
 def software_of(
-    row: Row, *, zero: int, dtype: str, device: str, shape: Shape | None
+    row: Row, *, dtype: str, device: str, shape: TransformerShape | None
 ) -> tuple[Software, list[str]]:
-    """How the program of a row works on a model of `shape`, and what of it the row does not say."""
-    family, assumed = family_of(row), []
-    classic = shape is not None and not shape.gated and not shape.is_hybrid
-    year = year_of(row)
+    """The program of a row that trains a model of `shape`, and what of it the row does not say.
+
+    Raises:
+        UnknownNameError: the column `stack` names no preset.
+    """
+    family, year = family_of(row), year_of(row)
+    assumed: list[str] = []
     if year is None:
         year = _usual_year(device)
         assumed.append(f"software of {year:g}")
-    megatron = family in ("megatron", "megatron-deepspeed", "nemo")
-    sharded = family in ("foundry", "torchtitan", "fsdp")
-    tensor = (row.tp or 1) > 1
-
-    flash = year >= FLASH_DEFAULT and row.arch not in ("bert", "t5", "transformer_xl")
-    if row.attention is not None:
-        flash = "flash" in row.attention.lower() or "cudnn" in row.attention.lower()
-        flash = flash or "sdpa" in row.attention.lower()
-    elif row.arch not in CONVOLUTIONAL:
-        assumed.append(f"attention {'without' if flash else 'with'} kept scores")
-
+    stack = stack_named(row.stack) if row.stack else _preset(row, family, year, shape)
+    if row.stack is None:
+        assumed.append(f"stack {stack.name}")
+    change: dict[str, object] = {"is_generic": row.stack is None and _named(row) is None}
+    if shape is not None:
+        attention, said = _attention(row, stack, year, device)
+        change["attention"] = attention
+        if not said:
+            scores = "with" if attention.keeps_scores else "without"
+            assumed.append(f"attention {scores} kept scores")
+    megatron = family in _MEGATRONS
     recompute = _recompute(row, family, year, megatron)
     if row.recompute is None:
         assumed.append(f"recompute {recompute}")
-    on_host = family == "megatron-deepspeed" and zero == 3 and recompute == "full"
-    if on_host:
-        assumed.append("inputs of recomputed layers in the host's memory")
-    sequence = tensor and family == "megatron" and year >= SELECTIVE_RECOMPUTE
-    gathers = tensor and family == "torchtitan"
-    sequence = sequence or gathers
+    sequence = stack.sequence_parallel and (row.tp or 1) > 1
     if row.sequence_parallel is not None:
         sequence = row.sequence_parallel == "y"
-    elif tensor:
+    elif (row.tp or 1) > 1:
         assumed.append(f"sequence parallel {'on' if sequence else 'off'}")
+    change["sequence_parallel"] = sequence
+    if (row.compile or "n").lower() not in ("n", "no", "none", "false", "0"):
+        change["compiled"] = True
+        change["loss"] = Loss.FUSED if stack.loss is Loss.MATERIALISED else stack.loss
+    if dtype in ("float32", "tfloat32"):
+        change["states"] = States(weight=4, gradient=4, master=0) if stack.states else None
+        change["reduce_bytes"] = None
+    elif (
+        stack.states is not None and dtype == "float16" and megatron and year < SELECTIVE_RECOMPUTE
+    ):
+        change["states"] = States(weight=2, gradient=2, master=4)
+        change["reduce_bytes"] = 2.0
+    elif stack.name.startswith("deepspeed") and row.zero_stage == "3":
+        change["overlap_gradients"] = True  # overlap_comm is true by default there
+    elif family == "deepspeed" and dtype == "bfloat16":
+        change["states"] = stacks()["deepspeed-bf16"].states
+    change["product_dtype"] = None if dtype in ("bfloat16", "float32") else dtype
+    stack = _changed(stack, change)
+    offload = row.offload if row.offload not in (None, "n") else "none"
+    return Software(
+        family=family, year=year, stack=stack, recompute=recompute, offload=str(offload)
+    ), assumed
 
-    full = dtype in ("float32", "tfloat32")
-    weight, gradient, master = (4.0, 4.0, 0.0) if full or sharded else (2.0, 2.0, 4.0)
-    reduce = 4.0 if full else 2.0
-    if megatron and not full and dtype != "float16":
-        gradient = reduce = 4.0
-    if family == "megatron-deepspeed" and dtype == "bfloat16":
-        gradient = 6.0
-    recipe = year >= SHORT_GRADIENTS and _RECIPES.search(row.source or "") is not None
-    if family == "megatron" and recipe:
-        gradient = reduce = 2.0
-    if family == "megatron" and dtype == "float16" and year < SELECTIVE_RECOMPUTE:
-        gradient = reduce = 2.0
-    if sharded and not full:
-        gradient = 4.0
-        reduce = 4.0 if family == "torchtitan" else 2.0
-    if family == "tensorflow" and not full:
-        # Variables stay in fp32, and so do their gradients.
-        weight, gradient, master, reduce = 4.0, 4.0, 0.0, 4.0
-    moments = 4.0 if recipe and shape is not None and shape.latent else 8.0
-    optimizer = (row.optimizer or "").lower()
-    if not optimizer and row.arch in CONVOLUTIONAL - ATTENTIVE:
-        moments = 0.0
-        assumed.append("SGD without momentum")
-    if eight_bit(row):
-        moments = 2.0
-    elif "sgd" in optimizer or "muon" in optimizer:
-        moments = 4.0
-    overlap = family in ("ddp", "fsdp", "foundry", "torchtitan", "internevo", "deepspeed")
-    overlap = overlap or (family == "megatron" and year >= OVERLAP_GRADIENTS)
-    # Entries to MLPerf and MXNet join norms, additions and ReLU, and keep channels last.
-    joined = row.arch in CONVOLUTIONAL and bool(_JOINED.search((row.source or "").lower()))
-    recipe = family == "megatron" and recipe
-    captured = recipe and year >= CAPTURED_LAYERS and device.startswith(SUPERCHIPS)
-    fused_experts = recipe and year >= FUSED_EXPERTS and generation_of(device) == "blackwell"
-    fused_experts = fused_experts and dtype in ("float8_e4m3fn", "float4")
-    fused_experts = fused_experts and shape is not None and shape.gated and shape.experts > 0
-    compiled = (row.compile or "n").lower() not in ("n", "no", "none", "false", "0")
-    return (
-        Software(
-            family=family,
-            year=year,
-            recompute=recompute,
-            inputs_on_host=on_host,
-            keeps_gathered=gathers and sequence,
-            sequence_parallel=sequence,
-            flash=flash,
-            weight_bytes=weight,
-            gradient_bytes=gradient,
-            master_bytes=master,
-            moment_bytes=moments,
-            reduce_bytes=reduce,
-            fused=megatron or compiled or family == "tensorflow" or joined,
-            dropout=megatron and (year < FLASH_DEFAULT or classic),
-            overlap_reduce=overlap,
-            # InternEvo waits for the broadcast of updated weights.
-            overlap_gather=overlap and family != "internevo",
-            overlap_tensor=family == "megatron" and year >= OVERLAP_GRADIENTS,
-            overlap_experts=False,
-            compiled=compiled,
-            captured=captured,
-            fused_experts=fused_experts,
-            blocking=family == "megatron-deepspeed" and year >= BLOCKING_LAUNCHES,
-            attention_said=row.attention is not None,
-            offload=row.offload if row.offload not in (None, "n") else "none",
-        ),
-        assumed,
-    )
+
+def _changed(stack: Stack, change: Mapping[str, object]) -> Stack:
+    """A preset with other flags, which its name tells."""
+    other = {name: value for name, value in change.items() if getattr(stack, name) != value}
+    if not other:
+        return stack
+    told = ", ".join(f"{name}={value}" for name, value in sorted(other.items()))
+    return stack.model_copy(update={**other, "name": f"{stack.name} ({told})"})
+
+
+_MEGATRONS = ("megatron", "megatron-deepspeed", "nemo")
+
+
+def _preset(row: Row, family: str, year: float, shape: TransformerShape | None) -> Stack:
+    """The newest preset of a kind of program that was there at this date."""
+    name = next(preset for since, preset in PRESETS[family] if year >= since)
+    if name == "nemo" and shape is not None and shape.experts:
+        name = "nemo-moe"
+    return stack_named(name)
+
+
+def _attention(row: Row, stack: Stack, year: float, device: str) -> tuple[AttentionKernel, bool]:
+    """The kernel, and whether the row says so."""
+    said = (row.attention or "").lower()
+    flash = AttentionKernel.FLASH2 if year >= FLASH_DEFAULT else AttentionKernel.FLASH1
+    if any(word in said for word in ("flash", "cudnn", "sdpa")):
+        if stack.attention is AttentionKernel.FLASH3 or "3" in said or "cudnn" in said:
+            flash = AttentionKernel.FLASH3
+        return flash, True
+    if said:
+        return AttentionKernel.SCORES, True
+    own = stack.attention or AttentionKernel.FLASH2
+    if row.arch in ("bert", "t5", "transformer_xl") or device.startswith(_WITHOUT_FLASH):
+        own = own if own.keeps_scores else AttentionKernel.FUSED_SOFTMAX
+    elif year < FLASH_DEFAULT and not own.keeps_scores and stack.attention is None:
+        own = AttentionKernel.SCORES
+    return own, False
+
+
+# FlashAttention wants matrix units of Ampere or later; its first release took Turing too.
+_WITHOUT_FLASH = ("V100", "P100", "P40", "GTX", "T4", "Quadro", "TITAN")
+
+
+def drops_out(row: Row, family: str, year: float, kind: str, *, gated: bool) -> bool:
+    """Whether a recipe of this kind drops activations out."""
+    classic = not gated and kind in ("dense_gpt", "bert", "t5")
+    return family in _MEGATRONS and (classic or (year < FLASH_DEFAULT and not gated))
 
 
 def _recompute(row: Row, family: str, year: float, megatron: bool) -> str:
@@ -235,11 +243,11 @@ def _recompute(row: Row, family: str, year: float, megatron: bool) -> str:
     if said.startswith("full"):
         return "full"
     if said.startswith("sel"):
-        return "selective" if megatron else "selective-ops"
+        return "selective"
     if said:
         return "none"
     if family == "torchtitan":
-        return "selective-ops"
+        return "selective"
     if not megatron:
         return "none"
     if year < SELECTIVE_RECOMPUTE:

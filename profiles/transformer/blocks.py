@@ -51,9 +51,10 @@ def attention(
         draft.norm(QUERY_LATENT + KEY_LATENT, tokens, rms=True)
         draft.keep(e * tokens * (QUERY_LATENT + KEY_LATENT + ROTARY), of_product=True)
         draft.linear(f"{path}.queries", QUERY_LATENT, shape.heads * width, rows=tokens)
-        draft.keep(e * tokens * shape.heads * width, of_product=True)
+        # Megatron-LM's module mla_up_proj is computed again under selective recompute.
+        draft.keep(e * tokens * shape.heads * width, of_product=True, of_core=True)
         draft.linear(f"{path}.keys", KEY_LATENT, shape.heads * 2 * value_width, rows=tokens)
-        draft.keep(e * tokens * shape.heads * (width + value_width), of_product=True)
+        draft.keep(e * tokens * shape.heads * (width + value_width), of_product=True, of_core=True)
         del first
         kv_heads = shape.heads
     else:
@@ -136,7 +137,7 @@ def feed_forward(
     draft.transient(draft.e * tokens * h, draft.e * tokens * (width * (1 + shape.gated) + 2 * h))
 
 
-def activation(draft: Draft, gated: bool, elements: float) -> None:
+def activation(draft: Draft, gated: bool, elements: float, *, is_core: bool = False) -> None:
     """GELU; or SiLU of one half times the other. Product outputs and the result are kept; written
     out, what the gate multiplies is too."""
     e = draft.e
@@ -153,6 +154,8 @@ def activation(draft: Draft, gated: bool, elements: float) -> None:
         kept=e * elements,
         kept_eager=e * elements * (1 + gated),
     )
+    if is_core:  # Megatron-LM's module moe_act
+        draft.drop_with_core(e * elements)
 
 
 def experts(draft: Draft, shape: TransformerShape, *, tokens: float) -> None:
@@ -179,7 +182,7 @@ def experts(draft: Draft, shape: TransformerShape, *, tokens: float) -> None:
     if shape.expert_width:
         draft.linear("latent.down", h, inner, rows=tokens)
     draft.grouped(width * (1 + shape.gated), inner, experts=shape.experts, rows=copies)
-    activation(draft, shape.gated, width * copies)
+    activation(draft, shape.gated, width * copies, is_core=True)
     draft.grouped(inner, width, experts=shape.experts, rows=copies)
     draft.keep(e * copies * inner, of_product=True)
     if shape.expert_width:

@@ -44,6 +44,7 @@ class _Sums:
     backward_kernels: int = 0
     kept: float = 0.0
     selective: float = 0.0
+    core: float = 0.0
     norms: list[int] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
     attention: list[AttentionCall] = field(default_factory=list)
@@ -58,6 +59,7 @@ class _Sums:
             activation_bytes=per_sample(self.kept),
             selective_activation_bytes=per_sample(self.selective),
             parameter_gradient_bytes=tuple(self.norms),
+            core_bytes=per_sample(self.core),
             products=tuple(self.products),
             attention=tuple(self.attention),
             fusible=tuple(self.fusible),
@@ -232,10 +234,16 @@ class Draft:
             )
         )
 
-    def keep(self, nbytes: float, *, of_product: bool = False) -> None:
-        """Bytes that stay until the backward; `of_product` stay under selective recompute too."""
+    def keep(self, nbytes: float, *, of_product: bool = False, of_core: bool = False) -> None:
+        """Bytes that stay until the backward; `of_product` stay under selective recompute of all
+        but products, `of_core` go under that of the core."""
+        self._here.core += nbytes * of_core
         self._here.kept += nbytes
         self._here.selective += nbytes * of_product
+
+    def drop_with_core(self, nbytes: float) -> None:
+        """Bytes, counted as kept already, that recompute of the core drops."""
+        self._here.core += nbytes
 
     def norm(self, width: int, rows: float, *, rms: bool) -> None:
         """Layer norm or RMS norm with what it keeps: its output, being the next layer's input.

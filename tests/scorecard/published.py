@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import functools
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +32,20 @@ class Published:
     oom: bool | None
 
 
+@functools.cache
+def frameworks() -> dict[str, str]:
+    """The framework that the rows of a file name, by the file's stem."""
+    return tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text("utf-8"))
+
+
 def published(folder: Path = FOLDER) -> list[Published]:
     """All runs of a folder, in the order of its files."""
     found = []
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             for cells in csv.DictReader(file):
-                row = row_of(cells, where=path.name)
+                framework = cells.get("framework") or frameworks().get(path.stem, "")
+                row = row_of({**cells, "framework": framework}, where=path.name)
                 found.append(
                     Published(
                         file=path.stem,

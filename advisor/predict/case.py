@@ -1,0 +1,171 @@
+"""A setup as what the cost model takes: facts and a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from advisor.cost import CALIBRATION, Calibration, CostModel, Estimate
+from advisor.facts import Facts
+from advisor.predict.setup import Layout, Setup
+from engines.plan import DataParallel, Plan, Precision, Recompute, Schedule
+from profiles.convnets.layers import Network
+from profiles.convnets.profile import profile_of
+from profiles.model import ModelProfile, Numerics
+from profiles.optimizers import OPTIMIZERS, OptimizerProfile
+from profiles.stack import Stack
+from profiles.transformer import TransformerShape, transformer_profile
+from profiles.under_stack import under_stack
+from profiles.workload import Workload
+
+# Megatron pads the vocabulary to a multiple of this for each tensor rank
+# (--make-vocab-size-divisible-by).
+VOCABULARY_MULTIPLE = 128
+_PADS = ("megatron", "nemo", "megatron-deepspeed")
+_RECOMPUTE = {"none": Recompute.NONE, "selective": Recompute.SELECTIVE, "full": Recompute.FULL}
+_KINDS = {1: DataParallel.ZERO1, 2: DataParallel.ZERO2}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run that can be estimated; its plan need not be one that `engines` would take."""
+
+    facts: Facts
+    plan: Plan
+
+    def estimate(self, calibration: Calibration = CALIBRATION) -> Estimate:
+        return CostModel(self.facts, calibration).estimate(self.plan)
+
+
+def case_of(setup: Setup) -> Case:
+    """The facts and the plan of a setup."""
+    full = setup.dtype in ("float32", "tfloat32")
+    layout, stack = setup.layout, setup.software.stack
+    if setup.shape is not None:
+        multiple = VOCABULARY_MULTIPLE * layout.tp if setup.software.family in _PADS else 1
+        model = _transformer(setup.shape, stack, full=full, multiple=multiple)
+        length: int | None = setup.shape.length
+    else:
+        assert setup.network is not None
+        model, length = _network(setup.network, stack), None
+    facts = Facts(
+        model=model,
+        cluster=setup.cluster,
+        workload=Workload(
+            global_batch_size=layout.global_batch,
+            tokens_per_sample=length,
+            optimizer=_optimizer(setup),
+            precision="fp32" if full or Numerics.BF16 not in model.numerics else "bf16",
+        ),
+        stack=stack,
+    )
+    return Case(facts, plan_of(setup, model, precision=facts.precision))
+
+
+@lru_cache(maxsize=512)
+def _transformer(
+    shape: TransformerShape, stack: Stack, *, full: bool, multiple: int
+) -> ModelProfile:
+    numerics = (Numerics.AS_BUILT,) if full else (Numerics.BF16, Numerics.BF16_AUTOCAST)
+    if not full:
+        numerics = (Numerics.AS_BUILT, *numerics)
+    found = transformer_profile(
+        shape, name=shape.kind, numerics=numerics, vocabulary_multiple=multiple
+    )
+    return under_stack(found, stack)
+
+
+@lru_cache(maxsize=512)
+def _network(network: Network, stack: Stack) -> ModelProfile:
+    return under_stack(profile_of(network, samples=1), stack)
+
+
+def _optimizer(setup: Setup) -> OptimizerProfile:
+    """Whose states are those of the stack, where that keeps its own."""
+    name = setup.optimizer
+    return OPTIMIZERS[name]
+
+
+def plan_of(setup: Setup, model: ModelProfile, *, precision: Precision) -> Plan:
+    """A layout as a plan: degrees, stages of as many blocks each, and split layers by name."""
+    layout = setup.layout
+    schedule: Schedule | None = None
+    stages: tuple[str, ...] = ()
+    if layout.pp > 1:
+        schedule = Schedule(layout.schedule)
+        stages = tuple(_stages(layout, model))
+    return Plan(
+        pp=layout.pp,
+        tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
+        **_data_parallel(layout),
+        microbatch_size=layout.microbatch,
+        microbatches=layout.accumulation if layout.pp > 1 else 1,
+        accumulation=1 if layout.pp > 1 else layout.accumulation,
+        recompute=_RECOMPUTE[setup.software.recompute],
+        precision=precision,
+        schedule=schedule,
+        stages=stages,
+        tensor_styles=tensor_styles(setup) if layout.tp > 1 else (),
+    )
+
+
+def _data_parallel(layout: Layout) -> dict[str, object]:
+    dp = layout.dp
+    if layout.zero == 3 and dp * layout.cp > 1:
+        inside = max(1, min(dp, layout.shard // layout.cp))
+        if dp == 1:
+            return {"data_parallel": DataParallel.FULL_SHARD}  # over the ranks of cp
+        if inside == 1:
+            return {"dp_replicate": dp}
+        if inside < dp:
+            return {"dp_replicate": dp // inside, "dp_shard": inside}
+        return {"dp_shard": dp}
+    if layout.zero in _KINDS and dp * layout.cp > 1:
+        return {"dp_replicate": dp, "data_parallel": _KINDS[layout.zero]}
+    return {"dp_replicate": dp}
+
+
+def _stages(layout: Layout, model: ModelProfile) -> list[str]:
+    """Units that begin stages 1, 2, ...: as many blocks in each, embedding and head beside those
+    of the first and last. Where blocks do not divide but with these two counted they do, the ends
+    have one less; else the first stages have one more."""
+    blocks = [unit.name for unit in model.units if unit.is_block]
+    chunks = layout.pp * layout.virtual
+    count = len(blocks)
+    sizes = [count // chunks + (n < count % chunks) for n in range(chunks)]
+    if count % chunks and (count + 2) % chunks == 0:
+        each = (count + 2) // chunks
+        sizes = [each - (n in (0, chunks - 1)) for n in range(chunks)]
+    elif count % chunks:
+        # The last stages have the head beside their blocks, so the first take what is over.
+        sizes = sorted(sizes, reverse=True)
+    starts, place = [], 0
+    for size in sizes[:-1]:
+        place += size
+        starts.append(blocks[min(place, count - 1)])
+    return list(dict.fromkeys(starts))
+
+
+_COLUMN = ("attention.qkv", "attention.queries", "attention.keys", "cross.query",
+           "cross.key_value", "mlp.up", "shared.up", "mixer.in")  # fmt: skip
+_ROW = ("attention.output", "cross.output", "mlp.down", "shared.down", "mixer.out")
+
+
+def tensor_styles(setup: Setup) -> tuple[tuple[str, str], ...]:
+    """How a transformer's layers are split over the tp axis: Megatron-LM's pairs (1909.08053), and
+    regions split by tokens between them where the stack has those."""
+    by_tokens = setup.software.stack.sequence_parallel
+    pairs = [("embedding.words", "vocab"), ("head", "vocab")]
+    pairs += [(f"layers.*.{path}", "column") for path in _COLUMN]
+    pairs += [(f"layers.*.{path}", "row") for path in _ROW]
+    if by_tokens:
+        pairs.append(("layers.*", "sequence"))
+        pairs += [(f"layers.*.{path}", "joined") for path in _COLUMN]
+    return tuple(pairs)
+
+
+def with_microbatch(setup: Setup, microbatch: int) -> Setup:
+    """`setup` with another number of samples at once."""
+    return replace(setup, layout=replace(setup.layout, microbatch=microbatch))
