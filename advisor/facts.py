@@ -49,6 +49,7 @@ class Facts(Record):
         if isinstance(model, ModelProfile) and isinstance(stack, Stack):
             parts["model"] = under_stack(model, stack)
             parts["workload"] = _updated_by(stack, workload)
+            parts["stack"] = _with_moments(stack, workload)
         super().__init__(**parts)
         known = [precision.value for precision in Precision]
         if self.workload.precision not in known:
@@ -77,6 +78,15 @@ def _updated_by(stack: Stack, workload: Workload) -> Workload:
         return workload
     fused = {"moved_bytes_per_element": FUSED_ADAM_BYTES, "list_copies": 0.0}
     return workload.model_copy(update={"optimizer": optimizer.model_copy(update=fused)})
+
+
+def _with_moments(stack: Stack, workload: Workload) -> Stack:
+    """With the bytes of the optimizer's moments, where its states go by elements."""
+    states, optimizer = stack.states, workload.optimizer
+    if states is None or states.moments is not None or not optimizer.is_elementwise:
+        return stack
+    moments = {"moments": optimizer.state_bytes_per_element}
+    return stack.model_copy(update={"states": states.model_copy(update=moments)})
 
 
 def captured(plan: Plan, model: ModelProfile) -> bool:

@@ -48,6 +48,7 @@ class Loss(StrEnum):
     """How the cross-entropy of logits over a vocabulary runs."""
 
     MATERIALISED = "materialised"  # logits copied to fp32, and their log-softmax kept
+    IN_PLACE = "in_place"  # softmax written over an fp32 copy of the logits, which are let go of
     FUSED = "fused"  # one kernel over logits; the gradient is written over them
     CHUNKED = "chunked"  # head and loss together, a part of the tokens at a time
     HEAD = "head"  # head and loss in one kernel; no logits in memory

@@ -57,7 +57,7 @@ def _unit_cost(cost: UnitCost, unit: UnitProfile, stack: Stack) -> UnitCost:
         change: _Change = {}
         for fusible in part.fusible:
             if stack.fuses(fusible.kind) or _loss_saves(fusible, stack):
-                _add(change, _saved(fusible))
+                _add(change, _saved(fusible, stack))
                 kernels[0] -= fusible.forward_kernels
                 kernels[1] -= fusible.backward_kernels
         for call in part.attention:
@@ -95,7 +95,9 @@ def _unit_cost(cost: UnitCost, unit: UnitProfile, stack: Stack) -> UnitCost:
                      attention=cost.attention)  # fmt: skip
     _add(total, changed(inside))
     transient = sum(
-        f.transient_bytes for f in cost.fusible if stack.fuses(f.kind) or _loss_saves(f, stack)
+        _part_saved(f, stack) * f.transient_bytes
+        for f in cost.fusible
+        if stack.fuses(f.kind) or _loss_saves(f, stack)
     )
     update: dict[str, object] = {name: _moved(getattr(cost, name), total.get(name, 0.0))
                                  for name in _AMOUNTS}  # fmt: skip
@@ -127,11 +129,16 @@ def _loss_saves(fusible: Fusible, stack: Stack) -> bool:
     return fusible.kind is FusibleKind.LOSS and stack.loss is not Loss.MATERIALISED
 
 
-def _saved(fusible: Fusible) -> _Change:
+def _part_saved(fusible: Fusible, stack: Stack) -> float:
+    """In place, the fp32 copy of the logits stays; the 16-bit ones, half as many bytes, do not."""
+    return 0.5 if fusible.kind is FusibleKind.LOSS and stack.loss is Loss.IN_PLACE else 1.0
+
+
+def _saved(fusible: Fusible, stack: Stack) -> _Change:
     return {
         "forward_moved_bytes": -fusible.forward_moved_bytes,
         "backward_moved_bytes": -fusible.backward_moved_bytes,
-        "activation_bytes": -fusible.activation_bytes,
+        "activation_bytes": -_part_saved(fusible, stack) * fusible.activation_bytes,
     }
 
 

@@ -14,7 +14,7 @@ from engines.tensor.styles import Kind, Style
 from profiles.layers import LayerCost, LayerKind
 from profiles.model import GLUE, LOSS, ModelProfile, Numerics, UnitProfile
 from profiles.optimizer_laws import FP32_BYTES
-from profiles.stack import TORCH, Stack
+from profiles.stack import TORCH, Loss, Stack
 
 # bfloat16 is 2 bytes, float32 is 4: what a cast leaves of a parameter.
 BF16_SHARE = 2 / 4
@@ -243,7 +243,7 @@ def loads_of(
             )
             load = replace(load, work=over_expert_ranks(load.work, ep))
         if head is not None and run.unit.name == _loss_unit(model):
-            load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp)
+            load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp, stack=stack)
         found.append(load)
     return Loads(
         runs=tuple(found),
@@ -353,6 +353,7 @@ def _with_split_loss(
     samples: float,
     *,
     tp: int,
+    stack: Stack,
 ) -> UnitLoad:
     """The loss of logits that stay split: a rank computes on its share of the vocabulary."""
     dtype = model.dtype if numerics is Numerics.AS_BUILT else "bfloat16"
@@ -360,7 +361,7 @@ def _with_split_loss(
     share = 1 / tp
     # Beside the exponentials the engine keeps what they are of: picking a row's class needs its
     # shape, and torch's backward of `gather` holds the whole of it.
-    picked = rows * head.outputs * share * FP32_BYTES
+    picked = rows * head.outputs * share * FP32_BYTES * (stack.loss is Loss.MATERIALISED)
     return replace(
         load,
         forward_flop=load.forward_flop * share,

@@ -128,7 +128,14 @@ def peak(
     if stack.states is None:
         gradients, gathered = _gradients(plan, loads, on_device=on_device), _gathered(plan, loads)
     else:
-        own = held_states(stack.states, plan, [loads], update=update, degree=shard_degree(plan))
+        own = held_states(
+            stack.states,
+            plan,
+            [loads],
+            update=update,
+            degree=shard_degree(plan),
+            folds_experts=stack.folds_experts,
+        )
         gradients = own_gradients(own.gradients, loads, stack)
         gathered = own_gathered(plan, loads)
         exchange_bytes += stack.bucket_bytes or 0.0

@@ -213,9 +213,11 @@ class Draft:
         kernels: tuple[int, int],
         kept: float = 0.0,
         kept_eager: float | None = None,
+        transient: float = 0.0,
     ) -> None:
         """A chain of operations: bytes that it moves (forward, backward) as one kernel and one
-        after the other, kernels of the latter, and what either way keeps."""
+        after the other, kernels of the latter, what either way keeps, and `transient` bytes that
+        one kernel does not need at its highest moment."""
         here = self._here
         kept_eager = kept if kept_eager is None else kept_eager
         here.forward_moved += eager[0]
@@ -231,6 +233,7 @@ class Draft:
                 forward_kernels=max(0, kernels[0] - 1),
                 backward_kernels=max(0, kernels[1] - 1),
                 activation_bytes=max(0.0, kept_eager - kept),
+                transient_bytes=transient,
             )
         )
 

@@ -97,6 +97,7 @@ def transformer_profile(
             kernels=(4, 4),
             kept=0.0,
             kept_eager=FP32 * logits,
+            transient=2 * FP32 * logits,
         )
         draft.transient(2 * FP32 * logits, (FP32 + e) * logits)
 

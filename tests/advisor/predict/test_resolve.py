@@ -8,6 +8,7 @@ from advisor.predict.machines import accelerator_of
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import row_of
 from advisor.predict.setup import Refusal, Setup
+from profiles.stack import Selective
 
 # GPT-3 175B on 64 nodes as tables print it.
 CELLS = {
@@ -90,11 +91,11 @@ def test_recompute_is_what_programs_did_at_the_time() -> None:
     assert setup_of(source_date="2024-07").software.recompute == "none"
 
 
-def test_selective_means_the_attention_core_in_megatron_and_operators_in_fsdp() -> None:
-    assert setup_of(recompute="selective").software.recompute == "selective"
+def test_selective_means_the_attention_core_in_megatron_and_operators_in_torchtitan() -> None:
+    assert setup_of(recompute="selective").software.stack.selective is Selective.CORE
     other = setup_of(source="torchtitan", recompute="selective", zero_stage="3",
                      dp="512", tp="1", pp="1")  # fmt: skip
-    assert other.software.recompute == "selective-ops"
+    assert other.software.stack.selective is Selective.OPERATORS
 
 
 def test_a_source_never_seen_gets_the_rule_of_what_its_layout_needs() -> None:
@@ -103,6 +104,36 @@ def test_a_source_never_seen_gets_the_rule_of_what_its_layout_needs() -> None:
     assert setup_of(source="somebody-2024").software.family == "megatron"
     replicas = setup_of(source="", dp="512", tp="1", pp="1")
     assert replicas.software.family == "ddp"
+    assert sharded.software.stack.is_generic
+    assert not setup_of().software.stack.is_generic
+
+
+def test_the_column_stack_stands_above_everything_else() -> None:
+    setup = setup_of(stack="torchtitan-compiled")
+    assert setup.software.stack.compiled
+    assert not setup.software.stack.is_generic
+    assert not any("stack" in note for note in setup.assumed)
+    assert "unknown stack `torchtitn`; did you mean" in reason_of(stack="torchtitn")
+
+
+def test_a_framework_is_named_by_its_own_column_or_in_the_source() -> None:
+    assert setup_of(source="a-lab", framework="NeMo 2.0").software.family == "nemo"
+    assert setup_of(source="NVIDIA/Megatron-LM README").software.family == "megatron"
+
+
+def test_presets_follow_the_date_of_the_release() -> None:
+    names = [setup_of(source_date=date).software.stack.name.split(" ")[0]
+             for date in ("2021-04", "2022-06", "2023-12", "2025-02")]  # fmt: skip
+    assert names == ["megatron-2020", "megatron-2022", "megatron-core-0.5", "megatron-core-0.12"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "dtype"), [("bf16 (amp)", "bfloat16"), ("fp16+loss-scale", "float16")]
+)
+def test_a_qualified_dtype_is_read_by_its_first_word(cell: str, dtype: str) -> None:
+    setup = setup_of(dtype=cell)
+    assert setup.dtype == dtype
+    assert f"dtype {dtype}, of `{cell}`" in setup.assumed
 
 
 def test_what_a_blank_was_taken_for_is_named() -> None:
@@ -139,11 +170,3 @@ def test_a_container_dates_what_ran_in_it() -> None:
     read = setup_of(**row).software.year
     ran = setup_of(**row, source_ref="performance-summary-archive.md container 25.09").software.year
     assert (read, ran) == (pytest.approx(2026 + 8 / 12), pytest.approx(2025 + 9 / 12))
-
-
-def test_recipes_leave_the_hosts_of_superchips_little_to_launch() -> None:
-    # cuda_graph_scope of Megatron-Bridge's configurations: beside Grace, not beside x86 hosts.
-    row = {"source": "nemo-megatron-bridge", "source_date": "2026-02", "dtype": "bf16"}
-    assert setup_of(**row, gpu_type="GB200", gpus_per_node="4").software.captured
-    assert not setup_of(**row, gpu_type="H100-SXM-80GB").software.captured
-    assert not setup_of(gpu_type="GB200", gpus_per_node="4", dtype="bf16").software.captured
