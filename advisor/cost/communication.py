@@ -7,22 +7,17 @@ from dataclasses import dataclass, replace
 from math import ceil, hypot
 
 from advisor.cost.aggregation import buffer_share, slowest, steps
-from advisor.cost.axes import expert_bytes
 from advisor.cost.compression import Sent
+from advisor.cost.groups import expert_copies, replica_group, shard_group
 from advisor.cost.ledger import Ledger
 from advisor.cost.loads import Loads, UnitLoad
-from advisor.cost.memory import BUCKET_BYTES, shard_degree
+from advisor.cost.memory import BUCKET_BYTES
 from engines.plan import Aggregation, DataParallel, Plan, Recompute, Schedule
 from profiles.cluster import ClusterProfile, Collective
-from profiles.model import ModelProfile
 from profiles.stack import TORCH, Stack
 
 # DDP's first bucket is small, so that something is sent early (dist._DEFAULT_FIRST_BUCKET_BYTES).
 FIRST_BUCKET_BYTES = 2**20
-# What the ranks count is two fp64 numbers (samples, ranks that failed), and two more for every
-# replica that has several ranks (engines/microbatches.py); a loss is one fp32 number, and the seed
-# that the ranks of the tp axis agree on an int64.
-COUNT_BYTES, PRINT_BYTES, SCALAR_BYTES, SEED_BYTES = 16, 16, 4, 8
 # How far latency + bytes/bandwidth is from a real collective, beside the errors of its inputs.
 # Published busbw of one link differs by this much between ring and tree (8 H200: 367 and 480 GB/s
 # of all-reduce; ml-engineering network).
@@ -51,30 +46,6 @@ class Exchange:
     root_gather_s: float = 0.0
     root_reduce_s: float = 0.0
     root_replicate_s: float = 0.0
-
-
-def shard_group(plan: Plan) -> tuple[int, int]:
-    """Size and stride of the group that shares parameters or states; cp lies inside it."""
-    return shard_degree(plan), plan.tp
-
-
-def replica_group(plan: Plan) -> tuple[int, int]:
-    """Size and stride of the group whose ranks hold the same shard, or the same whole."""
-    if plan.data_parallel is DataParallel.HYBRID_SHARD:
-        return plan.dp_replicate, plan.dp_shard * plan.cp * plan.tp
-    return plan.dp_replicate * plan.cp, plan.tp
-
-
-def expert_copies(plan: Plan, stack: Stack = TORCH) -> tuple[int, int]:
-    """Size and stride of the group whose ranks hold the same experts (`Mesh.expert_copies`).
-
-    With cp they are rows of cp neighbours, ep x cp places apart: taken as evenly spread over the
-    same ranks, where there are several rows.
-    """
-    if stack.folds_experts:
-        return max(1, plan.data_degree * plan.cp * plan.tp // plan.ep), plan.ep
-    copies = plan.data_degree * plan.cp // plan.ep
-    return copies, plan.tp if plan.ep == plan.data_degree else plan.ep * plan.tp
 
 
 def waiting_bytes(plan: Plan, cluster: ClusterProfile, replicas: Sent) -> float:
@@ -347,87 +318,6 @@ def _shards(
         root_reduce_s=reduce(loads.root_gradient_bytes, reductions),
         root_replicate_s=replicate(loads.root_gradient_bytes, 1),
     )
-
-
-def apart_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
-    """Small collectives that nothing hides: sample count and loss of every step, the seed of split
-    layers, what DDP asks about unused parameters, batch norms. Seconds of a step."""
-    world = plan.world_size
-    replicas, stride = plan.data_degree, plan.cp * plan.tp
-    count = COUNT_BYTES + (PRINT_BYTES * replicas if world > replicas else 0)
-    seconds = sum(
-        ledger.charge(Collective.ALL_REDUCE, purpose, payload, group_size=world)
-        for purpose, payload in (("sample count", count), ("loss", SCALAR_BYTES))
-    )
-    seconds += ledger.charge(
-        Collective.SEND_RECV, "seed (broadcast)", SEED_BYTES, group_size=plan.tp
-    )
-    is_ddp = plan.is_replicated and plan.pp == plan.tp == 1
-    if model.unused and is_ddp:
-        # One number per parameter tensor; a profile does not count those, and latency is all of it.
-        seconds += ledger.charge(
-            Collective.ALL_REDUCE, "unused parameters", SCALAR_BYTES, group_size=replicas * plan.cp
-        )
-    if plan.ep > 1 and plan.data_parallel.is_sharded and not plan.shards_experts:
-        shares = [expert_bytes(unit, ep=plan.ep) / plan.ep for unit in model.units]
-        copies, apart = expert_copies(plan)
-        seconds += summed_s(
-            ledger,
-            "gradients of experts",
-            gradient_bytes=sum(shares),
-            tensors=sum(share > 0 for share in shares),
-            group_size=copies,
-            stride=apart,
-        )
-    if not model.batch_norms or replicas < 2:
-        return seconds
-    if plan.sync_batch_norm:
-        # Mean and variance with the forward, their gradients with the backward.
-        count = 2 * len(model.batch_norms) * plan.forwards
-        one = ledger.charge(
-            Collective.ALL_REDUCE,
-            "batch norm statistics",
-            model.buffer_bytes / len(model.batch_norms),
-            group_size=replicas,
-            stride=stride,
-            count=count,
-        )
-        return seconds + count * one
-    one = ledger.charge(
-        Collective.SEND_RECV,
-        "buffers (broadcast)",
-        model.buffer_bytes,
-        group_size=replicas,
-        stride=stride,
-    )
-    return seconds + one
-
-
-def summed_s(
-    ledger: Ledger,
-    purpose: str,
-    *,
-    gradient_bytes: float,
-    tensors: int,
-    group_size: int,
-    stride: int,
-) -> float:
-    """Seconds of `engines.replicas.sum_gradients`: who has gradients, then they in flat messages.
-
-    A message is full when a tensor has passed 25 MiB: half a tensor more, on the average.
-    """
-    if group_size < 2 or not tensors or not gradient_bytes:
-        return 0.0
-    group = {"group_size": group_size, "stride": stride}
-    seconds = ledger.charge(
-        Collective.ALL_REDUCE, f"{purpose}: which there are", tensors * SCALAR_BYTES, **group
-    )
-    full = BUCKET_BYTES + gradient_bytes / tensors / 2
-    count = 1 if gradient_bytes < BUCKET_BYTES else ceil(gradient_bytes / full)
-    one = ledger.charge(
-        Collective.ALL_REDUCE, purpose, gradient_bytes / count, **group, count=count
-    )
-    return seconds + count * one
 
 
 def communication_error(plan: Plan, cluster: ClusterProfile) -> float:

@@ -7,11 +7,24 @@ then, so the peak is a real moment and not a sum of maxima. Stages of pipelines:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from advisor.cost.breakdown import Memory
+from advisor.cost.buffers import BUCKET_BYTES as BUCKET_BYTES
+from advisor.cost.buffers import KEEPS_PARAMETERS as KEEPS_PARAMETERS
+from advisor.cost.buffers import WHOLE as WHOLE
+from advisor.cost.buffers import (
+    Gathered,
+    Gradients,
+    gathered_by_torch,
+    gradients_of_torch,
+    next_separate,
+    own_gathered,
+    own_gradients,
+)
+from advisor.cost.buffers import added_share as added_share
+from advisor.cost.buffers import shard_degree as shard_degree
 from advisor.cost.calibration import CALIBRATION
 from advisor.cost.loads import Loads, UnitLoad, describe
 from advisor.cost.offload import (
@@ -22,7 +35,7 @@ from advisor.cost.offload import (
     states_leave,
 )
 from advisor.cost.states import HeldStates, held_states, zero_level
-from engines.plan import DataParallel, OffloadTo, Plan, Recompute
+from engines.plan import OffloadTo, Plan, Recompute
 from profiles.cluster import Device
 from profiles.model import LOSS
 from profiles.optimizer_laws import FP32_BYTES
@@ -41,12 +54,6 @@ ACTIVATION_ERROR = 0.08
 # FSDP2 holds a gathered unit, its flat gather buffer and the unit prefetched next. Two whole units
 # is what its streams allow when the host does not run ahead, three when it does.
 UNITS_WHEN_AHEAD = 1
-# Gradients go in flat messages: the buckets of DistributedDataParallel (bucket_cap_mb=25, in the
-# MiB that it means), and those of the replicas of a stage (engines/replicas.py).
-BUCKET_BYTES = 25 * 2**20
-
-WHOLE = (DataParallel.NONE, DataParallel.THREADS, DataParallel.REPLICATE)
-KEEPS_PARAMETERS = (DataParallel.ZERO1, DataParallel.ZERO2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +96,6 @@ class Peak:
     loss_bytes: float
 
 
-def shard_degree(plan: Plan) -> int:
-    """Over how many ranks parameters and optimizer states are divided; those of cp hold parts too.
-
-    Context parallelism leaves parameters alone, so its ranks share in what is sharded.
-    """
-    if plan.data_parallel in KEEPS_PARAMETERS:
-        return plan.dp_replicate * plan.cp
-    return plan.dp_shard * plan.cp if plan.data_parallel.is_sharded else 1
-
-
-def added_share(plan: Plan) -> float:
-    """Of the gradients, those that a rank adds to what earlier microbatches left: shards where they
-    are reduced after each microbatch; FSDP2 reduces when the round of a pipeline is over."""
-    is_reduced = plan.data_parallel.is_sharded and plan.data_parallel is not DataParallel.ZERO1
-    return 1 / shard_degree(plan) if is_reduced and plan.pp == 1 else 1.0
-
-
 def peak(
     plan: Plan,
     loads: Loads,
@@ -126,7 +116,10 @@ def peak(
     away = activations_leave(plan, device)
     own: HeldStates | None = None
     if stack.states is None:
-        gradients, gathered = _gradients(plan, loads, on_device=on_device), _gathered(plan, loads)
+        gradients, gathered = (
+            gradients_of_torch(plan, loads, on_device=on_device),
+            gathered_by_torch(plan, loads),
+        )
     else:
         own = held_states(
             stack.states,
@@ -165,27 +158,6 @@ def peak(
         stack=stack,
         own=own,
     )
-
-
-def own_gradients(held: float, loads: Loads, stack: Stack) -> Gradients:
-    """Gradients that a stack keeps in buffers of its own; a product writes each in the dtype of
-    computing before it is added, unless it adds by itself."""
-    units = loads.entries
-    made = 0.0 if stack.accumulates_in_product else loads.compute_share
-    return Gradients(held, lambda i: held, lambda i: made * units[i].gradient_bytes)
-
-
-def own_gathered(plan: Plan, loads: Loads) -> Gathered:
-    """Weights that are there only while their unit works: under ZeRO-3, with the next one's."""
-    units = loads.entries
-    share = loads.compute_share * (zero_level(plan) == 3)
-    copies = [share * unit.parameter_bytes * unit.is_separate for unit in units]
-    root = share * loads.root_parameter_bytes
-
-    def whole(i: int, following: int) -> float:
-        return root + copies[i] + (copies[following] if 0 <= following < len(copies) else 0.0)
-
-    return whole
 
 
 def peak_at(
@@ -258,120 +230,10 @@ def kept_bytes(unit: UnitLoad, recompute: Recompute) -> float:
     return unit.input_bytes if recompute is Recompute.FULL else unit.selective_bytes
 
 
-Gathered = Callable[[int, int], float]
-"""Whole parameters while entry `i` works and entry `following` is fetched (-1: none)."""
-
-
-def _gathered(plan: Plan, loads: Loads) -> Gathered:
-    share, kind = loads.compute_share, plan.data_parallel
-    units = loads.entries
-    copies = [u.parameter_bytes * share if u.is_separate else 0.0 for u in units]
-    root = loads.root_parameter_bytes * share
-    seen = list(accumulate(copy * u.count for copy, u in zip(copies, units, strict=True)))
-    cast = list(accumulate(u.parameter_bytes * share * (share != 1) * u.count for u in units))
-
-    def following_bytes(following: int) -> float:
-        return copies[following] if 0 <= following < len(copies) else 0.0
-
-    def autocast(i: int, following: int) -> float:
-        # bf16 copies of the weights live from their cast in the forward until the backward of the
-        # unit is done; between forward and backward all of them do.
-        return cast[i]
-
-    def kept(i: int, following: int) -> float:
-        if plan.forwards > 1:
-            return root + seen[-1]
-        return root + seen[i] + (following_bytes(following) if following > i else 0.0)
-
-    def one_by_one(i: int, following: int) -> float:
-        return root + copies[i] + following_bytes(following)
-
-    if kind in WHOLE:
-        return autocast
-    return kept if kind in KEEPS_PARAMETERS else one_by_one
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """Gradients held by the device before, and while, entry `i` runs its backward.
-
-    `buffers` are beside them while it runs, `reduced` when it is done and its reduction begins;
-    `carried` is the input of a microbatch's last reduction, held until the next one's first.
-    """
-
-    in_forward: float
-    in_backward: Callable[[int], float]
-    buffers: Callable[[int], float]
-    reduced: Callable[[int], float] | None = None
-    carried: float = 0.0
-
-
-def _gradients(plan: Plan, loads: Loads, *, on_device: bool) -> Gradients:
-    """Where gradients are, by data-parallel kind; `on_device` False means shards go to the host.
-
-    DDP's live in its buckets from the start (gradient_as_bucket_view); microbatches before the last
-    add up outside them, so with several there are two of each. Otherwise they appear unit by unit,
-    and after the first microbatch they are all there. ZeRO-1 adds up whole gradients until the last
-    microbatch; the other sharded kinds keep the reduced shards.
-    """
-    kind, several = plan.data_parallel, plan.forwards > 1
-    share, degree = loads.compute_share, shard_degree(plan)
-    units = loads.entries
-    own = [unit.gradient_bytes for unit in units]
-    total = loads.gradient_bytes
-    seen = list(accumulate(unit.gradient_bytes * unit.count for unit in units))
-    after = [total - so_far + mine for so_far, mine in zip(seen, own, strict=True)]
-    if kind not in WHOLE:
-        # What backward makes of a unit, beside the fp32 input of the reduction before it, which
-        # FSDP2 holds until the unit is done; then its own. The root group's gradients wait whole
-        # for the end of the backward.
-        before = _next_separate(units, backward=False)
-        inputs = [unit.gradient_bytes * unit.is_separate for unit in units]
-        carried = (
-            next(filter(None, inputs), 0.0) if several and kind is not DataParallel.ZERO1 else 0.0
-        )
-        working = [
-            share * mine + (inputs[last] if last >= 0 else carried)
-            for mine, last in zip(inputs, before, strict=True)
-        ]
-        reduced = [share * mine + mine for mine in inputs]
-        waiting = share * loads.root_gradient_bytes
-        if kind is DataParallel.ZERO1 and several:
-            return Gradients(total, lambda i: total, lambda i: working[i], lambda i: reduced[i])
-        kept = 1 / degree if on_device else 0.0
-        return Gradients(
-            total * kept if several else 0.0,
-            lambda i: (total if several else after[i]) * kept,
-            lambda i: working[i] + waiting,
-            lambda i: reduced[i] + waiting,
-            carried,
-        )
-    if plan.is_replicated:
-        # Autograd makes a gradient, then it is copied into its bucket.
-        held = 2 * total if several else total
-        return Gradients(held, lambda i: held, lambda i: own[i])
-    return Gradients(
-        total if several else 0.0,
-        lambda i: total if several else after[i],
-        lambda i: own[i] if several else 0.0,
-    )
-
-
-def _next_separate(units: Sequence[UnitLoad], *, backward: bool) -> list[int]:
-    """For each entry, the one that is prefetched while it works; -1 for none."""
-    order = range(len(units))
-    found, latest = [-1] * len(units), -1
-    for i in order if backward else reversed(order):
-        found[i] = latest
-        if units[i].is_separate:
-            latest = i
-    return found
-
-
 def forward_moments(
     plan: Plan, loads: Loads, gradients: Gradients, gathered: Gathered, *, away: bool = False
 ) -> Iterator[Moment]:
-    following = _next_separate(loads.entries, backward=False)
+    following = next_separate(loads.entries, backward=False)
     before = 0.0
     for i, unit in enumerate(loads.entries):
         if unit.count == 1:
@@ -398,7 +260,7 @@ def backward_moments(
 ) -> Iterator[Moment]:
     """Each unit's backward with the forward that recompute runs before it, and its reduction."""
     units = loads.entries
-    following = _next_separate(units, backward=True)
+    following = next_separate(units, backward=True)
     kept = [_stays_bytes(unit, plan, away) for unit in units]
     live = sum(mine * unit.count for mine, unit in zip(kept, units, strict=True))
     for i in reversed(range(len(units))):

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
 
-from advisor.cost.axes import without_experts
 from advisor.cost.breakdown import Estimate, Time
 from advisor.cost.by_hand import crossed_s
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.communication import (
-    Exchange,
-    apart_s,
     communication_error,
     exchange,
-    summed_s,
     waiting_bytes,
 )
 from advisor.cost.compression import sent
@@ -34,15 +29,18 @@ from advisor.cost.compute import (
     unit_times,
     with_measured,
 )
+from advisor.cost.held_units import held_units
+from advisor.cost.in_turn import in_turn, reduced_share
 from advisor.cost.ledger import Ledger, Wires
 from advisor.cost.loads import Loads, UnitLoad, loads_of, styled_units
 from advisor.cost.memory import Peak, added_share, peak, shard_degree
 from advisor.cost.offload import filed_s, moved_s
 from advisor.cost.replay import Slowdown, replay, slowdown
 from advisor.cost.runs import Run, runs_of
+from advisor.cost.small_collectives import apart_s, summed_s
 from advisor.cost.staged import Stage, staged
 from advisor.cost.stages import Stages
-from advisor.cost.tensor import Styled, cut_unit, is_split
+from advisor.cost.tensor import Styled
 from advisor.cost.threads import threaded
 from advisor.cost.updates import straggling, updated
 from advisor.facts import Facts
@@ -52,7 +50,6 @@ from engines.plan import DataParallel, Plan
 from profiles.errors import PlanError
 from profiles.loading import load_memory
 from profiles.model import Numerics, UnitProfile
-from profiles.optimizer_laws import FP32_BYTES
 from profiles.optimizers import Upkeep, upkeep
 
 
@@ -149,7 +146,7 @@ class CostModel:
             reduced_share=self.reduced_share,
             stack=self.stack,
         )
-        exchanged, waited_s = self.in_turn(plan, exchanged, computing)
+        exchanged, waited_s = in_turn(self.stack, plan, exchanged, computing)
         apart = waited_s + apart_s(plan, model, ledger) + self.partial_s(plan, loads.runs, ledger)
         apart += moved_s(plan, loads, update, ledger, cluster=cluster)
         shards = {"degree": shard_degree(plan), "rounds": plan.forwards}
@@ -284,40 +281,7 @@ class CostModel:
     @property
     def reduced_share(self) -> float:
         """Of a gradient as built, what goes between replicas."""
-        stack = self.stack
-        wanted = stack.reduce_bytes
-        if wanted is None and stack.states is not None:
-            wanted = stack.states.gradient
-        return 1.0 if wanted is None else wanted / FP32_BYTES
-
-    def in_turn(
-        self, plan: Plan, exchanged: Exchange, computing: Computing
-    ) -> tuple[Exchange, float]:
-        """What the stack overlaps, and the seconds of what it waits for: gradients and parameters
-        that go when computing is over."""
-        waited, counts = 0.0, [time.count for time in computing.times]
-        zeros = (0.0,) * len(counts)
-
-        def taken(each: Sequence[float]) -> float:
-            return sum(n * s for n, s in zip(counts, each, strict=True))
-
-        if not self.stack.overlap_gradients:
-            rounds = 1
-            if plan.data_parallel in (DataParallel.ZERO2, DataParallel.FULL_SHARD):
-                rounds = plan.forwards
-            waited += rounds * (taken(exchanged.reduce_s) + exchanged.root_reduce_s)
-            waited += taken(exchanged.replicate_s) + exchanged.root_replicate_s
-            exchanged = replace(
-                exchanged,
-                reduce_s=zeros,
-                replicate_s=zeros,
-                root_reduce_s=0.0,
-                root_replicate_s=0.0,
-            )
-        if not self.stack.overlap_parameters and plan.data_parallel is DataParallel.ZERO1:
-            waited += taken(exchanged.gather_s) + exchanged.root_gather_s
-            exchanged = replace(exchanged, gather_s=zeros, root_gather_s=0.0)
-        return exchanged, waited
+        return reduced_share(self.stack)
 
     def flop(self, plan: Plan, samples: int) -> float:
         """Model FLOP of one forward and backward of all units, without recompute."""
@@ -480,32 +444,15 @@ class CostModel:
         """Every unit with the parameters that one rank of the tp axis has; equal ones are one
         object, unless the optimizer knows them by their names."""
         model = self.facts.model
-        wanted = self.styles(plan)
-        shards = shard_degree(plan) if plan.ep > 1 else 1
-        key = (plan.tp, wanted, plan.ep, shards, plan.shards_experts)
         if self.facts.workload.optimizer.units is not None:
             return model.units
+        shards = shard_degree(plan) if plan.ep > 1 else 1
+        key = (plan.tp, self.styles(plan), plan.ep, shards, plan.shards_experts)
         if key not in self._units:
-            styled_as = self._styled_units(plan)
-            kind = self.numerics(plan)
-            found: list[UnitProfile] = []
-            for run in self.runs:
-                known: dict[object, UnitProfile] = {}
-                for place in range(run.first, run.last):
-                    cost = model.units[place].cost(kind)
-                    styled = styled_as[place]
-                    if styled not in known:
-                        known[styled] = (
-                            cut_unit(run.unit, cost, styled, tp=plan.tp)
-                            if is_split(styled)
-                            else run.unit
-                        )
-                        if plan.ep > 1 and not plan.shards_experts:
-                            known[styled] = without_experts(
-                                known[styled], ep=plan.ep, shards=shards
-                            )
-                    found.append(known[styled])
-            self._units[key] = tuple(found)
+            kind, styled = self.numerics(plan), self._styled_units(plan)
+            self._units[key] = held_units(
+                plan, model, self.runs, styled, numerics=kind, shards=shards
+            )
         return self._units[key]
 
     def partial_s(self, plan: Plan, units: Sequence[UnitLoad], ledger: Ledger) -> float:

@@ -10,14 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from advisor.cost.loads import Loads
-from advisor.cost.memory import (
-    BUCKET_BYTES,
+from advisor.cost.buffers import (
     KEEPS_PARAMETERS,
-    UNITS_WHEN_AHEAD,
     WHOLE,
     Gathered,
     Gradients,
+    own_gathered,
+    own_gradients,
+    shard_degree,
+)
+from advisor.cost.loads import Loads
+from advisor.cost.memory import (
+    BUCKET_BYTES,
+    UNITS_WHEN_AHEAD,
     Moment,
     Peak,
     backward_moments,
@@ -25,10 +30,7 @@ from advisor.cost.memory import (
     kept_bytes,
     largest_copy,
     optimizer_step,
-    own_gathered,
-    own_gradients,
     peak_at,
-    shard_degree,
 )
 from advisor.cost.offload import states_leave
 from advisor.cost.orders import Kind

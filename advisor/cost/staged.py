@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING
 
 from advisor.cost.borders import Border, borders_of, charge_sends, received_into, sent_over
 from advisor.cost.breakdown import Estimate, StageEstimate, Traffic
-from advisor.cost.communication import (
-    apart_s,
-    replica_group,
-    rounds_of,
-    stage_exchange,
-    summed_s,
-)
+from advisor.cost.communication import rounds_of, stage_exchange
 from advisor.cost.compute import Busy, Computing, busy_s, optimizer_s
+from advisor.cost.groups import replica_group
 from advisor.cost.ledger import Ledger
 from advisor.cost.loads import Loads, together
 from advisor.cost.memory import Peak, shard_degree
@@ -24,8 +19,9 @@ from advisor.cost.offload import filed_s
 from advisor.cost.orders import SPLITS_BACKWARD, Moment, gathers_of_root, moments, stages_of
 from advisor.cost.pipeline import Played, StageTimes, play, sends_late
 from advisor.cost.replay import backward, forward
+from advisor.cost.small_collectives import apart_s, summed_s
 from advisor.cost.stage_memory import Chunk, chunk_of, stage_peak
-from advisor.cost.stages import Tie
+from advisor.cost.stages import Tie, require_places
 from engines.plan import DataParallel, Plan, Schedule
 from profiles.errors import PlanError
 from profiles.optimizers import Upkeep
@@ -173,7 +169,7 @@ def _laid_out(model: CostModel, plan: Plan) -> _Layout:
         raise PlanError("a pipeline needs a schedule to have a cost", where=f"plan: {plan}")
     schedule, ends = plan.schedule, model.stages.ends(plan)
     count = len(ends) - 1
-    _require_places(plan, count)
+    require_places(plan, count)
     borders = borders_of(model, plan, ends)
     splits = schedule in SPLITS_BACKWARD
     return _Layout(
@@ -257,18 +253,6 @@ def _charged(model: CostModel, plan: Plan, layout: _Layout, rank: int) -> tuple[
     charge_sends(plan, layout.own[rank], layout.borders, ledger)
     _Tail.of(model, plan, layout, rank, ledger)
     return ledger, apart_s(plan, model.facts.model, ledger)
-
-
-def _require_places(plan: Plan, count: int) -> None:
-    if (
-        count < plan.pp
-        or count % plan.pp
-        or (plan.schedule is Schedule.ZBV and count != 2 * plan.pp)
-    ):
-        raise PlanError(
-            f"{count} stages do not go round {plan.pp} ranks under {plan.schedule}",
-            where=f"plan: {plan}",
-        )
 
 
 def _stages(

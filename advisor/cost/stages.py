@@ -192,3 +192,18 @@ class Stages:
             if takes:
                 fed.update((number, value) for value in outputs)
         return True
+
+
+def require_places(plan: Plan, count: int) -> None:
+    """Raises:
+    PlanError: `count` stages do not go round the ranks of the pp axis.
+    """
+    if (
+        count < plan.pp
+        or count % plan.pp
+        or (plan.schedule is Schedule.ZBV and count != 2 * plan.pp)
+    ):
+        raise PlanError(
+            f"{count} stages do not go round {plan.pp} ranks under {plan.schedule}",
+            where=f"plan: {plan}",
+        )

@@ -6,7 +6,7 @@ import pytest
 
 from advisor.candidates import searched
 from advisor.cost import CostModel, Estimate, estimate
-from advisor.cost.communication import expert_copies
+from advisor.cost.groups import expert_copies
 from advisor.policy import Policy
 from advisor.search.kept import Kept
 from engines.plan import DataParallel, Plan

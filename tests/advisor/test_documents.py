@@ -14,9 +14,9 @@ from functools import cache
 
 import pytest
 
-from advisor.cost import CostModel
+from advisor.cost import CostModel, Estimate
 from advisor.facts import Facts
-from advisor.predict.convnet_step import ConvnetStep, convnet_step
+from advisor.predict.case import case_of
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import Row
 from advisor.predict.setup import Setup
@@ -55,7 +55,7 @@ def two_devices(split: int, *, stages: int = 2) -> float:
         microbatch=split,
         global_batch=120,
     )
-    return convnet_step(setup(row)).step_s
+    return case_of(setup(row)).estimate().step_s
 
 
 def test_two_devices_in_turn_are_about_seven_percent_slower_than_one() -> None:
@@ -138,7 +138,7 @@ def test_the_cost_model_of_plans_scales_replicas_on_a_node_with_nvlink(replicas:
     assert 0.93 < one / many < 1
 
 
-def step(n_gpus: int, **cells: object) -> ConvnetStep:
+def step(n_gpus: int, **cells: object) -> Estimate:
     row = Row(
         row_id="replicas",
         source="pytorch",
@@ -152,11 +152,12 @@ def step(n_gpus: int, **cells: object) -> ConvnetStep:
     found = setup(row)
     software = found.software
     if software.year < 2018:
-        software = replace(software, overlap_reduce=False)
-    return convnet_step(replace(found, software=software))
+        stack = software.stack.model_copy(update={"overlap_gradients": False})
+        software = replace(software, stack=stack)
+    return case_of(replace(found, software=software)).estimate()
 
 
-def thousand(n_gpus: int) -> ConvnetStep:
+def thousand(n_gpus: int) -> Estimate:
     return step(
         n_gpus,
         source_date="2017-11",
@@ -170,9 +171,9 @@ def thousand(n_gpus: int) -> ConvnetStep:
 
 def test_a_thousand_devices_spend_a_fifth_of_their_time_on_gradients() -> None:
     found = thousand(1024)
-    assert found.sent_s >= 0.2 * found.step_s
+    assert found.time.exposed_s >= 0.2 * found.step_s
     # It is the number of devices that does it, not the images on each.
-    assert thousand(8).sent_s < 0.05 * thousand(8).step_s
+    assert thousand(8).time.exposed_s < 0.05 * thousand(8).step_s
 
 
 @pytest.mark.parametrize("n_gpus", [2, 4, 8])

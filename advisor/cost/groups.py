@@ -1,0 +1,31 @@
+"""Groups of ranks that exchange something: size, and how far apart their ranks are."""
+
+from __future__ import annotations
+
+from advisor.cost.buffers import shard_degree
+from engines.plan import DataParallel, Plan
+from profiles.stack import TORCH, Stack
+
+
+def shard_group(plan: Plan) -> tuple[int, int]:
+    """Size and stride of the group that shares parameters or states; cp lies inside it."""
+    return shard_degree(plan), plan.tp
+
+
+def replica_group(plan: Plan) -> tuple[int, int]:
+    """Size and stride of the group whose ranks hold the same shard, or the same whole."""
+    if plan.data_parallel is DataParallel.HYBRID_SHARD:
+        return plan.dp_replicate, plan.dp_shard * plan.cp * plan.tp
+    return plan.dp_replicate * plan.cp, plan.tp
+
+
+def expert_copies(plan: Plan, stack: Stack = TORCH) -> tuple[int, int]:
+    """Size and stride of the group whose ranks hold the same experts (`Mesh.expert_copies`).
+
+    With cp they are rows of cp neighbours, ep x cp places apart: taken as evenly spread over the
+    same ranks, where there are several rows.
+    """
+    if stack.folds_experts:
+        return max(1, plan.data_degree * plan.cp * plan.tp // plan.ep), plan.ep
+    copies = plan.data_degree * plan.cp // plan.ep
+    return copies, plan.tp if plan.ep == plan.data_degree else plan.ep * plan.tp

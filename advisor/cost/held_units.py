@@ -1,0 +1,42 @@
+"""Units with the parameters that one rank of the tp and ep axes has, for an optimizer to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from advisor.cost.axes import without_experts
+from advisor.cost.runs import Run
+from advisor.cost.tensor import Styled, cut_unit, is_split
+from engines.plan import Plan
+from profiles.model import ModelProfile, Numerics, UnitProfile
+
+
+def held_units(
+    plan: Plan,
+    model: ModelProfile,
+    runs: Sequence[Run],
+    styled: Sequence[Styled],
+    *,
+    numerics: Numerics,
+    shards: int,
+) -> tuple[UnitProfile, ...]:
+    """Every unit of `model` on one rank; equal ones are one object.
+
+    Args:
+        styled: what the plan's styles do to each unit.
+        shards: over how many ranks states are divided, where experts are.
+    """
+    units: list[UnitProfile] = []
+    for run in runs:
+        known: dict[Styled, UnitProfile] = {}
+        for place in range(run.first, run.last):
+            how = styled[place]
+            if how not in known:
+                unit = run.unit
+                if is_split(how):
+                    unit = cut_unit(unit, model.units[place].cost(numerics), how, tp=plan.tp)
+                if plan.ep > 1 and not plan.shards_experts:
+                    unit = without_experts(unit, ep=plan.ep, shards=shards)
+                known[how] = unit
+            units.append(known[how])
+    return tuple(units)

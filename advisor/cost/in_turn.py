@@ -1,0 +1,49 @@
+"""Traffic that a stack does not overlap with computing: it is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from advisor.cost.communication import Exchange
+from advisor.cost.compute import Computing
+from engines.plan import DataParallel, Plan
+from profiles.optimizer_laws import FP32_BYTES
+from profiles.stack import Stack
+
+
+def reduced_share(stack: Stack) -> float:
+    """Of a gradient as built, what goes between replicas."""
+    wanted = stack.reduce_bytes
+    if wanted is None and stack.states is not None:
+        wanted = stack.states.gradient
+    return 1.0 if wanted is None else wanted / FP32_BYTES
+
+
+def in_turn(
+    stack: Stack, plan: Plan, exchanged: Exchange, computing: Computing
+) -> tuple[Exchange, float]:
+    """What `stack` overlaps of `exchanged`, and the seconds of what it waits for: gradients and
+    parameters that go when computing is over."""
+    waited, counts = 0.0, [time.count for time in computing.times]
+    zeros = (0.0,) * len(counts)
+
+    def of_all(each: Sequence[float]) -> float:
+        return sum(n * s for n, s in zip(counts, each, strict=True))
+
+    if not stack.overlap_gradients:
+        every = plan.data_parallel in (DataParallel.ZERO2, DataParallel.FULL_SHARD)
+        rounds = plan.forwards if every else 1
+        waited += rounds * (of_all(exchanged.reduce_s) + exchanged.root_reduce_s)
+        waited += of_all(exchanged.replicate_s) + exchanged.root_replicate_s
+        exchanged = replace(
+            exchanged,
+            reduce_s=zeros,
+            replicate_s=zeros,
+            root_reduce_s=0.0,
+            root_replicate_s=0.0,
+        )
+    if not stack.overlap_parameters and plan.data_parallel is DataParallel.ZERO1:
+        waited += of_all(exchanged.gather_s) + exchanged.root_gather_s
+        exchanged = replace(exchanged, gather_s=zeros, root_gather_s=0.0)
+    return exchanged, waited

@@ -1,0 +1,99 @@
+"""Small collectives that nothing hides, and sums of gradients in flat messages."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from advisor.cost.axes import expert_bytes
+from advisor.cost.buffers import BUCKET_BYTES
+from advisor.cost.groups import expert_copies
+from advisor.cost.ledger import Ledger
+from engines.plan import Plan
+from profiles.cluster import Collective
+from profiles.model import ModelProfile
+
+# What the ranks count is two fp64 numbers (samples, ranks that failed), and two more for every
+# replica that has several ranks (engines/microbatches.py); a loss is one fp32 number, and the seed
+# that the ranks of the tp axis agree on an int64.
+COUNT_BYTES, PRINT_BYTES, SCALAR_BYTES, SEED_BYTES = 16, 16, 4, 8
+
+
+def apart_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
+    """Small collectives that nothing hides: sample count and loss of every step, the seed of split
+    layers, what DDP asks about unused parameters, batch norms. Seconds of a step."""
+    world = plan.world_size
+    replicas, stride = plan.data_degree, plan.cp * plan.tp
+    count = COUNT_BYTES + (PRINT_BYTES * replicas if world > replicas else 0)
+    seconds = sum(
+        ledger.charge(Collective.ALL_REDUCE, purpose, payload, group_size=world)
+        for purpose, payload in (("sample count", count), ("loss", SCALAR_BYTES))
+    )
+    seconds += ledger.charge(
+        Collective.SEND_RECV, "seed (broadcast)", SEED_BYTES, group_size=plan.tp
+    )
+    is_ddp = plan.is_replicated and plan.pp == plan.tp == 1
+    if model.unused and is_ddp:
+        # One number per parameter tensor; a profile does not count those, and latency is all of it.
+        seconds += ledger.charge(
+            Collective.ALL_REDUCE, "unused parameters", SCALAR_BYTES, group_size=replicas * plan.cp
+        )
+    if plan.ep > 1 and plan.data_parallel.is_sharded and not plan.shards_experts:
+        shares = [expert_bytes(unit, ep=plan.ep) / plan.ep for unit in model.units]
+        copies, apart = expert_copies(plan)
+        seconds += summed_s(
+            ledger,
+            "gradients of experts",
+            gradient_bytes=sum(shares),
+            tensors=sum(share > 0 for share in shares),
+            group_size=copies,
+            stride=apart,
+        )
+    if not model.batch_norms or replicas < 2:
+        return seconds
+    if plan.sync_batch_norm:
+        # Mean and variance with the forward, their gradients with the backward.
+        count = 2 * len(model.batch_norms) * plan.forwards
+        one = ledger.charge(
+            Collective.ALL_REDUCE,
+            "batch norm statistics",
+            model.buffer_bytes / len(model.batch_norms),
+            group_size=replicas,
+            stride=stride,
+            count=count,
+        )
+        return seconds + count * one
+    one = ledger.charge(
+        Collective.SEND_RECV,
+        "buffers (broadcast)",
+        model.buffer_bytes,
+        group_size=replicas,
+        stride=stride,
+    )
+    return seconds + one
+
+
+def summed_s(
+    ledger: Ledger,
+    purpose: str,
+    *,
+    gradient_bytes: float,
+    tensors: int,
+    group_size: int,
+    stride: int,
+) -> float:
+    """Seconds of `engines.replicas.sum_gradients`: who has gradients, then they in flat messages.
+
+    A message is full when a tensor has passed 25 MiB: half a tensor more, on the average.
+    """
+    if group_size < 2 or not tensors or not gradient_bytes:
+        return 0.0
+    group = {"group_size": group_size, "stride": stride}
+    seconds = ledger.charge(
+        Collective.ALL_REDUCE, f"{purpose}: which there are", tensors * SCALAR_BYTES, **group
+    )
+    full = BUCKET_BYTES + gradient_bytes / tensors / 2
+    count = 1 if gradient_bytes < BUCKET_BYTES else ceil(gradient_bytes / full)
+    one = ledger.charge(
+        Collective.ALL_REDUCE, purpose, gradient_bytes / count, **group, count=count
+    )
+    return seconds + count * one
