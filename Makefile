@@ -1,7 +1,8 @@
 # make demo    train a small GPT on two local ranks and compare prediction with measurement
 # make test    the tests
 # make matrix  30 architectures under 15 plans against one process (MATRIX="--only T5 --plan zbv")
-# make scorecard  published runs predicted, with and without their source; into the README
+# make scorecard  published runs predicted, with and without their publisher; into the README
+# make scorecard-nested HELD_OUT=FOLDER  files that no rule was chosen on, scored once
 # make timed   the tests that compare clocks, for a machine that does nothing else
 # make check   formatting, lint, types, layers, spelling
 #
@@ -16,7 +17,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test matrix scorecard timed check format clean
+.PHONY: help demo test matrix scorecard scorecard-nested timed check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -43,9 +44,12 @@ matrix: $(STAMP)
 	echo "== the matrix took $$((SECONDS - start)) s"
 
 scorecard: $(STAMP)
-	@echo "== the scorecard: about 5 minutes; kept in tests/scorecard/scorecard.json"
-	@start=$$SECONDS; $(BIN)/python -m tests.scorecard; \
+	@echo "== the scorecard: minutes for the fits; kept in tests/scorecard/scorecard.json"
+	@start=$$SECONDS; $(BIN)/python -m tests.scorecard $(SCORECARD); \
 	echo "== the scorecard took $$((SECONDS - start)) s"
+
+scorecard-nested: $(STAMP)
+	@$(BIN)/python -m tests.scorecard.nested $(if $(HELD_OUT),--held-out "$(HELD_OUT)")
 
 timed: $(STAMP)
 	@echo "== tests that compare clocks: about 4 minutes on 2 cores that do nothing else"

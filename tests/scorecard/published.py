@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +39,12 @@ def frameworks() -> dict[str, str]:
     return tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text("utf-8"))
 
 
-def published(folder: Path = FOLDER) -> list[Published]:
-    """All runs of a folder, in the order of its files."""
+def published(folder: Path = FOLDER, files: Collection[str] | None = None) -> list[Published]:
+    """The runs of a folder, in the order of its files; of `files` alone where they are named."""
     found = []
     for path in sorted(folder.glob("*.csv")):
+        if files is not None and path.stem not in files:
+            continue
         with path.open(newline="", encoding="utf-8") as file:
             for cells in csv.DictReader(file):
                 framework = cells.get("framework") or frameworks().get(path.stem, "")

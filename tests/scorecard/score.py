@@ -2,17 +2,77 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import exp, log
 from statistics import fmean, median
+from typing import Any
 
-from advisor.predict.prediction import Prediction
 from tests.scorecard.published import Published
 
 # A group of layouts says something about ranking from this many on.
 LEAST_LAYOUTS = 3
+# What is asked for of sources left out: figure, part of it, at least or at most, how much.
+MARKS = (
+    ("time", "median", "<=", 0.08),
+    ("time", "p90", "<=", 0.25),
+    ("time", "covered", ">=", 0.85),
+    ("time", "covered", "<=", 0.95),
+    ("time", "beyond", "<=", 0.05),
+    ("memory", "median", "<=", 0.05),
+    ("memory", "p90", "<=", 0.15),
+    ("memory", "covered", ">=", 0.85),
+    ("memory", "covered", "<=", 0.95),
+    ("memory", "beyond", "<=", 0.05),
+    ("choice", "correlation", ">=", 0.9),
+    ("choice", "regret", "<=", 0.03),
+    ("failures", "recall", ">=", 0.95),
+    ("failures", "precision", ">=", 0.9),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A predicted value and its range, in seconds or GiB."""
+
+    value: float
+    low: float
+    high: float
+
+    def scaled(self, low: float, high: float) -> Interval:
+        """The same value with ends at `low` and `high` times it."""
+        return Interval(self.value, low * self.value, high * self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A published run and what was predicted of it.
+
+    Attributes:
+        stack: preset that it was predicted with.
+        kind: kind of stack, by which ranges are chosen.
+        memory: by the counter and of the stage that the published figure means.
+        reason: why there is no prediction; blank where there is one.
+    """
+
+    run: Published
+    stack: str
+    kind: str
+    time: Interval | None = None
+    memory: Interval | None = None
+    fits: bool | None = None
+    reason: str = ""
+
+    def predicted(self, part: str) -> Interval | None:
+        """Of "time" or "memory"."""
+        return self.time if part == "time" else self.memory
+
+    def measured(self, part: str) -> float | None:
+        """Seconds or GiB; the peak of a run that failed is where it failed, and not counted."""
+        if part == "time":
+            return self.run.step_s
+        return None if self.run.oom else self.run.memory_gib
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,137 +113,26 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Out of memory: of those that failed how many were told, and of those told how many failed."""
+    """Out of memory: of runs that failed how many were predicted, and of those predicted how many
+    failed."""
 
     rows: int
+    failed: int
     recall: float | None
     precision: float | None
 
 
-Pair = tuple[Published, Prediction]
-
-
-def time_errors(pairs: Iterable[Pair]) -> Errors | None:
-    """Of the step time."""
-    return _errors(
-        (run.row.row_id, run.step_s, p.predicted_step_time_s, p.time_low_s, p.time_high_s)
-        for run, p in pairs
-    )
-
-
-def memory_errors(pairs: Iterable[Pair]) -> Errors | None:
-    """Of the peak, against the counter that the row names: allocated, or what the card shows."""
+def errors(rows: Iterable[Scored], part: str) -> Errors | None:
+    """Of the "time" of a step or the peak "memory"."""
     found = []
-    for run, p in pairs:
-        if run.oom or p.predicted_peak_mem_gib is None or p.predicted_reserved_gib is None:
+    for row in rows:
+        true, predicted = row.measured(part), row.predicted(part)
+        if true is None or predicted is None:
             continue
-        allocated = "alloc" in run.memory_metric
-        value = p.predicted_peak_mem_gib if allocated else p.predicted_reserved_gib
-        scale = value / p.predicted_peak_mem_gib
-        assert p.mem_low_gib is not None
-        assert p.mem_high_gib is not None
-        low, high = p.mem_low_gib * scale, p.mem_high_gib * scale
-        found.append((run.row.row_id, run.memory_gib, value, low, high))
-    return _errors(found)
-
-
-def failures(pairs: Iterable[Pair]) -> Failures:
-    """Of the rows that say whether they ran."""
-    known = [(run.oom, not p.predicted_fits) for run, p in pairs
-             if run.oom is not None and p.predicted_fits is not None]  # fmt: skip
-    failed = sum(oom for oom, _ in known)
-    told = sum(said for _, said in known)
-    right = sum(oom and said for oom, said in known)
-    return Failures(
-        rows=len(known),
-        recall=right / failed if failed else None,
-        precision=right / told if told else None,
-    )
-
-
-def choice(pairs: Iterable[Pair]) -> Choice | None:
-    """Within groups of (source, model, sequence, devices, samples a step) that differ in layout."""
-    groups: dict[tuple[object, ...], list[Pair]] = defaultdict(list)
-    for run, p in pairs:
-        row = run.row
-        key = (row.source, row.model_name, row.n_layers, row.hidden, row.n_heads, row.seq_len,
-               row.gpu_type, row.n_gpus, row.dtype, row.global_batch)  # fmt: skip
-        groups[key].append((run, p))
-    correlations, regrets, failed = [], [], 0
-    for group in groups.values():
-        told = [
-            (run, p)
-            for run, p in group
-            if p.predicted_step_time_s is not None and (run.step_s is not None or run.oom)
-        ]
-        # Runs of one layout, on other days or with other releases, are one: their median.
-        times: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
-        for run, p in told:
-            if run.step_s is not None:
-                times[_layout(run)].append((p.predicted_step_time_s or 0.0, run.step_s))
-        if len(times) < LEAST_LAYOUTS:
-            continue
-        measured = {layout: median(m for _, m in found) for layout, found in times.items()}
-        predicted = {layout: median(p for p, _ in found) for layout, found in times.items()}
-        correlations.append(_spearman(list(predicted.values()), list(measured.values())))
-        fitting = [(run, p) for run, p in told if p.predicted_fits] or told
-        run, _ = min(fitting, key=lambda pair: pair[1].predicted_step_time_s or 0.0)
-        if _layout(run) in measured:
-            regrets.append(measured[_layout(run)] / min(measured.values()) - 1)
-        else:
-            failed += 1
-    if not correlations:
-        return None
-    return Choice(
-        groups=len(correlations),
-        correlation=fmean(correlations),
-        regret=fmean(regrets) if regrets else 0.0,
-        best_failed=failed,
-    )
-
-
-def card(pairs: Sequence[Pair]) -> dict[str, dict[str, object]]:
-    """By file and over all: time, memory, failures and choice, of rows of high reliability.
-
-    What runs failed is told of rows of low reliability too: fewer than thirty say that they did.
-    """
-    groups: dict[str, list[Pair]] = defaultdict(list)
-    for run, p in pairs:
-        groups[run.file].append((run, p))
-        groups["all"].append((run, p))
-    return {name: _scores(group) for name, group in sorted(groups.items())}
-
-
-def _scores(pairs: Sequence[Pair]) -> dict[str, object]:
-    high = [pair for pair in pairs if pair[0].reliability == "high"]
-    some = [pair for pair in pairs if pair[0].reliability != "low"]
-    parts: Mapping[str, tuple[Callable[[Sequence[Pair]], object], Sequence[Pair]]] = {
-        "time": (time_errors, high),
-        "time, medium too": (time_errors, some),
-        "memory": (memory_errors, high),
-        "memory, medium too": (memory_errors, some),
-        "failures": (failures, high),
-        "failures, medium too": (failures, some),
-        "failures, low too": (failures, pairs),
-        "choice": (choice, some),
-    }
-    found: dict[str, object] = {}
-    for name, (score, rows) in parts.items():
-        result = score(rows)
-        found[name] = None if result is None else _rounded(asdict(result))  # type: ignore[call-overload]
-    return found
-
-
-def _errors(
-    rows: Iterable[tuple[str, float | None, float | None, float | None, float | None]],
-) -> Errors | None:
-    found = []
-    for name, true, told, low, high in rows:
-        if true is None or told is None or low is None or high is None:
-            continue
-        found.append(
-            (abs(told / true - 1), name, log(told / true), low <= true <= high, true > high)
-        )
+        ratio = predicted.value / true
+        inside = predicted.low <= true <= predicted.high
+        name, above = row.run.row.row_id, true > predicted.high
+        found.append((abs(ratio - 1), name, log(ratio), inside, above))
     if not found:
         return None
     found.sort()
@@ -197,6 +146,111 @@ def _errors(
         covered=fmean(inside for *_, inside, _ in found),
         beyond=fmean(above for *_, above in found),
     )
+
+
+def failures(rows: Iterable[Scored]) -> Failures | None:
+    """Of the rows that say whether they ran."""
+    known = [(row.run.oom, not row.fits) for row in rows
+             if row.run.oom is not None and row.fits is not None]  # fmt: skip
+    if not known:
+        return None
+    failed = sum(oom for oom, _ in known)
+    predicted = sum(said for _, said in known)
+    right = sum(oom and said for oom, said in known)
+    return Failures(
+        rows=len(known),
+        failed=failed,
+        recall=right / failed if failed else None,
+        precision=right / predicted if predicted else None,
+    )
+
+
+def choice(rows: Iterable[Scored]) -> Choice | None:
+    """Within groups of (source, model, sequence, devices, samples a step) that differ in layout."""
+    groups: dict[tuple[object, ...], list[tuple[Scored, float]]] = defaultdict(list)
+    for scored in rows:
+        row = scored.run.row
+        key = (row.source, row.model_name, row.n_layers, row.hidden, row.n_heads, row.seq_len,
+               row.gpu_type, row.n_gpus, row.dtype, row.global_batch)  # fmt: skip
+        if scored.time is not None and (scored.run.step_s is not None or scored.run.oom):
+            groups[key].append((scored, scored.time.value))
+    correlations, regrets, failed = [], [], 0
+    for group in groups.values():
+        # Runs of one layout, on other days or with other releases, are one: their median.
+        times: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
+        for scored, predicted_s in group:
+            if scored.run.step_s is not None:
+                times[_layout(scored.run)].append((predicted_s, scored.run.step_s))
+        if len(times) < LEAST_LAYOUTS:
+            continue
+        measured = {layout: median(m for _, m in found) for layout, found in times.items()}
+        predicted = {layout: median(p for p, _ in found) for layout, found in times.items()}
+        correlations.append(_spearman(list(predicted.values()), list(measured.values())))
+        fitting = [pair for pair in group if pair[0].fits] or group
+        best, _ = min(fitting, key=lambda pair: pair[1])
+        if _layout(best.run) in measured:
+            regrets.append(measured[_layout(best.run)] / min(measured.values()) - 1)
+        else:
+            failed += 1
+    if not correlations:
+        return None
+    return Choice(
+        groups=len(correlations),
+        correlation=fmean(correlations),
+        regret=fmean(regrets) if regrets else 0.0,
+        best_failed=failed,
+    )
+
+
+def card(rows: Sequence[Scored]) -> dict[str, Any]:
+    """Figures over all rows, by file and by kind of stack, and how many rows have none and why."""
+    files: dict[str, list[Scored]] = defaultdict(list)
+    kinds: dict[str, list[Scored]] = defaultdict(list)
+    for row in rows:
+        files[row.run.file].append(row)
+        kinds[row.kind].append(row)
+    return {
+        "all": figures(rows),
+        "files": {name: figures(files[name]) for name in sorted(files)},
+        "kinds of stack": {name: figures(kinds[name]) for name in sorted(kinds)},
+        "no answer": dict(sorted(Counter(row.reason for row in rows if row.reason).items())),
+    }
+
+
+def figures(rows: Sequence[Scored]) -> dict[str, Any]:
+    """Of rows of high reliability, and with those of medium; None where no row says anything."""
+    some = [row for row in rows if row.run.reliability != "low"]
+    high = [row for row in some if row.run.reliability == "high"]
+    found: dict[str, Any] = {"rows": len(rows)}
+    for level, chosen in (("high", high), ("medium too", some)):
+        parts = {
+            "time": errors(chosen, "time"),
+            "memory": errors(chosen, "memory"),
+            "choice": choice(chosen),
+            "failures": failures(chosen),
+        }
+        found[level] = {name: part and _rounded(asdict(part)) for name, part in parts.items()}
+    return found
+
+
+def headline(scores: Mapping[str, Any], part: str) -> Mapping[str, Any] | None:
+    """Errors of rows of high reliability, of medium where there are no others; the rest of both."""
+    found: Mapping[str, Any] | None = scores["medium too"][part]
+    return (scores["high"][part] or found) if part in ("time", "memory") else found
+
+
+def marks(scores: Mapping[str, Any]) -> list[str]:
+    """One line for each mark: the figure, what was asked for, and whether it is met."""
+    lines = []
+    for part, name, sign, bound in MARKS:
+        found = headline(scores, part)
+        value: float | None = found[name] if found else None
+        if value is None:
+            lines.append(f"{part} {name}: no rows")
+            continue
+        met = value <= bound if sign == "<=" else value >= bound
+        lines.append(f"{part} {name} {value:.3f} {sign} {bound}: {'met' if met else 'missed'}")
+    return lines
 
 
 def _layout(run: Published) -> tuple[object, ...]:

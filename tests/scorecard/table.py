@@ -1,71 +1,122 @@
-"""The scorecard as a table of the README, between its marks."""
+"""The scorecard as tables of the README, between its marks; the nested run first."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from tests.scorecard.score import headline
 
 README = Path(__file__).resolve().parents[2] / "README.md"
+NESTED = Path(__file__).with_name("nested.json")
 MARKED = re.compile(r"(<!-- scorecard: .*? -->\n).*?(<!-- end of scorecard -->)", re.DOTALL)
-Scores = Mapping[str, Mapping[str, Mapping[str, float | None] | None]]
+WAYS = ("as they are", "left out", "unseen")
+Card = Mapping[str, Any]
 
 
-def table(result: Mapping[str, object]) -> str:
-    """Markdown: one line a file, left-out figures after fitted ones."""
-    fitted, left = result["fitted"], result["left out"]
-    assert isinstance(fitted, dict)
-    assert isinstance(left, dict)
-    lines = [
-        "| published runs | time: rows | median | 9 of 10 | memory: rows | median | 9 of 10 |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name in sorted(fitted, key=lambda file: (file != "all", file)):
-        words = [name.replace("_", " ")]
-        for part in ("time", "memory"):
-            one, other = _errors(fitted[name], part), _errors(left[name], part)
-            if one is None or other is None:
-                words += ["", "", ""]
-                continue
-            words.append(f"{one['rows']:.0f}")
-            words += [f"{one[key]:.1%}, {other[key]:.1%}" for key in ("median", "p90")]
-        if any(words[1:]):
-            lines.append("| " + " | ".join(words) + " |")
-    return "\n".join(lines) + "\n\n" + _sentences(left["all"], result["constants"])
+def text(result: Card) -> str:
+    """Markdown of scorecard.json's content, and of nested.json where there is one."""
+    card = json.loads(NESTED.read_text(encoding="utf-8")) if NESTED.is_file() else None
+    parts = [nested(card) if card else "No nested run has been scored yet.\n"]
+    parts.append(
+        "Median / 9 of 10 in %, with constants as they are; with the row's publisher left out of"
+        " the fit; and of\nthose, the rows whose rules were all chosen without it.\n"
+    )
+    parts.append(_rows({way: result[way] for way in WAYS}))
+    parts.append(_sentences("With publishers left out of the fit", result["left out"]))
+    if not result["unseen"]["all"]["rows"]:
+        parts.append("No row is unseen: each rests on a rule chosen with its publisher in view.\n")
+    constants = result["constants"]
+    parts.append(
+        f"{constants['fitted']} constants are fitted, {constants['literals']} literals were chosen"
+        " on published rows.\n"
+    )
+    if result["absent"]:
+        names = ", ".join(name.replace("_", " ") for name in result["absent"])
+        parts.append(f"Not among these files: {names}.\n")
+    return "\n".join(parts)
 
 
-def _sentences(scores: Mapping[str, Mapping[str, float] | None], constants: object) -> str:
-    time, memory = scores["time"], scores["memory"]
-    choice, failed = scores["choice"], scores["failures, medium too"]
-    high, every = scores["failures"], scores["failures, low too"]
-    assert time is not None
-    assert memory is not None
-    assert choice is not None
-    assert failed is not None
-    assert high is not None
-    assert every is not None
-    return (
-        f"Left out, {time['covered']:.0%} of times and {memory['covered']:.0%} of peaks lie in the"
-        f" predicted range;\n{time['beyond']:.0%} and {memory['beyond']:.0%} lie above it. Runs out"
-        f" of memory: recall {failed['recall']:.2f}, precision {failed['precision']:.2f}\n"
-        f"({high['recall']:.2f} and {high['precision']:.2f} of rows of high reliability alone,"
-        f" {every['recall']:.2f} and {every['precision']:.2f} with those of low).\n"
-        f"Layouts of one model on the same devices ({choice['groups']} groups): rank correlation"
-        f" {choice['correlation']:.2f}; the layout\npredicted as fastest takes"
-        f" {choice['regret']:.1%} longer than the best on average. {constants} constants are"
-        " fitted.\n"
+def write(result: Card) -> None:
+    """Put the tables into the README."""
+    body, whole = text(result), README.read_text(encoding="utf-8")
+    README.write_text(MARKED.sub(lambda match: match[1] + body + match[2], whole), encoding="utf-8")
+
+
+def nested(run: Card) -> str:
+    """Markdown of nested.json's content."""
+    return "\n".join(
+        (
+            f"Nested run of {run['date']} (commit {run['commit'][:10]}): rules and constants were"
+            f" fixed without the files of\n{', '.join(run['drawn'])} (drawn with seed"
+            f" {run['seed']}), which were then scored once. Median / 9 of 10 in %.\n",
+            _rows({"nested": run["card"], "unseen": run["unseen"]}),
+            _sentences("Nested", run["card"]),
+        )
     )
 
 
-def write(result: Mapping[str, object]) -> None:
-    """Put the table into the README."""
-    text = README.read_text(encoding="utf-8")
-    body = table(result)
-    README.write_text(MARKED.sub(lambda match: match[1] + body + match[2], text), encoding="utf-8")
+def _rows(cards: Mapping[str, Card]) -> str:
+    """One line a file: rows with a time, errors by way; the same of memory."""
+    heads = [f"{part}: {head}" for part in ("time", "memory") for head in ("rows", *cards)]
+    lines = [f"| published runs | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    first = next(iter(cards.values()))
+    for name in ("all", "all, medium too", *first["files"]):
+        cells = []
+        for part in ("time", "memory"):
+            found = [_errors(card, name, part) for card in cards.values()]
+            cells.append(f"{found[0]['rows']}" if found[0] else "")
+            cells += [_shares(one) for one in found]
+        if any(cells):
+            lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
-def _errors(
-    scores: Mapping[str, Mapping[str, float] | None], part: str
-) -> Mapping[str, float] | None:
-    """Of high reliability; where a file has no such rows, of medium."""
-    return scores[part] or scores[f"{part}, medium too"]
+def _errors(card: Card, name: str, part: str) -> Mapping[str, Any] | None:
+    if name == "all, medium too":
+        found: Mapping[str, Any] | None = card["all"]["medium too"][part]
+        return found
+    scores = card["all"] if name == "all" else card["files"].get(name)
+    return headline(scores, part) if scores else None
+
+
+def _shares(errors: Mapping[str, Any] | None) -> str:
+    return f"{100 * errors['median']:.1f} / {100 * errors['p90']:.1f}" if errors else ""
+
+
+def _sentences(title: str, card: Card) -> str:
+    lines = []
+    for part, name in (("time", "times"), ("memory", "peaks")):
+        if (found := headline(card["all"], part)) is not None:
+            kinds = ", ".join(
+                f"{kind} {errors['covered']:.0%}"
+                for kind, scores in card["kinds of stack"].items()
+                if (errors := headline(scores, part)) is not None
+            )
+            lines.append(
+                f"{found['covered']:.0%} of {name} lie in the predicted range,"
+                f" {found['beyond']:.0%} above it (by stack: {kinds})."
+            )
+    failed = headline(card["all"], "failures")
+    if failed is not None and failed["failed"]:
+        lines.append(
+            f"Of {failed['failed']} runs out of memory: recall {_or_none(failed['recall'])},"
+            f" precision {_or_none(failed['precision'])}."
+        )
+    if (choice := headline(card["all"], "choice")) is not None:
+        lines.append(
+            f"Layouts of one model on the same devices ({choice['groups']} groups): rank"
+            f" correlation {choice['correlation']:.2f}; the layout predicted as fastest takes"
+            f" {choice['regret']:.1%} longer than the best on average."
+        )
+    if card["no answer"]:
+        reasons = "; ".join(f"{count} {reason}" for reason, count in card["no answer"].items())
+        lines.append(f"Rows without an answer: {reasons}.")
+    return f"{title}:\n" + "".join(f"* {line}\n" for line in lines)
+
+
+def _or_none(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f}"
