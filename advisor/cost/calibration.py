@@ -51,9 +51,9 @@ class Calibration(Record):
     """
 
     sustained: PositiveFloat = 0.84
-    power_bound: PositiveFloat = 0.80
+    power_bound: PositiveFloat = 0.85
     memory: PositiveFloat = 0.90
-    unaligned: PositiveFloat = 0.66
+    unaligned: PositiveFloat = 0.70
     grouped: PositiveFloat = 0.60
     flash1: PositiveFloat = 0.33
     flash2: PositiveFloat = 0.55

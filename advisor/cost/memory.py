@@ -25,7 +25,7 @@ from advisor.cost.buffers import (
 )
 from advisor.cost.buffers import added_share as added_share
 from advisor.cost.buffers import shard_degree as shard_degree
-from advisor.cost.calibration import CALIBRATION
+from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.loads import Loads, UnitLoad, describe
 from advisor.cost.offload import (
     activations_leave,
@@ -105,6 +105,7 @@ def peak(
     batch_bytes: float,
     exchange_bytes: float = 0.0,
     stack: Stack = TORCH,
+    calibration: Calibration = CALIBRATION,
 ) -> Peak:
     """The fullest moment of a step under `plan` on one rank that has the whole model.
 
@@ -157,6 +158,7 @@ def peak(
         away=away_bytes(plan, loads, update, device),
         stack=stack,
         own=own,
+        calibration=calibration,
     )
 
 
@@ -175,6 +177,7 @@ def peak_at(
     away: float = 0.0,
     stack: Stack = TORCH,
     own: HeldStates | None = None,
+    calibration: Calibration = CALIBRATION,
 ) -> Peak:
     """`fullest` beside what always lives, with its range; `ahead` is what a host that runs ahead
     gathers besides, `apart` what is not sharded and has gradients as large, `away` what waits
@@ -200,7 +203,7 @@ def peak_at(
     allocated = memory.total - memory.context
     waits = (held if offloaded else 0.0) + away
     doubt = ACTIVATION_ERROR * (memory.activations + memory.transient)
-    usual = USUAL_SLACK if stack.states is None else CALIBRATION.slack
+    usual = USUAL_SLACK if stack.states is None else calibration.slack
     usual = usual if stack.allocator_slack is None else stack.allocator_slack
     slack = usual if device.kind != "cpu" else 0.0
     return Peak(

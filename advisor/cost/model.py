@@ -135,6 +135,7 @@ class CostModel:
             batch_bytes=self.batch_bytes(plan),
             exchange_bytes=replicas.kept_bytes + waiting_bytes(plan, cluster, replicas),
             stack=self.stack,
+            calibration=self.calibration,
         )
         computing = self.computing(plan, loads)
         exchanged = exchange(

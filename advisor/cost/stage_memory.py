@@ -19,6 +19,7 @@ from advisor.cost.buffers import (
     own_gradients,
     shard_degree,
 )
+from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.loads import Loads
 from advisor.cost.memory import (
     BUCKET_BYTES,
@@ -133,6 +134,7 @@ def stage_peak(
     buffer_bytes: float,
     copied_bytes: float,
     stack: Stack = TORCH,
+    calibration: Calibration = CALIBRATION,
 ) -> Peak:
     """The fullest moment of a step on one rank of a pipeline.
 
@@ -202,6 +204,7 @@ def stage_peak(
         ahead=UNITS_WHEN_AHEAD * max(largest_copy(plan, part, stack) for part in parts),
         stack=stack,
         own=own,
+        calibration=calibration,
     )
 
 

@@ -209,6 +209,7 @@ def _peak(
         buffer_bytes=layout.in_round * received,
         copied_bytes=sum(copies),
         stack=model.stack,
+        calibration=model.calibration,
     )
 
 
