@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from profiles.affine import Affine
 from profiles.record import Record
@@ -21,12 +21,21 @@ class ProductKind(StrEnum):
     LINEAR = "linear"  # activations by a weight
     GROUPED = "grouped"  # tokens by the weights of their experts, one product for each expert
     SCORES = "scores"  # activations by activations: attention written out
+    CONVOLUTION = "convolution"  # the implicit product of a convolution, a row for each position
+    ELEMENTWISE = "elementwise"  # no product: a norm of images, m elements read or written
 
 
 class Product(Record):
     """`count` products of (m, k) by (k, n) in one forward; m grows with the batch.
 
     2 m n k FLOP each. A backward has two of each: (m, n) x (n, k) and (k, m) x (m, n).
+
+    Attributes:
+        count: of a convolution, its groups: they are one kernel.
+        forward_bytes, backward_bytes: that are read and written; None: both operands and the
+            result, in 16 bits. A convolution reads each map once, whatever its implicit matrix has.
+        needs_input_gradient: else a backward has one product of each.
+        fewest: multiplications of the best known way over those of the product.
     """
 
     kind: ProductKind = ProductKind.LINEAR
@@ -34,6 +43,10 @@ class Product(Record):
     n: PositiveInt
     k: PositiveInt
     count: PositiveInt = 1
+    forward_bytes: Affine | None = None
+    backward_bytes: Affine | None = None
+    needs_input_gradient: bool = True
+    fewest: PositiveFloat = 1.0
 
     def forward_flop(self, samples: float) -> float:
         return 2.0 * self.m.at(samples) * self.n * self.k * self.count
@@ -149,6 +162,7 @@ class FusibleKind(StrEnum):
     GATE = "gate"  # activation, gate, bias
     RESIDUAL = "residual"  # bias, dropout and addition to the residual stream
     LOSS = "loss"  # cross-entropy of logits
+    LAYOUT = "layout"  # maps turned around convolutions so that channels lie side by side
     ROUTER = "router"  # scores, choice and permutation of tokens for experts
 
 

@@ -25,6 +25,14 @@ _HOPPER_OR_LATER = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B30
 ALIGNMENT = 64
 # Rows of one expert fill whole tiles of a grouped product.
 TILE_ROWS = 128
+# Columns of the narrowest tile in which cuDNN computes a convolution: thinner groups of channels
+# leave the rest idle.
+TILE_COLUMNS = 64
+# Devices whose multiprocessors issue two instructions for each that their fp32 units take: 64 units
+# beside four schedulers of 32 lanes, so that loads and addresses go beside multiplications. Others
+# have 128 units, or two schedulers (CUDA C++ Programming Guide, throughput of native arithmetic
+# instructions: 64 results a clock at compute capability 7.0, 7.5, 8.0; 128 at 6.1, 8.6, 8.9, 9.0).
+_TWO_ISSUES = ("V100", "T4", "TITAN", "RTX-20", "Quadro-RTX", "A100", "A800", "A30")
 
 
 class Calibration(Record):
@@ -37,6 +45,16 @@ class Calibration(Record):
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
         unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
         grouped: rate of grouped products of experts, as a share of others'.
+        convolution: rate of convolutions on matrix units, as a share of large products'. Prior 0.8:
+            0.61 of the printed peak, what the model before this one was fitted to, over 0.76.
+        vector: share of the fp32 peak that products on plain units reach at best. Prior 0.9:
+            cuBLAS on devices before matrix units.
+        vector_slots: instructions that such a kernel issues for each fused multiply-add: operands
+            are loaded and addresses counted beside it. Prior 1.5.
+        winograd: rate of convolutions by Winograd's way, as a share of what its fewer
+            multiplications promise. Prior 0.65: what transforms leave.
+        norm_slots: instructions for each element that training norms of images read or write.
+            Prior 57: what one A100 takes in 16 bits beyond its bandwidth.
         flash1, flash2, flash3: of attention, as a share of the 16-bit peak. FlashAttention reaches
             25 to 40 % of an A100 (arXiv:2205.14135), the second 50 to 73 % (2307.08691), the third
             up to 75 % of an H100 (2407.08608); a backward less than a forward.
@@ -55,6 +73,11 @@ class Calibration(Record):
     memory: PositiveFloat = 0.90
     unaligned: PositiveFloat = 0.70
     grouped: PositiveFloat = 0.60
+    convolution: PositiveFloat = 0.90
+    vector: PositiveFloat = 0.70
+    vector_slots: PositiveFloat = 1.68
+    winograd: PositiveFloat = 0.72
+    norm_slots: PositiveFloat = 47.0
     flash1: PositiveFloat = 0.33
     flash2: PositiveFloat = 0.55
     flash2_on_hopper: PositiveFloat = 0.35
@@ -107,6 +130,11 @@ class Calibration(Record):
             return fraction.value
         return fraction.value * (self.power_bound if is_power_bound(device) else self.sustained)
 
+    def vector_share(self, device: Device) -> float:
+        """Share of the fp32 peak that products on plain units reach."""
+        issues = 2 if device.name.startswith(_TWO_ISSUES) else 1
+        return min(self.vector, issues / self.vector_slots)
+
     def attention_share(self, device: Device, kernel: AttentionKernel) -> float:
         """Share of the 16-bit peak that attention without scores reaches."""
         if kernel is AttentionKernel.FLASH1:
@@ -140,6 +168,18 @@ def tile_share(product_rows: float, kind: ProductKind) -> float:
         return 1.0
     tiles = -(-product_rows // TILE_ROWS)
     return product_rows / (tiles * TILE_ROWS)
+
+
+def column_share(columns: float) -> float:
+    """Share of whole tiles that a convolution's columns fill."""
+    tiles = -(-columns // TILE_COLUMNS)
+    return columns / (tiles * TILE_COLUMNS)
+
+
+def issue_per_s(device: Device) -> float:
+    """Instructions that all lanes of a device issue in a second; two FLOP are one."""
+    issues = 2 if device.name.startswith(_TWO_ISSUES) else 1
+    return issues * device.flop_per_s["float32"].value / 2
 
 
 CALIBRATION = Calibration()

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import hypot, log
 
-from advisor.cost.calibration import CALIBRATION, Calibration, tile_share
+from advisor.cost.calibration import (
+    CALIBRATION,
+    Calibration,
+    column_share,
+    issue_per_s,
+    tile_share,
+)
 from advisor.cost.loads import Loads, UnitLoad
 from advisor.cost.work import ProductLoad
 from engines.plan import Plan, Recompute
@@ -211,13 +217,44 @@ class Rates:
         """Seconds of a product, bound by its arithmetic or by what it reads and writes."""
         if not flop:
             return 0.0
+        if product.kind is ProductKind.ELEMENTWISE:
+            issued = flop / 2 * self.calibration.norm_slots / issue_per_s(self.device)
+            return max(issued if self.device.kind != "cpu" else 0.0, moved_bytes / self.bandwidth)
+        if product.kind is ProductKind.CONVOLUTION and self.device.kind != "cpu":
+            return self._convolution_s(product, flop, moved_bytes)
         peak = self.half if product.kind is ProductKind.SCORES else self.peak
         one = 2 * product.m * product.n * product.k
         share = product_efficiency(self.device, one, peak)
         share *= self.calibration.product_share(product.n, product.k, product.kind, self.device)
         share *= tile_share(product.m, product.kind)
-        reached = peak * matmul_fraction(self.device, self.calibration) * share
+        reached = peak * self._best_share() * share
         return max(flop / reached, moved_bytes / self.bandwidth)
+
+    def _convolution_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
+        """All groups are one kernel; thinner ones than a tile leave the rest of it idle."""
+        if product.n == 1 < product.repeats:
+            # Depthwise: a kernel of its own on plain units, which hardly multiplies.
+            reached = self.vector_peak * self.calibration.vector_share(self.device)
+            return max(flop / reached, moved_bytes / self.bandwidth)
+        one = 2 * product.m * product.n * product.k * product.repeats
+        share = size_efficiency(one, self.peak) * column_share(product.n) * self._best_share()
+        if self.peak > self.vector_peak:
+            share *= self.calibration.convolution
+        elif product.fewest < 1:
+            # Fewer multiplications, but maps and weights are transformed before and after.
+            share *= max(1.0, self.calibration.winograd / product.fewest)
+        return max(flop / (self.peak * share), moved_bytes / self.bandwidth)
+
+    @property
+    def vector_peak(self) -> float:
+        return self.device.flop_per_s["float32"].value
+
+    def _best_share(self) -> float:
+        """Of the peak that large products reach: on matrix units what was searched for, else what
+        instructions beside the multiplications leave."""
+        if self.device.kind == "cpu" or self.peak > self.vector_peak:
+            return matmul_fraction(self.device, self.calibration)
+        return self.calibration.vector_share(self.device)
 
 
 _WIDE = ("float32", "tfloat32")
@@ -333,7 +370,7 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack)
             nbytes = product.forward_bytes if forward else product.backward_bytes
             seconds += rates.product_s(product, flop, nbytes)
             moved += nbytes
-            known += flop
+            known += flop * (product.kind is not ProductKind.ELEMENTWISE)
         for call in unit.work.attention:
             flop = call.forward_flop if forward else call.backward_flop
             known += flop

@@ -25,6 +25,7 @@ class ProductLoad(NamedTuple):
     backward_flop: float
     forward_bytes: float
     backward_bytes: float
+    fewest: float = 1.0
 
 
 class AttentionLoad(NamedTuple):
@@ -129,9 +130,14 @@ def _noted(product: Product, share: float, samples: float) -> ProductLoad:
     flop = 2 * m * n * k * product.count
     element = 2.0
     moved = element * product.count * (m * k + k * n + m * n)
-    return ProductLoad(
-        product.kind, m, n, k, float(product.count), flop, 2 * flop, moved, 2 * moved
+    there = moved if product.forward_bytes is None else share * product.forward_bytes.at(samples)
+    back = (
+        2 * moved if product.backward_bytes is None else share * product.backward_bytes.at(samples)
     )
+    return ProductLoad(
+        product.kind, m, n, k, float(product.count), flop,
+        (1 + product.needs_input_gradient) * flop, there, back, product.fewest,
+    )  # fmt: skip
 
 
 def _attention(part: Stretch | UnitCost, share: float, samples: float) -> Iterator[AttentionLoad]:

@@ -7,10 +7,9 @@ from functools import lru_cache
 
 from advisor.cost import CALIBRATION, Calibration, CostModel, Estimate
 from advisor.facts import Facts
+from advisor.predict.networks import network_case
 from advisor.predict.setup import Layout, Setup
 from engines.plan import DataParallel, Plan, Precision, Recompute, Schedule
-from profiles.convnets.layers import Network
-from profiles.convnets.profile import profile_of
 from profiles.model import ModelProfile, Numerics
 from profiles.optimizers import OPTIMIZERS, OptimizerProfile
 from profiles.stack import Stack
@@ -39,27 +38,49 @@ class Case:
 
 def case_of(setup: Setup) -> Case:
     """The facts and the plan of a setup."""
+    if setup.shape is None:
+        return _images(setup)
     full = setup.dtype in ("float32", "tfloat32")
     layout, stack = setup.layout, setup.software.stack
-    if setup.shape is not None:
-        multiple = VOCABULARY_MULTIPLE * layout.tp if setup.software.family in _PADS else 1
-        model = _transformer(setup.shape, stack, full=full, multiple=multiple)
-        length: int | None = setup.shape.length
-    else:
-        assert setup.network is not None
-        model, length = _network(setup.network, stack), None
+    multiple = VOCABULARY_MULTIPLE * layout.tp if setup.software.family in _PADS else 1
+    model = _transformer(setup.shape, stack, full=full, multiple=multiple)
     facts = Facts(
         model=model,
         cluster=setup.cluster,
         workload=Workload(
             global_batch_size=layout.global_batch,
-            tokens_per_sample=length,
+            tokens_per_sample=setup.shape.length,
             optimizer=_optimizer(setup),
-            precision="fp32" if full or Numerics.BF16 not in model.numerics else "bf16",
+            precision="fp32" if full else "bf16",
         ),
         stack=stack,
     )
     return Case(facts, plan_of(setup, model, precision=facts.precision))
+
+
+def _images(setup: Setup) -> Case:
+    """Stages of a pipeline are cut by seconds; by bytes where they would not fit."""
+    case = _network(setup, by_memory=False)
+    capacity = setup.cluster.device.memory_bytes.value
+    if setup.layout.pp == 1 or case.estimate().peak_bytes <= capacity:
+        return case
+    return _network(setup, by_memory=True)
+
+
+def _network(setup: Setup, *, by_memory: bool) -> Case:
+    found = network_case(setup, by_memory=by_memory)
+    plan = Plan(**found.plan)
+    facts = Facts(
+        model=found.model,
+        cluster=setup.cluster,
+        workload=Workload(
+            global_batch_size=setup.layout.global_batch,
+            optimizer=_optimizer(setup),
+            precision=plan.precision.value,
+        ),
+        stack=found.stack,
+    )
+    return Case(facts, plan)
 
 
 @lru_cache(maxsize=512)
@@ -73,11 +94,6 @@ def _transformer(
         shape, name=shape.kind, numerics=numerics, vocabulary_multiple=multiple
     )
     return under_stack(found, stack)
-
-
-@lru_cache(maxsize=512)
-def _network(network: Network, stack: Stack) -> ModelProfile:
-    return under_stack(profile_of(network, samples=1), stack)
 
 
 def _optimizer(setup: Setup) -> OptimizerProfile:

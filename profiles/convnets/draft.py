@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from profiles.convnets.layers import Block, Kind, Layer, Network
 from profiles.errors import InputError
 
+# torch keeps where a maximum was as int64 (ATen, max_pool2d_with_indices).
+POSITION_BYTES = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Map:
@@ -82,6 +85,7 @@ class Draft:
                 columns=channels // groups,
                 groups=groups,
                 reads_image=x.is_image,
+                is_winograd=(tall, wide, down, right, groups) == (3, 3, 1, 1, 1),
             )
         )
         return out
@@ -144,14 +148,26 @@ class Draft:
         self._add(Layer(Kind.ACTIVATION, x.elements, x.elements, in_place=in_place))
         return out
 
-    def pool(self, x: Map, kernel: int, *, stride: int, padding: int = 0, up: bool = False) -> Map:
-        """Maxima or means; the input is kept. `up`: sizes are rounded up."""
+    def pool(
+        self,
+        x: Map,
+        kernel: int,
+        *,
+        stride: int,
+        padding: int = 0,
+        up: bool = False,
+        mean: bool = False,
+    ) -> Map:
+        """Maxima, whose positions are kept, or means; the input is kept. `up`: sizes are rounded
+        up."""
         sizes = [
             (size + 2 * padding - kernel + (stride - 1) * up) // stride + 1
             for size in (x.height, x.width)
         ]
         self._keep(x)
         out = self._map(x.channels, *sizes)
+        if not mean:
+            self.blocks[-1].marked_bytes += POSITION_BYTES * out.elements
         self._add(Layer(Kind.POOL, x.elements, out.elements))
         return out
 
@@ -162,9 +178,9 @@ class Draft:
         return out
 
     def dropout(self, x: Map) -> Map:
-        """The mask is kept: as many elements as there are."""
+        """The mask is kept: a byte for each element."""
         out = self._map(x.channels, x.height, x.width)
-        self.blocks[-1].kept += x.elements
+        self.blocks[-1].marked_bytes += x.elements
         self._add(Layer(Kind.ACTIVATION, x.elements, out.elements))
         return out
 

@@ -94,7 +94,7 @@ def _unpadded(draft: Draft, x: Map, channels: int) -> Map:
 
 
 def _pooled(draft: Draft, x: Map, channels: int) -> Map:
-    return _chain(draft, draft.pool(x, 3, stride=1, padding=1), [(channels, 1)])
+    return _chain(draft, draft.pool(x, 3, stride=1, padding=1, mean=True), [(channels, 1)])
 
 
 def _wide(draft: Draft, pooled: int) -> Callable[[Map], Map]:

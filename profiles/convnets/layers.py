@@ -35,6 +35,7 @@ class Layer:
             none.
         reads_image: its input needs no gradient.
         in_place: writes over its input.
+        is_winograd: 3x3 at stride 1, for which there is a way with fewer multiplications.
     """
 
     kind: Kind
@@ -47,6 +48,7 @@ class Layer:
     groups: int = 1
     reads_image: bool = False
     in_place: bool = False
+    is_winograd: bool = False
 
     @property
     def tensors(self) -> tuple[tuple[int, ...], ...]:
@@ -78,6 +80,7 @@ class Block:
 
     Attributes:
         kept: elements that the backward needs for one image, none counted twice in the network.
+        marked_bytes: of masks and positions of maxima that it needs besides, whatever the dtype.
         input_elements: what recompute keeps instead.
         output_elements: handed to the next block, with what later ones take besides.
     """
@@ -85,6 +88,7 @@ class Block:
     name: str
     layers: list[Layer] = field(default_factory=list)
     kept: int = 0
+    marked_bytes: int = 0
     input_elements: int = 0
     output_elements: int = 0
 

@@ -55,7 +55,7 @@ def densenet(name: str, pixels: int, *, depth: int = 121, classes: int = 1000) -
             x = draft.relu(draft.norm(draft.join(*parts)))
         if stage < len(stages) - 1:
             with draft.block(f"transition{stage + 1}", x):
-                x = draft.pool(draft.convolution(x, x.channels // 2, 1), 2, stride=2)
+                x = draft.pool(draft.convolution(x, x.channels // 2, 1), 2, stride=2, mean=True)
     with draft.block("head", x):
         draft.linear(draft.mean(x), classes)
     return draft.network(name)

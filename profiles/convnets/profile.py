@@ -6,9 +6,10 @@ from collections import Counter
 from itertools import chain
 
 from profiles.affine import Affine
+from profiles.convnets.costs import block_cost
 from profiles.convnets.layers import Block, Kind, Network
 from profiles.flow import Call, Edge, Flow, Value
-from profiles.model import ModelProfile, Numerics, Shape, UnitCost, UnitProfile
+from profiles.model import ModelProfile, Numerics, Shape, UnitProfile
 
 ELEMENT_BYTES = 4
 
@@ -64,34 +65,7 @@ def _unit(block: Block) -> UnitProfile:
             Shape(sizes=sizes, element_bytes=ELEMENT_BYTES, count=count)
             for sizes, count in Counter(chain.from_iterable(tensors)).items()
         ),
-        costs={Numerics.AS_BUILT: _cost(block)},
-    )
-
-
-def _cost(block: Block) -> UnitCost:
-    layers = block.layers
-    maps = sum(layer.inputs + layer.outputs for layer in layers)
-    products = [layer for layer in layers if layer.kind.is_product]
-    # A product's backward reads the gradient twice, its input and its weights, and writes both
-    # gradients; any other layer's reads gradient and what it kept, and writes a gradient.
-    again = sum(2 * layer.outputs + 2 * layer.inputs for layer in products)
-    again += sum(layer.outputs + 2 * layer.inputs for layer in layers if layer not in products)
-    widest = max(layer.inputs + layer.outputs for layer in layers)
-    weights = float(ELEMENT_BYTES * block.parameters)
-    return UnitCost(
-        forward_flop=Affine(per_sample=block.forward_flop),
-        backward_flop=Affine(per_sample=block.backward_flop),
-        forward_moved_bytes=Affine(fixed=weights, per_sample=ELEMENT_BYTES * maps),
-        backward_moved_bytes=Affine(fixed=2 * weights, per_sample=ELEMENT_BYTES * again),
-        forward_kernels=len(layers),
-        # Gradients of a product's weights and of its input are kernels of their own.
-        backward_kernels=len(layers) + len(products),
-        activation_bytes=Affine(per_sample=ELEMENT_BYTES * block.kept),
-        selective_activation_bytes=Affine(per_sample=ELEMENT_BYTES * block.kept),
-        input_bytes=Affine(per_sample=ELEMENT_BYTES * block.input_elements),
-        output_bytes=Affine(per_sample=ELEMENT_BYTES * _handed_on(block)),
-        forward_transient_bytes=Affine(per_sample=ELEMENT_BYTES * widest),
-        backward_transient_bytes=Affine(per_sample=ELEMENT_BYTES * widest),
+        costs={kind: block_cost(block, kind) for kind in Numerics},
     )
 
 

@@ -10,10 +10,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from advisor.demo.resnet import ResNet
+from profiles.capture import capture
+from profiles.convnets.draft import Draft
 from profiles.convnets.layers import Kind, Network
 from profiles.convnets.profile import profile_of
 from profiles.convnets.registry import network_of
-from profiles.model import Numerics
+from profiles.model import LOSS, Numerics
+from profiles.stack import Stack
+from profiles.under_stack import under_stack
+from profiles.work import FusibleKind
 
 # Parameters and multiply-adds (1e9, at the size each was made for) as torchvision's table of
 # weights prints them; Inception-3 without its auxiliary classifier of 3,326,696.
@@ -155,8 +160,6 @@ def test_a_network_is_a_profile_of_its_blocks() -> None:
     profile = profile_of(network, samples=8)
     assert profile.parameters == 25_557_032
     assert profile.flop(8) == 8 * (network.forward_flop + network.backward_flop)
-    kept = sum(unit.cost(Numerics.AS_BUILT).activation_bytes.at(8) for unit in profile.units)
-    assert kept == 8 * 4 * network.kept
     # Before the third stage 512 channels of 16 x 16 cross.
     position = profile.flow.first_call("layer3.0")
     assert position is not None
@@ -164,6 +167,48 @@ def test_a_network_is_a_profile_of_its_blocks() -> None:
     assert crossing.bytes.at(8) == 8 * 4 * 512 * 16 * 16
     # Running mean and variance of 26,560 channels, and a count for each of 53 norms.
     assert profile.buffer_bytes == 2 * 26_560 * 4 + 53 * 8
+
+
+@pytest.mark.parametrize("depth", [18, 50])
+def test_costs_are_those_that_capture_counts_on_the_module(depth: int) -> None:
+    """Every kind of numerics: FLOP and kept bytes of torch's own operators on fake tensors."""
+    samples, side = 4, 64
+    batch = torch.randn(samples, 3, side, side), torch.randint(1000, (samples,))
+    captured = capture(
+        ResNet(depth), batch, loss_fn=nn.functional.cross_entropy, numerics=list(Numerics)
+    )
+    network, _ = network_of(f"resnet{depth}-{side}px")
+    ours = profile_of(network, samples=samples)
+    own = [unit for unit in captured.units if unit.name != LOSS]
+    for kind in Numerics:
+        assert ours.flop(samples, kind) == captured.flop(samples, kind)
+        kept, wanted = (
+            sum(unit.cost(kind).activation_bytes.per_sample for unit in units)
+            for units in (ours.units, own)
+        )
+        assert kept == pytest.approx(wanted, rel=1e-3)
+
+
+def test_recompute_and_fusion_save_what_they_name() -> None:
+    """One block: convolution, norm, ReLU, addition on 8 channels of 4 x 4, in fp32."""
+    draft = Draft(4, channels=8)
+    with draft.block("first", draft.image):
+        x = draft.relu(draft.norm(draft.convolution(draft.image, 8, 3)))
+    with draft.block("second", x):
+        hidden = draft.norm(draft.convolution(x, 8, 3))
+        draft.relu(draft.add(hidden, x))
+    profile = profile_of(draft.network("two"), samples=1)
+    elements, e = 8 * 4 * 4, 4
+    second = profile.units[1].cost(Numerics.AS_BUILT)
+    assert second.input_bytes.at(1) == e * elements
+    # Kept: what the norm and the last ReLU need; the convolution's input was kept before.
+    assert second.activation_bytes.per_sample == 2 * e * elements
+    fused = under_stack(profile, Stack(name="f", fused=(FusibleKind.GATE, FusibleKind.RESIDUAL)))
+    less = fused.units[1].cost(Numerics.AS_BUILT)
+    # ReLU: one read and one write; addition: two reads and a write, of which one read is left.
+    saved = second.forward_moved_bytes.at(1) - less.forward_moved_bytes.at(1)
+    assert saved == pytest.approx(e * elements * (2 + 2))
+    assert second.forward_kernels - less.forward_kernels == 2
 
 
 def test_a_side_in_the_name_counts_before_one_beside_it() -> None:

@@ -1,0 +1,70 @@
+"""Networks on images as the cost model takes them: dtypes, stages, and what recompute keeps."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.predict.networks import network_case
+from advisor.predict.resolve import resolve
+from advisor.predict.rows import Row
+from advisor.predict.setup import Setup
+from engines.plan import Precision, Recompute, Schedule
+from profiles.model import Numerics
+from profiles.work import FusibleKind
+
+
+def setup(**cells: object) -> Setup:
+    given: dict[str, object] = {
+        "row_id": "row",
+        "framework": "PyTorch",
+        "source_date": "2022-06",
+        "model_name": "resnet50-224px",
+        "arch": "resnet",
+        "gpu_type": "V100-SXM2-16GB",
+        "gpus_per_node": 8,
+        "n_gpus": 1,
+        "dtype": "fp32",
+        "microbatch": 64,
+        "recompute": "none",
+    }
+    found = resolve(Row(**{**given, **cells}))  # type: ignore[arg-type]
+    assert isinstance(found, Setup)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "products"),
+    [
+        ("GTX-1080Ti-11GB", "fp16", "float32"),  # a 64th of the fp32 rate in 16 bits
+        ("RTX-3090-24GB", "tf32", "float32"),  # 35.6 TFLOP/s either way
+        ("A100-SXM-40GB", "fp32", "tfloat32"),
+        ("V100-SXM2-16GB", "fp16", "float16"),
+    ],
+)
+def test_products_run_in_what_is_fastest_on_the_device(
+    device: str, dtype: str, products: str
+) -> None:
+    case = network_case(setup(gpu_type=device, dtype=dtype))
+    assert case.stack.product_dtype == products
+    # Maps are turned for matrix units alone.
+    assert (FusibleKind.LAYOUT in case.stack.fused) == (products == "float32")
+    assert case.plan["precision"] is (Precision.BF16 if dtype == "fp16" else Precision.FP32)
+
+
+def test_a_pipeline_keeps_the_inputs_of_stages_and_computes_a_whole_stage_again() -> None:
+    row = {"pp": 2, "n_gpus": 2, "recompute": "full", "pp_schedule": "gpipe", "grad_accum": 4}
+    case = network_case(setup(**row, microbatch=8, global_batch=32))
+    assert case.plan["schedule"] is Schedule.GPIPE
+    assert case.plan["recompute"] is Recompute.FULL
+    (border,) = case.plan["stages"]
+    names = [unit.name for unit in case.model.units]
+    at = names.index(border)
+    again = [unit.cost(Numerics.AS_BUILT) for unit in case.model.units]
+    plain = [unit.cost(Numerics.AS_BUILT) for unit in network_case(setup()).model.units]
+    held = [cost.input_bytes.at(8) > 0 for cost in again]
+    assert [n for n, is_held in enumerate(held) if is_held] == [0, at]
+    # Beside the backward of a stage's last block lives what all blocks before it keep.
+    beside = again[at - 1].backward_transient_bytes.per_sample
+    beside -= plain[at - 1].backward_transient_bytes.per_sample
+    kept = sum(cost.activation_bytes.per_sample for cost in plain[: at - 1])
+    assert beside == pytest.approx(kept, rel=1e-9)
