@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from math import hypot, log
 
-from advisor.cost.calibration import (
-    CALIBRATION,
-    Calibration,
-    column_share,
-    issue_per_s,
-    tile_share,
-)
+from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.loads import Loads, UnitLoad
-from advisor.cost.work import ProductLoad
+from advisor.cost.rates import Rates as Rates
+from advisor.cost.rates import matmul_fraction as matmul_fraction
+from advisor.cost.rates import peak_flop_per_s as peak_flop_per_s
+from advisor.cost.rates import product_efficiency as product_efficiency
+from advisor.cost.rates import size_efficiency as size_efficiency
 from engines.plan import Plan, Recompute
 from profiles.cluster import ClusterProfile, Device
 from profiles.model import ModelProfile, Numerics
 from profiles.optimizers import Upkeep
-from profiles.provenance import Quantity, Source
 from profiles.stack import TORCH, Selective, Stack
 from profiles.times import BlockTimes, UnitTiming
 from profiles.work import ProductKind
 
-# Efficiency of a matrix product by its size, as a fraction of what large ones reach. Calculon,
-# systems/a100_80g.json: 0.95 from 128 GFLOP on, 0.9 at 16, 0.6 at 1, 0.1 at 0. Read as *time at
-# peak* on that device (312 TFLOP/s), so that the curve carries over to slower and faster ones.
-CURVE_PEAK_FLOP_PER_S = 312e12
-CURVE = ((0.0, 0.1), (1e9, 0.6), (16e9, 0.9), (128e9, 0.95))
 # How far a roofline over unfused operations is from a real step, beside the errors of its inputs.
 # Assumed until runs of our own bound it: the same size as the error of published matmul rates.
 COMPUTE_ERROR = 0.15
@@ -133,131 +124,6 @@ def added_s(
         moving += unit.count * (busy + min(0.0, waiting))
         launching += unit.count * max(0.0, waiting)
     return Busy(compute_s=moving, recompute_s=0.0, launch_s=launching)
-
-
-def peak_flop_per_s(device: Device, dtype: str) -> Quantity:
-    """Dense peak for `dtype`; a CPU without an entry runs it at its float32 rate.
-
-    Processors without matrix units convert bf16 to fp32, so no faster; legality refuses dtypes that
-    an accelerator lacks.
-    """
-    return device.flop_per_s.get(dtype) or device.flop_per_s["float32"]
-
-
-def matmul_fraction(device: Device, calibration: Calibration = CALIBRATION) -> float:
-    """Share of the peak that large products reach inside a step."""
-    return calibration.matmul_share(device)
-
-
-def size_efficiency(flop: float, peak: float) -> float:
-    """Share of the best matmul rate that a product of `flop` reaches, 0.11 to 1."""
-    size = flop / peak * CURVE_PEAK_FLOP_PER_S
-    best = CURVE[-1][1]
-    for (small, low), (large, high) in pairwise(CURVE):
-        if size < large:
-            return (low + (high - low) * (size - small) / (large - small)) / best
-    return 1.0
-
-
-def product_efficiency(device: Device, flop: float, peak: float) -> float:
-    """`size_efficiency` as it was measured on an accelerator, else the curve.
-
-    Between the measured sizes along the logarithm of their FLOP. Not on processors: there a small
-    product's time is mostly that of launching it, which is charged by itself.
-    """
-    if not device.matmul_efficiency or device.kind == "cpu":
-        return size_efficiency(flop, peak)
-    points = [(2.0 * edge**3, share.value) for edge, share in device.matmul_efficiency.items()]
-    points.sort()
-    if flop <= points[0][0]:
-        return points[0][1]
-    for (small, low), (large, high) in pairwise(points):
-        if flop < large:
-            return low + (high - low) * log(flop / small) / log(large / small)
-    return points[-1][1]
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What a device does in a second under one stack.
-
-    Attributes:
-        peak: of products with weights in the plan's dtype, FLOP/s; `half` of 16-bit ones.
-        launch_s: what a kernel takes of the host; `waits` for each to end before the next.
-    """
-
-    device: Device
-    peak: float
-    half: float
-    bandwidth: float
-    launch_s: float
-    waits: bool
-    calibration: Calibration
-
-    @classmethod
-    def of(cls, device: Device, dtype: str, stack: Stack, calibration: Calibration) -> Rates:
-        half = peak_flop_per_s(device, dtype if dtype in _WIDE else "bfloat16").value
-        if dtype == "float16":
-            half = peak_flop_per_s(device, dtype).value
-        is_cpu = device.kind == "cpu"
-        moved = device.memory_bandwidth_bytes_per_s
-        is_known = is_cpu or moved.source is Source.MEASURED
-        return cls(
-            device=device,
-            peak=peak_flop_per_s(device, dtype).value,
-            half=half,
-            bandwidth=moved.value * (1.0 if is_known else calibration.memory),
-            launch_s=device.launch_s.value
-            * (1.0 if is_cpu else calibration.launch * (1 - stack.cuda_graphs)),
-            waits=stack.blocking_launches,
-            calibration=calibration,
-        )
-
-    def product_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
-        """Seconds of a product, bound by its arithmetic or by what it reads and writes."""
-        if not flop:
-            return 0.0
-        if product.kind is ProductKind.ELEMENTWISE:
-            issued = flop / 2 * self.calibration.norm_slots / issue_per_s(self.device)
-            return max(issued if self.device.kind != "cpu" else 0.0, moved_bytes / self.bandwidth)
-        if product.kind is ProductKind.CONVOLUTION and self.device.kind != "cpu":
-            return self._convolution_s(product, flop, moved_bytes)
-        peak = self.half if product.kind is ProductKind.SCORES else self.peak
-        one = 2 * product.m * product.n * product.k
-        share = product_efficiency(self.device, one, peak)
-        share *= self.calibration.product_share(product.n, product.k, product.kind, self.device)
-        share *= tile_share(product.m, product.kind)
-        reached = peak * self._best_share() * share
-        return max(flop / reached, moved_bytes / self.bandwidth)
-
-    def _convolution_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
-        """All groups are one kernel; thinner ones than a tile leave the rest of it idle."""
-        if product.n == 1 < product.repeats:
-            # Depthwise: a kernel of its own on plain units, which hardly multiplies.
-            reached = self.vector_peak * self.calibration.vector_share(self.device)
-            return max(flop / reached, moved_bytes / self.bandwidth)
-        one = 2 * product.m * product.n * product.k * product.repeats
-        share = size_efficiency(one, self.peak) * column_share(product.n) * self._best_share()
-        if self.peak > self.vector_peak:
-            share *= self.calibration.convolution
-        elif product.fewest < 1:
-            # Fewer multiplications, but maps and weights are transformed before and after.
-            share *= max(1.0, self.calibration.winograd / product.fewest)
-        return max(flop / (self.peak * share), moved_bytes / self.bandwidth)
-
-    @property
-    def vector_peak(self) -> float:
-        return self.device.flop_per_s["float32"].value
-
-    def _best_share(self) -> float:
-        """Of the peak that large products reach: on matrix units what was searched for, else what
-        instructions beside the multiplications leave."""
-        if self.device.kind == "cpu" or self.peak > self.vector_peak:
-            return matmul_fraction(self.device, self.calibration)
-        return self.calibration.vector_share(self.device)
-
-
-_WIDE = ("float32", "tfloat32")
 
 
 def unit_times(
