@@ -6,6 +6,7 @@ The only file of this package that touches modules.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from advisor.choose import choose
+from advisor.checked import Pairs, choose_checked
 from advisor.decision import Decision
 from advisor.facts import Facts
 from advisor.job import machines_of, require_ranks
@@ -24,7 +25,6 @@ from advisor.look import LossFn, Optimizer, look
 from advisor.outside import with_disk
 from advisor.policy import Policy
 from advisor.runs import keep_at_end
-from advisor.search.legal import styles_of
 from engines.context.proof import prove
 from engines.hybrid import apply_plan
 from engines.optimizer import OptimizerFactory
@@ -279,32 +279,26 @@ def _decided(
     """The decision, with layers split as the engine proves that they may be, and sequences shared
     out where it proves that they can be.
 
-    A profile tells how layers would be split. What a decision takes is proved on the modules; where
-    that finds another way, it is decided again by it.
+    What a decision takes is proved on the modules; where that finds another way, it is decided
+    again by it.
     """
-    told = styles_of(facts)
-    proved: dict[int, tuple[tuple[str, str], ...]] = {}
 
-    def styles(tp: int) -> tuple[tuple[str, str], ...]:
-        return proved[tp] if tp in proved else told(tp)
-
-    while True:
-        decision = choose(facts, policy=policy, pins=pins, styles=styles)
-        tp, cp = decision.plan.tp, decision.plan.cp
-        if cp > 1 and "cp" not in pins and not _shares_sequences(model, sample, loss_fn, size=cp):
-            pins = {**pins, "cp": 1}
-            continue
-        if tp == 1 or tp in proved or "tensor_styles" in pins:
-            return decision
+    @functools.cache
+    def check(tp: int) -> Pairs:
         proposal = propose_styles(
             model, sample, size=tp, profile=facts.model, has_target=loss_fn is not None
         )
         release_freed_memory()
         for note in proposal.notes:
             log.info("tensor parallel: %s", note)
-        if dict(proposal.styles) == dict(decision.plan.tensor_styles):
+        return proposal.styles
+
+    while True:
+        decision = choose_checked(facts, policy=policy, pins=pins, check=check)
+        cp = decision.plan.cp
+        if cp == 1 or "cp" in pins or _shares_sequences(model, sample, loss_fn, size=cp):
             return decision
-        proved[tp] = proposal.styles
+        pins = {**pins, "cp": 1}
 
 
 def _shares_sequences(

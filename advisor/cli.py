@@ -32,6 +32,8 @@ from profiles.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from advisor.models import LoadedModel
+
 OF_A_JOB = ("plan", "probe", "sweep")  # all its ranks may have to work for these
 sequence_option = click.option(
     "--seq",
@@ -186,6 +188,7 @@ def plan(
 
     settings = parse_settings(pins)
     writable(output)
+    loaded: list[LoadedModel] = []
     facts = facts_of(
         model,
         cluster=cluster,
@@ -198,14 +201,20 @@ def plan(
         critical_batch=critical_batch,
         host_overhead_s=host_overhead or 0.0,
         imbalance=imbalance,
+        on_load=loaded.append,
     )
+    from advisor.checked import check_of, choose_checked
     from advisor.choose import choose
     from advisor.policy import Objective, Policy
 
     policy = Policy(
         objective=Objective(objective), allow_lossy=allow_lossy, allow_stale=allow_stale
     )
-    decision = choose(facts, policy=policy, pins=settings)
+    if loaded:
+        check = check_of(loaded[0], facts.model)
+        decision = choose_checked(facts, policy=policy, pins=settings, check=check)
+    else:
+        decision = choose(facts, policy=policy, pins=settings)
     if as_json:
         click.echo(decision.to_json(), nl=False)
     else:

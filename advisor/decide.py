@@ -77,7 +77,7 @@ def decide(
 
     Args:
         styles: how layers are split over a tp axis of some size; by default what the profile alone
-            tells (`advisor.styles`).
+            tells (`engines.tensor.rules`).
         compares: also estimate the best plan of every other kind.
         kept: of these facts, where others were decided on before.
 

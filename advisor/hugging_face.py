@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 USUAL_SEQUENCE = 2048  # only an example in a hint
+USUAL_IMAGE_SIDE = 224  # pixels; ImageNet's crop (Krizhevsky et al. 2012, section 4.1)
 # As transformers calls them for all models; `attribute_map` has a model's own names.
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _MISSPELT = 0.9  # one letter of ten; less alike are fields of other versions
@@ -68,7 +69,10 @@ def build(
             module = model_class(config)  # float32, whatever dtype the weights were saved in
     if takes_images:
         _refuse_length(path, sequence_length)
-        size = config.image_size
+        size = getattr(config, "image_size", None)
+        if size is None:  # convolutional networks take any
+            size = USUAL_IMAGE_SIDE
+            say(f"note: {path} has no `image_size`: {size} x {size} pixels")
         height, width = size if isinstance(size, list | tuple) else (size, size)
         batch = {
             "pixel_values": torch.zeros(samples, config.num_channels, height, width),

@@ -55,6 +55,7 @@ def profile_model(
     sequence_length: int | None,
     numerics: Sequence[Numerics] = (),
     timed: bool = False,
+    on_load: Callable[[LoadedModel], None] | None = None,
 ) -> ModelProfile:
     """What MODEL needs: read from a saved profile (no torch then), or looked at now.
 
@@ -63,6 +64,7 @@ def profile_model(
         numerics: kinds to capture beside `AS_BUILT`; those that the model's dtype rules out are
             left out.
         timed: run its blocks on this machine too, and add their times.
+        on_load: called with the module, where one is built.
 
     Raises:
         InputError: a saved profile of another sequence length, or that is to be timed; else as
@@ -107,6 +109,8 @@ def profile_model(
             numerics=(Numerics.AS_BUILT, *numerics),
         )
     loaded = load_model(text, samples=samples, sequence_length=sequence_length)
+    if on_load is not None:
+        on_load(loaded)
     from profiles.capture import capture
 
     wanted = (Numerics.AS_BUILT, *numerics) if _has_float32(loaded.module) else (Numerics.AS_BUILT,)

@@ -10,7 +10,10 @@ from advisor.command import say
 from advisor.machines import resolve
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from advisor.facts import Facts
+    from advisor.models import LoadedModel
 
 
 def facts_of(
@@ -26,8 +29,13 @@ def facts_of(
     critical_batch: int | None,
     host_overhead_s: float = 0.0,
     imbalance: float | None = None,
+    on_load: Callable[[LoadedModel], None] | None = None,
 ) -> Facts:
-    """What is known, from the options; what is cheap to check comes first."""
+    """What is known, from the options; what is cheap to check comes first.
+
+    Args:
+        on_load: called with the module, where one is built.
+    """
     from advisor.facts import Facts
     from advisor.models import profile_model, require_model
     from advisor.parts import with_parts
@@ -42,7 +50,9 @@ def facts_of(
         require_model(model)  # before a job is timed for it
     machines = resolve(cluster, bench=bench)
     reduced = (Numerics.BF16, Numerics.BF16_AUTOCAST) if precision == "bf16" else ()
-    found = profile_model(model, samples=1, sequence_length=sequence_length, numerics=reduced)
+    found = profile_model(
+        model, samples=1, sequence_length=sequence_length, numerics=reduced, on_load=on_load
+    )
     machines = with_parts(machines, found)
     if global_batch is None:
         global_batch = found.samples * machines.world_size

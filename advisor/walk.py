@@ -82,6 +82,12 @@ def _devices(situation: _Situation) -> Answer:
         return "one", f"one {cluster.device.name}"
     if cluster.num_nodes == 1:
         return "one node, several devices", f"{cluster.devices_per_node} x {cluster.device.name}"
+    if cluster.num_domains == 1:
+        return (
+            "one node, several devices",
+            f"{cluster.num_nodes} nodes of {cluster.devices_per_node} x {cluster.device.name}, all"
+            " on one switch",
+        )
     return (
         "several nodes",
         f"{cluster.num_nodes} nodes of {cluster.devices_per_node} x {cluster.device.name}",

@@ -147,13 +147,14 @@ def sharding(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterat
 def hybrid_inside_node(
     plan: Plan, model: ModelProfile, cluster: ClusterProfile
 ) -> Iterator[Problem]:
-    """HSDP's shard groups lie inside nodes, or fill whole nodes: never across a border.
+    """HSDP's shard groups lie inside nodes (or domains of them), or fill whole ones: never across
+    a border.
 
     The tp axis lies within the shard axis, so a group reaches over `dp_shard * tp` ranks.
     """
     if plan.data_parallel is not DataParallel.HYBRID_SHARD or plan.world_size != cluster.world_size:
         return
-    per_node, reach = cluster.devices_per_node, plan.dp_shard * plan.cp * plan.tp
+    per_node, reach = cluster.domain_devices, plan.dp_shard * plan.cp * plan.tp
     if per_node % reach and reach % per_node:
         inner = "".join(f" x {a}={getattr(plan, a)}" for a in ("cp", "tp") if getattr(plan, a) > 1)
         yield Problem(

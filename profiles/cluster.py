@@ -162,11 +162,17 @@ class Learned(Record):
 class ClusterProfile(Document):
     """Equal nodes of equal devices, one link tier inside the nodes and one between them.
 
+    The faster tier may join several nodes into a domain: an NVL72 rack is 18 nodes of four devices
+    on one NVLink switch. What is said of links inside and between nodes is then of domains; main
+    memory, processors, disks and network cards stay those of a node.
+
     Attributes:
-        intra: between the devices of a node; None where a node has one device.
+        intra: between the devices of a node, or of a domain; None where a node has one device.
         inter: between nodes; None where there is one node.
         pair: a bridge that joins devices 2i and 2i + 1 of a node, beside `intra`.
         host_bridge: where the devices of a node are joined by PCIe, and share it.
+        nodes_per_domain: nodes whose devices `intra` joins; of fewer nodes, or of a number that it
+            does not divide, the largest divisor below counts (see `domain_nodes`).
         network_cards: of a node; None: unknown, planned as one a device.
         oversubscription: of the switch between nodes: what comes down over what goes up, 2 for 2:1.
         nodes_per_switch: nodes under one such switch; None: unknown, planned as 1.
@@ -187,6 +193,7 @@ class ClusterProfile(Document):
     notes: tuple[str, ...] = ()
     num_nodes: PositiveInt
     devices_per_node: PositiveInt
+    nodes_per_domain: PositiveInt = 1
     network_cards: PositiveInt | None = None
     oversubscription: Annotated[float, Field(ge=1)] = 1.0
     nodes_per_switch: PositiveInt | None = None
@@ -210,6 +217,21 @@ class ClusterProfile(Document):
         return self.num_nodes * self.devices_per_node
 
     @property
+    def domain_nodes(self) -> int:
+        """Nodes in each domain: all domains are equal."""
+        sizes = range(min(self.nodes_per_domain, self.num_nodes), 0, -1)
+        return next(size for size in sizes if self.num_nodes % size == 0)
+
+    @property
+    def domain_devices(self) -> int:
+        """Devices that `intra` joins."""
+        return self.devices_per_node * self.domain_nodes
+
+    @property
+    def num_domains(self) -> int:
+        return self.num_nodes // self.domain_nodes
+
+    @property
     def sources(self) -> dict[str, Source]:
         """What kind of source each part rests on."""
         parts = {"device speed": self.device.matmul_fraction.source}
@@ -225,19 +247,19 @@ class ClusterProfile(Document):
         return self.parts.intra if self.parts is not None else None
 
     def crosses_nodes(self, group_size: int, stride: int = 1) -> bool:
-        """Whether a mesh axis of `group_size` ranks, `stride` ranks apart, spans nodes.
+        """Whether a mesh axis of `group_size` ranks, `stride` ranks apart, spans nodes (domains).
 
         Some of its groups do where its blocks of ranks do not divide the devices of a node.
         """
         if group_size < 2:
             return False
-        if (group_size - 1) * stride >= self.devices_per_node:
+        if (group_size - 1) * stride >= self.domain_devices:
             return True
-        return self.num_nodes > 1 and self.devices_per_node % (group_size * stride) != 0
+        return self.num_domains > 1 and self.domain_devices % (group_size * stride) != 0
 
     def ranks_per_node(self, group_size: int, stride: int = 1) -> int:
-        """How many ranks of one such group share a node."""
-        return max(1, min(group_size, self.devices_per_node // stride))
+        """How many ranks of one such group share a node, or a domain."""
+        return max(1, min(group_size, self.domain_devices // stride))
 
     def link(self, group_size: int, stride: int = 1) -> Link:
         """The tier that the group's slowest hop uses.
@@ -278,24 +300,24 @@ class ClusterProfile(Document):
 
     @property
     def topology(self) -> Topology:
-        """How devices, cards and switches are joined.
+        """How devices, cards and switches are joined; a domain is a node there.
 
         Rates that a bench measured hold already what bridges and switches take from them.
         """
-        intra, inter = self.intra, self.inter
+        intra, inter, nodes = self.intra, self.inter, self.domain_nodes
         timed_inside = intra is not None and bool(intra.fits)
         timed_between = inter is not None and bool(inter.fits)
         bridge = None if timed_inside else self.host_bridge
         pair = self.pair.bandwidth_bytes_per_s.value if self.pair and not timed_inside else None
         return Topology(
-            num_nodes=self.num_nodes,
-            devices_per_node=self.devices_per_node,
+            num_nodes=self.num_domains,
+            devices_per_node=self.domain_devices,
             device_bytes_per_s=intra.bandwidth_bytes_per_s.value if intra else inf,
-            node_bytes_per_s=inter.bandwidth_bytes_per_s.value if inter else inf,
+            node_bytes_per_s=nodes * inter.bandwidth_bytes_per_s.value if inter else inf,
             mesh=intra is not None and intra.wiring == "mesh",
-            cards=self.network_cards or self.devices_per_node,
+            cards=nodes * (self.network_cards or self.devices_per_node),
             oversubscription=1.0 if timed_between else self.oversubscription,
-            nodes_per_switch=self.nodes_per_switch or 1,
+            nodes_per_switch=max(1, (self.nodes_per_switch or 1) // nodes),
             pair_bytes_per_s=pair,
             host_bytes_per_s=bridge.link.bandwidth_bytes_per_s.value if bridge else None,
             devices_per_bridge=bridge.devices if bridge else 1,

@@ -44,16 +44,30 @@ def _part(part: str, text: str) -> NamedNodes:
     system = _system_named(name)
     if system is None:
         nodes, devices = [1, 1, *numbers][-2:]
-        return NamedNodes(
-            nodes, devices_per_node=devices, accelerator=_accelerator_named(name, text)
-        )
+        accelerator = _accelerator_named(name, text)
+        nodes, devices = _by_node(nodes, devices, accelerator, text)
+        return NamedNodes(nodes, devices_per_node=devices, accelerator=accelerator)
     if len(numbers) > 1:
         entry = catalogue.systems()[system]
         raise InputError(
             f"cluster `{text}` counts devices, but `{system}` already has {entry.devices}",
             hints=[f"write `{numbers[0]}x{system}` for {numbers[0]} nodes"],
         )
-    return NamedNodes(numbers[0] if numbers else 1, system=system)
+    racks = numbers[0] if numbers else 1
+    return NamedNodes(racks * catalogue.systems()[system].nodes_per_domain, system=system)
+
+
+def _by_node(nodes: int, devices: int, accelerator: str, text: str) -> tuple[int, int]:
+    """Nodes, and devices of each: "72" of a kind whose links join nodes of four is 18 of them."""
+    usual = catalogue.systems().get(catalogue.accelerators()[accelerator].system or "")
+    if usual is None or usual.nodes_per_domain == 1 or devices <= usual.devices:
+        return nodes, devices
+    if devices % usual.devices:
+        raise InputError(
+            f"cluster `{text}`: {devices} is not a multiple of {usual.devices} devices per node",
+            hints=[f"write `{devices // usual.devices * usual.devices}x{accelerator}`"],
+        )
+    return nodes * (devices // usual.devices), usual.devices
 
 
 def _system_named(name: str) -> str | None:

@@ -66,6 +66,7 @@ class ClusterTable(Record):
     node: list[ClusterTable] = Field(default_factory=list)
     notes: tuple[str, ...] = ()
     devices_per_node: PositiveInt | None = None
+    nodes_per_domain: PositiveInt | None = None
     network_cards: PositiveInt | None = None
     oversubscription: Annotated[float, Field(ge=1)] = 1.0
     nodes_per_switch: PositiveInt | None = None

@@ -40,6 +40,8 @@ def _lines(cluster: ClusterProfile) -> Iterator[str]:
     yield f"name = {_text(cluster.name)}"
     yield f"nodes = {cluster.num_nodes}"
     yield f"devices_per_node = {cluster.devices_per_node}"
+    if cluster.nodes_per_domain > 1:
+        yield f"nodes_per_domain = {cluster.nodes_per_domain}  # joined by the links in the node"
     if cluster.network_cards is not None:
         yield f"network_cards = {cluster.network_cards}  # of a node"
     if cluster.oversubscription > 1:

@@ -25,8 +25,8 @@ Such a table is taken as it is; a bare number that is likely to mix up bits and 
     [[node]]
     system = "dgx-a100-80gb"
 
-`network_cards`, `oversubscription`, `nodes_per_switch`, `[pair]` and `[host_bridge]` say how nodes
-are wired: see `ClusterProfile`.
+`network_cards`, `oversubscription`, `nodes_per_switch`, `nodes_per_domain`, `[pair]` and
+`[host_bridge]` say how nodes are wired: see `ClusterProfile`.
 """
 
 from __future__ import annotations
@@ -82,6 +82,10 @@ def cluster_from_name(text: str) -> ClusterProfile:
 
     Different nodes are joined by "+": "8xH100-SXM-80GB+8xA100-SXM-80GB" is two, and the slowest of
     each quantity counts.
+
+    Of an accelerator whose nodes are joined by its own links (GB200 NVL72: 18 nodes of four on one
+    NVLink switch) one count is devices of one domain: "72xGB200" is 18 nodes of four, "2x72xGB200"
+    two racks.
 
     A system name (`dgx-h100`, `p5-48xlarge`) brings its own devices: "2xdgx-h100" is two nodes.
     What a bare accelerator leaves open is assumed and marked so: as many network cards, processor
@@ -215,6 +219,7 @@ def _assemble(
         notes=table.notes,
         num_nodes=num_nodes,
         devices_per_node=per_node,
+        nodes_per_domain=table.nodes_per_domain or (donor.nodes_per_domain if donor else 1),
         network_cards=cards,
         oversubscription=table.oversubscription,
         nodes_per_switch=table.nodes_per_switch,

@@ -59,7 +59,7 @@ def layer_cost(one: LayerSum, two: LayerSum | None, line: Line) -> LayerCost:
         trained = tuple(nbytes for nbytes in part.parameters.values() if nbytes)
         return Stretch(**figures, parameter_gradient_bytes=trained)
 
-    whole = sum(layer.pieces) == shape.outputs
+    pieces, heads = layer.parts
     return LayerCost(
         **dataclasses.asdict(shape),
         calls=one.calls,
@@ -68,8 +68,8 @@ def layer_cost(one: LayerSum, two: LayerSum | None, line: Line) -> LayerCost:
         same_input=layer.same_input,
         sources=layer.sources,
         reaches_output=layer.reaches_output,
-        pieces=tuple(layer.pieces) if whole and len(layer.pieces) > 1 else (),
-        heads=layer.heads,
+        pieces=pieces,
+        heads=heads,
         own=stretch("own", Part(layer.own.place)),  # the layer's own are told apart
         after=stretch("after", layer.after),
     )

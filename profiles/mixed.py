@@ -57,6 +57,7 @@ def slowest_of(
             "inter": _link([profile.inter for profile in profiles]),
             "pair": _link([profile.pair for profile in profiles]) if every_pair else None,
             "host_bridge": _bridge(bridges) if bridges else None,
+            "nodes_per_domain": min(profile.nodes_per_domain for profile in profiles),
             "network_cards": _least([profile.network_cards for profile in profiles]),
             "nodes_per_switch": _least([profile.nodes_per_switch for profile in profiles]),
             "oversubscription": max(profile.oversubscription for profile in profiles),

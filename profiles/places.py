@@ -103,10 +103,27 @@ class Layer:
     output_bytes: int = 0
     pieces: list[int] = field(default_factory=list)
     heads: int = 1
+    some_heads: list[int] = field(default_factory=list)
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], int]:
+        """`LayerCost.pieces` and the heads of each, or of the first of unequal ones."""
+        whole = self.shape.outputs
+        if self.some_heads and not self.pieces:
+            each = whole // self.heads
+            rest = self.heads - sum(self.some_heads)
+            counts = [*self.some_heads, rest] if rest > 0 else self.some_heads
+            if sum(counts) == self.heads:
+                return tuple(count * each for count in counts), counts[0]
+        is_whole = sum(self.pieces) == whole and len(self.pieces) > 1
+        return tuple(self.pieces) if is_whole else (), self.heads
 
     def look(self, before: Sequence[int], after: Sequence[int]) -> None:
         """Its outputs, of shape `before`, are seen in another shape."""
         width, whole = before[-1], self.shape.outputs
+        if self._takes_heads(before, after):
+            self.some_heads.append(after[-2])
+            return
         if width == whole and before[:-1] == after[:-1]:
             self.pieces.append(after[-1])
         if width != whole and width not in self.pieces:
@@ -123,6 +140,17 @@ class Layer:
             self.pieces = [width // inner[0]] * inner[0]
             inner.pop(0)
         self.heads = inner[0]
+
+    def _takes_heads(self, before: Sequence[int], after: Sequence[int]) -> bool:
+        """Whether some of the heads are taken: queries out of a fused query, key and value, say."""
+        if self.heads < 2 or len(before) < 2 or tuple(before[-2:]) != self._of_heads:
+            return False
+        same = before[:-2] == after[:-2] and before[-1] == after[-1]
+        return same and len(after) == len(before) and 0 < after[-2] < self.heads
+
+    @property
+    def _of_heads(self) -> tuple[int, int]:
+        return self.heads, self.shape.outputs // self.heads
 
 
 _FUSED = (2, 3)

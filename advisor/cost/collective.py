@@ -80,7 +80,7 @@ def _all_to_all_s_per_byte(
     A ring enters each node once; here every rank sends N - 1 of N parts out of its node, and the
     ranks of a node share its cards. What stays inside goes over its links meanwhile.
     """
-    card = cluster.group_bandwidth(nodes, max(stride, cluster.devices_per_node)).value
+    card = cluster.group_bandwidth(nodes, max(stride, cluster.domain_devices)).value
     seconds = (nodes - 1) / nodes / card
     if per_node > 1 and cluster.intra is not None:
         link = cluster.group_bandwidth(per_node, stride).value
@@ -103,7 +103,7 @@ def _tree(cluster: ClusterProfile, *, per_node: int, nodes: int, stride: int) ->
     if cluster.inter is not None and nodes > 1:
         latency += 2 * log2(nodes) * cluster.inter.latency_s.value
         # What one rank of every node gets while its neighbours talk too, times those of the group.
-        apart = max(stride, cluster.devices_per_node)
+        apart = max(stride, cluster.domain_devices)
         between = per_node * cluster.group_bandwidth(nodes, apart).value
         between_s = Collective.ALL_REDUCE.bus_factor(nodes) / between
     return Way(latency, max(inside_s, between_s))

@@ -44,9 +44,9 @@ from advisor.cost.tensor import Styled
 from advisor.cost.threads import threaded
 from advisor.cost.updates import straggling, updated
 from advisor.facts import Facts
-from advisor.styles import proposed_styles
 from engines.legality import numerics
 from engines.plan import DataParallel, Plan
+from engines.tensor.rules import proposed_styles
 from profiles.errors import PlanError
 from profiles.loading import load_memory
 from profiles.model import Numerics, UnitProfile

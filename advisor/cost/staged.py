@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import ceil
 from typing import TYPE_CHECKING
 
 from advisor.cost.borders import Border, borders_of, charge_sends, received_into, sent_over
@@ -389,7 +390,7 @@ class _Tail:
                     gradient_bytes=tie.unit.gradient_bytes / shard_degree(plan),
                     tensors=1,
                     group_size=len(tie.ranks),
-                    stride=(tie.ranks[1] - tie.ranks[0]) * plan.world_size // plan.pp,
+                    stride=_stride_of(tie.ranks, plan),
                 )
         if model.stack.states is not None and model.stack.overlap_gradients:
             # Buckets go while the last microbatch's backward is on its way.
@@ -398,6 +399,17 @@ class _Tail:
             settle_s = max(0.0, settle_s - max(0.0, hidden - reduce_s))
         once = kind is DataParallel.ZERO1
         return cls(round_s=0.0 if once else reduce_s, last_s=reduce_s + replicate_s + settle_s)
+
+
+def _stride_of(stages: Sequence[int], plan: Plan) -> int:
+    """The distance in ranks between the stages that hold a tied weight, the mean of several.
+
+    Three need not be equally far apart (an encoder's embeddings, a decoder's and the head). The
+    mean is rounded up, but never past the last rank.
+    """
+    ranks_per_stage, gaps = plan.world_size // plan.pp, len(stages) - 1
+    mean = ceil((stages[-1] - stages[0]) * ranks_per_stage / gaps)
+    return min(mean, (plan.world_size - 1) // gaps)
 
 
 def _busy(stages: Sequence[Stage], forwards: int) -> Busy:

@@ -68,22 +68,25 @@ SHAPES = {
 
 
 class Attention(nn.Module):
-    """Causal self-attention: every token looks at itself and at those before it."""
+    """Causal self-attention: every token looks at itself and at those before it.
+
+    The width of a head is fixed and their number is not, so a rank can compute its share of them.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.head_width = config.width // config.num_heads
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.qkv(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
+        batch, length, _ = x.shape
+        heads = self.qkv(x).view(batch, length, 3, -1, self.head_width)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()  # each B, heads, T, D / heads
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
 

@@ -29,10 +29,10 @@ from advisor.search.space import (
     factors,
     stages_per_rank,
 )
-from advisor.styles import proposed_styles
 from engines.legality import problems
 from engines.pipeline.legality import pipeline, schedule_problems
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute, Schedule
+from engines.tensor.rules import proposed_styles
 from profiles.cluster import ClusterProfile
 from profiles.flow import GLUE, LOSS
 from profiles.model import ModelProfile

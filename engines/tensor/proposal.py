@@ -1,24 +1,27 @@
-"""Which layers of a model to split, and how: proposed from its wiring, and proved."""
+"""Which layers of a model to split, and how: proposed by the rules, and proved on its modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 from torch import nn
 
-from engines.tensor.layers import can_split, features, is_plain
+from engines.tensor.layers import can_split, is_plain
 from engines.tensor.proof import prove
-from engines.tensor.shipped import shipped_styles
-from engines.tensor.specimen import Specimen, kinds_of, specimen_of
+from engines.tensor.rules import Pair, UnitSplit, block_names, leave_logits_split, unit_splits
+from engines.tensor.specimen import Specimen, UnitKind, kinds_of, specimen_of
 from engines.tensor.styles import Kind, Style, as_pairs, without_numbers
 from engines.tensor.ties import split_differently
 from engines.tensor.variants import Styles, sequence_variants, variants
-from engines.tensor.wiring import Pair, wiring_of
-from profiles.batch import Batch
+from profiles.batch import Batch, map_batch
 from profiles.errors import ModelError, PlanError
-from profiles.flow import GLUE, LOSS, Flow
-from profiles.model import SMALLEST_SHARD_FRACTION, ModelProfile
+from profiles.fakes import stand_ins
+from profiles.flow import Flow
+from profiles.model import ModelProfile
+from profiles.pretence import Pretence
 from profiles.record import Record
+from profiles.torch_compat import without_onednn
 
 
 class Unpaired(Record):
@@ -58,50 +61,43 @@ def propose_styles(
     profile: ModelProfile,
     has_target: bool = False,
     by_tokens: bool = False,
+    shapes_only: bool = False,
 ) -> Proposal:
     """How to split `model` over `size` ranks. Nothing of the model is changed.
 
-    Pairs of column-wise and row-wise layers, fused ones too, are tried on a copy of one unit of
-    each kind (see `proof`); the plan that the model brings along goes first. A layer of some size
-    that is in no proved pair is split with gathered output. Embeddings and the head are split by
-    the vocabulary.
+    The split of `engines.tensor.rules` is tried on a copy of one unit of each kind (see `proof`). A
+    pair of layers that is refused, or any other layer of some size, is split with gathered output.
 
     Args:
         sample: one local batch; the model runs over it once, on fake tensors if it can.
-        profile: of the model, for its units.
+        profile: of the model, for its units and their layers.
         has_target: the last entry of the sample is a target, not an argument.
         by_tokens: split norms, dropout and residual sums by tokens too (sequence parallelism), in
             the blocks where that is proved: less memory for as much traffic and a half. Sequences
             must then have an equal share for every rank.
+        shapes_only: try units on fake tensors: quick at any size, and shows whether their code runs
+            on a share of the features; that it computes the same is not proved. A unit that cannot
+            be tried so is split by the rules alone.
 
     Raises:
         PlanError: there is nothing that could be split.
     """
-    units = [unit.name for unit in profile.units if unit.name not in (GLUE, LOSS)]
-    shipped = shipped_styles(model)
-    weights = [m.get_parameter("weight").numel() for m in model.modules() if can_split(m)]
-    smallest = SMALLEST_SHARD_FRACTION * max(weights, default=0)
+    rules = unit_splits(profile, size)
+    kinds = kinds_of(model, sample, list(rules), has_target=has_target)
     found: Styles = {}
     why: dict[str, str] = {}
     running: list[str] = []
-    for kind in kinds_of(model, sample, units, has_target=has_target):
-        first = kind.paths[0]
-        unit = model.get_submodule(first)
-        trial: _Layer | _Trial | _Whole
-        if is_plain(unit):
-            trial = _Layer(unit, size=size, smallest=smallest)
-        else:
-            own = {inner: shipped[path] for path, inner in _within(first, shipped)}
-            try:
-                trial = _Trial(specimen_of(model, kind), size=size, smallest=smallest)
-                trial.run(own, by_tokens=by_tokens)
-            except ModelError as error:
-                trial = _Whole(unit, error.what)
-        for path in kind.paths:
-            running.append(path)
-            found.update({_joined(path, inner): style for inner, style in trial.styles.items()})
-            why.update({_joined(path, inner): reason for inner, reason in trial.why.items()})
-    _leave_logits_split(model, found, profile.flow)
+    with _on_fakes(model, sample) if shapes_only else nullcontext():
+        for kind in kinds:
+            first = kind.paths[0]
+            trial = _tried(
+                model, kind, rules[first], size=size, by_tokens=by_tokens, shapes_only=shapes_only
+            )
+            for path in kind.paths:
+                running.append(path)
+                found.update({_joined(path, inner): style for inner, style in trial.styles.items()})
+                why.update({_joined(path, inner): reason for inner, reason in trial.why.items()})
+    _leave_logits_split(profile, found)
     _leave_ties_whole(model, found, why, profile.flow, running=running)
     if not found:
         raise PlanError(
@@ -114,90 +110,98 @@ def propose_styles(
         Unpaired(layer=without_numbers(path), style=_said(found.get(path)), why=reason): None
         for path, reason in why.items()
     }
-    return Proposal(size=size, styles=as_pairs(found, names), notes=tuple(notes))
+    styles = as_pairs(found, names, blocks=block_names(profile))
+    return Proposal(size=size, styles=styles, notes=tuple(notes))
 
 
-class _Layer:
-    """A unit that is a layer by itself; `styles` and `why` as for `_Trial`."""
+def _tried(
+    model: nn.Module,
+    kind: UnitKind,
+    rules: UnitSplit,
+    *,
+    size: int,
+    by_tokens: bool,
+    shapes_only: bool,
+) -> _Trial:
+    """The styles of one kind of unit, found one after another; each is proved with those before."""
+    unit = model.get_submodule(kind.paths[0])
+    trial = _Trial(rules, size=size)
+    if is_plain(unit):
+        trial.take_rules()
+        return trial
+    try:
+        trial.specimen = specimen_of(model, kind)
+    except ModelError as error:
+        if shapes_only:
+            trial.take_rules()
+        else:
+            layers = [path for path, module in unit.named_modules() if can_split(module)]
+            trial.why = dict.fromkeys(layers, error.what)
+        return trial
+    trial.run(by_tokens=by_tokens)
+    return trial
 
-    def __init__(self, layer: nn.Module, *, size: int, smallest: float) -> None:
-        small = _too_small(layer, size=size, smallest=smallest)
-        self.styles: Styles = {} if small else {"": (_alone(layer),)}
-        self.why: dict[str, str] = {"": small} if small else {}
 
-
-class _Whole:
-    """A unit that cannot be tried; `styles` and `why` as for `_Trial`."""
-
-    def __init__(self, unit: nn.Module, reason: str) -> None:
-        self.styles: Styles = {}
-        self.why = {path: reason for path, module in unit.named_modules() if can_split(module)}
+@contextmanager
+def _on_fakes(model: nn.Module, sample: Batch) -> Iterator[None]:
+    """Inside, the model's tensors are fake, and so are those that are made."""
+    with stand_ins([model]) as fakes:
+        fake = map_batch(lambda tensor: fakes.of(tensor.detach()), sample)
+        with Pretence().on(fake), without_onednn():
+            yield
 
 
 class _Trial:
-    """The styles of one kind of unit, found one after another; each is proved with those before.
-
-    Attributes:
-        styles: what is proved, by paths within the unit.
-        why: layers outside pairs, and what kept them from it.
+    """Attributes:
+    specimen: what is tried; not needed for `take_rules`.
+    styles: what is proved, by paths within the unit.
+    why: layers outside pairs, and what kept them from it.
     """
 
-    def __init__(self, specimen: Specimen, *, size: int, smallest: float) -> None:
-        self.wiring = wiring_of(specimen)
+    specimen: Specimen
+
+    def __init__(self, rules: UnitSplit, *, size: int) -> None:
         self.styles: Styles = {}
         self.why: dict[str, str] = {}
-        self._specimen = specimen
+        self._rules = rules
         self._size = size
-        self._smallest = smallest
 
-    def run(self, shipped: Mapping[str, Style], *, by_tokens: bool) -> None:
-        """All attempts, in turn; `shipped`: the model's own styles, by paths within the unit."""
-        self.take_all(shipped)
-        for pair in self.wiring.pairs:
-            self.take_pair(pair)
-        self.gather_others()
+    def take_rules(self) -> None:
+        """As the rules say, untried."""
+        styles, self.why = self._rules.with_pairs(self._rules.pairs)
+        self.styles = {path: (style,) for path, style in styles.items()}
+
+    def run(self, *, by_tokens: bool) -> None:
+        """All attempts, in turn."""
+        pairs = [pair for pair in self._rules.pairs if self._take_pair(pair)]
+        refused = dict(self.why)
+        styles, self.why = self._rules.with_pairs(pairs)
+        self.why |= refused
+        for path, style in styles.items():
+            if path not in self.styles:
+                reason = self._try({path: (style,)})
+                if reason:
+                    self.why[path] = reason
         if by_tokens:
-            self.split_tokens()
+            self._split_tokens(pairs)
 
-    def take_all(self, styles: Mapping[str, Style]) -> None:
-        """All of `styles` or, if that is not right, nothing."""
-        called = {path: (style,) for path, style in styles.items() if path in self.wiring.layers}
-        if called:
-            self._try(called)
-
-    def take_pair(self, pair: Pair) -> None:
+    def _take_pair(self, pair: Pair) -> bool:
         """The pair in the first way that is right."""
-        layers = (*pair.columns, *pair.rows)
-        if any(path in self.styles for path in layers):
-            return
         reasons = []
-        for variant in variants(pair, self._specimen.unit, size=self._size):
+        unit = self.specimen.unit
+        for variant in variants(pair, self._rules.styles, unit, size=self._size):
             reason = self._try(variant)
             if not reason:
-                return
+                return True
             reasons.append(reason)
-        self.why.update(dict.fromkeys(layers, reasons[0]))
+        self.why.update(dict.fromkeys((*pair.columns, *pair.rows), reasons[0]))
+        return False
 
-    def gather_others(self) -> None:
-        """Every other layer by its output features, where that saves memory worth its traffic."""
-        for path in self.wiring.layers:
-            if path in self.styles:
-                continue
-            layer = self._specimen.unit.get_submodule(path)
-            reason = _too_small(layer, size=self._size, smallest=self._smallest)
-            if not reason:
-                style = _alone(layer)
-                alone = "in no pair of layers" if style.kind is Kind.GATHER and path else ""
-                reason = self._try({path: (style,)}) or self.why.get(path, alone)
-            if reason:
-                self.why[path] = reason
-
-    def split_tokens(self) -> None:
+    def _split_tokens(self, pairs: Sequence[Pair]) -> None:
         """Tokens too, if all layers of the unit are in pairs."""
         kinds = {style.kind for found in self.styles.values() for style in found}
         if not {Kind.COLUMN, Kind.ROW} <= kinds or kinds & {Kind.GATHER, Kind.VOCAB}:
             return
-        pairs = [pair for pair in self.wiring.pairs if pair.columns[0] in self.styles]
         reason = ""
         for choice in sequence_variants(pairs, self.styles):
             reason = self._try(choice)
@@ -208,37 +212,17 @@ class _Trial:
     def _try(self, styles: Mapping[str, tuple[Style, ...]]) -> str:
         """Take `styles` if they are right; why not, else."""
         together = {**self.styles, **styles}
-        verdict = prove(self._specimen, together, size=self._size)
+        verdict = prove(self.specimen, together, size=self._size)
         if not verdict.why_not:
             self.styles = together
         return verdict.why_not
 
 
-def _alone(layer: nn.Module) -> Style:
-    """How a layer is split that is in no pair."""
-    return Style(kind=Kind.VOCAB if isinstance(layer, nn.Embedding) else Kind.GATHER)
-
-
-def _too_small(layer: nn.Module, *, size: int, smallest: float) -> str:
-    """Why it is not worth the traffic, or cannot be; empty if it is."""
-    inputs, outputs = features(layer)
-    cut = inputs if isinstance(layer, nn.Embedding) else outputs
-    if layer.get_parameter("weight").numel() < smallest:
-        return f"a small layer ({inputs} x {outputs})"
-    return f"{cut} features for {size} ranks" if cut < size else ""
-
-
-def _leave_logits_split(model: nn.Module, found: Styles, flow: Flow) -> None:
-    """The head of a language model keeps its logits split, if only the loss takes them."""
-    rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    called = [call.unit for call in flow.calls]
-    for number, unit in enumerate(called):
-        if found.get(unit) != (Style(kind=Kind.GATHER),) or called.count(unit) > 1:
-            continue
-        layer = model.get_submodule(unit)
-        takers = {called[edge.target] for edge in flow.edges if edge.source == number}
-        if isinstance(layer, nn.Linear) and layer.out_features in rows and takers <= {LOSS}:
-            found[unit] = (Style(kind=Kind.VOCAB),)
+def _leave_logits_split(profile: ModelProfile, found: Styles) -> None:
+    alone = {path: styles[0] for path, styles in found.items() if len(styles) == 1}
+    before = dict(alone)
+    leave_logits_split(profile, alone)
+    found.update({path: (style,) for path, style in alone.items() if before[path] != style})
 
 
 def _leave_ties_whole(
@@ -249,15 +233,6 @@ def _leave_ties_whole(
         for path in wrong:
             found.pop(path, None)
             why[path] = "its weight is used in another way too"
-
-
-def _within(unit: str, paths: Iterable[str]) -> list[tuple[str, str]]:
-    """The full and the inner paths of those that lie in `unit`, or are it."""
-    return [
-        (path, path.removeprefix(unit).removeprefix("."))
-        for path in paths
-        if f"{path}.".startswith(f"{unit}.")
-    ]
 
 
 def _joined(path: str, inner: str) -> str:

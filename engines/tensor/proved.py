@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from itertools import product
 
 from torch import nn
 
 from engines.tensor.layers import can_split, is_plain
 from engines.tensor.proof import Verdict, prove
+from engines.tensor.rules import Pair, pairs_of
 from engines.tensor.specimen import Specimen, kinds_of, specimen_of
 from engines.tensor.styles import LAYER_KINDS, Kind, Style, cutting, styles_of
 from engines.tensor.ties import split_differently
-from engines.tensor.variants import Styles
+from engines.tensor.variants import Styles, variants
 from profiles.batch import Batch
 from profiles.errors import PlanError
 from profiles.flow import GLUE, LOSS, Flow
@@ -28,6 +30,8 @@ def proved(
     has_target: bool,
 ) -> tuple[Styles, frozenset[str]]:
     """The styles of every module that `pairs` mean, and `TensorSplit.partial` under them.
+
+    Attributes that count heads or features are found here where `pairs` name none in a unit.
 
     Args:
         pairs: as `Plan.tensor_styles`.
@@ -56,6 +60,15 @@ def proved(
             if verdict is None:
                 specimen = specimen or specimen_of(model, kind)
                 verdict = prove(specimen, _as_gathered(inner, specimen.unit), size=size)
+                counts: Styles = {}
+                if verdict.why_not:
+                    counts = _counts(specimen, inner, pairs_of(profile, alike[0]), size=size)
+                for path, within in product(alike, counts):
+                    place = _joined(path, within)
+                    styles[place] = (*styles.get(place, ()), *counts[within])
+                if counts:
+                    inner = _inner(alike[0], styles)
+                    verdict = prove(specimen, _as_gathered(inner, specimen.unit), size=size)
             if verdict.why_not:
                 raise PlanError(
                     f"`{alike[0]}` split over {size} ranks is not what it is whole:"
@@ -84,6 +97,28 @@ def proved(
         )
     _require_one_way(model, partial, profile.flow, running=running)
     return styles, frozenset(partial)
+
+
+def _counts(specimen: Specimen, inner: Styles, pairs: Sequence[Pair], *, size: int) -> Styles:
+    """The attributes that must count a rank's share of heads or features, where `inner` names none.
+
+    They follow from the code of the modules: a plan that was made from a profile cannot know them.
+    """
+    if any(style.kind is Kind.SIZES for styles in inner.values() for style in styles):
+        return {}
+    taken: Styles = {}
+    found: Styles = {}
+    for pair in pairs:
+        layers = {path: style for path, styles in inner.items() if (style := cutting(styles))}
+        if not {*pair.columns, *pair.rows} <= layers.keys():
+            continue
+        for variant in variants(pair, layers, specimen.unit, size=size):
+            if not prove(specimen, {**taken, **variant}, size=size).why_not:
+                taken.update(variant)
+                sizes = {p: s for p, s in variant.items() if s[0].kind is Kind.SIZES}
+                found.update(sizes)
+                break
+    return found
 
 
 def _of_layer(unit: nn.Module, inner: Styles) -> Verdict | None:
@@ -156,6 +191,10 @@ def _inner(unit: str, styles: Mapping[str, tuple[Style, ...]]) -> Styles:
         for path, found in styles.items()
         if f"{path}.".startswith(f"{unit}.")
     }
+
+
+def _joined(path: str, inner: str) -> str:
+    return ".".join(part for part in (path, inner) if part)
 
 
 def _as_gathered(inner: Styles, unit: nn.Module) -> Styles:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from engines.forwards import run_around
 from engines.tensor.exchange import Exchange, Ranks
@@ -194,22 +195,49 @@ def _product(module: nn.Module) -> Callable[[nn.Module, Tensor], Tensor]:
     return product
 
 
-def _embedding(module: nn.Embedding, exchange: Exchange) -> Callable[..., Tensor]:
+def _embedding(module: nn.Embedding, exchange: Exchange) -> Callable[..., object]:
     """It looks up the rows that are here, and has zeros for the others."""
     start, count = share(features(module)[0], exchange.rank, exchange.size)
-    own = type(module).forward  # a scaled one, say
 
-    def forward(module: nn.Embedding, input: Tensor) -> Tensor:
-        here = input - start
+    def lookup(module: nn.Embedding, ids: Tensor) -> Tensor:
+        here = ids - start
         is_mine = (here >= 0) & (here < count)
         if not count:
-            nothing = module.weight.new_zeros(*input.shape, module.weight.shape[1])
+            nothing = module.weight.new_zeros(*ids.shape, module.weight.shape[1])
             return exchange.reduce(nothing + module.weight.sum())
         with _padding_at(module, module.padding_idx, start, count):
-            found = own(module, torch.where(is_mine, here, 0))
+            found = nn.Embedding.forward(module, torch.where(is_mine, here, 0))
         return exchange.reduce(torch.where(is_mine[..., None], found, 0.0))
 
+    own = type(module).forward
+    if own is nn.Embedding.forward:
+        return lookup
+
+    def forward(module: nn.Embedding, *args: Any, **kwargs: Any) -> object:
+        # A scaled one, or one that makes ids of positions: its own code, with another lookup.
+        with _Lookup(module, lookup):
+            return own(module, *args, **kwargs)
+
     return forward
+
+
+class _Lookup(TorchFunctionMode):
+    """Inside, rows of the weight of `module` are looked up by `lookup`."""
+
+    def __init__(
+        self, module: nn.Embedding, lookup: Callable[[nn.Embedding, Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        self._module, self._lookup = module, lookup
+
+    def __torch_function__(
+        self, func: object, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
+        if func is F.embedding and given.get("weight") is self._module.weight:
+            with torch._C.DisableTorchFunction():
+                return self._lookup(self._module, given["input"])
+        return func(*args, **(kwargs or {}))  # type: ignore[operator]
 
 
 @contextmanager

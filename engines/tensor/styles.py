@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Self
@@ -97,23 +97,37 @@ def styles_of(
 
 
 def as_pairs(
-    styles: Mapping[str, Sequence[Style]], names: Sequence[str]
+    styles: Mapping[str, Sequence[Style]],
+    names: Iterable[str],
+    *,
+    blocks: Collection[str] | None = None,
 ) -> tuple[tuple[str, str], ...]:
     """`styles` with equal layers of repeated blocks as one pattern: the reverse of `styles_of`.
 
     Args:
         names: of all modules; a pattern must fit none that has another style.
+        blocks: paths of the repeated blocks, whose numbers a `*` stands for; None: of all numbers.
     """
     numbered: dict[str, list[str]] = {}
     for name in names:
-        numbered.setdefault(without_numbers(name), []).append(name)
+        numbered.setdefault(_pattern(name, blocks), []).append(name)
     pairs: dict[tuple[str, str], None] = {}
     for name, entries in styles.items():
-        pattern = without_numbers(name)
+        pattern = _pattern(name, blocks)
         alike = all(styles.get(other) == styles[name] for other in numbered[pattern])
         for style in entries:
             pairs[pattern if alike else name, str(style)] = None
     return tuple(pairs)
+
+
+def _pattern(name: str, blocks: Collection[str] | None) -> str:
+    """`name` with a `*` in place of the numbers of the innermost of `blocks` that it lies in."""
+    if blocks is None:
+        return without_numbers(name)
+    block = name
+    while block and block not in blocks:
+        block = block.rpartition(".")[0]
+    return without_numbers(block) + name[len(block) :]
 
 
 def without_numbers(name: str) -> str:

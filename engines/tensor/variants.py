@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from torch import nn
 
 from engines.tensor.layers import features
+from engines.tensor.rules import Pair
 from engines.tensor.styles import Kind, Style
-from engines.tensor.wiring import Pair
 
 Styles = dict[str, tuple[Style, ...]]
 """By module path."""
@@ -17,22 +17,21 @@ Counts = dict[str, tuple[str, ...]]
 """Names of attributes that count something, by module path."""
 
 
-def variants(pair: Pair, unit: nn.Module, *, size: int) -> Iterator[Styles]:
-    """The plain way first; then fused weights, and modules that count their heads or features.
+def variants(
+    pair: Pair, styles: Mapping[str, Style], unit: nn.Module, *, size: int
+) -> Iterator[Styles]:
+    """The layers' `styles` alone; then with modules that count their heads or features.
 
     Which of them is right nobody needs to know: that is tried (see `proof`).
     """
-    width = features(unit.get_submodule(pair.rows[0]))[0]
-    outputs = {path: features(unit.get_submodule(path))[1] for path in pair.columns}
-    fused = {path: n // width for path, n in outputs.items() if n in (2 * width, 3 * width)}
-    packings = [{}, fused] if fused else [{}]
-    for counted, packs in product(_counts(pair, unit, {width, *outputs.values()}, size), packings):
-        styles: Styles = {path: (Style(kind=Kind.ROW),) for path in pair.rows}
-        for path in pair.columns:
-            styles[path] = (Style(kind=Kind.COLUMN, packs=packs.get(path, 1)),)
+    layers = (*pair.columns, *pair.rows)
+    widths = {features(unit.get_submodule(path))[1] for path in pair.columns}
+    widths.add(features(unit.get_submodule(pair.rows[0]))[0])
+    for counted in _counts(pair, unit, widths, size):
+        found: Styles = {path: (styles[path],) for path in layers}
         for path, names in counted.items():
-            styles[path] = (Style(kind=Kind.SIZES, sizes=names),)
-        yield styles
+            found[path] = (Style(kind=Kind.SIZES, sizes=names),)
+        yield found
 
 
 def _counts(pair: Pair, unit: nn.Module, widths: set[int], size: int) -> list[Counts]:

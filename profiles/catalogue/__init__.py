@@ -111,6 +111,7 @@ class SystemEntry(Record):
     title: str
     accelerator: str
     devices: PositiveInt
+    nodes_per_domain: PositiveInt = 1
     intra: str
     inter: str
     memory: str | None = None

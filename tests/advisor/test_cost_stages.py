@@ -174,6 +174,17 @@ def test_a_tied_weight_is_held_twice_and_its_gradients_are_summed() -> None:
     assert any(item.purpose == "gradients of tied parameters" for item in of(tied).traffic)
 
 
+def test_three_stages_that_hold_a_tied_weight_need_not_be_equally_far_apart() -> None:
+    """As an encoder's embeddings, a decoder's and the head: all three on one node of eight."""
+    names = tuple(f"layers.{unit}.weight" for unit in (0, 6, 7))
+    tied = chain(units=8).model_copy(update={"tied": (names,)})
+    plan = Plan.parse("pp=8 schedule=1f1b microbatches=8 microbatch_size=1")
+    found = estimate(plan, facts(tied, cpus(8), batch=8, precision="fp32"))
+    sums = [item for item in found.traffic if item.purpose == "gradients of tied parameters"]
+    assert [item.group_size for item in sums] == [3]
+    assert 2 * sums[0].stride < 8  # the third rank is one of the node's
+
+
 def test_autocast_copies_of_weights_are_held_by_every_microbatch_in_flight() -> None:
     """Each forward of a stage has a cache of its own, and its backward keeps what it cast."""
     found = estimate(

@@ -71,6 +71,24 @@ def test_a_classifier_of_images_is_profiled_either_way(
         profiled(config, 16)
 
 
+def test_a_network_of_any_image_size_is_looked_at_with_the_usual_one(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchvision's and He et al.'s ResNet-50 at 224 pixels: 25.6 M parameters, 4.09 G
+    multiplications in the forward; transformers' ResNetConfig has no image size."""
+    transformers = pytest.importorskip("transformers")
+    made = transformers.ResNetConfig(architectures=["ResNetForImageClassification"])
+    config.write_text(json.dumps({**made.to_dict(), "num_labels": 1000}))
+    loaded = load_model(str(config), samples=2, sequence_length=None)
+    assert "has no `image_size`: 224 x 224 pixels" in capsys.readouterr().err
+    assert loaded.sample["pixel_values"].shape == (2, 3, 224, 224)  # type: ignore[call-overload]
+    profile = profile_model(
+        str(config), samples=2, sequence_length=None, numerics=(Numerics.AS_BUILT,)
+    )
+    forward = sum(u.cost(Numerics.AS_BUILT).forward_flop.at(1) for u in profile.units)
+    assert forward == pytest.approx(2 * 4.09e9, rel=0.01)
+
+
 def test_a_classifier_of_images_takes_no_length_with_transformers_too(config: Path) -> None:
     pytest.importorskip("transformers")
     config.write_text(json.dumps(VIT))

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from advisor.styles import proposed_styles
+from engines.tensor.rules import proposed_styles
 from tests.contract.hybrids import PLANS, Compared, compared, subject_of
 
 # Scratch of a few bytes a token: which row of a table is here, the logit of a row's class.

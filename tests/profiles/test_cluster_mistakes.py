@@ -50,7 +50,7 @@ H200 = 'nodes = 2\naccelerator = "h200"\n'
         (
             H200 + '[inter]\nlink = "ib-ndr-8x40"',
             "unknown link `ib-ndr-8x40`\n  cluster.toml: inter.link\n\n"
-            "hint: did you mean `ib-ndr-8x400` or `ib-ndr-1x400`?",
+            "hint: did you mean `ib-ndr-8x400` or `ib-ndr-4x400`?",
         ),
         (
             H200 + '[device]\nflop_rate = { bf16 = "1 TFLOP/s" }',

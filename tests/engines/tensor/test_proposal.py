@@ -38,12 +38,18 @@ def test_fused_heads_are_three_packs() -> None:
     assert of_block(units.FusedHeads()) == {"qkv": "column/3", "o": "row"}
 
 
-@pytest.mark.parametrize("unit", [units.Alibi(), units.RelativeBias()])
-def test_what_cannot_be_proved_is_gathered_and_said(unit: nn.Module) -> None:
+@pytest.mark.parametrize(
+    ("unit", "reason"),
+    [
+        (units.Alibi(), "the split unit does not run"),
+        (units.RelativeBias(), "a pair with a layer of kind embedding"),
+    ],
+)
+def test_what_cannot_be_split_is_gathered_and_said(unit: nn.Module, reason: str) -> None:
     found = proposed(units.Stack([unit, type(unit)()]))
     assert {style for path, style in found.styles if path[-1] in "qkvo"} == {"gather"}
     reasons = {note.layer: str(note) for note in found.notes}
-    assert "gather, the split unit does not run" in reasons["blocks.*.q"]
+    assert f"gather, {reason}" in reasons["blocks.*.q"]
 
 
 def test_too_few_key_heads_are_gathered() -> None:

@@ -37,7 +37,6 @@ def test_partial_gradients_are_named_for_every_equal_block() -> None:
         ((("blocks.*.q", "column"),), "is not what it is whole: the split unit does not run"),
         ((("blocks.*.o", "vocab"), ("blocks.0.q", "row")), "is not what it is whole"),
         ((("blocks.*", "column"),), "a CountedHeads, cannot be split by `column`"),
-        (HEADS, "do not add up"),
         ((*HEADS, ("blocks.*", "sizes(width_of_head)")), "is not what it is whole"),
         ((*HEADS, ("blocks.*", "sizes(nothing)")), "`.nothing` is None"),
     ],
@@ -49,6 +48,16 @@ def test_a_wrong_plan_is_refused_with_what_is_wrong(
     with pytest.raises(PlanError) as caught:
         partial_of(model, *pairs)
     assert words in str(caught.value)
+
+
+def test_attributes_that_count_heads_follow_from_the_code_of_the_modules() -> None:
+    """A plan that was made from a profile does not name them."""
+    model = units.Stack([units.CountedHeads(), units.CountedHeads()])
+    batch = torch.randn(2, 8, units.WIDTH)
+    profile = capture(model, batch, name="stack")
+    styles, _ = proved(model, batch, HEADS, size=2, profile=profile, has_target=False)
+    counted = [str(style) for block in ("blocks.0", "blocks.1") for style in styles[block]]
+    assert counted == ["sizes(num_heads)"] * 2
 
 
 def test_a_tp_that_does_not_divide_is_refused_with_the_numbers() -> None:

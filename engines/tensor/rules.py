@@ -1,0 +1,307 @@
+"""Rules for splitting the layers of a model over the tp axis, read off its profile. No torch here.
+
+The advisor prices the split that they give; `engines.tensor.proposal` proves it on the modules, and
+falls back by the same rules where a module's own code cannot run on a share of its features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isclose
+
+from engines.tensor.rules_of_ties import joined, layers_of, leave_ties_whole
+from engines.tensor.styles import Kind, Style, as_pairs, without_numbers
+from profiles.layers import INPUT, LayerCost, LayerKind
+from profiles.model import (
+    GLUE,
+    LOSS,
+    SMALLEST_SHARD_FRACTION,
+    ModelProfile,
+    Numerics,
+    UnitProfile,
+)
+
+_FUSED = (2, 3)  # tensors side by side in one weight that the engine knows how to cut
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A layer outside pairs; `style` is "whole" where every rank keeps all of it."""
+
+    layer: str
+    style: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """`styles` for `Plan.tensor_styles`, and the layers that are not half of a pair."""
+
+    styles: tuple[tuple[str, str], ...]
+    notes: tuple[Whole, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Layers `columns` that nothing but `rows` takes, and that alone feed them, by their paths."""
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSplit:
+    """A unit's layers, by their paths in it.
+
+    Attributes:
+        pairs: those that may be split column-wise and row-wise, with their `styles`.
+        alone: styles of layers outside a pair, also of those in `pairs` if a pair is not taken.
+        why: reasons against a pair or, of a layer that is not in `alone`, against any split.
+    """
+
+    pairs: tuple[Pair, ...] = ()
+    styles: Mapping[str, Style] = field(default_factory=dict)
+    alone: Mapping[str, Style] = field(default_factory=dict)
+    why: Mapping[str, str] = field(default_factory=dict)
+
+    def with_pairs(self, pairs: Sequence[Pair]) -> tuple[dict[str, Style], dict[str, str]]:
+        """The styles of all layers if only `pairs` are taken, and why others are in none."""
+        paired = {path for pair in pairs for path in (*pair.columns, *pair.rows)}
+        found = {path: style for path, style in self.styles.items() if path in paired}
+        found |= {path: style for path, style in self.alone.items() if path not in paired}
+        why = {path: reason for path, reason in self.why.items() if path not in paired}
+        for path, style in found.items():
+            if style.kind is Kind.GATHER and path:
+                why.setdefault(path, "in no pair of layers")
+        return found, why
+
+
+def proposed_styles(model: ModelProfile, tp: int) -> tuple[tuple[str, str], ...]:
+    """`proposed_split(model, tp).styles`; empty where nothing can be split."""
+    return proposed_split(model, tp).styles
+
+
+def proposed_split(model: ModelProfile, tp: int) -> Split:
+    """Column and row pairs where the flow of a unit has them; embeddings and the head by the
+    vocabulary; other large layers with gathered outputs; tied weights alike or not at all."""
+    units = split_units(model)
+    found: dict[str, Style] = {}
+    why: dict[str, str] = {}
+    for name, inside in unit_splits(model, tp).items():
+        inner, reasons = inside.with_pairs(inside.pairs)
+        found |= {joined(name, path): style for path, style in inner.items()}
+        why |= {joined(name, path): reason for path, reason in reasons.items()}
+    leave_logits_split(model, found)
+    leave_ties_whole(model, units, found, why)
+    notes = {
+        Whole(without_numbers(path), str(found.get(path, "whole")), reason): None
+        for path, reason in why.items()
+    }
+    names = (joined(unit.name, layer.path) for unit in units for layer in layers_of(unit))
+    styles = {path: (style,) for path, style in found.items()}
+    return Split(as_pairs(styles, names, blocks=block_names(model)), tuple(notes))
+
+
+def split_units(model: ModelProfile) -> list[UnitProfile]:
+    """The units whose layers may be split."""
+    return [unit for unit in model.units if unit.name not in (GLUE, LOSS)]
+
+
+def unit_splits(model: ModelProfile, tp: int) -> dict[str, UnitSplit]:
+    """How the layers of every unit may be split, each unit by itself."""
+    units = split_units(model)
+    sizes = (_elements(layer, unit) for unit in units for layer in layers_of(unit))
+    smallest = SMALLEST_SHARD_FRACTION * max(sizes, default=0)
+    handed = _heads_handed_on(model)
+    known: dict[tuple[int, frozenset[int]], UnitSplit] = {}
+    found = {}
+    for unit in units:
+        layers, heads = layers_of(unit), handed.get(unit.name, frozenset())
+        key = id(layers), heads  # of equal blocks the layers are one object
+        if key not in known:
+            known[key] = _split_unit(unit, layers, tp=tp, smallest=smallest, handed=heads)
+        found[unit.name] = known[key]
+    return found
+
+
+def pairs_of(model: ModelProfile, unit: str) -> list[Pair]:
+    """The column and row pairs that the flow of a unit has, whether or not they can be split."""
+    layers = next((layers_of(each) for each in split_units(model) if each.name == unit), ())
+    return [
+        Pair(tuple(layer.path for layer in columns), tuple(layer.path for layer in rows))
+        for columns, rows in _pairs(layers)
+    ]
+
+
+def _heads_handed_on(model: ModelProfile) -> dict[str, frozenset[int]]:
+    """By unit, the sizes that may count heads of tensors that a call hands to a later one.
+
+    Scores get a bias of (1, heads, queries, keys), which T5 hands from block to block. Where a
+    gradient comes back for it, it is among the sources of a layer; else only the flow shows it.
+    """
+    found: dict[str, set[int]] = {}
+    calls = model.flow.calls
+    for edge in model.flow.edges:
+        value = model.flow.value(edge)
+        if len(value.shape) == _SCORES_RANK and not value.needs_gradient:
+            for call in (calls[edge.source], calls[edge.target]):
+                found.setdefault(call.unit, set()).add(value.shape[1])
+    return {unit: frozenset(sizes - {1}) for unit, sizes in found.items()}
+
+
+_SCORES_RANK = 4  # (samples, heads, queries, keys)
+
+
+def _split_unit(
+    unit: UnitProfile,
+    layers: Sequence[LayerCost],
+    *,
+    tp: int,
+    smallest: float,
+    handed: frozenset[int],
+) -> UnitSplit:
+    pairs: list[Pair] = []
+    styles: dict[str, Style] = {}
+    alone: dict[str, Style] = {}
+    why: dict[str, str] = {}
+    for columns, rows in _pairs(layers):
+        reason = _why_no_pair(columns, rows, tp, handed)
+        if reason:
+            why |= {layer.path: reason for layer in (*columns, *rows)}
+            continue
+        pairs.append(Pair(tuple(c.path for c in columns), tuple(r.path for r in rows)))
+        styles |= {layer.path: Style(kind=Kind.ROW) for layer in rows}
+        for layer in columns:
+            styles[layer.path] = Style(kind=Kind.COLUMN, packs=len(layer.pieces) or 1)
+    for layer in layers:
+        reason = _too_small(layer, unit, tp, smallest)
+        if reason:
+            why[layer.path] = reason
+        else:
+            is_table = layer.kind is LayerKind.EMBEDDING
+            alone[layer.path] = Style(kind=Kind.VOCAB if is_table else Kind.GATHER)
+    return UnitSplit(tuple(pairs), styles, alone, why)
+
+
+def _pairs(
+    layers: Sequence[LayerCost],
+) -> Iterator[tuple[tuple[LayerCost, ...], tuple[LayerCost, ...]]]:
+    """Layers that nothing but the second ones take, and that alone feed them.
+
+    Layers join in the order of their calls; one that is a row already is nobody's column.
+    """
+    rows: dict[frozenset[int], list[int]] = {}
+    taken: set[int] = set()
+    for number, layer in enumerate(layers):
+        sources = frozenset(layer.sources)
+        if not sources or INPUT in sources or sources & taken or number in sources:
+            continue
+        feeds_others = any(
+            sources & set(other.sources) and sources != set(other.sources) for other in layers
+        )
+        if feeds_others or any(layers[source].reaches_output for source in sources):
+            continue
+        rows.setdefault(sources, []).append(number)
+        taken.add(number)
+    for columns, found in rows.items():
+        if not columns & taken:
+            yield tuple(layers[n] for n in sorted(columns)), tuple(layers[n] for n in found)
+
+
+def _why_no_pair(
+    columns: Sequence[LayerCost], rows: Sequence[LayerCost], tp: int, handed: frozenset[int]
+) -> str:
+    """Why this column and row split would not be right; empty if it is."""
+    taken, heads = rows[0].inputs, {layer.heads for layer in columns if layer.heads > 1}
+    for layer in (*columns, *rows):
+        if layer.kind not in (LayerKind.LINEAR, LayerKind.TRANSPOSED):
+            return f"a pair with a layer of kind {layer.kind}"
+    for layer in columns:
+        pieces = set(layer.pieces) or {layer.outputs}
+        if len(pieces) > 1 or len(layer.pieces) not in (0, *_FUSED):
+            return f"its outputs are taken apart into {' + '.join(map(str, layer.pieces))}"
+        (piece,) = pieces
+        if layer.heads % tp and layer.heads > 1:
+            return f"{layer.heads} heads for {tp} ranks"
+        if layer.heads in handed:
+            return f"a tensor for all {layer.heads} heads goes from unit to unit"
+        if piece < tp:
+            return f"{piece} features for {tp} ranks"
+        if layer.heads == 1 and piece != taken:
+            return f"{piece} features become {taken}"
+        width = piece // layer.heads if layer.heads > 1 else 1
+        if any(used > width for used in _used(layer)):
+            return "parameters between the layers span all features"
+        if any(used in heads and used != width for used in _used(layer)):
+            return f"parameters between the layers have a number for each of {max(heads)} heads"
+    return ""
+
+
+def _used(layer: LayerCost) -> list[float]:
+    """Elements of the parameters between this layer and the next; all count as of the dtype of its
+    weight."""
+    element_bytes = layer.weight_gradient_bytes / (layer.inputs * layer.outputs) or 1.0
+    return [nbytes / element_bytes for nbytes in layer.after.parameter_gradient_bytes]
+
+
+def _elements(layer: LayerCost, unit: UnitProfile) -> float:
+    """Of its weight; a convolution has more than one for each pair of channels."""
+    each = unit.parameter_bytes / unit.parameters if unit.parameters else 1.0
+    return max(layer.inputs * layer.outputs, layer.weight_bytes / each)
+
+
+def _too_small(layer: LayerCost, unit: UnitProfile, tp: int, smallest: float) -> str:
+    """Why it is not worth the traffic, or cannot be cut; empty if it is."""
+    if layer.kind is LayerKind.EMBEDDING and not _takes_ids(layer, unit):
+        return "it takes more than token ids"
+    cut = layer.inputs if layer.kind is LayerKind.EMBEDDING else layer.outputs
+    if _elements(layer, unit) < smallest:
+        return f"a small layer ({layer.inputs} x {layer.outputs})"
+    return f"{cut} features for {tp} ranks" if cut < tp else ""
+
+
+def block_names(model: ModelProfile) -> frozenset[str]:
+    """Paths of the repeated blocks, for `as_pairs`."""
+    return frozenset(unit.name for unit in model.units if unit.is_block)
+
+
+def _takes_ids(table: LayerCost, unit: UnitProfile) -> bool:
+    """One row for every id; some tables of positions take masks, or make other sizes."""
+    is_whole = Numerics.AS_BUILT in unit.costs and unit.parameters
+    each = unit.parameter_bytes / unit.parameters if is_whole else BF16_BYTES
+    wanted = table.input_bytes.at(1) / INDEX_BYTES * table.outputs * each
+    return isclose(table.output_bytes.at(1), wanted) or not table.weight_bytes
+
+
+BF16_BYTES = 2
+INDEX_BYTES = 8  # torch looks up rows by int64
+
+
+def leave_logits_split(model: ModelProfile, found: dict[str, Style]) -> None:
+    """The head of a language model keeps its logits split, if only the loss takes them."""
+    units = split_units(model)
+    tables = {
+        layer.inputs
+        for unit in units
+        for layer in layers_of(unit)
+        if layer.kind is LayerKind.EMBEDDING
+    }
+    for place, unit in enumerate(units):
+        layers = layers_of(unit)
+        if len(layers) != 1 or layers[0].path or found.get(unit.name) != Style(kind=Kind.GATHER):
+            continue
+        head = layers[0]
+        is_head = head.kind is LayerKind.LINEAR and head.outputs in tables and head.calls == 1
+        if is_head and model.has_loss and _only_loss_takes(model, units, place):
+            found[unit.name] = Style(kind=Kind.VOCAB)
+
+
+def _only_loss_takes(model: ModelProfile, units: Sequence[UnitProfile], place: int) -> bool:
+    """By the flow; of a profile without one, if it is the last unit."""
+    called = [call.unit for call in model.flow.calls]
+    if not called:
+        return place == len(units) - 1
+    return {
+        called[edge.target] for edge in model.flow.edges if called[edge.source] == units[place].name
+    } <= {LOSS}
