@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from advisor.anchor import Anchor
 from advisor.checked import Pairs, choose_checked
 from advisor.decision import Decision
 from advisor.facts import Facts
@@ -64,6 +65,7 @@ def advise(
     allow_lossy: bool = False,
     imbalance: float | None = None,
     allow_stale: bool = False,
+    anchor: Anchor | str | PathLike[str] | None = None,
 ) -> Decision:
     """How to spread `model`, and why. Looks, changes nothing, allocates nothing.
 
@@ -96,6 +98,8 @@ def advise(
             in every step too; where there are none, none.
         allow_stale: ranks may update apart from each other (local SGD, servers) where that is
             predicted faster: the training is another then. What `plan` names needs no such word.
+        anchor: what a measured step of such a model says (`advise check --anchor`), a file or as it
+            was read; by default, for "auto", the one that was kept here.
 
     Raises:
         InputError: `timed`, and the cluster's devices are not this machine's.
@@ -122,6 +126,7 @@ def advise(
         timed=timed,
         imbalance=imbalance,
         learns=machines is None,
+        anchor=_read(anchor),
     )
     return _decided(
         model,
@@ -156,6 +161,8 @@ def auto_parallelize(
     allow_stale: bool = False,
     outer_optimizer: OptimizerFactory | None = None,
     learns: bool = True,
+    anchor: Anchor | str | PathLike[str] | None = None,
+    anchors: bool = False,
     seed: int = 0,
     measure_noise: bool = False,
     timeout_s: float | None = None,
@@ -185,6 +192,9 @@ def auto_parallelize(
         cluster: facts of this job's machines, where they are known.
         learns: predict with constants as runs on such machines say they are, and keep how this one
             went, for the next (see `advisor.runs`).
+        anchor: as for `advise`; by default, with `learns`, the one that was kept here.
+        anchors: keep how far each term of this training's steps was from its estimate, when it is
+            over, for later plans and sizes of such models here; from five steps on.
         imbalance, allow_stale: as for `advise`.
         outer_optimizer: a factory, for `updates=diloco`; None is the paper's Nesterov momentum.
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
@@ -202,6 +212,7 @@ def auto_parallelize(
         as `advise`, and PlanMismatchError or RankError where ranks disagree or are missing.
     """
     pins = pins_of(plan)
+    known = _read(anchor)
     world = join_world(timeout_s=timeout_s)
     allowed = {"allow_lossy": allow_lossy, "allow_stale": allow_stale}
     _require_same_request(pins, world, global_batch_size, precision, objective, allowed)
@@ -226,6 +237,7 @@ def auto_parallelize(
             timed=timed,
             imbalance=imbalance,
             learns=learns,
+            anchor=known,
         )
 
     def decide() -> Decision:
@@ -262,8 +274,8 @@ def auto_parallelize(
     parallel.decision = decision
     if world.rank == 0:
         log.info("plan: %s", decision.plan)
-        if learns:
-            keep_at_end(parallel)
+        if learns or anchors:
+            keep_at_end(parallel, learns=learns, anchors=anchors)
     return parallel
 
 
@@ -313,6 +325,10 @@ def _shares_sequences(
     finally:
         release_freed_memory()
     return True
+
+
+def _read(anchor: Anchor | str | PathLike[str] | None) -> Anchor | None:
+    return anchor if anchor is None or isinstance(anchor, Anchor) else Anchor.load(anchor)
 
 
 def pins_of(plan: PlanLike) -> Mapping[str, Any]:

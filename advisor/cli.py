@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from advisor.check_command import check
 from advisor.command import (
     Advise,
     Command,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from advisor.models import LoadedModel
 
-OF_A_JOB = ("plan", "probe", "sweep")  # all its ranks may have to work for these
+OF_A_JOB = ("check", "plan", "probe", "sweep")  # all its ranks may have to work for these
 sequence_option = click.option(
     "--seq",
     callback=count,
@@ -152,6 +153,8 @@ def cli(ctx: click.Context) -> None:
     is_flag=True,
     help="Ranks may update apart from each other (local SGD, servers), where predicted faster.",
 )
+@click.option("--anchor", metavar="FILE", help="A measured step, from `advise check --anchor`.")
+@click.option("--no-anchor", is_flag=True, help="Leave out a step that was measured here before.")
 @click.option("-o", "--output", metavar="FILE", help="Write the decision here, as JSON.")
 @click.option("--no-bench", is_flag=True, help="Under torchrun, time nothing: take usual speeds.")
 @json_option
@@ -171,6 +174,8 @@ def plan(
     allow_lossy: bool,
     imbalance: float | None,
     allow_stale: bool,
+    anchor: str | None,
+    no_anchor: bool,
     output: str | None,
     no_bench: bool,
     as_json: bool,
@@ -186,6 +191,12 @@ def plan(
     """
     from engines.plan import parse_settings
 
+    if anchor is not None and no_anchor:
+        raise InputError(
+            f"`--anchor {anchor}` and `--no-anchor` contradict each other",
+            where="advise plan",
+            hints=["leave one of them out"],
+        )
     settings = parse_settings(pins)
     writable(output)
     loaded: list[LoadedModel] = []
@@ -202,6 +213,8 @@ def plan(
         host_overhead_s=host_overhead or 0.0,
         imbalance=imbalance,
         on_load=loaded.append,
+        anchor=anchor,
+        uses_anchor=not no_anchor,
     )
     from advisor.checked import check_of, choose_checked
     from advisor.choose import choose
@@ -400,6 +413,7 @@ def demo(ranks: int, pins: str, steps: int | None, no_color: bool) -> None:
     sys.exit(run(ranks=ranks, plan=pins, steps=steps))
 
 
+cli.add_command(check)
 cli.add_command(sweep)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from advisor.anchor import Anchor
 from advisor.facts import Facts
 from advisor.parts import with_parts
-from advisor.runs import pace_of, with_runs
+from advisor.runs import pace_of, with_anchor, with_runs
 from engines.footprint import optimizer_footprint
 from engines.optimizer import OptimizerFactory
 from engines.plan import Precision
@@ -51,8 +52,10 @@ def look(
     timed: bool = False,
     imbalance: float | None = None,
     learns: bool = False,
+    anchor: Anchor | None = None,
 ) -> Facts:
-    """What there is to know before deciding; with `learns` runs on this machine correct it."""
+    """What there is to know before deciding; with `learns` runs on this machine correct it, and a
+    step of such a model that was measured here, or `anchor`."""
     dtype = _dtype(model)
     wanted = (
         precision
@@ -99,7 +102,8 @@ def look(
             ),
         }
     )
-    return Facts(model=profile, cluster=cluster, workload=workload)
+    facts = Facts(model=profile, cluster=cluster, workload=workload)
+    return with_anchor(facts, anchor) if learns or anchor else facts
 
 
 def _with_times(

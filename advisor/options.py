@@ -30,22 +30,28 @@ def facts_of(
     host_overhead_s: float = 0.0,
     imbalance: float | None = None,
     on_load: Callable[[LoadedModel], None] | None = None,
+    anchor: str | None = None,
+    uses_anchor: bool = True,
 ) -> Facts:
     """What is known, from the options; what is cheap to check comes first.
 
     Args:
         on_load: called with the module, where one is built.
+        anchor: a file of `advise check --anchor`; None is the one that was kept on this machine,
+            where `uses_anchor` and the cluster is this machine.
     """
+    from advisor.anchor import Anchor
     from advisor.facts import Facts
     from advisor.models import profile_model, require_model
     from advisor.parts import with_parts
-    from advisor.runs import pace_of, with_runs
+    from advisor.runs import pace_of, with_anchor, with_runs
     from engines.plan import Precision
     from profiles.model import Numerics
     from profiles.optimizers import optimizer_profile
     from profiles.workload import Workload
 
     optimizer_facts = optimizer_profile(optimizer)
+    known = Anchor.load(anchor) if anchor is not None else None
     if cluster == "auto":
         require_model(model)  # before a job is timed for it
     machines = resolve(cluster, bench=bench)
@@ -71,7 +77,10 @@ def facts_of(
         given=_given(),
         **pace_of(imbalance, machines, found, learns=cluster == "auto"),
     )
-    return Facts(model=found, cluster=machines, workload=workload)
+    facts = Facts(model=found, cluster=machines, workload=workload)
+    if known is not None or (uses_anchor and cluster == "auto"):
+        return with_anchor(facts, known)
+    return facts
 
 
 def _given() -> tuple[str, ...]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import weakref
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from advisor.anchor import Anchor, anchored, fits, kind_of
 from advisor.cost import estimate
 from advisor.decision import Decision
 from advisor.facts import Facts
 from advisor.learning import parts_of, refit
+from advisor.residuals import Measured, anchor_of
 from profiles import runs
 from profiles.errors import AdvisorError
-from profiles.kept import fingerprint
+from profiles.kept import fingerprint, has_any, keep, kept_path, recall
 from profiles.pace import Pace, usual
 from profiles.provenance import Timing
 from profiles.runs import Machine, Peak, Run
@@ -35,6 +38,34 @@ FEWEST_UNASKED = 20
 def with_runs(cluster: ClusterProfile, *, dtype: str) -> ClusterProfile:
     """`cluster`, which this process is part of, as runs that were kept here correct it."""
     return refit(cluster, runs.runs_on(runs.machine_of(cluster)), dtype=dtype)
+
+
+def keep_anchor(anchor: Anchor) -> None:
+    """Keep it for `anchor_here`, in place of an earlier one of such a model on such machines."""
+    keep(_anchor_path(anchor.machine, anchor.kind, anchor.dtype), anchor)
+
+
+def anchor_here(facts: Facts) -> Anchor | None:
+    """The anchor that was kept of such a model on such machines; None where there is none."""
+    if not has_any("anchors"):
+        return None
+    path = _anchor_path(runs.machine_of(facts.cluster), kind_of(facts.model), facts.precision.dtype)
+    found = recall(path, Anchor)
+    return found if found is not None and fits(facts, found) else None
+
+
+def with_anchor(facts: Facts, anchor: Anchor | None = None) -> Facts:
+    """`facts`, whose devices this process is one of, as `anchor` or the one kept here says.
+
+    Raises:
+        InputError: `anchor` is of another kind of model, device or dtype.
+    """
+    known = anchor or anchor_here(facts)
+    return facts if known is None else anchored(facts, known)
+
+
+def _anchor_path(machine: Machine, kind: str, dtype: str) -> Path:
+    return kept_path("anchors", machine.model_dump(mode="json"), kind, dtype)
 
 
 def pace_here(cluster: ClusterProfile, model: ModelProfile) -> Pace | None:
@@ -91,12 +122,17 @@ def keep_run(parallel: ParallelModel, *, peak_bytes: float | None = None) -> Run
     return _keep(steps, decision, machine, fewest=FEWEST_STEPS, peak_bytes=peak_bytes)
 
 
-def keep_at_end(parallel: ParallelModel) -> None:
-    """Keep the run when `parallel` is let go or the process ends, unless somebody did before."""
+def keep_at_end(parallel: ParallelModel, *, learns: bool = True, anchors: bool = False) -> None:
+    """Keep the run when `parallel` is let go or the process ends, unless somebody did before; with
+    `anchors` the residual of each of its terms."""
     decision = parallel.decision
     if isinstance(decision, Decision):
         machine = runs.machine_of(decision.facts.cluster)
-        weakref.finalize(parallel, _keep_unasked, parallel.steps, decision, machine)
+        seen = parallel.steps, decision, machine
+        if learns:
+            weakref.finalize(parallel, _keep_unasked, *seen)
+        if anchors:
+            weakref.finalize(parallel, _anchor_unasked, *seen)
 
 
 def run_of(
@@ -168,3 +204,24 @@ def _keep_unasked(steps: Steps, decision: Decision, machine: Machine) -> None:
         _keep(steps, decision, machine, fewest=FEWEST_UNASKED, peak_bytes=None)
     except (AdvisorError, RuntimeError) as error:
         log.warning("the run is not kept: %s", error)
+
+
+def _anchor_unasked(steps: Steps, decision: Decision, machine: Machine) -> None:
+    try:
+        _anchor(steps, decision, machine)
+    except (AdvisorError, RuntimeError) as error:
+        log.warning("the anchor is not kept: %s", error)
+
+
+def _anchor(steps: Steps, decision: Decision, machine: Machine) -> None:
+    step, update = steps.timing(fewest=FEWEST_STEPS), steps.update_timing(fewest=FEWEST_STEPS)
+    if steps.rank or step is None or update is None:
+        return
+    plan = decision.plan
+    found = Measured(
+        step=step,
+        alone=step if plan.world_size == 1 else None,
+        update=update,
+        peak_bytes=steps.peak_bytes if plan.pp == 1 else None,
+    )
+    keep_anchor(anchor_of(plan, decision.facts, found, machine))

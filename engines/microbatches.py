@@ -86,7 +86,8 @@ class Cutter:
                 where=f"rank {self._world.rank}, which has {rows} rows and could",
                 hints=["the output of the other ranks says why"],
             )
-        self._require_same(prints)
+        if not self._world.is_fake:  # whose others send nothing
+            self._require_same(prints)
         replicas = self._plan.data_degree
         total *= replicas / self._world.size  # the ranks of a replica have the same
         self.total = total

@@ -224,7 +224,8 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
             self._exchange.note(loss, self._cutter.counted)
             if self._max_grad_norm is not None:
                 self.clip_grad_norm_(self._max_grad_norm)
-            self.optimizer.step()
+            with self.steps.updating():
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return self._exchange.taken()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -42,6 +42,7 @@ class Steps:
         self._device = world.device
         self.rank = world.rank
         self._laps: deque[_Lap] = deque(maxlen=MOST_STEPS)
+        self._updates: deque[_Lap] = deque(maxlen=MOST_STEPS)
         self._seen = 0
         self._peak_before = 0
         self._peak_after = 0
@@ -58,21 +59,36 @@ class Steps:
             return
         if self._seen == 0:
             self._peak_before = peak_memory_bytes(self._device)
+        laps: deque[_Lap] = deque()
+        with self._timed(laps):
+            yield
+        self._seen += 1
+        if self._seen > WARM_UP_STEPS:
+            self._laps.extend(laps)
+        elif self._seen == WARM_UP_STEPS:
+            self._peak_after = peak_memory_bytes(self._device)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around the update of one step."""
+        laps: deque[_Lap] = deque()
+        with self._timed(laps):
+            yield
+        if self._seen >= WARM_UP_STEPS:
+            self._updates.extend(laps)
+
+    @contextmanager
+    def _timed(self, laps: deque[_Lap]) -> Iterator[None]:
         if self._device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
             yield
             last.record()
-            lap: _Lap = (first, last)
+            laps.append((first, last))
         else:
             began = time.perf_counter()
             yield
-            lap = time.perf_counter() - began
-        self._seen += 1
-        if self._seen > WARM_UP_STEPS:
-            self._laps.append(lap)
-        elif self._seen == WARM_UP_STEPS:
-            self._peak_after = peak_memory_bytes(self._device)
+            laps.append(time.perf_counter() - began)
 
     def _is_as_planned(self, batch: Batch) -> bool:
         try:
@@ -90,16 +106,24 @@ class Steps:
     def timing(self, *, fewest: int = 1) -> Timing | None:
         """Of the steps after the warm-up that are over, 10th to 90th percentile; None where they
         are fewer than `fewest`."""
-        ordered = sorted(filter(None, map(_seconds, self._laps)))
-        if len(ordered) < fewest:
-            return None
-        tenth = len(ordered) // 10
-        return Timing(
-            median_s=statistics.median(ordered),
-            low_s=ordered[tenth],
-            high_s=ordered[-1 - tenth],
-            repeats=len(ordered),
-        )
+        return _timing(self._laps, fewest=fewest)
+
+    def update_timing(self, *, fewest: int = 1) -> Timing | None:
+        """The same of the updates that these steps end with."""
+        return _timing(self._updates, fewest=fewest)
+
+
+def _timing(laps: Iterable[_Lap], *, fewest: int) -> Timing | None:
+    ordered = sorted(filter(None, map(_seconds, laps)))
+    if len(ordered) < fewest:
+        return None
+    tenth = len(ordered) // 10
+    return Timing(
+        median_s=statistics.median(ordered),
+        low_s=ordered[tenth],
+        high_s=ordered[-1 - tenth],
+        repeats=len(ordered),
+    )
 
 
 def _seconds(lap: _Lap) -> float | None:

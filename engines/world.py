@@ -25,12 +25,16 @@ DEFAULT_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among all: global rank, number of ranks, and the device it drives."""
+    """This process among all: global rank, number of ranks, and the device it drives.
+
+    `is_fake`: the other ranks do not exist, see `engines.fake_world`.
+    """
 
     rank: int
     size: int
     device: torch.device
     timeout_s: float
+    is_fake: bool = False
 
 
 def join_world(*, timeout_s: float | None = None) -> World:
@@ -71,6 +75,7 @@ def join_world(*, timeout_s: float | None = None) -> World:
         size=dist.get_world_size(),
         device=_device(local_rank),
         timeout_s=timeout_s,
+        is_fake=dist.get_backend() == "fake",
     )
 
 

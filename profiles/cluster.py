@@ -6,7 +6,7 @@ from enum import StrEnum
 from math import inf
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from profiles.provenance import Quantity, Source
 from profiles.record import Document, Record
@@ -145,6 +145,25 @@ class Constant(StrEnum):
     INTER = "links between nodes"
 
 
+class Anchored(Record):
+    """What a measured step says beside the constants of a profile; see `advisor.anchor`.
+
+    Attributes:
+        plan: that was run.
+        compute_error, update_error, communication_error: half-widths of the ranges of other plans'
+            times, as fractions; None where the step does not tell that time from others.
+        update: seconds of the optimizer's step over what its traffic takes at memory bandwidth.
+        activations: bytes of activations and temporaries over those that were counted.
+    """
+
+    plan: str
+    compute_error: NonNegativeFloat | None = None
+    update_error: NonNegativeFloat | None = None
+    communication_error: NonNegativeFloat | None = None
+    update: PositiveFloat = 1.0
+    activations: PositiveFloat = 1.0
+
+
 class Learned(Record):
     """What runs of before changed in a profile; see `advisor.learning`.
 
@@ -152,11 +171,13 @@ class Learned(Record):
         runs: how many spoke of each constant that they say more about than was known before.
         context_runs: how many spoke of `Device.context_bytes`.
         context_offset_bytes: what they added to it.
+        anchored: by one measured step of the same model; see `advisor.anchor`.
     """
 
     runs: dict[Constant, PositiveInt] = Field(default_factory=dict)
     context_runs: NonNegativeInt = 0
     context_offset_bytes: float = 0.0
+    anchored: Anchored | None = None
 
 
 class ClusterProfile(Document):

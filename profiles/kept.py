@@ -64,6 +64,11 @@ def every(kind: str, document: type[Kept], *, folder: Path | None = None) -> Ite
             log.warning("%s is not used: %s", path, error.what)
 
 
+def has_any(kind: str) -> bool:
+    """Whether a document of this kind was kept in the user's cache folder."""
+    return any(cache_folder().glob(f"{kind}-*.json"))
+
+
 def recall(path: Path, document: type[Kept]) -> Kept | None:
     """What was kept there; None where there is nothing. What cannot be read is noted and left."""
     if not path.is_file():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -47,6 +48,30 @@ def default_store() -> dist.Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def register_fake_groups() -> None:
+    """Make torch's process groups without other ranks known to it, as the backend "fake"."""
+    from torch.testing._internal.distributed import fake_pg
+
+    assert fake_pg  # its import registers them
+
+
+def forget_groups() -> None:
+    """Clear what DTensor caches for equal inputs, meshes included.
+
+    Meshes of the same ranks are equal in whatever job, so that the next job of a process would be
+    given the groups of the last one.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    for function in vars(_redistribute).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 def every_group() -> list[dist.ProcessGroup]:

@@ -14,7 +14,6 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import sys
 import tempfile
 import time
 import traceback
@@ -129,6 +128,8 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from profiles.torch_compat import forget_groups
+
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     # Said on purpose, where a model with batch norms runs in microbatches.
@@ -158,33 +159,11 @@ def _serve(pipe: Connection) -> None:
         finally:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
-            _forget_meshes()
-            _forget_groups()
+            forget_groups()
         try:
             pipe.send_bytes(pickle.dumps(answer))
         except (TypeError, AttributeError, pickle.PicklingError):
             pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
-
-
-def _forget_groups() -> None:
-    """What DTensor remembers is for meshes that are equal, and has the groups of this job in it."""
-    from torch.distributed.tensor import _redistribute
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
-    for function in vars(_redistribute).values():
-        if hasattr(function, "cache_clear"):
-            function.cache_clear()
-
-
-def _forget_meshes() -> None:
-    """DTensor keeps what an operation returns for equal inputs, meshes included. Meshes of the same
-    ranks are equal to it in whatever job: the next one would be given groups of this one, by names
-    that are other groups' by then."""
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
 
 
 def barrier_then(values: Sequence[Any]) -> Any:

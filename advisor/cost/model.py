@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 
+from advisor.cost import anchored
 from advisor.cost.breakdown import Estimate, Time
 from advisor.cost.by_hand import crossed_s
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.communication import (
-    communication_error,
     exchange,
     waiting_bytes,
 )
@@ -22,8 +22,6 @@ from advisor.cost.compute import (
     added_s,
     block_times,
     busy_s,
-    compute_error,
-    launch_error,
     optimizer_s,
     peak_flop_per_s,
     unit_times,
@@ -89,6 +87,7 @@ class CostModel:
             and mine.cluster.world_size == other.cluster.world_size
             and mine.cluster.devices_per_node == other.cluster.devices_per_node
             and mine.cluster.device == device
+            and mine.cluster.learned == other.cluster.learned
             and mine.workload == other.workload.model_copy(update=batch)
         )
 
@@ -211,10 +210,10 @@ class CostModel:
         # The update is a roofline's whatever the rest is.
         computed = busy.compute_s + busy.recompute_s
         working = computed + update_s
-        doubt = computing.error * computed + compute_error(device, dtype) * update_s
+        doubt = computing.error * computed + anchored.update_error(facts.cluster, dtype) * update_s
         compute_doubt = doubt / working
-        launch_doubt = launch_error(device)
-        sent_doubt = min(1.0, communication_error(plan, facts.cluster))
+        launch_doubt = anchored.launch_error(facts.cluster)
+        sent_doubt = min(1.0, anchored.communication_error(plan, facts.cluster))
         waiting = working + idle_s + straggling_s
         assert plan.microbatch_size is not None
         local, tokens = plan.microbatch_size * plan.forwards, facts.tokens_per_sample
@@ -321,7 +320,7 @@ class CostModel:
         expert_shards = shard_degree(plan) if plan.shards_experts and is_torch else 0
         key = (kind, samples, plan.tp, styles, plan.cp, plan.ep, is_sharded, expert_shards)
         if key not in self._loads:
-            self._loads[key] = loads_of(
+            counted = loads_of(
                 self.facts.model,
                 numerics=kind,
                 samples=samples,
@@ -335,6 +334,7 @@ class CostModel:
                 styled=self._styled_units(plan),
                 stack=self.stack,
             )
+            self._loads[key] = anchored.loads(counted, self.facts.cluster)
         return self._loads[key]
 
     def stages_of(self, plan: Plan) -> dict[object, Stage]:
@@ -397,7 +397,7 @@ class CostModel:
             )
 
         times = timed(loads)
-        error = compute_error(device, dtype)
+        error = anchored.compute_error(cluster, dtype)
         is_split = plan.tp * plan.cp * plan.ep > 1  # what was measured are whole units
         kind = self.numerics(plan)
         measured = None if is_split else block_times(model, cluster, kind, samples=loads.samples)
@@ -438,7 +438,8 @@ class CostModel:
             shard_degree(plan),
         )
         if key not in self._updates:
-            self._updates[key] = upkeep(optimizer, [*own, *copies], shards=shard_degree(plan))
+            counted = upkeep(optimizer, [*own, *copies], shards=shard_degree(plan))
+            self._updates[key] = anchored.update(counted, self.facts.cluster)
         return self._updates[key]
 
     def _held(self, plan: Plan) -> tuple[UnitProfile, ...]:

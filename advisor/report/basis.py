@@ -163,6 +163,12 @@ def _models(decision: Decision) -> Iterator[Basis]:
 def _computing(decision: Decision) -> Iterator[Basis]:
     """Blocks that were timed, and the roofline for the rest."""
     facts, plan, share = decision.facts, decision.plan, decision.estimate.measured_share
+    step = (facts.cluster.learned or Learned()).anchored
+    if step is not None:
+        yield Basis(
+            what=f"each term, as in a step of {step.plan}",
+            source=_source(Source.MEASURED, decision.estimate.compute_error),
+        )
     if share:
         kind = numerics(plan, facts.model)
         samples = plan.microbatch_size or 1

@@ -22,6 +22,7 @@ from tests.factories import transformer
 OPTIONS = {
     "--allow-lossy",
     "--allow-stale",
+    "--anchor",
     "--bandwidth",
     "--batch",
     "--bench",
@@ -38,6 +39,7 @@ OPTIONS = {
     "--measure",
     "--microbatches",
     "--nccl-tests",
+    "--no-anchor",
     "--no-bench",
     "--no-color",
     "--objective",
@@ -57,7 +59,7 @@ OPTIONS = {
     "--why-not",
 }
 EIGHT = ("--cluster", "8xH100-SXM-80GB")
-COMMANDS = ["demo", "explain", "plan", "probe", "profile", "show", "sweep", "tree"]
+COMMANDS = ["check", "demo", "explain", "plan", "probe", "profile", "show", "sweep", "tree"]
 
 IMPORTED = """
 import sys

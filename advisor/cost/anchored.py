@@ -1,0 +1,80 @@
+"""Terms of time and memory as a measured step of the model corrects them; see `advisor.anchor`.
+
+Constants of a cluster that the step corrected are in the cluster already. What is here belongs to
+no constant: the update, activations, and the ranges. Without such a step nothing changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from advisor.cost import communication, compute
+from advisor.cost.loads import Loads
+from engines.plan import Plan
+from profiles.cluster import Anchored, ClusterProfile
+from profiles.optimizers import Upkeep
+
+
+def loads(counted: Loads, cluster: ClusterProfile) -> Loads:
+    """With activations and temporaries in the measured proportion; what units exchange, and what
+    they take and hand on, has the shapes that it has."""
+    step = _step(cluster)
+    if step is None or step.activations == 1.0:
+        return counted
+    factor = step.activations
+    runs = tuple(
+        replace(
+            run,
+            activation_bytes=factor * run.activation_bytes,
+            selective_bytes=factor * run.selective_bytes,
+            forward_transient_bytes=factor * run.forward_transient_bytes,
+            backward_transient_bytes=factor * run.backward_transient_bytes,
+        )
+        for run in counted.runs
+    )
+    return replace(counted, runs=runs)
+
+
+def update(counted: Upkeep, cluster: ClusterProfile) -> Upkeep:
+    """An optimizer's step that takes the measured multiple of its traffic's time."""
+    step = _step(cluster)
+    if step is None or step.update == 1.0:
+        return counted
+    moved_bytes, flop = step.update * counted.moved_bytes, step.update * counted.flop
+    return replace(counted, moved_bytes=moved_bytes, flop=flop)
+
+
+def compute_error(cluster: ClusterProfile, dtype: str) -> float:
+    """Half-width of the range of computing time, as a fraction."""
+    step = _step(cluster)
+    if step is None or step.compute_error is None:
+        return compute.compute_error(cluster.device, dtype)
+    return step.compute_error
+
+
+def update_error(cluster: ClusterProfile, dtype: str) -> float:
+    """Half-width of the range of the optimizer's step, as a fraction."""
+    step = _step(cluster)
+    if step is None or step.update_error is None:
+        return compute.compute_error(cluster.device, dtype)
+    return step.update_error
+
+
+def launch_error(cluster: ClusterProfile) -> float:
+    """Half-width of the range of launching time, which is measured with computing."""
+    step = _step(cluster)
+    if step is None or step.compute_error is None:
+        return compute.launch_error(cluster.device)
+    return step.compute_error
+
+
+def communication_error(plan: Plan, cluster: ClusterProfile) -> float:
+    """Half-width of the range of communication time, as a fraction."""
+    step = _step(cluster)
+    if step is None or step.communication_error is None:
+        return communication.communication_error(plan, cluster)
+    return step.communication_error
+
+
+def _step(cluster: ClusterProfile) -> Anchored | None:
+    return cluster.learned.anchored if cluster.learned else None
