@@ -163,6 +163,8 @@ def _tensor(plan: Plan, units: Sequence[UnitLoad], ledger: Ledger, *, stack: Sta
                 stride=stride,
                 count=plan.forwards * unit.count * (2 if repeats else 1),
             )
+            if each.axis == "tp":
+                seconds *= 1 - stack.overlap_tensor
             sums[0 if each.in_forward else 1] += seconds
             sums[2] += seconds * repeats
         forward.append(sums[0])
