@@ -26,6 +26,7 @@ from advisor.look import LossFn, Optimizer, look
 from advisor.outside import with_disk
 from advisor.policy import Policy
 from advisor.runs import keep_at_end
+from advisor.stacks import require_of_engines, stack_of, with_stack
 from engines.context.proof import prove
 from engines.hybrid import apply_plan
 from engines.optimizer import OptimizerFactory
@@ -40,6 +41,7 @@ from profiles.clusters import resolve_cluster
 from profiles.errors import AdvisorError, InputError, RankError
 from profiles.memory import release_freed_memory
 from profiles.probe import probe
+from profiles.stack import Stack
 from profiles.torch_compat import default_store
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ def advise(
     imbalance: float | None = None,
     allow_stale: bool = False,
     anchor: Anchor | str | PathLike[str] | None = None,
+    stack: Stack | str | None = None,
 ) -> Decision:
     """How to spread `model`, and why. Looks, changes nothing, allocates nothing.
 
@@ -100,8 +103,11 @@ def advise(
             predicted faster: the training is another then. What `plan` names needs no such word.
         anchor: what a measured step of such a model says (`advise check --anchor`), a file or as it
             was read; by default, for "auto", the one that was kept here.
+        stack: the software that will run it, a `profiles.stack.Stack` or a preset's name
+            (`advise explain stacks`); our own engines on stock torch unless said.
 
     Raises:
+        UnknownNameError: no such stack.
         InputError: `timed`, and the cluster's devices are not this machine's.
         NoPlanError: nothing fits.
         PlanError: the fixed settings allow no legal plan.
@@ -110,7 +116,7 @@ def advise(
     machines = resolve_cluster(cluster) if isinstance(cluster, str) and cluster != "auto" else None
     if isinstance(cluster, ClusterProfile):
         machines = cluster
-    pins = pins_of(plan)
+    pins, software = pins_of(plan), stack_of(stack)
     facts = look(
         model,
         sample,
@@ -127,6 +133,7 @@ def advise(
         imbalance=imbalance,
         learns=machines is None,
         anchor=_read(anchor),
+        stack=software,
     )
     return _decided(
         model,
@@ -167,6 +174,7 @@ def auto_parallelize(
     measure_noise: bool = False,
     timeout_s: float | None = None,
     offload_folder: str | PathLike[str] | None = None,
+    stack: Stack | str | None = None,
 ) -> ParallelModel:
     """Decide how to spread `model` over the ranks of this job, and do it.
 
@@ -204,14 +212,19 @@ def auto_parallelize(
             rank 0's decision, in each exchange of a step. Ranks that did not come are named.
         offload_folder: see `apply_plan`. Where it is given, plans that keep something in its files
             are weighed too, if nothing else fits.
+        stack: as for `advise`, one that our engines run: "torch" or "torch-compiled", which is
+            `plan="compile=true"`.
 
     Returns:
         A `ParallelModel`; `.decision` says why.
 
     Raises:
-        as `advise`, and PlanMismatchError or RankError where ranks disagree or are missing.
+        as `advise`, InputError for the stack of other software, and PlanMismatchError or RankError
+            where ranks disagree or are missing.
     """
-    pins = pins_of(plan)
+    software = stack_of(stack)
+    require_of_engines(software)
+    pins = with_stack(pins_of(plan), software)
     known = _read(anchor)
     world = join_world(timeout_s=timeout_s)
     allowed = {"allow_lossy": allow_lossy, "allow_stale": allow_stale}
@@ -238,6 +251,7 @@ def auto_parallelize(
             imbalance=imbalance,
             learns=learns,
             anchor=known,
+            stack=software,
         )
 
     def decide() -> Decision:

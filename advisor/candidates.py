@@ -41,6 +41,8 @@ def searched(
     styles: Styles | None = None,
 ) -> Search:
     """A search over the same plans, of the facts that `kept` is of."""
+    if pins.get("compile"):
+        kept = kept.compiled()
     space = kept.space(pins, offload=offload, styles=styles)
     return Search(kept, policy, space, Stages(kept, pins, policy))
 

@@ -16,6 +16,7 @@ from advisor.rules import Candidate, margin_s, simplicity
 from advisor.search.kept import Kept
 from advisor.search.legal import Styles
 from advisor.search.space import Pins
+from advisor.stacks import with_stack
 from advisor.tree import Trace, in_leaf
 from advisor.ways_out import no_plan
 from profiles.units import format_percent, format_seconds
@@ -34,10 +35,10 @@ def choose(
     """The plan for these facts, with the argument for it: see `decide`.
 
     Raises:
-        PlanError: `pins` allow no legal plan.
+        PlanError: `pins` allow no legal plan, or contradict the stack.
         NoPlanError: there are legal plans and none fits.
     """
-    kept = Kept(CostModel(facts))
+    pins, kept = with_stack(pins, facts.stack), Kept(CostModel(facts))
     choice = decide(facts, policy=policy, pins=pins, styles=styles, compares=True, kept=kept)
     winner, weighed, trace = choice.winner, choice.weighed, choice.trace
     if winner is None:

@@ -155,6 +155,11 @@ def cli(ctx: click.Context) -> None:
 )
 @click.option("--anchor", metavar="FILE", help="A measured step, from `advise check --anchor`.")
 @click.option("--no-anchor", is_flag=True, help="Leave out a step that was measured here before.")
+@click.option(
+    "--stack",
+    metavar="NAME",
+    help="Software that will run it (`advise explain stacks`). Default: our engines.",
+)
 @click.option("-o", "--output", metavar="FILE", help="Write the decision here, as JSON.")
 @click.option("--no-bench", is_flag=True, help="Under torchrun, time nothing: take usual speeds.")
 @json_option
@@ -176,6 +181,7 @@ def plan(
     allow_stale: bool,
     anchor: str | None,
     no_anchor: bool,
+    stack: str | None,
     output: str | None,
     no_bench: bool,
     as_json: bool,
@@ -215,6 +221,7 @@ def plan(
         on_load=loaded.append,
         anchor=anchor,
         uses_anchor=not no_anchor,
+        stack=stack,
     )
     from advisor.checked import check_of, choose_checked
     from advisor.choose import choose
@@ -280,7 +287,9 @@ def explain(words: tuple[str, ...], why_not: str | None, no_color: bool) -> None
     \b
       advise explain plan.json            the questions, answers and numbers that decided
       advise explain bubble [plan.json]   two sentences, and the plan's bubble
+      advise explain levers plan.json     what other kernels, fp8 or LoRA would do to the plan
       advise explain                      all terms
+      advise explain stacks               software that `--stack` names, and what it changes
     """
     is_file = bool(words) and (words[-1].endswith(".json") or os.path.isfile(words[-1]))
     term = " ".join(words[:-1] if is_file else words)
@@ -295,9 +304,19 @@ def explain(words: tuple[str, ...], why_not: str | None, no_color: bool) -> None
         from advisor.decision import Decision
 
         decision = Decision.load(words[-1])
+    if decision is not None and term == "levers":
+        from advisor.whatif.levers import Levers
+
+        show_on_screen(Levers(decision), no_color=no_color)
+        return
     if decision is not None and not term:
         asked = decision.why_not(why_not) if why_not else decision.trace
         show_on_screen(asked, no_color=no_color)
+        return
+    if term.split()[:1] in (["stacks"], ["stack"]):
+        from advisor.stacks import Presets
+
+        show_on_screen(Presets(term.partition(" ")[2] or None), no_color=no_color)
         return
     from advisor import glossary
 

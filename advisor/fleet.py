@@ -57,7 +57,12 @@ def on(facts: Facts, devices: int, *, batch: int | None = None) -> Facts:
     workload = facts.workload
     if batch is not None:
         workload = workload.model_copy(update={"global_batch_size": batch})
-    return Facts(model=facts.model, cluster=resized(facts.cluster, devices), workload=workload)
+    return Facts(
+        model=facts.model,
+        cluster=resized(facts.cluster, devices),
+        workload=workload,
+        stack=facts.stack,
+    )
 
 
 def next_multiple(number: int, of: int) -> int:

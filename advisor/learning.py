@@ -71,7 +71,9 @@ def parts_of(plan: Plan, facts: Facts) -> dict[Constant, Part]:
     found = {}
     for constant, unit_s in unit_times(facts.cluster, facts.precision.dtype).items():
         slower = slowed(facts.cluster, {constant: 1 + NUDGE})
-        nudged = Facts(model=facts.model, cluster=slower, workload=facts.workload)
+        nudged = Facts(
+            model=facts.model, cluster=slower, workload=facts.workload, stack=facts.stack
+        )
         seconds = max(0.0, (estimate(plan, nudged).step_s - whole) / NUDGE)
         found[constant] = Part(seconds=seconds, unit_s=unit_s)
     return found

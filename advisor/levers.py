@@ -9,6 +9,7 @@ from advisor.facts import Facts
 from profiles.cluster import ClusterProfile, Collective, Link, LinkFit
 from profiles.errors import InputError
 from profiles.families.variants import at_length
+from profiles.under_stack import under_stack
 from profiles.units import format_bandwidth, format_gib
 
 
@@ -96,7 +97,7 @@ def varied(facts: Facts, lever: Lever, wanted: float) -> Facts:
             named = {"tokens_per_sample": length} if workload.tokens_per_sample else {}
             return _with(
                 facts,
-                model=at_length(facts.model, length),
+                model=under_stack(at_length(facts.model, length), facts.stack),
                 workload=workload.model_copy(update=named),
             )
 

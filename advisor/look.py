@@ -24,6 +24,7 @@ from profiles.host import resident_bytes
 from profiles.model import ModelProfile, Numerics
 from profiles.probe import probe
 from profiles.provenance import Source
+from profiles.stack import TORCH, Stack
 from profiles.stopwatch import with_times
 from profiles.workload import Workload
 
@@ -53,6 +54,7 @@ def look(
     imbalance: float | None = None,
     learns: bool = False,
     anchor: Anchor | None = None,
+    stack: Stack = TORCH,
 ) -> Facts:
     """What there is to know before deciding; with `learns` runs on this machine correct it, and a
     step of such a model that was measured here, or `anchor`."""
@@ -102,7 +104,7 @@ def look(
             ),
         }
     )
-    facts = Facts(model=profile, cluster=cluster, workload=workload)
+    facts = Facts(model=profile, cluster=cluster, workload=workload, stack=stack)
     return with_anchor(facts, anchor) if learns or anchor else facts
 
 

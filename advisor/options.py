@@ -32,6 +32,7 @@ def facts_of(
     on_load: Callable[[LoadedModel], None] | None = None,
     anchor: str | None = None,
     uses_anchor: bool = True,
+    stack: str | None = None,
 ) -> Facts:
     """What is known, from the options; what is cheap to check comes first.
 
@@ -45,12 +46,13 @@ def facts_of(
     from advisor.models import profile_model, require_model
     from advisor.parts import with_parts
     from advisor.runs import pace_of, with_anchor, with_runs
+    from advisor.stacks import stack_of
     from engines.plan import Precision
     from profiles.model import Numerics
     from profiles.optimizers import optimizer_profile
     from profiles.workload import Workload
 
-    optimizer_facts = optimizer_profile(optimizer)
+    optimizer_facts, software = optimizer_profile(optimizer), stack_of(stack)
     known = Anchor.load(anchor) if anchor is not None else None
     if cluster == "auto":
         require_model(model)  # before a job is timed for it
@@ -77,7 +79,7 @@ def facts_of(
         given=_given(),
         **pace_of(imbalance, machines, found, learns=cluster == "auto"),
     )
-    facts = Facts(model=found, cluster=machines, workload=workload)
+    facts = Facts(model=found, cluster=machines, workload=workload, stack=software)
     if known is not None or (uses_anchor and cluster == "auto"):
         return with_anchor(facts, known)
     return facts

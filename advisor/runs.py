@@ -179,7 +179,7 @@ def _paced(facts: Facts, pace: Pace | None) -> Facts:
     fast quartile, which a run is explained by."""
     slow = {"imbalance": 0.0, "straggling": pace.known.straggling if pace else 0.0}
     workload = facts.workload.model_copy(update=slow)
-    return Facts(model=facts.model, cluster=facts.cluster, workload=workload)
+    return Facts(model=facts.model, cluster=facts.cluster, workload=workload, stack=facts.stack)
 
 
 def _keep(

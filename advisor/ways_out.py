@@ -95,7 +95,7 @@ def _more_devices(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
         world = larger.world_size
         wanted = -(-batch // world) * world
         workload = facts.workload.model_copy(update={"global_batch_size": wanted})
-        changed = Facts(model=facts.model, cluster=larger, workload=workload)
+        changed = Facts(model=facts.model, cluster=larger, workload=workload, stack=facts.stack)
         grows = f" and a global batch of {wanted}" if wanted != batch else ""
         found = list(_verified(f"take {count} {name}{grows}", changed, policy, pins))
         if found:

@@ -115,8 +115,8 @@ class Stack(Record):
     sources: tuple[tuple[str, str], ...] = ()
 
     def fuses(self, kind: FusibleKind) -> bool:
-        """Whether a chain of this kind is one kernel."""
-        return self.compiled or kind in self.fused
+        """Whether a chain of this kind is one kernel. Blocks are compiled, the loss is not."""
+        return kind in self.fused or (self.compiled and kind is not FusibleKind.LOSS)
 
 
 TORCH = Stack()

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from profiles.affine import Affine
 from profiles.layers import LayerCost, Stretch
-from profiles.model import LOSS, ModelProfile, UnitCost, UnitProfile
+from profiles.losses import with_loss
+from profiles.model import ModelProfile, UnitCost, UnitProfile
 from profiles.stack import Loss, Selective, Stack
 from profiles.work import AttentionCall, Fusible, FusibleKind, attention_cost
 
@@ -36,7 +37,8 @@ def under_stack(model: ModelProfile, stack: Stack) -> ModelProfile:
         if key not in done:
             done[key] = {kind: _unit_cost(cost, unit, stack) for kind, cost in unit.costs.items()}
         units.append(unit.model_copy(update={"costs": done[key]}))
-    return model.model_copy(update={"units": tuple(units), "stack": stack.name})
+    changed = with_loss(units, stack.loss)
+    return model.model_copy(update={"units": changed, "stack": stack.name})
 
 
 def _changes_kernels(stack: Stack) -> bool:
@@ -56,7 +58,7 @@ def _unit_cost(cost: UnitCost, unit: UnitProfile, stack: Stack) -> UnitCost:
     def changed(part: Stretch | UnitCost) -> _Change:
         change: _Change = {}
         for fusible in part.fusible:
-            if stack.fuses(fusible.kind) or _loss_saves(fusible, stack):
+            if _is_saved(fusible, stack):
                 _add(change, _saved(fusible, stack))
                 kernels[0] -= fusible.forward_kernels
                 kernels[1] -= fusible.backward_kernels
@@ -95,9 +97,7 @@ def _unit_cost(cost: UnitCost, unit: UnitProfile, stack: Stack) -> UnitCost:
                      attention=cost.attention)  # fmt: skip
     _add(total, changed(inside))
     transient = sum(
-        _part_saved(f, stack) * f.transient_bytes
-        for f in cost.fusible
-        if stack.fuses(f.kind) or _loss_saves(f, stack)
+        _part_saved(f, stack) * f.transient_bytes for f in cost.fusible if _is_saved(f, stack)
     )
     update: dict[str, object] = {name: _moved(getattr(cost, name), total.get(name, 0.0))
                                  for name in _AMOUNTS}  # fmt: skip
@@ -106,12 +106,10 @@ def _unit_cost(cost: UnitCost, unit: UnitProfile, stack: Stack) -> UnitCost:
         "backward_kernels": max(0, cost.backward_kernels + kernels[1]),
         "layers": tuple(layers),
         "attention": tuple(_by(call, stack) for call in cost.attention),
-        "fusible": tuple(f for f in cost.fusible if not stack.fuses(f.kind)),
+        "fusible": tuple(f for f in cost.fusible if not _is_saved(f, stack)),
         "forward_transient_bytes": _moved(cost.forward_transient_bytes, -transient),
         "backward_transient_bytes": _moved(cost.backward_transient_bytes, -transient),
     }
-    if unit.name == LOSS and stack.loss in (Loss.CHUNKED, Loss.HEAD):
-        update["activation_bytes"] = Affine()
     return cost.model_copy(update=update)
 
 
@@ -125,8 +123,9 @@ def _rest(cost: UnitCost, name: str) -> Affine:
     )
 
 
-def _loss_saves(fusible: Fusible, stack: Stack) -> bool:
-    return fusible.kind is FusibleKind.LOSS and stack.loss is not Loss.MATERIALISED
+def _is_saved(fusible: Fusible, stack: Stack) -> bool:
+    is_loss = fusible.kind is FusibleKind.LOSS and stack.loss is not Loss.MATERIALISED
+    return is_loss or stack.fuses(fusible.kind)
 
 
 def _part_saved(fusible: Fusible, stack: Stack) -> float:
@@ -158,7 +157,7 @@ def _stretch(stretch: Stretch, change: _Change, stack: Stack) -> Stretch:
         name: _moved(getattr(stretch, name), delta) for name, delta in change.items()
     }
     update["attention"] = tuple(_by(call, stack) for call in stretch.attention)
-    update["fusible"] = tuple(f for f in stretch.fusible if not stack.fuses(f.kind))
+    update["fusible"] = tuple(f for f in stretch.fusible if not _is_saved(f, stack))
     return stretch.model_copy(update=update)
 
 

@@ -7,6 +7,7 @@ from profiles.cluster import ClusterProfile, Device, Link
 from profiles.families import profile_from_config
 from profiles.model import LOSS, Affine, ModelProfile, Numerics, UnitCost, UnitProfile
 from profiles.provenance import Quantity, Source
+from profiles.stack import TORCH, Stack
 from profiles.units import GIB
 from profiles.workload import Workload
 
@@ -251,12 +252,14 @@ def facts(
     *,
     batch: int = 128,
     precision: str = "bf16",
+    stack: Stack = TORCH,
 ) -> Facts:
     """Llama-7B-like in bf16 on two nodes of eight, 128 samples a step, unless said."""
     return Facts(
         model=model or transformer(),
         cluster=cluster or gpus(),
         workload=Workload(global_batch_size=batch, precision=precision),
+        stack=stack,
     )
 
 

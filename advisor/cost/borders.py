@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from advisor.cost.ledger import Ledger
 from engines.plan import Plan
 from profiles.cluster import Collective
+from profiles.stack import Stack
 
 if TYPE_CHECKING:
     from advisor.cost.model import CostModel
@@ -23,18 +24,25 @@ class Border:
     seconds: float
 
 
+def sent_samples(plan: Plan, stack: Stack) -> float:
+    """Of a microbatch, what a rank sends to the next stage.
+
+    With regions split by tokens, and in stacks that scatter what is sent, each tensor rank sends
+    its part (arXiv:2104.04473, section 4.1).
+    """
+    assert plan.microbatch_size is not None
+    scattered = plan.tp if stack.sequence_parallel or stack.states else 1
+    return plan.microbatch_size / plan.cp / scattered
+
+
 def borders_of(model: CostModel, plan: Plan, ends: Sequence[int]) -> list[Border]:
     assert plan.microbatch_size is not None
     kind = model.numerics(plan)
     ledger, stride = model.ledger(), plan.world_size // plan.pp
-    # With regions split by tokens, and in stacks that scatter what is sent, each tensor rank sends
-    # its part (arXiv:2104.04473, section 4.1).
-    scattered = plan.tp if model.stack.sequence_parallel or model.stack.states else 1
+    samples = sent_samples(plan, model.stack)
     found = []
     for place in ends[1:-1]:
-        there, back = model.stages.crossing(
-            place, numerics=kind, samples=plan.microbatch_size / plan.cp / scattered
-        )
+        there, back = model.stages.crossing(place, numerics=kind, samples=samples)
         seconds = ledger.charge(
             Collective.SEND_RECV, "", max(there, back), group_size=2, stride=stride
         )

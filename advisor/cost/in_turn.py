@@ -32,7 +32,7 @@ def in_turn(
         return sum(n * s for n, s in zip(counts, each, strict=True))
 
     if not stack.overlap_gradients:
-        every = plan.data_parallel in (DataParallel.ZERO2, DataParallel.FULL_SHARD)
+        every = plan.data_parallel.is_sharded and plan.data_parallel is not DataParallel.ZERO1
         rounds = plan.forwards if every else 1
         waited += rounds * (of_all(exchanged.reduce_s) + exchanged.root_reduce_s)
         waited += of_all(exchanged.replicate_s) + exchanged.root_replicate_s

@@ -42,6 +42,7 @@ from advisor.cost.tensor import Styled
 from advisor.cost.threads import threaded
 from advisor.cost.updates import straggling, updated
 from advisor.facts import Facts
+from advisor.stacks import compiled
 from engines.legality import numerics
 from engines.plan import DataParallel, Plan
 from engines.tensor.rules import proposed_styles
@@ -72,6 +73,7 @@ class CostModel:
         self._styles: dict[int, tuple[tuple[str, str], ...]] = {}
         self._load_bytes: float | None = None
         self._flop: dict[tuple[Numerics, int], float] = {}
+        self._compiled: CostModel | None = None
         self._numerics: dict[tuple[object, bool], Numerics] = {}
 
     def is_beside(self, facts: Facts) -> bool:
@@ -97,13 +99,32 @@ class CostModel:
         if not self.is_beside(facts):
             return CostModel(facts)
         mine, found = self.facts.cluster, copy(self)
-        found.facts = facts
+        found.facts, found._compiled = facts, None
         if mine != facts.cluster.model_copy(update={"device": mine.device}):
             found._wires, found._estimates, found._stages = {}, {}, {}
         return found
 
+    def compiled(self) -> CostModel:
+        """The costs of the same facts with compiled blocks."""
+        if self.stack.compiled:
+            return self
+        if self._compiled is None:
+            facts = self.facts
+            self._compiled = CostModel(
+                Facts(
+                    model=facts.model,
+                    cluster=facts.cluster,
+                    workload=facts.workload,
+                    stack=compiled(facts.stack),
+                ),
+                self.calibration,
+            )
+        return self._compiled
+
     def estimate(self, plan: Plan) -> Estimate:
         """See `advisor.cost.estimate`."""
+        if plan.compile and not self.stack.compiled:
+            return self.compiled().estimate(plan)
         if plan not in self._estimates:
             self._estimates[plan] = self._estimate(plan)
         return self._estimates[plan]

@@ -395,8 +395,8 @@ class _Tail:
         if model.stack.states is not None and model.stack.overlap_gradients:
             # Buckets go while the last microbatch's backward is on its way.
             hidden = sum(stage.backward_s for stage in stages)
-            reduce_s = max(0.0, reduce_s - hidden)
-            settle_s = max(0.0, settle_s - max(0.0, hidden - reduce_s))
+            left = max(0.0, hidden - reduce_s)
+            reduce_s, settle_s = max(0.0, reduce_s - hidden), max(0.0, settle_s - left)
         once = kind is DataParallel.ZERO1
         return cls(round_s=0.0 if once else reduce_s, last_s=reduce_s + replicate_s + settle_s)
 

@@ -34,7 +34,12 @@ class HeldStates:
 
 def zero_level(plan: Plan) -> int:
     """0 where all states are whole, to 3 where weights are sharded too (arXiv:1910.02054)."""
-    return _LEVELS.get(plan.data_parallel, 0)
+    return zero_level_of(plan.data_parallel)
+
+
+def zero_level_of(kind: DataParallel) -> int:
+    """The same of every plan of this kind."""
+    return _LEVELS.get(kind, 0)
 
 
 def held_states(

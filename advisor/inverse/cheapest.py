@@ -104,7 +104,12 @@ def cheapest_device(
         batch = next_multiple(facts.workload.global_batch_size, count)
         workload = facts.workload.model_copy(update={"global_batch_size": batch})
         try:
-            whole = Facts(model=facts.model, cluster=resized(cluster, count), workload=workload)
+            whole = Facts(
+                model=facts.model,
+                cluster=resized(cluster, count),
+                workload=workload,
+                stack=facts.stack,
+            )
             winner = decide(whole, policy=fast, pins=pins).winner
         except InputError as error:
             return error.what

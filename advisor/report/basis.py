@@ -19,12 +19,15 @@ from advisor.cost.memory import ACTIVATION_ERROR, shard_degree
 from advisor.cost.replay import USUAL_OVERLAP
 from advisor.decision import Decision
 from advisor.rules import load_bytes_per_node
+from advisor.stacks import compiled, is_of_engines, is_preset, summary
+from advisor.whatif import levers
 from engines.legality import numerics
 from engines.plan import Offload, OffloadTo, Plan
 from profiles.cluster import ClusterProfile, Constant, Learned, Link
 from profiles.loading import Loading, load_memory
 from profiles.provenance import Quantity, Source
 from profiles.record import Record
+from profiles.stack import TORCH
 from profiles.units import (
     format_bandwidth,
     format_flop_rate,
@@ -144,6 +147,12 @@ def _axes(decision: Decision) -> Iterator[Basis]:
 
 
 def _models(decision: Decision) -> Iterator[Basis]:
+    stack = decision.facts.stack
+    if decision.plan.compile:
+        stack = compiled(stack)
+    if stack != TORCH:
+        source = "preset" if is_preset(stack) else str(Source.USER)
+        yield Basis(what=f"stack {summary(stack)}", source=source)
     yield Basis(
         what="activations: counted from the model, operation by operation",
         source=_source(Source.DERIVED, ACTIVATION_ERROR),
@@ -284,9 +293,15 @@ def hints(decision: Decision) -> Iterator[str]:
     """What would make the report better, or the training other than it says."""
     facts, estimate = decision.facts, decision.estimate
     yield from decision.offers
+    if not is_of_engines(facts.stack):
+        yield (
+            f"`{facts.stack.name}` is priced only: our engines do not run it, and"
+            " `auto_parallelize` takes this plan without it"
+        )
     yield from _too_large_to_load(decision)
     yield from allocator_hint(decision)
     yield from outside.hint(decision.plan)
+    yield from levers.hint(decision)
     if set(facts.cluster.sources.values()) - {Source.MEASURED, Source.USER}:
         yield (
             "`advise probe --bench` on the nodes replaces rates of data sheets by measured ones"

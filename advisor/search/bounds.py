@@ -17,7 +17,7 @@ from advisor.cost.memory import ALLOCATOR_SLACK
 from advisor.policy import Policy
 from advisor.search.columns import Columns, Floats, Microbatches
 from advisor.search.kept import Kept
-from advisor.search.own_states import own_states_peak_bytes
+from advisor.search.own_states import own_staged_peak_bytes, own_whole_peak_bytes
 from advisor.search.space import Integers, Space
 from advisor.search.staged import staged_peak_bytes, staged_step_s
 from advisor.search.whole import moved_s, whole_peak_bytes, whole_time
@@ -80,8 +80,9 @@ def bounds_of(space: Space, kept: Kept, policy: Policy) -> Bounds:
     microbatches = Microbatches(space, kept, usable)
     found = Bounds(np.zeros((len(PARTS), count)), np.zeros(count), np.zeros(count))
     bounds = ((True, whole_peak_bytes), (False, staged_peak_bytes))
-    if kept.costs.stack.states is not None:
-        bounds = ((True, own_states_peak_bytes), (False, own_states_peak_bytes))
+    # Ranks that update apart from each other keep the states of torch.
+    if kept.costs.stack.states is not None and space.updates_in_step:
+        bounds = ((True, own_whole_peak_bytes), (False, own_staged_peak_bytes))
     for is_whole, peak_bytes in bounds:
         rows = np.flatnonzero((space.pp == 1) == is_whole)
         if not len(rows):

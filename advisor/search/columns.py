@@ -169,8 +169,11 @@ class Columns:
     def _sent(self, collective: Collective) -> tuple[Floats, Floats]:
         is_gather = collective is Collective.ALL_GATHER
 
+        # Stacks with states of their own send experts among fewer ranks: nothing is known then.
+        is_open = self.space.ep > 1 and self.costs.stack.states is not None
+
         def seconds(tp: int, shards: int, *, of_root: bool) -> float:
-            if shards < 2:
+            if shards < 2 or is_open:
                 return 0.0
             of = self._sharded[tp]
             share, reduced = of.loads.compute_share, self.costs.reduced_share

@@ -49,10 +49,11 @@ def fullest_bytes(
     if plan.schedule in SPLITS_BACKWARD:
         splits = [stage > 0 and stage not in whole for stage in range(len(firsts))]
         received = received + back[:-1] * splits
-    own = summed(always) + in_round * received
-    # What a microbatch received stays where it was received into; what it sends on is held.
-    kept = summed(pieces.kept)
-    kept = kept - np.minimum(kept, there[:-1]) + there[1:]
+    own, kept = summed(always), summed(pieces.kept)
+    if pieces.keeps_messages:
+        own = own + in_round * received
+        # What a microbatch received stays where it was received into; what it sends on is held.
+        kept = kept - np.minimum(kept, there[:-1]) + there[1:]
     kept += summed(pieces.cast) * (not plan.data_parallel.is_sharded)
     waiting = summed(pieces.layers)
     work = pieces.work_bytes(plan)[np.array(borders[1:]) - 1]

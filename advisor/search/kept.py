@@ -26,6 +26,7 @@ class Kept:
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
+        self._compiled: Kept | None = None
         self._spaces: dict[Hashable, Space] = {}
         self._microbatches: dict[Hashable, Microbatch] = {}
         self._crossing: dict[tuple[Numerics, tuple[int, ...]], Crossing] = {}
@@ -39,6 +40,15 @@ class Kept:
         found._microbatches = self._microbatches
         found._crossing = self._crossing
         return found
+
+    def compiled(self) -> Kept:
+        """Of the same facts, with compiled blocks."""
+        costs = self.costs.compiled()
+        if costs is self.costs:
+            return self
+        if self._compiled is None:
+            self._compiled = Kept(costs)
+        return self._compiled
 
     def space(self, pins: Pins, *, offload: Offload, styles: Styles | None) -> Space:
         """See `advisor.search.legal.space_of`; `styles` by default what the profile tells."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.cost import CostModel
+from advisor.cost.borders import sent_samples
 from advisor.cost.compute import UnitTime
 from advisor.cost.loads import Loads, UnitLoad
 from advisor.cost.memory import kept_bytes
@@ -54,14 +55,14 @@ class Microbatch:
         loads, times: of equal neighbours one that counts for all.
         exchange_s: of each entry of the loads, what it sends along tp and cp: in the forward, and
             in the backward with what is computed again.
-        crossing: what it sends between stages.
+        crossed: bytes that a rank sends over every place where a stage may begin, there and back.
     """
 
     loads: Loads
     times: tuple[UnitTime, ...]
     recompute: Recompute
     exchange_s: tuple[tuple[float, float], ...]
-    crossing: Crossing
+    crossed: tuple[Floats, Floats]
 
     @cached_property
     def units(self) -> tuple[UnitLoad, ...]:
@@ -170,18 +171,18 @@ class Microbatch:
     @cached_property
     def least_sent_bytes(self) -> float:
         """Over any border, whichever way is more."""
-        there, back = self.crossing.at(self.loads.samples)
+        there, back = self.crossed
         return float(np.maximum(there, back).min(initial=np.inf)) if len(there) else 0.0
 
     @cached_property
     def most_sent_bytes(self) -> float:
-        there, back = self.crossing.at(self.loads.samples)
+        there, back = self.crossed
         return float(np.maximum(there, back).max(initial=0.0))
 
     @cached_property
     def least_held_bytes(self) -> float:
         """Over any border, whichever way is less."""
-        there, back = self.crossing.at(self.loads.samples)
+        there, back = self.crossed
         return float(np.minimum(there, back).min(initial=np.inf)) if len(there) else 0.0
 
     @cached_property
@@ -220,6 +221,25 @@ class Microbatch:
         share = self.loads.compute_share
         copies = np.array([share * u.parameter_bytes * u.is_separate for u in self.units])
         return float((self._beginning + self._making + copies).max())
+
+    def fullest_own_bytes(self, *, makes: bool, gathers: bool) -> float:
+        """The same of a stack with states of its own.
+
+        Args:
+            makes: whether products write gradients of weights before they are added.
+            gathers: whether weights are there only while their unit works, with the one that works
+                after it and the root group.
+        """
+        share, loads = self.loads.compute_share, self.loads
+        held = self._beginning + makes * share * self._gradients
+        if not gathers:
+            return float(held.max())
+        copies, latest = [], 0.0
+        for unit in self.units:
+            own = unit.parameter_bytes * unit.is_separate
+            copies.append(own + latest)
+            latest = own or latest
+        return float((held + share * np.array(copies)).max() + share * loads.root_parameter_bytes)
 
     @property
     def _beginning(self) -> Floats:
@@ -275,4 +295,5 @@ def microbatch(costs: CostModel, plan: Plan, crossing: Crossing) -> Microbatch:
             back += seconds * (not each.in_forward) + seconds * (repeats and each.is_repeated)
         found.append((there, back))
     computing = costs.computing(plan, loads)
-    return Microbatch(loads, computing.times, plan.recompute, tuple(found), crossing)
+    crossed = crossing.at(sent_samples(plan, costs.stack))
+    return Microbatch(loads, computing.times, plan.recompute, tuple(found), crossed)

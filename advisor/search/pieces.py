@@ -9,8 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.cost.memory import KEEPS_PARAMETERS, shard_degree
+from advisor.cost.states import zero_level
 from advisor.search.microbatch import Microbatch
+from advisor.search.own_states import state_shares
 from engines.plan import DataParallel, Plan
+from profiles.stack import TORCH, Stack
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -30,6 +33,8 @@ class Pieces:
         there, back: bytes that one microbatch sends over the border before each piece and after
             the last: one more than there are pieces, zeros at both ends.
         compute_share: what a copy for computing takes of a parameter.
+        stack: whose states they are; one with states of its own hands outputs on, and receives into
+            no buffers of a round.
     """
 
     forward_s: Floats
@@ -45,6 +50,12 @@ class Pieces:
     there: Floats
     back: Floats
     compute_share: float
+    stack: Stack
+
+    @property
+    def keeps_messages(self) -> bool:
+        """Whether what stages send each other stays for the whole round."""
+        return self.stack.states is None
 
     @property
     def seconds(self) -> Floats:
@@ -57,22 +68,33 @@ class Pieces:
             state_bytes: what the optimizer keeps for all of them: in proportion to gradients.
         """
         kind, degree, share = plan.data_parallel, shard_degree(plan), self.compute_share
+        if self.stack.states is not None:
+            here = {"has_weights": on_device, "has_optimizer": on_device}
+            held = state_shares(self.stack.states, kind, degree, **here)
+            moments = on_device * state_bytes / self.gradients.sum()
+            if self.stack.states.moments is not None:
+                moments = 0.0
+            root = share * (zero_level(plan) == 3)
+            return np.asarray(held * self.parameters + moments * self.gradients + root * self.root)
         parameters = on_device / degree + share * (kind in KEEPS_PARAMETERS)
         # Gradients of rounds before: ZeRO-1 adds them to the whole ones.
         several = kind.is_sharded and plan.accumulation > 1 and kind is not DataParallel.ZERO1
         gradients = 1 + several * on_device / degree
         gradients += on_device * state_bytes / self.gradients.sum()
         root = share * (kind.is_sharded and kind not in KEEPS_PARAMETERS)
-        held = parameters * self.parameters + gradients * self.gradients + root * self.root
-        return np.asarray(held)
+        return np.asarray(
+            parameters * self.parameters + gradients * self.gradients + root * self.root
+        )
 
     def work_bytes(self, plan: Plan) -> Floats:
         """Of a stage that ends with each piece, when the backward of its last unit begins."""
         kind = plan.data_parallel
+        if self.stack.states is not None:
+            return self.work + self.copy * (zero_level(plan) == 3)
         return self.work + self.copy * (kind.is_sharded and kind not in KEEPS_PARAMETERS)
 
 
-def pieces_of(of: Microbatch, places: Sequence[int]) -> Pieces:
+def pieces_of(of: Microbatch, places: Sequence[int], stack: Stack = TORCH) -> Pieces:
     """The units of a microbatch between `places`, where pieces begin."""
 
     def each(amounts: Floats | Sequence[float]) -> Floats:
@@ -86,7 +108,9 @@ def pieces_of(of: Microbatch, places: Sequence[int]) -> Pieces:
     parameters = np.array([unit.parameter_bytes for unit in units])
     gradients = np.array([unit.gradient_bytes for unit in units])
     is_separate = np.array([unit.is_separate for unit in units])
-    there, back = of.crossing.at(of.loads.samples)
+    there, back = of.crossed
+    has_copies = share != 1.0 and stack.states is None
+    made = share * (stack.states is None or not stack.accumulates_in_product)
     return Pieces(
         forward_s=summed(of.unit_s[0]),
         backward_s=summed(of.unit_s[1]),
@@ -94,11 +118,12 @@ def pieces_of(of: Microbatch, places: Sequence[int]) -> Pieces:
         gradients=summed(gradients),
         root=summed(parameters * ~is_separate),
         kept=summed(of.kept),
-        cast=summed(parameters * share * (share != 1.0)),
+        cast=summed(parameters * share * has_copies),
         layers=summed([unit.layer_bytes for unit in units]),
-        work=each(of.work + share * gradients)[last],
+        work=each(of.work + made * gradients)[last],
         copy=each(share * parameters * is_separate)[last],
         there=np.pad(there, 1),
         back=np.pad(back, 1),
         compute_share=share,
+        stack=stack,
     )

@@ -38,6 +38,9 @@ def staged_step_s(columns: Columns) -> Floats:
     between, root_between = columns.replicate_s()
     meeting = columns.reduces * (reduce + root_reduce)
     last = reduce + root_reduce + between + root_between
+    if columns.costs.stack.states is not None and columns.costs.stack.overlap_gradients:
+        # A last backward may hide all but what replicas of shards exchange after it.
+        meeting, last = 0.0 * meeting, (between + root_between) * columns.is_sharded
     # A rank that is done early may exchange early; on average they work a p-th of everything.
     working = in_round * (there + back) / pp
     further = np.maximum(one_round, working + meeting / pp)
@@ -126,7 +129,7 @@ def staged_peak_bytes(columns: Columns) -> Floats:
         states * columns.of(lambda g: g.block_part) * facts.workload.optimizer.is_elementwise
     )
     kept = columns.of(lambda g: g.block_kept_bytes)
-    held = np.maximum(of_model / pp, _fullest_bytes(columns, blocks, of_block, kept))
+    held = np.maximum(of_model / pp, fullest_of_blocks(columns, blocks, of_block, kept))
 
     in_round = np.where(space.schedule == _NAIVE, 1, space.microbatches)
     received = in_round * (2 * space.per_rank - 1) * columns.of(lambda g: g.least_held_bytes)
@@ -136,7 +139,7 @@ def staged_peak_bytes(columns: Columns) -> Floats:
     return np.asarray(allocated * (1 + ALLOCATOR_SLACK) + device.context_bytes.high)
 
 
-def _fullest_bytes(columns: Columns, blocks: Floats, held: Floats, kept: Floats) -> Floats:
+def fullest_of_blocks(columns: Columns, blocks: Floats, held: Floats, kept: Floats) -> Floats:
     """Of blocks alone, each `held` and `kept` for every microbatch in flight.
 
     All ranks keep one microbatch (naive), all of a round (GPipe), or 1, 2, ..., p of them at least

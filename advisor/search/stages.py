@@ -20,6 +20,7 @@ from advisor.policy import Policy
 from advisor.search.borders import Matrix, cut, spans
 from advisor.search.held import fullest_bytes
 from advisor.search.kept import Kept
+from advisor.search.own_states import message_bytes
 from advisor.search.pieces import Pieces, pieces_of
 from advisor.search.space import KINDS, SCHEDULES, Pins, Space
 from engines.plan import Plan, Schedule
@@ -64,7 +65,7 @@ class Stages:
     def least_peak_bytes(self, space: Space, index: int) -> float:
         """Below which the upper end of the peak does not stay with the row's borders; 0 where
         nothing is known."""
-        if space.pp[index] == 1 or self._pinned or self._costs.stack.states is not None:
+        if space.pp[index] == 1 or self._pinned:
             return 0.0
         found, plan = self._cut(space, index), space.plan(index)
         facts, pieces = self._costs.facts, self._pieces_of(plan, space.pieces)
@@ -78,6 +79,7 @@ class Stages:
         always = pieces.always_bytes(plan, state_bytes=states, on_device=self._on_device(plan))
         held = fullest_bytes(plan, pieces, found.starts, always=always, whole=whole)
         held += self._costs.batch_bytes(plan) + facts.model.buffer_bytes
+        held += message_bytes(self._costs.stack)
         return held * (1 + ALLOCATOR_SLACK) + facts.cluster.device.context_bytes.high
 
     def least_step_s(self, space: Space, index: int) -> float:
@@ -143,7 +145,9 @@ class Stages:
         key = (plan.tp, plan.microbatch_size, plan.recompute, is_sharded)
         if key not in self._pieces:
             places = [0, *(self._place[name] for name in names[1:])]
-            self._pieces[key] = pieces_of(self._kept.microbatch(plan, places[1:]), places)
+            self._pieces[key] = pieces_of(
+                self._kept.microbatch(plan, places[1:]), places, self._costs.stack
+            )
         return self._pieces[key]
 
     def _waiting_s(self, plan: Plan, pieces: Pieces) -> Matrix:
@@ -166,10 +170,11 @@ class Stages:
         )
         held = spans(always) + np.pad(pieces.work_bytes(plan), (1, 0))[None, :]
         in_round = 1 if plan.schedule is Schedule.NAIVE else plan.microbatches
-        received = pieces.there[:, None]
-        held += in_round * (received + pieces.back[None, :])
         kept = spans(pieces.kept)
-        kept = kept - np.minimum(kept, received) + pieces.there[None, :]
+        if pieces.keeps_messages:
+            received = pieces.there[:, None]
+            held += in_round * (received + pieces.back[None, :])
+            kept = kept - np.minimum(kept, received) + pieces.there[None, :]
         kept += spans(pieces.cast) * (not plan.data_parallel.is_sharded)
         # Zero bubble has as many microbatches in flight as 1F1B when its first backward begins.
         schedule = Schedule.ONE_F_ONE_B
@@ -200,4 +205,5 @@ class Stages:
         room = (self._usable_bytes - facts.cluster.device.context_bytes.high) / (
             1 + ALLOCATOR_SLACK
         )
+        room -= message_bytes(self._costs.stack)
         return room - self._costs.batch_bytes(plan) - facts.model.buffer_bytes

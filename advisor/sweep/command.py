@@ -30,6 +30,7 @@ QUANTITIES = {
     "bandwidth": "bandwidth",
     "devices": "devices",
     "batch": "global batch",
+    "stack": "stack",
 }
 
 
@@ -63,6 +64,11 @@ QUANTITIES = {
 @click.option("--bandwidth", metavar="'10 GB/s,...'", help="Of the links between nodes, or in one.")
 @click.option("--devices", metavar="1,2,...", help="Of the cluster's kind; the batch stays.")
 @click.option("--batch", metavar="32,64,...", help="Samples per step over all devices.")
+@click.option(
+    "--stack",
+    metavar="NAME,NAME,...",
+    help="Software (`advise explain stacks`); several are compared, one is that of every value.",
+)
 @click.option("--measure", is_flag=True, help="Run each plan on this job's ranks, and time it.")
 @click.option("--steps", callback=count, metavar="N", help="Steps to time for each. Default: 10.")
 @click.option(
@@ -78,6 +84,7 @@ def sweep(
     seq: int | None,
     optimizer: str,
     plans: tuple[str, ...],
+    stack: str | None,
     measure: bool,
     steps: int | None,
     timeout: float | None,
@@ -101,6 +108,8 @@ def sweep(
     from engines.plan import parse_settings
 
     asked = {name: text for name, text in quantities.items() if text is not None}
+    if stack is not None and ("," in stack or not (asked or len(plans) > 1)):
+        asked["stack"], stack = stack, None
     option, texts = _one_quantity(asked, plans)
     swept = Swept(QUANTITIES[option]) if option else Swept.PLAN
     settings = parse_settings(plans[0]) if option and plans else {}
@@ -119,7 +128,13 @@ def sweep(
         require_matplotlib()
     if option == "batch" and global_batch is None and texts[0].isdecimal():
         global_batch = int(texts[0])  # none was asked for, and this one is the first to be taken
-    asking = Asking(model, swept, texts, settings, global_batch, seq, optimizer)
+    if measure and (stack is not None or swept is Swept.STACK):
+        raise InputError(
+            "`--measure` runs our engines, whose stack is no option",
+            where="--stack",
+            hints=["leave `--stack` out, or `--measure`", 'compare --plan "compile=true"'],
+        )
+    asking = Asking(model, swept, texts, settings, global_batch, seq, optimizer, stack)
     try:
         if measure:
             found = _measured(asking, cluster, steps=steps, timeout_s=timeout)
@@ -168,6 +183,7 @@ class Asking:
     batch: int | None
     seq: int | None
     optimizer: str
+    stack: str | None = None
 
 
 def _predicted(asking: Asking, cluster: str) -> Sweep:
@@ -184,6 +200,7 @@ def _predicted(asking: Asking, cluster: str) -> Sweep:
         precision=_precision(asking.settings),
         samples=None,
         critical_batch=None,
+        stack=asking.stack,
     )
     if asking.swept == QUANTITIES["bandwidth"]:
         say(f"note: {shown_link(facts)}")

@@ -18,6 +18,7 @@ from advisor.facts import Facts
 from advisor.fleet import on
 from advisor.levers import Lever, shown, value, varied
 from advisor.policy import Policy
+from advisor.stacks import stack_of, with_stack
 from engines.plan import AXES, Plan, parse_settings
 from profiles.errors import InputError
 from profiles.provenance import Timing
@@ -36,11 +37,12 @@ class Swept(StrEnum):
     BANDWIDTH = "bandwidth"  # of the links between nodes; inside the node where there is one
     DEVICES = "devices"
     BATCH = "global batch"
+    STACK = "stack"  # software against software: bars
     PLAN = "plan"  # settings against settings: bars, not a curve
 
     @property
     def is_number(self) -> bool:
-        return self is not Swept.PLAN
+        return self not in (Swept.PLAN, Swept.STACK)
 
 
 class Point(Record):
@@ -112,7 +114,7 @@ def sweep(
     values, and each runs on as many devices as its degrees multiply to: the others stand idle.
 
     Args:
-        values: as they are written: "12", "25 Gbit/s", "pp=2 schedule=naive".
+        values: as they are written: "12", "25 Gbit/s", "pp=2 schedule=naive", "torchtitan".
         settings: fixed at every value.
 
     Raises:
@@ -152,6 +154,14 @@ def cases(
         if swept is Swept.PLAN:
             pins |= parse_settings(text)
             there = on(facts, _devices(pins, facts))
+            yield Case(label=label, value=None, facts=there, settings=pins)
+            continue
+        if swept is Swept.STACK:
+            stack = stack_of(text)
+            there = Facts(
+                model=facts.model, cluster=facts.cluster, workload=facts.workload, stack=stack
+            )
+            pins = dict(with_stack(pins, stack))
             yield Case(label=label, value=None, facts=there, settings=pins)
             continue
         number = _number(text, swept)

@@ -59,7 +59,7 @@ def sweep_table(sweep: Sweep) -> RenderableType:
     head = f"{sweep.model} on {sweep.cluster}, {sweep.global_batch_size} samples a step:"
     if sweep.swept is Swept.BATCH:
         head = f"{sweep.model} on {sweep.cluster}:"
-    plans = [] if sweep.swept.is_number else [Text(), *map(Text, _legend(sweep))]
+    plans = [Text(), *map(Text, _legend(sweep))] if sweep.swept is Swept.PLAN else []
     return Group(Text(head), *plans, Text(), table, Text(), *map(Text, _notes(sweep)))
 
 
@@ -96,7 +96,7 @@ def _legend(sweep: Sweep) -> Iterator[str]:
 
 def _name(sweep: Sweep, place: int) -> str:
     """Settings are too long for a column: they are numbered."""
-    return sweep.points[place].label if sweep.swept.is_number else str(place + 1)
+    return sweep.points[place].label if sweep.swept is not Swept.PLAN else str(place + 1)
 
 
 def _notes(sweep: Sweep) -> Iterator[str]:

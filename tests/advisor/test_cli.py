@@ -52,6 +52,7 @@ OPTIONS = {
     "--samples",
     "--seq",
     "--split-size",
+    "--stack",
     "--steps",
     "--time",
     "--timeout",

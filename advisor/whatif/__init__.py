@@ -1,0 +1,1 @@
+"""What another fact would change: functions of facts, plans and estimates."""

@@ -1,0 +1,131 @@
+"""Bounds and rows of searches under stacks, those with model states of their own among them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from advisor.cost import CostModel
+from advisor.facts import Facts
+from advisor.policy import Policy
+from advisor.rules import preferred, weigh
+from advisor.search.bounds import PARTS, ROUNDING
+from advisor.search.kept import Kept
+from advisor.search.legal import space_of, styles_of
+from advisor.search.search import Search
+from advisor.search.stages import Stages
+from engines.plan import Offload
+from profiles.stack import Stack, States, stack_named
+from profiles.transformer import TransformerShape, transformer_profile
+from tests.factories import facts, gpus
+
+STACKS = (
+    "torchtitan-compiled",
+    "deepspeed",
+    "megatron-2020",
+    "megatron-2022",
+    "megatron-core-0.12",
+    "nemo",
+)
+ODD = Stack(
+    name="odd",
+    states=States(weight=2, gradient=4, master=0, moments=2),
+    bucket_bytes=1e8,
+    overlap_gradients=False,
+)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> TransformerShape:
+    heads, width = draw(st.sampled_from((2, 4))), draw(st.sampled_from((16, 64)))
+    is_llama = draw(st.booleans())
+    return TransformerShape(
+        kind="llama" if is_llama else "dense_gpt",
+        layers=draw(st.integers(1, 4)),
+        hidden=heads * width,
+        heads=heads,
+        kv_heads=draw(st.sampled_from((heads // 2, heads))) if is_llama else heads,
+        ffn=4 * heads * width,
+        vocab=draw(st.sampled_from((100, 20_000))),
+        length=draw(st.sampled_from((128, 1024))),
+        gated=is_llama,
+        tied=draw(st.booleans()),
+        head_width=width,
+        dropout=draw(st.booleans()),
+    )
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> Facts:
+    model = transformer_profile(draw(shapes()), name="small")
+    nodes, devices = draw(st.sampled_from(((1, 1), (1, 2), (2, 2), (1, 4))))
+    cluster = gpus(
+        nodes,
+        devices,
+        memory_gib=draw(st.floats(2.51, 3.5)) / 0.95,
+        intra_bytes_per_s=draw(st.sampled_from((1e9, 360e9))),
+        inter_bytes_per_s=draw(st.sampled_from((1e8, 400e9))),
+    )
+    batch = nodes * devices * draw(st.sampled_from((1, 2, 4)))
+    stack = draw(st.sampled_from((*map(stack_named, STACKS), ODD)))
+    return facts(model, cluster, batch=batch, stack=stack)
+
+
+def searched(whole: Facts, offload: Offload = Offload.NONE) -> Search:
+    space = space_of(whole, {}, styles=styles_of(whole), offload=offload)
+    kept = Kept(CostModel(whole))
+    return Search(kept, Policy(), space, Stages(kept, {}, Policy()))
+
+
+@settings(max_examples=25, deadline=None)
+@given(whole=situations(), offload=st.sampled_from(Offload))
+def test_no_estimate_is_below_its_bound(whole: Facts, offload: Offload) -> None:
+    search = searched(whole, offload)
+    stages = Stages(Kept(CostModel(whole)), {}, Policy())
+    for index in range(len(search.space)):
+        plan = stages.plan(search.space, index)
+        # A cost model of its own: rows that share sums are what plans one by one are.
+        found = CostModel(whole).estimate(plan)
+        assert search.candidate(index).estimate == found
+        high, step_s = found.peak_high_bytes * (1 + ROUNDING), found.step_s * (1 + ROUNDING)
+        assert search.bounds.peak_high_bytes[index] <= high, str(plan)
+        assert stages.least_peak_bytes(search.space, index) <= high, str(plan)
+        assert search.bounds.step_s[index] <= step_s, str(plan)
+        assert stages.least_step_s(search.space, index) <= step_s, str(plan)
+        for name, bound in zip(PARTS, search.bounds.parts[:, index], strict=True):
+            assert bound <= getattr(found.time, name) + ROUNDING * step_s, (name, str(plan))
+
+
+@settings(max_examples=15, deadline=None)
+@given(whole=situations())
+def test_the_preferred_plan_is_that_of_weighing_them_all(whole: Facts) -> None:
+    search, costs = searched(whole), CostModel(whole)
+    stages = Stages(Kept(costs), {}, Policy())
+    plans = [stages.plan(search.space, index) for index in range(len(search.space))]
+    fitting = [candidate for candidate in weigh(plans, costs, Policy()) if candidate.fits]
+    found = search.preferred(search.rows)
+    assert found == (preferred(fitting, Policy()) if fitting else None)
+
+
+@pytest.mark.parametrize("name", STACKS[1:])
+def test_bounds_say_most_of_what_rows_hold(name: str) -> None:
+    """Activations are most of the memory here; a bound of states alone would be far below."""
+    shape = TransformerShape(
+        kind="llama", layers=8, hidden=512, heads=8, kv_heads=8, ffn=2048, vocab=4000,
+        length=2048, gated=True, tied=False, head_width=64,
+    )  # fmt: skip
+    stack = stack_named(name).model_copy(update={"bucket_bytes": None})
+    model = transformer_profile(shape, name="llama")
+    whole = facts(model, gpus(1, 4), batch=16, stack=stack)
+    search = searched(whole)
+    context = whole.cluster.device.context_bytes.high
+    space = search.space
+    for index in np.linspace(0, len(space) - 1, 60).astype(int):
+        high = search.candidate(int(index)).estimate.peak_high_bytes - context
+        if space.pp[index] > 1:
+            least = search.with_borders(int(index))[1] - context
+        else:
+            least = search.bounds.peak_high_bytes[index] - context
+        assert least >= 0.7 * high, str(search.candidate(int(index)).plan)
