@@ -20,15 +20,22 @@ from profiles.errors import InputError, PlanError
 
 
 def legal_plans(
-    facts: Facts, pins: Pins, *, offload: Offload = Offload.NONE, styles: Styles | None = None
+    facts: Facts,
+    pins: Pins,
+    *,
+    offload: Offload = Offload.NONE,
+    styles: Styles | None = None,
+    costs: CostModel | None = None,
 ) -> list[Plan]:
     """Every legal plan that keeps `pins`, one by one: for few devices (see `advisor.search`).
 
     Precision is the workload's and never searched; states go to the host only where `offload` or a
     pin says so. In a fixed order: simpler degrees and kinds first, larger microbatches first.
     """
-    space = space_of(facts, pins, styles=styles or styles_of(facts), offload=offload)
-    stages = Stages(Kept(CostModel(facts)), pins, Policy())
+    costs = costs or CostModel(facts)
+    styles = styles or styles_of(facts)
+    space = space_of(facts, pins, styles=styles, offload=offload, costs=costs)
+    stages = Stages(Kept(costs), pins, Policy())
     return [stages.plan(space, index) for index in range(len(space))]
 
 

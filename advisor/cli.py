@@ -20,6 +20,7 @@ from advisor.command import (
     count,
     fraction,
     one_of,
+    progress,
     seconds,
     show_on_screen,
     writable,
@@ -227,6 +228,7 @@ def plan(
     from advisor.choose import choose
     from advisor.policy import Objective, Policy
 
+    progress(f"weighing plans on {facts.cluster.name} ...")
     policy = Policy(
         objective=Objective(objective), allow_lossy=allow_lossy, allow_stale=allow_stale
     )

@@ -205,6 +205,12 @@ def write(path: str, text: str) -> None:
     say(f"wrote {path}")
 
 
+def progress(text: str) -> None:
+    """A line for a person who waits: on a terminal alone, as nobody waits at a pipe or a file."""
+    if sys.stderr.isatty() and not local_rank():
+        say(text)
+
+
 def say(text: str) -> None:
     """A line for the person at the screen; stdout is for the answer."""
     click.echo(text, err=True)

@@ -1,12 +1,12 @@
-"""A Hugging Face config.json: its model built by transformers, or profiled without it."""
+"""A Hugging Face config.json: counted in closed form, or its model built by transformers."""
 
 from __future__ import annotations
 
 import difflib
-import importlib
+import importlib.util
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,26 +19,32 @@ from profiles.record import read_text
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PreTrainedConfig
 
 USUAL_SEQUENCE = 2048  # only an example in a hint
 USUAL_IMAGE_SIDE = 224  # pixels; ImageNet's crop (Krizhevsky et al. 2012, section 4.1)
 # As transformers calls them for all models; `attribute_map` has a model's own names.
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _MISSPELT = 0.9  # one letter of ten; less alike are fields of other versions
 
 
 def build(
-    path: Path, *, samples: int, sequence_length: int | None
+    path: Path,
+    *,
+    samples: int,
+    sequence_length: int | None,
+    content: Mapping[str, object] | None = None,
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model of a config on the meta device, and a batch with labels: it makes its own loss.
+
+    Args:
+        content: of the config, where it is not read from `path`; no notes are made then.
 
     Raises:
         FileError: the file is no such config.
         ModelError: transformers is missing, or does not build it, or it takes something else.
         InputError: a sequence length is wanted, or too long.
     """
-    content = read_config(path)
+    says, content = content is None, content or read_config(path)
     import torch
 
     try:
@@ -52,7 +58,10 @@ def build(
     if kind not in transformers.CONFIG_MAPPING and near_misses(kind, transformers.CONFIG_MAPPING):
         raise UnknownNameError("`model_type`", kind, transformers.CONFIG_MAPPING, where=str(path))
     with user_code.guarded(f"`{path}` cannot be built"):
-        config = transformers.AutoConfig.from_pretrained(path)
+        if says:
+            config = transformers.AutoConfig.from_pretrained(path)
+        else:
+            config = transformers.CONFIG_MAPPING[kind].from_dict(dict(content))
         architecture = next(iter(getattr(config, "architectures", None) or ()), None) or ""
         takes_images = architecture.endswith("ForImageClassification")
         if not hasattr(config, "vocab_size") and not takes_images:
@@ -61,7 +70,9 @@ def build(
                 where=str(path),
                 hints=["write a factory for `pkg.module:factory`", RETURN],
             )
-        _require_sizes(path, content, config)
+        if says:
+            fields = inspect.signature(type(config)).parameters
+            _check_fields(path, content, fields, config.attribute_map)
         config.use_cache = False  # keys and values are kept for generation, not for training
         named = getattr(transformers, architecture, None)
         model_class = named or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -83,32 +94,42 @@ def build(
         length = _sequence_length(path, sequence_length, longest)
         ids = torch.zeros(samples, length, dtype=torch.long)
         batch = {"input_ids": ids, "labels": ids}
-    _tell_dtype(path, getattr(config, "dtype", None))
+    if says:
+        _tell_dtype(path, getattr(config, "dtype", None))
     return module, batch
 
 
-def _require_sizes(path: Path, content: Mapping[str, object], config: PreTrainedConfig) -> None:
-    """What a file leaves out transformers fills in, with the shape of some published model.
+def _check_fields(
+    path: Path,
+    content: Mapping[str, object],
+    fields: Collection[str],
+    own_names: Mapping[str, str],
+) -> None:
+    """Refuse a config without a size, and note fields that are misspelt.
 
-    Of a size that is a surprise, and refused; of a field that is misspelt it is said.
+    What a file leaves out transformers fills in, with the shape of some published model.
+
+    Args:
+        fields: of the configuration class.
+        own_names: what the model calls sizes that others have under one name.
     """
-    fields = inspect.signature(type(config)).parameters
-    mapped = {config.attribute_map.get(name, name): name for name in _SIZES}
+    mapped = {own_names.get(name, name): name for name in SIZES}
     missing = [
         own
         for own, name in mapped.items()
         if own in fields and content.get(own) is None and content.get(name) is None
     ]
-    unknown = [name for name in content if name not in fields and name not in _SIZES]
+    unknown = [name for name in content if name not in fields and name not in SIZES]
+    unused = [name for name in fields if name not in content]
     misspelt = [
         (name, meant)
         for name in unknown
-        for meant in difflib.get_close_matches(name, fields.keys() - content.keys(), 1, _MISSPELT)
+        for meant in difflib.get_close_matches(name, unused, 1, _MISSPELT)
     ]
     if missing:
         raise FileError(
             f"{', '.join(f'`{name}`' for name in missing)} {'is' if len(missing) == 1 else 'are'}"
-            f" missing, without which a `{config.model_type}` model has no shape",
+            f" missing, without which a `{content['model_type']}` model has no shape",
             where=str(path),
             hints=[f"`{name}` is not a field: `{meant}` is" for name, meant in misspelt],
         )
@@ -116,31 +137,41 @@ def _require_sizes(path: Path, content: Mapping[str, object], config: PreTrained
         say(f"note: `{name}` in {path} is not a field, and not looked at: `{meant}` is one")
 
 
-def profile_in_closed_form(
-    path: Path,
-    *,
-    missing: str,
-    samples: int,
-    sequence_length: int | None,
-    numerics: Sequence[Numerics],
-) -> ModelProfile:
-    """The profile of a config without the package that would build its model, `missing`.
+def closed_form(
+    path: Path, *, samples: int, sequence_length: int | None, numerics: Sequence[Numerics]
+) -> ModelProfile | None:
+    """The profile of a config whose kind `profiles.families` knows, which imports neither torch
+    nor transformers; None where it has to be captured from the model that transformers builds.
 
     Raises:
-        FileError, InputError: see `profiles.families.profile_from_config`.
+        FileError, InputError: see `profiles.families.profile_from_config`; of a config without a
+            closed form only where it cannot be captured either.
     """
     from profiles.families import family_of, profile_from_config
+    from profiles.families.known_fields import FIELDS, OWN_NAMES
 
     content = read_config(path)
-    family = family_of(content, where=str(path))
+    kind, missing = str(content["model_type"]), missing_package()
+    if kind not in FIELDS and missing is None:
+        return None
+    try:
+        family = family_of(content, where=str(path))
+    except InputError:
+        if missing is None:
+            return None  # transformers takes it, or says why not
+        if kind in FIELDS:
+            _check_fields(path, content, FIELDS[kind], OWN_NAMES.get(kind, {}))
+        raise
+    _check_fields(path, content, FIELDS[kind], OWN_NAMES.get(kind, {}))
     if family.takes_tokens:
         sequence_length = _sequence_length(path, sequence_length, family.longest)
     else:
         _refuse_length(path, sequence_length)
-    say(
-        f"note: without {missing}, {family.kind} is profiled in closed form: parameters, FLOP,"
-        " activations and memory traffic of training as transformers runs it"
-    )
+    if missing is not None:
+        say(
+            f"note: without {missing}, {family.kind} is profiled in closed form: parameters, FLOP,"
+            " activations and memory traffic of training as transformers runs it"
+        )
     _tell_dtype(path, content.get("dtype") or content.get("torch_dtype"))
     return profile_from_config(
         content,
@@ -153,11 +184,16 @@ def profile_in_closed_form(
 
 
 def missing_package() -> str | None:
-    """What is needed to build a model from a config, and cannot be imported."""
+    """The package that building a model from a config needs and that is not installed.
+
+    Nothing is imported: that takes seconds.
+    """
     for package in ("torch", "transformers"):
         try:
-            importlib.import_module(package)
-        except ImportError:
+            spec = importlib.util.find_spec(package)
+        except ImportError:  # by a finder that blocks it
+            spec = None
+        if spec is None:
             return package
     return None
 

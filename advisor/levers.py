@@ -6,9 +6,9 @@ from enum import StrEnum
 from math import gcd
 
 from advisor.facts import Facts
+from advisor.model_sizes import at_length, has_other_lengths
 from profiles.cluster import ClusterProfile, Collective, Link, LinkFit
 from profiles.errors import InputError
-from profiles.families.variants import at_length
 from profiles.under_stack import under_stack
 from profiles.units import format_bandwidth, format_gib
 
@@ -48,10 +48,11 @@ def value(facts: Facts, lever: Lever) -> float:
             length = facts.model.tokens_per_sample
             if length is None:
                 raise InputError("the samples are no sequences of tokens")
-            if facts.model.config is None:
+            if not has_other_lengths(facts.model):
                 raise InputError(
                     f"the profile of {facts.model.name} was taken of a module at {length} tokens,"
-                    " and is not known at other lengths"
+                    " and is not known at other lengths",
+                    hints=["name the model by its config.json, or as `pkg.module:factory`"],
                 )
             return length
 

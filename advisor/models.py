@@ -3,18 +3,21 @@
 MODEL is a bundled name (of a GPT, or of a network on images: see `advisor.networks`),
 `pkg.module:factory`, a Hugging Face config.json, or a saved profile. A factory runs as it is, with
 the rights and the devices it takes; bundled and Hugging Face models are built on the meta device,
-where parameters take no memory (ResNets, which can be run, are not). Without torch or transformers
-a config is profiled in closed form: see `profiles.families`.
+where parameters take no memory (ResNets, which can be run, are not). A config of a kind that
+`profiles.families` knows is counted in closed form, without an import of torch or transformers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from pydantic import JsonValue
 
 from advisor import hugging_face, user_code
 from advisor.command import say
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from profiles.batch import Batch, LossFn
 
 CONFIG = "config.json"
+BUNDLED = "advisor.demo.gpt"
+"""`model_type` of the shapes of bundled GPTs, as profiles keep them."""
 KINDS = "a bundled name, `pkg.module:factory`, a Hugging Face config.json, or a saved profile"
 
 
@@ -94,28 +99,34 @@ def profile_model(
     if is_network(text) and not timed:
         _require_no_length(text, sequence_length)
         return network_profile(text, samples=samples)
-    missing = hugging_face.missing_package() if path is not None else None
-    if path is not None and missing is not None:
-        if timed:
-            raise ModelError(
-                f"`{path}` cannot be timed: its blocks run only where {missing} is installed",
-                hints=["leave `--time` out: the closed form counts, and a roofline gives times"],
-            )
-        return hugging_face.profile_in_closed_form(
+    if path is not None and not timed:
+        profile_or_none = hugging_face.closed_form(
             path,
-            missing=missing,
             samples=samples,
             sequence_length=sequence_length,
             numerics=(Numerics.AS_BUILT, *numerics),
         )
+        if profile_or_none is not None:
+            return profile_or_none
+    if path is not None and timed and (missing := hugging_face.missing_package()) is not None:
+        raise ModelError(
+            f"`{path}` cannot be timed: its blocks run only where {missing} is installed",
+            hints=["leave `--time` out: the closed form counts, and a roofline gives times"],
+        )
     loaded = load_model(text, samples=samples, sequence_length=sequence_length)
     if on_load is not None:
         on_load(loaded)
+    profile = _captured(loaded, (Numerics.AS_BUILT, *numerics))
+    profile = profile.model_copy(update=_made_from(text))
+    return _timed(loaded, profile) if timed else profile
+
+
+def _captured(loaded: LoadedModel, numerics: Sequence[Numerics]) -> ModelProfile:
     from profiles.capture import capture
 
-    wanted = (Numerics.AS_BUILT, *numerics) if _has_float32(loaded.module) else (Numerics.AS_BUILT,)
+    wanted = numerics if _has_float32(loaded.module) else (Numerics.AS_BUILT,)
     try:
-        profile = capture(
+        return capture(
             loaded.module,
             loaded.sample,
             loss_fn=loaded.loss_fn,
@@ -123,10 +134,93 @@ def profile_model(
             name=loaded.name,
         )
     except ModelError as error:
-        if ":" in text:
+        if ":" in loaded.name:
             error.hints = (*error.hints, RETURN)
         raise
-    return _timed(loaded, profile) if timed else profile
+
+
+def _made_from(text: str) -> dict[str, object]:
+    """Fields of a profile that say how it can be counted again at another size."""
+    path = _json_path(text)
+    if path is not None:
+        return {"config": hugging_face.read_config(path)}
+    if ":" in text:
+        return {"factory": text}
+    if is_network(text):
+        return {}
+    return {"config": {"model_type": BUNDLED, **dataclasses.asdict(_shape(text))}}
+
+
+def profile_of_config(
+    config: Mapping[str, JsonValue], *, like: ModelProfile, sequence_length: int | None
+) -> ModelProfile:
+    """The model of `config` looked at in the way that `like` was, without a word.
+
+    Raises:
+        InputError: the model does not take such sequences, or cannot be built.
+    """
+    from profiles.families import family_of, profile_from_config
+
+    where, samples = f"config of {like.name}", like.samples
+    if config.get("model_type") == BUNDLED:
+        from advisor.demo.gpt import GPTConfig
+
+        fields: dict[str, Any] = {k: v for k, v in config.items() if k != "model_type"}
+        loaded = _gpt(GPTConfig(**fields), like.name, samples, sequence_length)
+    else:
+        try:
+            family_of(config, where=where)
+        except InputError:
+            if hugging_face.missing_package() is not None:
+                raise
+        else:
+            return profile_from_config(
+                config,
+                samples=samples,
+                sequence_length=sequence_length,
+                name=like.name,
+                numerics=like.numerics,
+                where=where,
+            )
+        module, batch = hugging_face.build(
+            Path(where), samples=samples, sequence_length=sequence_length, content=config
+        )
+        loaded = LoadedModel(module, batch, None, like.name)
+    return _captured(loaded, like.numerics).model_copy(update={"config": dict(config)})
+
+
+def profile_of_factory(factory: str, *, like: ModelProfile, sequence_length: int) -> ModelProfile:
+    """The model that `factory` makes, looked at in the way that `like` was at another length.
+
+    In a sample that it brings every dimension as long as the sequence was becomes as long as this.
+
+    Raises:
+        ModelError: it cannot be made again, or does not take such sequences.
+    """
+    module, *rest = _made_again(factory)
+    if not rest:
+        loaded = _with_token_sample(factory, module, like.samples, sequence_length)
+    else:
+        sample = _resized(rest[0], like.tokens_per_sample, sequence_length)
+        loaded = LoadedModel(module, sample, rest[1] if len(rest) == 2 else None, factory)
+    found = _captured(loaded, like.numerics)
+    return found.model_copy(update={"name": like.name, "factory": factory})
+
+
+def _resized(sample: Batch, before: int | None, after: int) -> Batch:
+    """Its values play no part, and are taken over and over."""
+    import torch
+
+    from profiles.batch import map_batch
+
+    def resized(tensor: Tensor) -> Tensor:
+        for dim in range(1, tensor.ndim):
+            if tensor.shape[dim] == before:
+                index = torch.arange(after, device=tensor.device) % before
+                tensor = tensor.index_select(dim, index)
+        return tensor
+
+    return map_batch(resized, sample)
 
 
 def require_model(text: str) -> None:
@@ -187,15 +281,14 @@ def load_model(text: str, *, samples: int, sequence_length: int | None) -> Loade
 
         _require_no_length(text, sequence_length)
         return LoadedModel(*build_network(text, samples=samples), cross_entropy, text)
-    return _bundled(text, samples, sequence_length)
+    return _gpt(_shape(text), text, samples, sequence_length)
 
 
-def _bundled(name: str, samples: int, sequence_length: int | None) -> LoadedModel:
+def _gpt(shape: GPTConfig, name: str, samples: int, sequence_length: int | None) -> LoadedModel:
     import torch
 
     from advisor.demo.gpt import GPT, loss
 
-    shape = _shape(name)
     length = sequence_length or shape.context
     # Learned positions: a longer sequence needs a longer table, nothing else changes.
     config = dataclasses.replace(shape, context=max(length, shape.context))
@@ -232,14 +325,7 @@ def _factory_name(text: str) -> tuple[str, str]:
 
 
 def _from_factory(text: str, samples: int, sequence_length: int | None) -> LoadedModel:
-    module_name, attribute = _factory_name(text)
-    found = user_code.attribute(user_code.import_module(module_name), attribute)
-    from torch import nn
-
-    made = user_code.call(text, found) if _is_factory(found, nn.Module) else found
-    module, *rest = made if isinstance(made, tuple) and made else (made,)
-    if not isinstance(module, nn.Module) or len(rest) > 2:
-        raise ModelError(f"`{text}` gives {_describe(made)}, not a torch.nn.Module", hints=[RETURN])
+    module, *rest = _made(text)
     if not rest:
         return _with_token_sample(text, module, samples, sequence_length)
     if sequence_length is not None:
@@ -248,6 +334,23 @@ def _from_factory(text: str, samples: int, sequence_length: int | None) -> Loade
             hints=["leave `--seq` out, or return the Module alone"],
         )
     return LoadedModel(module, rest[0], rest[1] if len(rest) == 2 else None, text)
+
+
+def _made(text: str) -> tuple[Any, ...]:
+    """What a factory returns: (module,), (module, sample) or (module, sample, loss_fn)."""
+    module_name, attribute = _factory_name(text)
+    found = user_code.attribute(user_code.import_module(module_name), attribute)
+    from torch import nn
+
+    made = user_code.call(text, found) if _is_factory(found, nn.Module) else found
+    parts = made if isinstance(made, tuple) and made else (made,)
+    if not isinstance(parts[0], nn.Module) or len(parts) > 3:
+        raise ModelError(f"`{text}` gives {_describe(made)}, not a torch.nn.Module", hints=[RETURN])
+    return parts
+
+
+# A question tries many lengths, for which the factory need not be called more than once.
+_made_again = lru_cache(maxsize=1)(_made)
 
 
 def _with_token_sample(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from advisor.command import say
+from advisor.command import progress, say
 from advisor.machines import resolve
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ def facts_of(
             where `uses_anchor` and the cluster is this machine.
     """
     from advisor.anchor import Anchor
+
+    progress(f"looking at {model} ...")
     from advisor.facts import Facts
     from advisor.models import profile_model, require_model
     from advisor.parts import with_parts

@@ -65,11 +65,12 @@ class _Situation:
         """
         facts = self.facts
         pins = {"pp": 1, "cp": 1, "tp": 1, "data_parallel": kind}
-        plans = legal_plans(facts, pins)
+        plans = legal_plans(facts, pins, costs=self.costs)
         if not plans:
             world = facts.cluster.world_size
             workload = facts.workload.model_copy(update={"global_batch_size": world})
-            plans = legal_plans(facts.model_copy(update={"workload": workload}), pins)
+            other = facts.model_copy(update={"workload": workload})
+            plans = legal_plans(other, pins, costs=self.costs.beside(other))
         return weigh(plans, self.costs, self.policy)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeInt
@@ -119,7 +120,7 @@ class Flow(Record):
         """Units with more than one call, in the order of their first."""
         names = [call.unit for call in self.calls if call.unit != GLUE]
         names += [unit for unit, _ in self.inside]
-        return tuple(dict.fromkeys(name for name in names if names.count(name) > 1))
+        return tuple(name for name, count in Counter(names).items() if count > 1)
 
     def graph(self, *, samples: float = 1) -> nx.DiGraph:
         """Units as nodes (`calls`: how many), edges with the `bytes` of `samples`.

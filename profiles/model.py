@@ -160,8 +160,10 @@ class ModelProfile(Document):
             no mixture, or its configuration does not say.
         devices: that the parts of the module were put on by hand; empty where it is in one place.
         crossings: between those devices, per kind of numerics.
-        config: the content of the config.json that it was counted from in closed form, so that it
-            can be counted again at another size (`profiles.families.variants`); else None.
+        config: the content of the config.json that it was made from, or the shape of a bundled
+            model: it can be counted again at another size (`advisor.model_sizes`); else None.
+        factory: `pkg.module:factory` that it was captured from, which can be called again; else
+            None.
         stack: the software whose kernels the costs are of, where it is not what was captured.
     """
 
@@ -183,6 +185,7 @@ class ModelProfile(Document):
     devices: tuple[str, ...] = ()
     crossings: dict[Numerics, tuple[Crossing, ...]] = Field(default_factory=dict)
     config: dict[str, JsonValue] | None = None
+    factory: str | None = None
     stack: str = ""
 
     @property

@@ -8,6 +8,7 @@ torch's own source and that of the libraries; any other is measured by `engines.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -155,12 +156,11 @@ def upkeep(optimizer: OptimizerProfile, units: Iterable[UnitProfile], *, shards:
 def _elementwise(optimizer: OptimizerProfile, units: Sequence[UnitProfile], shards: int) -> Upkeep:
     """Bytes of the parameters are all that counts: gradients have as many."""
     total = sum(unit.gradient_bytes for unit in units) / shards
-    steps = [
-        (plain_step(optimizer, largest / shards), count)
-        for unit in units
-        for largest, count in _tensor_bytes(unit)
-    ]
-    loop = _loop_bytes(steps)
+    sizes: Counter[float] = Counter()
+    for unit in units:
+        for size_bytes, count in _tensor_bytes(unit):
+            sizes[size_bytes] += count
+    loop = _loop_bytes([(plain_step(optimizer, n / shards), count) for n, count in sizes.items()])
     copies = optimizer.list_copies
     return Upkeep(
         name=optimizer.name,

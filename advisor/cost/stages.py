@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +15,7 @@ from engines.tensor.styles import cutting
 from profiles.affine import Affine
 from profiles.cluster import ClusterProfile
 from profiles.errors import PlanError
-from profiles.flow import GLUE, LOSS
+from profiles.flow import GLUE, LOSS, Edge
 from profiles.model import ModelProfile, Numerics, UnitProfile
 
 
@@ -41,6 +42,12 @@ class Stages:
         self._can_be_split: dict[tuple[int, int], bool] = {}
         self._even: dict[tuple[int, int], tuple[int, ...]] = {}
         self._crossing: dict[int, tuple[Affine, Affine]] = {}
+        flow = model.flow
+        # Units that are called again, or that call others.
+        self._callers = {*flow.called_again(), *(caller for _, caller in flow.inside)}
+        self._edges_to: defaultdict[int, list[Edge]] = defaultdict(list)
+        for edge in flow.edges:
+            self._edges_to[edge.target].append(edge)
 
     def ends(self, plan: Plan) -> tuple[int, ...]:
         """Places in the model where the stages of `plan` begin and end: 0, ..., all units.
@@ -172,11 +179,12 @@ class Stages:
             return True  # nobody looked at what is between the units
         if any(unit.is_shared for unit in names.values()):
             return False
-        if set(flow.called_again()) & set(names) or {c for _, c in flow.inside} & set(names):
+        if self._callers & set(names):
             return False
         own = [n for n, call in enumerate(flow.calls) if n >= start and call.unit in names]
         inside = set(own)
-        if any(flow.calls[e.source].unit == GLUE and e.target in inside for e in flow.edges):
+        sources = {e.source for number in inside for e in self._edges_to[number]}
+        if any(flow.calls[source].unit == GLUE for source in sources):
             return False
         keys = flow.crossing_keys(start)
         fed = {(n, v) for n, v in keys if flow.calls[n].values[v].needs_gradient}
@@ -184,7 +192,7 @@ class Stages:
             call = flow.calls[number]
             if call.parameters and call.unit != GLUE:
                 return False
-            takes = any((e.source, e.value) in fed for e in flow.edges if e.target == number)
+            takes = any((e.source, e.value) in fed for e in self._edges_to[number])
             outputs = [v for v, value in enumerate(call.values) if value.needs_gradient]
             trainable = names[call.unit].trainable_parameters > 0
             if call.unit not in (GLUE, LOSS) and trainable and (not takes or len(outputs) > 1):

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from math import ceil
 from typing import NamedTuple
 
-from engines.tensor.styles import Kind, Style, cutting
+from engines.tensor.styles import Kind, Style, cutting, without_numbers
 from profiles.cluster import Collective
 from profiles.layers import LayerCost, LayerKind
 from profiles.model import Shape, UnitCost, UnitProfile
@@ -103,13 +103,24 @@ class Styles:
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
         found = [(_Pattern.of(pattern), Style.parse(text)) for pattern, text in pairs]
         self._of_length: dict[int, list[tuple[_Pattern, Style]]] = {}
+        # Whether blocks of one list are treated alike, whatever their numbers are.
+        self._ignores_numbers = all(
+            not any(name.isdecimal() for _, name in pattern.names)
+            and all(wanted == "*" for _, wanted in pattern.others)
+            for pattern, _ in found
+        )
+        self._known: dict[tuple[str, int], tuple[Sequence[LayerCost], Styled]] = {}
         for pattern, style in found:
             self._of_length.setdefault(pattern.length, []).append((pattern, style))
 
     def of_unit(self, unit: UnitProfile, layers: Sequence[LayerCost]) -> Styled:
         """What is done to `unit` and to each of its `layers`."""
-        inside = [self._of_layer(unit.name, layer.path) for layer in layers]
-        return (Place(self._at(unit.name)), *inside)
+        name = without_numbers(unit.name) if self._ignores_numbers else unit.name
+        key = name, id(layers)  # of equal blocks the layers are one object
+        if key not in self._known:
+            inside = [self._of_layer(unit.name, layer.path) for layer in layers]
+            self._known[key] = layers, (Place(self._at(unit.name)), *inside)
+        return self._known[key][1]
 
     def _at(self, path: str) -> tuple[Style, ...]:
         parts = path.split(".")

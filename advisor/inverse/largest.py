@@ -5,10 +5,10 @@ from __future__ import annotations
 from advisor.facts import Facts
 from advisor.inverse.answer import Answer, Largest, Trial, largest, on_device, taken, trial
 from advisor.levers import Lever, step, value, varied
+from advisor.model_sizes import SCALING, head_step, heads_of, scaled
 from advisor.policy import Policy
 from advisor.search.space import Pins
 from profiles.errors import NoPlanError
-from profiles.families.variants import SCALING, head_step, heads_of, scaled
 from profiles.units import format_count
 
 _DEFAULT = Policy()
@@ -78,7 +78,7 @@ def largest_sequence(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _N
 def largest_model(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Answer:
     """The most parameters of this family of models on any plan that keeps `pins`.
 
-    The model is scaled by the rule `profiles.families.variants.SCALING`, head by head.
+    The model is scaled by the rule `advisor.model_sizes.SCALING`, head by head.
 
     Raises:
         InputError: the profile is not of a config.json that can be scaled.

@@ -77,7 +77,7 @@ def bounds_of(space: Space, kept: Kept, policy: Policy) -> Bounds:
     count = len(space)
     device, overhead_s = kept.costs.facts.cluster.device, kept.costs.facts.workload.host_overhead_s
     usable = policy.usable_bytes(device)
-    microbatches = Microbatches(space, kept, usable)
+    microbatches = Microbatches(space, kept)
     found = Bounds(np.zeros((len(PARTS), count)), np.zeros(count), np.zeros(count))
     bounds = ((True, whole_peak_bytes), (False, staged_peak_bytes))
     # Ranks that update apart from each other keep the states of torch.
@@ -87,16 +87,14 @@ def bounds_of(space: Space, kept: Kept, policy: Policy) -> Bounds:
         rows = np.flatnonzero((space.pp == 1) == is_whole)
         if not len(rows):
             continue
-        columns = Columns(space.part(rows), microbatches)
+        columns = Columns(space.part(rows), microbatches, for_memory=True)
         least = columns.of(lambda g: g.unit_bytes) * (1 + ALLOCATOR_SLACK)
         peak = np.maximum(peak_bytes(columns), least + device.context_bytes.high)
         found.peak_high_bytes[rows] = peak
-        fitting = np.flatnonzero(peak * (1 - ROUNDING) <= usable)
-        if not len(fitting):
+        rows = rows[peak * (1 - ROUNDING) <= usable]
+        if not len(rows):
             continue
-        if len(fitting) < len(rows):
-            rows = rows[fitting]
-            columns = Columns(space.part(rows), microbatches)
+        columns = Columns(space.part(rows), microbatches)
         if not is_whole:
             found.step_s[rows] = staged_step_s(columns) + overhead_s
             continue

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.cost.compute import optimizer_s
-from advisor.cost.memory import ALLOCATOR_SLACK
+from advisor.cost.small_collectives import summed_s
 from advisor.search.kept import Kept
-from advisor.search.microbatch import Microbatch
+from advisor.search.microbatch import Growing, Microbatch
 from advisor.search.space import KINDS, RECOMPUTES, Integers, Space
 from engines.plan import DataParallel, Plan
 from profiles.cluster import Collective
@@ -25,49 +25,53 @@ Floats = NDArray[np.float64]
 SHARDED = np.array([kind.is_sharded for kind in KINDS])
 ZERO1, ZERO2 = KINDS.index(DataParallel.ZERO1), KINDS.index(DataParallel.ZERO2)
 HYBRID = KINDS.index(DataParallel.HYBRID_SHARD)
+# How FSDP2 runs a plan: not at all, with experts whole on their ranks, or with shards of them too.
+SHARDED_AS = (DataParallel.REPLICATE, DataParallel.HYBRID_SHARD, DataParallel.FULL_SHARD)
+WITH_EXPERTS = 2
+SMALL = 2  # samples of the largest microbatch that is always added up
 
 
 class Microbatches:
-    """The microbatches of a space, by (tp, cp, size, recompute, whether FSDP2 runs them)."""
+    """The microbatches of a space, by (tp, cp, size, recompute, how FSDP2 runs them)."""
 
-    def __init__(self, space: Space, kept: Kept, usable_bytes: float) -> None:
+    def __init__(self, space: Space, kept: Kept) -> None:
         self.costs = kept.costs
+        self.most_shards = kept.costs.facts.cluster.world_size
         self._kept = kept
         self._space = space
-        self._usable_bytes = usable_bytes
         place = {unit.name: n for n, unit in enumerate(kept.costs.facts.model.units)}
         self._places = [place[name] for name in space.pieces[1:]]
         self._found: dict[tuple[int, int, int, int, int], Microbatch] = {}
-        self._too_large: dict[tuple[int, int, int, int], tuple[int, Microbatch]] = {}
+        self._growing: dict[tuple[int, int, int, int], Growing] = {}
 
-    def least(self, tp: int, cp: int, size: int, recompute: int, is_sharded: int) -> Microbatch:
-        """This microbatch; or a smaller one of which one unit alone, that some rank has to run,
-        does not fit: then nobody asks what exactly the larger one takes."""
-        alike = tp, cp, recompute, is_sharded
-        smallest, found = self._too_large.get(alike, (size, None))
-        if found is not None and smallest < size:
-            return found
-        key = tp, cp, size, recompute, is_sharded
+    def exact(self, tp: int, cp: int, size: int, recompute: int, sharded: int) -> Microbatch:
+        """This microbatch, with its times."""
+        key = tp, cp, size, recompute, sharded
         if key not in self._found:
             self._found[key] = self._microbatch(*key)
-        found = self._found[key]
-        if found.unit_bytes * (1 + ALLOCATOR_SLACK) > self._usable_bytes:
-            self._too_large[alike] = size, found
-        return found
+        return self._found[key]
 
-    def _microbatch(
-        self, tp: int, cp: int, size: int, recompute: int, is_sharded: int
-    ) -> Microbatch:
-        kind = DataParallel.FULL_SHARD if is_sharded else DataParallel.REPLICATE
+    def memory(self, tp: int, cp: int, size: int, recompute: int, sharded: int) -> Microbatch:
+        """This microbatch for its memory alone, which those of 1 and 2 samples tell."""
+        if size <= SMALL:
+            return self.exact(tp, cp, size, recompute, sharded)
+        alike = tp, cp, recompute, sharded
+        if alike not in self._growing:
+            one, two = (self.exact(tp, cp, n, recompute, sharded) for n in range(1, SMALL + 1))
+            self._growing[alike] = Growing(one, two)
+        return self._growing[alike].at(size)
+
+    def _microbatch(self, tp: int, cp: int, size: int, recompute: int, sharded: int) -> Microbatch:
         plan = Plan.model_construct(
             tp=tp,
             cp=cp,
             ep=self._space.ep,
+            dp_shard=self.most_shards if sharded == WITH_EXPERTS else 1,
             tensor_styles=self._space.styles[tp],
             microbatch_size=size,
             recompute=RECOMPUTES[recompute],
             precision=self._space.precision,
-            data_parallel=kind,
+            data_parallel=SHARDED_AS[sharded],
         )
         return self._kept.microbatch(plan, self._places)
 
@@ -81,9 +85,13 @@ class Columns:
         is_sharded, gathers, reduces: by row; whether FSDP2 runs it, gathers parameters for every
             microbatch, and reduces gradients for every one (ZeRO-1 and ZeRO-2 gather once a step,
             ZeRO-1 reduces once).
+        sharded: by row; index into `SHARDED_AS`.
+        for_memory: no times are asked for.
     """
 
-    def __init__(self, space: Space, microbatches: Microbatches) -> None:
+    def __init__(
+        self, space: Space, microbatches: Microbatches, *, for_memory: bool = False
+    ) -> None:
         self.space = space
         self.costs = microbatches.costs
         self.is_sharded = SHARDED[space.kind]
@@ -93,15 +101,20 @@ class Columns:
         self.shards = np.where(self.is_sharded, degree * space.cp, 1)
         self.gathers = np.where(zero, 0.0, 1.0)
         self.reduces = np.where(space.kind == ZERO1, 0.0, 1.0)
-        keys = np.stack(
-            [space.tp, space.cp, space.microbatch_size, space.recompute, self.is_sharded]
+        ranks = space.dp_replicate * space.dp_shard * space.cp
+        shards_experts = (
+            self.is_sharded & (space.kind != HYBRID) & (ranks > space.ep) & (space.ep > 1)
         )
+        self.sharded = np.where(shards_experts, WITH_EXPERTS, self.is_sharded)
+        keys = np.stack([space.tp, space.cp, space.microbatch_size, space.recompute, self.sharded])
         different, self.group = unique(keys)
-        self.groups = [microbatches.least(*(int(n) for n in key)) for key in different.T]
+        take = microbatches.memory if for_memory else microbatches.exact
+        self.groups = [take(*(int(n) for n in key)) for key in different.T]
         pairs = list(zip(different.T, self.groups, strict=True))
-        # Parameters are the same in every microbatch of one tp degree.
-        self._sharded = {int(key[0]): group for key, group in pairs if key[4]}
+        # Parameters are the same in every microbatch of one tp degree that is sharded alike.
+        self._sharded = {(int(key[0]), int(key[4])): group for key, group in pairs if key[4]}
         self._whole = {int(key[0]): group for key, group in pairs if not key[4]}
+        self._most_shards = microbatches.most_shards
         self._ledger = self.costs.ledger()
         self._different: dict[tuple[int, ...], tuple[Integers, Integers, Sequence[Integers]]] = {}
 
@@ -122,8 +135,8 @@ class Columns:
         """The update of a rank's parameters."""
         cluster, units = self.costs.facts.cluster, len(self.costs.facts.model.units)
 
-        def seconds(tp: int, shards: int) -> float:
-            plan = self._holding(tp, shards)
+        def seconds(tp: int, shards: int, sharded: int) -> float:
+            plan = self._holding(tp, shards, sharded)
             update = self.costs.update(plan, 0, units)
             ranks = cluster.devices_per_node
             return optimizer_s(plan, update, device=cluster.device, ranks=ranks)
@@ -134,26 +147,33 @@ class Columns:
         """What the optimizer keeps for a rank's parameters."""
         units = len(self.costs.facts.model.units)
 
-        def held(tp: int, shards: int) -> float:
-            return self.costs.update(self._holding(tp, shards), 0, units).state_bytes
+        def held(tp: int, shards: int, sharded: int) -> float:
+            return self.costs.update(self._holding(tp, shards, sharded), 0, units).state_bytes
 
         return self._of_part(held)
 
-    def _of_part(self, amount: Callable[[int, int], float]) -> Floats:
-        """Of a rank's part of the parameters, (tp, shards); what goes by elements is in proportion
-        to them."""
-        if self.costs.facts.workload.optimizer.is_elementwise:
-            return self.each([self.space.tp], lambda tp: amount(tp, 1)) / self.shards
-        return self.each([self.space.tp, self.shards], amount)
+    def apart_bytes(self) -> Floats:
+        """Parameters of experts that are no shards of a rank's others; gradients are as large."""
+        found = self.of(lambda g: g.loads.apart_bytes)
+        most = self.space.cp * self._most_shards  # that `Microbatches` takes
+        return np.where(self.sharded == WITH_EXPERTS, found * most / self.shards, found)
 
-    def _holding(self, tp: int, shards: int) -> Plan:
+    def _of_part(self, amount: Callable[[int, int, int], float]) -> Floats:
+        """Of a rank's part of the parameters, (tp, shards, sharded); what goes by elements is in
+        proportion to them, where all are divided."""
+        space = self.space
+        if space.ep == 1 and self.costs.facts.workload.optimizer.is_elementwise:
+            return self.each([space.tp], lambda tp: amount(tp, 1, 1)) / self.shards
+        return self.each([space.tp, self.shards, self.sharded], amount)
+
+    def _holding(self, tp: int, shards: int, sharded: int) -> Plan:
         """A plan whose ranks hold this part of the parameters."""
         return Plan.model_construct(
             tp=tp,
             ep=self.space.ep,
             tensor_styles=self.space.styles[tp],
             dp_shard=shards,
-            data_parallel=DataParallel.FULL_SHARD,
+            data_parallel=SHARDED_AS[max(1, sharded)],
             precision=self.space.precision,
             offload=self.space.offload,
         )
@@ -172,20 +192,46 @@ class Columns:
         # Stacks with states of their own send experts among fewer ranks: nothing is known then.
         is_open = self.space.ep > 1 and self.costs.stack.states is not None
 
-        def seconds(tp: int, shards: int, *, of_root: bool) -> float:
+        def seconds(tp: int, shards: int, cp: int, sharded: int, *, of_root: bool) -> float:
             if shards < 2 or is_open:
                 return 0.0
-            of = self._sharded[tp]
-            share, reduced = of.loads.compute_share, self.costs.reduced_share
-            return sum(
-                count
-                * self._seconds(collective, p * share if is_gather else g * reduced, shards, tp)
-                for (p, g), count in (of.root if of_root else of.separate).items()
+            of, ep = self._sharded[tp, sharded], self.space.ep
+            share = of.loads.compute_share if is_gather else self.costs.reduced_share
+            total = 0.0
+            for (p, g, e), count in (of.root if of_root else of.separate).items():
+                payload = (p if is_gather else g) - e
+                total += count * self._seconds(collective, payload * share, shards, tp)
+                if e:  # among the ranks that have the same ones
+                    stride = tp if ep * cp == shards else ep * tp
+                    total += count * self._seconds(collective, e * share, shards // ep, stride)
+            return total
+
+        keys = [self.space.tp, self.shards, self.space.cp, self.sharded]
+        separate = self.each(keys, lambda *key: seconds(*key, of_root=False))
+        return separate, self.each(keys, lambda *key: seconds(*key, of_root=True))
+
+    def experts_s(self) -> Floats:
+        """To sum up the gradients of experts that are no shards, once a step."""
+        space = self.space
+        if space.ep == 1:
+            return np.zeros(len(space))
+
+        def seconds(tp: int, cp: int, data: int) -> float:
+            of, copies = self._sharded[tp, 1], data * cp // space.ep
+            return summed_s(
+                self._ledger,
+                "",
+                gradient_bytes=of.loads.apart_bytes,
+                tensors=sum(unit.count for unit in of.units if unit.apart_bytes),
+                group_size=copies,
+                stride=tp if space.ep == data else space.ep * tp,
             )
 
-        keys = [self.space.tp, self.shards]
-        separate = self.each(keys, lambda tp, n: seconds(tp, n, of_root=False))
-        return separate, self.each(keys, lambda tp, n: seconds(tp, n, of_root=True))
+        found = np.zeros(len(space))
+        rows = np.flatnonzero(self.sharded == 1)
+        keys = [space.tp[rows], space.cp[rows], (space.dp_replicate * space.dp_shard)[rows]]
+        found[rows] = self.each(keys, seconds)
+        return found
 
     def replicate_s(self) -> tuple[Floats, Floats]:
         """(separate units, the rest): the all-reduces between replicas of a step, of gradients
@@ -195,10 +241,10 @@ class Columns:
         def shards(tp: int, replicas: int, shard: int, *, of_root: bool) -> float:
             if replicas < 2:
                 return 0.0
-            of = self._sharded[tp]
+            of = self._sharded[tp, 1]
             return sum(
                 count * self._seconds(reduced, sent * g / shard, replicas, shard * tp)
-                for (_, g), count in (of.root if of_root else of.separate).items()
+                for (_, g, _), count in (of.root if of_root else of.separate).items()
             )
 
         def whole(tp: int, replicas: int) -> float:

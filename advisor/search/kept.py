@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cache
 
 from advisor.cost import CostModel
+from advisor.cost.memory import shard_degree
 from advisor.facts import Facts
 from advisor.search.legal import Styles, is_too_long, precision_of, space_of, styles_of
 from advisor.search.microbatch import Crossing, Microbatch, crossing_of, microbatch
@@ -30,6 +32,7 @@ class Kept:
         self._spaces: dict[Hashable, Space] = {}
         self._microbatches: dict[Hashable, Microbatch] = {}
         self._crossing: dict[tuple[Numerics, tuple[int, ...]], Crossing] = {}
+        self._styles_of: Styles = cache(styles_of(costs.facts))
 
     def beside(self, facts: Facts) -> Kept:
         """Of facts in which only links, memory or batch differ: all that does not hang on them."""
@@ -39,6 +42,7 @@ class Kept:
         found._spaces = self._spaces
         found._microbatches = self._microbatches
         found._crossing = self._crossing
+        found._styles_of = self._styles_of
         return found
 
     def compiled(self) -> Kept:
@@ -54,13 +58,17 @@ class Kept:
         """See `advisor.search.legal.space_of`; `styles` by default what the profile tells."""
         facts = self.costs.facts
         if styles is not None:
-            return space_of(facts, pins, styles=styles, offload=offload)
-        told = styles_of(facts)
-        is_long = "cp" not in pins and is_too_long(facts, precision_of(facts, pins), told)
+            return space_of(facts, pins, styles=styles, offload=offload, costs=self.costs)
+        told = self._styles_of
+        is_long = "cp" not in pins and is_too_long(
+            facts, precision_of(facts, pins), told, costs=self.costs
+        )
         batch = facts.workload.global_batch_size
         key = (offload, batch, is_long, tuple(sorted(pins.items())))
         if key not in self._spaces:
-            self._spaces[key] = space_of(facts, pins, styles=told, offload=offload)
+            self._spaces[key] = space_of(
+                facts, pins, styles=told, offload=offload, costs=self.costs
+            )
         return self._spaces[key]
 
     def microbatch(self, plan: Plan, places: Sequence[int]) -> Microbatch:
@@ -75,6 +83,7 @@ class Kept:
         key = (
             numerics,
             plan.data_parallel.is_sharded,
+            plan.shards_experts and shard_degree(plan),
             plan.tp,
             plan.cp,
             plan.ep,

@@ -29,6 +29,7 @@ from advisor.search.space import (
     factors,
     stages_per_rank,
 )
+from engines.experts.legality import experts
 from engines.legality import problems
 from engines.pipeline.legality import pipeline, schedule_problems
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute, Schedule
@@ -55,7 +56,14 @@ class Shape:
     shard: int
 
 
-def space_of(facts: Facts, pins: Pins, *, styles: Styles, offload: Offload = Offload.NONE) -> Space:
+def space_of(
+    facts: Facts,
+    pins: Pins,
+    *,
+    styles: Styles,
+    offload: Offload = Offload.NONE,
+    costs: CostModel | None = None,
+) -> Space:
     """Every legal plan that keeps `pins`, simpler degrees and kinds first.
 
     Sequences are shared out (cp) where one is too long for a device, or a pin says so: elsewhere
@@ -64,7 +72,8 @@ def space_of(facts: Facts, pins: Pins, *, styles: Styles, offload: Offload = Off
     Precision is the workload's and never searched; states go to the host only where `offload` or a
     pin says so.
     """
-    return _Builder(facts, pins, styles, Offload(pins.get("offload", offload))).space()
+    offload = Offload(pins.get("offload", offload))
+    return _Builder(facts, pins, styles, offload, costs or CostModel(facts)).space()
 
 
 def styles_of(facts: Facts) -> Styles:
@@ -101,23 +110,33 @@ def precision_of(facts: Facts, pins: Pins) -> Precision:
     return Precision(pins.get("precision", facts.precision))
 
 
-def is_too_long(facts: Facts, precision: Precision, styles: Styles) -> bool:
+def is_too_long(
+    facts: Facts, precision: Precision, styles: Styles, *, costs: CostModel | None = None
+) -> bool:
     """Whether a device cannot train on one sample with the model sharded over all and recomputed,
-    also where the devices of a node split its layers: no cut of the batch helps then."""
+    also where the devices of a node split its layers: no cut of the batch helps then.
+
+    `costs`: of these facts, where sums were made already.
+    """
     if not facts.model.tokens_per_sample:
         return False
     usable = Policy().usable_bytes(facts.cluster.device)
     degrees = {1, facts.cluster.devices_per_node}
     split = {tp: styles(tp) if tp > 1 else () for tp in degrees}
     return all(
-        one_sample_bytes(facts, precision, tp=tp, styles=found) > usable
+        one_sample_bytes(facts, precision, tp=tp, styles=found, costs=costs) > usable
         for tp, found in split.items()
         if tp == 1 or found
     )
 
 
 def one_sample_bytes(
-    facts: Facts, precision: Precision, *, tp: int = 1, styles: tuple[tuple[str, str], ...] = ()
+    facts: Facts,
+    precision: Precision,
+    *,
+    tp: int = 1,
+    styles: tuple[tuple[str, str], ...] = (),
+    costs: CostModel | None = None,
 ) -> float:
     """The upper end of that peak; 0 where the model was not looked at in this precision."""
     plan = Plan(
@@ -129,7 +148,9 @@ def one_sample_bytes(
         recompute=Recompute.FULL if any(facts.model.blocks()) else Recompute.NONE,
         precision=precision,
     )
-    return CostModel(facts).estimate(plan).peak_high_bytes if captured(plan, facts.model) else 0.0
+    if not captured(plan, facts.model):
+        return 0.0
+    return (costs or CostModel(facts)).estimate(plan).peak_high_bytes
 
 
 def expert_degrees(facts: Facts, pins: Pins) -> list[int]:
@@ -158,8 +179,11 @@ def kinds(pins: Pins) -> tuple[DataParallel, ...] | None:
 class _Builder:
     """Writes the columns, block by block."""
 
-    def __init__(self, facts: Facts, pins: Pins, styles: Styles, offload: Offload) -> None:
+    def __init__(
+        self, facts: Facts, pins: Pins, styles: Styles, offload: Offload, costs: CostModel
+    ) -> None:
         self._facts = facts
+        self._costs = costs
         self._pins = pins
         self._offload = offload
         self._precision = precision_of(facts, pins)
@@ -204,16 +228,24 @@ class _Builder:
         world -= beside
         if world < 1:
             return
-        shares = "cp" in self._pins or is_too_long(self._facts, self._precision, self._proposed)
+        shares = "cp" in self._pins or is_too_long(
+            self._facts, self._precision, self._proposed, costs=self._costs
+        )
         for pp in self._pinned("pp", divisors(world)):
             if pp > 1 and pp > len(self._pieces):
                 continue
             for tp in self._pinned("tp", divisors(world // pp)):
-                if tp > 1 and not self._splits(tp):
+                if (tp > 1 and not self._splits(tp)) or not self._goes_with_experts(pp, tp):
                     continue
                 rest = world // pp // tp
                 for cp in self._pinned("cp", divisors(rest) if shares else [1]):
                     yield pp, tp, cp, rest // cp
+
+    def _goes_with_experts(self, pp: int, tp: int) -> bool:
+        """Whether a model that is cut so may share its experts, whatever the other degrees are."""
+        plan = Plan.model_construct(pp=pp, tp=tp, ep=int(self._pins.get("ep", 1)))
+        found = experts(plan, self._facts.model, self._facts.cluster)
+        return not any(problem.rule == "experts-with-model-axes" for problem in found)
 
     def _pinned(self, axis: str, degrees: list[int]) -> list[int]:
         wanted = self._pins.get(axis)

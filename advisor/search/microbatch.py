@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -52,17 +52,36 @@ class Microbatch:
     """The units of a model at one size, and their times.
 
     Attributes:
-        loads, times: of equal neighbours one that counts for all.
-        exchange_s: of each entry of the loads, what it sends along tp and cp: in the forward, and
-            in the backward with what is computed again.
-        crossed: bytes that a rank sends over every place where a stage may begin, there and back.
+        loads: of equal neighbours one that counts for all.
+        crossing: what it sends between stages; `sent_share` of its samples by each rank.
+        timed: works out `times` and `exchange_s`, which its memory does without.
     """
 
     loads: Loads
-    times: tuple[UnitTime, ...]
     recompute: Recompute
-    exchange_s: tuple[tuple[float, float], ...]
-    crossed: tuple[Floats, Floats]
+    crossing: Crossing
+    sent_share: float
+    timed: Callable[[], tuple[tuple[UnitTime, ...], tuple[tuple[float, float], ...]]]
+
+    @cached_property
+    def crossed(self) -> tuple[Floats, Floats]:
+        """Bytes that a rank sends over every place where a stage may begin, there and back."""
+        return self.crossing.at(self.loads.samples * self.sent_share)
+
+    @cached_property
+    def _timed(self) -> tuple[tuple[UnitTime, ...], tuple[tuple[float, float], ...]]:
+        return self.timed()
+
+    @property
+    def times(self) -> tuple[UnitTime, ...]:
+        """Of each entry of the loads."""
+        return self._timed[0]
+
+    @property
+    def exchange_s(self) -> tuple[tuple[float, float], ...]:
+        """Of each entry of the loads, what it sends along tp and cp: in the forward, and in the
+        backward with what is computed again."""
+        return self._timed[1]
 
     @cached_property
     def units(self) -> tuple[UnitLoad, ...]:
@@ -188,22 +207,24 @@ class Microbatch:
     @cached_property
     def largest_copy_bytes(self) -> float:
         """Of a unit that FSDP gathers."""
-        largest = max((parameters for parameters, _ in self.separate), default=0.0)
+        largest = max((parameters for parameters, *_ in self.separate), default=0.0)
         return largest * self.loads.compute_share
 
     @cached_property
-    def separate(self) -> Counter[tuple[float, float]]:
-        """(parameter, gradient) bytes of the units that FSDP gathers, and how many there are."""
-        found: Counter[tuple[float, float]] = Counter()
+    def separate(self) -> Counter[tuple[float, float, float]]:
+        """(parameter, gradient, sharded expert) bytes of the units that FSDP gathers, and how many
+        there are."""
+        found: Counter[tuple[float, float, float]] = Counter()
         for unit, count in zip(self.units, self.counts, strict=True):
             if unit.is_separate:
-                found[unit.parameter_bytes, unit.gradient_bytes] += int(count)
+                key = unit.parameter_bytes, unit.gradient_bytes, unit.expert_bytes
+                found[key] += int(count)
         return found
 
     @property
-    def root(self) -> Counter[tuple[float, float]]:
+    def root(self) -> Counter[tuple[float, float, float]]:
         """The same of all the others, which are gathered as one."""
-        return Counter({(self.loads.root_parameter_bytes, self.loads.root_gradient_bytes): 1})
+        return Counter({(self.loads.root_parameter_bytes, self.loads.root_gradient_bytes, 0.0): 1})
 
     @cached_property
     def fullest_bytes(self) -> float:
@@ -217,10 +238,8 @@ class Microbatch:
 
     @cached_property
     def fullest_gathered_bytes(self) -> float:
-        """The same with the unit's gathered parameters."""
-        share = self.loads.compute_share
-        copies = np.array([share * u.parameter_bytes * u.is_separate for u in self.units])
-        return float((self._beginning + self._making + copies).max())
+        """The same with the unit's gathered parameters, and those of the one that is next."""
+        return float((self._beginning + self._making_gathered).max())
 
     def fullest_own_bytes(self, *, makes: bool, gathers: bool) -> float:
         """The same of a stack with states of its own.
@@ -241,14 +260,24 @@ class Microbatch:
             latest = own or latest
         return float((held + share * np.array(copies)).max() + share * loads.root_parameter_bytes)
 
-    @property
+    @cached_property
     def _beginning(self) -> Floats:
         return np.asarray(np.cumsum(self.counts * self.kept) + self.work)
 
-    @property
+    @cached_property
     def _making(self) -> Floats:
         share = self.loads.compute_share
         return np.array([share * u.gradient_bytes * u.is_separate for u in self.units])
+
+    @cached_property
+    def _making_gathered(self) -> Floats:
+        share = self.loads.compute_share
+        copies = np.array([share * u.parameter_bytes * u.is_separate for u in self.units])
+        following, latest = np.zeros(len(copies)), 0.0
+        for place, unit in enumerate(self.units):
+            following[place] = latest
+            latest = copies[place] if unit.is_separate else latest
+        return np.asarray(self._making + copies + following)
 
     @cached_property
     def unit_bytes(self) -> float:
@@ -259,6 +288,53 @@ class Microbatch:
     def work(self) -> Floats:
         """Bytes that each unit's backward holds beside what was kept."""
         return np.array([_work_bytes(unit, self.recompute) for unit in self.units])
+
+
+# What a microbatch has at any size.
+_ALWAYS = (
+    "units",
+    "counts",
+    "blocks",
+    "block_bytes",
+    "block_part",
+    "separate",
+    "largest_copy_bytes",
+    "_is_block",
+    "_making",
+    "_making_gathered",
+)
+
+
+class Growing:
+    """The memory of a microbatch of any size from two sizes: no more than it takes.
+
+    What units keep grows by the sample; what they work in is the largest of several sums that do,
+    so that it grows faster beyond two sizes than between them.
+    """
+
+    def __init__(self, one: Microbatch, two: Microbatch) -> None:
+        self._two = two
+        samples = two.loads.samples - one.loads.samples
+        self._kept = (two.kept - one.kept) / samples
+        self._work = (two.work - one.work) / samples
+        self._always = {name: getattr(two, name) for name in _ALWAYS}
+
+    def at(self, samples: int) -> Microbatch:
+        """Of more samples than the two have; times are those of the larger of them."""
+        two = self._two
+        further = samples - two.loads.samples
+        crossed = two.crossing.at(samples * two.sent_share)
+        there, back = crossed
+        least = float(np.minimum(there, back).min(initial=np.inf)) if len(there) else 0.0
+        found = Microbatch(two.loads, two.recompute, two.crossing, two.sent_share, two.timed)
+        vars(found).update(
+            self._always,
+            crossed=crossed,
+            kept=two.kept + further * self._kept,
+            work=two.work + further * self._work,
+            least_held_bytes=least,
+        )
+        return found
 
 
 def _work_bytes(unit: UnitLoad, recompute: Recompute) -> float:
@@ -273,14 +349,24 @@ def _work_bytes(unit: UnitLoad, recompute: Recompute) -> float:
 
 def microbatch(costs: CostModel, plan: Plan, crossing: Crossing) -> Microbatch:
     """The microbatch of `plan`; of degrees only tp and cp matter."""
-    loads, ledger = costs.loads(plan), costs.ledger()
+    loads = costs.loads(plan)
+    share = sent_samples(plan, costs.stack) / loads.samples
+    return Microbatch(loads, plan.recompute, crossing, share, lambda: _timed(costs, plan, loads))
+
+
+def _timed(
+    costs: CostModel, plan: Plan, loads: Loads
+) -> tuple[tuple[UnitTime, ...], tuple[tuple[float, float], ...]]:
+    ledger = costs.ledger()
     groups = {
         "tp": (plan.tp, 1),
         "cp": (plan.cp, plan.tp),
-        "ep": (plan.ep, plan.cp * plan.tp),
+        "ep": (plan.ep, 1 if costs.stack.folds_experts else plan.cp * plan.tp),
     }
-    found = []
+    known: dict[int, tuple[float, float]] = {}  # of a run all entries send the same
     for unit in loads.entries:
+        if id(unit.exchanges) in known:
+            continue
         repeats = unit.is_block and plan.recompute is not Recompute.NONE
         there = back = 0.0
         for each in unit.exchanges:
@@ -291,9 +377,12 @@ def microbatch(costs: CostModel, plan: Plan, crossing: Crossing) -> Microbatch:
                 group_size=groups[each.axis][0],
                 stride=groups[each.axis][1],
             )
+            if each.axis == "tp":
+                seconds *= 1 - costs.stack.overlap_tensor
+            if each.axis == "ep" and costs.stack.sends_tokens_once:
+                seconds = 0.0  # how many copies leave a node is not bounded here
             there += seconds * each.in_forward
             back += seconds * (not each.in_forward) + seconds * (repeats and each.is_repeated)
-        found.append((there, back))
-    computing = costs.computing(plan, loads)
-    crossed = crossing.at(sent_samples(plan, costs.stack))
-    return Microbatch(loads, computing.times, plan.recompute, tuple(found), crossed)
+        known[id(unit.exchanges)] = there, back
+    found = tuple(known[id(unit.exchanges)] for unit in loads.entries)
+    return costs.computing(plan, loads).times, found

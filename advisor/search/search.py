@@ -24,6 +24,8 @@ from advisor.search.space import KINDS, Space
 from advisor.search.stages import Stages
 from engines.plan import Plan
 
+# Plans of which none fits that are estimated to find which of them misses by least.
+_MOST_MISSING = 12
 Rows = NDArray[np.int64]
 """Numbers of rows of a space."""
 
@@ -109,7 +111,8 @@ class Search:
 
     def strongest(self, rows: Rows, *, most: int | None = None) -> Candidate | None:
         """The fastest that fits (the smallest, where memory is the objective), else the one that
-        misses by least; None where the first `most` by their bounds do not tell."""
+        misses by least; None where the first `most` by their bounds do not tell, or where none fits
+        the first few."""
         is_memory = self._policy.objective is Objective.MEMORY
         bounds = self.bounds.step_s
         key: Callable[[Candidate], tuple[Any, ...]] = _by_time
@@ -117,7 +120,8 @@ class Search:
             bounds, key = self.bounds.peak_high_bytes, _by_memory
         try:
             found = self._least(self._may_fit(rows), bounds, key, most=most)
-            return found or self._least(rows, self._missing, _by_missing, fits=False, most=most)
+            least = most or _MOST_MISSING
+            return found or self._least(rows, self._missing, _by_missing, fits=False, most=least)
         except _TooMany:
             return None
 

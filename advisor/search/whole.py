@@ -42,6 +42,8 @@ def whole_time(columns: Columns) -> WholeTime:
         served = bool(columns.space.carried.get("servers", 0))
         return WholeTime(compute, recompute, update * (not served), launch, 0.0 * compute)
     exposed, sent = _exposed_s(columns, busy)
+    experts = columns.experts_s()
+    exposed, sent = exposed + experts, sent + experts
     if columns.costs.overlaps:
         overlap = columns.costs.facts.cluster.overlap
         # What a second of overlap adds, whichever of the two takes longer; never more than hiding
@@ -138,6 +140,7 @@ def whole_peak_bytes(columns: Columns) -> Floats:
     if space.offload.activations and elsewhere:
         working = 0.0 * working  # of blocks that keep nothing: `bounds` looks at one unit as well
     allocated = held * on_device + np.maximum(waiting + working, on_device * gradients / shards)
+    allocated += 2 * columns.apart_bytes()
     batch = facts.model.batch_bytes
     local = space.microbatch_size * space.forwards / space.cp
     allocated = allocated + batch.fixed + batch.per_sample * local

@@ -106,10 +106,11 @@ def _count(plan: Plan, order: list[str]) -> Iterator[Problem]:
 
 
 def _hidden(plan: Plan, flow: Flow) -> Iterator[Problem]:
-    for name in plan.stages:
+    hidden = flow.hidden
+    for name in plan.stages if hidden else ():
         position = flow.first_call(name)
         assert position is not None
-        for source, target in flow.hidden:
+        for source, target in hidden:
             if source < position <= target:
                 yield Problem(
                     rule="stage-hidden-value",

@@ -1,7 +1,7 @@
 """Attention as transformers and torch run it on a CPU: masks, rotary positions, kernels.
 
-The attention implementation is `sdpa`. torch has one fused CPU kernel; dropout, or a mask that
-needs a gradient, takes the unfused path.
+The attention implementation is `sdpa`. torch has one fused CPU kernel; dropout, a mask that needs a
+gradient, or values of another width than keys take the unfused path.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def attend(
     lower = query.tape.lowered
     bias = mask and lower(mask, ops.cast)
     lowered = [lower(x, ops.cast) for x in (value, key, query)][::-1]
-    if dropout or (bias and bias.needs_gradient):
+    is_uneven = lowered[0].shape[-1] != lowered[2].shape[-1]
+    if dropout or is_uneven or (bias and bias.needs_gradient):
         out = _unfused(lowered, bias, dropout, is_causal=is_causal)
     else:
         bias = additive(bias, lowered[0].dtype) if bias and bias.dtype is DType.BOOL else bias

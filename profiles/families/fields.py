@@ -68,11 +68,19 @@ class Fields:
             InputError: it does not.
         """
         whole, parts = self.size(width), self.size(count)
+        self.divides(count, parts, width, whole)
+        return whole, parts
+
+    def divides(self, count: str, parts: int, width: str, whole: int) -> None:
+        """Refuse a number of parts that does not divide what they are parts of.
+
+        Raises:
+            InputError: it does not.
+        """
         if whole % parts:
             raise InputError(
                 f"`{count}` = {parts} does not divide `{width}` = {whole}", where=self.where
             )
-        return whole, parts
 
     def is_null(self, name: str) -> bool:
         """Whether the field is there and null."""

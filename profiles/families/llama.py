@@ -32,6 +32,7 @@ _PREFIXES = {
     "phi3": "Phi3",
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
+    "deepseek_v3": "DeepseekV3",
 }
 # What transformers takes where the file names nothing and it is not the plain rule.
 _KEY_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "gemma": 16, "mixtral": 8, "qwen3_moe": 4}
@@ -48,6 +49,7 @@ _POSITIONS = {
     "phi3": 4096,
     "mixtral": 131_072,
     "qwen3_moe": 32_768,
+    "deepseek_v3": 4096,
 }
 
 
@@ -89,6 +91,8 @@ class Shape:
 
 FeedForward = Callable[[Unit, Shape, int, Array], Array]
 """(block, shape, index of the layer, hidden) to hidden."""
+Attention = Callable[[Unit, Shape, Array, Array | None, Array, Array], Array]
+"""(block, shape, hidden, mask, cosines, sines) to hidden."""
 
 
 def family(fields: Fields) -> Family:
@@ -97,14 +101,20 @@ def family(fields: Fields) -> Family:
 
 
 def decoder(
-    fields: Fields, feed_forward: FeedForward, kind_of: Callable[[int], Hashable]
+    fields: Fields,
+    feed_forward: FeedForward,
+    kind_of: Callable[[int], Hashable],
+    attention: Attention | None = None,
 ) -> Family:
     """The model; `kind_of` tells apart layers whose `feed_forward` differs."""
+    attend_to = attention or _attention
     shape = read(fields)
     kind = fields.architecture(f"{shape.prefix}ForCausalLM", default=f"{shape.prefix}ForCausalLM")
     longest = fields.size("max_position_embeddings", _POSITIONS[fields.family])
     return Family(
-        kind, lambda network: _run(network, shape, feed_forward, kind_of), longest=longest
+        kind,
+        lambda network: _run(network, shape, attend_to, feed_forward, kind_of),
+        longest=longest,
     )
 
 
@@ -119,9 +129,10 @@ def read(fields: Fields) -> Shape:
         "num_attention_heads",
     )
     hidden, count = fields.size("hidden_size"), fields.size("num_attention_heads")
-    if kind == "llama" or not fields.has("head_dim"):
+    is_latent = kind == "deepseek_v3"  # heads have widths of their own
+    if not is_latent and (kind == "llama" or not fields.has("head_dim")):
         fields.heads("hidden_size", "num_attention_heads")
-    has_bias = kind in ("llama", "qwen3", "gemma", "qwen3_moe")
+    has_bias = kind in ("llama", "qwen3", "gemma", "qwen3_moe", "deepseek_v3")
     bias = fields.flag("attention_bias", False) if has_bias else False
     if kind == "gemma":
         fields.only("use_bidirectional_attention", None, False)
@@ -136,7 +147,9 @@ def read(fields: Fields) -> Shape:
         inner=fields.size("intermediate_size"),
         heads=count,
         key_heads=key_heads,
-        head=fields.size("head_dim", _HEAD_WIDTH.get(kind, hidden // count)),
+        head=fields.size("qk_rope_head_dim")
+        if is_latent
+        else fields.size("head_dim", _HEAD_WIDTH.get(kind, hidden // count)),
         activation=fields.choice(
             "hidden_act", "gelu_pytorch_tanh" if kind == "gemma" else "silu", ACTIVATIONS
         ),
@@ -180,7 +193,11 @@ def _rotary(fields: Fields) -> float:
 
 
 def _run(
-    network: Network, shape: Shape, feed_forward: FeedForward, kind_of: Callable[[int], Hashable]
+    network: Network,
+    shape: Shape,
+    attention: Attention,
+    feed_forward: FeedForward,
+    kind_of: Callable[[int], Hashable],
 ) -> tuple[Array, ...]:
     embedding = network.unit(
         "model.embed_tokens", "GemmaTextScaledWordEmbedding" if shape.is_gemma else "Embedding"
@@ -207,6 +224,7 @@ def _run(
             position_ids,
             shape=shape,
             layer=layer,
+            attention=attention,
             feed_forward=feed_forward,
         )
     norm = network.unit("model.norm", f"{shape.prefix}RMSNorm")
@@ -237,11 +255,12 @@ def _layer(
     *,
     shape: Shape,
     layer: int,
+    attention: Attention,
     feed_forward: FeedForward,
 ) -> Array:
     residual = hidden
     hidden = _norm(unit, shape, hidden, "input_layernorm")
-    hidden = _attention(unit, shape, hidden, mask, cosine, sine)
+    hidden = attention(unit, shape, hidden, mask, cosine, sine)
     hidden = ops.add(residual, ops.dropout(hidden, shape.residual_dropout))
     residual = hidden
     hidden = _norm(unit, shape, hidden, "post_attention_layernorm")
@@ -281,17 +300,27 @@ def _projected(unit: Unit, shape: Shape, hidden: Array, name: str, width: int) -
     return ops.transpose(x, 1, 2)
 
 
-def gated(unit: Unit, shape: Shape, layer: int, hidden: Array) -> Array:
-    """activation(gate) * up, and down again."""
-    inner, bias = shape.inner, shape.mlp_bias
+def gated(
+    unit: Unit,
+    shape: Shape,
+    layer: int,
+    hidden: Array,
+    *,
+    path: str = "mlp",
+    inner: int | None = None,
+) -> Array:
+    """activation(gate) * up, and down again; by default of the width that `shape` has."""
+    inner, bias = inner or shape.inner, shape.mlp_bias
     if shape.is_fused:
-        both = unit.linear(hidden, "mlp.gate_up_proj", 2 * inner, bias=bias)
+        both = unit.linear(hidden, f"{path}.gate_up_proj", 2 * inner, bias=bias)
         gate, up = ops.split(both, [inner, inner])
         product = ops.mul(up, activate(gate, shape.activation))
     else:
-        gate = activate(unit.linear(hidden, "mlp.gate_proj", inner, bias=bias), shape.activation)
-        product = ops.mul(gate, unit.linear(hidden, "mlp.up_proj", inner, bias=bias))
-    return unit.linear(product, "mlp.down_proj", shape.hidden, bias=bias)
+        gate = activate(
+            unit.linear(hidden, f"{path}.gate_proj", inner, bias=bias), shape.activation
+        )
+        product = ops.mul(gate, unit.linear(hidden, f"{path}.up_proj", inner, bias=bias))
+    return unit.linear(product, f"{path}.down_proj", shape.hidden, bias=bias)
 
 
 def _norm(unit: Unit, shape: Shape, x: Array, path: str) -> Array:

@@ -19,16 +19,16 @@ def mixtral(fields: Fields) -> Family:
     fields.only("output_router_logits", False, None)
     fields.only("router_jitter_noise", 0, 0.0, None)
     fields.require("num_local_experts")
-    experts = fields.size("num_local_experts")
+    count = fields.size("num_local_experts")
     chosen = fields.size("num_experts_per_tok", 2)
 
     def feed_forward(unit: Unit, shape: Shape, layer: int, hidden: Array) -> Array:
         rows = ops.reshape(hidden, -1, hidden.shape[-1])
-        logits = kernels.linear(rows, unit.parameter("mlp.gate.weight", experts, shape.hidden))
+        logits = kernels.linear(rows, unit.parameter("mlp.gate.weight", count, shape.hidden))
         scores = ops.softmax(ops.cast(logits, DType.FLOAT32))
-        weights, places = _top(scores, chosen)
+        weights, places = top(scores, chosen)
         weights = ops.div(weights, ops.sum_over(weights, -1, keep=True), in_place=True)
-        rows = _experts(unit, shape, rows, places, weights, experts=experts, inner=shape.inner)
+        rows = experts(unit, shape, rows, places, weights, count=count, inner=shape.inner)
         return ops.reshape(rows, *hidden.shape)
 
     family = llama.decoder(fields, feed_forward, lambda layer: "mixture")
@@ -39,7 +39,7 @@ def qwen3_moe(fields: Fields) -> Family:
     """Every `decoder_sparse_step`-th layer a mixture, those of `mlp_only_layers` dense."""
     fields.only("output_router_logits", False, None)
     fields.require("num_experts", "moe_intermediate_size")
-    experts = fields.size("num_experts")
+    count = fields.size("num_experts")
     chosen = fields.size("num_experts_per_tok", 8)
     inner = fields.size("moe_intermediate_size")
     step = fields.size("decoder_sparse_step", 1)
@@ -53,24 +53,24 @@ def qwen3_moe(fields: Fields) -> Family:
         if not is_mixture(layer):
             return llama.gated(unit, shape, layer, hidden)
         rows = ops.reshape(hidden, -1, hidden.shape[-1])
-        logits = kernels.linear(rows, unit.parameter("mlp.gate.weight", experts, shape.hidden))
+        logits = kernels.linear(rows, unit.parameter("mlp.gate.weight", count, shape.hidden))
         scores = ops.softmax(logits, dtype=DType.FLOAT32)
-        weights, places = _top(scores, chosen)
+        weights, places = top(scores, chosen)
         if is_normalised:
             weights = ops.div(weights, ops.sum_over(weights, -1, keep=True), in_place=True)
         weights = ops.cast(weights, logits.dtype)
-        rows = _experts(unit, shape, rows, places, weights, experts=experts, inner=inner)
+        rows = experts(unit, shape, rows, places, weights, count=count, inner=inner)
         return ops.reshape(rows, *hidden.shape)
 
     family = llama.decoder(fields, feed_forward, is_mixture)
     return replace(family, experts_per_token=chosen)
 
 
-def _top(scores: Array, count: int) -> tuple[Array, Array]:
-    """The `count` best of each row, and which they are."""
+def top(scores: Array, count: int) -> tuple[Array, Array]:
+    """The `count` best along the last dimension, and which they are."""
     tape, before, dtype = scores.tape, scores.shape, scores.dtype
-    values = tape.empty((before[0], count), dtype)
-    places = tape.empty((before[0], count), DType.INT64)
+    values = tape.empty((*before[:-1], count), dtype)
+    places = tape.empty((*before[:-1], count), DType.INT64)
     tape.launch([scores], [values, places])
     saved = tape.save(places)
 
@@ -82,14 +82,14 @@ def _top(scores: Array, count: int) -> tuple[Array, Array]:
     return values, places
 
 
-def _experts(
+def experts(
     unit: Unit,
     shape: Shape,
     rows: Array,
     places: Array,
     weights: Array,
     *,
-    experts: int,
+    count: int,
     inner: int,
 ) -> Array:
     """Rows sorted by expert, two grouped products over all experts, and back in order."""
@@ -103,12 +103,12 @@ def _experts(
     picked = _rows(rows, order.tape.run([order], (pairs,), DType.INT64))
     sorted_weights = _rows(weights, order)
     numbers = ops.cast(expert, DType.FLOAT32)
-    counts = expert.tape.run([numbers], (experts,), DType.FLOAT32)
-    ends = counts.tape.run([counts], (experts,), DType.INT32)
-    up = unit.parameter("mlp.experts.gate_up_proj", experts, 2 * inner, shape.hidden)
+    counts = expert.tape.run([numbers], (count,), DType.FLOAT32)
+    ends = counts.tape.run([counts], (count,), DType.INT32)
+    up = unit.parameter("mlp.experts.gate_up_proj", count, 2 * inner, shape.hidden)
     gate, value = ops.split(_grouped(picked, up, ends), [inner, inner])
     out = ops.mul(activate(gate, shape.activation), value)
-    down = unit.parameter("mlp.experts.down_proj", experts, shape.hidden, inner)
+    down = unit.parameter("mlp.experts.down_proj", count, shape.hidden, inner)
     out = _grouped(out, down, ends)
     weighted = ops.mul(out, ops.reshape(sorted_weights, -1, 1))
     back = _inverse(order)

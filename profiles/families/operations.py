@@ -61,6 +61,13 @@ def narrow(x: Array, dim: int, size: int) -> Array:
     return _view(x, shape, x.strides, lambda g: [g.tape.run([g], before, g.dtype)])
 
 
+def every_second(x: Array) -> Array:
+    """Every other element of the last dimension, as by slicing with a step of 2."""
+    before = x.shape
+    shape, strides = (*before[:-1], before[-1] // 2), (*x.strides[:-1], 2 * x.strides[-1])
+    return _view(x, shape, strides, lambda g: [g.tape.run([g], before, g.dtype)])
+
+
 def split(x: Array, sizes: Sequence[int], dim: int = -1) -> list[Array]:
     """Parts along a dimension; their gradients are put together by one kernel."""
     dim %= len(x.shape)
@@ -129,12 +136,49 @@ def cat(parts: Sequence[Array], dim: int = -1) -> Array:
     return out
 
 
+def filled(parts: Sequence[Array], dtype: DType) -> Array:
+    """Parts side by side, each copied into its place of one new array.
+
+    In the backward every copy takes a whole copy of the gradient, from which it cuts its part and
+    in which it leaves zeros where something was written over.
+    """
+    tape, (*before, _) = parts[0].tape, parts[0].shape
+    shape = (*before, sum(part.shape[-1] for part in parts))
+    whole = tape.empty(shape, dtype)
+    for position, part in enumerate(parts):
+        hole = Array(tape, part.shape, whole.strides, dtype, whole.storage)
+        tape.launch([part], [hole])
+        written, whole = whole, Array(tape, shape, whole.strides, dtype, whole.storage)
+        tape.record([whole], [written, part], _cut(part.shape, position > 0))
+    return whole
+
+
+def _cut(part: Shape, is_over: bool) -> Callable[[Array], list[Gradient]]:
+    def backward(g: Array) -> list[Gradient]:
+        tape = g.tape
+        rest = tape.run([g], g.shape, g.dtype)
+        hole = Array(tape, part, rest.strides, g.dtype, rest.storage)
+        cut = tape.run([hole], part, g.dtype)
+        if is_over:
+            zeros = tape.run([cut], part, g.dtype)
+            tape.launch([zeros], [hole])
+        return [rest if is_over else None, cut]
+
+    return backward
+
+
 # Element by element
 
 
 def add(a: Array, b: Array) -> Array:
     out = elementwise(a, b)
     a.tape.record([out], [a, b], lambda g: [g, g])
+    return out
+
+
+def sub(a: Array, b: Array) -> Array:
+    out = elementwise(a, b)
+    a.tape.record([out], [a, b], lambda g: [g, elementwise(g)])
     return out
 
 

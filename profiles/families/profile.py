@@ -72,10 +72,7 @@ def profile_from_config(
     shared = network.tied_units().union(*(run.network.tape.shared for run in runs.values()))
     return ModelProfile(
         name=name,
-        units=tuple(
-            _unit_profile(network, unit, {kind: run.costs for kind, run in runs.items()}, shared)
-            for unit in _in_order(network, next(iter(runs.values())).costs)
-        ),
+        units=tuple(_unit_profiles(network, {k: run.costs for k, run in runs.items()}, shared)),
         dtype="float32",
         samples=samples,
         tokens_per_sample=sequence_length,
@@ -148,14 +145,27 @@ def _in_order(network: Network, costs: Mapping[str, UnitCost]) -> list[str]:
     return [*glue, *called, *never, LOSS]
 
 
+def _unit_profiles(
+    network: Network,
+    costs: Mapping[Numerics, Mapping[str, UnitCost]],
+    shared: Collection[str],
+) -> Iterator[UnitProfile]:
+    """Of all units in order; layers that were not run differ from their twin in the name alone."""
+    known: dict[str, UnitProfile] = {}
+    for name in _in_order(network, next(iter(costs.values()))):
+        twin = network.twin(name)
+        if twin not in known:
+            known[twin] = _unit_profile(network, twin, costs, shared)
+        yield known[twin] if name == twin else known[twin].model_copy(update={"name": name})
+
+
 def _unit_profile(
     network: Network,
     name: str,
     costs: Mapping[Numerics, Mapping[str, UnitCost]],
     shared: Collection[str],
 ) -> UnitProfile:
-    twin = network.twin(name)
-    unit = network.units.get(twin)
+    unit = network.units.get(name)
     parameters = sum(p.elements for p in unit.parameters.values()) if unit else 0
     return UnitProfile(
         name=name,
@@ -169,8 +179,8 @@ def _unit_profile(
         dtypes=("float32",) if parameters else (),
         shapes=tuple(_shapes(unit)) if unit else (),
         experts=_experts(unit) if unit else (),
-        is_shared=twin in shared,
-        costs={kind: by_name.get(twin, UnitCost()) for kind, by_name in costs.items()},
+        is_shared=name in shared,
+        costs={kind: by_name.get(name, UnitCost()) for kind, by_name in costs.items()},
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from profiles.errors import FileError, UnknownNameError
-from profiles.families import bert, gpt, llama, moe, t5, vit
+from profiles.families import bert, deepseek, gpt, llama, moe, t5, vit
 from profiles.families.fields import WAY_OUT, Fields
 from profiles.families.network import Family
 
 FAMILIES: dict[str, Callable[[Fields], Family]] = {
     "bert": bert.bert,
+    "deepseek_v3": deepseek.deepseek_v3,
     "distilbert": bert.distilbert,
     "gemma": llama.family,
     "gpt2": gpt.gpt2,

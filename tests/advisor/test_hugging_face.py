@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from advisor.models import load_model, profile_model
+from profiles.capture import capture
 from profiles.errors import FileError, InputError, ModelError, UnknownNameError
 from profiles.model import ModelProfile, Numerics
 from tests.profiles.equal_profiles import assert_equal
@@ -32,6 +33,13 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+def captured(path: Path, tokens: int | None = 16) -> ModelProfile:
+    """The capture of the model that transformers builds."""
+    loaded = load_model(str(path), samples=1, sequence_length=tokens)
+    kinds = (Numerics.AS_BUILT, Numerics.BF16)
+    return capture(loaded.module, loaded.sample, numerics=kinds, name=loaded.name)
+
+
 def profiled(path: Path, tokens: int | None = 16) -> ModelProfile:
     return profile_model(
         str(path), samples=1, sequence_length=tokens, numerics=(Numerics.BF16, Numerics.BF16)
@@ -46,11 +54,14 @@ def test_the_closed_form_gives_what_transformers_gives_and_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("transformers")
-    expected = profiled(config)
+    expected = captured(config)
+    capsys.readouterr()
+    with_both = profiled(config)
     assert "closed form" not in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, missing, None)
     found = profiled(config)
     said = capsys.readouterr().err
+    assert found == with_both
     assert f"note: without {missing}, LlamaForCausalLM is profiled in closed form" in said
     assert "names bfloat16; parameters are taken as fp32" in said
     assert found.name == "tiny"
@@ -63,8 +74,9 @@ def test_a_classifier_of_images_is_profiled_either_way(
 ) -> None:
     pytest.importorskip("transformers")
     config.write_text(json.dumps(VIT))
-    expected = profiled(config, None)
+    expected = captured(config, None)
     assert expected.tokens_per_sample is None
+    assert_equal(profiled(config, None), expected)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert_equal(profiled(config, None), expected)
     with pytest.raises(InputError, match="`--seq 16`, but this model takes images"):
@@ -96,6 +108,40 @@ def test_a_classifier_of_images_takes_no_length_with_transformers_too(config: Pa
         load_model(str(config), samples=1, sequence_length=16)
 
 
+def test_what_has_no_closed_form_is_captured_where_transformers_is(config: Path) -> None:
+    """Eager attention writes its scores; the closed form is of `sdpa` alone."""
+    pytest.importorskip("transformers")
+    config.write_text(json.dumps({**LLAMA, "attn_implementation": "eager"}))
+    assert_equal(profiled(config), captured(config))
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_a_missing_size_and_a_misspelt_field_are_told_alike_without_transformers(
+    config: Path, field: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    missing = {f"{key}s" if key == field else key: value for key, value in LLAMA.items()}
+    misspelt = {
+        "num_key_value_head" if key == "num_key_value_heads" else key: value
+        for key, value in LLAMA.items()
+    }
+    said = []
+    for is_there in (True, False):
+        if not is_there:
+            monkeypatch.setitem(sys.modules, "transformers", None)
+        config.write_text(json.dumps(missing))
+        with pytest.raises(FileError) as caught:
+            profiled(config)
+        capsys.readouterr()
+        config.write_text(json.dumps(misspelt))
+        profiled(config)
+        notes = [line for line in capsys.readouterr().err.splitlines() if "is not a field" in line]
+        said.append((str(caught.value), notes))
+    assert said[0] == said[1]
+    assert f"`{field}s` is not a field: `{field}` is" in said[0][0]
+    assert "`num_key_value_heads` is one" in said[0][1][0]
+
+
 @pytest.mark.usefixtures("no_transformers")
 class TestWithoutTransformers:
     @pytest.fixture
@@ -116,6 +162,29 @@ class TestWithoutTransformers:
             profiled(config)
         assert caught.value.where == str(config)
         assert "pip install 'parallel-advisor[hf]'" in str(caught.value)
+
+
+def test_a_known_kind_is_planned_without_an_import_of_torch(config: Path) -> None:
+    """Which would take longer than all else."""
+    pytest.importorskip("transformers")
+    code = """
+import sys
+from advisor.cli import main
+try:
+    main()
+finally:
+    print("imported:", sorted({"torch", "transformers"} & set(sys.modules)), file=sys.stderr)
+"""
+    command = [sys.executable, "-c", code, str(config), "--cluster", "2xH100-SXM-80GB"]
+    run = subprocess.run(
+        [*command, "--global-batch", "4", "--seq", "16", "--precision", "bf16"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "imported: []" in run.stderr
 
 
 BLOCKED = """

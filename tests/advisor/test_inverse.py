@@ -21,13 +21,13 @@ from advisor.inverse import (
     largest_sequence,
 )
 from advisor.levers import Lever, varied
+from advisor.model_sizes import scaled
 from advisor.policy import Policy
 from advisor.rules import Candidate, weigh
 from engines.plan import Plan
 from profiles.cluster import ClusterProfile
 from profiles.errors import InputError, NoPlanError
 from profiles.families import profile_from_config
-from profiles.families.variants import scaled
 from profiles.model import Numerics
 from profiles.provenance import Quantity, Source
 from profiles.workload import Workload

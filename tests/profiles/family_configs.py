@@ -61,6 +61,24 @@ QWEN3_MOE: Config = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+DEEPSEEK_V3: Config = {
+    **DECODER,
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 DISTILBERT: Config = {
     "model_type": "distilbert",
     "architectures": ["DistilBertForMaskedLM"],
@@ -193,6 +211,17 @@ CONFIGS: dict[str, Config] = {
     "mixtral": MIXTRAL,
     "qwen3_moe, every other layer": {**QWEN3_MOE, "decoder_sparse_step": 2},
     "qwen3_moe": {**QWEN3_MOE, "norm_topk_prob": True},
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v3, heads as wide as values": {**DEEPSEEK_V3, "v_head_dim": 24},
+    "deepseek_v3, queries not compressed": {
+        **DEEPSEEK_V3,
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "attention_dropout": 0.1,
+        "n_shared_experts": 2,
+    },
 }
 
 

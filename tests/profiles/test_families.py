@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
+from advisor.hugging_face import SIZES
 from profiles.families import profile_from_config
+from profiles.families.known_fields import FIELDS, OWN_NAMES
 from profiles.families.registry import FAMILIES
 from profiles.model import ModelProfile, Numerics
 from tests.profiles.equal_profiles import assert_equal
 from tests.profiles.family_configs import CONFIGS, LLAMA_3_8B, TOKENS, Config, tokens_of
 
 SAMPLES = 2
+FIELDS_OF = "5.23."  # the transformers that the table of fields is of
 # Of layers that are alike two and the last are run in closed form; the deeper ones have more.
 ONE_OF_EACH = (
     "llama",
@@ -21,6 +26,7 @@ ONE_OF_EACH = (
     "t5",
     "vit",
     "mixtral",
+    "deepseek_v3",
 )
 
 
@@ -75,6 +81,17 @@ def test_every_family_is_held_against_a_capture() -> None:
     assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)
 
 
+def test_the_fields_of_each_kind_are_those_of_its_configuration_class() -> None:
+    transformers = pytest.importorskip("transformers")
+    if not transformers.__version__.startswith(FIELDS_OF):
+        pytest.skip(f"fields are those of transformers {FIELDS_OF}")
+    for kind in FAMILIES:
+        of_kind = transformers.CONFIG_MAPPING[kind]
+        assert FIELDS[kind] == set(inspect.signature(of_kind).parameters), kind
+        own = {n: m for n, m in of_kind.attribute_map.items() if n in SIZES}
+        assert OWN_NAMES.get(kind, {}) == own, kind
+
+
 def test_at_full_size_a_profile_is_that_of_the_capture() -> None:
     """Llama-3-8B at 2,048 tokens; 24 of the captured layers are not run in closed form."""
     pytest.importorskip("transformers")
@@ -95,7 +112,9 @@ def test_at_full_size_a_profile_is_that_of_the_capture() -> None:
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama, deeper", "t5", "bert", "vit", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama, deeper", "t5", "bert", "vit", "mixtral", "deepseek_v3"]
+)
 def test_what_crosses_a_border_between_units_is_what_a_capture_sees(name: str) -> None:
     """Where gradients go back: the closed form follows nothing else (T5 hands on a mask, too)."""
     config = CONFIGS[name]

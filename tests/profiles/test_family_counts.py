@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from profiles.families import profile_from_config
-from tests.profiles.family_configs import BERT, GPT2, LLAMA_3_8B, T5, VIT, Config, tokens_of
+from tests.profiles.family_configs import (
+    BERT,
+    DEEPSEEK_V3,
+    GPT2,
+    LLAMA_3_8B,
+    T5,
+    VIT,
+    Config,
+    tokens_of,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 ENCODER: Config = {
@@ -70,6 +79,30 @@ def test_parameters_are_the_published_count(config: Config, parameters: int) -> 
         config, samples=1, sequence_length=tokens_of(config), name="published"
     )
     assert found.parameters == found.trainable_parameters == parameters
+
+
+def test_deepseek_v3_has_671_billion_parameters() -> None:
+    """As its report says (arXiv:2412.19437, section 4.2), whose sizes these are."""
+    config = {
+        **DEEPSEEK_V3,
+        "vocab_size": 129_280,
+        "hidden_size": 7168,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }
+    found = profile_from_config(config, samples=1, sequence_length=16, name="deepseek-v3")
+    assert round(found.parameters / 1e9) == 671
 
 
 def test_flop_are_six_per_parameter_and_token_and_attention() -> None:

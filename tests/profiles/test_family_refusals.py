@@ -30,7 +30,7 @@ class TestRefusals:
         assert "pip install 'parallel-advisor[hf]'" in str(caught.value)
 
     def test_a_family_that_is_not_near_any_gets_the_list(self) -> None:
-        with pytest.raises(UnknownNameError, match="known: bert, distilbert, gemma, gpt2, "):
+        with pytest.raises(UnknownNameError, match="known: bert, deepseek_v3, distilbert, gemma, "):
             self.profile(model_type="zzz")
 
     def test_a_config_without_a_family_is_refused(self) -> None:
@@ -87,6 +87,20 @@ class TestRefusals:
         config = {**CONFIGS["qwen3"], "layer_types": types, "sliding_window": 8}
         with pytest.raises(InputError, match="`use_sliding_window`, `sliding_window` are wanted"):
             family_of(config)
+
+    @pytest.mark.parametrize(
+        ("field", "value", "said"),
+        [
+            ("kv_lora_rank", None, "`kv_lora_rank` is missing"),
+            ("num_key_value_heads", 2, "4, one for each head, is wanted"),
+            ("n_group", 3, "`n_group` = 3 does not divide `n_routed_experts` = 8"),
+        ],
+    )
+    def test_latent_attention_and_groups_of_experts_have_to_add_up(
+        self, field: str, value: object, said: str
+    ) -> None:
+        with pytest.raises(InputError, match=said):
+            family_of({**CONFIGS["deepseek_v3"], field: value})
 
     def test_one_class_is_a_regression_and_refused(self) -> None:
         with pytest.raises(InputError, match="`num_labels` = 1: two or more are wanted"):

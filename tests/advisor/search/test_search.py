@@ -30,8 +30,10 @@ def searched(
     policy: Policy,
     offload: Offload = Offload.NONE,
     to: OffloadTo = OffloadTo.HOST,
+    **degrees: int,
 ) -> Search:
     pins = {} if to is OffloadTo.HOST else {"offload_to": to.value}
+    pins |= degrees
     space = space_of(whole, pins, styles=styles_of(whole), offload=offload)
     kept = Kept(CostModel(whole))
     return Search(kept, policy, space, Stages(kept, {}, policy))
@@ -102,7 +104,10 @@ def situations(draw: st.DrawFn) -> Facts:
 )
 def test_no_estimate_is_below_its_bound(whole: Facts, offload: Offload, to: OffloadTo) -> None:
     policy = Policy()
-    search = searched(whole, policy, offload, to)
+    assert_bounded(searched(whole, policy, offload, to), whole, policy)
+
+
+def assert_bounded(search: Search, whole: Facts, policy: Policy) -> None:
     bounds, stages = search.bounds, Stages(Kept(CostModel(whole)), {}, policy)
     for index, candidate in enumerate(all_of(search, whole, policy)):
         found, time = candidate.estimate, candidate.estimate.time
@@ -116,6 +121,45 @@ def test_no_estimate_is_below_its_bound(whole: Facts, offload: Offload, to: Offl
         assert with_borders <= found.step_s + rounding, str(candidate.plan)
         for name, bound in zip(PARTS, bounds.parts[:, index], strict=True):
             assert bound <= getattr(time, name) + rounding, (name, str(candidate.plan))
+
+
+MIXTURE = profile_from_config(
+    {
+        "model_type": "mixtral",
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "vocab_size": 1000,
+    },
+    samples=1,
+    sequence_length=512,
+    name="mixture",
+    numerics=(Numerics.AS_BUILT, Numerics.BF16, Numerics.BF16_AUTOCAST),
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    nodes=st.sampled_from((1, 2, 4)),
+    local=st.sampled_from((1, 3, 16)),
+    memory_gib=st.floats(3, 12),
+    inter=st.sampled_from((1e8, 25e9)),
+    ep=st.sampled_from((2, 4, 8)),
+    cp=st.sampled_from((1, 2, 4, 8)),
+)
+def test_no_estimate_of_plans_that_share_experts_is_below_its_bound(
+    nodes: int, local: int, memory_gib: float, inter: float, ep: int, cp: int
+) -> None:
+    """Sharded among ranks that have the same experts (FSDP) or whole on each rank (HSDP), with as
+    many copies of them as the ranks of cp make too."""
+    cluster = gpus(nodes, 8, memory_gib=memory_gib, inter_bytes_per_s=inter)
+    whole, policy = facts(MIXTURE, cluster, batch=nodes * 8 * local), Policy()
+    search = searched(whole, policy, ep=ep, cp=cp)
+    assert len(search.space) or nodes * 8 // cp % ep
+    assert_bounded(search, whole, policy)
 
 
 def test_a_row_in_stages_needs_no_less_than_its_borders_say_and_little_more() -> None:

@@ -1,4 +1,8 @@
-"""The same model at another size: counted again from its config.json, in closed form."""
+"""The same model at another size, counted again from what it was made from.
+
+A config.json is counted in closed form or built by transformers, a bundled model is built, and a
+factory is called again; of a module alone nobody knows how another size of it would look.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ from math import gcd
 
 from pydantic import JsonValue
 
+from advisor.models import profile_of_config, profile_of_factory
 from profiles.errors import InputError
-from profiles.families.profile import profile_from_config
 from profiles.model import ModelProfile
 
 # What configs call the same thing; the first that a config has is meant.
@@ -21,7 +25,7 @@ _DEPTHS = (
     "num_decoder_layers",
     "max_window_layers",
 )
-_WIDTHS = ("hidden_size", "n_embd", "dim", "d_model", "word_embed_proj_dim")
+_WIDTHS = ("hidden_size", "n_embd", "dim", "d_model", "width", "word_embed_proj_dim")
 _INNER = (
     "intermediate_size",
     "n_inner",
@@ -38,23 +42,31 @@ SCALING = (
     " vocabulary and the number of experts stay"
 )
 """The rule of `scaled`, in words."""
+_WAY_OUT = "name its config.json, which is known at any size; a `pkg.module:factory` at any length"
 
 
 def at_length(profile: ModelProfile, sequence_length: int) -> ModelProfile:
     """The model of `profile` looked at on sequences of this many tokens.
 
     Raises:
-        InputError: the profile is not from a config.json, the model takes no tokens, or its
-            positions do not go so far.
+        InputError: it is not known what the profile was made from, the model takes no tokens, or
+            its positions do not go so far.
     """
+    if profile.factory is not None:
+        return profile_of_factory(profile.factory, like=profile, sequence_length=sequence_length)
     return _counted(profile, _config(profile), sequence_length)
+
+
+def has_other_lengths(profile: ModelProfile) -> bool:
+    """Whether `at_length` knows what to count."""
+    return profile.tokens_per_sample is not None and bool(profile.factory or profile.config)
 
 
 def scaled(profile: ModelProfile, heads: int) -> ModelProfile:
     """The model of `profile` with this many heads, and all else by the rule `SCALING`.
 
     Raises:
-        InputError: the profile is not from a config.json, or the number of heads is no multiple of
+        InputError: the profile is of no config, or the number of heads is no multiple of
             `head_step`.
     """
     config, step = _config(profile), head_step(profile)
@@ -105,10 +117,15 @@ def head_step(profile: ModelProfile) -> int:
 
 
 def _config(profile: ModelProfile) -> dict[str, JsonValue]:
+    if profile.factory is not None:
+        raise InputError(
+            f"`{profile.factory}` makes {profile.name} at one size",
+            hints=["save its configuration as config.json, which is known at any size"],
+        )
     if profile.config is None:
         raise InputError(
             f"{profile.name} is known at {_size(profile)} only: its profile is of a module",
-            hints=["name a Hugging Face config.json that has a closed form"],
+            hints=[_WAY_OUT],
         )
     return profile.config
 
@@ -121,11 +138,4 @@ def _size(profile: ModelProfile) -> str:
 def _counted(
     profile: ModelProfile, config: dict[str, JsonValue], sequence_length: int | None
 ) -> ModelProfile:
-    return profile_from_config(
-        config,
-        samples=profile.samples,
-        sequence_length=sequence_length,
-        name=profile.name,
-        numerics=profile.numerics,
-        where=f"config of {profile.name}",
-    )
+    return profile_of_config(config, like=profile, sequence_length=sequence_length)
