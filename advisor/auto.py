@@ -25,8 +25,10 @@ from advisor.job import machines_of, require_ranks
 from advisor.look import LossFn, Optimizer, look
 from advisor.outside import with_disk
 from advisor.policy import Policy
+from advisor.precision import hint as precision_hint
 from advisor.runs import keep_at_end
 from advisor.stacks import require_of_engines, stack_of, with_stack
+from advisor.suggestions import with_suggestions
 from engines.context.proof import prove
 from engines.hybrid import apply_plan
 from engines.optimizer import OptimizerFactory
@@ -85,7 +87,9 @@ def advise(
         global_batch_size: samples per optimizer step; by default one sample batch per device, or
             per replica where `plan` fixes pp or tp.
         optimizer: as for `auto_parallelize`; only its memory counts here.
-        precision: "fp32" or "bf16"; by default what the model is built in.
+        precision: "fp32" or "bf16"; by default bf16 with fp32 masters on accelerators that have
+            units for it, else what the model is built in. `auto_parallelize` changes no numerics
+            unasked: give it the same.
         samples: in the training set, for steps per epoch.
         critical_batch_size: where it was measured (`ParallelModel.noise_scale`), in samples: a
             larger global batch is warned of.
@@ -134,8 +138,9 @@ def advise(
         learns=machines is None,
         anchor=_read(anchor),
         stack=software,
+        may_reduce=True,
     )
-    return _decided(
+    decision = _decided(
         model,
         sample,
         facts,
@@ -143,6 +148,7 @@ def advise(
         pins=pins,
         loss_fn=loss_fn,
     )
+    return with_suggestions(decision)
 
 
 def auto_parallelize(
@@ -183,8 +189,11 @@ def auto_parallelize(
     unless an equal job did so before (see `profiles.bench.cache`) or `cluster` says what they are.
 
     Args:
-        model, sample, loss_fn, precision, samples, critical_batch_size, host_overhead_s, objective,
-            timed, allow_lossy: as for `advise`; all ranks time their blocks at the same moment, as
+        precision: "fp32" or "bf16" (with fp32 masters); by default what the model is built in, as a
+            training changes no numerics unasked. On accelerators that are faster in bf16 that is
+            said once.
+        model, sample, loss_fn, samples, critical_batch_size, host_overhead_s, objective, timed,
+            allow_lossy: as for `advise`; all ranks time their blocks at the same moment, as
             they will train.
         optimizer: a factory `lambda params: torch.optim.AdamW(params)`, or an optimizer already
             built on the model, which is carried over; None is AdamW.
@@ -288,6 +297,9 @@ def auto_parallelize(
     parallel.decision = decision
     if world.rank == 0:
         log.info("plan: %s", decision.plan)
+        faster = precision_hint(decision.facts)
+        if faster is not None:
+            log.warning("%s", faster)
         if learns or anchors:
             keep_at_end(parallel, learns=learns, anchors=anchors)
     return parallel

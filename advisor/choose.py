@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from advisor import apart, sending
-from advisor.comparison import Kind, best_of, compare, kind, shape, title
+from advisor.comparison import Kind, best_of, compare, cuts_both_ways, kind, shape, title
 from advisor.cost import CostModel
 from advisor.decide import decide
-from advisor.decision import Alternative, Decision
+from advisor.decision import Alternative, Decision, runner_up
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
 from advisor.reasons import reasons
-from advisor.rules import Candidate, margin_s, simplicity
+from advisor.rules import Candidate, beats, fastest_first
 from advisor.search.kept import Kept
 from advisor.search.legal import Styles
 from advisor.search.space import Pins
 from advisor.stacks import with_stack
-from advisor.tree import Trace, in_leaf
+from advisor.tree import Trace, in_leaf, names_hybrids
 from advisor.ways_out import no_plan
 from profiles.units import format_percent, format_seconds
 
@@ -43,16 +43,21 @@ def choose(
     winner, weighed, trace = choice.winner, choice.weighed, choice.trace
     if winner is None:
         raise no_plan(facts, policy, pins, choice)
-    others = _alternatives(weighed, winner, policy, trace)
+    fastest_s = (choice.fastest or winner).estimate.step_s
+    others = _alternatives(weighed, winner, policy, trace, fastest_s)
+    second = runner_up(others, winner.plan, policy, trace)
     return Decision(
         plan=winner.plan,
         estimate=winner.estimate,
         facts=facts,
         policy=policy,
         pins=dict(pins),
-        reasons=tuple(reasons(winner, choice.pool, kept.costs, policy, trace, pins, weighed)),
+        reasons=tuple(
+            reasons(winner, choice.pool, kept.costs, policy, trace, pins, second, weighed)
+        ),
         trace=trace,
-        alternatives=tuple(others[: policy.alternatives]),
+        fastest_s=fastest_s,
+        alternatives=_shown(others, second, policy, trace),
         weighed=choice.total,
         estimated=choice.estimated,
         rejected=choice.rejected,
@@ -69,7 +74,11 @@ def _offer(offered: Candidate, winner: Candidate) -> str:
 
 
 def _alternatives(
-    weighed: Sequence[Candidate], winner: Candidate, policy: Policy, trace: Trace
+    weighed: Sequence[Candidate],
+    winner: Candidate,
+    policy: Policy,
+    trace: Trace,
+    fastest_s: float,
 ) -> list[Alternative]:
     """The best plan of every other kind, and of the winner's kind with other degrees."""
     kinds: dict[Kind, list[Candidate]] = {}
@@ -78,8 +87,8 @@ def _alternatives(
             kinds.setdefault(kind(candidate.plan), []).append(candidate)
     found = []
     for group in kinds.values():
-        best = _strongest(group, policy)
-        verdict, because = compare(best, winner, policy, trace)
+        best = best_of(group, policy.by_numbers)
+        verdict, because = compare(best, winner, policy, trace, fastest_s=fastest_s)
         found.append(
             Alternative(
                 title=title(best.plan),
@@ -91,28 +100,42 @@ def _alternatives(
                 because=because,
             )
         )
-    found.sort(key=lambda a: (a.step_s is None, a.step_s or a.peak_high_bytes, a.title))
+    is_memory = policy.objective is Objective.MEMORY
+    found.sort(
+        key=lambda a: (
+            a.step_s is None,
+            a.peak_high_bytes if is_memory or a.step_s is None else a.step_s,
+            a.title,
+        )
+    )
     return found
 
 
-def _strongest(group: list[Candidate], policy: Policy) -> Candidate:
-    """What speaks most against the winner: the fastest that fits (the smallest, if that counts)."""
-    if policy.objective is Objective.TREE:
-        policy = policy.model_copy(update={"objective": Objective.TIME})
-    return best_of(group, policy)
+def _shown(
+    others: Sequence[Alternative], second: Alternative | None, policy: Policy, trace: Trace
+) -> tuple[Alternative, ...]:
+    """The first of them, as many as the policy shows; the runner-up and the best plan of stages
+    with split layers, where the tree names them, are among them."""
+    wanted = [second]
+    if names_hybrids(trace):
+        wanted += [next((other for other in others if cuts_both_ways(other.plan)), None)]
+    required = [other for other in others if other in wanted]
+    rest = [other for other in others if other not in required]
+    shown = required + rest[: max(0, policy.alternatives - len(required))]
+    return tuple(other for other in others if other in shown)
 
 
 def _dissent(
     winner: Candidate, fitting: Sequence[Candidate], policy: Policy, trace: Trace
 ) -> str | None:
-    """A plan that the tree passes over and that is faster by more than the range."""
+    """A plan that the tree passes over and that is faster by more than a tie."""
     outside = [c for c in fitting if not in_leaf(c.plan, trace)]
     if policy.objective is not Objective.TREE or not outside:
         return None
-    fastest = min(outside, key=lambda c: (c.estimate.step_s, simplicity(c.plan), str(c.plan)))
-    gain = winner.estimate.step_s - fastest.estimate.step_s
-    if gain <= margin_s(fastest.estimate, winner.estimate, policy):
+    fastest = min(outside, key=fastest_first)
+    if not beats(fastest, winner, policy):
         return None
+    gain = winner.estimate.step_s - fastest.estimate.step_s
     return (
         f"{title(fastest.plan)} is predicted {format_percent(gain / winner.estimate.step_s)} faster"
         f" ({format_seconds(fastest.estimate.step_s)}) although the tree passes it over:"

@@ -109,7 +109,7 @@ def cli(ctx: click.Context) -> None:
     "--precision",
     metavar="[fp32|bf16]",
     callback=one_of("fp32", "bf16"),
-    help="Of forward and backward. Default: the dtype that the model is built in.",
+    help="Of forward and backward. Default: bf16 on devices with units for it, else as built.",
 )
 @click.option(
     "--samples",
@@ -227,6 +227,7 @@ def plan(
     from advisor.checked import check_of, choose_checked
     from advisor.choose import choose
     from advisor.policy import Objective, Policy
+    from advisor.suggestions import with_suggestions
 
     progress(f"weighing plans on {facts.cluster.name} ...")
     policy = Policy(
@@ -237,6 +238,7 @@ def plan(
         decision = choose_checked(facts, policy=policy, pins=settings, check=check)
     else:
         decision = choose(facts, policy=policy, pins=settings)
+    decision = with_suggestions(decision)
     if as_json:
         click.echo(decision.to_json(), nl=False)
     else:

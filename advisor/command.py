@@ -8,6 +8,7 @@ Under torchrun what all ranks would say is said once.
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import sys
@@ -50,6 +51,9 @@ class Advise(click.Group):
     def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
         words = sys.argv[1:] if args is None else list(args)
         settings["standalone_mode"] = False
+        if "--debug" in words:
+            logging.basicConfig(format="%(levelname)s: %(message)s")
+            logging.getLogger("advisor").setLevel(logging.DEBUG)
         try:
             code = super().main(words, *rest, **settings)
         except click.Abort:

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from advisor.cost import Estimate
 from advisor.policy import Objective, Policy
-from advisor.rules import Candidate, margin_s, preferred, simplicity
+from advisor.rules import Candidate, preferred, simplicity, tie_limit_s
 from advisor.tree import Trace, in_leaf
 from engines.plan import (
     Aggregation,
@@ -167,6 +167,11 @@ def kind(plan: Plan) -> Kind:
     return _cut_axes(plan), *shards, plan.updates, plan.servers > 0
 
 
+def cuts_both_ways(plan: Plan) -> bool:
+    """Whether it has stages and split layers."""
+    return plan.pp > 1 and plan.tp > 1
+
+
 def kind_words(plan: Plan) -> str:
     """`kind` in words.
 
@@ -213,11 +218,15 @@ def compare(
     policy: Policy,
     trace: Trace,
     *,
+    fastest_s: float,
     was_open: bool = True,
 ) -> tuple[Verdict, str]:
     """How `other` stands against the choice, with the numbers.
 
-    `was_open` says that the choice was free to take it: no setting that was given stood against it.
+    Args:
+        fastest_s: the step of the fastest plan that the choice was taken from; plans within the
+            policy's margin of it tie.
+        was_open: the choice was free to take it: no setting that was given stood against it.
     """
     if other.plan == chosen.plan:
         return Verdict.CHOSEN, "it is the plan that was taken"
@@ -230,32 +239,21 @@ def compare(
             return Verdict.RULED_OUT, f"needs {format_gib(-more)} less, but other settings are kept"
         return Verdict.LARGER, f"needs {format_gib(more)} more"
     difference = theirs.step_s - mine.step_s
-    faster_by = signed_percent(difference / mine.step_s)
-    tied = abs(difference) <= margin_s(mine, theirs, policy)
-    margin = margin_percent(mine, theirs, policy)
-    follows = policy.objective is Objective.TREE
-    outside = follows and in_leaf(chosen.plan, trace) and not in_leaf(other.plan, trace)
-    if tied and not follows:
-        return Verdict.TIE, f"tie: {faster_by}, margin {margin}"
-    if tied and simplicity(other.plan) >= simplicity(chosen.plan):
-        return Verdict.TIE, f"tie: {faster_by}, margin {margin}; not simpler"
-    if difference <= 0:
-        if outside:
-            return Verdict.OUTSIDE, f"{faster_by}, but outside the tree's leaf"
-        if tied:
-            return Verdict.TIE, f"tie: {faster_by}, margin {margin}"
-        return Verdict.RULED_OUT, f"{faster_by}, but other settings are kept"
-    if outside and tied:
-        return Verdict.OUTSIDE, f"{faster_by}, and outside the tree's leaf"
-    because = f"{faster_by}, {format_seconds(difference)}: {causes(theirs, mine)}"
-    if tied and was_open:
-        because += "; simpler, but no tie with the fastest plan"
+    by = signed_percent(difference / mine.step_s)
+    follows = policy.objective is Objective.TREE and in_leaf(chosen.plan, trace)
+    if theirs.step_s <= tie_limit_s(fastest_s, policy):
+        if follows and not in_leaf(other.plan, trace):
+            words = f"{by}, but" if difference <= 0 else f"tie: {by};"
+            return Verdict.OUTSIDE, f"{words} outside the tree's leaf"
+        if not was_open and theirs.step_s < fastest_s:
+            return Verdict.RULED_OUT, f"{by}, but other settings are kept"
+        simpler = simplicity(other.plan) < simplicity(chosen.plan)
+        ending = "" if simpler or policy.objective is not Objective.TREE else "; not simpler"
+        return Verdict.TIE, f"tie: {by}{ending}"
+    because = f"{by}, {format_seconds(difference)}: {causes(theirs, mine)}"
+    if difference <= tie_limit_s(mine.step_s, policy) - mine.step_s:
+        because += f"; {signed_percent(theirs.step_s / fastest_s - 1)} on the fastest plan"
     return Verdict.SLOWER, because
-
-
-def margin_percent(chosen: Estimate, other: Estimate, policy: Policy) -> str:
-    """`margin_s` as a part of the chosen plan's step."""
-    return format_percent(margin_s(chosen, other, policy) / chosen.step_s)
 
 
 def signed_percent(fraction: float) -> str:

@@ -10,20 +10,20 @@ import numpy as np
 
 from advisor.apart import apart
 from advisor.candidates import refuse, searched
-from advisor.comparison import Kind, kind
+from advisor.comparison import Kind, best_of, cuts_both_ways, kind
 from advisor.cost import CostModel
 from advisor.facts import Facts
 from advisor.outside import attempts, hopeless
 from advisor.policy import Objective, Policy
-from advisor.rules import Candidate, preferred
+from advisor.rules import Candidate, fastest_first, simplest_first, smallest_first, tie_limit_s
 from advisor.search.kept import Kept
 from advisor.search.legal import Styles, expert_degrees
 from advisor.search.search import Rows, Search
 from advisor.search.space import Pins
 from advisor.sending import sending
-from advisor.tree import Family, Trace, belongs, in_leaf
+from advisor.tree import Family, Trace, belongs, in_leaf, names_hybrids
 from advisor.walk import walk
-from engines.plan import Offload, OffloadTo, Plan
+from engines.plan import DataParallel, Offload, OffloadTo, Plan, Schedule
 
 _DEFAULT = Policy()
 _NO_PINS: Pins = {}
@@ -32,6 +32,14 @@ _FEW_ROWS = 256
 # Plans of one kind that are estimated to find its best: another kind is shown for comparison, and
 # what takes longer to tell is not shown.
 _MOST_OF_A_KIND = 12
+# What published runs of stages with split layers take, in 1F1B (Megatron-LM, arXiv:2104.04473;
+# Llama 3, arXiv:2407.21783). Of many rows the best of all would take longer than all the rest.
+_USUAL_OF_HYBRIDS = (
+    DataParallel.NONE,
+    DataParallel.REPLICATE,
+    DataParallel.ZERO1,
+    DataParallel.FULL_SHARD,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,7 @@ class Choice:
 
     Attributes:
         winner: None where nothing fits.
+        fastest: the fastest plan of `pool`: what ties is within the margin of it.
         weighed: the plans that were estimated exactly: all that an answer depends on. `pool` are
             those that fit and that the winner was taken from, `fitting` all that fit.
         total: plans that were weighed, most of them by their bounds alone; `estimated` exactly.
@@ -49,6 +58,7 @@ class Choice:
     """
 
     winner: Candidate | None
+    fastest: Candidate | None
     pool: Sequence[Candidate]
     fitting: Sequence[Candidate]
     weighed: Sequence[Candidate]
@@ -90,23 +100,32 @@ def decide(
     if not any(len(search.space) for search in searches):
         raise refuse(facts, pins)
     trace = walk(kept.costs, policy)
-    winner = _best([_winner(search, policy, trace) for search in searches], policy, trace)
-    if winner is None:
-        winner, outside = _outside(kept, pins, policy, trace, styles=styles)
+    taken = _preferred(searches, policy, trace)
+    if taken is None:
+        taken, outside = _outside(kept, pins, policy, trace, styles=styles)
         searches += outside
+    winner = taken.winner if taken else None
+    fastest = taken.fastest if taken else None
     left_open: set[Kind] = set()
     for search in searches:
         if winner is None:
             search.nearest(search.rows)
         elif compares:
             left_open |= _compare_kinds(search, winner, policy)
+    if winner is not None and compares and not cuts_both_ways(winner.plan):
+        left_open -= _tell_hybrids(searches, policy, trace)
+    if winner is None and not any(search.weighed for search in searches):
+        raise RuntimeError("none of the plans could be estimated: see the first one's warning")
     offered: tuple[Candidate, ...] = ()
-    # Of a kind that is left open nothing is said but of its best plan, if that was taken.
-    left_open -= {kind(winner.plan)} if winner else set()
+    # Of a kind that is left open nothing is said but of its best plan, if that was taken or is
+    # what ties are measured by.
+    left_open -= {kind(each.plan) for each in (winner, fastest) if each}
     weighed = [c for search in searches for c in search.weighed if kind(c.plan) not in left_open]
     if winner is not None:
         found, offered = _refined(searches[-1], winner, kept.costs, policy, trace, pins)
-        weighed += [found] if found is not winner else []
+        if found is not winner and fastest is not None:
+            weighed += [found]
+            fastest = min(fastest, found, key=fastest_first)
         winner = found
     fitting = [c for c in weighed if c.fits]
     of_leaf = [c for c in fitting if in_leaf(c.plan, trace)]
@@ -115,6 +134,7 @@ def decide(
         of_leaf.append(winner)
     return Choice(
         winner=winner,
+        fastest=fastest,
         pool=of_leaf if follows else fitting,
         fitting=fitting,
         weighed=weighed,
@@ -129,25 +149,25 @@ def decide(
 
 def _outside(
     kept: Kept, pins: Pins, policy: Policy, trace: Trace, *, styles: Styles | None
-) -> tuple[Candidate | None, list[Search]]:
+) -> tuple[_Taken | None, list[Search]]:
     """The best plan of the first attempt to keep something outside the device of which one fits,
     and all that was searched for it."""
     searches: list[Search] = []
     short: list[Offload] = []
     for attempt in attempts(kept.costs.facts, pins):
-        winners = []
+        first = len(searches)
         for offload in attempt.kinds:
             if attempt.to is OffloadTo.HOST and hopeless(offload, short):
                 continue
             wanted = attempt.pins(pins)
             search = searched(kept, wanted, policy, styles=styles, offload=offload)
             searches.append(search)
-            winners.append(_winner(search, policy, trace))
+            search.fastest(search.rows)
             if search.left_out["fits-host"]:
                 short.append(offload)
-        winner = _best(winners, policy, trace)
-        if winner is not None:
-            return winner, searches
+        taken = _preferred(searches[first:], policy, trace)
+        if taken is not None:
+            return taken, searches
     return None, searches
 
 
@@ -172,22 +192,43 @@ def _refined(
     return updates.winner, tuple(o for o in offers if o.estimate.step_s < fastest_s)
 
 
-def _best(winners: Sequence[Candidate | None], policy: Policy, trace: Trace) -> Candidate | None:
-    """Of those of several searches, by the same preference."""
-    found = [winner for winner in winners if winner is not None]
-    if policy.objective is Objective.TREE:
-        found = [winner for winner in found if in_leaf(winner.plan, trace)] or found
-    return preferred(found, policy) if found else None
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The preferred plan of some searches, and the fastest of those it was taken from."""
+
+    winner: Candidate
+    fastest: Candidate
 
 
-def _winner(search: Search, policy: Policy, trace: Trace) -> Candidate | None:
-    """Of the tree's families where one of their plans fits and the policy follows it."""
+def _preferred(searches: Sequence[Search], policy: Policy, trace: Trace) -> _Taken | None:
+    """Of the tree's families where one of their plans fits and the policy follows it; else of all.
+
+    The fastest is found over all searches first, so that one limit holds for what ties with it.
+    """
     if policy.objective is Objective.TREE:
-        of_leaf = [rows for plan, rows in search.kinds() if in_leaf(plan, trace)]
-        found = search.preferred(np.concatenate(of_leaf)) if of_leaf else None
-        if found is not None:
-            return found
-    return search.preferred(search.rows)
+        taken = _preferred_of([(s, _rows_in_leaf(s, trace)) for s in searches], policy)
+        if taken is not None:
+            return taken
+    return _preferred_of([(search, search.rows) for search in searches], policy)
+
+
+def _preferred_of(pool: Sequence[tuple[Search, Rows]], policy: Policy) -> _Taken | None:
+    if policy.objective is Objective.MEMORY:
+        smallest = [found for search, rows in pool if (found := search.smallest(rows))]
+        winner = min(smallest, key=smallest_first, default=None)
+        return _Taken(winner, winner) if winner else None
+    every = [found for search, rows in pool if (found := search.fastest(rows))]
+    fastest = min(every, key=fastest_first, default=None)
+    if fastest is None or policy.objective is not Objective.TREE:
+        return _Taken(fastest, fastest) if fastest else None
+    limit_s = tie_limit_s(fastest.estimate.step_s, policy)
+    tied = [found for search, rows in pool if (found := search.simplest(rows, limit_s))]
+    return _Taken(min(tied, key=simplest_first), fastest)
+
+
+def _rows_in_leaf(search: Search, trace: Trace) -> Rows:
+    of_leaf = [rows for plan, rows in search.kinds() if in_leaf(plan, trace)]
+    return np.concatenate(of_leaf) if of_leaf else search.rows[:0]
 
 
 def _compare_kinds(search: Search, winner: Candidate, policy: Policy) -> set[Kind]:
@@ -206,6 +247,25 @@ def _compare_kinds(search: Search, winner: Candidate, policy: Policy) -> set[Kin
             search, rows, is_shown=number < shown, is_own=kind(plan) == kind(winner.plan)
         )
     }
+
+
+def _tell_hybrids(searches: Sequence[Search], policy: Policy, trace: Trace) -> set[Kind]:
+    """Estimate the best plan of stages with split layers, where the tree names them; its kind."""
+    if not names_hybrids(trace):
+        return set()
+    found = []
+    for search in searches:
+        kinds = [(p, r) for p, r in search.kinds() if cuts_both_ways(p) and in_leaf(p, trace)]
+        rows = np.concatenate([r for _, r in kinds]) if kinds else search.rows[:0]
+        if len(rows) > _FEW_ROWS:
+            usual = [r for p, r in kinds if p.data_parallel in _USUAL_OF_HYBRIDS]
+            rows = np.concatenate(usual) if usual else rows
+            rows = search.with_schedule(rows, Schedule.ONE_F_ONE_B)
+        best = search.strongest(rows)
+        found += [best] if best is not None else []
+    if not found:
+        return set()
+    return {kind(best_of(found, policy.by_numbers).plan)}
 
 
 def _is_told(search: Search, rows: Rows, *, is_shown: bool, is_own: bool) -> bool:

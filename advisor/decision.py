@@ -15,10 +15,10 @@ from advisor.facts import Facts
 from advisor.flip import Flip, flip
 from advisor.levers import Lever
 from advisor.pareto import Point, front_of
-from advisor.policy import Policy
-from advisor.rules import Candidate
+from advisor.policy import Objective, Policy
+from advisor.rules import Candidate, tie_limit_s
 from advisor.search.kept import Kept
-from advisor.tree import Trace
+from advisor.tree import Trace, in_leaf
 from engines.plan import Plan, parse_settings
 from profiles.record import Document, Record
 
@@ -40,6 +40,18 @@ class Alternative(Record):
     peak_bytes: float
     peak_high_bytes: float
     because: str
+
+
+def runner_up(
+    alternatives: Sequence[Alternative], chosen: Plan, policy: Policy, trace: Trace
+) -> Alternative | None:
+    """The first of them that might have been taken in place of the choice."""
+    might = (Verdict.TIE, Verdict.SLOWER, Verdict.LARGER)
+    follows = policy.objective is Objective.TREE and in_leaf(chosen, trace)
+    for other in alternatives:
+        if other.verdict in might and (not follows or in_leaf(other.plan, trace)):
+            return other
+    return None
 
 
 class WhyNot(Record):
@@ -74,11 +86,15 @@ class Decision(Document):
         facts, policy, pins: all that it was decided from.
         reasons: sentences with their numbers, in the order of the argument.
         trace: the path through the decision tree.
+        fastest_s: the step of the fastest plan that it was taken from: plans within the policy's
+            margin of it tie. None in files of before.
         alternatives: the best plan of other kinds, each with the reason against it.
         weighed: plans that were weighed, most of them by lower bounds where there are many;
             `estimated` of them exactly. `rejected` counts those left out, by rule.
         dissent: where a plan outside the tree's leaf is faster by more than the range.
         offers: what would be faster and needs the user's word, with its predicted gain.
+        suggestions: changes of the question that would pay, in decisions that were asked for them
+            (`advisor.suggestions`).
         flipped: what would change the answer, in decisions that were asked to keep it.
     """
 
@@ -89,12 +105,14 @@ class Decision(Document):
     pins: dict[str, PinValue] = Field(default_factory=dict)
     reasons: tuple[str, ...]
     trace: Trace
+    fastest_s: float | None = None
     alternatives: tuple[Alternative, ...] = ()
     weighed: int
     estimated: int | None = None
     rejected: dict[str, int] = Field(default_factory=dict)
     dissent: str | None = None
     offers: tuple[str, ...] = ()
+    suggestions: tuple[str, ...] = ()
     flipped: Flip | None = None
 
     def flip(self, *levers: Lever) -> Flip:
@@ -133,13 +151,24 @@ class Decision(Document):
         asked = parse_settings(settings)
         pins = _without_conflicts(self.pins, asked) | asked
         search = searched(Kept(CostModel(self.facts)), pins, self.policy)
-        best = search.best(search.rows)
+        limit_s = tie_limit_s(self._fastest_s, self.policy)
+        tied = None
+        if self.policy.objective is Objective.TREE:
+            tied = search.simplest(search.rows, limit_s)
+        best = tied or search.strongest(search.rows)
         if best is None:
             found = [problem.what for problem in why_illegal(self.facts, pins)]
             found += nearest_settings(self.facts, pins)
             return WhyNot(settings=settings, verdict=Verdict.NOT_LEGAL, because="; ".join(found))
         was_open = all(pins.get(key) == value for key, value in self.pins.items())
-        verdict, because = compare(best, self.chosen, self.policy, self.trace, was_open=was_open)
+        verdict, because = compare(
+            best,
+            self.chosen,
+            self.policy,
+            self.trace,
+            fastest_s=self._fastest_s,
+            was_open=was_open,
+        )
         return WhyNot(
             settings=settings,
             verdict=verdict,
@@ -169,6 +198,10 @@ class Decision(Document):
     def chosen(self) -> Candidate:
         """The plan with its estimate."""
         return Candidate(self.plan, self.estimate)
+
+    @property
+    def _fastest_s(self) -> float:
+        return self.estimate.step_s if self.fastest_s is None else self.fastest_s
 
     def __str__(self) -> str:
         """The report as plain text, 80 columns."""

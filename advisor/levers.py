@@ -9,6 +9,8 @@ from advisor.facts import Facts
 from advisor.model_sizes import at_length, has_other_lengths
 from profiles.cluster import ClusterProfile, Collective, Link, LinkFit
 from profiles.errors import InputError
+from profiles.model import LOSS, UnitCost, UnitProfile
+from profiles.optimizers import OPTIMIZERS
 from profiles.under_stack import under_stack
 from profiles.units import format_bandwidth, format_gib
 
@@ -25,6 +27,16 @@ class Lever(StrEnum):
 
 # Lengths are varied by steps of it: what attention kernels work in (FlashAttention-2's tiles).
 TOKENS_STEP = 128
+
+
+# torchtune's `CEWithChunkedOutputLoss`: `num_output_chunks` = 8 by default.
+LOSS_CHUNKS = 8
+_OF_CHUNKS = (
+    "activation_bytes",
+    "selective_activation_bytes",
+    "forward_transient_bytes",
+    "backward_transient_bytes",
+)
 
 
 def value(facts: Facts, lever: Lever) -> float:
@@ -101,6 +113,32 @@ def varied(facts: Facts, lever: Lever, wanted: float) -> Facts:
                 model=under_stack(at_length(facts.model, length), facts.stack),
                 workload=workload.model_copy(update=named),
             )
+
+
+def with_8_bit_states(facts: Facts) -> Facts | None:
+    """The same optimizer with moments of 8 bits; None where it has none of 32."""
+    if facts.workload.optimizer.name not in ("adam", "adamw"):
+        return None
+    workload = facts.workload.model_copy(update={"optimizer": OPTIMIZERS["adamw-8bit"]})
+    return _with(facts, workload=workload)
+
+
+def with_chunked_loss(facts: Facts) -> Facts | None:
+    """The loss taken over `LOSS_CHUNKS` parts of the tokens, one after another, so that it works in
+    and keeps that part of its memory; None where samples are no tokens."""
+    model = facts.model
+    if not model.has_loss or facts.tokens_per_sample is None:
+        return None
+    units = tuple(_in_chunks(unit) if unit.name == LOSS else unit for unit in model.units)
+    return _with(facts, model=model.model_copy(update={"units": units}))
+
+
+def _in_chunks(loss: UnitProfile) -> UnitProfile:
+    def part(cost: UnitCost) -> UnitCost:
+        update = {name: getattr(cost, name) * (1 / LOSS_CHUNKS) for name in _OF_CHUNKS}
+        return cost.model_copy(update=update)
+
+    return loss.model_copy(update={"costs": {kind: part(c) for kind, c in loss.costs.items()}})
 
 
 def shown(lever: Lever, amount: float) -> str:

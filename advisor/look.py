@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from advisor.anchor import Anchor
 from advisor.facts import Facts
 from advisor.parts import with_parts
+from advisor.precision import MIXED, default_precision, has_bf16_units
 from advisor.runs import pace_of, with_anchor, with_runs
 from engines.footprint import optimizer_footprint
 from engines.optimizer import OptimizerFactory
@@ -19,7 +21,7 @@ from engines.plan import Precision
 from profiles.batch import Batch, batch_size
 from profiles.capture import capture
 from profiles.cluster import ClusterProfile
-from profiles.errors import InputError
+from profiles.errors import InputError, ModelError
 from profiles.host import resident_bytes
 from profiles.model import ModelProfile, Numerics
 from profiles.probe import probe
@@ -27,6 +29,8 @@ from profiles.provenance import Source
 from profiles.stack import TORCH, Stack
 from profiles.stopwatch import with_times
 from profiles.workload import Workload
+
+log = logging.getLogger(__name__)
 
 # Kernels, threads and their heaps are set up at first use, after the look: 5 to 50 MiB were seen on
 # top of 370 to 420 MiB over runs of the demo.
@@ -55,21 +59,24 @@ def look(
     learns: bool = False,
     anchor: Anchor | None = None,
     stack: Stack = TORCH,
+    may_reduce: bool = False,
 ) -> Facts:
-    """What there is to know before deciding; with `learns` runs on this machine correct it, and a
-    step of such a model that was measured here, or `anchor`."""
+    """What there is to know before deciding.
+
+    Args:
+        learns: runs on this machine correct it, and a step of such a model that was measured here.
+        anchor: such a step, read from a file.
+        may_reduce: where no precision is named, bf16 is planned on devices that have units for it;
+            without it what the model is built in.
+    """
     dtype = _dtype(model)
-    wanted = (
-        precision
-        or pins.get("precision")
-        or next((p.value for p in Precision if p.dtype == dtype), "fp32")
-    )
-    numerics: tuple[Numerics, ...] = (Numerics.AS_BUILT,)
-    if wanted == "bf16" and dtype == "float32":
-        numerics = (Numerics.AS_BUILT, Numerics.BF16, Numerics.BF16_AUTOCAST)
-    profile: ModelProfile = capture(
-        model, sample, loss_fn=loss_fn, numerics=numerics, name=type(model).__name__
-    )
+    wanted = precision or pins.get("precision")
+    may_reduce = may_reduce and wanted is None and has_bf16_units(cluster.device)
+    is_reduced = (wanted == "bf16" or may_reduce) and dtype == "float32"
+    profile = _profile(model, sample, loss_fn, is_reduced=is_reduced, may_leave_out=may_reduce)
+    if wanted is None:
+        device = cluster.device if may_reduce else None
+        wanted = (default_precision(profile, device) or Precision.FP32).value
     if timed:
         profile = _with_times(model, sample, loss_fn, profile, cluster)
     cluster = with_parts(_with_context(cluster, model), profile)
@@ -106,6 +113,28 @@ def look(
     )
     facts = Facts(model=profile, cluster=cluster, workload=workload, stack=stack)
     return with_anchor(facts, anchor) if learns or anchor else facts
+
+
+def _profile(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFn | None,
+    *,
+    is_reduced: bool,
+    may_leave_out: bool,
+) -> ModelProfile:
+    """The model as it is built and, with `is_reduced`, in bf16; without that where it does not run
+    in it and `may_leave_out`."""
+    name = type(model).__name__
+    if is_reduced:
+        numerics = (Numerics.AS_BUILT, *MIXED)
+        try:
+            return capture(model, sample, loss_fn=loss_fn, numerics=numerics, name=name)
+        except ModelError as error:
+            if not may_leave_out:
+                raise
+            log.info("planned as built, the model does not run in bf16: %s", error.what)
+    return capture(model, sample, loss_fn=loss_fn, numerics=(Numerics.AS_BUILT,), name=name)
 
 
 def _with_times(

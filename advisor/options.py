@@ -10,10 +10,11 @@ from advisor.command import progress, say
 from advisor.machines import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from advisor.facts import Facts
     from advisor.models import LoadedModel
+    from profiles.model import ModelProfile, Numerics
 
 
 def facts_of(
@@ -45,12 +46,12 @@ def facts_of(
 
     progress(f"looking at {model} ...")
     from advisor.facts import Facts
-    from advisor.models import profile_model, require_model
+    from advisor.models import require_model
     from advisor.parts import with_parts
+    from advisor.precision import MIXED, default_precision, has_bf16_units
     from advisor.runs import pace_of, with_anchor, with_runs
     from advisor.stacks import stack_of
     from engines.plan import Precision
-    from profiles.model import Numerics
     from profiles.optimizers import optimizer_profile
     from profiles.workload import Workload
 
@@ -59,22 +60,22 @@ def facts_of(
     if cluster == "auto":
         require_model(model)  # before a job is timed for it
     machines = resolve(cluster, bench=bench)
-    reduced = (Numerics.BF16, Numerics.BF16_AUTOCAST) if precision == "bf16" else ()
-    found = profile_model(
-        model, samples=1, sequence_length=sequence_length, numerics=reduced, on_load=on_load
-    )
+    may_reduce = precision is None and has_bf16_units(machines.device)
+    reduced = MIXED if precision == "bf16" or may_reduce else ()
+    found = _profile(model, sequence_length, reduced, may_leave_out=may_reduce, on_load=on_load)
     machines = with_parts(machines, found)
     if global_batch is None:
         global_batch = found.samples * machines.world_size
         say(f"note: no `--global-batch`: {found.samples} per device, {global_batch} in all")
-    built_in = next(p.value for p in Precision if p.dtype == found.dtype)
+    if precision is None:
+        precision = (default_precision(found, machines.device) or Precision.FP32).value
     if cluster == "auto":
-        machines = with_runs(machines, dtype=Precision(precision or built_in).dtype)
+        machines = with_runs(machines, dtype=Precision(precision).dtype)
     workload = Workload(
         global_batch_size=global_batch,
         tokens_per_sample=found.tokens_per_sample,
         optimizer=optimizer_facts,
-        precision=precision or built_in,
+        precision=precision,
         dataset_samples=samples,
         critical_batch_size=critical_batch,
         host_overhead_s=host_overhead_s,
@@ -85,6 +86,35 @@ def facts_of(
     if known is not None or (uses_anchor and cluster == "auto"):
         return with_anchor(facts, known)
     return facts
+
+
+def _profile(
+    model: str,
+    sequence_length: int | None,
+    numerics: Sequence[Numerics],
+    *,
+    may_leave_out: bool,
+    on_load: Callable[[LoadedModel], None] | None,
+) -> ModelProfile:
+    """The profile with these numerics; as built alone where the model does not run in others and
+    nobody asked for them."""
+    from advisor.models import profile_model
+    from profiles.errors import ModelError
+
+    try:
+        return profile_model(
+            model,
+            samples=1,
+            sequence_length=sequence_length,
+            numerics=numerics,
+            on_load=on_load,
+        )
+    except ModelError as error:
+        if not may_leave_out:
+            raise
+        found = profile_model(model, samples=1, sequence_length=sequence_length, on_load=on_load)
+        say(f"note: planned in {found.dtype}, as the model does not run in bf16: {error.what}")
+        return found
 
 
 def _given() -> tuple[str, ...]:

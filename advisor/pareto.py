@@ -123,7 +123,7 @@ def _undominated(search: Search) -> list[Candidate]:
             if not is_open(seconds, nbytes):
                 continue
             candidate = search.candidate(index)
-            if candidate.fits:
+            if candidate is not None and candidate.fits:
                 found.append(candidate)
                 mine = candidate.estimate
                 open_rows &= (step_s < mine.step_s) | (peak_bytes < mine.peak_high_bytes)

@@ -51,6 +51,13 @@ class Policy(Record):
     alternatives: PositiveInt = 6
     device_factors: tuple[PositiveInt, ...] = (2, 4, 8, 16)
 
+    @property
+    def by_numbers(self) -> Policy:
+        """The same without the tree's taste for simple plans: of plans of one kind the fastest."""
+        if self.objective is not Objective.TREE:
+            return self
+        return self.model_copy(update={"objective": Objective.TIME})
+
     def usable_bytes(self, device: Device) -> float:
         """What a plan may take of a device's memory."""
         return device.memory_bytes.value * (1 - self.headroom_fraction)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from advisor import apart, outside, sending
-from advisor.comparison import causes, margin_percent, shape, title
+from advisor.comparison import Verdict, causes, title
 from advisor.cost import CostModel
 from advisor.cost.by_hand import crossed_s
+from advisor.decision import Alternative
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
-from advisor.rules import Candidate, margin_s, simplicity
+from advisor.rules import Candidate, fastest_first
 from advisor.search.legal import one_sample_bytes
 from advisor.search.space import Pins
 from advisor.tree import Family, Trace, belongs, in_leaf
@@ -33,12 +34,15 @@ def reasons(
     policy: Policy,
     trace: Trace,
     pins: Pins,
+    second: Alternative | None,
     weighed: Sequence[Candidate] = (),
 ) -> Iterator[str]:
     """What the states need, the path through the tree, and why this plan among its like.
 
-    `pool` are the plans that fit and that the winner was taken from; `weighed` those that do not
-    fit as well.
+    Args:
+        pool: the plans that fit and that the winner was taken from.
+        second: the row of the runner-up.
+        weighed: all plans, those that do not fit as well.
     """
     facts = costs.facts
     yield _states_reason(winner, facts, policy)
@@ -55,7 +59,7 @@ def reasons(
     yield from _experts_reason(winner)
     yield from _by_hand_reason(winner, costs)
     yield from _recompute_reason(winner, costs, policy)
-    yield from _runner_up_reason(winner, pool, policy)
+    yield from _runner_up_reason(winner, second, policy)
     yield from _whole_reason(winner, pool, facts, policy)
 
 
@@ -204,34 +208,28 @@ def _recompute_reason(winner: Candidate, costs: CostModel, policy: Policy) -> It
 
 
 def _runner_up_reason(
-    winner: Candidate, pool: Sequence[Candidate], policy: Policy
+    winner: Candidate, other: Alternative | None, policy: Policy
 ) -> Iterator[str]:
-    """By how much the winner wins over other shapes, or that it is a tie."""
-    others = [c for c in pool if shape(c.plan) != shape(winner.plan)]
-    if not others:
+    """By how much the winner wins over the runner-up, or that it is a tie: by the verdict of that
+    row of the table."""
+    if other is None or other.step_s is None:
         return
-    if policy.objective is Objective.MEMORY:
-        smallest = min(others, key=lambda c: (c.estimate.peak_high_bytes, str(c.plan)))
-        more = smallest.estimate.peak_high_bytes - winner.estimate.peak_high_bytes
-        yield f"Runner-up {title(smallest.plan)} needs {format_gib(more)} more"
+    if other.verdict is Verdict.LARGER:
+        more = other.peak_high_bytes - winner.estimate.peak_high_bytes
+        yield f"Runner-up {other.title} needs {format_gib(more)} more"
         return
-    other = _fastest(others)
-    mine, theirs = winner.estimate.step_s, other.estimate.step_s
-    percent = format_percent(abs(theirs - mine) / mine)
-    name = title(other.plan)
-    margin = margin_percent(winner.estimate, other.estimate, policy)
-    tied = abs(theirs - mine) <= margin_s(winner.estimate, other.estimate, policy)
-    simpler = policy.objective is Objective.TREE and (
-        simplicity(winner.plan) < simplicity(other.plan)
-    )
-    if theirs < mine:
-        yield f"{name} is {percent} faster, a tie (margin {margin}): the simpler plan is taken"
-    elif tied:
-        ending = "; this one is simpler" if simpler else ""
-        loses = "equally fast" if percent == format_percent(0.0) else f"{percent} slower"
-        yield f"Runner-up {name} is {loses}, a tie (margin {margin}){ending}"
-    else:
-        yield f"Runner-up {name} is {percent} slower"
+    mine = winner.estimate.step_s
+    percent = format_percent(abs(other.step_s - mine) / mine)
+    if other.verdict is Verdict.SLOWER:
+        yield f"Runner-up {other.title} is {percent} slower"
+        return
+    tie = f"a tie (within {format_percent(policy.simplicity_margin)} of the fastest plan)"
+    if other.step_s < mine:
+        yield f"{other.title} is {percent} faster, {tie}: the simpler plan is taken"
+        return
+    loses = "equally fast" if percent == format_percent(0.0) else f"{percent} slower"
+    ending = "; this one is simpler" if policy.objective is Objective.TREE else ""
+    yield f"Runner-up {other.title} is {loses}, {tie}{ending}"
 
 
 def _whole_reason(
@@ -248,7 +246,7 @@ def _whole_reason(
     sentence = (
         f"{title(simple.plan)} is simpler and fits, but is"
         f" {format_percent(lost / fastest.estimate.step_s)} slower{than}, beyond the margin of"
-        f" {margin_percent(fastest.estimate, simple.estimate, policy)}:"
+        f" {format_percent(policy.simplicity_margin)}:"
         f" {causes(simple.estimate, fastest.estimate)}"
     )
     if numerics(simple.plan, facts.model) is Numerics.BF16_AUTOCAST:
@@ -260,7 +258,7 @@ def _whole_reason(
 
 
 def _fastest(candidates: Sequence[Candidate]) -> Candidate:
-    return min(candidates, key=lambda c: (c.estimate.step_s, simplicity(c.plan), str(c.plan)))
+    return min(candidates, key=fastest_first)
 
 
 def _capitalised(words: str) -> str:

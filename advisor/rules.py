@@ -5,8 +5,11 @@ Numbers come from the facts, the policy and the estimate; a rule only compares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
@@ -16,8 +19,12 @@ from advisor.policy import Objective, Policy
 from advisor.search.space import KINDS, RECOMPUTES, SCHEDULES, Integers, Row, Space
 from engines.plan import DataParallel, Offload, Plan, Updates
 from profiles.cluster import ClusterProfile
+from profiles.errors import AdvisorError
 from profiles.record import Record
 from profiles.units import format_gib
+
+log = logging.getLogger(__name__)
+NOT_ESTIMATED = "not-estimated"
 
 
 class Finding(Record):
@@ -107,19 +114,63 @@ def load_bytes_per_node(estimate: Estimate, cluster: ClusterProfile) -> float:
     return estimate.load_bytes * cluster.devices_per_node
 
 
+class Loadable(StrEnum):
+    """How the engines can load a model here."""
+
+    WHOLE = "it fits"
+    BY_STAGE = "fits, loaded by stage"
+    TOO_LARGE = "cannot be loaded"
+
+
+def loading(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> Loadable:
+    """Whether a node's main memory holds what its ranks build; where none is known it does.
+
+    Stages are built one by one from the meta device (`weights=`); no engine loads shards alone.
+    """
+    memory = facts.cluster.host_memory_bytes
+    needed = load_bytes_per_node(estimate, facts.cluster)
+    usable = policy.usable_host_bytes(memory.value) if memory is not None else needed
+    if needed <= usable:
+        return Loadable.WHOLE
+    return Loadable.BY_STAGE if needed / plan.pp <= usable else Loadable.TOO_LARGE
+
+
 RULES: tuple[Rule, ...] = (fits_device, fits_host, fits_disk)
 
 
+def judged(plan: Plan, costs: CostModel, policy: Policy) -> Candidate:
+    """A plan with its estimate and the first rule against it."""
+    estimate = costs.estimate(plan)
+    findings = (rule(plan, estimate, costs.facts, policy) for rule in RULES)
+    return Candidate(plan, estimate, next((one for one in findings if one is not None), None))
+
+
 def weigh(plans: Iterable[Plan], costs: CostModel, policy: Policy) -> list[Candidate]:
-    """Every plan with its estimate and the first rule against it."""
+    """Every plan that can be estimated, with the first rule against it."""
     found = []
     for plan in plans:
-        estimate = costs.estimate(plan)
-        findings = (rule(plan, estimate, costs.facts, policy) for rule in RULES)
-        found.append(
-            Candidate(plan, estimate, next((one for one in findings if one is not None), None))
-        )
+        with losing_one_plan(plan):
+            found.append(judged(plan, costs, policy))
     return found
+
+
+@contextmanager
+def losing_one_plan(plan: Plan, *, is_said: bool = True) -> Iterator[None]:
+    """A mistake of ours while one plan is estimated loses that plan, not the answer.
+
+    It is logged, with its traceback where this logger shows debug messages (`advise --debug`).
+    Errors about what was given concern all plans, and are raised.
+    """
+    try:
+        yield
+    except AdvisorError:
+        raise
+    except Exception as error:
+        if not is_said:
+            return
+        is_shown = log.isEnabledFor(logging.DEBUG)
+        what = f"{type(error).__name__}: {error}"
+        log.warning("left out, as it could not be estimated: %s: %s", plan, what, exc_info=is_shown)
 
 
 _KINDS = (
@@ -180,32 +231,19 @@ def _apart(plan: Plan | Row) -> int:
     return 2 * order.index(plan.updates) + (plan.servers > 0) + (plan.backup_workers > 0)
 
 
-def margin_s(one: Estimate, other: Estimate, policy: Policy) -> float:
-    """Steps that differ by no more than this are a tie.
+def tie_limit_s(fastest_s: float, policy: Policy) -> float:
+    """The longest step that ties with `fastest_s`, the step of the fastest plan among those that
+    are compared.
 
-    Both run the same model on the same machine, so their errors are shared but for the parts in
-    which they differ; below that is the scatter that the policy's margin stands for.
+    One limit for all of them: two plans within it tie with each other as well, which margins
+    between pairs of plans do not give.
     """
-    mine, theirs = one.time, other.time
-    computing = (
-        abs(mine.compute_s - theirs.compute_s)
-        + abs(mine.recompute_s - theirs.recompute_s)
-        + abs(mine.optimizer_s - theirs.optimizer_s)
-        # A stage waits for what others compute.
-        + abs(mine.idle_s - theirs.idle_s)
-        + abs(mine.straggling_s - theirs.straggling_s)
-    )
-    launching = abs(mine.launch_s - theirs.launch_s)
-    sent = abs(mine.exposed_s - theirs.exposed_s) + abs(mine.host_s - theirs.host_s)
-    own = one.compute_error * computing
-    own += one.launch_error * launching + one.communication_error * sent
-    return max(own, policy.simplicity_margin * min(one.step_s, other.step_s))
+    return fastest_s * (1 + policy.simplicity_margin)
 
 
 def beats(one: Candidate, other: Candidate, policy: Policy) -> bool:
     """Whether it is faster by more than a tie."""
-    gain_s = other.estimate.step_s - one.estimate.step_s
-    return gain_s > margin_s(one.estimate, other.estimate, policy)
+    return other.estimate.step_s > tie_limit_s(one.estimate.step_s, policy)
 
 
 def first_of_fastest(
@@ -229,25 +267,29 @@ def preferred(candidates: Sequence[Candidate], policy: Policy) -> Candidate:
     """
     match policy.objective:
         case Objective.TIME:
-            return min(candidates, key=lambda c: (c.estimate.step_s, *_settled(c)))
+            return min(candidates, key=fastest_first)
         case Objective.MEMORY:
-            return min(
-                candidates,
-                key=lambda c: (c.estimate.peak_high_bytes, c.estimate.step_s, str(c.plan)),
-            )
-    return min(ties(candidates, policy), key=_settled)
+            return min(candidates, key=smallest_first)
+    return min(ties(candidates, policy), key=simplest_first)
 
 
 def ties(candidates: Sequence[Candidate], policy: Policy) -> list[Candidate]:
-    """The fastest candidate and those that cannot be told from it."""
-    fastest = min(candidates, key=lambda c: (c.estimate.step_s, *_settled(c)))
-    return [
-        c
-        for c in candidates
-        if c.estimate.step_s - fastest.estimate.step_s
-        <= margin_s(fastest.estimate, c.estimate, policy)
-    ]
+    """The fastest candidate and those within the margin of it."""
+    limit_s = tie_limit_s(min(c.estimate.step_s for c in candidates), policy)
+    return [c for c in candidates if c.estimate.step_s <= limit_s]
 
 
-def _settled(candidate: Candidate) -> tuple[tuple[int, ...], float, str]:
+def simplest_first(candidate: Candidate) -> tuple[tuple[int, ...], float, str]:
+    """The order in which plans that tie are preferred."""
     return simplicity(candidate.plan), candidate.estimate.step_s, str(candidate.plan)
+
+
+def fastest_first(candidate: Candidate) -> tuple[float, tuple[int, ...], str]:
+    """By time; on equal times the simpler one."""
+    return candidate.estimate.step_s, simplicity(candidate.plan), str(candidate.plan)
+
+
+def smallest_first(candidate: Candidate) -> tuple[float, float, str]:
+    """By memory; on equal memory the faster one."""
+    estimate = candidate.estimate
+    return estimate.peak_high_bytes, estimate.step_s, str(candidate.plan)

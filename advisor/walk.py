@@ -151,21 +151,26 @@ def _links_between_nodes(situation: _Situation) -> Answer:
 def _links(situation: _Situation, where: str) -> Answer:
     """Fast: what ZeRO-3 puts on the link in a step can hide behind this model's computing.
 
-    At the largest microbatch that fits, which sends least for what it computes.
+    Of plans that fit, the one that sends least for what it computes: mostly that of the largest
+    microbatch. Where none fits, the one that needs least memory, which is the nearest to fitting.
     """
     cluster = situation.facts.cluster
     sharded = situation.probes(DataParallel.FULL_SHARD)
     given = given_bytes_per_s(cluster)
     if not sharded:
         return "slow", "the model cannot be sharded here: see the problems of `zero=3`"
-    fitting = [c for c in sharded if c.estimate.fits(situation.usable_bytes)] or sharded
-    least = min(fitting, key=lambda c: (needed_bytes_per_s(c.estimate), str(c.plan)))
+    fitting = [c for c in sharded if c.estimate.fits(situation.usable_bytes)]
+    if fitting:
+        least = min(fitting, key=lambda c: (needed_bytes_per_s(c.estimate), str(c.plan)))
+    else:
+        least = min(sharded, key=lambda c: (c.estimate.peak_high_bytes, str(c.plan)))
+    unfit = "" if fitting else ", which comes nearest to fitting"
     needed = needed_bytes_per_s(least.estimate)
     answer = "fast" if needed <= given else "slow"
     return (
         answer,
         f"ZeRO-3 needs {format_bandwidth(needed)} {where} to hide behind computing (derived;"
-        f" microbatch {least.plan.microbatch_size}), {_given(cluster)}",
+        f" microbatch {least.plan.microbatch_size}{unfit}), {_given(cluster)}",
     )
 
 

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from advisor.allocator import advice, slack_decides, without_slack
-from advisor.comparison import kind_words, nearest_miss, offloaded, title
+from advisor.candidates import searched
+from advisor.comparison import Shape, kind_words, nearest_miss, offloaded, shape, title
+from advisor.cost import CostModel
 from advisor.cost.ledger import disk_bytes_per_s
 from advisor.decide import Choice, decide
 from advisor.facts import Facts
-from advisor.levers import TOKENS_STEP, Lever, value, varied
+from advisor.levers import (
+    LOSS_CHUNKS,
+    TOKENS_STEP,
+    Lever,
+    value,
+    varied,
+    with_8_bit_states,
+    with_chunked_loss,
+)
 from advisor.outside import with_disk
 from advisor.policy import Policy
-from advisor.rules import Candidate, host_bytes_per_node
+from advisor.rules import Candidate, host_bytes_per_node, preferred
+from advisor.search.kept import Kept
 from advisor.search.space import Pins
-from engines.plan import Offload
+from engines.plan import Offload, OffloadTo, Plan
 from profiles.errors import InputError, NoPlanError
 from profiles.model import Numerics
 from profiles.optimizers import OPTIMIZERS
@@ -24,6 +37,10 @@ from profiles.units import format_bandwidth, format_gib, format_seconds
 
 # Changes shown when nothing fits: enough to choose from, few enough to read.
 _CHANGES_SHOWN = 4
+# Of so many plans a decision takes seconds, and a dozen are made here: changes are then tried on
+# the ways of spreading that came nearest, so many for each kind of offload.
+_MANY_PLANS = 5_000
+_NEAREST_SHOWN = 2
 # Main memory that is no limit: a million times what nodes have.
 _ENDLESS_BYTES = 2.0**60
 # What is divided by a share and multiplied by it again may come out a digit too small.
@@ -40,7 +57,9 @@ def no_plan(facts: Facts, policy: Policy, pins: Pins, choice: Choice) -> NoPlanE
     away = [offloaded(plan) for plan in choice.kinds if plan.offload is not Offload.NONE]
     if away:
         kinds += f"; where possible also with {', '.join(dict.fromkeys(away))}"
-    changes = list(islice(_changes(facts, policy, pins, choice.weighed), _CHANGES_SHOWN))
+    near = _nearest_spreads(choice) if choice.total > _MANY_PLANS else ()
+    tried = _Tried(policy, near)
+    changes = list(islice(_changes(facts, tried, pins, choice.weighed), _CHANGES_SHOWN))
     device, high = facts.cluster.device, nearest.estimate.peak_high_bytes
     if slack_decides(high, device, policy):
         least = format_gib(without_slack(high, device))
@@ -56,30 +75,32 @@ def no_plan(facts: Facts, policy: Policy, pins: Pins, choice: Choice) -> NoPlanE
 
 
 def _changes(
-    facts: Facts, policy: Policy, pins: Pins, weighed: Sequence[Candidate]
+    facts: Facts, tried: _Tried, pins: Pins, weighed: Sequence[Candidate]
 ) -> Iterator[str]:
     """Changes that make something fit, cheapest first, each tried."""
     for key, setting in pins.items():
         others = {name: kept for name, kept in pins.items() if name != key}
-        yield from _verified(f"leave `{key}={setting}` open", facts, policy, others)
+        whole = _Tried(tried.policy, ())
+        yield from _verified(f"leave `{key}={setting}` open", facts, whole, others)
     if facts.workload.precision == "fp32" and Numerics.BF16 in facts.model.numerics:
         changed = _with(facts, workload=facts.workload.model_copy(update={"precision": "bf16"}))
-        yield from _verified("compute in bf16 (`--precision bf16`)", changed, policy, pins)
+        yield from _verified("compute in bf16 (`--precision bf16`)", changed, tried, pins)
     if facts.workload.optimizer.whole_because:
         workload = facts.workload.model_copy(update={"optimizer": OPTIMIZERS["adamw"]})
         name = facts.workload.optimizer.name
         words = f"step with AdamW, which can be sharded, in place of {name}"
-        yield from _verified(words, _with(facts, workload=workload), policy, pins)
+        yield from _verified(words, _with(facts, workload=workload), tried, pins)
+    yield from _smaller_states(facts, tried, pins)
+    yield from _smaller_loss(facts, tried, pins)
     # Where nothing but main memory is in the way, that is said before anything larger.
-    yield from _main_memory(facts, policy, pins)
-    yield from _disk(facts, policy, pins)
-    yield from _more_devices(facts, policy, pins)
-    yield from _more_memory(facts, policy, pins, weighed)
-    yield from _shorter_sequences(facts, policy, pins)
-    yield from _smaller_states(facts, policy, pins)
+    yield from _main_memory(facts, tried, pins)
+    yield from _disk(facts, tried, pins)
+    yield from _more_devices(facts, tried, pins)
+    yield from _more_memory(facts, tried, pins, weighed)
+    yield from _shorter_sequences(facts, tried, pins)
 
 
-def _more_devices(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
+def _more_devices(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
     """The first multiple of nodes (or of devices, where nothing is known of a network) that is
     enough; the batch grows where it must, to divide."""
     cluster, batch = facts.cluster, facts.workload.global_batch_size
@@ -89,7 +110,7 @@ def _more_devices(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
         field, name = "devices_per_node", "devices"
     else:
         return
-    for factor in policy.device_factors:
+    for factor in tried.policy.device_factors:
         count = getattr(cluster, field) * factor
         larger = cluster.model_copy(update={field: count})
         world = larger.world_size
@@ -97,42 +118,42 @@ def _more_devices(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
         workload = facts.workload.model_copy(update={"global_batch_size": wanted})
         changed = Facts(model=facts.model, cluster=larger, workload=workload, stack=facts.stack)
         grows = f" and a global batch of {wanted}" if wanted != batch else ""
-        found = list(_verified(f"take {count} {name}{grows}", changed, policy, pins))
+        found = list(_verified(f"take {count} {name}{grows}", changed, tried, pins))
         if found:
             yield from found
             return
 
 
 def _more_memory(
-    facts: Facts, policy: Policy, pins: Pins, weighed: Sequence[Candidate]
+    facts: Facts, tried: _Tried, pins: Pins, weighed: Sequence[Candidate]
 ) -> Iterator[str]:
     """Devices with as much memory as the smallest plan needs that keeps its states on them."""
     peaks = [c.estimate.peak_high_bytes for c in weighed if c.plan.offload is Offload.NONE]
     if not peaks:
         return
-    needed = min(peaks) / (1 - policy.headroom_fraction) * _ROUNDED_UP
+    needed = min(peaks) / (1 - tried.policy.headroom_fraction) * _ROUNDED_UP
     changed = varied(facts, Lever.MEMORY, needed)
-    yield from _verified(f"take devices with {format_gib(needed)} of memory", changed, policy, pins)
+    yield from _verified(f"take devices with {format_gib(needed)} of memory", changed, tried, pins)
 
 
-def _main_memory(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
+def _main_memory(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
     """Nodes whose main memory holds the states, where that is all that is in the way."""
     if "offload" in pins or facts.cluster.device.kind == "cpu":
         return
     roomy = Quantity(value=_ENDLESS_BYTES, source=Source.ASSUMED)
     endless = facts.cluster.model_copy(update={"host_memory_bytes": roomy})
-    found = decide(_with(facts, cluster=endless), policy=policy, pins=pins).winner
+    found = tried.winner(_with(facts, cluster=endless), pins)
     if found is None or not found.estimate.host_bytes:
         return
     needed = host_bytes_per_node(found.estimate, facts.cluster)
-    needed *= _ROUNDED_UP / (1 - policy.host_headroom_fraction)
+    needed *= _ROUNDED_UP / (1 - tried.policy.host_headroom_fraction)
     memory = Quantity(value=needed, source=Source.ASSUMED)
     larger = facts.cluster.model_copy(update={"host_memory_bytes": memory})
     change = f"take nodes with {format_gib(needed)} of main memory"
-    yield from _verified(change, _with(facts, cluster=larger), policy, pins)
+    yield from _verified(change, _with(facts, cluster=larger), tried, pins)
 
 
-def _disk(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
+def _disk(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
     """Files, where nothing is known of a disk."""
     if {"offload", "offload_to"} & set(pins) or facts.cluster.disk_write_bytes_per_s is not None:
         return
@@ -140,18 +161,26 @@ def _disk(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
     written, read = disk_bytes_per_s(cluster)
     rates = f"{format_bandwidth(written.value)} written, {format_bandwidth(read.value)} read"
     change = f"keep states in files on a disk of {rates} (`advise probe --disk FOLDER` times one)"
-    yield from _verified(change, _with(facts, cluster=cluster), policy, pins)
+    wanted = {**pins, "offload_to": OffloadTo.DISK.value} if tried.near else pins
+    yield from _verified(change, _with(facts, cluster=cluster), tried, wanted)
 
 
-def _smaller_states(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
+def _smaller_states(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
     """The same optimizer with states of 8 bits, where its states are of 32."""
-    if facts.workload.optimizer.name in ("adam", "adamw"):
-        workload = facts.workload.model_copy(update={"optimizer": OPTIMIZERS["adamw-8bit"]})
-        changed = _with(facts, workload=workload)
-        yield from _verified("step with 8-bit AdamW", changed, policy, pins)
+    changed = with_8_bit_states(facts)
+    if changed is not None:
+        yield from _verified("step with 8-bit AdamW", changed, tried, pins)
 
 
-def _shorter_sequences(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
+def _smaller_loss(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
+    """A loss over a part of the tokens at a time."""
+    changed = with_chunked_loss(facts)
+    if changed is not None:
+        words = f"take the loss in {LOSS_CHUNKS} chunks of the tokens (in your own code)"
+        yield from _verified(words, changed, tried, pins)
+
+
+def _shorter_sequences(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
     """Half as long, a quarter ..., where the model can be counted at other lengths."""
     try:
         length = int(value(facts, Lever.SEQUENCE)) // 2
@@ -159,17 +188,65 @@ def _shorter_sequences(facts: Facts, policy: Policy, pins: Pins) -> Iterator[str
         return
     while length >= TOKENS_STEP:
         changed = varied(facts, Lever.SEQUENCE, length)
-        found = list(_verified(f"cut sequences to {length} tokens", changed, policy, pins))
+        found = list(_verified(f"cut sequences to {length} tokens", changed, tried, pins))
         if found:
             yield from found
             return
         length //= 2
 
 
-def _verified(change: str, facts: Facts, policy: Policy, pins: Pins) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """How changes are tried: whole decisions, or where these take seconds each, the ways of
+    spreading that came nearest to fitting."""
+
+    policy: Policy
+    near: tuple[Plan, ...]
+
+    def winner(self, facts: Facts, pins: Pins) -> Candidate | None:
+        """What is taken for other facts; None where nothing fits.
+
+        Raises:
+            InputError: no plan is legal.
+        """
+        if not self.near:
+            return decide(facts, policy=self.policy, pins=pins).winner
+        kept, found = Kept(CostModel(facts)), []
+        for plan in self.near:
+            wanted = dict(pins) | _spread_as(plan, facts.cluster.world_size)
+            search = searched(kept, wanted, self.policy, offload=plan.offload)
+            found.append(search.preferred(search.rows))
+        fitting = [candidate for candidate in found if candidate is not None]
+        return preferred(fitting, self.policy) if fitting else None
+
+
+def _nearest_spreads(choice: Choice) -> tuple[Plan, ...]:
+    """Of every kind of offload the plans that miss by least, of different shapes; and everything
+    sharded, which gains most from more devices."""
+    found: dict[Offload, dict[Shape, Plan]] = {}
+    missed = sorted(choice.weighed, key=lambda c: c.finding.missing_bytes if c.finding else 0.0)
+    for candidate in missed:
+        plans = found.setdefault(candidate.plan.offload, {})
+        if len(plans) < _NEAREST_SHOWN and candidate.plan.offload_to is OffloadTo.HOST:
+            plans.setdefault(shape(candidate.plan), candidate.plan)
+    sharded = [p for p in choice.kinds if title(p).startswith("FSDP")]
+    here = [plan for plan in sharded if plan.offload is Offload.NONE]
+    return (*here[:1], *(plan for plans in found.values() for plan in plans.values()))
+
+
+def _spread_as(plan: Plan, devices: int) -> dict[str, Any]:
+    """The degrees of a plan; more devices than it has hold more shards or replicas."""
+    axes = ("pp", "tp", "cp", "ep", "dp_replicate", "dp_shard", "data_parallel")
+    pins = {name: getattr(plan, name) for name in axes}
+    grown = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
+    pins[grown] *= max(1, devices // plan.world_size)
+    return pins
+
+
+def _verified(change: str, facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
     """`change` with the plan that is then taken; nothing where none fits or is legal."""
     try:
-        found = decide(facts, policy=policy, pins=pins).winner
+        found = tried.winner(facts, pins)
     except InputError:
         return
     if found is not None:

@@ -14,8 +14,8 @@ class Affine(Record):
     def at(self, samples: float) -> float:
         return self.fixed + self.per_sample * samples
 
-    def __add__(self, other: Affine) -> Affine:
-        return Affine(fixed=self.fixed + other.fixed, per_sample=self.per_sample + other.per_sample)
-
     def __mul__(self, factor: float) -> Affine:
         return Affine(fixed=self.fixed * factor, per_sample=self.per_sample * factor)
+
+    def __add__(self, other: Affine) -> Affine:
+        return Affine(fixed=self.fixed + other.fixed, per_sample=self.per_sample + other.per_sample)

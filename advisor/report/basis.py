@@ -18,7 +18,7 @@ from advisor.cost.ledger import disk_bytes_per_s, host_link_bytes_per_s
 from advisor.cost.memory import ACTIVATION_ERROR, shard_degree
 from advisor.cost.replay import USUAL_OVERLAP
 from advisor.decision import Decision
-from advisor.rules import load_bytes_per_node
+from advisor.rules import Loadable, load_bytes_per_node, loading
 from advisor.stacks import compiled, is_of_engines, is_preset, summary
 from advisor.whatif import levers
 from engines.legality import numerics
@@ -298,6 +298,7 @@ def hints(decision: Decision) -> Iterator[str]:
             f"`{facts.stack.name}` is priced only: our engines do not run it, and"
             " `auto_parallelize` takes this plan without it"
         )
+    yield from decision.suggestions
     yield from _too_large_to_load(decision)
     yield from allocator_hint(decision)
     yield from outside.hint(decision.plan)
@@ -321,16 +322,15 @@ def _too_large_to_load(decision: Decision) -> Iterator[str]:
     """All ranks of a node build the model at the same time; nothing of it is in any plan."""
     facts, estimate = decision.facts, decision.estimate
     memory, ranks = facts.cluster.host_memory_bytes, facts.cluster.devices_per_node
-    if memory is None:
+    how = loading(decision.plan, estimate, facts, decision.policy)
+    if memory is None or how is Loadable.WHOLE:
         return
     usable = decision.policy.usable_host_bytes(memory.value)
     needed = load_bytes_per_node(estimate, facts.cluster)
-    if needed <= usable:
-        return
     fitting = int(usable // estimate.load_bytes)
     enough = format_gib(needed / (1 - decision.policy.host_headroom_fraction))
     fewer = f"start {fitting} rank{'s' if fitting > 1 else ''} a node, or " if fitting else ""
-    if decision.plan.pp > 1:
+    if how is Loadable.BY_STAGE:
         own = format_gib(needed / decision.plan.pp)
         yield (
             f"loading does not fit: {ranks} ranks build the whole model, {format_gib(needed)} of"

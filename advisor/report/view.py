@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from advisor.comparison import Verdict, cuts, short_cuts, title
+from advisor.comparison import cuts, short_cuts, title
 from advisor.cost import Estimate
 from advisor.decision import Alternative, Decision
 from advisor.large_batch import batch_advice
 from advisor.policy import Objective
 from advisor.report.basis import Basis, basis, hints
-from advisor.rules import SIMPLER_FIRST, host_bytes_per_node, load_bytes_per_node
+from advisor.rules import (
+    SIMPLER_FIRST,
+    Loadable,
+    host_bytes_per_node,
+    load_bytes_per_node,
+    loading,
+)
 from engines.plan import Plan
 from profiles.cluster import ClusterProfile
 from profiles.record import Record
@@ -76,9 +82,11 @@ def view_of(decision: Decision) -> ReportView:
     )
     built = decision.trace.not_weighed
     advice = batch_advice(facts)
+    loads = loading(plan, estimate, facts, decision.policy)
+    too_large = ", too large to load" if loads is Loadable.TOO_LARGE else ""
     view = ReportView(
-        title=f"{title(plan)} for {facts.model.name}",
-        verdict="it fits",
+        title=f"{title(plan)} for {facts.model.name}{too_large}",
+        verdict=loads.value,
         plan=(degrees or str(plan), *((beside,) if degrees and beside else ()), cuts(plan)),
         devices=f"{plan.world_size} of {facts.cluster.world_size}"
         f" device{'s' if facts.cluster.world_size > 1 else ''}",
@@ -219,14 +227,15 @@ def _main_memory(decision: Decision) -> Iterator[str]:
 
 def _ties(decision: Decision) -> str | None:
     """How ties are settled, where there is one."""
-    if not any(other.verdict is Verdict.TIE for other in decision.alternatives):
+    if not any(other.because.startswith("tie:") for other in decision.alternatives):
         return None
-    words = (
-        "tie: within the margin, which is the error of what the two plans do differently,"
-        f" {format_percent(decision.policy.simplicity_margin)} of the faster step at least"
-    )
+    margin = format_percent(decision.policy.simplicity_margin)
+    fastest = ""
+    if decision.fastest_s is not None:
+        fastest = f" ({format_seconds(decision.fastest_s)})"
     if decision.policy.objective is not Objective.TREE:
-        return words
+        return f"tie: within {margin} of the fastest plan{fastest}"
+    words = f"tie: within {margin} of the fastest plan that the tree allows{fastest}"
     return f"{words}. The simpler plan is taken: {SIMPLER_FIRST}"
 
 

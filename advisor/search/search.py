@@ -14,15 +14,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.cost import Estimate
 from advisor.policy import Objective, Policy
-from advisor.rules import Candidate, fits_device, margin_s, simplicity, simplicity_columns, weigh
+from advisor.rules import (
+    NOT_ESTIMATED,
+    Candidate,
+    fastest_first,
+    fits_device,
+    judged,
+    losing_one_plan,
+    simplest_first,
+    simplicity,
+    simplicity_columns,
+    smallest_first,
+    tie_limit_s,
+)
 from advisor.search.bounds import ROUNDING, Bounds, bounds_of
 from advisor.search.columns import unique
 from advisor.search.kept import Kept
-from advisor.search.space import KINDS, Space
+from advisor.search.space import KINDS, SCHEDULES, Space
 from advisor.search.stages import Stages
-from engines.plan import Plan
+from engines.plan import Plan, Schedule
 
 # Plans of which none fits that are estimated to find which of them misses by least.
 _MOST_MISSING = 12
@@ -47,6 +58,7 @@ class Search:
         self._policy = policy
         self._stages = stages
         self._weighed: dict[int, Candidate] = {}
+        self._failed: set[int] = set()
         self.usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
         missing = self.bounds.peak_high_bytes * (1 - ROUNDING) - self.usable_bytes
         self._missing = np.maximum(0.0, missing)
@@ -71,6 +83,7 @@ class Search:
         counts[fits_device.__name__.replace("_", "-")] += len(by_bound) - sum(
             bool(self._missing[index] > 0) for index in self._weighed
         )
+        counts[NOT_ESTIMATED] = len(self._failed)
         return +counts
 
     def weigh_all(self) -> None:
@@ -78,12 +91,16 @@ class Search:
         for index in range(len(self.space)):
             self.candidate(index)
 
-    def candidate(self, index: int) -> Candidate:
-        """A row, estimated."""
-        if index not in self._weighed:
-            plan = self._stages.plan(self.space, index)
-            (self._weighed[index],) = weigh([plan], self._costs, self._policy)
-        return self._weighed[index]
+    def candidate(self, index: int) -> Candidate | None:
+        """A row, estimated; None where it cannot be (`rules.losing_one_plan`)."""
+        if index not in self._weighed and index not in self._failed:
+            is_first = not self._failed
+            self._failed.add(index)
+            with losing_one_plan(self.space.plan(index), is_said=is_first):
+                plan = self._stages.plan(self.space, index)
+                self._weighed[index] = judged(plan, self._costs, self._policy)
+                self._failed.remove(index)
+        return self._weighed.get(index)
 
     def kinds(self) -> list[tuple[Plan, Rows]]:
         """Rows that use the same axes and shard the same, with a plan that stands for them.
@@ -105,9 +122,10 @@ class Search:
         same &= space.ep == plan.ep
         return np.asarray(rows[~same])
 
-    def best(self, rows: Rows) -> Candidate | None:
-        """The preferred plan that fits, else the one that misses by least; None without rows."""
-        return self.preferred(rows) or self.nearest(rows)
+    def with_schedule(self, rows: Rows, schedule: Schedule) -> Rows:
+        """Those of `rows` in this schedule; all where none is."""
+        found = rows[self.space.schedule[rows] == SCHEDULES.index(schedule)]
+        return np.asarray(found if len(found) else rows)
 
     def strongest(self, rows: Rows, *, most: int | None = None) -> Candidate | None:
         """The fastest that fits (the smallest, where memory is the objective), else the one that
@@ -115,9 +133,9 @@ class Search:
         the first few."""
         is_memory = self._policy.objective is Objective.MEMORY
         bounds = self.bounds.step_s
-        key: Callable[[Candidate], tuple[Any, ...]] = _by_time
+        key: Callable[[Candidate], tuple[Any, ...]] = fastest_first
         if is_memory:
-            bounds, key = self.bounds.peak_high_bytes, _by_memory
+            bounds, key = self.bounds.peak_high_bytes, smallest_first
         try:
             found = self._least(self._may_fit(rows), bounds, key, most=most)
             least = most or _MOST_MISSING
@@ -131,11 +149,11 @@ class Search:
 
     def fastest(self, rows: Rows) -> Candidate | None:
         """Of those that fit; on equal times the simpler one."""
-        return self._least(self._may_fit(rows), self.bounds.step_s, _by_time)
+        return self._least(self._may_fit(rows), self.bounds.step_s, fastest_first)
 
     def smallest(self, rows: Rows) -> Candidate | None:
         """Of those that fit the one with the most memory left."""
-        return self._least(self._may_fit(rows), self.bounds.peak_high_bytes, _by_memory)
+        return self._least(self._may_fit(rows), self.bounds.peak_high_bytes, smallest_first)
 
     def nearest(self, rows: Rows) -> Candidate | None:
         """The one that misses memory by least, for rows of which none fits."""
@@ -149,7 +167,9 @@ class Search:
             case Objective.MEMORY:
                 return self.smallest(rows)
         fastest = self.fastest(rows)
-        return None if fastest is None else self._simplest_tie(rows, fastest)
+        if fastest is None:
+            return None
+        return self.simplest(rows, tie_limit_s(fastest.estimate.step_s, self._policy))
 
     @property
     def may_fit(self) -> NDArray[np.bool_]:
@@ -196,7 +216,7 @@ class Search:
                 if fits and self._surely_misses(index):
                     continue
                 candidate = self.candidate(index)
-                if candidate.fits or not fits:
+                if candidate is not None and (candidate.fits or not fits):
                     found = key(candidate)
                     if best is None or found < least:
                         best, least = candidate, found
@@ -218,27 +238,29 @@ class Search:
             self._missing[index] = max(self._missing[index], missing)
         return bool(self._missing[index] > 0)
 
-    def _simplest_tie(self, rows: Rows, fastest: Candidate) -> Candidate:
-        """The simplest row that cannot be told from the fastest; of equally simple ones the
-        fastest."""
-        tied = self._may_fit(rows)
-        tied = tied[self.bounds.may_tie(tied, fastest.estimate, self._policy)]
-        for group in self._by_simplicity(tied):
-            best, least = None, (np.inf, "")
+    def simplest(self, rows: Rows, limit_s: float) -> Candidate | None:
+        """Of those that fit and take no longer than `limit_s` the simplest; of equally simple ones
+        the fastest."""
+        rows = self._may_fit(rows)
+        rows = rows[self.bounds.step_s[rows] * (1 - ROUNDING) <= limit_s]
+        for group in self._by_simplicity(rows):
+            best, least_s = None, limit_s
             for index in group[np.argsort(self.bounds.step_s[group], kind="stable")]:
-                if self.bounds.step_s[index] * (1 - ROUNDING) > least[0]:
+                if self.bounds.step_s[index] * (1 - ROUNDING) > least_s:
                     break
                 step_s = self._stages.least_step_s(self.space, int(index))
-                if step_s * (1 - ROUNDING) > least[0] or self._surely_misses(int(index)):
+                if step_s * (1 - ROUNDING) > least_s or self._surely_misses(int(index)):
                     continue
                 candidate = self.candidate(int(index))
-                if candidate.fits and _ties(candidate.estimate, fastest.estimate, self._policy):
-                    found = (candidate.estimate.step_s, str(candidate.plan))
-                    if best is None or found < least:
-                        best, least = candidate, found
+                if candidate is None or not candidate.fits:
+                    continue
+                if candidate.estimate.step_s > limit_s:
+                    continue
+                if best is None or simplest_first(candidate) < simplest_first(best):
+                    best, least_s = candidate, candidate.estimate.step_s
             if best is not None:
                 return best
-        return fastest
+        return None
 
     def _by_simplicity(self, rows: Rows) -> Iterator[Rows]:
         """Groups of equally simple rows, simplest first."""
@@ -253,18 +275,6 @@ class Search:
 
 class _TooMany(Exception):
     """A question is left open: no answer would depend on it enough."""
-
-
-def _ties(estimate: Estimate, fastest: Estimate, policy: Policy) -> bool:
-    return estimate.step_s - fastest.step_s <= margin_s(fastest, estimate, policy)
-
-
-def _by_time(candidate: Candidate) -> tuple[Any, ...]:
-    return candidate.estimate.step_s, simplicity(candidate.plan), str(candidate.plan)
-
-
-def _by_memory(candidate: Candidate) -> tuple[Any, ...]:
-    return candidate.estimate.peak_high_bytes, candidate.estimate.step_s, str(candidate.plan)
 
 
 def _by_missing(candidate: Candidate) -> tuple[Any, ...]:

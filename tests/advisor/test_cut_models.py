@@ -10,7 +10,7 @@ from advisor.flip import Flip
 from advisor.levers import Lever
 from advisor.policy import Objective, Policy
 from advisor.report.view import view_of
-from advisor.rules import margin_s
+from advisor.rules import beats
 from advisor.tree import Family, belongs
 from tests.factories import facts, gpus, small_llama
 
@@ -63,9 +63,8 @@ def test_slow_links_between_nodes_keep_parameters_from_being_gathered_over_them(
     assert any(belongs(decision.plan, family) for family in families)
     fastest = choose(whole, policy=Policy(objective=Objective.TIME))
     assert fastest.estimate.step_s <= decision.estimate.step_s
-    gain = decision.estimate.step_s - fastest.estimate.step_s
-    margin = margin_s(fastest.estimate, decision.estimate, Policy())
-    assert (decision.dissent is not None) == (gain > margin)
+    is_beaten = beats(fastest.chosen, decision.chosen, Policy())
+    assert (decision.dissent is not None) == is_beaten
 
 
 def test_a_faster_link_turns_a_pipeline_into_another_plan(pipeline: Decision) -> None:

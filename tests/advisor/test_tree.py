@@ -12,10 +12,14 @@ from advisor.candidates import legal_plans
 from advisor.choose import choose
 from advisor.cost import CostModel
 from advisor.facts import Facts
+from advisor.models import profile_model
 from advisor.policy import Policy
 from advisor.tree import NOT_WEIGHED, Family, TraceStep
 from engines.plan import Plan
+from profiles.catalogue import link
 from profiles.cluster import AxisFits, Collective, LinkFit
+from profiles.clusters import resolve_cluster
+from profiles.workload import Workload
 from tests.factories import cpus, facts, gpus, transformer
 
 MIDDLE = transformer(name="middle", layers=8, hidden=2048, ffn=5504, tokens=4096)
@@ -221,3 +225,44 @@ def test_processors_are_walked_like_any_node() -> None:
     found = choose(facts(small, cpus(2), batch=4, precision="fp32")).trace
     assert found.leaf == "replicate"
     assert found.steps[0].because == "2 x cpu"
+
+
+def test_a_network_is_judged_by_a_microbatch_that_fits() -> None:
+    """gpt-7b on 16 T4 over 10 Gbit/s: at microbatch 1, which comes nearest to fitting, ZeRO-3 sends
+    three times the parameters in fp32 for each pass of 2,048 tokens; four times as many tokens need
+    a quarter of the link, and do not fit."""
+    model = profile_model("gpt-7b", samples=1, sequence_length=None)
+    cluster = resolve_cluster("4x4xT4-16GB").model_copy(update={"inter": link("ethernet-10")})
+    workload = Workload(global_batch_size=64, precision="fp32")
+    whole = Facts(model=model, cluster=cluster, workload=workload)
+    trace = walk.walk(CostModel(whole), Policy())
+    step = next(step for step in trace.steps if "links between nodes" in step.question)
+    assert step.answer == "slow"
+    assert "microbatch 1, which comes nearest to fitting" in step.because
+    said = re.search(r"ZeRO-3 needs ([\d.]+) GB/s", step.because)
+    assert said is not None
+    # By hand: gathered twice and reduced once, over 6 FLOP a parameter and token, and 2 of full
+    # recompute, at the T4's 8.1 TFLOP/s or somewhat less.
+    at_peak = 3 * 4 * (15 / 16) / (8 * 2048 / 8.1e12) / 1e9
+    assert 0.3 * at_peak < float(said[1]) < at_peak
+    assert trace.leaf == "everything"
+    assert trace.families == ("DP + PP + TP + ZeRO-1", "HSDP")
+
+
+def test_a_network_that_a_fitting_microbatch_can_use_is_judged_by_that() -> None:
+    roomy, tight = (
+        facts(MIDDLE, gpus(2, 4, memory_gib=memory_gib, inter_bytes_per_s=5e9), batch=64)
+        for memory_gib in (79.6, 13)
+    )
+    said = {}
+    for whole in (roomy, tight):
+        step = next(s for s in choose(whole).trace.steps if "between nodes" in s.question)
+        size = re.search(r"microbatch (\d+)\)", step.because)
+        assert size is not None
+        kept = {"pp": 1, "tp": 1, "data_parallel": "full_shard", "microbatch_size": int(size[1])}
+        usable = Policy().usable_bytes(whole.cluster.device)
+        costs = CostModel(whole)
+        assert any(costs.estimate(plan).fits(usable) for plan in legal_plans(whole, kept))
+        said[whole.cluster.device.memory_bytes.value] = int(size[1])
+    large, small = said.values()
+    assert large > small

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from advisor import ways_out
 from advisor.choose import choose
 from advisor.decide import decide
 from advisor.facts import Facts
@@ -16,7 +17,7 @@ from profiles.errors import NoPlanError
 from profiles.families import profile_from_config
 from profiles.model import Numerics
 from profiles.units import GIB, parse_bytes
-from tests.factories import exact, facts, gpus, transformer
+from tests.factories import ALL_NUMERICS, exact, facts, gpus, transformer
 
 SEVENTY = transformer(name="70b", layers=80, hidden=8192, ffn=28672, vocab=128256)
 DATA = {"pp": 1, "tp": 1}
@@ -109,3 +110,36 @@ def test_shorter_sequences_are_proposed_where_the_model_can_be_counted_at_them()
     whole = facts(model, alone, batch=1)
     assert decide(varied(whole, Lever.SEQUENCE, length)).winner is not None
     assert decide(varied(whole, Lever.SEQUENCE, 2 * length)).winner is None
+
+
+def test_of_many_plans_changes_are_tried_on_those_that_came_nearest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One decision, not a dozen; what is hinted fits all the same."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 5504,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": 32000,
+    }
+    model = profile_from_config(
+        config, samples=1, sequence_length=2048, name="llama", numerics=ALL_NUMERICS
+    )
+    whole = facts(model, gpus(1, 8, memory_gib=4.0), batch=64)
+    cluster = whole.cluster.model_copy(update={"host_memory_bytes": None})
+    whole = whole.model_copy(update={"cluster": cluster})
+    calls = []
+    monkeypatch.setattr(ways_out, "decide", lambda *args, **named: calls.append(args))
+    with pytest.raises(NoPlanError) as caught:
+        choose(whole)
+    assert not calls
+    hints = caught.value.hints
+    roomy = next(hint for hint in hints if hint.startswith("take devices with"))
+    found = re.search(r"take devices with ([\d.]+) GiB", roomy)
+    assert found is not None
+    memory_gib = float(found[1]) + 0.05  # as it is printed
+    larger = facts(model, gpus(1, 8, memory_gib=memory_gib), batch=64)
+    assert decide(larger).winner is not None
