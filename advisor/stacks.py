@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from profiles.errors import InputError, PlanError
-from profiles.stack import TORCH, Loss, Selective, Stack, stack_named, stacks
+from profiles.stack import COMPILED, TORCH, Loss, Selective, Stack, stack_named, stacks
+from profiles.stack import compiled as compiled
 
 if TYPE_CHECKING:
     from advisor.report.wrapped import Wrapped
 
-COMPILED = "torch-compiled"
 OF_ENGINES = (TORCH.name, COMPILED)
 """Stacks that `engines` run."""
 _Settings = Mapping[str, Any]
@@ -73,15 +73,6 @@ def with_stack(pins: _Settings, stack: Stack) -> _Settings:
             hints=["leave `compile=false` out, or the stack"],
         )
     return {**pins, "compile": True}
-
-
-def compiled(stack: Stack) -> Stack:
-    """The stack with compiled blocks."""
-    if stack.compiled:
-        return stack
-    if stack == TORCH:
-        return stack_named(COMPILED)
-    return stack.model_copy(update={"name": f"{stack.name}, compiled", "compiled": True})
 
 
 def changes(stack: Stack) -> Iterator[str]:

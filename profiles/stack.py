@@ -120,6 +120,7 @@ class Stack(Record):
 
 
 TORCH = Stack()
+COMPILED = "torch-compiled"
 
 
 @functools.cache
@@ -147,3 +148,12 @@ def stack_named(name: str) -> Stack:
     if name not in known:
         raise UnknownNameError("stack", name, known)
     return known[name]
+
+
+def compiled(stack: Stack) -> Stack:
+    """The stack with compiled blocks."""
+    if stack.compiled:
+        return stack
+    if stack == TORCH:
+        return stack_named(COMPILED)
+    return stack.model_copy(update={"name": f"{stack.name}, compiled", "compiled": True})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import ceil
+
 from advisor.cost.buffers import shard_degree
 from engines.plan import DataParallel, Plan
 from profiles.stack import TORCH, Stack
@@ -29,3 +32,14 @@ def expert_copies(plan: Plan, stack: Stack = TORCH) -> tuple[int, int]:
         return max(1, plan.data_degree * plan.cp * plan.tp // plan.ep), plan.ep
     copies = plan.data_degree * plan.cp // plan.ep
     return copies, plan.tp if plan.ep == plan.data_degree else plan.ep * plan.tp
+
+
+def tie_stride(stages: Sequence[int], plan: Plan) -> int:
+    """The distance in ranks between the stages that hold a tied weight, the mean of several.
+
+    Three need not be equally far apart (an encoder's embeddings, a decoder's and the head). The
+    mean is rounded up, but never past the last rank.
+    """
+    ranks_per_stage, gaps = plan.world_size // plan.pp, len(stages) - 1
+    mean = ceil((stages[-1] - stages[0]) * ranks_per_stage / gaps)
+    return min(mean, (plan.world_size - 1) // gaps)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from copy import copy
 
 from advisor.cost import anchored
-from advisor.cost.breakdown import Estimate, Time
+from advisor.cost.assemble import assemble
+from advisor.cost.breakdown import Estimate
 from advisor.cost.by_hand import crossed_s
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.communication import (
@@ -23,7 +24,6 @@ from advisor.cost.compute import (
     block_times,
     busy_s,
     optimizer_s,
-    peak_flop_per_s,
     unit_times,
     with_measured,
 )
@@ -31,18 +31,17 @@ from advisor.cost.held_units import held_units
 from advisor.cost.in_turn import in_turn, reduced_share
 from advisor.cost.ledger import Ledger, Wires
 from advisor.cost.loads import Loads, UnitLoad, loads_of, styled_units
-from advisor.cost.memory import Peak, added_share, peak, shard_degree
+from advisor.cost.memory import added_share, peak, shard_degree
 from advisor.cost.offload import filed_s, moved_s
-from advisor.cost.replay import Slowdown, replay, slowdown
+from advisor.cost.replay import replay
 from advisor.cost.runs import Run, runs_of
 from advisor.cost.small_collectives import apart_s, summed_s
 from advisor.cost.staged import Stage, staged
 from advisor.cost.stages import Stages
 from advisor.cost.tensor import Styled
 from advisor.cost.threads import threaded
-from advisor.cost.updates import straggling, updated
+from advisor.cost.updates import updated
 from advisor.facts import Facts
-from advisor.stacks import compiled
 from engines.legality import numerics
 from engines.plan import DataParallel, Plan
 from engines.tensor.rules import proposed_styles
@@ -50,6 +49,7 @@ from profiles.errors import PlanError
 from profiles.loading import load_memory
 from profiles.model import Numerics, UnitProfile
 from profiles.optimizers import Upkeep, upkeep
+from profiles.stack import compiled
 
 
 class CostModel:
@@ -192,88 +192,7 @@ class CostModel:
             ledger=ledger,
         )
 
-    def assemble(
-        self,
-        plan: Plan,
-        *,
-        memory: Peak,
-        busy: Busy,
-        update_s: float,
-        exposed_s: float,
-        overlapped_s: float,
-        sent_s: float,
-        idle_s: float,
-        computing: Computing,
-        ledger: Ledger,
-    ) -> Estimate:
-        """Memory and time, with their ranges and rates. What is idle is as uncertain as what other
-        stages compute meanwhile."""
-        facts, device = self.facts, self.facts.cluster.device
-        dtype, host_s = self.dtype(plan), self.facts.workload.host_overhead_s
-        added: Slowdown = slowdown(facts.cluster.overlap, computing_s=busy.total, sent_s=sent_s)
-        slowed = overlapped_s * added.middle
-        straggling_s = straggling(plan, facts.workload, computing_s=busy.total)
-        # Both wait in the same queue, so what is exposed is shared out by their lengths.
-        to_host = min(1.0, ledger.host_s / sent_s) if sent_s else 0.0
-        time = Time(
-            compute_s=busy.compute_s,
-            recompute_s=busy.recompute_s,
-            optimizer_s=update_s,
-            exposed_s=(exposed_s + slowed) * (1 - to_host),
-            host_s=(exposed_s + slowed) * to_host,
-            overlapped_s=overlapped_s,
-            launch_s=busy.launch_s,
-            idle_s=idle_s,
-            straggling_s=straggling_s,
-            host_overhead_s=host_s,
-        )
-        step_s = time.total
-        # The update is a roofline's whatever the rest is.
-        computed = busy.compute_s + busy.recompute_s
-        working = computed + update_s
-        doubt = computing.error * computed + anchored.update_error(facts.cluster, dtype) * update_s
-        compute_doubt = doubt / working
-        launch_doubt = anchored.launch_error(facts.cluster)
-        sent_doubt = min(1.0, anchored.communication_error(plan, facts.cluster))
-        waiting = working + idle_s + straggling_s
-        assert plan.microbatch_size is not None
-        local, tokens = plan.microbatch_size * plan.forwards, facts.tokens_per_sample
-        samples = local * plan.data_degree
-        flop = self.flop(plan, local) / (plan.pp * plan.tp * plan.cp)
-        return Estimate(
-            memory=memory.memory,
-            phase=memory.phase,
-            peak_bytes=memory.memory.total,
-            peak_low_bytes=memory.low_bytes,
-            peak_high_bytes=memory.high_bytes,
-            reserved_bytes=memory.reserved_bytes,
-            states_bytes=memory.states_bytes,
-            loss_bytes=memory.loss_bytes,
-            host_bytes=memory.host_bytes,
-            disk_bytes=memory.disk_bytes,
-            load_bytes=self.load_bytes,
-            step_s=step_s,
-            step_low_s=waiting * (1 - compute_doubt)
-            + busy.launch_s * (1 - launch_doubt)
-            + exposed_s * (1 - sent_doubt)
-            + overlapped_s * added.low
-            + host_s,
-            step_high_s=waiting * (1 + compute_doubt)
-            + busy.launch_s * (1 + launch_doubt)
-            + exposed_s * (1 + sent_doubt)
-            + overlapped_s * added.high
-            + host_s,
-            time=time,
-            compute_error=compute_doubt,
-            measured_share=computing.measured_share,
-            launch_error=launch_doubt,
-            communication_error=sent_doubt,
-            mfu=flop / step_s / peak_flop_per_s(device, dtype).value,
-            samples_per_s=samples / step_s,
-            tokens_per_s=samples * tokens / step_s if tokens else None,
-            traffic=ledger.traffic(),
-            host_traffic_bytes=ledger.host_bytes,
-        )
+    assemble = assemble
 
     @property
     def overlaps(self) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import ceil
 from typing import TYPE_CHECKING
 
 from advisor.cost.borders import Border, borders_of, charge_sends, received_into, sent_over
 from advisor.cost.breakdown import Estimate, StageEstimate, Traffic
 from advisor.cost.communication import rounds_of, stage_exchange
 from advisor.cost.compute import Busy, Computing, busy_s, optimizer_s
-from advisor.cost.groups import replica_group
+from advisor.cost.groups import replica_group, tie_stride
 from advisor.cost.ledger import Ledger
 from advisor.cost.loads import Loads, together
 from advisor.cost.memory import Peak, shard_degree
@@ -390,7 +389,7 @@ class _Tail:
                     gradient_bytes=tie.unit.gradient_bytes / shard_degree(plan),
                     tensors=1,
                     group_size=len(tie.ranks),
-                    stride=_stride_of(tie.ranks, plan),
+                    stride=tie_stride(tie.ranks, plan),
                 )
         if model.stack.states is not None and model.stack.overlap_gradients:
             # Buckets go while the last microbatch's backward is on its way.
@@ -399,17 +398,6 @@ class _Tail:
             reduce_s, settle_s = max(0.0, reduce_s - hidden), max(0.0, settle_s - left)
         once = kind is DataParallel.ZERO1
         return cls(round_s=0.0 if once else reduce_s, last_s=reduce_s + replicate_s + settle_s)
-
-
-def _stride_of(stages: Sequence[int], plan: Plan) -> int:
-    """The distance in ranks between the stages that hold a tied weight, the mean of several.
-
-    Three need not be equally far apart (an encoder's embeddings, a decoder's and the head). The
-    mean is rounded up, but never past the last rank.
-    """
-    ranks_per_stage, gaps = plan.world_size // plan.pp, len(stages) - 1
-    mean = ceil((stages[-1] - stages[0]) * ranks_per_stage / gaps)
-    return min(mean, (plan.world_size - 1) // gaps)
 
 
 def _busy(stages: Sequence[Stage], forwards: int) -> Busy:

@@ -1,0 +1,102 @@
+"""An estimate put together: memory, the terms of time, their ranges and rates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from advisor.cost import anchored
+from advisor.cost.breakdown import Estimate, Time
+from advisor.cost.compute import Busy, Computing
+from advisor.cost.ledger import Ledger
+from advisor.cost.memory import Peak
+from advisor.cost.rates import peak_flop_per_s
+from advisor.cost.replay import Slowdown, slowdown
+from advisor.cost.updates import straggling
+from engines.plan import Plan
+
+if TYPE_CHECKING:
+    from advisor.cost.model import CostModel
+
+
+def assemble(
+    model: CostModel,
+    plan: Plan,
+    *,
+    memory: Peak,
+    busy: Busy,
+    update_s: float,
+    exposed_s: float,
+    overlapped_s: float,
+    sent_s: float,
+    idle_s: float,
+    computing: Computing,
+    ledger: Ledger,
+) -> Estimate:
+    """Memory and time, with their ranges and rates. What is idle is as uncertain as what other
+    stages compute meanwhile."""
+    facts, device = model.facts, model.facts.cluster.device
+    dtype, host_s = model.dtype(plan), model.facts.workload.host_overhead_s
+    added: Slowdown = slowdown(facts.cluster.overlap, computing_s=busy.total, sent_s=sent_s)
+    slowed = overlapped_s * added.middle
+    straggling_s = straggling(plan, facts.workload, computing_s=busy.total)
+    # Both wait in the same queue, so what is exposed is shared out by their lengths.
+    to_host = min(1.0, ledger.host_s / sent_s) if sent_s else 0.0
+    time = Time(
+        compute_s=busy.compute_s,
+        recompute_s=busy.recompute_s,
+        optimizer_s=update_s,
+        exposed_s=(exposed_s + slowed) * (1 - to_host),
+        host_s=(exposed_s + slowed) * to_host,
+        overlapped_s=overlapped_s,
+        launch_s=busy.launch_s,
+        idle_s=idle_s,
+        straggling_s=straggling_s,
+        host_overhead_s=host_s,
+    )
+    step_s = time.total
+    # The update is a roofline's whatever the rest is.
+    computed = busy.compute_s + busy.recompute_s
+    working = computed + update_s
+    doubt = computing.error * computed + anchored.update_error(facts.cluster, dtype) * update_s
+    compute_doubt = doubt / working
+    launch_doubt = anchored.launch_error(facts.cluster)
+    sent_doubt = min(1.0, anchored.communication_error(plan, facts.cluster))
+    waiting = working + idle_s + straggling_s
+    assert plan.microbatch_size is not None
+    local, tokens = plan.microbatch_size * plan.forwards, facts.tokens_per_sample
+    samples = local * plan.data_degree
+    flop = model.flop(plan, local) / (plan.pp * plan.tp * plan.cp)
+    return Estimate(
+        memory=memory.memory,
+        phase=memory.phase,
+        peak_bytes=memory.memory.total,
+        peak_low_bytes=memory.low_bytes,
+        peak_high_bytes=memory.high_bytes,
+        reserved_bytes=memory.reserved_bytes,
+        states_bytes=memory.states_bytes,
+        loss_bytes=memory.loss_bytes,
+        host_bytes=memory.host_bytes,
+        disk_bytes=memory.disk_bytes,
+        load_bytes=model.load_bytes,
+        step_s=step_s,
+        step_low_s=waiting * (1 - compute_doubt)
+        + busy.launch_s * (1 - launch_doubt)
+        + exposed_s * (1 - sent_doubt)
+        + overlapped_s * added.low
+        + host_s,
+        step_high_s=waiting * (1 + compute_doubt)
+        + busy.launch_s * (1 + launch_doubt)
+        + exposed_s * (1 + sent_doubt)
+        + overlapped_s * added.high
+        + host_s,
+        time=time,
+        compute_error=compute_doubt,
+        measured_share=computing.measured_share,
+        launch_error=launch_doubt,
+        communication_error=sent_doubt,
+        mfu=flop / step_s / peak_flop_per_s(device, dtype).value,
+        samples_per_s=samples / step_s,
+        tokens_per_s=samples * tokens / step_s if tokens else None,
+        traffic=ledger.traffic(),
+        host_traffic_bytes=ledger.host_bytes,
+    )
