@@ -21,6 +21,7 @@ from profiles.repeats import Repeats
 from profiles.storages import Storages
 from profiles.subject import Subject
 from profiles.tally import Cost, Kept, tally
+from profiles.timeline import Timeline
 from profiles.torch_compat import data_dependent_errors, storage_of, tensors_in, without_onednn
 from profiles.tracing import Trace
 
@@ -37,6 +38,8 @@ class Look:
             where every block ran.
         flow: see `ModelProfile`.
         copies: between devices, in the forward of a module that was split by hand.
+        timeline: every allocation.
+        gradients: those of them that are gradients of parameters.
         is_sound: else equal blocks were not what they seemed; look at every one.
     """
 
@@ -48,6 +51,8 @@ class Look:
     peak_bytes: int
     flow: Flow
     copies: tuple[Copy, ...]
+    timeline: Timeline
+    gradients: frozenset[int]
     is_sound: bool
 
 
@@ -135,6 +140,8 @@ def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: b
             peak_bytes=storages.timeline.highest(ignored=ignored),
             flow=trace.flow.flow(),
             copies=tuple(trace.copies.copies) if trace.copies is not None else (),
+            timeline=storages.timeline,
+            gradients=ignored,
             is_sound=repeats is None or repeats.is_sound(),
         )
 

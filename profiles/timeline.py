@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterator
 
 
 class Timeline:
@@ -40,6 +40,13 @@ class Timeline:
 
     def close(self, window: Hashable) -> None:
         self._events.append(("close", window))
+
+    def allocations(self) -> Iterator[tuple[int, int | None]]:
+        """Each allocation's number and bytes, and each release's number with None, in order."""
+        for kind, what in self._events:
+            if kind in ("make", "release"):
+                assert isinstance(what, int)
+                yield what, self._bytes[what] if kind == "make" else None
 
     def peaks(self, *, ignored: Collection[int] = ()) -> dict[Hashable, int]:
         """For each window the highest live bytes above those live when it was opened.

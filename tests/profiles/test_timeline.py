@@ -39,3 +39,12 @@ def test_ignored_allocations_count_nowhere() -> None:
     line.close("a")
     assert line.peaks(ignored={gradient}) == {"a": 7}
     assert line.highest(ignored={gradient}) == 7
+
+
+def test_allocations_come_in_order_without_windows() -> None:
+    line = Timeline()
+    line.open("a")
+    first, second = line.make(5), line.make(7)
+    line.release(first)
+    line.close("a")
+    assert list(line.allocations()) == [(first, 5), (second, 7), (first, None)]
