@@ -9,6 +9,7 @@ from advisor.comparison import Verdict
 from advisor.cost.memory import ALLOCATOR_SLACK
 from advisor.decision import Decision
 from advisor.policy import Policy
+from advisor.reserved import reserved_bytes
 from profiles.cluster import Device
 from profiles.units import format_gib
 
@@ -81,8 +82,8 @@ def allocator_hint(decision: Decision) -> Iterator[str]:
             yield (
                 f"only what the allocator may lose leaves {other.title} out: it needs up to"
                 f" {format_gib(high)} with it, {format_gib(without_slack(high, device))} without,"
-                f" of {usable} usable (this plan reserves {format_gib(own.reserved_bytes)} for"
-                f" {format_gib(own.peak_bytes)}); {advice()}. Pin the"
+                f" of {usable} usable (this plan reserves"
+                f" {format_gib(reserved_bytes(decision))} for {format_gib(own.peak_bytes)}); {advice()}. Pin the"
                 " plan, and `advisor.memory_report(parallel)` says what it holds"
             )
             return

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from advisor.comparison import cuts, kind_words, title
 from advisor.decision import Decision
 from advisor.large_batch import LATE_LOSS, batch_advice, critical_tokens, noise_scale
+from advisor.reserved import reserved_bytes
 from engines.plan import AXES, DataParallel, Offload, Plan, Updates, format_setting
 from profiles.cluster import Collective, Link
 from profiles.units import (
@@ -277,10 +278,8 @@ def _offload(decision: Decision) -> str:
 
 
 def _reserved(decision: Decision) -> str:
-    found = decision.estimate
-    return (
-        f"{format_gib(found.reserved_bytes)} reserved for a peak of {format_gib(found.peak_bytes)}"
-    )
+    reserved, peak = reserved_bytes(decision), decision.estimate.peak_bytes
+    return f"{format_gib(reserved)} reserved for a peak of {format_gib(peak)}"
 
 
 def _batch(decision: Decision) -> str:

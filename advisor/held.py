@@ -9,6 +9,7 @@ from advisor.allocator import advice
 from advisor.cost import Estimate
 from advisor.cost.memory import ALLOCATOR_SLACK
 from advisor.decision import Decision
+from advisor.reserved import reserved_bytes
 from profiles.errors import InputError
 from profiles.units import format_gib, format_percent
 
@@ -30,14 +31,14 @@ def memory_report(parallel: ParallelModel) -> str:
             "nothing was predicted of this training: its plan was given to `apply_plan`",
             hints=["`parallel.memory()` says what it held"],
         )
-    return "\n".join(_beside(found, decision.estimate))
+    return "\n".join(_beside(found, decision.estimate, reserved_bytes(decision)))
 
 
-def _beside(found: HeldMemory, own: Estimate) -> Iterator[str]:
+def _beside(found: HeldMemory, own: Estimate, reserved: float) -> Iterator[str]:
     most, slackest = found.ranks[found.fullest], found.ranks[found.slackest]
     yield str(found)
     expected = f"{format_gib(own.peak_low_bytes)} to {format_gib(own.peak_high_bytes)}"
-    yield f"predicted: {expected}, {format_gib(own.reserved_bytes)} with usual slack"
+    yield f"predicted: {expected}, {format_gib(reserved)} with usual slack"
     if most.peak_bytes > own.peak_high_bytes:
         over = format_gib(most.peak_bytes - own.peak_high_bytes)
         yield f"rank {found.fullest} held {over} more than the upper end"

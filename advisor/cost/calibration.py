@@ -140,9 +140,9 @@ class Calibration(Record):
 
     def attention_share(self, device: Device, kernel: AttentionKernel) -> float:
         """Share of the 16-bit peak that attention without scores reaches."""
-        if kernel is AttentionKernel.FLASH1:
-            return self.flash1
         later = device.name.startswith(_HOPPER_OR_LATER)
+        if kernel is AttentionKernel.FLASH1:
+            return self.flash1 * (self.flash2_on_hopper / self.flash2 if later else 1.0)
         if kernel is AttentionKernel.FLASH3 and later:
             return self.flash3
         return self.flash2_on_hopper if later else self.flash2

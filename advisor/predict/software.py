@@ -217,6 +217,8 @@ def _attention(row: Row, stack: Stack, year: float, device: str) -> tuple[Attent
     if any(word in said for word in ("flash", "cudnn", "sdpa")):
         if stack.attention is AttentionKernel.FLASH3 or "3" in said or "cudnn" in said:
             flash = AttentionKernel.FLASH3
+        elif stack.attention is AttentionKernel.FLASH1:
+            flash = AttentionKernel.FLASH1  # the only one that this release has
         return flash, True
     if said:
         return AttentionKernel.SCORES, True
