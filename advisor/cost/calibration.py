@@ -63,6 +63,7 @@ class Calibration(Record):
             up to 75 % of an H100 (2407.08608); a backward less than a forward.
         flash2_on_hopper: 35 % (arXiv:2407.08608, section 1): instructions of the generation before.
         collectives: rate of collectives inside a step, as a share of their best.
+        pcie: the same inside a node without NVLink, where transfers of all devices meet.
         shared_cards: the same between nodes whose devices share network cards.
         launch: host time of a launch inside a step over that of an empty loop.
         context_bytes: of a process, over what the cluster says.
@@ -86,6 +87,7 @@ class Calibration(Record):
     flash2_on_hopper: PositiveFloat = 0.35
     flash3: PositiveFloat = 0.55
     collectives: PositiveFloat = 0.670
+    pcie: PositiveFloat = 0.7
     shared_cards: PositiveFloat = 0.565
     launch: PositiveFloat = 1.0
     context_bytes: NonNegativeFloat = 0.0
@@ -118,6 +120,8 @@ class Calibration(Record):
         link = cluster.inter if crosses else cluster.intra
         if link is None or link.fits or link.bandwidth_bytes_per_s.source is Source.MEASURED:
             return 1.0
+        if not crosses and link.name.startswith("PCIe"):
+            return self.pcie
         cards = cluster.network_cards or cluster.devices_per_node
         return (
             self.shared_cards
