@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from profiles.affine import Affine
+from profiles.chains import Saving, Savings, add_savings
 from profiles.layers import LayerCost, Stretch
-from profiles.places import Layer, Part
+from profiles.places import Attended, Layer, Part
+from profiles.work import AttentionCall, AttentionKernel, Fusible
 
 Line = Callable[[int, int | None], Affine]
 """Through a figure at the batch and at twice it."""
@@ -28,10 +30,20 @@ class LayerSum:
     layer: Layer
     calls: int = 0
     figures: dict[str, int] = dataclasses.field(default_factory=dict)
+    attention: tuple[Attended, ...] = ()
+    fusible: Savings = dataclasses.field(default_factory=dict)
 
-    def add(self, layer: Layer, saved: Mapping[Part, int], selective: Mapping[Part, int]) -> None:
+    def add(
+        self,
+        layer: Layer,
+        saved: Mapping[Part, int],
+        selective: Mapping[Part, int],
+        fusible: Savings,
+    ) -> None:
         """Its calls in one more place; `saved` and `selective` are what parts keep."""
+        add_savings(self.fusible, fusible)
         self.calls += layer.calls
+        self.attention += layer.after.attention.trained()
         found = {name: getattr(layer, name) for name in _OF_CALLS}
         for name, part in (("own", layer.own), ("after", layer.after)):
             figures = (
@@ -47,7 +59,7 @@ class LayerSum:
             self.figures[name] = self.figures.get(name, 0) + figure
 
 
-def layer_cost(one: LayerSum, two: LayerSum | None, line: Line) -> LayerCost:
+def layer_cost(one: LayerSum, two: LayerSum | None, line: Line, samples: int) -> LayerCost:
     """From a run over the sample, and one over twice as many if there is one."""
     layer, shape = one.layer, one.layer.shape
 
@@ -60,6 +72,7 @@ def layer_cost(one: LayerSum, two: LayerSum | None, line: Line) -> LayerCost:
         return Stretch(**figures, parameter_gradient_bytes=trained)
 
     pieces, heads = layer.parts
+    calls = attention_calls(one.attention, None if two is None else two.attention, samples)
     return LayerCost(
         **dataclasses.asdict(shape),
         calls=one.calls,
@@ -71,5 +84,55 @@ def layer_cost(one: LayerSum, two: LayerSum | None, line: Line) -> LayerCost:
         pieces=pieces,
         heads=heads,
         own=stretch("own", Part(layer.own.place)),  # the layer's own are told apart
-        after=stretch("after", layer.after),
+        after=stretch("after", layer.after).model_copy(
+            update={
+                "attention": calls,
+                "fusible": fusibles(one.fusible, None if two is None else two.fusible, line),
+            }
+        ),
     )
+
+
+def attention_calls(
+    one: Sequence[Attended], two: Sequence[Attended] | None, samples: int
+) -> tuple[AttentionCall, ...]:
+    """Calls of one sample, from those over `samples` and over twice as many.
+
+    Windows of an image are heads of their own. Calls whose rows do not grow with the samples are
+    left out, and so are all where the two runs differ in their calls: their costs stay as they are.
+    """
+    if two is not None and [call._replace(rows=2 * call.rows) for call in one] != list(two):
+        return ()
+    return tuple(
+        AttentionCall(
+            heads=call.heads * (call.rows // samples),
+            kv_heads=call.kv_heads * (call.rows // samples),
+            queries=call.queries,
+            keys=call.keys,
+            width=call.width,
+            value_width=call.value_width,
+            is_causal=call.is_causal,
+            element_bytes=call.element_bytes,
+            kernel=AttentionKernel.CPU,
+        )
+        for call in one
+        if call.rows % samples == 0
+    )
+
+
+def fusibles(one: Savings, two: Savings | None, line: Line) -> tuple[Fusible, ...]:
+    """What fused kernels save of one sample, by kind, from runs over the sample and twice it."""
+    found = []
+    for kind in sorted(one):
+        twice = Saving() if two is None else two.get(kind, Saving())
+        growing = {
+            name: max(
+                0.0,
+                line(getattr(one[kind], name), getattr(twice, name) if two else None).per_sample,
+            )
+            for name in Saving._fields
+            if not name.endswith("kernels")
+        }
+        kernels = {n: getattr(one[kind], n) for n in ("forward_kernels", "backward_kernels")}
+        found.append(Fusible(kind=kind, **growing, **kernels))
+    return tuple(found)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from profiles.places import Attended
 from profiles.torch_compat import Operator, aten_operators, is_mutable, storage_of
+from profiles.work import FusibleKind
 
 FlopFormula = Callable[..., int]
+
+_FUSED_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 # What selective recompute keeps: much work per byte of output. Matmuls and attention as in
 # torchtitan's list (`_save_list` in its activation checkpointing), and convolutions likewise.
@@ -23,7 +29,7 @@ _KEPT = (
     "_grouped_mm",
     "convolution",
     "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
+    _FUSED_ATTENTION,
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
@@ -32,6 +38,22 @@ _KEPT = (
 _ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 # The first tensor is a table of which only the rows asked for are read.
 _GATHERS = ("embedding", "index", "index_select", "gather")
+# Compilers run these in one kernel with their neighbours, as they do all pointwise operators.
+_FUSIBLE = (
+    *("mean", "sum", "amax", "var", "var_mean", "_softmax", "_log_softmax"),
+    *("_softmax_backward_data", "_log_softmax_backward_data"),
+    *("native_layer_norm", "native_layer_norm_backward"),
+    *("_fused_rms_norm", "_fused_rms_norm_backward"),
+    *("native_dropout", "bernoulli_", "nll_loss_forward", "nll_loss_backward"),
+    *("_to_copy", "copy_", "cat", "stack", "slice_backward", "select_backward", "constant_pad_nd"),
+    *("fill_", "zero_", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full"),
+    *("full_like", "scalar_tensor", "arange", "index", "index_select", "gather"),
+    *("leaky_relu_backward", "elu_backward"),
+)
+_ACTIVATIONS = (
+    *("relu", "gelu", "silu", "tanh", "sigmoid", "elu", "leaky_relu", "hardtanh", "mish"),
+    *("softplus", "hardswish", "log_sigmoid_forward"),
+)
 # The first tensor is overwritten without being read.
 _OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_")
 
@@ -59,6 +81,32 @@ def flop_formulas() -> dict[object, FlopFormula]:
     return missing | flop_registry
 
 
+def attended(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attended | None:
+    """The call of fused attention on a CPU that this is, forward or backward.
+
+    The forward takes (query, key, value, dropout, is_causal), the backward (gradient, query, key,
+    value, out, log of sums, dropout, is_causal).
+    """
+    name = operator.overloadpacket.__name__
+    if not name.startswith(_FUSED_ATTENTION):
+        return None
+    is_backward = name != _FUSED_ATTENTION
+    query, key, value = args[1:4] if is_backward else args[:3]
+    position = 7 if is_backward else 4
+    causal = args[position] if len(args) > position else kwargs.get("is_causal", False)
+    return Attended(
+        rows=query.shape[0],
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        queries=query.shape[2],
+        keys=key.shape[2],
+        width=query.shape[3],
+        value_width=value.shape[3],
+        is_causal=bool(causal),
+        element_bytes=query.element_size(),
+    )
+
+
 def launches(operator: Operator, *, makes_storage: bool) -> bool:
     """Whether a call runs a kernel. Views, reshapes without a copy and allocations do not."""
     if operator.overloadpacket.__name__ in _ALLOCATES:
@@ -66,16 +114,58 @@ def launches(operator: Operator, *, makes_storage: bool) -> bool:
     return makes_storage or is_mutable(operator)
 
 
-def moved_bytes(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Bytes that one call reads and writes in device memory, with nothing left in caches."""
+def read_bytes(
+    operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> list[int]:
+    """Bytes of each input that one call reads in device memory, with nothing left in caches."""
     name = operator.overloadpacket.__name__
     read = [occupied_bytes(tensor) for tensor in inputs]
-    written = sum(occupied_bytes(tensor) for tensor in outputs)
     if read and name in _OVERWRITES:
         read[0] = 0
     if read and name in _GATHERS:
-        read[0] = min(read[0], written)
-    return sum(read) + written
+        read[0] = min(read[0], sum(map(occupied_bytes, outputs)))
+    return read
+
+
+def moved_bytes(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Bytes that one call reads and writes in device memory, with nothing left in caches."""
+    return sum(read_bytes(operator, inputs, outputs)) + sum(map(occupied_bytes, outputs))
+
+
+class Fusing(NamedTuple):
+    """How an operator takes part in a chain that one kernel may run.
+
+    Attributes:
+        hint: the kind of chain that it is characteristic of.
+        is_softmax: over scores, where it lies between two products.
+        is_attention: what is done to queries and keys lies before it.
+        draws: random numbers.
+    """
+
+    is_fusible: bool
+    hint: FusibleKind | None
+    is_softmax: bool
+    is_attention: bool
+    draws: bool
+
+
+@functools.cache
+def fusing_of(operator: Operator) -> Fusing:
+    """Of the operator, whatever it is called with."""
+    name = operator.overloadpacket.__name__
+    plain = name.removesuffix("_")
+    hint = None
+    if plain in _ACTIVATIONS:
+        hint = FusibleKind.GATE
+    elif name in _GATHERS:
+        hint = FusibleKind.ROUTER
+    return Fusing(
+        is_fusible=torch.Tag.pointwise in operator.tags or name in _FUSIBLE,
+        hint=hint,
+        is_softmax=name == "_softmax",
+        is_attention=name in ("bmm", "baddbmm") or (name in _KEPT and "attention" in name),
+        draws=torch.Tag.nondeterministic_seeded in operator.tags,
+    )
 
 
 def occupied_bytes(tensor: Tensor) -> int:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from profiles.chains import Chain
 from profiles.layers import LayerKind
+from profiles.work import FusibleKind
 
 
 @dataclass(slots=True)
@@ -25,6 +29,38 @@ class Work:
         self.kernels += 1
 
 
+class Attended(NamedTuple):
+    """A call of fused attention over `rows` samples: see `AttentionCall`."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+    is_causal: bool
+    element_bytes: int
+
+
+@dataclass(slots=True)
+class Attention:
+    """Calls of attention in the order of the forward; `backward`: those that gradients passed."""
+
+    forward: list[Attended] = field(default_factory=list)
+    backward: list[Attended] = field(default_factory=list)
+
+    def trained(self) -> tuple[Attended, ...]:
+        """Calls with a forward and a backward."""
+        left = Counter(self.backward)
+        found = []
+        for call in self.forward:
+            if left[call]:
+                left[call] -= 1
+                found.append(call)
+        return tuple(found)
+
+
 @dataclass(slots=True, eq=False)
 class Place:
     """One call of a unit, or a stretch of code between two calls.
@@ -34,6 +70,8 @@ class Place:
         stands_for: an equal call that ran in full; what was run here is what was run there.
         layers: those that were called here, by their paths in the unit.
         part: what runs now in the forward; None before the first layer.
+        attention: calls of it outside the parts.
+        chains: of elementwise operations, in the order of the forward.
     """
 
     name: str
@@ -45,18 +83,31 @@ class Place:
     stands_for: Place | None = None
     layers: dict[str, Layer] = field(default_factory=dict)
     part: Part | None = None
-    _parts: list[Part | None] = field(default_factory=lambda: [None])
+    attention: Attention = field(default_factory=Attention)
+    chains: list[Chain] = field(default_factory=list)
     _starts: list[float] = field(default_factory=lambda: [-1])
+
+    def __post_init__(self) -> None:
+        self.chains.append(Chain(self, None, None))
+
+    @property
+    def chain(self) -> Chain:
+        """What runs now in the forward."""
+        return self.chains[-1]
 
     def begin_part(self, part: Part, sequence: float) -> None:
         """From now on this part runs; autograd's nodes are numbered from `sequence` on."""
         self.part = part
-        self._parts.append(part)
+        self.begin_chain(sequence, self.chain.kind)
+
+    def begin_chain(self, sequence: float, kind: FusibleKind | None) -> None:
+        """A new chain of operations begins, in the part that runs."""
+        self.chains.append(Chain(self, self.part, kind))
         self._starts.append(sequence)
 
-    def part_at(self, sequence: float) -> Part | None:
-        """The part whose forward made the autograd node of this number."""
-        return self._parts[bisect.bisect_right(self._starts, sequence) - 1]
+    def chain_at(self, sequence: float) -> Chain:
+        """The chain whose forward made the autograd node of this number."""
+        return self.chains[bisect.bisect_right(self._starts, sequence) - 1]
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +121,7 @@ class Part:
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
     parameters: dict[Hashable, int] = field(default_factory=dict)
+    attention: Attention = field(default_factory=Attention)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,19 @@ class Storages:
         made = self._made(tensor)
         return made is not None and made.kept_by is place
 
+    def is_alive(self, number: int) -> bool:
+        """Whether memory of this number is there; what was there before is."""
+        return number < 0 or self._all[number].is_alive
+
+    def is_kept(self, number: int) -> bool:
+        """Whether autograd holds it now, or it was there before."""
+        return number < 0 or (self._all[number].is_alive and bool(self._all[number].savers))
+
+    def is_first_saved_by(self, number: int, place: Place) -> bool:
+        """Whether autograd holds it now for this place before others."""
+        made = self._all[number]
+        return made.is_alive and bool(made.savers) and made.savers[0] is place
+
     def notice(
         self,
         operator: Operator,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
-from profiles.layer_tally import LayerSum, layer_cost
-from profiles.layers import LayerCost
-from profiles.model import Affine, UnitCost
-from profiles.places import Part, Place
+from profiles.chains import Savings, add_savings, savings
+from profiles.layer_tally import LayerSum, attention_calls, fusibles, layer_cost
+from profiles.model import LOSS, Affine, UnitCost
+from profiles.places import Attended, Part, Place
 
 
 @dataclass(slots=True)
@@ -28,6 +28,8 @@ class Cost:
     forward_transient_bytes: int = 0
     backward_transient_bytes: int = 0
     layers: dict[str, LayerSum] = field(default_factory=dict)
+    attention: tuple[Attended, ...] = ()
+    fusible: Savings = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,12 @@ def tally(places: Iterable[Place], kept: Kept, *, peaks: Mapping[object, int]) -
         forward, backward = peaks.get((place, False), 0), peaks.get((place, True), 0)
         cost.forward_transient_bytes = max(cost.forward_transient_bytes, forward)
         cost.backward_transient_bytes = max(cost.backward_transient_bytes, backward)
+        cost.attention += place.attention.trained()
+        saved = savings(place.chains, is_loss=called.name == LOSS)
+        add_savings(cost.fusible, saved.get(None, {}))
         for path, layer in place.layers.items():
             total = cost.layers.setdefault(path, LayerSum(layer))
-            total.add(layer, kept.by_part, kept.selective_by_part)
+            total.add(layer, kept.by_part, kept.selective_by_part, saved.get(layer.after, {}))
     return found
 
 
@@ -89,17 +94,21 @@ def _unit_cost(one: Cost, two: Cost | None, samples: int) -> UnitCost:
     def line(once: int, twice: int | None) -> Affine:
         return affine(once, twice, samples)
 
-    values: dict[str, Affine | int | list[LayerCost]] = {}
+    values: dict[str, object] = {}
     for name in (f.name for f in fields(Cost)):
         value = getattr(one, name)
         if name.endswith("_kernels"):
             values[name] = value
-        elif name != "layers":
+        elif name not in ("layers", "attention", "fusible"):
             values[name] = line(value, None if two is None else getattr(two, name))
     values["layers"] = [
-        layer_cost(layer, two.layers.get(path) if two is not None else None, line)
+        layer_cost(layer, two.layers.get(path) if two is not None else None, line, samples)
         for path, layer in one.layers.items()
     ]
+    values["attention"] = attention_calls(
+        one.attention, None if two is None else two.attention, samples
+    )
+    values["fusible"] = fusibles(one.fusible, None if two is None else two.fusible, line)
     return UnitCost.model_validate(values)
 
 

@@ -10,18 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from profiles.chains import Chain, Chains
 from profiles.copy_trace import CopyTrace
 from profiles.flow_trace import FlowTrace, Trail
 from profiles.layer_trace import LayerTrace, Shapes
 from profiles.model import GLUE
 from profiles.modules import Unit
 from profiles.operators import (
+    attended,
     flop_formulas,
+    fusing_of,
     kept_operators,
     launches,
-    moved_bytes,
+    occupied_bytes,
+    read_bytes,
 )
-from profiles.places import Part, Place
+from profiles.places import Place
 from profiles.pretence import Pretence
 from profiles.storages import Storages
 from profiles.torch_compat import (
@@ -29,12 +33,14 @@ from profiles.torch_compat import (
     is_leaf_node,
     is_mutable,
     map_tensors,
+    next_sequence_number,
     node_notes,
     saving_hook,
     sequence_number,
     tensors_in,
     tensors_written,
 )
+from profiles.work import FusibleKind
 
 _PLACE = "place"  # key among the notes of autograd nodes
 
@@ -75,7 +81,9 @@ class Trace(Pretence):
         self._gradient_bytes = gradient_bytes
         self._in_backward = False
         self._callers: list[Place] = []
-        self._part: Part | None = None  # of the backward
+        self._chain = self.place.chain  # of the backward
+        self._chains = Chains()
+        self._kinds: list[FusibleKind] = []  # of the modules that are being called
         self._layers = LayerTrace(
             storages,
             lambda: None if self._in_backward else self.place,
@@ -101,10 +109,33 @@ class Trace(Pretence):
             # Also after one that raises: a model may catch that and go on.
             unit.module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
             self._layers.watch(unit, layers[unit.name])
+        for module in model.modules():
+            kind = _kind(module)
+            if kind is not None:
+                module.register_forward_pre_hook(self._inside(kind))
+                module.register_forward_hook(self._outside, always_call=True, prepend=True)
+
+    def _inside(self, kind: FusibleKind) -> Callable[..., None]:
+        # No partial: `profiles.state` knows the hooks of this package by their module.
+        def inside(*_: object) -> None:
+            if not self._in_backward:
+                self._kinds.append(kind)
+                self._begin_chain()
+
+        return inside
+
+    def _outside(self, *_: object) -> None:
+        if not self._in_backward:
+            self._kinds.pop()
+            self._begin_chain()
+
+    def _begin_chain(self) -> None:
+        self.place.begin_chain(next_sequence_number(), self._kinds[-1] if self._kinds else None)
 
     def enter(self, place: Place, inputs: object) -> None:
         """Begin a call with these inputs."""
         self._mark(inputs)
+        self._chains.hand_on(map(self.storages.memory_of, tensors_in(inputs)))
         is_outermost = not self._callers
         if is_outermost:
             self._timeline.close((self.place, False))
@@ -122,11 +153,13 @@ class Trace(Pretence):
         """End the call; what follows belongs to the caller, or to a new stretch of glue."""
         self._layers.leave(self.place, output)
         self._mark(output)
+        self._chains.hand_on(map(self.storages.memory_of, tensors_in(output)))
         self.place.output_bytes += sum({id(t): t.nbytes for t in tensors_in(output)}.values())
         self._timeline.close((self.place, False))
         caller = self._callers.pop()
         if self._callers:
             self.place = caller
+            self._begin_chain()
         else:
             self.flow.end(output)
             self._go_to(Place(GLUE))
@@ -194,6 +227,8 @@ class Trace(Pretence):
     def begin_backward(self, roots: Sequence[Tensor]) -> None:
         """The forward is over; autograd goes back from `roots`, beginning where they were made."""
         self._mark(roots)
+        self._chains.hand_on(map(self.storages.memory_of, roots))
+        self._chains.settle_forward(self.storages.is_first_saved_by, self.storages.is_kept)
         self._timeline.close((self.place, False))
         node = roots[0].grad_fn if roots else None
         self.place = node_notes(node)[_PLACE] if node is not None else self.place
@@ -202,6 +237,7 @@ class Trace(Pretence):
 
     def end_backward(self) -> None:
         self._timeline.close((self.place, True))
+        self._chains.settle_backward(self.storages.is_alive)
 
     def _mark(self, tree: object) -> None:
         """Every autograd node behind these tensors that is not marked was made here."""
@@ -214,8 +250,8 @@ class Trace(Pretence):
             if is_leaf_node(node):
                 self._meet(cast(Any, node).variable)
                 continue
-            part = self.place.part_at(sequence_number(node))
-            node.register_prehook(functools.partial(self._arrive, self.place, part))
+            chain = self.place.chain_at(sequence_number(node))
+            node.register_prehook(functools.partial(self._arrive, self.place, chain))
             found.extend(parent for parent, _ in node.next_functions)
 
     def _meet(self, leaf: Tensor) -> None:
@@ -249,9 +285,12 @@ class Trace(Pretence):
                     nodes.append(parent)
         return tuple(sorted(found))
 
-    def _arrive(self, place: Place, part: Part | None, gradients: object) -> None:
+    def _arrive(self, place: Place, chain: Chain, gradients: object) -> None:
         # A gradient may also be asked for in the forward: then it is work of whoever asks.
-        self._part = part
+        if self._in_backward and chain is not self._chain:
+            # Gradients may also go to a call that another stands for, where nothing runs.
+            self._chains.pause(self.storages.is_alive)
+        self._chain = chain
         if self._in_backward and place is not self.place:
             self._timeline.close((self.place, True))
             self.place = place
@@ -264,7 +303,8 @@ class Trace(Pretence):
     ) -> None:
         """Put an operation down to the place where it was run."""
         inputs, outputs = _flat((args, tuple(kwargs.values()))), _flat((result,))
-        part = self._part if self._in_backward else self.place.part
+        chain = self._chain if self._in_backward else self.place.chain
+        part = chain.part
         makes_storage = self.storages.notice(operator, inputs, outputs, part)
         if not self._in_backward:
             self._layers.operation(inputs, outputs)
@@ -274,10 +314,14 @@ class Trace(Pretence):
             return
         formula = self._formulas.get(operator.overloadpacket)
         flop = formula(*args, **kwargs, out_val=result) if formula is not None else 0
-        moved = moved_bytes(operator, inputs, outputs)
+        moved = self._move(operator, chain, inputs, outputs)
         for doer in (self.place, part) if part is not None else (self.place,):
             work = doer.backward if self._in_backward else doer.forward
             work.add(flop=flop, moved_bytes=moved)
+        call = attended(operator, args, kwargs)
+        if call is not None:
+            calls = (part or self.place).attention
+            (calls.backward if self._in_backward else calls.forward).append(call)
         if self._in_backward:
             return
         written = tensors_written(operator, args, kwargs) if is_mutable(operator) else []
@@ -293,6 +337,43 @@ class Trace(Pretence):
         if self.place.is_block and operator in self._kept_operators:
             for tensor in outputs:
                 self.storages.keep(tensor, self.place)
+
+    def _move(
+        self, operator: Operator, chain: Chain, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> int:
+        """Bytes that a kernel moves, noted in its chain."""
+        read, written = read_bytes(operator, inputs, outputs), list(map(occupied_bytes, outputs))
+        fusing = fusing_of(operator)
+        traffic = None
+        if fusing.is_fusible:
+            traffic = chain.backward if self._in_backward else chain.forward
+        memory_of = self.storages.memory_of
+        self._chains.operation(
+            traffic,
+            [(memory_of(t), n) for t, n in zip(inputs, read, strict=True)],
+            [(memory_of(t), n) for t, n in zip(outputs, written, strict=True)],
+            draws=fusing.draws,
+            is_alive=self.storages.is_alive if self._in_backward else None,
+        )
+        if not self._in_backward:
+            if fusing.hint is not None:
+                chain.hints.add(fusing.hint)
+            chain.is_scores |= fusing.is_softmax
+            if not fusing.is_fusible:
+                if fusing.is_attention:
+                    chain.hints.add(FusibleKind.ROTARY)
+                self._begin_chain()
+        return sum(read) + sum(written)
+
+
+def _kind(module: nn.Module) -> FusibleKind | None:
+    """Of all that a module runs, by the name of its class."""
+    name = type(module).__name__
+    if name.endswith("Norm"):
+        return FusibleKind.NORM
+    if "Rotary" in name:
+        return FusibleKind.ROTARY
+    return FusibleKind.ROUTER if name.endswith("Router") else None
 
 
 def _flat(values: Iterable[object]) -> list[Tensor]:

@@ -57,6 +57,7 @@ class AttentionKernel(StrEnum):
 
     SCORES = "scores"  # operation by operation; scores are written, masked, and kept
     FUSED_SOFTMAX = "fused_softmax"  # scale, mask and softmax in one kernel; scores are kept
+    CPU = "cpu"  # torch's fused kernel for processors, as its FLOP are counted: hidden pairs too
     FLASH1 = "flash1"  # FlashAttention, arXiv:2205.14135: scores never reach memory
     FLASH2 = "flash2"  # arXiv:2307.08691
     FLASH3 = "flash3"  # arXiv:2407.08608, and cuDNN's attention: written for Hopper and later
@@ -117,7 +118,8 @@ def attention_cost(call: AttentionCall, kernel: AttentionKernel) -> AttentionCos
 
     FLOP: two products forward. Backward: four of them where scores are kept, five where they are
     computed again (arXiv:2205.14135, section 3.1). Kernels that keep no scores skip what a causal
-    mask hides: half.
+    mask hides: half. The processor's kernel is counted as `profiles.capture` counts it: all pairs,
+    whatever is hidden, and a backward that reads what it needs once.
 
     Bytes of scores, an element of e bytes each: two products write and read them (2e); fused scale,
     mask and softmax read and write (2e), operation by operation three times as much; dropout reads,
@@ -129,6 +131,17 @@ def attention_cost(call: AttentionCall, kernel: AttentionKernel) -> AttentionCos
     queries = call.heads * call.queries * (call.width + call.value_width)
     keys = call.kv_heads * call.keys * (call.width + call.value_width)
     operands = float(e * (queries + keys))
+    if kernel is AttentionKernel.CPU:
+        sums = 4.0 * call.heads * call.queries
+        return AttentionCost(
+            forward_flop=product,
+            backward_flop=2.5 * product,
+            forward_moved_bytes=operands + sums,
+            backward_moved_bytes=2 * operands + sums,
+            forward_kernels=1,
+            backward_kernels=1,
+            core_bytes=sums,
+        )
     if not kernel.keeps_scores:
         seen = 0.5 if call.is_causal and call.queries == call.keys else 1.0
         sums = 4.0 * call.heads * call.queries

@@ -12,6 +12,7 @@ from profiles.families import kernels
 from profiles.families import operations as ops
 from profiles.families.arrays import Array, DType, dense
 from profiles.families.network import Network, Unit
+from profiles.places import Attended
 
 # Positions and masks
 
@@ -144,12 +145,12 @@ def attend(
         out = _unfused(lowered, bias, dropout, is_causal=is_causal)
     else:
         bias = additive(bias, lowered[0].dtype) if bias and bias.dtype is DType.BOOL else bias
-        out = _fused(lowered, bias)
+        out = _fused(lowered, bias, is_causal=is_causal)
     out = ops.contiguous_copy(ops.transpose(out, 1, 2))
     return ops.reshape(out, *out.shape[:2], -1)
 
 
-def _fused(inputs: Sequence[Array], mask: Array | None) -> Array:
+def _fused(inputs: Sequence[Array], mask: Array | None, *, is_causal: bool) -> Array:
     """2 matrix products forward, 5 backward, as `torch.utils.flop_counter` counts them."""
     query, key, value = inputs
     tape = query.tape
@@ -160,11 +161,18 @@ def _fused(inputs: Sequence[Array], mask: Array | None) -> Array:
     out = tape.empty(query.shape, query.dtype, dense(query.shape, query.strides))
     weights = tape.empty((batch, count, length), DType.FLOAT32)
     tape.launch(operands, [out, weights], flop=2 * product, is_kept=True)
+    call = Attended(
+        rows=batch, heads=count, kv_heads=key.shape[1], queries=length, keys=key.shape[2],
+        width=width, value_width=value.shape[3], is_causal=is_causal and mask is None,
+        element_bytes=query.dtype.size_bytes,
+    )  # fmt: skip
+    tape.attended(call)
     saved += [tape.save(out), tape.save(weights)]
 
     def backward(gradient: Array) -> list[Array]:
         found = [_by_position(x) for x in saved[:3]]
         tape.launch([gradient, *saved], found, flop=5 * product)
+        tape.attended(call)
         return found
 
     tape.record([out], [query, key, value], backward)

@@ -17,7 +17,7 @@ from typing import TypeVar
 from profiles.families.arrays import Array, DType, Made, Shape, Storage, contiguous
 from profiles.families.layer_calls import LayerCalls
 from profiles.model import GLUE, Numerics
-from profiles.places import Part, Place
+from profiles.places import Attended, Part, Place
 from profiles.tally import Kept
 from profiles.timeline import Timeline
 
@@ -164,6 +164,11 @@ class Tape:
         if is_kept and self.place.is_block:
             for array in outputs:
                 array.storage.made.kept_by = array.storage.made.kept_by or self.place
+
+    def attended(self, call: Attended) -> None:
+        """The kernel that was launched is fused attention, forward or backward."""
+        calls = (self._doing or self.place).attention
+        (calls.backward if self._in_backward else calls.forward).append(call)
 
     def record(self, outputs: Sequence[Array], inputs: Sequence[Array], backward: Backward) -> None:
         """Put an operation into the graph, if a gradient can pass it."""

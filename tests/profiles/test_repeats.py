@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from profiles.capture import capture
-from profiles.model import ModelProfile, Numerics, UnitCost
+from profiles.model import Affine, ModelProfile, Numerics, UnitCost
 
 WIDTH, DEPTH, ROWS = 8, 9, 4
 
@@ -230,7 +230,9 @@ def test_a_deep_model_costs_a_middle_block_more_for_each_further_one() -> None:
 
 def _total(profile: ModelProfile) -> dict[str, float]:
     quantities = [
-        n for n in UnitCost.model_fields if not n.endswith(("kernels", "transient_bytes", "layers"))
+        n
+        for n in UnitCost.model_fields
+        if UnitCost.model_fields[n].annotation is Affine and not n.endswith("transient_bytes")
     ]
     return {
         name: sum(getattr(u.cost(Numerics.AS_BUILT), name).at(ROWS) for u in profile.units)
