@@ -84,6 +84,7 @@ def allocator_hint(decision: Decision) -> Iterator[str]:
                 f" {format_gib(high)} with it, {format_gib(without_slack(high, device))} without,"
                 f" of {usable} usable (this plan reserves"
                 f" {format_gib(reserved_bytes(decision))} for {format_gib(own.peak_bytes)});"
-                f" {advice()}. Pin the plan, and `advisor.memory_report(parallel)` says what it holds"
+                f" {advice()}. Pin the plan, and `advisor.memory_report(parallel)` says what it"
+                " holds"
             )
             return

@@ -11,7 +11,8 @@ from profiles.errors import InputError, UnknownNameError
 from profiles.model import ModelProfile
 from profiles.record import Record
 from profiles.stack import TORCH, Stack
-from profiles.under_stack import under_stack
+from profiles.under_stack import calls_processor, under_stack
+from profiles.work import AttentionKernel
 from profiles.workload import Workload
 
 # torch/optim/adam.py, `_fused_adam`: profiles/optimizers.py counts the same.
@@ -47,7 +48,7 @@ class Facts(Record):
         parts |= {"model": model, "workload": workload}
         # Facts that are read from a file come as what JSON holds; they were changed when built.
         if isinstance(model, ModelProfile) and isinstance(stack, Stack):
-            parts["model"] = under_stack(model, stack)
+            parts["model"] = under_stack(model, _on_device(stack, model, cluster))
             parts["workload"] = _updated_by(stack, workload)
             parts["stack"] = _with_moments(stack, workload)
         super().__init__(**parts)
@@ -78,6 +79,16 @@ def _updated_by(stack: Stack, workload: Workload) -> Workload:
         return workload
     fused = {"moved_bytes_per_element": FUSED_ADAM_BYTES, "list_copies": 0.0}
     return workload.model_copy(update={"optimizer": optimizer.model_copy(update=fused)})
+
+
+def _on_device(stack: Stack, model: ModelProfile, cluster: ClusterProfile) -> Stack:
+    """With the kernel of attention that torch takes on accelerators, where a model was looked at on
+    a processor: kernels that keep no scores, which skip what a causal mask hides."""
+    is_cpu = isinstance(cluster, ClusterProfile) and cluster.device.kind == "cpu"
+    if is_cpu or stack.attention is not None or not calls_processor(model):
+        return stack
+    flash = {"attention": AttentionKernel.FLASH2, "name": f"{stack.name} with flash attention"}
+    return stack.model_copy(update=flash)
 
 
 def _with_moments(stack: Stack, workload: Workload) -> Stack:

@@ -77,6 +77,13 @@ class UnitCost(Record):
     attention: tuple[AttentionCall, ...] = ()
     fusible: tuple[Fusible, ...] = ()
 
+    def calls(self) -> Iterator[AttentionCall]:
+        """Every call of attention that was noted."""
+        yield from self.attention
+        for layer in self.layers:
+            yield from layer.own.attention
+            yield from layer.after.attention
+
 
 class Shape(Record):
     """Trainable parameters of one shape: what an optimizer may make its states from."""

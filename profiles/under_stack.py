@@ -9,7 +9,7 @@ from profiles.layers import LayerCost, Stretch
 from profiles.losses import with_loss
 from profiles.model import ModelProfile, UnitCost, UnitProfile
 from profiles.stack import Loss, Selective, Stack
-from profiles.work import AttentionCall, Fusible, FusibleKind, attention_cost
+from profiles.work import AttentionCall, AttentionKernel, Fusible, FusibleKind, attention_cost
 
 _AMOUNTS = (
     "forward_flop",
@@ -39,6 +39,12 @@ def under_stack(model: ModelProfile, stack: Stack) -> ModelProfile:
         units.append(unit.model_copy(update={"costs": done[key]}))
     changed = with_loss(units, stack.loss)
     return model.model_copy(update={"units": changed, "stack": stack.name})
+
+
+def calls_processor(model: ModelProfile) -> bool:
+    """Whether attention was counted as torch's kernel for processors runs it."""
+    costs = (cost for unit in model.units for cost in unit.costs.values())
+    return any(call.kernel is AttentionKernel.CPU for cost in costs for call in cost.calls())
 
 
 def _changes_kernels(stack: Stack) -> bool:

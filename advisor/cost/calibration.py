@@ -11,7 +11,6 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from profiles.cluster import ClusterProfile, Device
 from profiles.provenance import Source
 from profiles.record import Record
-from profiles.stack import Stack
 from profiles.work import AttentionKernel, ProductKind
 
 # Watts of board power per TFLOP/s of 16-bit peak below which a board is bound by its power in long
@@ -33,9 +32,6 @@ TILE_COLUMNS = 64
 # have 128 units, or two schedulers (CUDA C++ Programming Guide, throughput of native arithmetic
 # instructions: 64 results a clock at compute capability 7.0, 7.5, 8.0; 128 at 6.1, 8.6, 8.9, 9.0).
 _TWO_ISSUES = ("V100", "T4", "TITAN", "RTX-20", "Quadro-RTX", "A100", "A800", "A30")
-
-# Programs do more than their models count, seldom less: the upper end of a range is further away.
-OVERSIGHT = 1.1
 
 
 class Calibration(Record):
@@ -68,48 +64,28 @@ class Calibration(Record):
         launch: host time of a launch inside a step over that of an empty loop.
         context_bytes: of a process, over what the cluster says.
         slack: what the allocator holds over what is allocated.
-        time_doubt, memory_doubt: half-widths of ranges of what the model leaves out, as shares.
-        generic_doubt: the same where nobody said which software ran.
     """
 
-    sustained: PositiveFloat = 0.862
-    power_bound: PositiveFloat = 0.792
-    memory: PositiveFloat = 0.817
-    unaligned: PositiveFloat = 0.646
-    grouped: PositiveFloat = 0.60
-    convolution: PositiveFloat = 0.820
-    vector: PositiveFloat = 0.863
-    vector_slots: PositiveFloat = 1.50
-    winograd: PositiveFloat = 0.702
-    norm_slots: PositiveFloat = 53.5
-    flash1: PositiveFloat = 0.33
-    flash2: PositiveFloat = 0.547
-    flash2_on_hopper: PositiveFloat = 0.35
-    flash3: PositiveFloat = 0.55
-    collectives: PositiveFloat = 0.670
-    pcie: PositiveFloat = 0.7
-    shared_cards: PositiveFloat = 0.565
+    sustained: PositiveFloat = 0.817
+    power_bound: PositiveFloat = 0.683
+    memory: PositiveFloat = 0.894
+    unaligned: PositiveFloat = 0.648
+    grouped: PositiveFloat = 0.648
+    convolution: PositiveFloat = 0.876
+    vector: PositiveFloat = 0.665
+    vector_slots: PositiveFloat = 1.585
+    winograd: PositiveFloat = 0.685
+    norm_slots: PositiveFloat = 55.9
+    flash1: PositiveFloat = 0.302
+    flash2: PositiveFloat = 0.569
+    flash2_on_hopper: PositiveFloat = 0.338
+    flash3: PositiveFloat = 0.544
+    collectives: PositiveFloat = 1.0
+    pcie: PositiveFloat = 0.659
+    shared_cards: PositiveFloat = 0.546
     launch: PositiveFloat = 1.0
     context_bytes: NonNegativeFloat = 0.0
-    slack: NonNegativeFloat = 0.153
-    time_doubt: PositiveFloat = 0.30
-    memory_doubt: PositiveFloat = 0.15
-    generic_doubt: PositiveFloat = 0.50
-
-    def time_range(
-        self, stack: Stack, *, is_mixture: bool, launch_share: float
-    ) -> tuple[float, float]:
-        """Ends of the range of a published step time, over the estimate: nine of ten true values
-        lie within. A step that waits for its host is known worst."""
-        doubt = self.time_doubt
-        if stack.is_generic or is_mixture:
-            doubt = self.generic_doubt
-        return 1 / (1 + doubt), OVERSIGHT * (1 + doubt * (1 + 2 * launch_share))
-
-    def memory_range(self, stack: Stack) -> tuple[float, float]:
-        """The same of the allocated peak."""
-        doubt = self.memory_doubt * (2 if stack.is_generic else 1)
-        return 1 / (1 + doubt), OVERSIGHT * (1 + doubt)
+    slack: NonNegativeFloat = 0.198
 
     def collective_share(self, cluster: ClusterProfile, group_size: int, stride: int) -> float:
         """Rate of a group's collectives in a step over that of the links alone; of links that a

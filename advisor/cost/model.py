@@ -41,6 +41,7 @@ from advisor.cost.stages import Stages
 from advisor.cost.tensor import Styled
 from advisor.cost.threads import threaded
 from advisor.cost.updates import updated
+from advisor.cost.work import convention
 from advisor.facts import Facts
 from engines.legality import numerics
 from engines.plan import DataParallel, Plan
@@ -224,10 +225,16 @@ class CostModel:
         return reduced_share(self.stack)
 
     def flop(self, plan: Plan, samples: int) -> float:
-        """Model FLOP of one forward and backward of all units, without recompute."""
+        """Model FLOP of one forward and backward of all units, without recompute, as MFU counts
+        them: attention as three times two products, whatever its mask hides or its kernel repeats
+        (PaLM, arXiv:2204.02311, appendix B)."""
         kind = self.numerics(plan)
         if (kind, samples) not in self._flop:
-            found = (run.count * run.unit.flop(samples, kind) for run in self.runs)
+            found = (
+                run.count
+                * (run.unit.flop(samples, kind) + samples * convention(run.unit.cost(kind)))
+                for run in self.runs
+            )
             self._flop[kind, samples] = sum(found)
         return self._flop[kind, samples]
 

@@ -148,3 +148,13 @@ def _attention(part: Stretch | UnitCost, share: float, samples: float) -> Iterat
             share * samples * cost.forward_flop,
             share * samples * cost.backward_flop,
         )
+
+
+def convention(cost: UnitCost) -> float:
+    """FLOP of a sample that papers count of attention beside those that its kernels do."""
+    missing = 0.0
+    for call in cost.calls():
+        done = attention_cost(call, call.kernel)
+        product = 2.0 * call.pairs * (call.width + call.value_width)
+        missing += 3 * product - done.forward_flop - done.backward_flop
+    return missing

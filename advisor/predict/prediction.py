@@ -12,6 +12,7 @@ from tempfile import NamedTemporaryFile
 from advisor.cost import CALIBRATION, Calibration
 from advisor.predict.case import case_of
 from advisor.predict.filled import fits
+from advisor.predict.ranges import ranges
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import Row
 from advisor.predict.setup import Refusal, Setup
@@ -57,13 +58,7 @@ def predict_setup(setup: Setup, calibration: Calibration = CALIBRATION) -> Predi
     """Time and memory of a setup, by `advisor.cost.estimate`."""
     found = case_of(setup).estimate(calibration)
     allocated = found.peak_bytes - found.memory.context
-    stack = setup.software.stack
-    time = calibration.time_range(
-        stack,
-        is_mixture=bool(setup.shape and setup.shape.experts),
-        launch_share=found.time.launch_s / found.step_s,
-    )
-    memory = calibration.memory_range(stack)
+    time, memory = ranges(setup, found)
     return Prediction(
         row_id=setup.row_id,
         predicted_step_time_s=found.step_s,

@@ -24,9 +24,9 @@ from profiles.work import (
 )
 
 FP32 = 4
-# Launches' worth of host time for each kernel that a draft counts: views, copies, casts, modules and
-# hooks in Python, and autograd's bookkeeping are not drafted. Calibrated on steps that wait for their
-# hosts (Megatron-LM's functional tests: some 6 ms for a layer forward and backward).
+# Launches' worth of host time for each kernel that a draft counts: views, copies, casts, modules
+# and hooks in Python, and autograd's bookkeeping are not drafted. Calibrated on steps that wait for
+# their hosts (Megatron-LM's functional tests: some 6 ms for a layer forward and backward).
 HOST_WORK = 20
 
 

@@ -1,0 +1,53 @@
+"""Ranges of predictions: how far runs of a kind were from what the cost model says.
+
+Ends are the 5 % and 95 % quantiles of published over predicted, of the runs that the scorecard has
+(`python -m tests.scorecard`), a little wider where few were there. A step that waits for its host is
+known worst, then mixtures of experts, whose software is young.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from advisor.cost import Estimate
+from advisor.predict.setup import Setup
+
+Range = tuple[float, float]
+# From this share of launches on, a step is one that waits for its host.
+HOST_BOUND = 0.2
+TIME: Mapping[str, Range] = MappingProxyType(
+    {
+        "dense": (0.84, 1.5),
+        "experts": (0.5, 1.95),
+        "images": (0.68, 1.25),
+        "host": (0.7, 6.0),
+    }
+)
+MEMORY: Mapping[str, Range] = MappingProxyType(
+    {
+        "dense": (0.9, 1.4),
+        "experts": (0.66, 1.25),
+        "images": (0.88, 1.15),
+        "host": (0.78, 1.35),
+    }
+)
+# Where nobody said which software ran, either end is as far again: assumed.
+GENERIC = 1.3
+
+
+def kind_of(setup: Setup, estimate: Estimate) -> str:
+    """The kind of run that decides how wide a range is."""
+    if estimate.time.launch_s > HOST_BOUND * estimate.step_s and setup.shape is not None:
+        return "host"
+    if setup.shape is None:
+        return "images"
+    return "experts" if setup.shape.experts else "dense"
+
+
+def ranges(setup: Setup, estimate: Estimate) -> tuple[Range, Range]:
+    """Ends of time and memory over the estimate; nine of ten true values lie within."""
+    kind = kind_of(setup, estimate)
+    wider = GENERIC if setup.software.stack.is_generic else 1.0
+    (low, high), (least, most) = TIME[kind], MEMORY[kind]
+    return (low / wider, high * wider), (least / wider, most * wider)
