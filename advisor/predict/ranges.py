@@ -1,8 +1,8 @@
 """Ranges of predictions: how far runs of a kind were from what the cost model says.
 
 Ends are the 5 % and 95 % quantiles of published over predicted, of the runs of the scorecard
-(`python -m tests.scorecard`), a little wider where few were there. A step that waits for its host is
-known worst, then mixtures of experts, whose software is young.
+(`python -m tests.scorecard`), a little wider where few were there. A step that waits for its host
+is known worst, then mixtures of experts, whose software is young.
 """
 
 from __future__ import annotations
