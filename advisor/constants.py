@@ -10,6 +10,7 @@ from statistics import geometric_mean
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.cost.calibration import CALIBRATION
 from advisor.cost.communication import COMMUNICATION_ERROR
 from advisor.cost.compute import COMPUTE_ERROR, matmul_fraction, peak_flop_per_s
 from profiles.cluster import ClusterProfile, Collective, Constant, Link, LinkFit
@@ -29,7 +30,7 @@ def unit_times(cluster: ClusterProfile, dtype: str) -> dict[Constant, float]:
     reached = peak_flop_per_s(device, dtype).value * matmul_fraction(device)
     found = {
         Constant.PRODUCTS: 1 / reached,
-        Constant.MEMORY: 1 / device.memory_bandwidth_bytes_per_s.value,
+        Constant.MEMORY: 1 / CALIBRATION.bandwidth_bytes_per_s(device),
         Constant.LAUNCH: device.launch_s.value,
     }
     for constant, link in _links(cluster):
@@ -148,14 +149,16 @@ def as_measured(
         changed["flop_per_s"] = {**device.flop_per_s, key: peak}
     if Constant.MEMORY in errors:
         rate = device.memory_bandwidth_bytes_per_s
-        error = errors[Constant.MEMORY]
-        changed["memory_bandwidth_bytes_per_s"] = measured(rate, error, origin=origin)
+        reached = {"value": CALIBRATION.bandwidth_bytes_per_s(device)}
+        rate = measured(rate, errors[Constant.MEMORY], origin=origin)
+        changed["memory_bandwidth_bytes_per_s"] = rate.model_copy(update=reached)
     if Constant.LAUNCH in errors:
         changed["launch_s"] = measured(device.launch_s, errors[Constant.LAUNCH], origin=origin)
     for constant, link in _links(cluster):
         if constant in errors:
             name = "intra" if constant is Constant.INTRA else "inter"
-            links[name] = _link_as_measured(link, errors[constant], origin=origin)
+            share = _share(cluster, constant)
+            links[name] = _link_as_measured(link, errors[constant], share, origin=origin)
     axes = tuple(
         axis.model_copy(update={"fits": _fits_as_measured(axis.fits, errors[tier])})
         if (tier := tier_of(cluster, axis.group_size, axis.stride)) in errors
@@ -173,10 +176,17 @@ def measured(quantity: Quantity, error: float, *, origin: str) -> Quantity:
     return quantity.model_copy(update={**known, "origin": origin})
 
 
-def _link_as_measured(link: Link, error: float, *, origin: str) -> Link:
+def _share(cluster: ClusterProfile, constant: Constant) -> float:
+    """Of a link's rate, what collectives reach inside a step."""
+    size = cluster.devices_per_node if constant is Constant.INTRA else cluster.world_size
+    return CALIBRATION.collective_share(cluster, Collective.ALL_REDUCE, size, 1)
+
+
+def _link_as_measured(link: Link, error: float, share: float, *, origin: str) -> Link:
+    rate = measured(link.bandwidth_bytes_per_s, error, origin=origin)
     return link.model_copy(
         update={
-            "bandwidth_bytes_per_s": measured(link.bandwidth_bytes_per_s, error, origin=origin),
+            "bandwidth_bytes_per_s": rate.model_copy(update={"value": share * rate.value}),
             "latency_s": measured(link.latency_s, error, origin=origin),
             "fits": _fits_as_measured(link.fits, error),
         }

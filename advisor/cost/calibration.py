@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from profiles.cluster import ClusterProfile, Device
+from profiles.cluster import ClusterProfile, Collective, Device
 from profiles.provenance import Source
 from profiles.record import Record
 from profiles.work import AttentionKernel, ProductKind
@@ -87,7 +87,16 @@ class Calibration(Record):
     context_bytes: NonNegativeFloat = 0.0
     slack: NonNegativeFloat = 0.198
 
-    def collective_share(self, cluster: ClusterProfile, group_size: int, stride: int) -> float:
+    def bandwidth_bytes_per_s(self, device: Device) -> float:
+        """What elementwise kernels reach in a step; a rate that was measured is taken as it is."""
+        rate = device.memory_bandwidth_bytes_per_s
+        if device.kind == "cpu" or rate.source is Source.MEASURED:
+            return rate.value
+        return rate.value * self.memory
+
+    def collective_share(
+        self, cluster: ClusterProfile, kind: Collective, group_size: int, stride: int
+    ) -> float:
         """Rate of a group's collectives in a step over that of the links alone; of links that a
         bench timed, nothing is taken off."""
         if group_size < 2 or cluster.device.kind == "cpu":
@@ -97,7 +106,8 @@ class Calibration(Record):
         if link is None or link.fits or link.bandwidth_bytes_per_s.source is Source.MEASURED:
             return 1.0
         if not crosses and link.name.startswith("PCIe"):
-            return self.pcie
+            # One transfer between two devices meets no others.
+            return 1.0 if kind is Collective.SEND_RECV else self.pcie
         cards = cluster.network_cards or cluster.devices_per_node
         return (
             self.shared_cards

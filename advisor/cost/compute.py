@@ -108,7 +108,7 @@ def added_s(
         share: of the gradients, those that this rank adds up.
         devices: those that the process launches backwards for; gradients are added on one.
     """
-    bandwidth, launch_s = device.memory_bandwidth_bytes_per_s.value, device.launch_s.value
+    bandwidth, launch_s = CALIBRATION.bandwidth_bytes_per_s(device), device.launch_s.value
     moving = launching = 0.0
     for unit, time in zip(loads.entries, times, strict=True):
         if not unit.gradient_bytes:
@@ -308,7 +308,7 @@ def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> fl
     """
     if plan.offload.states and device.kind != "cpu":
         return update.moved_bytes / (HOST_BANDWIDTH_BYTES_PER_S / ranks)
-    moving = update.moved_bytes / device.memory_bandwidth_bytes_per_s.value
+    moving = update.moved_bytes / CALIBRATION.bandwidth_bytes_per_s(device)
     reached = peak_flop_per_s(device, "bfloat16").value * matmul_fraction(device)
     return moving + update.flop / reached
 

@@ -103,7 +103,7 @@ class Ledger:
         found = self._wires.get((kind, group_size, stride))
         if found is None:
             best = ways(self._cluster, kind, group_size=group_size, stride=stride)
-            share = self._calibration.collective_share(self._cluster, group_size, stride)
+            share = self._calibration.collective_share(self._cluster, kind, group_size, stride)
             found = tuple(Way(way.latency_s, way.s_per_byte / share) for way in best)
             self._wires[kind, group_size, stride] = found
         return found

@@ -15,7 +15,7 @@ from advisor.cost.calibration import (
 )
 from advisor.cost.work import ProductLoad
 from profiles.cluster import Device
-from profiles.provenance import Quantity, Source
+from profiles.provenance import Quantity
 from profiles.stack import Stack
 from profiles.work import ProductKind
 
@@ -106,13 +106,11 @@ class Rates:
         if dtype == "float16":
             half = peak_flop_per_s(device, dtype).value
         is_cpu = device.kind == "cpu"
-        moved = device.memory_bandwidth_bytes_per_s
-        is_known = is_cpu or moved.source is Source.MEASURED
         return cls(
             device=device,
             peak=peak_flop_per_s(device, dtype).value,
             half=half,
-            bandwidth=moved.value * (1.0 if is_known else calibration.memory),
+            bandwidth=calibration.bandwidth_bytes_per_s(device),
             launch_s=device.launch_s.value
             * (1.0 if is_cpu else calibration.launch * (1 - stack.cuda_graphs)),
             waits=stack.blocking_launches,
