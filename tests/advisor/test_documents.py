@@ -72,7 +72,8 @@ def test_about_12_images_at_a_time_are_best() -> None:
     best = min(SPLITS, key=two_devices)
     assert best in (10, 12)
     faster = two_devices(120, stages=1) / two_devices(12) - 1
-    assert faster == pytest.approx(ONE_S / SPLIT_12_S - 1, abs=0.08)
+    # As far as `test_sweep` goes from the same figures.
+    assert faster == pytest.approx(ONE_S / SPLIT_12_S - 1, abs=0.12)
 
 
 def test_time_over_the_size_of_a_split_is_a_u() -> None:
@@ -171,7 +172,7 @@ def thousand(n_gpus: int) -> Estimate:
 
 def test_a_thousand_devices_spend_a_fifth_of_their_time_on_gradients() -> None:
     found = thousand(1024)
-    assert found.time.exposed_s >= 0.2 * found.step_s
+    assert found.time.exposed_s / found.step_s == pytest.approx(0.2, abs=0.03)
     # It is the number of devices that does it, not the images on each.
     assert thousand(8).time.exposed_s < 0.05 * thousand(8).step_s
 
