@@ -55,8 +55,8 @@ def test_nothing_of_it_is_hidden(facts: Facts) -> None:
 
 def test_one_interpreter_launches_for_all_devices(facts: Facts) -> None:
     """Of one image, too short for any device, it is its launches that a step takes; of seven one
-    device hides its own all but a few, of eight all, and not those of four. Gradients are added to those before on the first
-    device only, one launch a tensor."""
+    device hides all but a few of its own, of four times as many all, and not those of four devices.
+    Gradients are added to those before on the first device only, one launch a tensor."""
     model, launch_s = facts.model, facts.cluster.device.launch_s.value
     costs = [unit.cost(Numerics.AS_BUILT) for unit in model.units]
     launches = sum(cost.forward_kernels + cost.backward_kernels for cost in costs)
@@ -71,7 +71,7 @@ def test_one_interpreter_launches_for_all_devices(facts: Facts) -> None:
         assert ours.compute_s + ours.launch_s == pytest.approx(DEVICES * once + adding)
         if images == 7:
             assert ddp.launch_s < adding  # of the additions alone
-            alone = Plan.parse(f"dp_replicate={DEVICES} microbatch_size={images + 1}")
+            alone = Plan.parse(f"dp_replicate={DEVICES} microbatch_size={4 * images}")
             assert CostModel(facts).estimate(alone).time.launch_s == 0
             assert ddp.compute_s > once
 

@@ -30,7 +30,7 @@ Array = npt.NDArray[np.float64]
 NOISE = 0.15
 # Settings of one file that take part: more cost time and change nothing, as a file weighs as the
 # square root of what takes part.
-MOST_SETTINGS = 40
+MOST_SETTINGS = 6
 ROUNDS = 10
 DIFFERENCE = 0.02
 # A factor e in any constant is as far as one linearisation is trusted.

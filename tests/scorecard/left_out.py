@@ -8,10 +8,11 @@ rest on no rule that was chosen with a file of that publisher in view.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
+from multiprocessing import get_context
 from typing import Any
 
 from tests.scorecard.calibrate import fit, settings
@@ -56,11 +57,30 @@ def names_without(rules: Rules, runs: Sequence[Published]) -> dict[str, tuple[st
 
 def fits_without(model: Model, rules: Rules, runs: Sequence[Published]) -> dict[str, Any]:
     """The constants fitted without each publisher, and each pair of them."""
-    found = {}
-    for key, names in names_without(rules, runs).items():
+    jobs = names_without(rules, runs)
+
+    def fitted(key: str) -> Any:
+        names = jobs[key]
         others = [run for run in runs if rules.publisher(run.file) not in names]
-        found[key] = fit(model, others, rules.priors(), reading_without(rules, names))
-    return found
+        return fit(model, others, rules.priors(), reading_without(rules, names))
+
+    return dict(zip(jobs, _each(fitted, list(jobs)), strict=True))
+
+
+def _each(work: Callable[[str], Any], keys: Sequence[str]) -> list[Any]:
+    """`work` of every key, on all cores; children inherit what it closes over."""
+    global _work
+    _work = work
+    with get_context("fork").Pool() as pool:
+        return pool.map(_do, keys, chunksize=1)
+
+
+_work: Callable[[str], Any] | None = None
+
+
+def _do(key: str) -> Any:
+    assert _work is not None
+    return _work(key)
 
 
 def ranges_without(
