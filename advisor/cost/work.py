@@ -142,6 +142,8 @@ def _noted(product: Product, share: float, samples: float) -> ProductLoad:
 
 def _attention(part: Stretch | UnitCost, share: float, samples: float) -> Iterator[AttentionLoad]:
     for call in part.attention:
+        if call.kernel is AttentionKernel.CPU:
+            continue  # products like any other, which a processor's own rate says the time of
         cost = attention_cost(call, call.kernel)
         yield AttentionLoad(
             call.kernel,

@@ -218,7 +218,7 @@ def without_torch(config: Path, precision: str | None) -> tuple[dict[str, Any], 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_advise_answers_where_torch_cannot_be_imported(config: Path, precision: str | None) -> None:
     decision, _ = without_torch(config, precision)
-    assert decision["plan"]["precision"] == (precision or "fp32")
+    assert decision["plan"]["precision"] == "bf16"  # what an H100 is planned in by default
 
 
 @pytest.mark.timed

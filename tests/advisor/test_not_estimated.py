@@ -9,7 +9,6 @@ import pytest
 
 from advisor.choose import choose
 from advisor.cost import CostModel, Estimate
-from advisor.cost.staged import _stride
 from advisor.report.view import view_of
 from advisor.rules import Candidate
 from advisor.search import search
@@ -77,15 +76,3 @@ def test_where_no_plan_can_be_estimated_there_is_no_answer(
     monkeypatch.setattr(search, "judged", broken)
     with pytest.raises(RuntimeError, match="none of the plans could be estimated"):
         choose(facts(MIDDLE, gpus(1, 8), batch=64))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "apart"), [((0, 3), 3), ((0, 1, 3), 1), ((0, 2, 3), 1), ((0, 2, 4), 2), ((1, 2), 1)]
-)
-def test_a_tied_parameter_in_three_stages_lies_on_ranks_that_exist(
-    ranks: tuple[int, ...], apart: int
-) -> None:
-    """BART's embedding is the encoder's, the decoder's and the head's: of 4 stages the first, third
-    and fourth may hold it, and 3 ranks, 2 stages apart, would end beyond the last."""
-    assert _stride(ranks) == apart
-    assert ranks[0] + (len(ranks) - 1) * apart <= ranks[-1]

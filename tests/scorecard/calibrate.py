@@ -30,7 +30,7 @@ Array = npt.NDArray[np.float64]
 NOISE = 0.15
 # Settings of one file that take part: more cost time and change nothing, as a file weighs as the
 # square root of what takes part.
-MOST_SETTINGS = 6
+MOST_SETTINGS = 40
 ROUNDS = 10
 DIFFERENCE = 0.02
 # A factor e in any constant is as far as one linearisation is trusted.
@@ -53,7 +53,7 @@ def fit(
         if name not in constants:
             raise UnknownNameError("constant", name, constants, where="rules.toml")
     start = with_values(model.calibration, {name: one.prior for name, one in priors.items()})
-    chosen = settings(runs)
+    chosen = settings(runs, model.most_settings)
     if not chosen or not names:
         return start
     center = np.log([priors[name].prior for name in names])
@@ -100,7 +100,7 @@ def fit(
     return with_values(start, {n: float(f"{getattr(constants_at(x), n):.6g}") for n in names})
 
 
-def settings(runs: Sequence[Published]) -> list[tuple[Published, float]]:
+def settings(runs: Sequence[Published], most: int = MOST_SETTINGS) -> list[tuple[Published, float]]:
     """Runs that differ in what they run, evenly from each file, with their weights."""
     files: dict[str, dict[object, Published]] = defaultdict(dict)
     for run in runs:
@@ -109,7 +109,7 @@ def settings(runs: Sequence[Published]) -> list[tuple[Published, float]]:
             files[run.file].setdefault(same, run)
     found = []
     for distinct in files.values():
-        every = -(-len(distinct) // MOST_SETTINGS)
+        every = -(-len(distinct) // most)
         chosen = list(distinct.values())[::every]
         found += [(run, WEIGHTS[run.reliability] / sqrt(len(chosen))) for run in chosen]
     return found

@@ -107,7 +107,7 @@ def ranges_of(
         if name == without:
             continue
         names = sorted({name, without} - {""})
-        chosen = settings(own)
+        chosen = settings(own, model.most_settings)
         rows = scored(model, rules, [run for run, _ in chosen], constants["+".join(names)], names)
         for row, (_, weight) in zip(rows, chosen, strict=True):
             for part in PARTS:
