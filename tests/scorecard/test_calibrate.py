@@ -111,7 +111,28 @@ ROWS = [
 
 # One that each of the other constants decides a part of.
 _ONE = ROWS[1]
-_H100 = replace(_ONE, gpu_type="H100-SXM-80GB")
+_H100 = replace(
+    _ONE,
+    gpu_type="H100-SXM-80GB",
+    hidden=8192,
+    n_heads=64,
+    ffn_hidden=32768,
+    n_layers=4,
+    seq_len=8192,
+)
+_IMAGES = Row(
+    row_id="images",
+    arch="resnet",
+    model_name="resnet50-224px",
+    seq_len=224,
+    n_gpus=1,
+    dp=1,
+    microbatch=64,
+    global_batch=64,
+    gpu_type="V100-SXM2-16GB",
+    dtype="fp32",
+    source="pytorch ddp",
+)
 ROWS += [
     replace(_ONE, row_id="early flash", attention="flash", source_date="2022-10"),
     replace(_H100, row_id="second flash", attention="flash", stack="megatron-core-0.5"),
@@ -124,6 +145,12 @@ ROWS += [
     replace(_ONE, row_id="unaligned", hidden=2000, n_heads=20, ffn_hidden=8000),
     replace(_ONE, row_id="small", n_gpus=1, dp=1, hidden=256, n_heads=4, ffn_hidden=1024,
             n_layers=96, seq_len=128, microbatch=1, global_batch=1),
+    replace(_ONE, row_id="bridge", gpu_type="RTX-3090-24GB", gpu_mem_gb=24, intra_link="PCIe4",
+            n_layers=2, zero_stage="0"),
+    _IMAGES,
+    replace(_IMAGES, row_id="images in 16 bits", gpu_type="A100-SXM-80GB", dtype="fp16"),
+    replace(_IMAGES, row_id="images on one issue", gpu_type="1080Ti-11GB", microbatch=16,
+            global_batch=16),
 ]  # fmt: skip
 
 
