@@ -82,7 +82,9 @@ def test_each_constant_of_the_scored_model_is_found_again() -> None:
     model, exercised = replace(scored.remembering(), most_settings=40), []
     for name in constants:
         usual = getattr(model.calibration, name)
-        other = with_values(model.calibration, {name: 0.8 * usual})
+        # Fewer slots than a rate at its cap leaves open would change nothing.
+        true = usual * (1.25 if name == "vector_slots" else 0.8)
+        other = with_values(model.calibration, {name: true})
         made = [_run(row, model, other) for row in ROWS]
         if all(
             one.step_s == pytest.approx(then.step_s, rel=0.01)
@@ -94,7 +96,7 @@ def test_each_constant_of_the_scored_model_is_found_again() -> None:
             continue
         exercised.append(name)
         found = fit(model, made, {name: Prior(prior=usual, factor=10.0, unit="any")}, READING)
-        assert getattr(found, name) == pytest.approx(0.8 * usual, rel=0.02), name
+        assert getattr(found, name) == pytest.approx(true, rel=0.02), name
     assert exercised == constants
 
 
