@@ -71,9 +71,12 @@ def test_a_pipeline_of_20_images_at_a_time_is_about_half_as_fast_again() -> None
 def test_about_12_images_at_a_time_are_best() -> None:
     best = min(SPLITS, key=two_devices)
     assert best in (10, 12)
+
+
+@pytest.mark.xfail(reason="predicted 0.46, published 0.54: short kernels of small splits")
+def test_a_pipeline_of_12_images_at_a_time_gains_what_was_published() -> None:
     faster = two_devices(120, stages=1) / two_devices(12) - 1
-    # As far as `test_sweep` goes from the same figures.
-    assert faster == pytest.approx(ONE_S / SPLIT_12_S - 1, abs=0.12)
+    assert faster == pytest.approx(ONE_S / SPLIT_12_S - 1, abs=0.08)
 
 
 def test_time_over_the_size_of_a_split_is_a_u() -> None:
@@ -170,10 +173,14 @@ def thousand(n_gpus: int) -> Estimate:
     )
 
 
+@pytest.mark.xfail(reason="predicted 0.18 of the step, published a fifth")
 def test_a_thousand_devices_spend_a_fifth_of_their_time_on_gradients() -> None:
     found = thousand(1024)
-    assert found.time.exposed_s / found.step_s == pytest.approx(0.2, abs=0.03)
-    # It is the number of devices that does it, not the images on each.
+    assert found.time.exposed_s >= 0.2 * found.step_s
+
+
+def test_eight_devices_spend_little_of_their_time_on_gradients() -> None:
+    """It is the number of devices that does it, not the images on each."""
     assert thousand(8).time.exposed_s < 0.05 * thousand(8).step_s
 
 

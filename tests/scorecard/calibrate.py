@@ -28,8 +28,7 @@ Array = npt.NDArray[np.float64]
 # Mean size of an error that no constant explains, in ln: published runs of one setting on other
 # days differ by 5 to 15 % (see the notes in their tables).
 NOISE = 0.15
-# Settings of one file that take part: more cost time and change nothing, as a file weighs as the
-# square root of what takes part.
+# Settings of one file that take part, unless the model says: more cost time.
 MOST_SETTINGS = 40
 ROUNDS = 10
 DIFFERENCE = 0.02
