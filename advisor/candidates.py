@@ -46,11 +46,12 @@ def searched(
     *,
     offload: Offload = Offload.NONE,
     styles: Styles | None = None,
+    is_long: bool | None = None,
 ) -> Search:
     """A search over the same plans, of the facts that `kept` is of."""
     if pins.get("compile"):
         kept = kept.compiled()
-    space = kept.space(pins, offload=offload, styles=styles)
+    space = kept.space(pins, offload=offload, styles=styles, is_long=is_long)
     return Search(kept, policy, space, Stages(kept, pins, policy))
 
 

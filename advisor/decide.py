@@ -96,7 +96,9 @@ def decide(
     """
     kept = kept or Kept(CostModel(facts))
     spaces = [{**pins, "ep": ep} if ep > 1 else pins for ep in expert_degrees(facts, pins)]
-    searches = [searched(kept, each, policy, styles=styles) for each in spaces]
+    # One answer for all degrees of experts: where some of them spare cp, the others need none.
+    is_long = "cp" not in pins and kept.is_too_long(pins, styles)
+    searches = [searched(kept, each, policy, styles=styles, is_long=is_long) for each in spaces]
     if not any(len(search.space) for search in searches):
         raise refuse(facts, pins)
     trace = walk(kept.costs, policy)
@@ -107,10 +109,10 @@ def decide(
     winner = taken.winner if taken else None
     fastest = taken.fastest if taken else None
     left_open: set[Kind] = set()
-    for search in searches:
-        if winner is None:
-            search.nearest(search.rows)
-        elif compares:
+    if winner is None:
+        _nearest(searches)
+    elif compares:
+        for search in searches:
             left_open |= _compare_kinds(search, winner, policy)
     if winner is not None and compares and not cuts_both_ways(winner.plan):
         left_open -= _tell_hybrids(searches, policy, trace)
@@ -145,6 +147,16 @@ def decide(
         kinds=[plan for search in searches for plan, _ in search.kinds()],
         offered=offered,
     )
+
+
+def _nearest(searches: Sequence[Search]) -> None:
+    """Estimate the plan that misses memory by least, for every way to offload."""
+    least: dict[tuple[Offload, OffloadTo], float] = {}
+    for search in sorted(searches, key=lambda search: search.least_missing_bytes):
+        way = search.space.offload, search.space.offload_to
+        nearest = search.nearest(search.rows, below_bytes=least.get(way, np.inf))
+        if nearest is not None and nearest.finding is not None:
+            least[way] = nearest.finding.missing_bytes
 
 
 def _outside(

@@ -150,8 +150,15 @@ def _sequence_reason(winner: Candidate, facts: Facts, policy: Policy) -> Iterato
     plan = winner.plan
     if plan.cp == 1:
         return
-    needed = one_sample_bytes(facts, plan.precision)
+    needed = one_sample_bytes(facts, plan.precision, ep=plan.ep)
     usable = policy.usable_bytes(facts.cluster.device)
+    batch, replicas = facts.workload.global_batch_size, plan.data_degree * plan.cp
+    if needed <= usable and batch % replicas:
+        yield (
+            f"{batch:,} samples do not divide over {replicas:,} ranks: {plan.cp} of them share the"
+            f" tokens of a sample; {_passing(winner, 'keys and values')}"
+        )
+        return
     yield (
         f"A sample of {facts.model.tokens_per_sample:,} tokens needs up to {format_gib(needed)} on"
         f" one device, with full recompute and everything sharded, of {format_gib(usable)} usable:"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot, log
 
 from advisor.cost.calibration import CALIBRATION, Calibration
-from advisor.cost.loads import Loads, UnitLoad
+from advisor.cost.loads import Loads, UnitLoad, ends_of
 from advisor.cost.rates import Rates as Rates
 from advisor.cost.rates import matmul_fraction as matmul_fraction
 from advisor.cost.rates import peak_flop_per_s as peak_flop_per_s
@@ -137,7 +137,13 @@ def unit_times(
 ) -> tuple[UnitTime, ...]:
     """Every entry of `loads` on `device`: seconds of one unit."""
     rates = Rates.of(device, dtype, stack, calibration)
-    return tuple(_unit_time(unit, recompute, rates, stack) for unit in loads.entries)
+    # Entries of one run are equal but for how many units each stands for.
+    times = [_unit_time(run, recompute, rates, stack) for run in loads.runs]
+    return tuple(
+        replace(time, count=count)
+        for time, run in zip(times, loads.runs, strict=True)
+        for count in ends_of(run.count)
+    )
 
 
 def block_times(

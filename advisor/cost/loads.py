@@ -93,8 +93,7 @@ class Loads:
         found: list[UnitLoad] = []
         place = 0
         for run in self.runs:
-            ends = (1, 1, run.count - 4, 1, 1) if run.count > 5 else (1,) * run.count
-            for count in ends:
+            for count in ends_of(run.count):
                 found.append(replace(run, name=self.names[place], count=count))
                 place += count
         return tuple(found)
@@ -165,6 +164,15 @@ class Loads:
     @cached_property
     def _parts(self) -> dict[tuple[int, int], Loads]:
         return {}
+
+
+def ends_of(count: int) -> tuple[int, ...]:
+    """The units that each entry of a run of so many stands for: both its ends are by themselves.
+
+    >>> ends_of(2), ends_of(9)
+    ((1, 1), (1, 1, 5, 1, 1))
+    """
+    return (1, 1, count - 4, 1, 1) if count > 5 else (1,) * count
 
 
 def together(parts: Sequence[Loads]) -> Loads:

@@ -8,7 +8,7 @@ from functools import cache
 from advisor.cost import CostModel
 from advisor.cost.memory import shard_degree
 from advisor.facts import Facts
-from advisor.search.legal import Styles, is_too_long, precision_of, space_of, styles_of
+from advisor.search.legal import Styles, is_too_long, space_of, styles_of
 from advisor.search.microbatch import Crossing, Microbatch, crossing_of, microbatch
 from advisor.search.space import Pins, Space
 from engines.plan import Offload, Plan
@@ -54,21 +54,25 @@ class Kept:
             self._compiled = Kept(costs)
         return self._compiled
 
-    def space(self, pins: Pins, *, offload: Offload, styles: Styles | None) -> Space:
+    def is_too_long(self, pins: Pins, styles: Styles | None) -> bool:
+        """See `advisor.search.legal.is_too_long`; `styles` by default what the profile tells."""
+        split = styles or self._styles_of
+        return is_too_long(self.costs.facts, pins, split, costs=self.costs)
+
+    def space(
+        self, pins: Pins, *, offload: Offload, styles: Styles | None, is_long: bool | None = None
+    ) -> Space:
         """See `advisor.search.legal.space_of`; `styles` by default what the profile tells."""
         facts = self.costs.facts
+        if is_long is None:
+            is_long = "cp" not in pins and self.is_too_long(pins, styles)
+        given = {"offload": offload, "costs": self.costs, "is_long": is_long}
         if styles is not None:
-            return space_of(facts, pins, styles=styles, offload=offload, costs=self.costs)
-        told = self._styles_of
-        is_long = "cp" not in pins and is_too_long(
-            facts, precision_of(facts, pins), told, costs=self.costs
-        )
+            return space_of(facts, pins, styles=styles, **given)
         batch = facts.workload.global_batch_size
         key = (offload, batch, is_long, tuple(sorted(pins.items())))
         if key not in self._spaces:
-            self._spaces[key] = space_of(
-                facts, pins, styles=told, offload=offload, costs=self.costs
-            )
+            self._spaces[key] = space_of(facts, pins, styles=self._styles_of, **given)
         return self._spaces[key]
 
     def microbatch(self, plan: Plan, places: Sequence[int]) -> Microbatch:

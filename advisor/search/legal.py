@@ -63,17 +63,22 @@ def space_of(
     styles: Styles,
     offload: Offload = Offload.NONE,
     costs: CostModel | None = None,
+    is_long: bool | None = None,
 ) -> Space:
     """Every legal plan that keeps `pins`, simpler degrees and kinds first.
 
-    Sequences are shared out (cp) where one is too long for a device, or a pin says so: elsewhere
-    replicas do the same work and send no keys and values.
+    Sequences are sharded (cp) where one is too long for a device, or a pin says so: elsewhere
+    replicas do the same work and send no keys and values. `is_long`: the answer of `is_too_long`,
+    where it is known.
 
     Precision is the workload's and never searched; states go to the host only where `offload` or a
     pin says so.
     """
     offload = Offload(pins.get("offload", offload))
-    return _Builder(facts, pins, styles, offload, costs or CostModel(facts)).space()
+    costs = costs or CostModel(facts)
+    if is_long is None:
+        is_long = is_too_long(facts, pins, styles, costs=costs)
+    return _Builder(facts, pins, styles, offload, is_long).space()
 
 
 def styles_of(facts: Facts) -> Styles:
@@ -111,22 +116,26 @@ def precision_of(facts: Facts, pins: Pins) -> Precision:
 
 
 def is_too_long(
-    facts: Facts, precision: Precision, styles: Styles, *, costs: CostModel | None = None
+    facts: Facts, pins: Pins, styles: Styles, *, costs: CostModel | None = None
 ) -> bool:
     """Whether a device cannot train on one sample with the model sharded over all and recomputed,
-    also where the devices of a node split its layers: no cut of the batch helps then.
+    nor where the devices of a node split its layers, nor where as many ranks as can share the
+    experts: no cut of the batch helps then.
 
     `costs`: of these facts, where sums were made already.
     """
     if not facts.model.tokens_per_sample:
         return False
-    usable = Policy().usable_bytes(facts.cluster.device)
-    degrees = {1, facts.cluster.devices_per_node}
-    split = {tp: styles(tp) if tp > 1 else () for tp in degrees}
+    usable, precision = Policy().usable_bytes(facts.cluster.device), precision_of(facts, pins)
+    node, most = facts.cluster.devices_per_node, max(expert_degrees(facts, pins))
+    degrees = {(1, 1, ()), (1, most, ())}
+    wanted = pins.get("tp", node)
+    if node > 1 and wanted == node and (split := pins.get("tensor_styles") or styles(node)):
+        degrees.add((node, 1, tuple(split)))
+    costs = costs or CostModel(facts)
     return all(
-        one_sample_bytes(facts, precision, tp=tp, styles=found, costs=costs) > usable
-        for tp, found in split.items()
-        if tp == 1 or found
+        one_sample_bytes(facts, precision, tp=tp, ep=ep, styles=split, costs=costs) > usable
+        for tp, ep, split in sorted(degrees)
     )
 
 
@@ -135,6 +144,7 @@ def one_sample_bytes(
     precision: Precision,
     *,
     tp: int = 1,
+    ep: int = 1,
     styles: tuple[tuple[str, str], ...] = (),
     costs: CostModel | None = None,
 ) -> float:
@@ -143,6 +153,7 @@ def one_sample_bytes(
         dp_shard=facts.cluster.world_size // tp,
         data_parallel=DataParallel.FULL_SHARD,
         tp=tp,
+        ep=ep,
         tensor_styles=styles,
         microbatch_size=1,
         recompute=Recompute.FULL if any(facts.model.blocks()) else Recompute.NONE,
@@ -180,10 +191,10 @@ class _Builder:
     """Writes the columns, block by block."""
 
     def __init__(
-        self, facts: Facts, pins: Pins, styles: Styles, offload: Offload, costs: CostModel
+        self, facts: Facts, pins: Pins, styles: Styles, offload: Offload, is_long: bool
     ) -> None:
         self._facts = facts
-        self._costs = costs
+        self._shards_tokens = "cp" in pins or is_long
         self._pins = pins
         self._offload = offload
         self._precision = precision_of(facts, pins)
@@ -228,9 +239,6 @@ class _Builder:
         world -= beside
         if world < 1:
             return
-        shares = "cp" in self._pins or is_too_long(
-            self._facts, self._precision, self._proposed, costs=self._costs
-        )
         for pp in self._pinned("pp", divisors(world)):
             if pp > 1 and pp > len(self._pieces):
                 continue
@@ -238,8 +246,18 @@ class _Builder:
                 if (tp > 1 and not self._splits(tp)) or not self._goes_with_experts(pp, tp):
                     continue
                 rest = world // pp // tp
-                for cp in self._pinned("cp", divisors(rest) if shares else [1]):
+                for cp in self._pinned("cp", self._sequence_degrees(rest)):
                     yield pp, tp, cp, rest // cp
+
+    def _sequence_degrees(self, rest: int) -> list[int]:
+        """Degrees of cp: all of them where sequences are sharded, else the least with which the
+        batch divides over the replicas. Experts leave the devices no other axis."""
+        if self._shards_tokens:
+            return divisors(rest)
+        batch = self._facts.workload.global_batch_size
+        if "ep" not in self._pins or not self._facts.model.tokens_per_sample:
+            return [1]
+        return [next(n for n in divisors(rest) if batch % (rest // n) == 0)]
 
     def _goes_with_experts(self, pp: int, tp: int) -> bool:
         """Whether a model that is cut so may share its experts, whatever the other degrees are."""
@@ -250,11 +268,6 @@ class _Builder:
     def _pinned(self, axis: str, degrees: list[int]) -> list[int]:
         wanted = self._pins.get(axis)
         return [n for n in degrees if wanted is None or n == wanted]
-
-    def _proposed(self, tp: int) -> tuple[tuple[str, str], ...]:
-        """How layers are split over so many ranks; empty where they cannot be, or may not."""
-        is_open = self._pins.get("tp", tp) == tp
-        return self._styles[tp] if is_open and self._splits(tp) else ()
 
     def _splits(self, tp: int) -> bool:
         if tp not in self._styles:

@@ -155,9 +155,16 @@ class Search:
         """Of those that fit the one with the most memory left."""
         return self._least(self._may_fit(rows), self.bounds.peak_high_bytes, smallest_first)
 
-    def nearest(self, rows: Rows) -> Candidate | None:
-        """The one that misses memory by least, for rows of which none fits."""
-        return self._least(rows, self._missing, _by_missing, fits=False)
+    @property
+    def least_missing_bytes(self) -> float:
+        """No row misses memory by less."""
+        return float(self._missing.min(initial=np.inf))
+
+    def nearest(self, rows: Rows, *, below_bytes: float = np.inf) -> Candidate | None:
+        """The one that misses memory by least, for rows of which none fits; None where none of them
+        misses by less than `below_bytes`."""
+        rows = rows[self._missing[rows] * (1 - ROUNDING) <= below_bytes]
+        return self._least(rows, self._missing, _by_missing, fits=False, below=below_bytes)
 
     def preferred(self, rows: Rows) -> Candidate | None:
         """What `advisor.rules.preferred` takes of all rows that fit; None if none does."""
@@ -197,8 +204,9 @@ class Search:
         *,
         fits: bool = True,
         most: int | None = None,
+        below: float = np.inf,
     ) -> Candidate | None:
-        """The candidate of least key, whose first number `bounds` are not above.
+        """The candidate of least key, whose first number `bounds` are not above, nor is `below`.
 
         Raises:
             _TooMany: the first `most` rows leave open whether another one is better.
@@ -206,7 +214,7 @@ class Search:
         ordered = rows[np.argsort(bounds[rows], kind="stable")]
         shown, left = (ordered, ordered[:0]) if most is None else (ordered[:most], ordered[most:])
         best: Candidate | None = None
-        least: tuple[Any, ...] = (np.inf,)
+        least: tuple[Any, ...] = (below,)
         # Rows that wait for their turn with the borders that are best for them.
         waiting: list[tuple[float, int, int]] = []
         for place in range(len(shown) + 1):
@@ -218,13 +226,15 @@ class Search:
                 candidate = self.candidate(index)
                 if candidate is not None and (candidate.fits or not fits):
                     found = key(candidate)
-                    if best is None or found < least:
+                    if found < least:
                         best, least = candidate, found
             if place == len(shown) or bound * (1 - ROUNDING) > least[0]:
                 break
             index = int(shown[place])
             if bounds is self.bounds.step_s:
                 bound = max(bound, self._stages.least_step_s(self.space, index))
+            elif bounds is self._missing and self._surely_misses(index):
+                bound = max(bound, float(self._missing[index]))
             heappush(waiting, (bound, place, index))
         if len(left) and bounds[left[0]] * (1 - ROUNDING) <= least[0]:
             raise _TooMany

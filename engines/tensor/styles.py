@@ -108,15 +108,15 @@ def as_pairs(
         names: of all modules; a pattern must fit none that has another style.
         blocks: paths of the repeated blocks, whose numbers a `*` stands for; None: of all numbers.
     """
-    numbered: dict[str, list[str]] = {}
-    for name in names:
-        numbered.setdefault(_pattern(name, blocks), []).append(name)
+    patterns = {name: _pattern(name, blocks) for name in names}
+    different: dict[str, set[tuple[Style, ...] | None]] = {}
+    for name, pattern in patterns.items():
+        different.setdefault(pattern, set()).add(tuple(styles[name]) if name in styles else None)
     pairs: dict[tuple[str, str], None] = {}
     for name, entries in styles.items():
-        pattern = _pattern(name, blocks)
-        alike = all(styles.get(other) == styles[name] for other in numbered[pattern])
+        pattern = patterns[name]
         for style in entries:
-            pairs[pattern if alike else name, str(style)] = None
+            pairs[pattern if len(different[pattern]) == 1 else name, str(style)] = None
     return tuple(pairs)
 
 

@@ -20,7 +20,7 @@ from advisor.search.space import Pins, Space
 from advisor.search.stages import Stages
 from advisor.tree import in_leaf
 from engines.context.proof import prove
-from engines.plan import Plan, Precision
+from engines.plan import Plan
 from profiles.errors import NoPlanError, PlanError
 from profiles.families import profile_from_config
 from profiles.model import ModelProfile, Numerics
@@ -33,8 +33,8 @@ SHORT = facts(transformer(name="short", layers=16, tokens=4096), gpus(1), batch=
 def test_a_sample_is_too_long_where_it_does_not_fit_a_device_with_all_else_sharded() -> None:
     """16 blocks keep 512 Ki tokens x 4,096 x 2 bytes = 4 GiB each, and the logits in fp32 are
     512 Ki x 32,000 x 4 bytes = 62.5 GiB: more than the device's 79.6 GiB."""
-    assert is_too_long(LONG, Precision.BF16, styles_of(LONG))
-    assert not is_too_long(SHORT, Precision.BF16, styles_of(SHORT))
+    assert is_too_long(LONG, {}, styles_of(LONG))
+    assert not is_too_long(SHORT, {}, styles_of(SHORT))
 
 
 def test_a_model_whose_sequence_is_too_long_for_one_device_chooses_cp() -> None:
@@ -104,7 +104,7 @@ def require_bounds(whole: Facts, pins: Pins) -> Space:
 def test_no_estimate_with_shared_sequences_is_below_its_bound(inter: float) -> None:
     model = transformer(name="long", layers=4, tokens=64 * 1024)
     whole = facts(model, gpus(2, 4, memory_gib=12, inter_bytes_per_s=inter), batch=8)
-    assert is_too_long(whole, Precision.BF16, styles_of(whole))
+    assert is_too_long(whole, {}, styles_of(whole))
     assert set(require_bounds(whole, {}).cp) == {1, 2, 4, 8}
 
 
