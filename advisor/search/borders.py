@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +61,14 @@ def largest(amounts: Amounts) -> Matrix:
     return found
 
 
-def cut(seconds: Matrix, nbytes: Sequence[Matrix], *, usable_bytes: float) -> Cut:
+def cut(
+    seconds: Matrix,
+    held: Matrix,
+    kept: Matrix,
+    *,
+    in_flight: Sequence[int],
+    usable_bytes: float,
+) -> Cut:
     """The stages whose slowest is fastest, among those where every stage stays within memory.
 
     Of cuts that are equally fast it takes one whose fullest stage has least, then the one whose
@@ -68,12 +76,13 @@ def cut(seconds: Matrix, nbytes: Sequence[Matrix], *, usable_bytes: float) -> Cu
 
     Args:
         seconds: of every possible stage.
-        nbytes: the same in bytes, for every place in the pipeline: its length is how many stages.
+        held: bytes of every possible stage, beside those `kept` for each microbatch in flight.
+        in_flight: microbatches at every place in the pipeline: its length is how many stages.
 
     Raises:
         PlanError: more stages than pieces.
     """
-    pieces, stages = len(seconds) - 1, len(nbytes)
+    pieces, stages = len(seconds) - 1, len(in_flight)
     if pieces < stages:
         raise PlanError(
             f"{stages} stages need as many pieces that can be parted, there are {pieces}",
@@ -81,26 +90,32 @@ def cut(seconds: Matrix, nbytes: Sequence[Matrix], *, usable_bytes: float) -> Cu
         )
     # So many pieces at least are before and behind each stage: what is left of a matrix.
     spare = pieces - stages + 1
-    held = [one[k : k + spare, k + 1 : k + 1 + spare] for k, one in enumerate(nbytes)]
+    windows = [(slice(k, k + spare), slice(k + 1, k + 1 + spare)) for k in range(stages)]
+    # Stages hold at least one piece: on and below the diagonal there is none.
+    is_stage = np.triu(np.ones(seconds.shape, dtype=bool), 1)
+    seconds = np.where(is_stage, seconds, np.inf)
+    held = np.where(is_stage, held, np.inf)
+    nbytes = [held[w] + n * kept[w] for n, w in zip(in_flight, windows, strict=True)]
     within = [
-        np.where(one <= usable_bytes, seconds[k : k + spare, k + 1 : k + 1 + spare], np.inf)
-        for k, one in enumerate(held)
+        np.where(one <= usable_bytes, seconds[w], np.inf)
+        for one, w in zip(nbytes, windows, strict=True)
     ]
     fastest, starts = _least(within)
     if fastest < np.inf:
         limit = fastest * (1 + _ROUNDING)
         even = [
-            np.where(times <= limit, one, np.inf) for times, one in zip(within, held, strict=True)
+            np.where(times <= limit, one, np.inf) for times, one in zip(within, nbytes, strict=True)
         ]
         _, starts = _least(even)
     else:
-        _, starts = _least(held)
-    ends = [*starts, pieces]
-    bounds = list(zip([0, *starts], ends, strict=True))
+        _, starts = _least(nbytes)
+    bounds = list(pairwise([0, *starts, pieces]))
     return Cut(
         starts=tuple(starts),
         seconds=float(max(seconds[i, j] for i, j in bounds)),
-        nbytes=float(max(one[i, j] for one, (i, j) in zip(nbytes, bounds, strict=True))),
+        nbytes=float(
+            max(held[i, j] + n * kept[i, j] for n, (i, j) in zip(in_flight, bounds, strict=True))
+        ),
     )
 
 
@@ -109,16 +124,14 @@ def _least(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
 
     Of stage k [i, j]: it holds pieces k + i, ..., k + j.
     """
-    count = len(costs[0])
-    # Stages hold at least one piece: below the diagonal there is none.
-    empty = np.tril(np.full((count, count), np.inf), -1)
+    columns = np.arange(len(costs[0]))
     best = costs[0][0]
     before = []
     for cost in costs[1:]:
-        reached = np.maximum(best[:, None], cost + empty)
+        reached = np.maximum(best[:, None], cost)
         before.append(reached.argmin(axis=0))
-        best = reached.min(axis=0)
-    end, starts = count - 1, []
+        best = reached[before[-1], columns]
+    end, starts = len(columns) - 1, []
     for stage, choice in reversed(list(enumerate(before, 1))):
         end = int(choice[end])
         starts.append(stage + end)

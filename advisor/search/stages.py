@@ -128,11 +128,15 @@ class Stages:
             seconds = spans(pieces.seconds)
             if plan.schedule in ONE_STAGE:
                 seconds = seconds + self._waiting_s(plan, pieces)
-            nbytes = self._held_bytes(plan, pieces, stages)
-            found = cut(seconds, nbytes, usable_bytes=self._room_bytes(plan))
+            held, kept = self._held_bytes(plan, pieces)
+            in_flight = _in_flight(plan, stages)
+            room = self._room_bytes(plan)
+            found = cut(seconds, held, kept, in_flight=in_flight, usable_bytes=room)
         else:
-            nbytes = [spans(pieces.parameters)] * stages
-            found = cut(spans(pieces.seconds), nbytes, usable_bytes=np.inf)
+            held = spans(pieces.parameters)
+            found = cut(
+                spans(pieces.seconds), held, held, in_flight=[0] * stages, usable_bytes=np.inf
+            )
         return _Found(
             starts=found.starts,
             names=tuple(names[start] for start in found.starts),
@@ -163,27 +167,20 @@ class Stages:
         seconds = np.array([known[payload] for payload in sent.tolist()])
         return np.asarray(seconds[:, None] + seconds[None, :])
 
-    def _held_bytes(self, plan: Plan, pieces: Pieces, stages: int) -> list[Matrix]:
-        """Of every stage at every place of the pipeline, when a backward begins."""
+    def _held_bytes(self, plan: Plan, pieces: Pieces) -> tuple[Matrix, Matrix]:
+        """Of every possible stage when a backward begins: what it holds, and what it keeps besides
+        for each microbatch in flight."""
         always = pieces.always_bytes(
             plan, state_bytes=self._state_bytes(plan), on_device=self._on_device(plan)
         )
         held = spans(always) + np.pad(pieces.work_bytes(plan), (1, 0))[None, :]
-        in_round = 1 if plan.schedule is Schedule.NAIVE else plan.microbatches
         kept = spans(pieces.kept)
         if pieces.keeps_messages:
             received = pieces.there[:, None]
-            held += in_round * (received + pieces.back[None, :])
+            held += _in_round(plan) * (received + pieces.back[None, :])
             kept = kept - np.minimum(kept, received) + pieces.there[None, :]
         kept += spans(pieces.cast) * (not plan.data_parallel.is_sharded)
-        # Zero bubble has as many microbatches in flight as 1F1B when its first backward begins.
-        schedule = Schedule.ONE_F_ONE_B
-        if plan.schedule in (Schedule.NAIVE, Schedule.GPIPE):
-            schedule = plan.schedule
-        in_flight = moments(schedule, ranks=stages, stages=stages, microbatches=in_round)
-        most = [max(moment.held[0] for moment in rank) for rank in in_flight]
-        filled = {count: held + count * kept for count in set(most)}
-        return [filled[count] for count in most]
+        return held, kept
 
     def _state_bytes(self, plan: Plan) -> float:
         """What the optimizer keeps for one rank's part of the whole model."""
@@ -207,3 +204,18 @@ class Stages:
         )
         room -= message_bytes(self._costs.stack)
         return room - self._costs.batch_bytes(plan) - facts.model.buffer_bytes
+
+
+def _in_round(plan: Plan) -> int:
+    """Microbatches between filling and draining."""
+    return 1 if plan.schedule is Schedule.NAIVE else plan.microbatches
+
+
+def _in_flight(plan: Plan, stages: int) -> list[int]:
+    """The most microbatches that each of `stages` holds, one a rank."""
+    # Zero bubble has as many in flight as 1F1B when its first backward begins.
+    schedule = Schedule.ONE_F_ONE_B
+    if plan.schedule in (Schedule.NAIVE, Schedule.GPIPE):
+        schedule = plan.schedule
+    found = moments(schedule, ranks=stages, stages=stages, microbatches=_in_round(plan))
+    return [max(moment.held[0] for moment in rank) for rank in found]

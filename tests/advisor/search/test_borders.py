@@ -32,11 +32,7 @@ def test_no_cut_is_faster_within_memory_and_none_of_the_fastest_smaller(
     usable = data.draw(st.integers(0, 40))
     in_flight = range(stages, 0, -1)
 
-    found = cut(
-        spans(took),
-        [spans(held) + n * largest(kept) for n in in_flight],
-        usable_bytes=usable,
-    )
+    found = cut(spans(took), spans(held), largest(kept), in_flight=in_flight, usable_bytes=usable)
 
     tried = []
     for parts in every_cut(pieces, stages):
@@ -57,7 +53,8 @@ def test_no_cut_is_faster_within_memory_and_none_of_the_fastest_smaller(
 def test_a_head_as_heavy_as_four_blocks_has_a_stage_with_fewer_of_them() -> None:
     """Twelve blocks of 1 s and a head of 4 s on four stages: 4 s are the mean and can be had."""
     took = [1.0] * 12 + [4.0]
-    found = cut(spans(took), [spans([0.0] * 13)] * 4, usable_bytes=1.0)
+    nothing = spans([0.0] * 13)
+    found = cut(spans(took), nothing, nothing, in_flight=[1] * 4, usable_bytes=1.0)
     assert found.seconds == 4.0
     assert found.starts == (4, 8, 12)
 
@@ -65,21 +62,27 @@ def test_a_head_as_heavy_as_four_blocks_has_a_stage_with_fewer_of_them() -> None
 def test_memory_moves_a_border_that_time_alone_would_leave() -> None:
     """Stage 0 keeps two microbatches: with two equal pieces in it there is not enough room."""
     took, kept = [1.0] * 4, [1.0] * 4
-    roomy = cut(spans(took), [2 * spans(kept), spans(kept)], usable_bytes=4.0)
-    tight = cut(spans(took), [2 * spans(kept), spans(kept)], usable_bytes=3.0)
+    roomy = cut(spans(took), 0 * spans(kept), spans(kept), in_flight=[2, 1], usable_bytes=4.0)
+    tight = cut(spans(took), 0 * spans(kept), spans(kept), in_flight=[2, 1], usable_bytes=3.0)
     assert (roomy.starts, roomy.seconds) == ((2,), 2.0)
     assert (tight.starts, tight.seconds, tight.nbytes) == ((1,), 3.0, 3.0)
 
 
 def test_more_stages_than_pieces_are_refused_with_the_numbers() -> None:
     with pytest.raises(PlanError, match=r"3 stages need as many pieces .* there are 2"):
-        cut(spans([1.0, 1.0]), [spans([0.0, 0.0])] * 3, usable_bytes=1.0)
+        cut(
+            spans([1.0, 1.0]),
+            spans([0.0, 0.0]),
+            spans([0.0, 0.0]),
+            in_flight=[1] * 3,
+            usable_bytes=1.0,
+        )
 
 
 def test_a_hundred_and_twenty_six_blocks_on_sixteen_stages_take_milliseconds() -> None:
     took = [0.1, *[1.0] * 126, 2.0]
-    states = [spans([1.0] * 128) * n for n in range(16, 0, -1)]
+    kept = spans([1.0] * 128)
     start = time.perf_counter()
-    found = cut(spans(took), states, usable_bytes=np.inf)
+    found = cut(spans(took), 0 * kept, kept, in_flight=range(16, 0, -1), usable_bytes=np.inf)
     assert time.perf_counter() - start < 0.2
     assert found.seconds == pytest.approx(8.1)
