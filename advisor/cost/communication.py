@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, hypot
 
 from advisor.cost.aggregation import buffer_share, slowest, steps
 from advisor.cost.compression import Sent
-from advisor.cost.groups import expert_copies, replica_group, shard_group
+from advisor.cost.groups import replica_group, shard_group
 from advisor.cost.ledger import Ledger
-from advisor.cost.loads import Loads, UnitLoad
-from advisor.cost.memory import BUCKET_BYTES
+from advisor.cost.loads import Loads, UnitLoad, ends_of
+from advisor.cost.memory import BUCKET_BYTES, KEEPS_PARAMETERS
+from advisor.cost.sharded import Sharded
 from engines.plan import Aggregation, DataParallel, Plan, Recompute, Schedule
 from profiles.cluster import ClusterProfile, Collective
 from profiles.stack import TORCH, Stack
@@ -71,13 +72,14 @@ def exchange(
     Without stages; see `stage_exchange`. `sent` is what replicas exchange of gradients, of which
     `reduced_share` goes over the links. `stack` says how tokens go to experts.
     """
-    units, kind = loads.entries, plan.data_parallel
-    found = _tensor(plan, units, ledger, stack=stack)
+    found = _inside(plan, loads, ledger, stack=stack)
     if plan.is_replicated:
-        return replace(
-            found, replicate_s=_replicas(plan, loads, ledger, sent, reduced_share=reduced_share)
-        )
-    if kind.is_sharded:
+        total = loads.gradient_bytes
+        whole = replicas_s(plan, total, ledger, sent, reduced_share=reduced_share)
+        # A bucket's latency is shared by the units in it.
+        each = _of_entries(loads, lambda unit: whole * unit.gradient_bytes / total)
+        return replace(found, replicate_s=each)
+    if plan.data_parallel.is_sharded:
         return _shards(
             found,
             plan,
@@ -109,7 +111,7 @@ def stage_exchange(
     Args:
         root_gathers: how often the root group is gathered where it is not kept for the step.
     """
-    found = _tensor(plan, loads.entries, ledger, stack=stack)
+    found = _inside(plan, loads, ledger, stack=stack)
     if not plan.data_parallel.is_sharded:
         return found
     return _shards(
@@ -138,16 +140,26 @@ def _distinct(ledger: Ledger, group: int, stride: int, copies: float) -> float:
     return float(nodes * (1 - (1 - 1 / nodes) ** copies) / copies)
 
 
-def _tensor(plan: Plan, units: Sequence[UnitLoad], ledger: Ledger, *, stack: Stack) -> Exchange:
-    """Collectives inside units; each is waited for. Recompute repeats those of forwards."""
+@dataclass(frozen=True, slots=True)
+class InUnits:
+    """Seconds of the collectives inside each entry, of one unit: in a forward, in a backward, and
+    in a forward that is run again."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    again_s: tuple[float, ...]
+
+
+def in_units(plan: Plan, loads: Loads, ledger: Ledger, *, stack: Stack) -> InUnits:
+    """Collectives along tp, cp and ep; each is waited for. Recompute repeats those of forwards."""
     groups = {
         "tp": (plan.tp, 1),
         "cp": (plan.cp, plan.tp),
         "ep": (plan.ep, 1 if stack.folds_experts else plan.cp * plan.tp),
     }
-    forward, backward, again = [], [], []
-    for unit in units:
-        sums = [0.0, 0.0, 0.0]
+    sums: list[tuple[float, float, float]] = []
+    for unit in loads.runs:
+        forward = backward = again = 0.0
         runs_again = unit.is_block and plan.recompute is not Recompute.NONE
         for each in unit.exchanges:
             repeats = runs_again and each.is_repeated
@@ -165,32 +177,35 @@ def _tensor(plan: Plan, units: Sequence[UnitLoad], ledger: Ledger, *, stack: Sta
             )
             if each.axis == "tp":
                 seconds *= 1 - stack.overlap_tensor
-            sums[0 if each.in_forward else 1] += seconds
-            sums[2] += seconds * repeats
-        forward.append(sums[0])
-        backward.append(sums[1])
-        again.append(sums[2])
-    zeros = (0.0,) * len(units)
-    return Exchange(zeros, zeros, zeros, tuple(forward), tuple(backward), tuple(again))
+            forward += seconds * each.in_forward
+            backward += seconds * (not each.in_forward)
+            again += seconds * repeats
+        sums += [(forward, backward, again)] * len(ends_of(unit.count))
+    return InUnits(*(tuple(column) for column in zip(*sums, strict=True)))
 
 
-def _replicas(
-    plan: Plan, loads: Loads, ledger: Ledger, sent: Sent, *, reduced_share: float
-) -> tuple[float, ...]:
-    """DDP: all gradients once per step, in buckets that fill as the backward goes.
+def _inside(plan: Plan, loads: Loads, ledger: Ledger, *, stack: Stack) -> Exchange:
+    """What is sent inside units alone."""
+    inside = in_units(plan, loads, ledger, stack=stack)
+    zeros = (0.0,) * len(inside.forward_s)
+    return Exchange(zeros, zeros, zeros, inside.forward_s, inside.backward_s, inside.again_s)
 
-    A bucket's latency is shared by the units in it; so is what is done to make it smaller.
-    """
-    total = loads.gradient_bytes
-    first = min(total, FIRST_BUCKET_BYTES)
-    buckets = ceil((total - first) / BUCKET_BYTES)
-    sizes = [(first, 1), ((total - first) / buckets, buckets)] if buckets else [(first, 1)]
+
+def replicas_s(
+    plan: Plan, gradient_bytes: float, ledger: Ledger, sent: Sent, *, reduced_share: float
+) -> float:
+    """DDP: all gradients once per step, in buckets that fill as the backward goes, with what is
+    done to make them smaller."""
+    first = min(gradient_bytes, FIRST_BUCKET_BYTES)
+    rest = gradient_bytes - first
+    buckets = ceil(rest / BUCKET_BYTES)
+    sizes = [(first, 1), (rest / buckets, buckets)] if buckets else [(first, 1)]
     whole = sent.work_s
     for bucket, count in sizes:
         for sum_bytes in sent.sums_bytes:
-            payload = reduced_share * bucket * sum_bytes / total
+            payload = reduced_share * bucket * sum_bytes / gradient_bytes
             whole += count * _summed(plan, payload, ledger, count=count)
-    return tuple(whole * unit.gradient_bytes / total for unit in loads.entries)
+    return whole
 
 
 def _summed(plan: Plan, payload: float, ledger: Ledger, *, count: int) -> float:
@@ -232,9 +247,7 @@ def _shards(
     reduced_share: float,
     stack: Stack,
 ) -> Exchange:
-    """FSDP2: gathers in the dtype of computing, reductions in the dtype of the masters.
-
-    ZeRO-1 and ZeRO-2 gather once a step; ZeRO-3 before each forward and backward. ZeRO-1 reduces
+    """ZeRO-1 and ZeRO-2 gather once a step; ZeRO-3 before each forward and backward. ZeRO-1 reduces
     once a step. HSDP adds one all-reduce of gradient shards a step.
 
     Args:
@@ -242,84 +255,44 @@ def _shards(
     """
     kind = plan.data_parallel
     gathers = 2 * plan.forwards
-    if kind in (DataParallel.ZERO1, DataParallel.ZERO2):
+    if kind in KEEPS_PARAMETERS:
         gathers = root_gathers = 1
     if kind is DataParallel.ZERO1:
         reductions = 1
-    group, stride = shard_group(plan)
-    offloads = plan.offload.states and has_host
+    sharded = Sharded.of(
+        plan,
+        compute_share=loads.compute_share,
+        reduced_share=reduced_share,
+        has_host=has_host,
+        stack=stack,
+    )
 
-    copies = dict(zip(("group_size", "stride"), expert_copies(plan, stack), strict=True))
+    def each(seconds: Callable[[UnitLoad], float]) -> tuple[float, ...]:
+        return _of_entries(loads, lambda unit: seconds(unit) if unit.is_separate else 0.0)
 
-    def gather(payload: float, times: int, experts: float = 0.0) -> float:
-        sent = (payload - experts) * loads.compute_share
-        seconds = ledger.charge(
-            Collective.ALL_GATHER,
-            "parameters",
-            sent,
-            group_size=group,
-            stride=stride,
-            count=times,
-        )
-        if experts:
-            sent = experts * loads.compute_share
-            seconds += ledger.charge(
-                Collective.ALL_GATHER, "parameters of experts", sent, **copies, count=times
-            )
-        return seconds + to_host(payload, times)
-
-    def reduce(payload: float, times: int, experts: float = 0.0) -> float:
-        payload, experts = reduced_share * payload, reduced_share * experts
-        seconds = ledger.charge(
-            Collective.REDUCE_SCATTER,
-            "gradients",
-            payload - experts,
-            group_size=group,
-            stride=stride,
-            count=times,
-        )
-        if experts:
-            seconds += ledger.charge(
-                Collective.REDUCE_SCATTER, "gradients of experts", experts, **copies, count=times
-            )
-        return seconds + to_host(payload, times)
-
-    def to_host(payload: float, times: int) -> float:
-        if not offloads:
-            return 0.0
-        return ledger.to_host(payload / group, count=times)
-
-    def replicate(payload: float, count: int) -> float:
-        if plan.data_parallel is not DataParallel.HYBRID_SHARD:
-            return 0.0
-        size, apart = replica_group(plan)
-        payload *= reduced_share
-        return ledger.charge(
-            Collective.ALL_REDUCE,
-            "gradient shards",
-            payload / group,
-            group_size=size,
-            stride=apart,
-            count=count,
-        )
-
-    separate = [u if u.is_separate else None for u in loads.entries]
     return replace(
         found,
-        gather_s=tuple(
-            gather(u.parameter_bytes, gathers * u.count, u.expert_bytes) if u else 0.0
-            for u in separate
+        gather_s=each(
+            lambda u: sharded.gather_s(
+                ledger, u.parameter_bytes, u.expert_bytes, count=gathers * u.count
+            )
         ),
-        reduce_s=tuple(
-            reduce(u.gradient_bytes, reductions * u.count, u.expert_bytes) if u else 0.0
-            for u in separate
+        reduce_s=each(
+            lambda u: sharded.reduce_s(
+                ledger, u.gradient_bytes, u.expert_bytes, count=reductions * u.count
+            )
         ),
-        replicate_s=tuple(replicate(u.gradient_bytes, u.count) if u else 0.0 for u in separate),
+        replicate_s=each(lambda u: sharded.replicate_s(ledger, u.gradient_bytes, count=u.count)),
         # The root group stays whole from the first forward to the end of the backward.
-        root_gather_s=gather(loads.root_parameter_bytes, root_gathers),
-        root_reduce_s=reduce(loads.root_gradient_bytes, reductions),
-        root_replicate_s=replicate(loads.root_gradient_bytes, 1),
+        root_gather_s=sharded.gather_s(ledger, loads.root_parameter_bytes, count=root_gathers),
+        root_reduce_s=sharded.reduce_s(ledger, loads.root_gradient_bytes, count=reductions),
+        root_replicate_s=sharded.replicate_s(ledger, loads.root_gradient_bytes),
     )
+
+
+def _of_entries(loads: Loads, amount: Callable[[UnitLoad], float]) -> tuple[float, ...]:
+    """An amount of each run, once for every entry of it."""
+    return tuple(value for run in loads.runs for value in [amount(run)] * len(ends_of(run.count)))
 
 
 def communication_error(plan: Plan, cluster: ClusterProfile) -> float:

@@ -39,15 +39,8 @@ def apart_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
         )
     if plan.ep > 1 and plan.data_parallel.is_sharded and not plan.shards_experts:
         shares = [expert_bytes(unit, ep=plan.ep) / plan.ep for unit in model.units]
-        copies, apart = expert_copies(plan)
-        seconds += summed_s(
-            ledger,
-            "gradients of experts",
-            gradient_bytes=sum(shares),
-            tensors=sum(share > 0 for share in shares),
-            group_size=copies,
-            stride=apart,
-        )
+        tensors = sum(share > 0 for share in shares)
+        seconds += experts_s(plan, ledger, gradient_bytes=sum(shares), tensors=tensors)
     if not model.batch_norms or replicas < 2:
         return seconds
     if plan.sync_batch_norm:
@@ -70,6 +63,19 @@ def apart_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
         stride=stride,
     )
     return seconds + one
+
+
+def experts_s(plan: Plan, ledger: Ledger, *, gradient_bytes: float, tensors: int) -> float:
+    """Seconds to sum the gradients of experts that FSDP2 does not shard, once a step."""
+    copies, stride = expert_copies(plan)
+    return summed_s(
+        ledger,
+        "gradients of experts",
+        gradient_bytes=gradient_bytes,
+        tensors=tensors,
+        group_size=copies,
+        stride=stride,
+    )
 
 
 def summed_s(

@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.cost.communication import replicas_s
+from advisor.cost.compression import Sent
 from advisor.cost.compute import optimizer_s
-from advisor.cost.small_collectives import summed_s
+from advisor.cost.sharded import Sharded
+from advisor.cost.small_collectives import experts_s
 from advisor.search.kept import Kept
 from advisor.search.microbatch import Growing, Microbatch
 from advisor.search.space import KINDS, RECOMPUTES, Integers, Space
@@ -166,13 +169,17 @@ class Columns:
             return self.each([space.tp], lambda tp: amount(tp, 1, 1)) / self.shards
         return self.each([space.tp, self.shards, self.sharded], amount)
 
-    def _holding(self, tp: int, shards: int, sharded: int) -> Plan:
+    def _holding(
+        self, tp: int, shards: int, sharded: int, *, cp: int = 1, replicas: int = 1
+    ) -> Plan:
         """A plan whose ranks hold this part of the parameters."""
         return Plan.model_construct(
             tp=tp,
+            cp=cp,
             ep=self.space.ep,
             tensor_styles=self.space.styles[tp],
-            dp_shard=shards,
+            dp_replicate=replicas,
+            dp_shard=shards // cp,
             data_parallel=SHARDED_AS[max(1, sharded)],
             precision=self.space.precision,
             offload=self.space.offload,
@@ -189,26 +196,29 @@ class Columns:
     def _sent(self, collective: Collective) -> tuple[Floats, Floats]:
         is_gather = collective is Collective.ALL_GATHER
 
-        # Stacks with states of their own send experts among fewer ranks: nothing is known then.
-        is_open = self.space.ep > 1 and self.costs.stack.states is not None
-
         def seconds(tp: int, shards: int, cp: int, sharded: int, *, of_root: bool) -> float:
-            if shards < 2 or is_open:
+            if shards < 2:
                 return 0.0
-            of, ep = self._sharded[tp, sharded], self.space.ep
-            share = of.loads.compute_share if is_gather else self.costs.reduced_share
-            total = 0.0
-            for (p, g, e), count in (of.root if of_root else of.separate).items():
-                payload = (p if is_gather else g) - e
-                total += count * self._seconds(collective, payload * share, shards, tp)
-                if e:  # among the ranks that have the same ones
-                    stride = tp if ep * cp == shards else ep * tp
-                    total += count * self._seconds(collective, e * share, shards // ep, stride)
-            return total
+            of, plan = self._sharded[tp, sharded], self._holding(tp, shards, sharded, cp=cp)
+            how = self._how(plan, of)
+            units = of.root if of_root else of.separate
+            if is_gather:
+                return sum(n * how.gather_s(self._ledger, p, e) for (p, _, e), n in units.items())
+            return sum(n * how.reduce_s(self._ledger, g, e) for (_, g, e), n in units.items())
 
         keys = [self.space.tp, self.shards, self.space.cp, self.sharded]
         separate = self.each(keys, lambda *key: seconds(*key, of_root=False))
         return separate, self.each(keys, lambda *key: seconds(*key, of_root=True))
+
+    def _how(self, plan: Plan, of: Microbatch) -> Sharded:
+        """Transfers to the host are no part of the bounds: they go on beside these."""
+        return Sharded.of(
+            plan,
+            compute_share=of.loads.compute_share,
+            reduced_share=self.costs.reduced_share,
+            has_host=False,
+            stack=self.costs.stack,
+        )
 
     def experts_s(self) -> Floats:
         """To sum up the gradients of experts that are no shards, once a step."""
@@ -217,15 +227,10 @@ class Columns:
             return np.zeros(len(space))
 
         def seconds(tp: int, cp: int, data: int) -> float:
-            of, copies = self._sharded[tp, 1], data * cp // space.ep
-            return summed_s(
-                self._ledger,
-                "",
-                gradient_bytes=of.loads.apart_bytes,
-                tensors=sum(unit.count for unit in of.units if unit.apart_bytes),
-                group_size=copies,
-                stride=tp if space.ep == data else space.ep * tp,
-            )
+            of, plan = self._sharded[tp, 1], self._holding(tp, cp, 1, cp=cp, replicas=data)
+            tensors = sum(unit.count for unit in of.units if unit.apart_bytes)
+            gradient_bytes = of.loads.apart_bytes
+            return experts_s(plan, self._ledger, gradient_bytes=gradient_bytes, tensors=tensors)
 
         found = np.zeros(len(space))
         rows = np.flatnonzero(self.sharded == 1)
@@ -235,29 +240,34 @@ class Columns:
 
     def replicate_s(self) -> tuple[Floats, Floats]:
         """(separate units, the rest): the all-reduces between replicas of a step, of gradients
-        under DDP and of their shards under HSDP. One message takes no longer than many."""
-        reduced, sent = Collective.ALL_REDUCE, self.costs.reduced_share
+        under DDP and of their shards under HSDP. Of stages it is not known how many messages each
+        sends; one takes no longer than many."""
 
         def shards(tp: int, replicas: int, shard: int, *, of_root: bool) -> float:
             if replicas < 2:
                 return 0.0
-            of = self._sharded[tp, 1]
-            return sum(
-                count * self._seconds(reduced, sent * g / shard, replicas, shard * tp)
-                for (_, g, _), count in (of.root if of_root else of.separate).items()
-            )
+            of, plan = self._sharded[tp, 1], self._holding(tp, shard, 1, replicas=replicas)
+            how, units = self._how(plan, of), of.root if of_root else of.separate
+            return sum(n * how.replicate_s(self._ledger, g) for (_, g, _), n in units.items())
 
-        def whole(tp: int, replicas: int) -> float:
+        def whole(tp: int, replicas: int, pp: int) -> float:
             if replicas < 2 or self._is_sent_otherwise:
                 return 0.0
-            return self._seconds(reduced, sent * self._whole[tp].loads.gradient_bytes, replicas, tp)
+            nbytes, share = self._whole[tp].loads.gradient_bytes, self.costs.reduced_share
+            if pp > 1:
+                return self._seconds(Collective.ALL_REDUCE, share * nbytes, replicas, tp)
+            plan = Plan.model_construct(
+                tp=tp, dp_replicate=replicas, data_parallel=DataParallel.REPLICATE
+            )
+            return replicas_s(plan, nbytes, self._ledger, Sent((nbytes,)), reduced_share=share)
 
         space = self.space
         replicas = np.where(space.kind == HYBRID, space.dp_replicate, 1)
         keys = [space.tp, replicas, space.dp_shard * space.cp]
         separate = self.each(keys, lambda t, r, s: shards(t, r, s, of_root=False))
         root = self.each(keys, lambda t, r, s: shards(t, r, s, of_root=True))
-        keys = [space.tp, np.where(self.is_sharded, 1, space.dp_replicate * space.cp)]
+        replicas = np.where(self.is_sharded, 1, space.dp_replicate * space.cp)
+        keys = [space.tp, replicas, np.minimum(space.pp, 2)]
         return separate + self.each(keys, whole), root
 
     @property

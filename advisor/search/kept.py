@@ -66,14 +66,15 @@ class Kept:
         facts = self.costs.facts
         if is_long is None:
             is_long = "cp" not in pins and self.is_too_long(pins, styles)
-        given = {"offload": offload, "costs": self.costs, "is_long": is_long}
-        if styles is not None:
-            return space_of(facts, pins, styles=styles, **given)
         batch = facts.workload.global_batch_size
         key = (offload, batch, is_long, tuple(sorted(pins.items())))
-        if key not in self._spaces:
-            self._spaces[key] = space_of(facts, pins, styles=self._styles_of, **given)
-        return self._spaces[key]
+        if styles is None and key in self._spaces:
+            return self._spaces[key]
+        split = styles or self._styles_of
+        space = space_of(facts, pins, styles=split, offload=offload, is_long=is_long)
+        if styles is None:
+            self._spaces[key] = space
+        return space
 
     def microbatch(self, plan: Plan, places: Sequence[int]) -> Microbatch:
         """That of `plan`, of which only tp, cp and ep matter among the degrees.

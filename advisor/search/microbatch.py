@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from advisor.cost import CostModel
 from advisor.cost.borders import sent_samples
+from advisor.cost.communication import in_units
 from advisor.cost.compute import UnitTime
 from advisor.cost.loads import Loads, UnitLoad
 from advisor.cost.memory import kept_bytes
@@ -357,32 +358,7 @@ def microbatch(costs: CostModel, plan: Plan, crossing: Crossing) -> Microbatch:
 def _timed(
     costs: CostModel, plan: Plan, loads: Loads
 ) -> tuple[tuple[UnitTime, ...], tuple[tuple[float, float], ...]]:
-    ledger = costs.ledger()
-    groups = {
-        "tp": (plan.tp, 1),
-        "cp": (plan.cp, plan.tp),
-        "ep": (plan.ep, 1 if costs.stack.folds_experts else plan.cp * plan.tp),
-    }
-    known: dict[int, tuple[float, float]] = {}  # of a run all entries send the same
-    for unit in loads.entries:
-        if id(unit.exchanges) in known:
-            continue
-        repeats = unit.is_block and plan.recompute is not Recompute.NONE
-        there = back = 0.0
-        for each in unit.exchanges:
-            seconds = ledger.charge(
-                each.kind,
-                each.purpose,
-                each.payload_bytes,
-                group_size=groups[each.axis][0],
-                stride=groups[each.axis][1],
-            )
-            if each.axis == "tp":
-                seconds *= 1 - costs.stack.overlap_tensor
-            if each.axis == "ep" and costs.stack.sends_tokens_once:
-                seconds = 0.0  # how many copies leave a node is not bounded here
-            there += seconds * each.in_forward
-            back += seconds * (not each.in_forward) + seconds * (repeats and each.is_repeated)
-        known[id(unit.exchanges)] = there, back
-    found = tuple(known[id(unit.exchanges)] for unit in loads.entries)
-    return costs.computing(plan, loads).times, found
+    inside = in_units(plan, loads, costs.ledger(), stack=costs.stack)
+    back = (one + again for one, again in zip(inside.backward_s, inside.again_s, strict=True))
+    exchange_s = tuple(zip(inside.forward_s, back, strict=True))
+    return costs.computing(plan, loads).times, exchange_s

@@ -1,0 +1,103 @@
+"""What a sharded plan sends of one unit: gathers of parameters, reductions of gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from advisor.cost.groups import expert_copies, replica_group, shard_group
+from advisor.cost.ledger import Ledger
+from engines.plan import DataParallel, Plan
+from profiles.cluster import Collective
+from profiles.stack import TORCH, Stack
+
+Group = tuple[int, int]
+"""Size of a group of ranks, and the stride between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """Collectives of FSDP2: gathers in the dtype of computing, reductions in that of the masters.
+
+    Experts are sharded among the ranks that hold the same ones. HSDP adds an all-reduce of gradient
+    shards between replicas. Payloads are those of whole units as built, in bytes.
+
+    Attributes:
+        shards, experts, replicas: who shares a unit, its experts, and who holds the same shard;
+            no replicas but those of HSDP.
+        compute_share: what a parameter's copy for computing takes of it.
+        reduced_share: of a gradient as built, what goes over the links.
+        to_host: whether shards live in main memory.
+    """
+
+    shards: Group
+    experts: Group
+    replicas: Group
+    compute_share: float
+    reduced_share: float
+    to_host: bool
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        *,
+        compute_share: float,
+        reduced_share: float,
+        has_host: bool,
+        stack: Stack = TORCH,
+    ) -> Sharded:
+        """The groups of a plan whose kind is sharded; `has_host`: devices have memory of their
+        own."""
+        is_hybrid = plan.data_parallel is DataParallel.HYBRID_SHARD
+        return cls(
+            shards=shard_group(plan),
+            experts=expert_copies(plan, stack) if plan.ep > 1 else (1, 1),
+            replicas=replica_group(plan) if is_hybrid else (1, 1),
+            compute_share=compute_share,
+            reduced_share=reduced_share,
+            to_host=plan.offload.states and has_host,
+        )
+
+    def gather_s(
+        self, ledger: Ledger, nbytes: float, expert_bytes: float = 0.0, *, count: float = 1
+    ) -> float:
+        """Seconds to gather a unit of `nbytes` once, `expert_bytes` of them experts."""
+        kind, share = Collective.ALL_GATHER, self.compute_share
+        rest = (nbytes - expert_bytes) * share
+        return (
+            _charged(ledger, kind, "parameters", rest, self.shards, count)
+            + _charged(
+                ledger, kind, "parameters of experts", expert_bytes * share, self.experts, count
+            )
+            + self._host_s(ledger, nbytes, count)
+        )
+
+    def reduce_s(
+        self, ledger: Ledger, nbytes: float, expert_bytes: float = 0.0, *, count: float = 1
+    ) -> float:
+        """Seconds to reduce the gradients of a unit once, each rank to its shard."""
+        kind, share = Collective.REDUCE_SCATTER, self.reduced_share
+        rest = (nbytes - expert_bytes) * share
+        return (
+            _charged(ledger, kind, "gradients", rest, self.shards, count)
+            + _charged(
+                ledger, kind, "gradients of experts", expert_bytes * share, self.experts, count
+            )
+            + self._host_s(ledger, share * nbytes, count)
+        )
+
+    def replicate_s(self, ledger: Ledger, nbytes: float, *, count: float = 1) -> float:
+        """Seconds to sum the gradient shards of a unit between replicas."""
+        shard = self.reduced_share * nbytes / self.shards[0]
+        kind, purpose = Collective.ALL_REDUCE, "gradient shards"
+        return _charged(ledger, kind, purpose, shard, self.replicas, count)
+
+    def _host_s(self, ledger: Ledger, nbytes: float, count: float) -> float:
+        return ledger.to_host(nbytes / self.shards[0], count=count) if self.to_host else 0.0
+
+
+def _charged(
+    ledger: Ledger, kind: Collective, purpose: str, payload: float, group: Group, count: float
+) -> float:
+    size, stride = group
+    return ledger.charge(kind, purpose, payload, group_size=size, stride=stride, count=count)
