@@ -29,14 +29,14 @@ from advisor.precision import hint as precision_hint
 from advisor.runs import keep_at_end
 from advisor.stacks import require_of_engines, stack_of, with_stack
 from advisor.suggestions import with_suggestions
+from engines.apply import apply_plan
 from engines.context.proof import prove
-from engines.hybrid import apply_plan
-from engines.optimizer import OptimizerFactory
 from engines.parallel import ParallelModel
 from engines.plan import Plan, load_plan, parse_settings
+from engines.runtime.world import World, join_world, require_same
+from engines.state.optimizer import OptimizerFactory
+from engines.state.weights import Weights
 from engines.tensor.proposal import propose_styles
-from engines.weights import Weights
-from engines.world import World, join_world, require_same
 from profiles.batch import Batch
 from profiles.cluster import ClusterProfile
 from profiles.clusters import resolve_cluster

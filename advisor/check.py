@@ -24,12 +24,12 @@ from advisor.look import look
 from advisor.models import LoadedModel, load_model
 from advisor.residuals import Measured
 from advisor.sweep.measure import OPTIMIZERS, repeated
-from engines.fake_world import fake_world
-from engines.hybrid import apply_plan
+from engines.apply import apply_plan
 from engines.parallel import ParallelModel
 from engines.plan import Aggregation, Compression, DataParallel, Plan
-from engines.steps import WARM_UP_STEPS
-from engines.world import World, in_contact, join_world, leave_world
+from engines.runtime.fake_world import fake_world
+from engines.runtime.steps import WARM_UP_STEPS
+from engines.runtime.world import World, in_contact, join_world, leave_world
 from profiles.cluster import ClusterProfile
 from profiles.errors import InputError, PlanError, UnknownNameError
 from profiles.memory import peak_memory_bytes, release_freed_memory, reset_peak_memory

@@ -74,7 +74,7 @@ def check(
     from advisor.check import check as run_checked
     from advisor.residuals import anchor_of, terms_of
     from advisor.runs import anchor_here, keep_anchor
-    from engines.world import leave_world
+    from engines.runtime.world import leave_world
     from profiles.clusters import resolve_cluster
     from profiles.runs import machine_of
 

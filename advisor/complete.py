@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from engines.pipeline.legality import pipeline
+from engines.legality.pipeline import pipeline
 from engines.plan import Plan, Precision, Schedule
 from profiles.cluster import ClusterProfile
 from profiles.flow import GLUE, LOSS

@@ -14,8 +14,8 @@ from profiles.errors import InputError
 from profiles.units import format_gib, format_percent
 
 if TYPE_CHECKING:
-    from engines.held import HeldMemory
     from engines.parallel import ParallelModel
+    from engines.runtime.peak_memory import HeldMemory
 
 
 def memory_report(parallel: ParallelModel) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from engines.optional.data_parallel import require_devices
 from engines.plan import AXES, DataParallel
-from engines.threads.threads import require_devices
-from engines.world import World
+from engines.runtime.world import World
 from profiles.bench import recall_or_bench
 from profiles.by_hand import accelerators_of
 from profiles.cluster import ClusterProfile

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from advisor.facts import Facts
-from engines.learning_rate import ScalingRule, rule_of, warm_up_steps
+from engines.runtime.learning_rate import ScalingRule, rule_of, warm_up_steps
 from profiles.errors import InputError
 from profiles.record import Record
 from profiles.units import format_count, format_percent

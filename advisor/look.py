@@ -15,9 +15,9 @@ from advisor.facts import Facts
 from advisor.parts import with_parts
 from advisor.precision import MIXED, default_precision, has_bf16_units
 from advisor.runs import pace_of, with_anchor, with_runs
-from engines.footprint import optimizer_footprint
-from engines.optimizer import OptimizerFactory
 from engines.plan import Precision
+from engines.state.optimizer import OptimizerFactory
+from engines.state.optimizer_footprint import optimizer_footprint
 from profiles.batch import Batch, batch_size
 from profiles.capture import capture
 from profiles.cluster import ClusterProfile

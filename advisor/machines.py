@@ -87,7 +87,7 @@ def timed_here() -> ClusterProfile:
 @contextmanager
 def _joined(rank: int) -> Iterator[None]:
     """Join the job for as long as the body runs; afterwards only rank 0 goes on."""
-    from engines.world import join_world, leave_world
+    from engines.runtime.world import join_world, leave_world
 
     join_world()
     try:

@@ -23,7 +23,7 @@ from profiles.runs import Machine, Peak, Run
 
 if TYPE_CHECKING:
     from engines.parallel import ParallelModel
-    from engines.steps import Steps
+    from engines.runtime.steps import Steps
     from profiles.cluster import ClusterProfile
     from profiles.model import ModelProfile
 

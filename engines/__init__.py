@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from profiles.lazy import attach
 
 if TYPE_CHECKING:
-    from engines.hybrid import apply_plan as apply_plan
+    from engines.apply import apply_plan as apply_plan
     from engines.legality import Problem as Problem
     from engines.legality import problems as problems
     from engines.parallel import ParallelModel as ParallelModel
@@ -18,7 +18,7 @@ __getattr__, __dir__, __all__ = attach(
         "ParallelModel": "engines.parallel",
         "Plan": "engines.plan",
         "Problem": "engines.legality",
-        "apply_plan": "engines.hybrid",
+        "apply_plan": "engines.apply",
         "load_plan": "engines.plan",
         "problems": "engines.legality",
     },

@@ -61,7 +61,7 @@ _OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "
 def kept_operators() -> tuple[Operator, ...]:
     """Operators whose outputs selective recompute keeps; those that this torch has.
 
-    Counted by `profiles.capture`, kept by `engines.recompute`: one list for both.
+    Counted by `profiles.capture`, kept by `engines.blocks.recompute`: one list for both.
     """
     return aten_operators(_KEPT)
 

@@ -3,7 +3,8 @@
 Most optimizers keep so many bytes for every element. Some look at shapes: Adafactor keeps a number
 for every row and column of a matrix, Muon steps the matrices of blocks alone, 8-bit Adam keeps
 scales for blocks of elements and leaves small tensors in fp32. Named ones are described here, from
-torch's own source and that of the libraries; any other is measured by `engines.footprint`.
+torch's own source and that of the libraries; any other is measured by
+`engines.state.optimizer_footprint`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _WHOLE = "{} looks at a whole matrix at a time, and a shard holds some of its ro
 
 # State: as torch documents it (exp_avg and exp_avg_sq, momentum_buffer). Moved: what torch's
 # default implementations read and write, pass by pass, nothing fused. Copies: the temporaries of
-# the same code. `engines.footprint` counts all of them, and a test compares. `fused=True` moves 32
+# the same code. `engines.state.optimizer_footprint` counts all of them, and a test compares.
+# `fused=True` moves 32
 # for AdamW and has no temporaries. 8-bit: parameter, gradient and moments once each, in one kernel;
 # torchao's compiled step holds the moment that it quantises in fp32 (`single_param_adam`).
 OPTIMIZERS = {

@@ -26,7 +26,7 @@ from typing import Any
 GRACE_S = 3.0
 """How long the other ranks may take to report once one has failed."""
 IMPORTED = (
-    "engines.hybrid",
+    "engines.apply",
     "torch.distributed.pipelining",
     "torch._dynamo",
     "transformers.modeling_utils",

@@ -1,4 +1,4 @@
-"""What it takes to sum a tensor up over ranks, for every way of `engines.aggregation.rounds`.
+"""What it takes to sum a tensor up over ranks, by `engines.optional.aggregation.rounds`.
 
 Of S bytes over n ranks, k of them on each of N nodes, whose link has latency a and b seconds a
 byte, in one direction (all links send and receive at once):
@@ -27,7 +27,7 @@ from itertools import groupby
 
 from advisor.cost.collective import ways
 from advisor.cost.ledger import Ledger
-from engines.aggregation.rounds import Round, parts, rounds
+from engines.optional.aggregation.rounds import Round, parts, rounds
 from engines.plan import Aggregation
 from profiles.cluster import ClusterProfile, Collective
 

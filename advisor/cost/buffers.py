@@ -12,7 +12,7 @@ from engines.plan import DataParallel, Plan
 from profiles.stack import Stack
 
 # Gradients go in flat messages: the buckets of DistributedDataParallel (bucket_cap_mb=25, in the
-# MiB that it means), and those of the replicas of a stage (engines/replicas.py).
+# MiB that it means), and those of the replicas of a stage (engines/data/replicas.py).
 BUCKET_BYTES = 25 * 2**20
 
 WHOLE = (DataParallel.NONE, DataParallel.THREADS, DataParallel.REPLICATE)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from advisor.cost.ledger import Ledger, disk_bytes_per_s, host_link_bytes_per_s
 from advisor.cost.loads import Loads
-from engines.offload.kinds import CHUNK_BYTES, OffloadTo
-from engines.plan import DataParallel, Plan
+from engines.plan import CHUNK_BYTES, DataParallel, OffloadTo, Plan
 from profiles.cluster import ClusterProfile, Device
 from profiles.optimizers import Upkeep
 

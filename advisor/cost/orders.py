@@ -184,8 +184,8 @@ def gathers_of_root(
     schedule: Schedule, rank: int, *, ranks: int, stages: int, microbatches: int
 ) -> int:
     """How often a rank gathers FSDP2's root group in a round. Every backward lets go of it
-    (engines/fsdp.py); forwards ask for it again, and so do backwards of the last stage, the only
-    one whose forward runs to the model's end and tells FSDP2 that a backward will follow."""
+    (engines/data/fsdp.py); forwards ask for it again, and so do backwards of the last stage, the
+    only one whose forward runs to the model's end and tells FSDP2 that a backward will follow."""
     match schedule:
         case Schedule.NAIVE:
             return microbatches

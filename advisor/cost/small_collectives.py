@@ -13,8 +13,8 @@ from profiles.cluster import Collective
 from profiles.model import ModelProfile
 
 # What the ranks count is two fp64 numbers (samples, ranks that failed), and two more for every
-# replica that has several ranks (engines/microbatches.py); a loss is one fp32 number, and the seed
-# that the ranks of the tp axis agree on an int64.
+# replica that has several ranks (engines/data/microbatches.py); a loss is one fp32 number, and the
+# seed that the ranks of the tp axis agree on an int64.
 COUNT_BYTES, PRINT_BYTES, SCALAR_BYTES, SEED_BYTES = 16, 16, 4, 8
 
 
@@ -87,7 +87,7 @@ def summed_s(
     group_size: int,
     stride: int,
 ) -> float:
-    """Seconds of `engines.replicas.sum_gradients`: who has gradients, then they in flat messages.
+    """Seconds of `engines.data.replicas.sum_gradients`: who has gradients, then flat messages.
 
     A message is full when a tensor has passed 25 MiB: half a tensor more, on the average.
     """

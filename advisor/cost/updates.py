@@ -23,12 +23,12 @@ from profiles.workload import Workload
 if TYPE_CHECKING:
     from advisor.cost.model import CostModel
 
-# Passes over the parameters in a meeting of DiLoCo (engines/updates/periodic.py): the difference is
-# two reads and a write, SGD's Nesterov step three times that, and a copy two more.
+# Passes over the parameters in a meeting of DiLoCo (engines/optional/async_updates/periodic.py):
+# the difference is two reads and a write, SGD's Nesterov step three times that, a copy two more.
 OUTER_PASSES = 14
 # A server adds up gradients two by two: two reads and a write for each.
 SUM_PASSES = 3
-# Numbers, then tensors: two messages there and two back (engines/updates/link.py).
+# Numbers, then tensors: two messages there and two back (engines/optional/async_updates/link.py).
 MESSAGES = 4
 # Between servers that agree on the workers of a step: what came, and what is chosen.
 AGREEING = 2

@@ -28,7 +28,7 @@ from advisor.demo.launch import GLOBAL_BATCH
 from advisor.demo.text import ByteWindows, reference_text
 from advisor.runs import keep_run
 from engines.parallel import ParallelModel
-from engines.world import join_world, leave_world
+from engines.runtime.world import join_world, leave_world
 from profiles.batch import Batch
 from profiles.bench import bench, progress
 from profiles.errors import AdvisorError, InputError, PlanError

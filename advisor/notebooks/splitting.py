@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from advisor.auto import auto_parallelize
 from advisor.decision import Decision
 from advisor.demo.gpt import GPT, GPTConfig, loss
-from engines.replicas import local_part
-from engines.steps import WARM_UP_STEPS
+from engines.data.replicas import local_part
+from engines.runtime.steps import WARM_UP_STEPS
 from profiles.batch import LossFn
 from profiles.bench import bench
 from profiles.cluster import ClusterProfile

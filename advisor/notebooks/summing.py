@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from engines.aggregation.aggregate import aggregate, stepped
-from engines.aggregation.rounds import Round, parts
+from engines.optional.aggregation.aggregate import aggregate, stepped
+from engines.optional.aggregation.rounds import Round, parts
 from engines.plan import Aggregation
 from profiles.units import KIB, MIB, format_seconds
 

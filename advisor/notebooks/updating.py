@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from advisor.auto import auto_parallelize
-from engines.updates.report import UpdateReport
-from engines.updates.server import ParameterServer
+from engines.optional.async_updates.report import UpdateReport
+from engines.optional.async_updates.server import ParameterServer
 from profiles.probe import probe
 from profiles.units import format_percent, format_seconds
 

@@ -29,9 +29,9 @@ from advisor.search.space import (
     factors,
     stages_per_rank,
 )
-from engines.experts.legality import experts
 from engines.legality import problems
-from engines.pipeline.legality import pipeline, schedule_problems
+from engines.legality.experts import experts
+from engines.legality.pipeline import pipeline, schedule_problems
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute, Schedule
 from engines.tensor.rules import proposed_styles
 from profiles.cluster import ClusterProfile

@@ -220,7 +220,7 @@ def _measured(asking: Asking, cluster: str, *, steps: int | None, timeout_s: flo
             hints=["leave `--cluster` out, or `--measure`"],
         )
     from advisor.sweep.measure import PATIENCE_S, STEPS, measured_sweep
-    from engines.world import leave_world
+    from engines.runtime.world import leave_world
 
     try:
         found = measured_sweep(

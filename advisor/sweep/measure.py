@@ -19,12 +19,12 @@ from advisor.job import is_by_threads, machines_of
 from advisor.look import look
 from advisor.models import LoadedModel, load_model
 from advisor.sweep.points import Case, Point, Settings, Sweep, Swept, cases, sweep_of
-from engines.hybrid import apply_plan
-from engines.optimizer import OptimizerFactory
+from engines.apply import apply_plan
 from engines.parallel import ParallelModel
 from engines.plan import format_setting, parse_settings
-from engines.steps import WARM_UP_STEPS
-from engines.world import World, join_world
+from engines.runtime.steps import WARM_UP_STEPS
+from engines.runtime.world import World, join_world
+from engines.state.optimizer import OptimizerFactory
 from profiles.batch import Batch, map_batch
 from profiles.cluster import ClusterProfile
 from profiles.errors import InputError, RankError, UnknownNameError

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engines.blocks.wrap import run_around
 from engines.context.attention import OwnTokens
+from engines.context.input_sharding import length_of
 from engines.context.proof import LOSS, Proof, require_equal_chunks, require_unmasked
 from engines.context.ring import Ring
 from engines.context.tokens import joined, part
-from engines.context.way import length_of
-from engines.forwards import run_around
-from engines.mesh import Axis
+from engines.runtime.mesh import Axis
 from profiles.batch import Batch, LossFn, call_model, loss_of
 from profiles.errors import ModelError
 from profiles.torch_compat import all_gather_single, map_tensors, tensors_in

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engines.context.attention import Counting, OwnTokens, require_plain
+from engines.context.input_sharding import Way, length_of
 from engines.context.specimen import copied, short
 from engines.context.tokens import part
-from engines.context.way import Way, length_of
 from profiles.batch import Batch, LossFn, call_model, find_loss, loss_of, map_batch
 from profiles.errors import AdvisorError, BatchError, PlanError
 from profiles.fakes import random_state_kept, stand_ins

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.mesh import Axis
+from engines.runtime.mesh import Axis
 from profiles.torch_compat_attention import attend, attend_backward
 
 _ALL = slice(None)

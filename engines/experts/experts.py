@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.blocks.wrap import run_around
+from engines.data.replicas import sum_gradients
 from engines.experts.container import containers, counts_of, require_separable
-from engines.experts.travel import sent_through
-from engines.forwards import run_around
-from engines.mesh import Axis
-from engines.replicas import sum_gradients
-from engines.tensor.slices import Slice
+from engines.experts.token_dispatch import sent_through
+from engines.runtime.mesh import Axis
+from engines.state.slices import Slice
 from profiles.errors import PlanError
 from profiles.experts import experts_of
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from engines.forwards import run_around
+from engines.blocks.wrap import run_around
 from engines.offload.room import Room
 from profiles.model import ModelProfile
 from profiles.torch_compat import storage_of, version_of

@@ -18,10 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.failures import tell_others
-from engines.offload.kinds import OffloadTo
-from engines.plan import Plan
-from engines.replicas import local_part
+from engines.data.replicas import local_part
+from engines.plan import OffloadTo, Plan
+from engines.runtime.failures import tell_others
 from profiles.errors import InputError
 
 Folder = str | os.PathLike[str]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from engines.data.replicas import local_part
 from engines.offload.room import Room
-from engines.replicas import local_part
 from profiles.torch_compat import move_to, storage_of
 from profiles.torch_compat_fsdp import move_shards
 

@@ -9,16 +9,17 @@ of shards that are in files (`engines.offload.shards`) are stepped where they ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engines.offload.kinds import CHUNK_BYTES
+from engines.data.replicas import local_part
 from engines.offload.room import Room
-from engines.replicas import local_part
+from engines.plan import CHUNK_BYTES
+from engines.state.chunked_step import step_in_chunks
 from profiles.memory import release_freed_memory
 from profiles.torch_compat import move_to, storage_of
 
@@ -97,46 +98,3 @@ class AwayStates:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 self._send_home(parameter)
-
-
-def step_in_chunks(
-    optimizer: torch.optim.Optimizer,
-    own: Callable[[], Any],
-    *,
-    chunk_bytes: int,
-    before: Callable[[nn.Parameter], None] = lambda parameter: None,
-    after: Callable[[nn.Parameter], None] = lambda parameter: None,
-) -> None:
-    """Call `own`, the step of `optimizer`, on its parameters chunk by chunk.
-
-    For optimizers that step every parameter by its own gradient and states; others are refused
-    when a plan is applied (`engines.footprint.together_because`).
-    """
-    groups = optimizer.param_groups
-    try:
-        for group in groups:
-            everything = group["params"]
-            try:
-                optimizer.param_groups = [group]
-                for chunk in _chunks(everything, chunk_bytes):
-                    for parameter in chunk:
-                        before(parameter)
-                    group["params"] = chunk
-                    own()
-                    for parameter in chunk:
-                        after(parameter)
-            finally:
-                group["params"] = everything
-    finally:
-        optimizer.param_groups = groups
-
-
-def _chunks(parameters: list[nn.Parameter], chunk_bytes: int) -> Iterator[list[nn.Parameter]]:
-    chunk: list[nn.Parameter] = []
-    for parameter in parameters:
-        if chunk and sum(p.nbytes for p in chunk) + parameter.nbytes > chunk_bytes:
-            yield chunk
-            chunk = []
-        chunk.append(parameter)
-    if chunk:
-        yield chunk

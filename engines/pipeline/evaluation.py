@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.mesh import Axis
 from engines.pipeline.recording import Recording
 from engines.pipeline.stage import Stage, buffers
+from engines.runtime.mesh import Axis
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ def release_others(model: nn.Module, kept: Iterable[str], *, device: torch.devic
 
     They stay the same objects with the same shape and dtype, on the device that the others will be
     on, so code that asks for those goes on working; their memory is one element, which reads as
-    zero everywhere. On the meta device they have none; `engines.materialise` sees to those.
+    zero everywhere. On the meta device they have none; `engines.state.materialise` sees to those.
     """
     kept = frozenset(kept)
     for name, parameter in model.named_parameters():

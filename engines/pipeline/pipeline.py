@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.failures import tell_others
-from engines.mesh import Mesh
 from engines.pipeline.evaluation import forward_only
 from engines.pipeline.holdings import buffer_owners, owners_of, release_others
 from engines.pipeline.hooks import UserHooks
@@ -26,6 +24,8 @@ from engines.pipeline.split import can_split
 from engines.pipeline.stage import Round, Stage, pipeline_stage
 from engines.pipeline.tied import sum_ties, ties_of
 from engines.plan import Plan, Schedule
+from engines.runtime.failures import tell_others
+from engines.runtime.mesh import Mesh
 from profiles.batch import Batch, LossFn, batch_size, describe
 from profiles.errors import BatchError
 from profiles.model import ModelProfile, Numerics

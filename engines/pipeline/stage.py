@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from engines.blocks.autocast import as_fp32, autocast
 from engines.pipeline.parts import Key, Part
 from engines.pipeline.recording import Recording
 from engines.pipeline.replay import Replay
-from engines.precision import as_fp32, autocast
 from profiles.batch import Batch, LossFn, call_model, loss_of
 from profiles.errors import ModelError
 from profiles.torch_compat import is_fake

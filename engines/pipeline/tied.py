@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from engines.mesh import Mesh
-from engines.replicas import sum_gradients
+from engines.data.replicas import sum_gradients
+from engines.runtime.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)

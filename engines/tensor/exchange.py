@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.tensor.slices import Slice, share
+from engines.state.slices import Slice, share
 from profiles.errors import BatchError
 from profiles.torch_compat import all_gather_single, reduce_scatter_single
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from engines.tensor.slices import Slice
+from engines.state.slices import Slice
 from engines.tensor.styles import Kind, Style
 from profiles.transformers_compat import is_transposed_linear
 

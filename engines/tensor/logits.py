@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from engines.state.slices import Slice, share
 from engines.tensor.exchange import Exchange, Ranks
-from engines.tensor.slices import Slice, share
 from profiles.torch_compat import map_tensors, tensors_in, wrapper_tensor
 
 _LAST = Slice(-1)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.state.slices import Slice
 from engines.tensor.exchange import SEQUENCE, require_equal_tokens
-from engines.tensor.slices import Slice
 from engines.tensor.specimen import SEED, Specimen, first_line
 from engines.tensor.split import split
 from engines.tensor.styles import Style

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from engines.forwards import run_around
+from engines.blocks.wrap import run_around
+from engines.state.slices import Slice, share
 from engines.tensor.exchange import Exchange, Ranks
 from engines.tensor.layers import feature_dim, features, slices_of, with_bias, without_bias
 from engines.tensor.logits import VocabLogits
 from engines.tensor.sequence import share_tokens
-from engines.tensor.slices import Slice, share
 from engines.tensor.styles import Kind, Style, cutting
 from profiles.errors import PlanError
 from profiles.transformers_compat import is_transposed_linear

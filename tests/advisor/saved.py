@@ -11,7 +11,7 @@ from torch import nn
 
 from advisor.decision import Decision
 from advisor.demo.gpt import GPT, SHAPES, GPTConfig, loss
-from engines.hybrid import apply_plan
+from engines.apply import apply_plan
 from engines.plan import load_plan
 from profiles.batch import Batch, LossFn, call_model, loss_of
 from tests.advisor import fixed_heads

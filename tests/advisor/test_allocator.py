@@ -15,8 +15,8 @@ from advisor import memory_report
 from advisor.allocator import advice, variable
 from advisor.choose import choose
 from advisor.decision import Decision
-from engines.held import HeldMemory, RankMemory
 from engines.parallel import ParallelModel
+from engines.runtime.peak_memory import HeldMemory, RankMemory
 from profiles.errors import InputError
 from profiles.units import GIB
 from tests.factories import facts, gpus, transformer

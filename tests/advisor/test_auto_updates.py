@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from advisor import auto_parallelize
 from advisor.decision import Decision
-from engines.updates.report import UpdateReport
+from engines.optional.async_updates.report import UpdateReport
 from tests.advisor.test_auto import sgd
 from tests.engines.cases import CASES, cpu_ranks, token_loss
 from tests.engines.parity import local_rows

@@ -10,7 +10,7 @@ import pytest
 from advisor.cost import estimate
 from advisor.cost.aggregation import buffer_share, price, steps
 from advisor.cost.collective import collective_s
-from engines.aggregation.rounds import parts, rounds
+from engines.optional.aggregation.rounds import parts, rounds
 from engines.plan import Aggregation, Plan
 from profiles.cluster import Collective
 from profiles.model import Shape

@@ -14,7 +14,7 @@ from advisor.cost import Estimate, estimate
 from advisor.cost.compute import COMPUTE_ERROR, MEASURED_ERROR, SCALED_ERROR
 from advisor.demo.gpt import GPT, GPTConfig, loss
 from advisor.report.view import view_of
-from engines.hybrid import apply_plan
+from engines.apply import apply_plan
 from engines.plan import Plan
 from profiles.cluster import ClusterProfile
 from profiles.errors import InputError

@@ -13,8 +13,7 @@ from advisor.cost.ledger import (
 )
 from advisor.decision import Decision
 from advisor.facts import Facts
-from engines.offload.kinds import CHUNK_BYTES
-from engines.plan import DataParallel, Offload, Plan
+from engines.plan import CHUNK_BYTES, DataParallel, Offload, Plan
 from profiles.errors import NoPlanError
 from profiles.model import Numerics
 from profiles.provenance import Quantity, Source

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from advisor import auto_parallelize
 from advisor.job import machines_of, require_ranks
 from engines.plan import parse_settings
-from engines.world import World
+from engines.runtime.world import World
 from profiles.clusters import cluster_from_name
 from profiles.errors import PlanError
 from tests.placed import put

@@ -17,7 +17,7 @@ from advisor.large_batch import (
     noise_scale,
     steps_ratio,
 )
-from engines.learning_rate import ScalingRule
+from engines.runtime.learning_rate import ScalingRule
 from profiles.errors import InputError
 from profiles.optimizers import OPTIMIZERS
 from profiles.workload import Workload

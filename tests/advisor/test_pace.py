@@ -17,8 +17,8 @@ from advisor.learning import undisturbed_s
 from advisor.look import look
 from advisor.report.basis import basis
 from advisor.runs import fingerprint_of, run_of
-from engines.imbalance import Imbalance, RankTime, _spread
 from engines.plan import Plan
+from engines.runtime.imbalance import Imbalance, RankTime, _spread
 from profiles.cluster import ClusterProfile, Constant
 from profiles.model import ModelProfile
 from profiles.pace import Pace, usual

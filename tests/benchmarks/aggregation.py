@@ -212,8 +212,8 @@ def _rank(path: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from engines.aggregation.aggregate import aggregate
-    from engines.world import join_world, leave_world
+    from engines.optional.aggregation.aggregate import aggregate
+    from engines.runtime.world import join_world, leave_world
 
     world = join_world(timeout_s=60.0)
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -113,7 +113,7 @@ def build(case: Case, *, ours: bool) -> Step:
     ids, targets = make_batch(case.rows, seed=0 if is_split else dist.get_rank())
     if not ours:
         return case.hand(model, ids, targets)
-    from engines.hybrid import apply_plan
+    from engines.apply import apply_plan
     from engines.plan import Plan
     from engines.tensor.proposal import propose_styles
     from profiles.capture import capture

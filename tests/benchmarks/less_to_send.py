@@ -131,9 +131,9 @@ def _rank(path: str) -> None:
     from advisor.decision import Decision
     from advisor.demo.gpt import GPT, GPTConfig, loss
     from advisor.demo.text import ByteWindows, reference_text
-    from engines.hybrid import apply_plan
+    from engines.apply import apply_plan
     from engines.parallel import ParallelModel
-    from engines.world import join_world, leave_world
+    from engines.runtime.world import join_world, leave_world
     from profiles.bench import bench
     from profiles.probe import probe
 

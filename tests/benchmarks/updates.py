@@ -136,8 +136,8 @@ def _rank(path: str) -> None:
     from advisor.demo.gpt import GPT, GPTConfig, loss
     from advisor.facts import Facts
     from advisor.look import look
-    from engines.hybrid import apply_plan
-    from engines.world import join_world, leave_world
+    from engines.apply import apply_plan
+    from engines.runtime.world import join_world, leave_world
     from profiles.bench import bench
     from profiles.probe import probe
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from engines.fake_world import fake_world
-from engines.world import World
+from engines.runtime.fake_world import fake_world
+from engines.runtime.world import World
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from advisor.cost.model import CostModel
 from advisor.cost.staged import traffic_of_ranks
-from engines.hybrid import apply_plan
+from engines.apply import apply_plan
 from engines.parallel import ParallelModel
 from engines.pipeline.parts import stages_of_rank
 from engines.pipeline.stage import buffers

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.hybrid import apply_plan
+from engines.apply import apply_plan
 from engines.plan import DataParallel, Plan
 from profiles.batch import Batch
 from profiles.capture import capture

@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from advisor.cost import Estimate, estimate
 from advisor.cost.aggregation import buffer_share
-from engines.aggregation.aggregate import aggregate
-from engines.hybrid import apply_plan
+from engines.apply import apply_plan
+from engines.optional.aggregation.aggregate import aggregate
 from engines.plan import Aggregation, Plan
 from profiles.capture import capture
 from profiles.cluster import Collective

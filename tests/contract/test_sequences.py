@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from advisor.cost.model import CostModel
-from engines.hybrid import apply_plan
+from engines.apply import apply_plan
 from engines.plan import Plan
 from profiles.capture import capture
 from profiles.cluster import Collective

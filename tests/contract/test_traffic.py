@@ -8,7 +8,7 @@ from math import ceil, prod
 import pytest
 from torch import Tensor, nn
 
-from engines.hybrid import apply_plan
+from engines.apply import apply_plan
 from engines.plan import DataParallel, Plan
 from profiles.capture import capture
 from profiles.cluster import Collective

@@ -10,8 +10,8 @@ from advisor.facts import Facts
 from engines.plan import Plan
 from profiles.workload import Workload
 from tests.engines.cases import cpu_ranks, profile_of
+from tests.engines.optional.async_updates.ranks import GPT
 from tests.engines.parity import local_rows, spread
-from tests.engines.updates.ranks import GPT
 from tests.workers import Pool
 
 STEPS = 4

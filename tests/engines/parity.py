@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.data import shares
-from engines.hybrid import apply_plan
+from engines.apply import apply_plan
+from engines.data.loader import shares
 from engines.parallel import ParallelModel
 from engines.plan import Plan
 from profiles.batch import Batch, call_model, loss_of, split_rows

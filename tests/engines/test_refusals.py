@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engines.hybrid import apply_plan
+from engines.apply import apply_plan
 from engines.plan import Plan
 from profiles.errors import InputError, ModelError, PlanError
 from profiles.model import ModelProfile

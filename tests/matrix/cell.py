@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engines.data import shares
-from engines.hybrid import apply_plan
+from engines.apply import apply_plan
+from engines.data.loader import shares
 from engines.plan import Plan
 from profiles.batch import call_model, loss_of, split_rows
 from profiles.model import ModelProfile

@@ -126,7 +126,7 @@ class _Counted(TorchDispatchMode):
 
 @pytest.mark.parametrize("shape", [(48, 48), (32, 96), (96, 32)])
 def test_muon_multiplies_and_moves_what_is_said(shape: tuple[int, int]) -> None:
-    from engines.footprint import optimizer_footprint
+    from engines.state.optimizer_footprint import optimizer_footprint
 
     layer = nn.Linear(shape[1], shape[0], bias=False)
     profile = UnitProfile(
@@ -152,7 +152,7 @@ def test_muon_multiplies_and_moves_what_is_said(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", [(64, 64), (512, 128)])
 def test_adafactor_moves_what_is_said(shape: tuple[int, int]) -> None:
-    from engines.footprint import optimizer_footprint
+    from engines.state.optimizer_footprint import optimizer_footprint
 
     layer = nn.Linear(shape[1], shape[0], bias=False)
     profile = capture(layer, torch.zeros(2, shape[1]))

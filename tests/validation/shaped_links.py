@@ -181,7 +181,7 @@ def measure() -> Report:
 
 def _rank(path: str) -> None:
     """One rank of `bench_at`."""
-    from engines.world import join_world, leave_world
+    from engines.runtime.world import join_world, leave_world
     from profiles.bench import bench
     from profiles.probe import probe
 

@@ -72,7 +72,7 @@ def _rank(path: str) -> None:
     """One rank of `measured`; the file's name says of which part."""
     from advisor.sweep.measure import measured_sweep
     from engines.plan import parse_settings
-    from engines.world import join_world, leave_world
+    from engines.runtime.world import join_world, leave_world
     from profiles.bench import bench
     from profiles.probe import probe
 

@@ -20,7 +20,7 @@ import torch
 from numpy.polynomial import Polynomial
 
 from advisor.notebooks import noise, splitting, updating
-from engines.steps import WARM_UP_STEPS
+from engines.runtime.steps import WARM_UP_STEPS
 
 nbformat = pytest.importorskip("nbformat", reason="pip install 'parallel-advisor[test]'")
 pytest.importorskip("ipykernel", reason="pip install 'parallel-advisor[test]'")

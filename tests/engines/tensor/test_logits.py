@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engines.state.slices import Slice
 from engines.tensor.exchange import Ranks
 from engines.tensor.logits import VocabLogits, whole_tensors
-from engines.tensor.slices import Slice
 from tests.workers import Pool
 
 VOCABULARY = 11  # odd: the last of four ranks has less

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engines.blocks.recompute import recompute_blocks
 from engines.plan import Recompute
-from engines.recompute import recompute_blocks
-from engines.tensor.slices import Slice
+from engines.state.slices import Slice
 from engines.tensor.split import split
 from engines.tensor.styles import Style
 from profiles.capture import capture

@@ -1,0 +1,177 @@
+"""Activation recompute: blocks forget what their backward can compute again.
+
+The word checkpoint is kept for saved weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
+
+from engines.blocks.wrap import run_around
+from engines.plan import Plan, Recompute
+from profiles.errors import ModelError
+from profiles.model import ModelProfile
+from profiles.operators import kept_operators
+from profiles.torch_compat import is_batch_norm, version_of
+
+# torch's words where the second run of a block is not the first (torch/utils/checkpoint.py), beside
+# CheckpointError: of kept outputs that were changed, and of operations that were not there before.
+_DIFFERS = ("has been mutated", "encountered during backward but not found in storage")
+
+Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
+
+
+def recompute_blocks(model: nn.Module, kind: Recompute, *, profile: ModelProfile) -> None:
+    """Replace the forward of every block by one that keeps less, in place.
+
+    Parameter names, hooks and the block's class stay as they are. `FULL` keeps a block's inputs;
+    `SELECTIVE` also keeps the outputs of matmuls, convolutions and attention, so that only cheap
+    operations run twice. Dropout draws the same numbers both times, and batch norms count a
+    microbatch once.
+    """
+    if kind is Recompute.NONE:
+        return
+    for unit in profile.blocks():
+        block = model.get_submodule(unit.name)
+        run_around(block, _checkpointed(_how(kind, block)))
+
+
+def _checkpointed(how: Callable[[nn.Module], dict[str, Any]]) -> Callable[..., object]:
+    def run(forward: Callable[..., object], block: nn.Module, *args: Any, **kwargs: Any) -> object:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        args = tuple(map(_without_cache, args))
+        kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
+        return checkpoint(forward, *args, use_reentrant=False, **how(block), **kwargs)
+
+    return run
+
+
+def _without_cache(value: object) -> object:
+    """None for a key/value cache that nothing is in yet: a forward of transformers makes one unless
+    told otherwise (`use_cache`), and the second run of a block would add to it again. transformers
+    leaves it out too where it recomputes by itself (`GradientCheckpointingLayer`)."""
+    length = getattr(value, "get_seq_length", None)
+    return None if callable(length) and hasattr(value, "update") and length() == 0 else value
+
+
+def holds_state(block: nn.Module) -> bool:
+    """Whether a forward of `block` might change what a second run of it sees."""
+    return bool(_batch_norms(block) or _other_buffers(block))
+
+
+def _how(kind: Recompute, block: nn.Module) -> Callable[[nn.Module], dict[str, Any]]:
+    """The arguments of `checkpoint` for a block like `block`.
+
+    Without state they are such as torch.compile can follow: no contexts, or those that torch made.
+    """
+    if holds_state(block):
+        return lambda block: {"context_fn": functools.partial(_contexts, kind, block)}
+    if kind is Recompute.FULL:
+        return lambda block: {}
+    selective = functools.partial(create_selective_checkpoint_contexts, list(kept_operators()))
+    return lambda block: {"context_fn": selective}
+
+
+def _contexts(kind: Recompute, block: nn.Module) -> Contexts:
+    """The contexts of the first and of the second run of a block."""
+    first: AbstractContextManager[None]
+    second: AbstractContextManager[None]
+    if kind is Recompute.SELECTIVE:
+        first, second = create_selective_checkpoint_contexts(list(kept_operators()))
+    else:
+        first, second = nullcontext(), nullcontext()
+    norms, others = _batch_norms(block), _other_buffers(block)
+    if others:
+        before = [(version_of(buffer), buffer.clone()) for buffer in others]
+        second = _as_before(second, others, before)
+    return first, (_frozen_statistics(second, norms) if norms else second)
+
+
+def _other_buffers(block: nn.Module) -> list[Tensor]:
+    """Buffers that a forward might change: spectral norm's vectors, counters. Masks it does not."""
+    return [
+        buffer
+        for module in block.modules()
+        if not is_batch_norm(module)
+        for buffer in module.buffers(recurse=False)
+        if buffer.is_floating_point() or buffer.numel() == 1
+    ]
+
+
+@contextmanager
+def _as_before(
+    inner: AbstractContextManager[None], buffers: list[Tensor], before: list[tuple[int, Tensor]]
+) -> Iterator[None]:
+    """The second run sees the buffers that the first one saw, and leaves them as it found them."""
+    changed = [
+        (buffer, old, buffer.clone())
+        for buffer, (version, old) in zip(buffers, before, strict=True)
+        if version_of(buffer) != version
+    ]
+    with torch.no_grad():
+        for buffer, old, _ in changed:
+            buffer.copy_(old)
+    try:
+        with inner:
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, _, new in changed:
+                buffer.copy_(new)
+
+
+def _batch_norms(block: nn.Module) -> list[nn.BatchNorm2d]:
+    return [
+        module for module in block.modules() if is_batch_norm(module) and module.track_running_stats
+    ]
+
+
+@contextmanager
+def _frozen_statistics(
+    inner: AbstractContextManager[None], batch_norms: list[nn.BatchNorm2d]
+) -> Iterator[None]:
+    """The second run must not move running statistics a second time: momentum 0 leaves them."""
+    kept = [(norm, norm.momentum, _count(norm).clone()) for norm in batch_norms]
+    try:
+        for norm, _, _ in kept:
+            norm.momentum = 0.0
+        with inner:
+            yield
+    finally:
+        for norm, momentum, count in kept:
+            norm.momentum = momentum
+            with torch.no_grad():
+                _count(norm).copy_(count)
+
+
+def _count(norm: nn.BatchNorm2d) -> Tensor:
+    assert norm.num_batches_tracked is not None  # it tracks running statistics
+    return norm.num_batches_tracked
+
+
+@contextmanager
+def explained_recompute(plan: Plan) -> Iterator[None]:
+    """Around forwards and backwards: what torch says of a block that is not what it was, as ours.
+
+    Raises:
+        ModelError: a block computes something else the second time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, CheckpointError) and not any(w in str(error) for w in _DIFFERS):
+            raise
+        raise ModelError(
+            "a block computes something else the second time: its forward changes state outside it"
+            " or changes a kept tensor in place (a key/value cache, an in-place activation)",
+            where=f"plan: {plan}\n{str(error).splitlines()[0]}",
+            hints=["switch the cache off (`use_cache=False`)", "or plan with recompute=none"],
+        ) from error

@@ -1,0 +1,88 @@
+"""Tokens on their way to experts on other ranks, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.runtime.mesh import Axis
+
+
+def sent_through(
+    hidden: Tensor, experts: Tensor, *, axis: Axis, each: int, compute: Callable[..., Tensor]
+) -> Tensor:
+    """What experts make of tokens, wherever they are; all ranks of the axis call it.
+
+    Args:
+        hidden: tokens, (N, H).
+        experts: the number of one expert for each, int64 (N).
+        each: experts of a rank: rank r holds those from r * each.
+        compute: compute(tokens (M, H), numbers of own experts (M)) -> (M, H), of this rank's.
+
+    Returns (N, H).
+    """
+    owner = experts // each
+    order = owner.argsort(stable=True)
+    sent = torch.bincount(owner, minlength=axis.size)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=axis.group)
+    there, here = sent.tolist(), received.tolist()
+    tokens = _exchanged(hidden[order], there, here, axis)
+    numbers = torch.empty(sum(here), dtype=experts.dtype, device=experts.device)
+    dist.all_to_all_single(
+        numbers, (experts % each)[order].contiguous(), here, there, group=axis.group
+    )
+    computed = compute(tokens, numbers) if len(tokens) else tokens
+    # The way back passes every rank, also one whose experts no token asked for.
+    back = _exchanged(_Tied.apply(computed, tokens), here, there, axis)  # type: ignore[no-untyped-call]
+    return torch.empty_like(back).index_copy(0, order, back)
+
+
+def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
+    result: Tensor = _Exchange.apply(rows, sent, received, axis.group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows for each rank of the group, one after another, and from each; gradients go back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=group)
+    return result
+
+
+class _Tied(torch.autograd.Function):
+    """The first tensor, with the second in the graph of gradients: both have a way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, other: Tensor) -> Tensor:
+        ctx.is_same = tensor is other
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        zeros = torch.zeros_like(gradients[0])
+        return (None, zeros) if ctx.is_same else (gradients[0], zeros)

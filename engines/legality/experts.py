@@ -1,0 +1,62 @@
+"""Which plans can spread experts. No torch here; that a module's experts can be is proved on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engines.legality.problem import Problem
+from engines.plan import Offload, Plan
+from profiles.cluster import ClusterProfile
+from profiles.model import ModelProfile
+
+
+def experts(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
+    """The ranks of the ep axis are replicas, and there are experts to share."""
+    if plan.ep == 1:
+        return
+    if plan.data_degree % plan.ep:
+        yield Problem(
+            rule="experts-outside-data",
+            what=f"ep={plan.ep} lies inside the data axes, which have {plan.data_degree} ranks:"
+            f" {plan.data_degree} % {plan.ep} = {plan.data_degree % plan.ep}",
+            hint="let ep divide dp_replicate x dp_shard",
+        )
+    counts = {n for unit in model.blocks() for n in unit.experts}
+    uneven = sorted(count for count in counts if count % plan.ep)
+    if not counts:
+        yield Problem(
+            rule="experts-none",
+            what=f"ep={plan.ep} shares out experts, and no block of {model.name} has weights with a"
+            " dimension of experts",
+            hint="set ep=1; experts in a list (nn.ModuleList) are called one by one by their"
+            " block's own code: stack their weights, as transformers does",
+        )
+    elif uneven:
+        yield Problem(
+            rule="experts-uneven",
+            what=f"{uneven[0]} experts cannot be shared by ep={plan.ep} ranks:"
+            f" {uneven[0]} % {plan.ep} = {uneven[0] % plan.ep}",
+            hint=f"let ep divide {uneven[0]}",
+        )
+    for axis, why in (
+        ("pp", "a pipeline replays blocks whose experts are here"),
+        ("tp", "layers of a block are split as if its experts were here"),
+    ):
+        if getattr(plan, axis) > 1:
+            yield Problem(
+                rule="experts-with-model-axes",
+                what=f"{why}: {axis}={getattr(plan, axis)}, ep={plan.ep}",
+                hint=f"set {axis}=1, or ep=1",
+            )
+    if plan.compile:
+        yield Problem(
+            rule="experts-compiled",
+            what=f"how many tokens travel is known while they do: ep={plan.ep} cannot be compiled",
+            hint="set compile=false",
+        )
+    if plan.offload is not Offload.NONE:
+        yield Problem(
+            rule="experts-offloaded",
+            what=f"experts are no part of what is moved off the device (offload={plan.offload})",
+            hint="set offload=none, or ep=1",
+        )

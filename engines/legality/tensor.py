@@ -1,0 +1,33 @@
+"""Which tensor plans can be read at all. No torch here; what is right is proved on the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engines.legality.problem import Problem
+from engines.plan import Plan
+from engines.tensor.styles import Style
+from profiles.cluster import ClusterProfile
+from profiles.errors import UnknownNameError
+from profiles.model import ModelProfile
+
+
+def tensor(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
+    """A tensor plan says how every layer is split, in styles that exist."""
+    if plan.tp == 1:
+        return
+    if not plan.tensor_styles:
+        yield Problem(
+            rule="tensor-without-styles",
+            what=f"tp={plan.tp} splits layers, and `tensor_styles` names none",
+            hint="take those of `engines.tensor.proposal.propose_styles`",
+        )
+    for pattern, text in plan.tensor_styles:
+        try:
+            Style.parse(text)
+        except UnknownNameError as error:
+            yield Problem(
+                rule="tensor-style",
+                what=f"`{pattern}` has the tensor style `{text}`, which does not exist",
+                hint=error.hints[0] if error.hints else "",
+            )

@@ -1,0 +1,123 @@
+"""DistributedDataParallel's communication hook: how a bucket of gradients becomes their mean.
+
+DDP looks at the annotations of a hook, so that here they are types and not text.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from engines.optional.aggregation.aggregate import aggregate
+from engines.plan import Aggregation, Compression, Plan
+
+# The first step that PowerSGD compresses. DDP cuts its buckets anew after the first one, and torch
+# refuses less; the paper (Vogels et al. 2019, algorithm 2) compresses from the start. torch's own
+# default, 1,000 plain steps, would be as slow as what it is to replace.
+FIRST_COMPRESSED_STEP = 2
+# Keeps the factors of a gradient of zeros from being 0 / 0; torch's documentation suggests it.
+ORTHOGONALISATION_EPSILON = 1e-8
+
+
+@dataclass(slots=True)
+class Sums:
+    """How buckets are summed up, and on which stream: on a GPU beside the backward."""
+
+    group: dist.ProcessGroup
+    kind: Aggregation
+    per_node: int
+    streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
+
+    @contextmanager
+    def beside_the_backward(self, device: torch.device) -> Iterator[None]:
+        """What is launched here follows what the device was given before, and delays nothing."""
+        if device.type != "cuda":
+            yield
+            return
+        stream = self.streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+
+
+@dataclass(slots=True)
+class Factors:
+    """PowerSGD's state, and the bucket that is under way.
+
+    What is left out of gradients waits here, on its rank: no checkpoint has it, so that a training
+    which is taken up again misses one step's worth of it.
+    """
+
+    state: PowerSGDState
+    latest: Future[Tensor] | None = None
+
+
+def send_as_planned(
+    runner: DistributedDataParallel,
+    plan: Plan,
+    *,
+    group: dist.ProcessGroup,
+    per_node: int,
+) -> None:
+    """Let `runner` exchange gradients as `plan` says; once, before the first backward.
+
+    Args:
+        group: the replicas.
+        per_node: so many of them after one another share a node.
+    """
+    if plan.compression is Compression.POWERSGD:
+        factors = PowerSGDState(
+            group,
+            matrix_approximation_rank=plan.compression_rank,
+            start_powerSGD_iter=FIRST_COMPRESSED_STEP,
+            orthogonalization_epsilon=ORTHOGONALISATION_EPSILON,
+        )
+        runner.register_comm_hook(Factors(factors), factorised)
+        return
+    sums = Sums(group, plan.aggregation, per_node)
+    if plan.compression is Compression.BF16:
+        runner.register_comm_hook(sums, compressed)
+    elif plan.aggregation is not Aggregation.BACKEND:
+        runner.register_comm_hook(sums, summed_up)
+
+
+def summed_up(sums: Sums, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The mean of a bucket over the replicas, by the messages of `sums.kind`."""
+    return _mean(sums, bucket.buffer())
+
+
+def compressed(sums: Sums, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The same in bfloat16, half of the bytes: divided first, so that sums stay in its range."""
+    if sums.kind is Aggregation.BACKEND:
+        return default_hooks.bf16_compress_hook(sums.group, bucket)
+    whole = bucket.buffer()
+    return _mean(sums, whole.to(torch.bfloat16)).then(lambda mean: whole.copy_(mean.value()))
+
+
+def factorised(factors: Factors, bucket: dist.GradBucket) -> Future[Tensor]:
+    """PowerSGD: the mean of a bucket's matrices as far as their factors go.
+
+    Its second and third sum begin when the one before is done. gloo's are done at other moments on
+    every rank, so that sums of two buckets would meet: there a bucket waits for the one before.
+    """
+    if factors.latest is not None and bucket.buffer().device.type == "cpu":
+        factors.latest.wait()
+    factors.latest = powerSGD_hook(factors.state, bucket)
+    return factors.latest
+
+
+def _mean(sums: Sums, values: Tensor) -> Future[Tensor]:
+    group, device = sums.group, values.device
+    done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else [])
+    with sums.beside_the_backward(device):
+        values.div_(dist.get_world_size(group))
+        aggregate(values, group, kind=sums.kind, per_node=sums.per_node)
+        done.set_result(values)
+    return done

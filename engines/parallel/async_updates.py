@@ -1,0 +1,52 @@
+"""The part of `ParallelModel` that is about ranks which update apart from each other."""
+
+from __future__ import annotations
+
+import torch
+
+from engines.optional.async_updates.exchange import Exchange
+from engines.optional.async_updates.report import UpdateReport
+from engines.plan import Plan
+from profiles.errors import PlanError
+
+
+class Apart:
+    """What a model under any plan can be asked about it."""
+
+    plan: Plan
+    _exchange: Exchange
+
+    def synchronise(self) -> None:
+        """Bring every rank's parameters to where all are; all ranks call it.
+
+        Replicas that update on their own meet, and workers take what servers have now. Under other
+        plans they are there after every step.
+        """
+        self._exchange.synchronise()
+
+    @property
+    def update_report(self) -> UpdateReport | None:
+        """How stale updates were, and what became of them; None where a step waits for all."""
+        return self._exchange.report
+
+    @property
+    def outer_optimizer(self) -> torch.optim.Optimizer | None:
+        """DiLoCo's, on every replica the same; None for other plans."""
+        return self._exchange.outer
+
+    def _require_own_step(self) -> None:
+        """Refuse a loop of the user's own where another rank steps the parameters."""
+        if self.plan.servers:
+            raise PlanError(
+                "servers step the parameters: a loop of your own would step this rank's copy",
+                where=f"plan: {self.plan}",
+                hints=["use `train_step(batch)` on all ranks"],
+            )
+
+    def _require_own_batch(self) -> None:
+        if self._exchange.serves:
+            raise PlanError(
+                "this rank serves parameters, it has no gradients",
+                where=f"plan: {self.plan}",
+                hints=["use `train_step(batch)`, which serves one step"],
+            )

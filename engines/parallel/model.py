@@ -1,0 +1,380 @@
+"""ParallelModel: what a plan makes of a model. The same calls for every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from engines.blocks.autocast import as_fp32, autocast
+from engines.blocks.recompute import explained_recompute
+from engines.context.context import Context
+from engines.data.ddp import explained_reduction, require_all_reduced
+from engines.data.fsdp import prepare_backward, release, start_over, whole_gradients
+from engines.data.gradients import clip_gradients, full_gradients
+from engines.data.loader import ShardedLoader
+from engines.data.microbatches import Count, Cutter, weighted
+from engines.data.noise_scale import NoiseMeter
+from engines.data.replicas import local_part, sum_gradients
+from engines.experts.experts import Experts
+from engines.offload.room import Room
+from engines.optional.async_updates.exchange import Exchange
+from engines.parallel.async_updates import Apart
+from engines.parallel.checkpointing import Kept
+from engines.parallel.monitoring import Gauges
+from engines.parallel.naming import Names
+from engines.plan import Plan
+from engines.runtime.imbalance import OwnTime
+from engines.runtime.learning_rate import Rates
+from engines.runtime.mesh import Mesh
+from engines.runtime.shared_rng import SameDraws
+from engines.runtime.steps import Steps
+from engines.runtime.world import World, in_contact
+from engines.state.layout import Layout, Split
+from engines.tensor.logits import whole_tensors
+from profiles.batch import Batch, call_model, loss_of
+from profiles.errors import PlanError
+from profiles.model import ModelProfile
+from profiles.torch_compat import tensors_in
+
+if TYPE_CHECKING:
+    from engines.pipeline.pipeline import Pipeline
+
+LossFn = Callable[..., Tensor]
+
+
+class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc]  # state_dict
+    """A model under a plan: train it with `train_step`, or in a classic loop.
+
+    `train_step(batch)` cuts the rank's part of the global batch into the plan's microbatches, runs
+    forward and backward on each, exchanges gradients, clips, steps, and returns the loss averaged
+    over the samples of all ranks. It does not switch between train and eval mode.
+
+    Plans whose ranks update apart (`updates`, `servers`) are trained by the same script: every rank
+    calls `train_step` as often. On a server it serves until all workers that are left have had
+    their step, and looks at no batch. On asynchronous workers and on replicas between two meetings
+    the loss is that of the rank's own samples, and `max_grad_norm` is of its own gradients.
+
+    A classic loop works for plans without stages: `out = parallel(x); loss.backward();
+    parallel.optimizer.step(); parallel.optimizer.zero_grad()`.
+
+    Attributes:
+        module: the user's own module; its parameters are now what the plan says.
+        plan: how it is spread.
+        decision: why; None where the plan was given.
+        optimizer: steps the parameters that this rank holds.
+        data_rank, data_world_size: which part of the data this rank sees.
+        steps: how long `train_step` takes.
+        away: the room outside the device that the plan takes for activations, for states of whole
+            parameters or for files, and how much of it; None where it takes none.
+    """
+
+    decision: object
+    _runner: Callable[..., Any]
+
+    def __init__(
+        self,
+        module: nn.Module,
+        runner: Callable[..., Any],
+        *,
+        plan: Plan,
+        profile: ModelProfile,
+        world: World,
+        mesh: Mesh,
+        layout: Layout,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: LossFn | None,
+        count: Count | None,
+        max_grad_norm: float | None,
+        runs_autocast: bool,
+        seed: int,
+        pipeline: Pipeline | None = None,
+        split: Split | None = None,
+        noise: NoiseMeter | None = None,
+        exchange: Exchange | None = None,
+        job: World | None = None,
+        context: Context | None = None,
+        experts: Experts | None = None,
+        away: Room | None = None,
+    ) -> None:
+        """`world` are the ranks that make a step together; `job` all, where those are others."""
+        super().__init__()
+        self.module = module
+        self.plan = plan
+        self.decision = None
+        self.optimizer = optimizer
+        self.away = away
+        self._exchange = exchange or Exchange(
+            world.device, replica=mesh.data.position, replicas=mesh.data.size
+        )
+        self.data_rank = self._exchange.replica
+        self.data_world_size = self._exchange.replicas
+        self.steps = Steps(plan, profile, world)
+        self._rates = Rates(optimizer)
+        self._own = OwnTime(module, plan, profile, world)
+        self._profile = profile
+        self._world = world
+        self._job = job or world
+        self._mesh = mesh
+        self._layout = layout
+        self._loss_fn = loss_fn
+        self._max_grad_norm = max_grad_norm
+        self._runs_autocast = runs_autocast
+        self._seed = seed
+        self._pipeline = pipeline
+        self._split = split
+        self._noise = noise
+        self._context = context
+        self._experts = experts
+        self._draws = SameDraws(mesh.tp, world.device, is_uneven=layout.is_uneven)
+        is_wrapped = isinstance(runner, DistributedDataParallel)
+        is_replicated = mesh.shards is None and mesh.replicas.size > 1
+        # Gradients that neither DDP nor FSDP2 averages.
+        self._averaged = [
+            name
+            for name, parameter in module.named_parameters()
+            if layout.holds(name)
+            and not (experts is not None and name in experts.names)
+            and mesh.replicas.size > 1
+            and ((is_replicated and not is_wrapped) or (mesh.shards and not parameter.dim()))
+        ]
+        require = pipeline.require_equal_pieces if pipeline is not None else None
+        require = context.require if context is not None else require
+        self._cutter = Cutter(
+            module,
+            plan,
+            profile=profile,
+            world=world,
+            count=count,
+            replica=mesh.data.position,
+            require=require,
+        )
+        self._is_due = False
+        if self._averaged or experts is not None or (split is not None and split.partial):
+            optimizer.register_step_pre_hook(self._settle_due)
+        # Kept out of the module tree: a wrapper must not show in names or state dicts.
+        object.__setattr__(self, "_runner", runner)
+
+    @in_contact("running the model")
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, under the plan's precision; outputs are fp32 or as built.
+
+        Raises:
+            PlanError: in a pipeline no rank has the whole model.
+        """
+        if self._pipeline is not None:
+            raise PlanError(
+                "a pipeline cannot be called: a rank has its own stages only",
+                where=f"plan: {self.plan}",
+                hints=["use `train_step(batch)` and `eval_step(batch)`, on all ranks"],
+            )
+        if torch.is_grad_enabled():
+            self._require_own_step()
+        if self._context is not None:
+            output = self._context.forward(self._called, args, kwargs)
+        else:
+            output = self._called(*args, **kwargs)
+        if self._split is not None:
+            output = whole_tensors(output)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                # A backward leaves gradients to settle; a forward alone changes none.
+                tensor.register_hook(self._due)
+        return output
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward` for a loss that is computed here: split logits may stay split."""
+        try:
+            with (
+                explained_reduction(),
+                self._draws.agreed(),
+                autocast(self._world.device, enabled=self._runs_autocast),
+            ):
+                output = self._runner(*args, **kwargs)
+        except BaseException:
+            start_over(self.module, self.plan)
+            raise
+        if not torch.is_grad_enabled():
+            release(self.module)  # no backward will follow to do it
+        return as_fp32(output) if self._runs_autocast else output
+
+    def train_step(self, batch: Batch) -> Tensor:
+        """One optimizer step on this rank's part of the global batch.
+
+        Every sample weighs the same: a microbatch's loss must be the mean over its samples. Where
+        it is the mean over something else (tokens that are not padding), give `count` to
+        `apply_plan` or `auto_parallelize`.
+
+        Returns the loss averaged over all samples of all ranks: 0-d, on the device, no gradient.
+
+        Raises:
+            BatchError: more rows than the plan's microbatches hold, or tensors that do not agree.
+            RankError: names a rank that is gone or late, and without which there is no step.
+        """
+        if self._exchange.instead():
+            return self._exchange.taken()
+        with self.steps.noted(batch):
+            loss = self.forward_backward(batch)
+            self._exchange.note(loss, self._cutter.counted)
+            if self._max_grad_norm is not None:
+                self.clip_grad_norm_(self._max_grad_norm)
+            with self.steps.updating():
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return self._exchange.taken()
+
+    @in_contact("exchanging gradients")
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """`train_step` without the step: gradients are left averaged over the global batch.
+
+        Where it raises it leaves no gradients, and the next call starts clean. Ranks that update
+        apart have those of their own part.
+        """
+        self._require_own_batch()
+        with self._own.meeting():
+            pieces, weights = self._cutter.cut(batch)
+        if self._noise is not None:
+            self._noise.begin(weights, samples=self._cutter.total)
+        self._follow_first_replica()
+        try:
+            with self._draws.agreed():
+                total = self._run(pieces, weights)
+            self._settle()
+            self._own.exchanged()
+            self._is_due = False
+        except BaseException:
+            start_over(self.module, self.plan)
+            self.module.zero_grad(set_to_none=True)
+            raise
+        self._check_unused()
+        self.steps.pace = self._own.compared() or self.steps.pace
+        if self._noise is None:
+            return self._average(total)
+        means = self._average(torch.cat([total.reshape(1), self._noise.parts()]))
+        self._noise.note(means[1:])
+        return means[0]
+
+    @in_contact("averaging the loss")
+    @torch.no_grad()
+    def eval_step(self, batch: Batch) -> Tensor:
+        """The loss of this rank's part, averaged over all samples of all ranks; no gradients.
+
+        Call `eval()` before and `train()` after where the model distinguishes them.
+        """
+        total = torch.zeros((), device=self._world.device)
+        if self._exchange.serves:
+            return self._exchange.average(total, 0.0)
+        pieces, weights = self._cutter.cut(batch)
+        self._follow_first_replica()
+        with self._draws.agreed():
+            if self._pipeline is not None:
+                total += self._pipeline.evaluate(pieces, weights.unbind())
+                start_over(self.module, self.plan)  # forwards of stages end early
+                pieces = []
+            for piece, weight in zip(pieces, weights, strict=False):
+                total += weighted(self._loss(piece), weight)
+        return self._exchange.average(self._average(total), self._cutter.counted)
+
+    def shard(self, loader: Iterable[Batch]) -> ShardedLoader:
+        """`loader` yields global batches; the result yields this replica's rows of each."""
+        return ShardedLoader(
+            loader, replica=self.data_rank, replicas=self.data_world_size, seed=self._seed
+        )
+
+    @in_contact("summing up the norms of gradients")
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global L2 norm is at most `max_norm`.
+
+        Returns the norm before clipping, over all shards, the same on every rank.
+        """
+        self._settle_due()
+        return clip_gradients(self.module, self._layout, self._mesh, max_norm)
+
+    @in_contact("putting gradients together")
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Whole gradients by original name, on every rank; all ranks must call it."""
+        self._settle_due()
+        return full_gradients(self.module, self._layout)
+
+    def _loss(self, piece: Batch) -> Tensor:
+        """Of this rank's part of the piece, such that the mean over those with the same rows is the
+        mean loss of the piece."""
+        if self._context is not None:
+            return self._context.loss(self._called, piece, self._loss_fn)
+        output = call_model(self._called, piece, has_target=self._loss_fn is not None)
+        loss = loss_of(output, piece, self._loss_fn)
+        return loss.to(self._world.device)  # from the last part of a module that is split by hand
+
+    def _run(self, pieces: list[Batch], weights: Tensor) -> Tensor:
+        """Forwards and backwards of a step; its loss on this rank."""
+        total = torch.zeros((), device=self._world.device)
+        with explained_recompute(self.plan):
+            if self._pipeline is not None:
+                return total + self._pipeline.forward_backward(
+                    pieces, weights.unbind(), around_round=self._backward_mode
+                )
+            for index, piece in enumerate(pieces):
+                with self._backward_mode(index == len(pieces) - 1), self._listening(index):
+                    loss = weighted(self._loss(piece), weights[index])
+                    loss.backward()
+                total += loss.detach()
+        return total
+
+    def _settle(self) -> None:
+        """What the backwards of this rank alone cannot know. All of it is linear, so that each may
+        work on what the one before left: means over replicas, sums over the tp axis, ties."""
+        pipeline, split = self._pipeline, self._split
+        if self._averaged:
+            averaged = map(self.module.get_parameter, self._averaged)
+            replicas = self._mesh.replicas
+            sum_gradients(averaged, replicas.group, divisor=replicas.size)
+        if self._experts is not None:
+            self._experts.average()
+        if split is not None:
+            held = filter(self._layout.holds, sorted(split.partial))
+            sum_gradients(map(self.module.get_parameter, held), self._mesh.tp.group)
+        if pipeline is not None:
+            pipeline.sum_ties()
+
+    def _due(self, _: Tensor) -> None:
+        self._is_due = True
+
+    def _settle_due(self, *_: object) -> None:
+        """After a backward of a classic loop, before its gradients are used."""
+        if self._is_due:
+            self._is_due = False
+            self._settle()
+
+    def _backward_mode(self, last: bool) -> AbstractContextManager[None]:
+        """Around a backward, or a round of a pipeline: what is exchanged at its end."""
+        if isinstance(self.module, FSDPModule):
+            if self._pipeline is not None:
+                return whole_gradients(self.module, self.plan, last=last)
+            prepare_backward(self.module, self.plan, last=last)
+        elif isinstance(self._runner, DistributedDataParallel) and not last:
+            return self._runner.no_sync()
+        return nullcontext()
+
+    def _check_unused(self) -> None:
+        if isinstance(self._runner, DistributedDataParallel):
+            require_all_reduced(self._runner, self._profile)
+        elif isinstance(self.module, FSDPModule):
+            # Zeros were exchanged for parameters that no rank uses; optimizers skip None, not 0.
+            for name in self._profile.unused:
+                parameter = self.module.get_parameter(name)
+                if parameter.grad is not None and not local_part(parameter.grad).any():
+                    parameter.grad = None
+
+    def _average(self, value: Tensor) -> Tensor:
+        """Over replicas and parts of a sequence; the ranks of a pipeline that have no loss hold
+        zero, and those of the tp axis all have the same."""
+        if self._world.size > 1:
+            dist.all_reduce(value)
+            value /= self._mesh.replicas.size * self._mesh.tp.size
+        return value

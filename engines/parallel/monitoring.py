@@ -1,0 +1,110 @@
+"""What a training tells of itself, and what its user may turn by it: a part of ParallelModel."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from engines.data.noise_scale import NoiseMeter, NoiseScale
+from engines.offload.room import Room
+from engines.plan import Plan
+from engines.runtime.imbalance import Imbalance, OwnTime
+from engines.runtime.learning_rate import Rates, ScaledRate, ScalingRule
+from engines.runtime.peak_memory import HeldMemory, gathered, held_by
+from engines.runtime.steps import Steps
+from engines.runtime.world import World, in_contact
+from profiles.errors import InputError
+
+
+class Gauges:
+    """The noise of gradients, the rate that goes with a batch, whom the ranks wait for, and what
+    their devices held."""
+
+    plan: Plan
+    away: Room | None
+    steps: Steps
+    _job: World
+    _rates: Rates
+    _noise: NoiseMeter | None
+    _own: OwnTime
+
+    @in_contact("comparing the times of ranks")
+    def imbalance(self) -> Imbalance:
+        """What each rank does by itself in a step and how long it waits; names the slowest.
+
+        All ranks call it, after some steps. `print(parallel.imbalance())` says it in a sentence.
+
+        Raises:
+            InputError: fewer than three steps were timed.
+            PlanError: ranks that hold parts of one model have no time of their own.
+        """
+        found = self._own.gathered()
+        self.steps.pace = found.pace
+        return found
+
+    @in_contact("comparing the memory of ranks")
+    def memory(self) -> HeldMemory:
+        """What each rank's device held at most, what its allocator reserved, and what was away.
+
+        All ranks call it, after some steps. `print(parallel.memory())` says it in a sentence;
+        `advisor.memory_report(parallel)` sets it beside the prediction.
+        """
+        away_bytes = self.away.peak_bytes if self.away is not None else 0
+        return gathered(held_by(self._job.device, away_bytes=away_bytes), self._job)
+
+    @property
+    def noise_scale(self) -> NoiseScale:
+        """From which batch on more samples are wasted, as the gradients of the last steps say.
+
+        Raises:
+            InputError: nobody asked for it to be measured, or no step was taken yet.
+        """
+        found = None if self._noise is None else self._noise.reading()
+        if found is None:
+            asked = "no step was taken yet" if self._noise else "it was not asked for"
+            raise InputError(
+                f"the gradient noise scale was not measured: {asked}",
+                hints=["give `measure_noise=True`, and train with `train_step`"],
+            )
+        return found
+
+    def _listening(self, index: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._noise is None else self._noise.microbatch(index)
+
+    def scale_learning_rate(
+        self,
+        *,
+        tuned_at: int,
+        batch: int | None = None,
+        rule: ScalingRule | str | None = None,
+        scheduler: LRScheduler | None = None,
+        samples: int | None = None,
+    ) -> ScaledRate:
+        """Scale the optimizer's rates from the global batch that they were tuned at to the plan's.
+
+        Ratios between parameter groups stay. The same call again changes nothing: rates are always
+        those of `tuned_at` times the rule's factor for `batch`.
+
+        Args:
+            tuned_at: samples per step for which the optimizer's rates were chosen.
+            batch: samples per step from now on; by default the plan's global batch.
+            rule: "linear" or "sqrt"; by default linear for SGD and square root for the others.
+                "noise" keeps SGD's noise scale g as it is, and wants `samples`.
+            scheduler: one that exists already, and remembers the rates it started from.
+            samples: in the training set, for "noise" and the length of SGD's warm-up in steps.
+
+        Raises:
+            InputError: `batch` is not known, or `tuned_at` is not what an earlier call said.
+        """
+        batch = batch or self.plan.global_batch_size
+        if batch is None:
+            raise InputError(
+                "the plan leaves the microbatch open: there is no global batch to scale to",
+                where=f"plan: {self.plan}",
+                hints=["give `batch=`, the samples of a step over all ranks"],
+            )
+        base_rates = [] if scheduler is None else [scheduler.base_lrs]
+        return self._rates.scale(
+            tuned_at=tuned_at, batch=batch, rule=rule, base_rates=base_rates, samples=samples
+        )

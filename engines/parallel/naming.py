@@ -1,0 +1,44 @@
+"""Names: what a rank holds and passes on, called as in the module that the user wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from engines.pipeline.cuts import Cut, cuts
+from engines.plan import Plan
+from engines.state.layout import Layout
+from profiles.model import ModelProfile
+
+
+class Names:
+    """A part of ParallelModel."""
+
+    plan: Plan
+    module: nn.Module
+    _layout: Layout
+    _profile: ModelProfile
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Original names; what this rank holds."""
+        found = self.module.named_parameters(prefix, recurse, remove_duplicate)
+        start = len(prefix) + 1 if prefix else 0
+        return ((name, p) for name, p in found if self._layout.holds(name[start:]))
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Original names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """What crosses each cut of a pipeline for one microbatch: the plan's, else the sample."""
+        samples = self.plan.microbatch_size or self._profile.samples
+        return cuts(self.plan, self._profile.flow, samples=samples)
+
+    def extra_repr(self) -> str:
+        return "\n".join([f"plan: {self.plan}", *map(str, self.cuts)])

@@ -1,0 +1,148 @@
+"""Settings of a plan: the mesh axes and the choices. No torch here."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Mesh axes from the slowest links to the fastest; ep lies inside the data axes."""
+MODEL_AXES = ("pp", "tp", "cp", "ep")
+"""Those along which a rank has a part of a replica, or of its work."""
+
+
+class DataParallel(StrEnum):
+    """What the data-parallel ranks split besides the batch."""
+
+    NONE = "none"  # one replica
+    THREADS = "threads"  # one process drives several devices (nn.DataParallel)
+    REPLICATE = "replicate"  # DDP: everything whole on every rank
+    ZERO1 = "zero1"  # optimizer states sharded; gradients whole until the step
+    ZERO2 = "zero2"  # + gradients, reduce-scattered after every microbatch
+    FULL_SHARD = "full_shard"  # + parameters, gathered unit by unit (ZeRO-3, FSDP)
+    HYBRID_SHARD = "hybrid_shard"  # full_shard inside a group, replicas of the group (HSDP)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the engine is FSDP2: parameters are held as shards between steps."""
+        return self in _SHARDED
+
+
+_SHARDED = (
+    DataParallel.ZERO1,
+    DataParallel.ZERO2,
+    DataParallel.FULL_SHARD,
+    DataParallel.HYBRID_SHARD,
+)
+
+
+class Schedule(StrEnum):
+    """Order of forwards and backwards in a pipeline."""
+
+    NAIVE = "naive"  # one microbatch: the stages take turns
+    GPIPE = "gpipe"  # all forwards, then all backwards
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero_bubble"
+    ZBV = "zbv"
+
+
+class Recompute(StrEnum):
+    """Which activations are computed again in the backward pass instead of kept."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # keep outputs of matmuls, convolutions and attention of every block
+    FULL = "full"  # keep only the input of every block
+
+
+class Precision(StrEnum):
+    """In what the forward and backward run.
+
+    A model built in that dtype runs as it is. An fp32 model under `BF16` keeps fp32 parameters,
+    gradients and optimizer states (the masters) and computes in bfloat16.
+    """
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the dtype."""
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.value]
+
+
+class Aggregation(StrEnum):
+    """How DDP sums gradients over replicas; messages: `engines.optional.aggregation.rounds`."""
+
+    BACKEND = "backend"  # one all-reduce of NCCL or gloo
+    GATHER = "gather"  # all to one parameter device, and back
+    GATHER_PARTS = "gather_parts"  # the same with every rank the parameter device of a part
+    REDUCE_BROADCAST = "reduce_broadcast"  # halving the ranks that still have something to give
+    ALL_TO_ALL = "all_to_all"  # everyone sends everything to everyone
+    RING = "ring"  # reduce-scatter, then all-gather, between neighbours
+    TREE = "tree"  # two binary trees, half of the gradients up and down each, in pieces
+    HIERARCHICAL = "hierarchical"  # rings inside nodes, then between, then inside again
+
+
+class Compression(StrEnum):
+    """What DDP sends of a gradient."""
+
+    NONE = "none"
+    BF16 = "bf16"  # rounded to 8 significant bits, and summed up so: 2^-8 of a value each time
+    POWERSGD = "powersgd"  # factors of low rank; what they miss is added to the next gradient
+
+
+class Updates(StrEnum):
+    """When parameters are updated, and by whose gradients.
+
+    With `servers` the first ranks hold the parameters and step them, the others work. Without, each
+    rank is a replica.
+    """
+
+    SYNCHRONOUS = "synchronous"  # every step, by the mean of all replicas' gradients
+    ASYNCHRONOUS = "asynchronous"  # servers step by each worker's gradient as it comes
+    LOCAL = "local"  # each replica by its own; every `sync_every` steps parameters are averaged
+    DILOCO = "diloco"  # the same, and what they moved by is the gradient of an outer optimizer
+
+    @property
+    def is_periodic(self) -> bool:
+        """Whether replicas go apart, and meet every `sync_every` steps."""
+        return self in (Updates.LOCAL, Updates.DILOCO)
+
+
+CHUNK_BYTES = 32 * 2**20
+"""Parameters whose states are on the device together: enough to fill its copies and kernels, and
+little beside what a model keeps."""
+
+
+class Offload(StrEnum):
+    """What lives outside the device between uses."""
+
+    NONE = "none"
+    STATES = "states"  # parameter shards, gradient shards and optimizer states; the step runs there
+    OPTIMIZER = "optimizer"  # optimizer states; the step has a few parameters' on the device
+    ACTIVATIONS = "activations"  # what a block keeps for its backward
+    STATES_ACTIVATIONS = "states,activations"
+    OPTIMIZER_ACTIVATIONS = "optimizer,activations"
+
+    @property
+    def states(self) -> bool:
+        """Whether FSDP2 keeps all states of its shards in main memory."""
+        return "states" in self.value.split(",")
+
+    @property
+    def optimizer(self) -> bool:
+        """Whether optimizer states alone leave the device."""
+        return "optimizer" in self.value.split(",")
+
+    @property
+    def activations(self) -> bool:
+        """Whether what blocks keep for their backward leaves the device."""
+        return "activations" in self.value.split(",")
+
+
+class OffloadTo(StrEnum):
+    """Where it waits."""
+
+    HOST = "host"  # main memory, page-locked beside an accelerator
+    DISK = "disk"  # files of a folder that the user names, mapped into memory

@@ -1,0 +1,301 @@
+"""Which rank the others wait for: what each does by itself in a step, and how long it waits.
+
+A step has two moments when all ranks are together: the meeting before the forward, where the rows
+of the batch are counted, and the end of the exchange of gradients. What a rank does between them
+before it has to wait is its own: computing from the meeting to its last gradient, and whatever
+happens between steps (loading data, the update). Under FSDP2 ranks wait for each other unit by
+unit, so there the forwards of units are its own, from after their gather to before their release.
+
+It costs two looks at the clock a step, or a unit. On CUDA the clock of computing is the stream's.
+Ranks compare their times when a training is long enough to be kept, and then ever more rarely.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from engines.plan import Plan
+from engines.runtime.steps import MOST_STEPS, WARM_UP_STEPS
+from engines.runtime.world import World, sum_over_ranks
+from profiles.errors import InputError, PlanError
+from profiles.model import ModelProfile
+from profiles.pace import EVEN, Pace
+from profiles.units import format_seconds
+
+FEWEST_STEPS = 3
+# The step at which ranks first compare, and then at twice as many: a training that is kept unasked
+# has twenty steps after its warm-up.
+FIRST_COMPARED = WARM_UP_STEPS + 20
+# Of a normal distribution lies between one standard deviation below its middle and one above.
+_WITHIN = statistics.NormalDist().cdf(1.0)
+
+_Mark = float | torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """Medians of one rank, seconds a step.
+
+    Attributes:
+        outside_s: between two steps: loading, the update, all that the user's loop does.
+        computing_s: forward and backward up to its last gradient; under FSDP2 forwards alone.
+        waiting_s: at the meeting and for the gradients of others, the sending itself included;
+            None under FSDP2, where it cannot be told from computing.
+        spread_s: by how much its own time varies from step to step: half of what the middle 68 % of
+            the steps span, a standard deviation where they are normal.
+    """
+
+    outside_s: float
+    computing_s: float
+    waiting_s: float | None
+    spread_s: float = 0.0
+
+    @property
+    def own_s(self) -> float:
+        return self.outside_s + self.computing_s
+
+
+@dataclass(frozen=True, slots=True)
+class Imbalance:
+    """All ranks' times, in rank order; the same on every rank.
+
+    Attributes:
+        ranks: their times.
+        steps: that each rank has noted, the fewest of all.
+    """
+
+    ranks: tuple[RankTime, ...]
+    steps: int
+
+    @property
+    def slowest(self) -> int:
+        """The rank with the most to do by itself."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].own_s)
+
+    @property
+    def factor(self) -> float:
+        """How many times as long it takes as the median of the others."""
+        others = [t.own_s for rank, t in enumerate(self.ranks) if rank != self.slowest]
+        return self.ranks[self.slowest].own_s / max(statistics.median(others), 1e-9)
+
+    @property
+    def pace(self) -> Pace:
+        """What is kept of a run. Under FSDP2 forwards stand for computing, and what is outside of
+        it is left out: nobody knows its share of a step."""
+        slow, of = self.slowest, self.ranks
+        has_whole = of[slow].waiting_s is not None
+        own = [rank.own_s if has_whole else rank.computing_s for rank in of]
+        others = [rank for rank in range(len(of)) if rank != slow]
+        usual_s = max(statistics.median(of[rank].computing_s for rank in others), 1e-9)
+        late_s = own[slow] - statistics.median(own[rank] for rank in others)
+        return Pace(
+            scatter=statistics.median(rank.spread_s for rank in of) / usual_s,
+            straggling=max(0.0, late_s) / usual_s,
+            slowest=slow,
+        )
+
+    def __str__(self) -> str:
+        own = [rank.own_s for rank in self.ranks]
+        if self.factor < 1 + EVEN:
+            return (
+                f"even: {len(own)} ranks take {format_seconds(min(own))} to"
+                f" {format_seconds(max(own))} of their own a step"
+            )
+        slow = self.ranks[self.slowest]
+        said = (
+            f"rank {self.slowest} is the slowest: {format_seconds(slow.own_s)} of its own a step"
+            f" ({format_seconds(slow.computing_s)} computing, {format_seconds(slow.outside_s)}"
+            f" outside), {self.factor:.2f} times the median of the others"
+        )
+        waits = [
+            rank.waiting_s
+            for number, rank in enumerate(self.ranks)
+            if number != self.slowest and rank.waiting_s is not None
+        ]
+        return said + (f", which wait {format_seconds(statistics.median(waits))}" if waits else "")
+
+
+@dataclass(slots=True)
+class _Lap:
+    """One step's marks."""
+
+    outside_s: float
+    meeting_s: float
+    spans: list[tuple[_Mark, _Mark]] = field(default_factory=list)
+    ending: tuple[_Mark, _Mark] | None = None
+
+
+def why_not_measured(plan: Plan, world: World) -> str:
+    """Why a rank has nothing of its own that can be timed; empty where it has."""
+    if world.size == 1:
+        return "there is one rank"
+    if plan.world_size > plan.data_degree:
+        return "ranks that hold parts of one replica wait for each other inside every forward"
+    if plan.data_parallel.is_sharded and plan.compile:
+        return "compiled units of FSDP2 have no place for a look at the clock"
+    return ""
+
+
+class OwnTime:
+    """Notes of one rank, taken as it trains; does nothing where `why_not_measured` says so."""
+
+    def __init__(self, module: nn.Module, plan: Plan, profile: ModelProfile, world: World) -> None:
+        self._plan, self._world = plan, world
+        self._reason = why_not_measured(plan, world)
+        self._laps: deque[_Lap] = deque(maxlen=MOST_STEPS)
+        self._lap: _Lap | None = None
+        self._left: float | None = None
+        self._began: _Mark = 0.0
+        self._last: _Mark | None = None
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._latest = 0
+        self._steps = 0
+        self._compared_at = FIRST_COMPARED
+        if self._reason:
+            return
+        if plan.data_parallel.is_sharded:
+            for unit in profile.shard_units():
+                if unit.name:  # the model itself gathers its other units within
+                    self._time_forwards(module.get_submodule(unit.name))
+        else:
+            self._watch_gradients(p for p in module.parameters() if p.requires_grad)
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Around the meeting of all ranks before the forward."""
+        if self._reason:
+            yield
+            return
+        arrived = time.perf_counter()
+        yield
+        met = time.perf_counter()
+        outside = 0.0 if self._left is None else arrived - self._left
+        self._lap = _Lap(outside_s=outside, meeting_s=met - arrived)
+        self._began, self._last = self._mark(), None
+
+    def exchanged(self) -> None:
+        """The gradients of all ranks are averaged."""
+        lap, self._lap = self._lap, None
+        if lap is None:
+            return
+        self._steps += 1
+        if self._last is not None:
+            lap.spans.append((self._began, self._last))
+            lap.ending = self._last, self._mark()
+        if self._left is not None:  # the first step has no step before it
+            self._laps.append(lap)
+        self._left = time.perf_counter()
+        self._keep_the_last_hook()
+
+    def compared(self) -> Pace | None:
+        """How ranks differ, when it is time to compare; all ranks call it after every exchange."""
+        if self._steps < self._compared_at:
+            return None
+        self._compared_at *= 2
+        return self.gathered().pace
+
+    def gathered(self) -> Imbalance:
+        """The times of all ranks; all of them call it.
+
+        Raises:
+            PlanError: the plan gives a rank nothing of its own.
+            InputError: too few steps, on some rank.
+        """
+        if self._reason:
+            raise PlanError(f"imbalance is not measured: {self._reason}", where=str(self._plan))
+        laps = list(self._laps)[WARM_UP_STEPS - 1 :]
+        size, rank = self._world.size, self._world.rank
+        table = [0.0] * (5 * size)
+        if laps:
+            table[5 * rank : 5 * rank + 5] = [float(len(laps)), *self._medians(laps)]
+        table = sum_over_ranks(table, self._world)
+        fewest = int(min(table[::5]))
+        if fewest < FEWEST_STEPS:
+            raise InputError(
+                f"{fewest} steps were timed, {FEWEST_STEPS} are wanted after"
+                f" {WARM_UP_STEPS} of warm-up",
+                hints=["call it after some more `train_step`"],
+            )
+        rows = [table[start + 1 : start + 5] for start in range(0, len(table), 5)]
+        times = (RankTime(a, b, None if c < 0 else c, d) for a, b, c, d in rows)
+        return Imbalance(ranks=tuple(times), steps=fewest)
+
+    def _medians(self, laps: Sequence[_Lap]) -> tuple[float, float, float, float]:
+        """Outside, computing, waiting (-1: not known), and the spread of a step, in seconds."""
+        computing = [sum(_seconds(*span) for span in lap.spans) for lap in laps]
+        waiting = [
+            lap.meeting_s + _seconds(*lap.ending) if lap.ending is not None else -1.0
+            for lap in laps
+        ]
+        outside = [lap.outside_s if lap.ending is not None else 0.0 for lap in laps]
+        own = [first + then for first, then in zip(outside, computing, strict=True)]
+        return (
+            statistics.median(lap.outside_s for lap in laps),
+            statistics.median(computing),
+            statistics.median(waiting),
+            _spread(own),
+        )
+
+    def _mark(self) -> _Mark:
+        if self._world.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _watch_gradients(self, parameters: Iterator[nn.Parameter]) -> None:
+        """A hook on every parameter in the first step, then on the one whose gradient came last."""
+
+        def watch(number: int, parameter: nn.Parameter) -> RemovableHandle:
+            def came(_: Tensor) -> None:
+                if self._lap is not None:
+                    self._last, self._latest = self._mark(), number
+
+            hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(came)
+            return hook
+
+        self._hooks = {number: watch(number, p) for number, p in enumerate(parameters)}
+
+    def _keep_the_last_hook(self) -> None:
+        for number in [number for number in self._hooks if number != self._latest]:
+            self._hooks.pop(number).remove()
+
+    def _time_forwards(self, unit: nn.Module) -> None:
+        """Between FSDP2's own hooks: after it has gathered, before it releases."""
+        began: list[_Mark] = []
+
+        def begin(*_: object) -> None:
+            began[:] = [self._mark()]  # one whose forward broke off left its own
+
+        def end(*_: object) -> None:
+            start = began.pop() if began else None
+            if self._lap is not None and start is not None:
+                self._lap.spans.append((start, self._mark()))
+
+        unit.register_forward_pre_hook(begin)
+        unit.register_forward_hook(end, prepend=True)
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Half of what the middle ones span: a pause of some other work now and then is none."""
+    ordered = sorted(values)
+    high = round(_WITHIN * (len(ordered) - 1))
+    return (ordered[high] - ordered[len(ordered) - 1 - high]) / 2
+
+
+def _seconds(first: _Mark, last: _Mark) -> float:
+    if isinstance(first, float) or isinstance(last, float):
+        assert isinstance(first, float)
+        assert isinstance(last, float)
+        return last - first
+    last.synchronize()
+    return float(first.elapsed_time(last)) * 1e-3  # milliseconds

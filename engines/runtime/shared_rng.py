@@ -1,0 +1,70 @@
+"""Random numbers of ranks that compute on the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from engines.runtime.mesh import Axis
+from profiles.errors import ModelError
+
+
+class SameDraws:
+    """The ranks of the tp axis drop out the same elements: what is whole on all of them must agree.
+
+    Replicas and stages draw each for themselves.
+    """
+
+    def __init__(self, tp: Axis, device: torch.device, *, is_uneven: bool = False) -> None:
+        """`is_uneven`: some layers have more on one rank than on another."""
+        self._tp = tp
+        self._device = device
+        self._is_uneven = is_uneven
+        self._is_agreed = False
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Inside, all ranks of the axis draw the same numbers, other ones each time and on every
+        such axis; they enter it together. The first rank's generator moves on by one number.
+
+        Raises:
+            ModelError: where layers are uneven, the ranks drew different amounts of numbers, and
+                what they drew after that was not the same.
+        """
+        if self._tp.group is None or self._is_agreed:
+            yield
+            return
+        seed = torch.zeros(1, dtype=torch.int64)
+        if self._tp.is_first:
+            seed.random_(2**62)  # room for the rank number that is added
+        seed = seed.to(self._device)
+        dist.broadcast(seed, group=self._tp.group, group_src=0)
+        devices = [self._device] if self._device.type == "cuda" else []
+        self._is_agreed = True
+        try:
+            with torch.random.fork_rng(devices=devices):
+                # Scripts seed all ranks alike; replicas draw each for themselves all the same.
+                torch.manual_seed(int(seed) + self._tp.ranks[0])
+                yield
+                if self._is_uneven:
+                    self._require_agreement()
+        finally:
+            self._is_agreed = False
+
+    def _require_agreement(self) -> None:
+        drawn = torch.randint(2**62, (1,), device=self._device)
+        span = torch.cat([drawn, -drawn])
+        dist.all_reduce(span, op=dist.ReduceOp.MAX, group=self._tp.group)
+        if int(span.sum()):  # the largest and the smallest number differ
+            raise ModelError(
+                f"dropout within a layer that has no equal parts for {self._tp.size} ranks: they"
+                " drew different amounts of random numbers, and would drop out different elements"
+                " of what they hold together",
+                hints=[
+                    "choose a tp that divides the layer, leave it out of `tensor_styles`, or"
+                    " switch its dropout off"
+                ],
+            )

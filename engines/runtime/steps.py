@@ -1,0 +1,134 @@
+"""How long the steps of a training take, noted as they are run; nothing waits for it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from engines.plan import Plan
+from engines.runtime.world import World
+from profiles.batch import Batch, batch_tensors
+from profiles.errors import BatchError
+from profiles.memory import peak_memory_bytes
+from profiles.model import ModelProfile
+from profiles.pace import Pace
+from profiles.provenance import Timing
+
+# The first steps allocate, make optimizer states and communication buckets, and choose kernels.
+WARM_UP_STEPS = 3
+# The latest ones: enough for a median and the tenths at both ends, a few KiB in all.
+MOST_STEPS = 200
+# A batch of other lengths or rows than the plan was made for has another step.
+SAME_BATCH = 0.01
+
+_Lap = float | tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+class Steps:
+    """Notes of the steps that a plan was made for: full batches, as long as its sample.
+
+    On a CPU by the clock. On CUDA by events in the stream, which are read only when they are over:
+    a step that the host has launched is not one that was run.
+    """
+
+    def __init__(self, plan: Plan, profile: ModelProfile, world: World) -> None:
+        rows = (plan.microbatch_size or 0) * plan.forwards
+        self._batch_bytes = profile.batch_bytes.at(rows) if rows else 0.0
+        self._device = world.device
+        self.rank = world.rank
+        self._laps: deque[_Lap] = deque(maxlen=MOST_STEPS)
+        self._updates: deque[_Lap] = deque(maxlen=MOST_STEPS)
+        self._seen = 0
+        self._peak_before = 0
+        self._peak_after = 0
+        self.pace: Pace | None = None
+        """How the ranks' own times differ, as they compared them last."""
+        self.is_kept = False
+        """Whether somebody has made a run of them."""
+
+    @contextmanager
+    def noted(self, batch: Batch) -> Iterator[None]:
+        """Around one step; one that raises is not noted."""
+        if not self._is_as_planned(batch):
+            yield
+            return
+        if self._seen == 0:
+            self._peak_before = peak_memory_bytes(self._device)
+        laps: deque[_Lap] = deque()
+        with self._timed(laps):
+            yield
+        self._seen += 1
+        if self._seen > WARM_UP_STEPS:
+            self._laps.extend(laps)
+        elif self._seen == WARM_UP_STEPS:
+            self._peak_after = peak_memory_bytes(self._device)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around the update of one step."""
+        laps: deque[_Lap] = deque()
+        with self._timed(laps):
+            yield
+        if self._seen >= WARM_UP_STEPS:
+            self._updates.extend(laps)
+
+    @contextmanager
+    def _timed(self, laps: deque[_Lap]) -> Iterator[None]:
+        if self._device.type == "cuda":
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            yield
+            last.record()
+            laps.append((first, last))
+        else:
+            began = time.perf_counter()
+            yield
+            laps.append(time.perf_counter() - began)
+
+    def _is_as_planned(self, batch: Batch) -> bool:
+        try:
+            found = sum(tensor.nbytes for tensor in batch_tensors(batch))
+        except BatchError:  # the step itself will tell, and the other ranks too
+            return False
+        wanted = self._batch_bytes
+        return wanted > 0 and abs(found - wanted) <= SAME_BATCH * wanted
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most that this rank held in its first steps; None where it had held more before."""
+        return self._peak_after if self._peak_after > self._peak_before else None
+
+    def timing(self, *, fewest: int = 1) -> Timing | None:
+        """Of the steps after the warm-up that are over, 10th to 90th percentile; None where they
+        are fewer than `fewest`."""
+        return _timing(self._laps, fewest=fewest)
+
+    def update_timing(self, *, fewest: int = 1) -> Timing | None:
+        """The same of the updates that these steps end with."""
+        return _timing(self._updates, fewest=fewest)
+
+
+def _timing(laps: Iterable[_Lap], *, fewest: int) -> Timing | None:
+    ordered = sorted(filter(None, map(_seconds, laps)))
+    if len(ordered) < fewest:
+        return None
+    tenth = len(ordered) // 10
+    return Timing(
+        median_s=statistics.median(ordered),
+        low_s=ordered[tenth],
+        high_s=ordered[-1 - tenth],
+        repeats=len(ordered),
+    )
+
+
+def _seconds(lap: _Lap) -> float | None:
+    """None while the device still runs it."""
+    if isinstance(lap, float):
+        return lap
+    first, last = lap
+    return first.elapsed_time(last) * 1e-3 if last.query() else None  # milliseconds

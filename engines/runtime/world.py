@@ -1,0 +1,204 @@
+"""The ranks of this job: joining, the device of a rank, and agreeing on one plan.
+
+Every wait here is bounded, and a wait that runs out names the rank that was missing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from engines.plan import Plan
+from engines.runtime.failures import has_store, roll_call, told
+from engines.runtime.failures import is_lost_contact as is_lost_contact
+from profiles.errors import InputError, PlanMismatchError, RankError
+from profiles.torch_compat import bound_waits, default_store
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among all: global rank, number of ranks, and the device it drives.
+
+    `is_fake`: the other ranks do not exist, see `engines.runtime.fake_world`.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    timeout_s: float
+    is_fake: bool = False
+
+
+def join_world(*, timeout_s: float | None = None) -> World:
+    """Join the job that the launcher started; alone without a launcher.
+
+    Uses NCCL for CUDA tensors and gloo for CPU tensors. `timeout_s` bounds every wait of the job,
+    ten minutes unless said. A process group that exists is taken as it is; its collectives are
+    bounded by `timeout_s` where that is given, else as whoever made it said.
+
+    Raises:
+        InputError: the launcher's variables are incomplete.
+        RankError: a rank did not join in time.
+    """
+    if dist.group.WORLD is not None and timeout_s is not None:
+        bound_waits(dist.group.WORLD, timedelta(seconds=timeout_s))
+    timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+    if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
+        missing = [name for name in _LAUNCHER if name not in os.environ]
+        if missing:
+            raise InputError(
+                f"WORLD_SIZE is set but {' and '.join(missing)} not: the launcher is incomplete",
+                hints=["start the job with `torchrun --nproc-per-node N script.py`"],
+            )
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        except (dist.DistError, TimeoutError) as error:
+            first = str(error).splitlines()[0]
+            raise RankError(
+                f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not join the job"
+                f" within {timeout_s:.0f} s: {first}"
+            ) from None
+    if not dist.is_initialized():
+        return World(rank=0, size=1, device=_device(0), timeout_s=timeout_s)
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=_device(local_rank),
+        timeout_s=timeout_s,
+        is_fake=dist.get_backend() == "fake",
+    )
+
+
+@contextmanager
+def in_contact(doing: str) -> Iterator[None]:
+    """Around code with collectives: what a broken connection raises, as an error of ours.
+
+    A rank that failed closes its connections or stops answering; the others get to know it from
+    their next collective, after the group's timeout at the latest. Then they call the roll. (Where
+    NCCL waits in vain its watchdog ends the process instead, with the collective in its log.)
+
+    Raises:
+        RankError: another rank went away or did not answer, and which; torch's own error is the
+            cause.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_contact(error):
+            raise
+        failure = told() or _missing()
+        raise RankError(
+            f"lost contact with another rank while {doing}{failure and f': {failure}'}",
+            where=f"rank {dist.get_rank()} of {dist.get_world_size()}",
+            hints=["look at the output of the other ranks: one failed first"],
+        ) from error
+
+
+def _missing() -> str:
+    """Who did not come to where this rank waited; empty where all have lost contact alike."""
+    absent = roll_call()
+    if not has_store():
+        return "the store that the ranks met at is gone too, as a rule where rank 0 runs"
+    return f"{_ranks(absent)} did not come to it" if absent else ""
+
+
+def leave_world() -> None:
+    """Leave the job that `join_world` joined; nothing to do alone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+_LAUNCHER = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def require_same_plan(plan: Plan, world: World) -> None:
+    """Compare the plans of all ranks before the first collective; see `require_same`."""
+    require_same("plan", f"{plan.fingerprint[:8]} {plan}", world)
+
+
+def require_same(what: str, text: str, world: World) -> None:
+    """Compare what the ranks were given: `text`, a short name for it and then its content.
+
+    It goes through the rendezvous store, not through a collective, so ranks that would run
+    different collectives are found instead of hanging.
+
+    Raises:
+        PlanMismatchError: names which ranks hold which text.
+        RankError: names the ranks that did not answer within `world.timeout_s`.
+    """
+    if world.size == 1:
+        return
+    store = default_store()
+    generation = store.add(f"advisor/{what}/calls/{world.rank}", 1)
+    key = f"advisor/{what}/{generation}/"
+    store.set(f"{key}{world.rank}", text)
+    holders: dict[str, list[int]] = {}
+    absent: list[int] = []
+    for rank in range(world.size):
+        # Once one rank was waited for in vain, the others have had the same time.
+        patience_s = 1.0 if absent else world.timeout_s
+        try:
+            store.wait([f"{key}{rank}"], timedelta(seconds=patience_s))
+        except (dist.DistError, RuntimeError):
+            absent.append(rank)
+            continue
+        holders.setdefault(store.get(f"{key}{rank}").decode(), []).append(rank)
+    if absent:
+        raise RankError(
+            f"{_ranks(absent)} did not answer within {world.timeout_s:.0f} s",
+            where=f"rank {world.rank} of {world.size}, comparing the {what}",
+            hints=["look at the output of the missing ranks: they failed earlier or never started"],
+        )
+    if len(holders) > 1:
+        raise PlanMismatchError(
+            f"ranks disagree on the {what}: "
+            + ", ".join(
+                f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {text.split()[0]}"
+                for text, ranks in holders.items()
+            ),
+            where="\n".join(": ".join(text.split(" ", maxsplit=1)) for text in holders),
+            hints=[
+                f"give every rank the same {what}: one plan.json on a shared path, or one string"
+            ],
+        )
+
+
+def sum_over_ranks(
+    values: list[float], world: World, *, group: dist.ProcessGroup | None = None
+) -> list[float]:
+    """Element-wise sums of small host numbers over all ranks, or over those of `group`.
+
+    Travels on the CPU where the group has a CPU backend, so that a GPU is not waited for.
+    """
+    if world.size == 1:
+        return values
+    on_cpu = "gloo" in str(dist.get_backend_config(group))
+    tensor = torch.tensor(values, dtype=torch.float64, device="cpu" if on_cpu else world.device)
+    dist.all_reduce(tensor, group=group)
+    return [float(value) for value in tensor.tolist()]
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))

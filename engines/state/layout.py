@@ -1,0 +1,208 @@
+"""Where every tensor of a model lives under a plan: one description for all that needs it whole.
+
+A parameter is held by the stages that use it; the ranks of the tp axis, or the ep axis, may each
+have a slice of it; and FSDP2 cuts what is left into shards. `whole` puts it together from the
+inside out, `part` takes it apart from the outside in. Gradients and optimizer states lie as their
+parameters do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from engines.runtime.mesh import Axis, Mesh
+from engines.state.shard_spec import boxed
+from engines.state.slices import Slice
+
+
+class Stages(Protocol):
+    """What is known of a model whose stages lie on different ranks.
+
+    Attributes:
+        owners: positions on the pp axis that hold a parameter, ascending, by its first name.
+        buffer_owners: the position whose copy of a buffer counts, by any of its names.
+    """
+
+    owners: Mapping[str, Sequence[int]]
+    buffer_owners: Mapping[str, int]
+
+
+class Split(Protocol):
+    """What is known of a model whose layers are split over the tp axis.
+
+    Attributes:
+        slices: how a split parameter lies, by its first name.
+        partial: first names of whole parameters whose gradients are parts of a sum over the axis.
+    """
+
+    @property
+    def slices(self) -> Mapping[str, Slice]: ...
+
+    @property
+    def partial(self) -> frozenset[str]: ...
+
+
+class Shared(Protocol):
+    """What is known of a model whose experts are shared by the ep axis.
+
+    Attributes:
+        slices: how a parameter of experts lies, by its first name.
+    """
+
+    @property
+    def slices(self) -> Mapping[str, Slice]: ...
+
+
+class Layout:
+    """Made before a plan changes the model: it knows the whole shapes.
+
+    Every parameter has several names if it is tied; any of them will do.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, *, device: torch.device) -> None:
+        first = {parameter: name for name, parameter in model.named_parameters()}
+        every = model.named_parameters(remove_duplicate=False)
+        self._first = {name: first[parameter] for name, parameter in every}
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self._mesh = mesh
+        self.device = device
+        self._stages: Stages | None = None
+        self._slices: Mapping[str, Slice] = {}
+        self._experts: Mapping[str, Slice] = {}
+
+    def lay_out(
+        self, *, stages: Stages | None, split: Split | None, experts: Shared | None = None
+    ) -> None:
+        """Note what became of the model."""
+        self._stages = stages
+        self._slices = split.slices if split is not None else {}
+        self._experts = experts.slices if experts is not None else {}
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether other ranks hold parameters that this one has not."""
+        return self._stages is not None
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether ranks of the tp axis hold parts of different sizes."""
+        return any(
+            self._shapes[name][cut.dim] // cut.packs % self._mesh.tp.size
+            for name, cut in self._slices.items()
+        )
+
+    def shape(self, name: str) -> torch.Size | None:
+        """Of the whole parameter; None if it is none."""
+        return self._shapes.get(self._first.get(name, name))
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has its part of the parameter `name`; of buffers it has all."""
+        if self._stages is None or name not in self._first:
+            return True
+        return self._mesh.pp.position in self._stages.owners[self._first[name]]
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank's stage is the one whose copy of the parameter or buffer counts."""
+        return self._source(name) == self._mesh.pp.position
+
+    def counts(self, name: str, tensor: Tensor) -> bool:
+        """Whether this rank counts its part of a gradient: over all ranks each element once."""
+        mesh, cut = self._mesh, self._cut(name)
+        is_sharded = isinstance(tensor, DTensor)
+        copies_apart = mesh.copy if is_sharded else mesh.replicas.position
+        if cut is not None and cut[1] is mesh.ep:
+            copies_apart = 0 if is_sharded else mesh.expert_copies.position
+        has_own_part = cut is not None or mesh.tp.is_first
+        return self.owns(name) and not copies_apart and has_own_part
+
+    def wholes(
+        self, tensors: Mapping[str, Tensor | None], names: Iterable[str]
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """Every tensor of `names` whole, on every rank; all ranks call it with the same names.
+
+        Args:
+            tensors: what this rank has, laid out as the parameters or buffers of these names; None
+                where it has none, say no gradient.
+        """
+        names = list(names)
+        owned = [self.owns(name) and tensors.get(name) is not None for name in names]
+        has = torch.tensor(owned, dtype=torch.float32).to(self.device)
+        if self._mesh.pp.group is not None:
+            dist.all_reduce(has, group=self._mesh.pp.group)
+        for name, there in zip(names, has.tolist(), strict=True):
+            yield name, self._whole(name, tensors.get(name)) if there else None
+
+    def part(self, name: str, whole: Tensor, *, like: Tensor) -> Tensor:
+        """What this rank holds of `whole`, which every rank has; laid out as `like`."""
+        cut = self._cut(name)
+        if cut is not None:
+            how, axis = cut
+            whole = how.part(whole, rank=axis.position, size=axis.size)
+        if isinstance(like, DTensor):
+            mesh, placements = like.device_mesh, like.placements
+            whole = whole.detach().to(self.device)
+            shard = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            return shard.to(like.device)
+        return whole
+
+    def boxes(self, name: str, tensor: Tensor) -> Tensor:
+        """`tensor`, the parameter `name` or a state of it, as saving and loading take it: one whose
+        slices know their places in the whole; as it is if it is not split over an axis."""
+        cut, shape = self._cut(name), self.shape(name)
+        if cut is None or shape is None or tensor.dim() != len(shape):
+            return tensor
+        how, axis = cut
+        return boxed(tensor, how, shape=shape, rank=axis.position, size=axis.size)
+
+    def _whole(self, name: str, tensor: Tensor | None) -> Tensor:
+        """Put together on the stage that owns it, then sent to the others."""
+        whole: Tensor | None = None
+        if self.owns(name):
+            assert tensor is not None
+            whole = tensor.detach().to(self.device)  # the mesh may not reach the host
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            cut = self._cut(name)
+            if cut is not None:
+                how, along = cut
+                whole = how.gather(whole, group=along.group)
+            whole = whole.clone(memory_format=torch.contiguous_format)
+        axis = self._mesh.pp
+        if axis.group is None:
+            assert whole is not None
+            return whole
+        if whole is None:
+            whole = self._empty(name, tensor)
+        dist.broadcast(whole, src=axis.ranks[self._source(name)], group=axis.group)
+        return whole
+
+    def _empty(self, name: str, tensor: Tensor | None) -> Tensor:
+        """A place for the whole of a tensor that another stage owns."""
+        first = self._first.get(name, name)
+        if first in self._shapes:
+            return torch.empty(self._shapes[first], dtype=self._dtypes[first], device=self.device)
+        assert tensor is not None  # every rank has every buffer
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    def _cut(self, name: str) -> tuple[Slice, Axis] | None:
+        """How a parameter is cut, and over which axis."""
+        first = self._first.get(name, name)
+        if first in self._experts:
+            return self._experts[first], self._mesh.ep
+        return (self._slices[first], self._mesh.tp) if first in self._slices else None
+
+    def _source(self, name: str) -> int:
+        """Position on the pp axis of the stage that owns a parameter or buffer."""
+        if self._stages is None:
+            return 0
+        first = self._first.get(name)
+        if first is None:
+            return self._stages.buffer_owners.get(name, 0)
+        return self._stages.owners[first][0]

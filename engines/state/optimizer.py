@@ -1,0 +1,163 @@
+"""Optimizers on parameters that were replaced: carried over or built anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from engines.state.layout import Layout
+from profiles.errors import InputError
+from profiles.units import MIB
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Names = dict[nn.Parameter, str]
+
+
+def names_of(model: nn.Module) -> Names:
+    """Each parameter's first name; tied ones once."""
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def build_optimizer(
+    given: torch.optim.Optimizer | OptimizerFactory | None,
+    *,
+    model: nn.Module,
+    names_before: Names,
+    layout: Layout,
+    served: frozenset[str] | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that this rank has, as they now are.
+
+    A factory is called on the trainable parameters of `model`. An optimizer that was built on the
+    parameters before wrapping is carried over in place: same object, groups, hyper-parameters and
+    states, so learning-rate schedulers that hold it go on working. None means AdamW with torch's
+    defaults. A server's has the parameters of these names, `served`, alone.
+
+    Raises:
+        InputError: the optimizer holds a parameter that is not of this model.
+    """
+    if isinstance(given, torch.optim.Optimizer):
+        _carry_over(given, model, names_before, layout, served)
+        return given
+    trainable = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and layout.holds(name) and (served is None or name in served)
+    ]
+    if not trainable and layout.has_stages:
+        trainable = [_nothing()]
+    return given(trainable) if given is not None else torch.optim.AdamW(trainable)
+
+
+def of_nothing() -> torch.optim.Optimizer:
+    """An optimizer that steps no parameter of any model."""
+    return torch.optim.SGD([_nothing()])
+
+
+def _nothing() -> nn.Parameter:
+    """Optimizers refuse to be built on no parameters at all."""
+    return nn.Parameter(torch.zeros(0))
+
+
+def _carry_over(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    names: Names,
+    layout: Layout,
+    served: frozenset[str] | None,
+) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = [p for p in group["params"] if p not in names]
+        if strangers:
+            raise InputError(
+                f"the optimizer holds a parameter of shape {tuple(strangers[0].shape)} that is not"
+                " in the model",
+                where=f"optimizer.param_groups[{number}]",
+                hints=["build the optimizer on this model, or pass a factory: lambda params: ..."],
+            )
+        fresh = []
+        for old in group["params"]:
+            name, state = names[old], optimizer.state.pop(old, None)
+            if not layout.holds(name) or (served is not None and name not in served):
+                continue
+            new = model.get_parameter(name)
+            fresh.append(new)
+            if state:
+                optimizer.state[new] = {
+                    key: _like(value, name, new, layout, group) for key, value in state.items()
+                }
+        group["params"] = fresh
+
+
+def _like(
+    value: object, name: str, new: nn.Parameter, layout: Layout, group: dict[str, object]
+) -> object:
+    """A state laid out as the parameter `name` now is; every rank holds the same values."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 0:
+        # Step counters live on the CPU, but for fused and capturable updates.
+        return value.to(new.device) if group.get("fused") or group.get("capturable") else value
+    whole = layout.shape(name)
+    if value.shape == whole:
+        return layout.part(name, value, like=new).to(new.device)
+    if isinstance(new, DTensor) or new.shape != whole:
+        raise InputError(
+            f"an optimizer state of shape {tuple(value.shape)} belongs to a parameter of shape"
+            f" {tuple(whole or ())}: it cannot be cut up with it",
+            hints=["pass a factory, so that the states begin anew on the parts"],
+        )
+    return value.to(new.device)
+
+
+@torch.no_grad()
+def send_from_first(
+    tensors: Iterable[Tensor],
+    device: torch.device,
+    *,
+    group: dist.ProcessGroup | None = None,
+    source: int = 0,
+) -> None:
+    """Make the tensors of every rank of `group`, or of all ranks, equal to its first rank's, or to
+    those of the rank at the place `source` in it."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.is_meta:
+            continue  # every rank fills it from the same weights
+        if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+            continue  # expanded: several elements in one place, nothing can be written there
+        bucket.append(tensor.detach())
+        if sum(t.nbytes for t in bucket) >= BUCKET_BYTES:
+            _broadcast(bucket, device, group, source)
+            bucket = []
+    _broadcast(bucket, device, group, source)
+
+
+BUCKET_BYTES = 32 * MIB  # many small tensors in one message, and a copy that is never large
+
+
+def _broadcast(
+    tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup | None, source: int
+) -> None:
+    """All of `tensors` in one message of bytes, whatever their dtypes."""
+    if not tensors:
+        return
+    staged = torch.cat([_as_bytes(tensor).to(device) for tensor in tensors])
+    dist.broadcast(staged, group=group, group_src=source)
+    sizes = [tensor.nbytes for tensor in tensors]
+    for tensor, part in zip(tensors, staged.split(sizes), strict=True):
+        _write(tensor, part)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _write(tensor: Tensor, received: Tensor) -> None:
+    """Write received bytes into `tensor`, in its own dtype, shape and place."""
+    aligned = received.clone()  # a part of a message need not lie on the dtype's boundary
+    tensor.copy_(aligned.view(tensor.dtype).reshape(tensor.shape))

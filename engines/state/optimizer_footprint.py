@@ -1,0 +1,386 @@
+"""What an optimizer keeps, moves and holds for a moment, found by letting it step.
+
+It steps on stand-ins of the model's own parameters, which have shapes and no memory. Where it does
+not take those, and to see whether it can be sharded, it steps on one tiny matrix.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.state.chunked_step import step_in_chunks
+from engines.state.optimizer import OptimizerFactory
+from profiles.errors import InputError
+from profiles.fakes import Fakes
+from profiles.model import GLUE
+from profiles.operators import flop_formulas, launches, moved_bytes
+from profiles.optimizers import OPTIMIZERS, OptimizerProfile, UnitUpkeep
+from profiles.torch_compat import (
+    Operator,
+    TorchDispatchMode,
+    fake_tensors,
+    scalar_query,
+    storage_of,
+    tensors_in,
+    tensors_written,
+)
+from profiles.units import format_percent
+
+log = logging.getLogger(__name__)
+
+Given = torch.optim.Optimizer | OptimizerFactory
+
+# Two-dimensional, as most weights are, and large enough that half of it still is of the usual kind:
+# 8-bit optimizers treat tensors under 4,096 elements apart.
+_SHAPE = (128, 64)
+# Largest difference between a step on a matrix and on its halves that is rounding.
+_ROUNDING = 1e-5
+# Code that looks at a number that is not known gets this one: neither 0 nor 1, which steps divide
+# by or take for a first step.
+_NUMBER = 0.5
+
+
+def optimizer_footprint(
+    given: Given | None,
+    model: nn.Module | None = None,
+    *,
+    units: Iterable[str] = (),
+    device_kind: str = "cpu",
+) -> OptimizerProfile:
+    """What any optimizer or factory keeps and moves; None is AdamW.
+
+    Args:
+        model: whose parameters it will step; without one a tiny matrix stands for all.
+        units: names of the model's units, as in its profile.
+        device_kind: on accelerators torch's default is one step for all tensors (foreach).
+
+    Raises:
+        InputError: the factory does not use the parameters that it is given, or the optimizer
+            cannot step by itself.
+    """
+    if given is None:
+        return OPTIMIZERS["adamw"]
+    if model is not None:
+        profile = _of_model(given, model, tuple(units), device_kind)
+        if profile is not None:
+            return profile
+        log.info("the optimizer does not step on stand-ins: measured on one tiny matrix")
+    return _of_tiny(given)
+
+
+def whole_because(given: Given | None) -> str:
+    """Why shards cannot be stepped on their own: the update of half of a matrix is another one.
+
+    Empty where it is the same, or where the optimizer cannot be tried.
+    """
+    if given is None:
+        return ""
+    try:
+        (name, whole), (_, upper), (_, lower) = _updates(given)
+    except Exception:  # whatever a user's class raises: it is not refused for that
+        return ""
+    scale = whole.abs().max().item()
+    difference = (whole - torch.cat([upper, lower])).abs().max().item() / scale if scale else 0.0
+    if difference <= _ROUNDING:
+        return ""
+    return (
+        f"{name} looks at a whole matrix at a time: stepped in two halves, its update differs by"
+        f" {format_percent(difference)}"
+    )
+
+
+def together_because(given: Given | None) -> str:
+    """Why parameters cannot be stepped one after the other: the updates are others then, or what
+    the optimizer keeps of all of them is.
+
+    Empty where it is the same, or where the optimizer cannot be tried.
+    """
+    if given is None:
+        return ""
+    try:
+        name, together = _stepped(given, apart=False)
+        _, apart = _stepped(given, apart=True)
+    except Exception:  # whatever a user's class raises: it is not refused for that
+        return ""
+    scale = together.abs().max().item()
+    difference = (together - apart).abs().max().item() / scale if scale else 0.0
+    if difference <= _ROUNDING:
+        return ""
+    return (
+        f"{name} looks at all parameters at a time: stepped one after the other, they differ by"
+        f" {format_percent(difference)}"
+    )
+
+
+def _stepped(given: Given, *, apart: bool) -> tuple[str, Tensor]:
+    """Two matrices after three steps, the second one with gradients ten times as large."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [nn.Parameter(torch.zeros(_SHAPE)) for _ in range(2)]
+    optimizer = _trial(given, matrices)
+    for _ in range(3):
+        for scale, matrix in zip((1.0, 10.0), matrices, strict=True):
+            matrix.grad = scale * torch.randn(_SHAPE, generator=generator)
+        if apart:
+            step_in_chunks(optimizer, optimizer.step, chunk_bytes=0)
+        else:
+            optimizer.step()
+    return type(optimizer).__name__, torch.cat([matrix.detach() for matrix in matrices])
+
+
+def _updates(given: Given) -> Iterator[tuple[str, Tensor]]:
+    """What two steps make of zeros: of a matrix, and of its upper and lower half."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(_SHAPE, generator=generator) for _ in range(2)]
+    half = _SHAPE[0] // 2
+    for rows in (slice(None), slice(0, half), slice(half, None)):
+        optimizer, matrix = _tiny(given, rows=gradients[0][rows].shape[0])
+        for gradient in gradients:
+            matrix.grad = gradient[rows].clone()
+            optimizer.step()
+        yield type(optimizer).__name__, matrix.detach()
+
+
+def _tiny(given: Given, *, rows: int = _SHAPE[0]) -> tuple[torch.optim.Optimizer, nn.Parameter]:
+    """An optimizer of tiny parameters, and the matrix among them.
+
+    A factory may want parameters of all kinds, as matrices for Muon and the rest for AdamW, or
+    matrices alone.
+    """
+    matrix, *others = (
+        nn.Parameter(torch.zeros(shape)) for shape in ((rows, _SHAPE[1]), _SHAPE, _SHAPE[1:])
+    )
+    for parameter in (matrix, *others):
+        parameter.grad = torch.ones_like(parameter)
+    if isinstance(given, torch.optim.Optimizer):
+        return _trial(given, [matrix]), matrix
+    try:
+        return given([matrix, *others]), matrix
+    except Exception:  # a factory is the user's code; what it raises for a matrix too is shown
+        return given([matrix]), matrix
+
+
+def _of_tiny(given: Given) -> OptimizerProfile:
+    """Two real steps on a matrix of some thousand elements; the first makes the states."""
+    optimizer, matrix = _tiny(given)
+    held = _held(optimizer)
+    _require_used(any(p is matrix for p in held))
+    name = type(optimizer).__name__
+    try:
+        optimizer.step()
+        states = [state for p in held for state in _states(optimizer, p)]
+        with _Work([*held, *(p.grad for p in held), *states]) as work:
+            optimizer.step()
+    except TypeError as error:
+        raise InputError(
+            f"{name} cannot step by itself: {error}",
+            hints=["an optimizer that wants a closure does not fit `train_step`"],
+        ) from None
+    except RuntimeError:  # sparse gradients only, say: what it keeps is taken as Adam's
+        return OPTIMIZERS["adam"].model_copy(update={"name": name})
+    kept = sum(state.nbytes for state in _states(optimizer, matrix) if state.dim() > 0)
+    copies = work.peak_bytes / matrix.nbytes
+    return OptimizerProfile(
+        name=name,
+        state_bytes_per_element=kept / matrix.numel(),
+        moved_bytes_per_element=work.moved_bytes / sum(p.numel() for p in held),
+        loop_copies=copies,
+        list_copies=max(1.0, copies),
+        whole_because=whole_because(given),
+    )
+
+
+def _require_used(is_used: bool) -> None:
+    if not is_used:
+        raise InputError(
+            "the optimizer factory does not use the parameters that it is given",
+            hints=["write `lambda params: torch.optim.AdamW(params, lr=3e-4)`"],
+        )
+
+
+def _of_model(
+    given: Given, model: nn.Module, units: Sequence[str], device_kind: str
+) -> OptimizerProfile | None:
+    """Measured on stand-ins of the model's parameters; None where the step does not take them."""
+    try:
+        with fake_tensors(), torch.random.fork_rng(devices=[]):
+            profile = _step_on_stand_ins(given, model, units, device_kind)
+    except InputError:
+        raise
+    except Exception:  # whatever a user's step does with tensors that have no values
+        return None
+    return profile.model_copy(update={"whole_because": whole_because(given)})
+
+
+def _step_on_stand_ins(
+    given: Given, model: nn.Module, units: Sequence[str], device_kind: str
+) -> OptimizerProfile:
+    fakes = Fakes()
+    owners: dict[int, str] = {}
+    stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            fake = fakes.of(parameter)
+            assert isinstance(fake, nn.Parameter)
+            fake.grad = torch.empty_like(fake)
+            owners[id(fake)] = _owner(path, units)
+            stand_ins[parameter] = fake
+    optimizer = _trial(given, list(stand_ins.values()), stand_ins)
+    held = [p for p in _held(optimizer) if id(p) in owners]
+    _require_used(bool(held))
+    if device_kind != "cpu":
+        _step_lists(optimizer)
+    with _Numbers():
+        optimizer.step()
+        states = {id(p): _states(optimizer, p) for p in held}
+        with _Work(chain(held, (p.grad for p in held), *states.values())) as work:
+            optimizer.step()
+    state_bytes: dict[str, int] = defaultdict(int)
+    elements: dict[str, int] = defaultdict(int)
+    for parameter in held:
+        unit = owners[id(parameter)]
+        elements[unit] += parameter.numel()
+        state_bytes[unit] += sum(s.nbytes for s in states[id(parameter)] if s.dim() > 0)
+    total = sum(elements.values())
+    return OptimizerProfile(
+        name=type(optimizer).__name__,
+        state_bytes_per_element=sum(state_bytes.values()) / total,
+        moved_bytes_per_element=work.moved_bytes / total,
+        # What is moved is shared out by elements: only its sum is asked for.
+        units={
+            unit: UnitUpkeep(
+                state_bytes=state_bytes[unit],
+                moved_bytes=work.moved_bytes * count / total,
+                flop=work.flop * count / total,
+            )
+            for unit, count in elements.items()
+        },
+        working_bytes=work.peak_bytes,
+    )
+
+
+def _owner(path: str, units: Sequence[str]) -> str:
+    """The innermost unit on a parameter's path."""
+    holders = [unit for unit in units if unit == "" or path.startswith(f"{unit}.")]
+    return max(holders, key=len, default=GLUE)
+
+
+def _step_lists(optimizer: torch.optim.Optimizer) -> None:
+    """As on accelerators, where torch's optimizers step all tensors at once unless told otherwise.
+
+    Adafactor has such a step too, and never takes it by default.
+    """
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    if is_torchs and not isinstance(optimizer, torch.optim.Adafactor):
+        for group in optimizer.param_groups:
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True
+
+
+class _Numbers(TorchDispatchMode):
+    """Answers code that looks at the value of a stand-in."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._query = scalar_query()
+
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        return _NUMBER if func is self._query else func(*args, **(kwargs or {}))
+
+
+class _Work(TorchDispatchMode):
+    """Adds up the bytes that operations read and write, their FLOP, and follows temporaries.
+
+    `before` is there already and counts in no peak.
+    """
+
+    def __init__(self, before: Iterable[Tensor | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.moved_bytes = 0
+        self.flop = 0
+        self.peak_bytes = 0
+        self._held_bytes = 0
+        self._formulas = flop_formulas()
+        storages = (storage_of(tensor) for tensor in before if tensor is not None)
+        self._before = {id(storage): storage for storage in storages}
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
+        known = {id(storage_of(tensor)) for tensor in inputs}
+        makes_storage = any(id(storage_of(tensor)) not in known for tensor in outputs)
+        for tensor in outputs:
+            self._notice(tensor)
+        if launches(func, makes_storage=makes_storage):
+            # Multi-tensor operations return nothing and write into their arguments.
+            written = outputs or tensors_written(func, args, kwargs)
+            self.moved_bytes += moved_bytes(func, inputs, written)
+            formula = self._formulas.get(func.overloadpacket)
+            if formula is not None:
+                self.flop += formula(*args, **kwargs, out_val=result)
+        return result
+
+    def _notice(self, tensor: Tensor) -> None:
+        storage = storage_of(tensor)
+        key = id(storage)
+        if storage is None or key in self._before or key in self._made:
+            return
+        self._made[key] = weakref.ref(storage, self._release(key, storage.nbytes()))
+        self._held_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+
+    def _release(self, key: int, size_bytes: int) -> Callable[[object], None]:
+        def release(_: object) -> None:
+            del self._made[key]
+            self._held_bytes -= size_bytes
+
+        return release
+
+
+def _trial(
+    given: Given,
+    parameters: list[nn.Parameter],
+    stand_ins: Mapping[nn.Parameter, nn.Parameter] | None = None,
+) -> torch.optim.Optimizer:
+    """A second optimizer of the same settings that holds `parameters` only.
+
+    With `stand_ins` every group gets those of its own parameters, else the first group gets all.
+    """
+    if not isinstance(given, torch.optim.Optimizer):
+        return given(parameters)
+    # Not copy.copy: Optimizer's own copying drops what subclasses keep beside groups and state.
+    trial = object.__new__(type(given))
+    for name, value in vars(given).items():
+        # A scheduler puts a `step` of the real optimizer there; hooks are not to see a trial.
+        if name != "step":
+            vars(trial)[name] = type(value)() if name.endswith("_hooks") else value
+    trial.state = defaultdict(dict)
+    if stand_ins is None:
+        trial.param_groups = [{**given.param_groups[0], "params": parameters}]
+    else:
+        trial.param_groups = [
+            {**group, "params": [stand_ins[p] for p in group["params"] if p in stand_ins]}
+            for group in given.param_groups
+        ]
+    return trial
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
+    return tensors_in(list(optimizer.state[parameter].values()))

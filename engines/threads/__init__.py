@@ -1,1 +1,0 @@
-"""Data parallelism in one process: nn.DataParallel, a thread for each device."""

@@ -1,0 +1,92 @@
+"""torch.compile of blocks, in a pipeline: the same gradients, and only the blocks of a rank."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.blocks.compile import require_compilable
+from engines.legality import problems
+from engines.plan import Plan
+from profiles.errors import PlanError
+from tests.engines.cases import CASES, Case, cpu_ranks, profile_of
+from tests.engines.parity import gradient_error, reference_loss, relative, spread
+from tests.workers import Pool
+
+
+class Stack(nn.Module):
+    """Three equal blocks, quickly compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)) for _ in range(3)
+        )
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mean(1)
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+STACK = Case(Stack, CASES["lstm"].batch)
+CPU = torch.device("cpu")
+PLAN = "pp=2 schedule=1f1b microbatches=2 stages=blocks.1 compile=true recompute=full"
+
+
+def compiled() -> tuple[float, float, list[bool], int]:
+    """Differences from eager code, which blocks compile, and how many graphs were made."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes that outlive the test
+    warnings.simplefilter("default")  # torch's inductor imports what torch itself deprecates
+    from torch._dynamo.utils import counters
+
+    reference, parallel = spread(STACK, PLAN)
+    batch = STACK.batch(4)
+    expected = reference_loss(reference, STACK, batch)
+    expected.backward()
+    loss = parallel.forward_backward(batch)
+    blocks = parallel.module.get_submodule("blocks").children()
+    compiles = [block._compiled_call_impl is not None for block in blocks]
+    error = gradient_error(parallel, reference)
+    warnings.simplefilter("error")
+    return relative(loss, expected.detach()), error, compiles, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.dist
+def test_blocks_of_a_ranks_stages_are_compiled_and_train_the_same(pool: Pool) -> None:
+    first, second = pool.run(compiled, world_size=2, timeout_s=180)
+    for loss, gradient, _, graphs in (first, second):
+        assert max(loss, gradient) < 1e-5
+        assert graphs > 0
+    assert first[2] == [True, False, False]
+    assert second[2] == [False, True, True]
+
+
+def test_without_a_compiler_the_remedies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["gpt"]
+    model = case.build()
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(PlanError, match=r"needs a C\+\+ compiler on a CPU") as caught:
+        require_compilable(model, Plan(compile=True), profile=profile_of(case, model), device=CPU)
+    assert "set compile=false" in str(caught.value)
+
+
+def test_statistics_that_a_second_run_would_count_twice_are_refused_by_name() -> None:
+    case = CASES["resnet-batch-norm"]
+    model, plan = case.build(), Plan.parse("compile=true recompute=full")
+    with pytest.raises(PlanError, match=r"`layers\.0` has buffers that its forward might change"):
+        require_compilable(model, plan, profile=profile_of(case, model), device=CPU)
+
+
+def test_a_model_without_blocks_has_nothing_to_compile() -> None:
+    case = CASES["lstm"]
+    found = problems(Plan.parse("compile=true"), profile_of(case, case.build()), cpu_ranks(1))
+    assert [problem.rule for problem in found] == ["compile-without-blocks"]

@@ -1,0 +1,274 @@
+"""Experts shared out over ranks: tokens travel there and back; training is that of one process."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.apply import apply_plan
+from engines.data.replicas import local_part
+from engines.experts.container import containers, require_separable
+from engines.legality import problems
+from engines.plan import Plan
+from engines.runtime.mesh import Mesh
+from engines.runtime.world import join_world
+from profiles.batch import Batch
+from profiles.capture import capture
+from profiles.errors import PlanError
+from profiles.experts import experts_of
+from profiles.model import ModelProfile, Numerics
+from tests.engines.cases import cpu_ranks
+from tests.engines.parity import local_rows, relative, sgd, state_error
+from tests.workers import Pool
+
+
+class Mixture(nn.Module):
+    """Stacked experts with a bias, in the form of transformers; a `power` of 2 breaks it."""
+
+    def __init__(self, *, experts: int = 4, width: int = 6, power: int = 1) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.weight = nn.Parameter(torch.randn(experts, width, width) / 2)
+        self.bias = nn.Parameter(torch.randn(experts, width) / 2)
+        self.power = power
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        found = torch.zeros_like(hidden)
+        for number in range(self.num_experts):
+            token, place = (chosen == number).nonzero(as_tuple=True)
+            made = torch.tanh(hidden[token] @ self.weight[number] + self.bias[number])
+            share = weights[token, place, None] ** self.power
+            found = found.index_add(0, token, made * share)
+        return found
+
+
+class Listed(nn.Module):
+    """Experts in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+
+def test_experts_are_weights_with_a_dimension_of_their_own() -> None:
+    assert experts_of(Mixture()) == 4
+    assert containers(nn.Sequential(Mixture(), nn.Linear(6, 6))).keys() == {"0"}
+    assert not containers(Listed())
+    assert experts_of(nn.Conv1d(4, 4, 3)) == 0
+
+
+def test_what_an_expert_makes_must_be_in_proportion_to_what_it_weighs() -> None:
+    require_separable("mixture", Mixture(), size=2)
+    with pytest.raises(PlanError, match="their parts do not add up to the whole"):
+        require_separable("mixture", Mixture(power=2), size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("mixtral", 3), ("Qwen 3 MoE", 4), ("GPT-OSS", 4), ("DeepSeek-V3", 4)]
+)
+def test_those_of_transformers_are_found_and_proved(name: str, count: int) -> None:
+    pytest.importorskip("transformers")
+    from tests import zoo
+
+    model = zoo.mixtral() if name == "mixtral" else zoo.ARCHITECTURES[name][0]()
+    found = containers(model)
+    assert 0 < len(found) <= count
+    path, module = next(iter(found.items()))
+    require_separable(path, module, size=2)
+
+
+def in_a_row(plan: str) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    mesh = Mesh(Plan.parse(plan), join_world())
+    return mesh.ep.position, mesh.ep.ranks, mesh.expert_copies.ranks
+
+
+@pytest.mark.dist
+def test_neighbours_on_the_data_axes_share_experts(pool: Pool) -> None:
+    found = pool.run(in_a_row, "dp_replicate=4 ep=2", world_size=4)
+    assert found[1] == (1, (0, 1), (1, 3))
+    assert found[2] == (0, (2, 3), (0, 2))
+    found = pool.run(in_a_row, "dp_replicate=2 cp=2 ep=2", world_size=4)
+    assert found[1] == (0, (1, 3), (0, 1))
+
+
+def build(name: str) -> tuple[nn.Module, Batch]:
+    from tests import zoo
+
+    torch.manual_seed(0)
+    model = zoo.mixtral() if name == "mixtral" else zoo.ARCHITECTURES[name][0]()
+    model.config.use_cache = False  # recompute would fill it twice
+    ids = torch.arange(4 * 16).reshape(4, 16) % 90 + 3
+    return model.eval(), {"input_ids": ids, "labels": ids}
+
+
+def differences(name: str, plan: str) -> tuple[float, float, float, int]:
+    """From one process: loss, gradients over the largest one, and parameters after two clipped
+    steps of SGD; and the elements of parameters that a rank holds of the whole model's."""
+    model, batch = build(name)
+    reference = copy.deepcopy(model)
+    output = reference(**batch)
+    output.loss.backward()
+    parsed = Plan.parse(plan)
+    parallel = apply_plan(
+        model,
+        parsed,
+        profile=capture(model, batch, name=name),
+        cluster=cpu_ranks(parsed.world_size),
+        sample=batch,
+        optimizer=sgd,
+        max_grad_norm=0.5,
+    )
+    rows = local_rows(parallel, batch, 4)
+    loss = parallel.forward_backward(rows)
+    got = parallel.full_gradients()
+    wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    assert got.keys() == wanted.keys()
+    largest = max(gradient.abs().max().item() for gradient in wanted.values())
+    gradients = max((got[n] - wanted[n]).abs().max().item() for n in wanted) / largest
+    parallel.zero_grad()
+    reference.zero_grad()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(2):
+        parallel.train_step(rows)
+        reference(**batch).loss.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [p for n, p in parallel.named_parameters() if n.endswith("down_proj")]
+    held = sum(local_part(p).shape[0] for p in weights)
+    return relative(loss, output.loss.detach()), gradients, state_error(parallel, reference), held
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("mixtral", "dp_replicate=4 ep=2 recompute=full"),
+        ("mixtral", "dp_shard=4 ep=2 accumulation=2 recompute=full"),
+        ("mixtral", "dp_replicate=4 ep=2 zero=1 accumulation=2"),
+        ("mixtral", "dp_replicate=2 dp_shard=2 ep=4"),
+        ("mixtral", "dp_replicate=2 ep=2 zero=1 accumulation=2 recompute=selective"),
+        ("mixtral", "dp_replicate=2 cp=2 ep=2"),
+        ("Qwen 3 MoE", "dp_replicate=2 ep=2"),
+    ],
+)
+def test_shared_experts_train_like_one_process(pool: Pool, name: str, plan: str) -> None:
+    pytest.importorskip("transformers")
+    parsed = Plan.parse(plan)
+    found = pool.run(differences, name, plan, world_size=parsed.world_size)
+    for loss, gradients, parameters, held in found:
+        assert max(loss, gradients, parameters) < 1e-5
+        if name == "mixtral":
+            copies = parsed.data_degree * parsed.cp // parsed.ep
+            assert held == 3 * 4 / parsed.ep / (copies if parsed.shards_experts else 1)
+
+
+def half(plan: str) -> float:
+    """Largest difference of the loss from fp32 over two steps, relative."""
+    model, batch = build("mixtral")
+    losses = []
+    for text in ("dp_replicate=2", plan):
+        torch.manual_seed(0)
+        parallel = apply_plan(
+            copy.deepcopy(model),
+            Plan.parse(text),
+            profile=capture(model, batch, name="mixtral", numerics=tuple(Numerics)),
+            cluster=cpu_ranks(2),
+            optimizer=sgd,
+        )
+        rows = local_rows(parallel, batch, 4)
+        losses.append([parallel.train_step(rows).item() for _ in range(2)])
+    return max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_replicate=2 ep=2", "dp_shard=2 ep=2"])
+def test_experts_compute_in_bf16_where_the_plan_says_so(pool: Pool, plan: str) -> None:
+    pytest.importorskip("transformers")
+    assert max(pool.run(half, f"{plan} precision=bf16", world_size=2)) < 5e-3
+
+
+def across_plans(folder: str) -> float:
+    """Experts saved by two ranks that share them, read where nothing is shared, and back."""
+    model, batch = build("mixtral")
+    reference = copy.deepcopy(model)
+    profile, cluster = capture(model, batch, name="mixtral"), cpu_ranks(2)
+    shared = apply_plan(model, Plan.parse("dp_replicate=2 ep=2"), profile=profile, cluster=cluster)
+    shared.train_step(local_rows(shared, batch, 4))
+    shared.save(f"{folder}/shared")
+    plan = Plan.parse("dp_shard=2")
+    other = apply_plan(reference, plan, profile=profile, cluster=cluster)
+    other.load(f"{folder}/shared")
+    wanted = shared.state_dict()
+    assert list(other.state_dict()) == list(wanted)
+    errors = [relative(value, wanted[name]) for name, value in other.state_dict().items()]
+    other.train_step(local_rows(other, batch, 4))
+    other.save(f"{folder}/sharded")
+    shared.load(f"{folder}/sharded")
+    after = other.state_dict()
+    errors += [relative(value, after[name]) for name, value in shared.state_dict().items()]
+    return max(errors)
+
+
+@pytest.mark.dist
+def test_a_checkpoint_holds_whole_experts_under_their_names(pool: Pool, tmp_path: object) -> None:
+    pytest.importorskip("transformers")
+    assert max(pool.run(across_plans, str(tmp_path), world_size=2)) == 0.0
+
+
+def by_settings() -> tuple[str, float]:
+    """The plan that is made of "ep=2", and its loss against one process."""
+    from advisor.auto import auto_parallelize
+
+    model, batch = build("mixtral")
+    wanted = copy.deepcopy(model)(**batch).loss.detach()
+    parallel = auto_parallelize(
+        model, sample=batch, plan="ep=2 zero=0", cluster=cpu_ranks(2), learns=False,
+        global_batch_size=4,
+    )  # fmt: skip
+    return str(parallel.plan), relative(parallel.eval_step(local_rows(parallel, batch, 4)), wanted)
+
+
+@pytest.mark.dist
+def test_what_settings_leave_open_is_filled_in(pool: Pool) -> None:
+    pytest.importorskip("transformers")
+    for plan, error in pool.run(by_settings, world_size=2):
+        assert {"dp_replicate=2", "ep=2"} <= set(plan.split())
+        assert error < 1e-6
+
+
+@cache
+def _profile() -> ModelProfile:
+    model, batch = build("mixtral")
+    return capture(model, batch, name="mixtral")
+
+
+@pytest.mark.parametrize(
+    ("plan", "rule"),
+    [
+        ("dp_replicate=2 ep=4", "experts-outside-data"),
+        ("dp_replicate=3 ep=3", "experts-uneven"),
+        ("dp_replicate=2 tp=2 ep=2 tensor_styles=a:row", "experts-with-model-axes"),
+        ("dp_replicate=2 ep=2 compile=true", "experts-compiled"),
+        ("dp_shard=2 ep=2 offload=states", "experts-offloaded"),
+    ],
+)
+def test_plans_that_cannot_share_experts_are_refused_by_name(plan: str, rule: str) -> None:
+    pytest.importorskip("transformers")
+    profile = _profile()
+    assert {unit.experts for unit in profile.blocks()} == {(4,)}
+    parsed = Plan.parse(plan)
+    assert rule in [p.rule for p in problems(parsed, profile, cpu_ranks(parsed.world_size))]
+
+
+def test_a_model_without_experts_has_none_to_share() -> None:
+    from tests.engines.cases import CASES, profile_of
+
+    profile = profile_of(CASES["gpt"], CASES["gpt"].build())
+    found = problems(Plan.parse("dp_replicate=2 ep=2"), profile, cpu_ranks(2))
+    assert [p.rule for p in found] == ["experts-none"]
+    assert "nn.ModuleList" in found[0].hint

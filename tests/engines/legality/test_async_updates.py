@@ -1,0 +1,76 @@
+"""Which plans may let their ranks update apart from each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.legality import problems
+from engines.plan import Plan
+from profiles.flow import Flow
+from profiles.model import ModelProfile
+from tests.engines.cases import cpu_ranks
+from tests.engines.legality.test_legality import model
+
+
+def told(plan: str, profile: ModelProfile | None = None) -> list[str]:
+    parsed = Plan.parse(plan)
+    found = problems(parsed, profile or model(), cpu_ranks(parsed.world_size))
+    assert all(problem.hint for problem in found)
+    return [problem.rule for problem in found]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp_replicate=3 servers=1",
+        "servers=1",
+        "dp_replicate=2 servers=2 updates=asynchronous max_staleness=0",
+        "dp_replicate=2 servers=1 backup_workers=1",
+        "dp_replicate=2 servers=2 backup_workers=1",
+        "dp_replicate=4 updates=local",
+        "dp_replicate=4 updates=diloco sync_every=500 recompute=full accumulation=2",
+    ],
+)
+def test_whole_replicas_may(plan: str) -> None:
+    assert told(plan) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "rules"),
+    [
+        ("dp_replicate=4 updates=asynchronous", ["updates-servers"]),
+        ("dp_replicate=3 updates=local servers=1", ["updates-servers"]),
+        ("dp_replicate=4 sync_every=8", ["updates-period"]),
+        ("dp_replicate=3 backup_workers=1", ["updates-backup"]),
+        ("dp_replicate=2 servers=1 backup_workers=1 updates=asynchronous", ["updates-backup"]),
+        ("dp_replicate=3 servers=1 max_staleness=2", ["updates-staleness"]),
+        ("dp_replicate=4 zero=1 updates=local", ["updates-replicas"]),
+        ("dp_shard=4 updates=diloco", ["updates-replicas"]),
+        ("updates=local", ["updates-replicas"]),
+        ("dp_replicate=2 updates=local sync_batch_norm=true", ["updates-batch-norm"]),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_a_way_out(plan: str, rules: list[str]) -> None:
+    assert told(plan) == rules
+
+
+def test_a_model_that_is_cut_has_no_whole_replicas() -> None:
+    assert "updates-replicas" in told("tp=2 dp_replicate=2 updates=local tensor_styles=a:row")
+
+
+def test_servers_run_no_forwards_and_send_flat_messages() -> None:
+    normed = model(batch_norms=("stem.1",))
+    assert told("servers=1", normed) == ["updates-batch-norm"]
+    assert told("dp_replicate=2 updates=local", normed) == []
+    sparse = model(sparse_gradients=("embed.weight",))
+    assert told("servers=1", sparse) == ["updates-sparse"]
+    written = model(flow=Flow(written=("scale",)))
+    assert told("dp_replicate=2 updates=diloco", written) == ["updates-written"]
+
+
+def test_ranks_that_are_missing_are_counted_with_servers_and_backups() -> None:
+    plan = Plan.parse("dp_replicate=2 servers=1 backup_workers=1")
+    (problem,) = problems(plan, model(), cpu_ranks(8))
+    assert problem.what == (
+        "plan needs 4 ranks (dp_replicate=2 + servers=1 + backup_workers=1), 8 CPU ranks has 8"
+    )

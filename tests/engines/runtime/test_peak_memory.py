@@ -1,0 +1,93 @@
+"""What ranks held: read from the allocator's own counters, gathered, and said in a sentence."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import pytest
+import torch
+
+from engines.plan import Plan
+from engines.runtime.peak_memory import HeldMemory, RankMemory, gathered, held_by
+from engines.runtime.world import World
+from profiles.units import GIB, MIB
+from tests.engines.cases import CASES
+from tests.engines.parity import alone, parallelize
+from tests.workers import Pool
+
+CPU = torch.device("cpu")
+
+
+def gpu(allocated_gib: float, reserved_gib: float, *, retries: int = 0) -> RankMemory:
+    return RankMemory(
+        peak_bytes=int((reserved_gib + 0.5) * GIB),
+        allocated_bytes=int(allocated_gib * GIB),
+        reserved_bytes=int(reserved_gib * GIB),
+        retries=retries,
+    )
+
+
+def test_slack_is_what_is_reserved_beyond_the_tensors() -> None:
+    assert gpu(40, 44).slack == pytest.approx(0.1)
+    assert RankMemory(GIB).slack == 0.0  # nothing is reserved on a CPU
+
+
+def test_the_allocators_counters_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 GiB 20 are free; the allocator has 50 now, so 10 are outside it."""
+    fakes = {
+        "mem_get_info": lambda device: (20 * GIB, 80 * GIB),
+        "memory_reserved": lambda device: 50 * GIB,
+        "max_memory_reserved": lambda device: 55 * GIB,
+        "max_memory_allocated": lambda device: 50 * GIB,
+        "memory_stats": lambda device: {"num_alloc_retries": 3, "num_ooms": 0},
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    found = held_by(torch.device("cuda", 0), away_bytes=7)
+    assert found == RankMemory(65 * GIB, 50 * GIB, 55 * GIB, 3, 7)
+    assert found.slack == pytest.approx(0.1)
+
+
+def test_a_processor_says_its_resident_set() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found = held_by(CPU)  # the kernel counts in batches: within some pages of each other
+    assert 0 < found.peak_bytes <= before + 16 * MIB
+    assert (found.allocated_bytes, found.reserved_bytes) == (0, 0)
+
+
+def test_the_sentence_names_the_fullest_rank_and_the_one_with_most_slack() -> None:
+    said = str(HeldMemory((gpu(40, 42), gpu(30, 36), gpu(20, 21, retries=2))))
+    assert said == (
+        "rank 0 held most: 42.5 GiB, 42.0 GiB of it reserved for 40.0 GiB of tensors (5.0% more);"
+        " rank 1 reserved 20% more than its tensors; allocators had to give back what was free 2"
+        " times"
+    )
+
+
+def test_alone_nothing_is_gathered() -> None:
+    own = RankMemory(5, 4, 3, 2, 1)
+    assert gathered(own, World(rank=0, size=1, device=CPU, timeout_s=1.0)) == HeldMemory((own,))
+
+
+def test_a_training_says_what_waited_outside() -> None:
+    plan = Plan.parse("offload=optimizer,activations")
+    _, parallel = alone("gpt", plan=plan)
+    parallel.train_step(CASES["gpt"].batch(4))
+    found = parallel.memory()
+    assert found.ranks[0].away_bytes == parallel.away.peak_bytes > 0  # type: ignore[union-attr]
+    assert "waited outside" in str(found)
+
+
+def _of_two() -> tuple[HeldMemory, int]:
+    _, _, parallel = parallelize("gpt", "dp_replicate=2")
+    return parallel.memory(), os.getpid()
+
+
+@pytest.mark.dist
+def test_all_ranks_know_all(pool: Pool) -> None:
+    (first, one), (second, other) = pool.run(_of_two, world_size=2)
+    assert first == second
+    assert len(first.ranks) == 2
+    assert one != other
+    assert all(rank.peak_bytes > 0 for rank in first.ranks)

@@ -1,0 +1,98 @@
+"""Ranks that disagree, are late or go away are named, and no rank waits for ever."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engines.plan import Plan
+from engines.runtime.world import World, in_contact, join_world, require_same_plan
+from profiles.errors import PlanError, RankError
+from profiles.torch_compat import bound_waits
+from tests.engines.parity import HSDP, KINDS, local_rows, parallelize
+from tests.golden import check
+from tests.workers import Pool
+
+BOUND_S = 6.0  # of a wait; ranks of a machine with other work are late by seconds
+
+
+def _disagree() -> str:
+    plan = Plan.parse("dp_shard=3" if dist.get_rank() == 1 else "dp_replicate=3")
+    try:
+        require_same_plan(plan, join_world())
+    except PlanError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.dist
+def test_ranks_with_different_plans_are_told_apart_before_the_first_collective(pool: Pool) -> None:
+    texts = pool.run(_disagree, world_size=3)
+    assert len(set(texts)) == 1
+    check("error_plans_differ.txt", f"error: {texts[0]}\n")
+
+
+def _late() -> str:
+    if dist.get_rank() == 2:
+        time.sleep(3)
+        return "late"
+    world = World(rank=dist.get_rank(), size=3, device=torch.device("cpu"), timeout_s=1.0)
+    try:
+        require_same_plan(Plan(), world)
+    except RankError as error:
+        return error.what
+    return "no error"
+
+
+@pytest.mark.dist
+def test_a_rank_that_does_not_answer_is_named(pool: Pool) -> None:
+    texts = pool.run(_late, world_size=3)
+    assert texts[:2] == ["rank 2 did not answer within 1 s"] * 2
+
+
+def _one_rank_raises(plan: str) -> tuple[str, str, str]:
+    """What each rank gets to see when rank 1's forward raises, and what is behind it."""
+    assert dist.group.WORLD is not None
+    bound_waits(dist.group.WORLD, timedelta(seconds=BOUND_S))
+    size = Plan.parse(plan).world_size
+    world = World(rank=dist.get_rank(), size=size, device=torch.device("cpu"), timeout_s=BOUND_S)
+    case, _, parallel = parallelize("gpt", plan, world=world)
+    batch = local_rows(parallel, case.batch(8), 8)
+    parallel.train_step(batch)
+    if dist.get_rank() == 1:
+
+        def fail(module: nn.Module, args: object) -> None:
+            raise KeyError("user's own")
+
+        parallel.module.get_submodule("norm").register_forward_pre_hook(fail)
+    try:
+        parallel.train_step(batch)
+    except Exception as error:
+        return type(error).__name__, str(error), str(error.__cause__)
+    return "no error", "", ""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", [*KINDS, HSDP])
+def test_when_one_rank_fails_the_others_hear_of_it_in_bounded_time(pool: Pool, plan: str) -> None:
+    size = Plan.parse(plan).world_size
+    found = pool.run(_one_rank_raises, plan, world_size=size, timeout_s=30)
+    for rank, (kind, text, cause) in enumerate(found):
+        if rank == 1:
+            assert (kind, text) == ("KeyError", '"user\'s own"')
+            continue
+        assert kind == "RankError"
+        assert text.startswith("lost contact with another rank while ")
+        assert f"rank {rank} of {size}" in text
+        assert "look at the output of the other ranks: one failed first" in text
+        assert "gloo" in cause
+
+
+def test_errors_that_are_not_the_connections_stay_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match=r"^(mm: )?mat1 and mat2"), in_contact("trying"):
+        torch.ones(2, 3) @ torch.ones(2, 3)

@@ -1,0 +1,255 @@
+"""Saved and loaded states: any plan to any plan, whole under the original names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.plan import Plan
+from profiles.errors import FileError, ModelError
+from tests.engines.cases import CASES
+from tests.engines.parity import alone, local_rows, parallelize, relative
+from tests.workers import Pool
+
+
+def _save(plan: str, folder: str) -> tuple[dict[str, Tensor], float]:
+    case, _, parallel = parallelize("tied-frozen-unused", plan)
+    for rows in (8, 6):
+        parallel.train_step(local_rows(parallel, case.batch(rows), rows))
+    parallel.save(folder)
+    state = {name: value.clone() for name, value in parallel.state_dict().items()}
+    loss = parallel.train_step(local_rows(parallel, case.batch(8), 8)).item()
+    return state, loss
+
+
+def _load(plan: str, folder: str) -> tuple[dict[str, Tensor], float]:
+    case, _, parallel = parallelize("tied-frozen-unused", plan)
+    parallel.load(folder)
+    state = {name: value.clone() for name, value in parallel.state_dict().items()}
+    parallel.train_step(local_rows(parallel, case.batch(8), 8))
+    return state, parallel.eval_step(local_rows(parallel, case.batch(4), 4)).item()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("dp_replicate=2", "dp_shard=4"),
+        ("dp_shard=4", "dp_replicate=2 zero=1"),
+        ("dp_replicate=2 dp_shard=2", "dp_replicate=1"),
+        ("dp_replicate=1", "dp_replicate=2 zero=2"),
+    ],
+)
+def test_what_one_plan_saved_another_loads(
+    pool: Pool, tmp_path: Path, saved: str, loaded: str
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    state, _ = pool.run(_save, saved, folder, world_size=Plan.parse(saved).world_size)[0]
+    same = pool.run(_load, saved, folder, world_size=Plan.parse(saved).world_size)
+    other = pool.run(_load, loaded, folder, world_size=Plan.parse(loaded).world_size)
+    for back, loss in (*same, *other):
+        assert back.keys() == state.keys()
+        assert all(torch.equal(back[n], state[n]) for n in state)
+        # One more step with the loaded momentum ends at the same place.
+        assert loss == pytest.approx(same[0][1], rel=1e-5)
+
+
+def test_an_interrupted_save_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import engines.state.checkpoint
+
+    _, parallel = alone("gpt")
+    parallel.save(tmp_path / "checkpoint")
+    before = parallel.state_dict()["head.weight"].clone()
+    parallel.train_step(CASES["gpt"].batch(4))
+
+    def no_space(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(engines.state.checkpoint.dcp, "save", no_space)
+    with pytest.raises(FileError, match="No space left"):
+        parallel.save(tmp_path / "checkpoint")
+    parallel.load(tmp_path / "checkpoint")
+    assert torch.equal(parallel.state_dict()["head.weight"], before)
+
+
+def test_a_folder_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    _, parallel = alone("gpt")
+    with pytest.raises(FileError, match="holds no complete checkpoint"):
+        parallel.load(tmp_path)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def _first_steps(plan: str, how: str, folder: str) -> dict[str, Tensor]:
+    """Parameters after two steps: undisturbed, saved before them, or loaded before them."""
+    case, _, parallel = parallelize("tied-frozen-unused", plan, optimizer=adamw)
+    if how == "saved":
+        parallel.save(folder)
+    if how == "loaded":
+        parallel.load(folder)
+    if how == "loaded-late":  # states of earlier steps must go
+        parallel.train_step(local_rows(parallel, case.batch(4), 4))
+        parallel.load(folder)
+    for rows in (8, 6):
+        parallel.train_step(local_rows(parallel, case.batch(rows), rows))
+    return {name: value.clone() for name, value in parallel.state_dict().items()}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
+def test_saving_before_the_first_step_counts_no_step(pool: Pool, tmp_path: Path, plan: str) -> None:
+    folder = str(tmp_path / "checkpoint")
+    undisturbed = pool.run(_first_steps, plan, "undisturbed", folder, world_size=2)[0]
+    for how in ("saved", "loaded", "loaded-late"):
+        found = pool.run(_first_steps, plan, how, folder, world_size=2)[0]
+        # Adam's first step is lr whatever the gradient; a second one counted would change it.
+        assert max(relative(found[n], undisturbed[n]) for n in found) < 1e-6, how
+
+
+def test_a_load_that_fails_leaves_the_optimizer_alone(tmp_path: Path) -> None:
+    _, small = alone("lstm")
+    small.save(tmp_path / "checkpoint")
+    _, other = alone("gpt")
+    with pytest.raises(FileError, match="belongs to another model"):
+        other.load(tmp_path / "checkpoint")
+    assert not other.optimizer.state
+
+
+def _resume(plan: str, folder: str, *, stop: bool) -> dict[str, Tensor]:
+    case, _, parallel = parallelize("gpt", plan, optimizer=adamw)
+    parallel.train_step(local_rows(parallel, case.batch(8), 8))
+    if stop:
+        parallel.save(folder)
+        case, _, parallel = parallelize("gpt", plan, optimizer=adamw)
+        parallel.load(folder)
+    parallel.train_step(local_rows(parallel, case.batch(6), 6))
+    return {name: value.clone() for name, value in parallel.state_dict().items()}
+
+
+def test_adams_states_come_back(tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    through = _resume("dp_replicate=1", folder, stop=False)
+    resumed = _resume("dp_replicate=1", folder, stop=True)
+    assert all(torch.equal(resumed[n], through[n]) for n in through)
+
+
+def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
+    case, _, parallel = parallelize("gpt", "dp_replicate=1", optimizer=adamw)
+    parallel.train_step(case.batch(4))
+    parallel.save(tmp_path / "checkpoint")
+    _, _, other = parallelize("gpt", "dp_replicate=1")
+    other.train_step(case.batch(4))
+    with pytest.raises(FileError, match=r"kept exp_avg, .*this one keeps momentum_buffer"):
+        other.load(tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_a_name(tmp_path: Path) -> None:
+    _, small = alone("lstm")
+    small.save(tmp_path / "checkpoint")
+    _, other = alone("gpt")
+    with pytest.raises(FileError, match="belongs to another model: it has 10 tensors") as caught:
+        other.load(tmp_path / "checkpoint")
+    assert "only here: blocks.0" in str(caught.value)
+
+
+def _load_whole(plan: str) -> list[str]:
+    """What `load_state_dict` does with states that fit, lack or exceed."""
+    _, reference, parallel = parallelize("tied-frozen-unused", plan)
+    wanted = {name: value + 1 for name, value in reference.state_dict().items()}
+    keys = parallel.load_state_dict(wanted)
+    assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
+    got = parallel.state_dict()
+    assert all(torch.equal(got[n], wanted[n]) for n in wanted)
+
+    one = {"norm.weight": torch.zeros(32)}
+    told = []
+    for state in (one, {**wanted, "extra": torch.ones(2)}):
+        try:
+            parallel.load_state_dict(state)
+        except ModelError as error:
+            told.append(str(error))
+    got = parallel.state_dict()
+    assert all(torch.equal(got[n], wanted[n]) for n in wanted)  # refused: nothing was written
+
+    keys = parallel.load_state_dict({**one, "extra": torch.ones(2)}, strict=False)
+    assert keys.missing_keys == [n for n in wanted if n != "norm.weight"]
+    assert keys.unexpected_keys == ["extra"]
+    got = parallel.state_dict()
+    assert all(torch.equal(got[n], one.get(n, wanted[n])) for n in wanted)
+    assert parallel.load_state_dict({}, strict=False).missing_keys == list(wanted)
+    return told
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_replicate=1", "dp_replicate=2", "dp_shard=2"])
+def test_whole_states_are_loaded_as_the_unwrapped_model_would(pool: Pool, plan: str) -> None:
+    for lacking, exceeding in pool.run(_load_whole, plan, world_size=Plan.parse(plan).world_size):
+        wanted = CASES["tied-frozen-unused"].build().state_dict()
+        assert f"{len(wanted) - 1} tensors missing, 0 unexpected" in lacking
+        assert "missing: position" in lacking
+        assert "0 tensors missing, 1 unexpected" in exceeding
+        assert "unexpected: extra" in exceeding
+        assert "strict=False" in exceeding
+
+
+def _wrong_shape(plan: str) -> str:
+    _, reference, parallel = parallelize("gpt", plan)
+    state = {**reference.state_dict(), "head.weight": torch.ones(3, 3)}
+    try:
+        parallel.load_state_dict(state)
+    except ModelError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
+def test_a_tensor_of_another_shape_is_refused_by_name(pool: Pool, plan: str) -> None:
+    for text in pool.run(_wrong_shape, plan, world_size=2):
+        assert "`head.weight` is (61, 32) in the model, (3, 3) in the state" in text
+
+
+def _inside_another_module(plan: str) -> tuple[list[str], float]:
+    _, reference, parallel = parallelize("gpt", plan)
+    state = nn.ModuleDict({"student": parallel, "other": nn.Linear(2, 2)}).state_dict()
+    wanted = reference.state_dict()
+    error = max((state[f"student.{n}"] - value).abs().max().item() for n, value in wanted.items())
+    return list(state), error
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
+def test_inside_another_module_names_have_the_prefix(pool: Pool, plan: str) -> None:
+    original = list(CASES["gpt"].build().state_dict())
+    for names, error in pool.run(_inside_another_module, plan, world_size=2):
+        assert names == [*(f"student.{n}" for n in original), "other.weight", "other.bias"]
+        assert error == 0
+
+
+def _unwritable(plan: str, folder: str) -> str:
+    case, _, parallel = parallelize("gpt", plan)
+    try:
+        parallel.save(folder)
+    except FileError as error:
+        said = str(error)
+    parallel.train_step(local_rows(parallel, case.batch(4), 4))  # all ranks go on together
+    return said
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
+def test_a_folder_that_cannot_be_written_fails_on_every_rank(
+    pool: Pool, tmp_path: Path, plan: str
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    folder = str(tmp_path / "file" / "checkpoint")
+    first, second = pool.run(_unwritable, plan, folder, world_size=2, timeout_s=20)
+    assert f"cannot write `{folder}`: [Errno 17] File exists" in first
+    assert f"cannot write `{folder}`: rank 0 could not" in second
