@@ -29,14 +29,15 @@ from advisor.precision import hint as precision_hint
 from advisor.runs import keep_at_end
 from advisor.stacks import require_of_engines, stack_of, with_stack
 from advisor.suggestions import with_suggestions
-from engines.apply import apply_plan
-from engines.context.proof import prove
+from engines.apply import Proofs, apply_plan
+from engines.context.proof import SequenceProof, prove
 from engines.parallel import ParallelModel
 from engines.plan import Plan, load_plan, parse_settings
 from engines.runtime.world import World, join_world, require_same
 from engines.state.optimizer import OptimizerFactory
 from engines.state.weights import Weights
 from engines.tensor.proposal import propose_styles
+from engines.tensor.split_proof import SplitProof
 from profiles.batch import Batch
 from profiles.cluster import ClusterProfile
 from profiles.clusters import resolve_cluster
@@ -140,7 +141,7 @@ def advise(
         stack=software,
         may_reduce=True,
     )
-    decision = _decided(
+    decision, _ = _decided(
         model,
         sample,
         facts,
@@ -263,7 +264,7 @@ def auto_parallelize(
             stack=software,
         )
 
-    def decide() -> Decision:
+    def decide() -> tuple[Decision, Proofs]:
         return _decided(
             model,
             sample,
@@ -276,7 +277,7 @@ def auto_parallelize(
     if timed and world.rank > 0:
         with contextlib.suppress(AdvisorError):  # rank 0 meets it too, and tells all
             facts()
-    decision = _from_rank_zero(decide, world)
+    decision, proofs = _from_rank_zero(decide, world)
     parallel = apply_plan(
         model,
         decision.plan,
@@ -293,6 +294,7 @@ def auto_parallelize(
         seed=seed,
         measure_noise=measure_noise,
         offload_folder=offload_folder,
+        proofs=proofs,
     )
     parallel.decision = decision
     if world.rank == 0:
@@ -313,13 +315,14 @@ def _decided(
     policy: Policy,
     pins: Mapping[str, Any],
     loss_fn: LossFn | None,
-) -> Decision:
+) -> tuple[Decision, Proofs]:
     """The decision, with layers split as the engine proves that they may be, and sequences shared
-    out where it proves that they can be.
+    out where it proves that they can be; and the proofs.
 
     What a decision takes is proved on the modules; where that finds another way, it is decided
     again by it.
     """
+    layers: dict[int, SplitProof | None] = {}
 
     @functools.cache
     def check(tp: int) -> Pairs:
@@ -329,28 +332,31 @@ def _decided(
         release_freed_memory()
         for note in proposal.notes:
             log.info("tensor parallel: %s", note)
+        layers[tp] = proposal.proof
         return proposal.styles
 
     while True:
         decision = choose_checked(facts, policy=policy, pins=pins, check=check)
-        cp = decision.plan.cp
-        if cp == 1 or "cp" in pins or _shares_sequences(model, sample, loss_fn, size=cp):
-            return decision
-        pins = {**pins, "cp": 1}
+        cp, proof = decision.plan.cp, None
+        if cp > 1 and "cp" not in pins:
+            proof = _sequence_proof(model, sample, loss_fn, size=cp)
+            if proof is None:
+                pins = {**pins, "cp": 1}
+                continue
+        return decision, Proofs(layers=layers.get(decision.plan.tp), sequence=proof)
 
 
-def _shares_sequences(
+def _sequence_proof(
     model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int
-) -> bool:
-    """Whether the engine proves that the model's sequences can be shared out."""
+) -> SequenceProof | None:
+    """The engine's proof that the model's sequences can be shared out; None where it has none."""
     try:
-        prove(model, sample, loss_fn, size=size)
+        return prove(model, sample, loss_fn, size=size)
     except InputError as error:
         log.info("context parallel: %s", error.what)
-        return False
+        return None
     finally:
         release_freed_memory()
-    return True
 
 
 def _read(anchor: Anchor | str | PathLike[str] | None) -> Anchor | None:
@@ -392,8 +398,10 @@ def _require_same_request(
     require_same("settings", f"{hashlib.sha256(words.encode()).hexdigest()[:8]} {words}", world)
 
 
-def _from_rank_zero(decide: Callable[[], Decision], world: World) -> Decision:
-    """Rank 0's decision, or its error, on every rank; through the store, with a bound."""
+def _from_rank_zero(
+    decide: Callable[[], tuple[Decision, Proofs]], world: World
+) -> tuple[Decision, Proofs]:
+    """Rank 0's decision and proofs, or its error, on all ranks; through the store, with a bound."""
     if world.size == 1:
         return decide()
     store = default_store()
@@ -401,12 +409,12 @@ def _from_rank_zero(decide: Callable[[], Decision], world: World) -> Decision:
     key = f"advisor/decision/{turn}"
     if world.rank == 0:
         try:
-            decision = decide()
+            decision, proofs = decide()
         except BaseException as error:
             store.set(key, f"error {type(error).__name__}: {error}")
             raise
-        store.set(key, f"plan {decision.to_json()}")
-        return decision
+        store.set(key, f"plan {proofs.model_dump_json()}\n{decision.to_json()}")
+        return decision, proofs
     try:
         store.wait([key], timedelta(seconds=world.timeout_s))
     except (dist.DistError, RuntimeError):
@@ -419,7 +427,8 @@ def _from_rank_zero(decide: Callable[[], Decision], world: World) -> Decision:
     if kind == "error":
         first, *rest = text.splitlines()
         raise InputError(f"rank 0 found no plan: {first}", where="\n".join(rest) or None)
-    return Decision.from_json(text)
+    known, _, decided = text.partition("\n")
+    return Decision.from_json(decided), Proofs.model_validate_json(known)
 
 
 def _policy(objective: str, allow_lossy: bool, allow_stale: bool) -> Policy:

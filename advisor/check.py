@@ -29,7 +29,7 @@ from engines.parallel import ParallelModel
 from engines.plan import Aggregation, Compression, DataParallel, Plan
 from engines.runtime.fake_world import fake_world
 from engines.runtime.steps import WARM_UP_STEPS
-from engines.runtime.world import World, in_contact, join_world, leave_world
+from engines.runtime.world import World, join_world, leave_world, rank_error_context
 from profiles.cluster import ClusterProfile
 from profiles.errors import InputError, PlanError, UnknownNameError
 from profiles.memory import peak_memory_bytes, release_freed_memory, reset_peak_memory
@@ -133,7 +133,7 @@ def _with_all_ranks(asked: Asked, machines: ClusterProfile, world: World) -> Che
     del parallel, loaded
     alone = together
     if world.size > 1:
-        with in_contact("leaving the job"):
+        with rank_error_context("leaving the job"):
             dist.barrier()
         leave_world()
         forget_groups()

@@ -15,7 +15,7 @@ from profiles.units import format_gib, format_percent
 
 if TYPE_CHECKING:
     from engines.parallel import ParallelModel
-    from engines.runtime.peak_memory import HeldMemory
+    from engines.runtime.peak_memory import PeakMemory
 
 
 def memory_report(parallel: ParallelModel) -> str:
@@ -34,7 +34,7 @@ def memory_report(parallel: ParallelModel) -> str:
     return "\n".join(_beside(found, decision.estimate, reserved_bytes(decision)))
 
 
-def _beside(found: HeldMemory, own: Estimate, reserved: float) -> Iterator[str]:
+def _beside(found: PeakMemory, own: Estimate, reserved: float) -> Iterator[str]:
     most, slackest = found.ranks[found.fullest], found.ranks[found.slackest]
     yield str(found)
     expected = f"{format_gib(own.peak_low_bytes)} to {format_gib(own.peak_high_bytes)}"

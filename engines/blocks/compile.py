@@ -46,15 +46,15 @@ def require_compilable(
 
 
 def compile_blocks(
-    model: nn.Module, *, profile: ModelProfile, kept: Container[str] | None = None
+    model: nn.Module, *, profile: ModelProfile, local: Container[str] | None = None
 ) -> None:
     """Let every block be compiled at its first call, in place; names and classes stay.
 
-    `kept`: first names of the parameters of this rank's stages, in a pipeline; blocks of other
+    `local`: first names of the parameters of this rank's stages, in a pipeline; blocks of other
     ranks are left alone.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     for unit in profile.blocks():
         block = model.get_submodule(unit.name)
-        if kept is None or all(names[parameter] in kept for parameter in block.parameters()):
+        if local is None or all(names[parameter] in local for parameter in block.parameters()):
             block.compile()

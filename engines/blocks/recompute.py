@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
-from engines.blocks.wrap import run_around
+from engines.blocks.wrap import wrap_forward
 from engines.plan import Plan, Recompute
 from profiles.errors import ModelError
 from profiles.model import ModelProfile
@@ -40,7 +40,7 @@ def recompute_blocks(model: nn.Module, kind: Recompute, *, profile: ModelProfile
         return
     for unit in profile.blocks():
         block = model.get_submodule(unit.name)
-        run_around(block, _checkpointed(_how(kind, block)))
+        wrap_forward(block, _checkpointed(_how(kind, block)))
 
 
 def _checkpointed(how: Callable[[nn.Module], dict[str, Any]]) -> Callable[..., object]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 
-def run_around(module: nn.Module, around: Callable[..., object]) -> None:
+def wrap_forward(module: nn.Module, around: Callable[..., object]) -> None:
     """Let calls of `module` be `around(forward, module, *args, **kwargs)`, in place.
 
     `forward` is what it was before. Names of parameters, hooks, the module's class and the names of

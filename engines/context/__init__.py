@@ -4,7 +4,7 @@ Every rank runs the model's own forward over its own tokens (`tokens`). Where th
 scaled_dot_product_attention a ring stands in for it (`attention`, `ring`): keys and values go
 round, and what a rank's queries see in each part is merged by its log-sum-exp, which is exact
 (arXiv:2310.01889). `proof` shows on a small copy that nothing else in the model looks across
-tokens, and finds how it is told the places of its tokens (`way`).
+tokens, and finds how it gets the places of its tokens (`way`).
 
 torch has a ring of its own (torch.distributed.tensor.experimental.context_parallel). It replaces
 CUDA kernels alone, so that nothing can be tried or tested without several GPUs, cuts the caller's

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engines.blocks.wrap import run_around
+from engines.blocks.wrap import wrap_forward
 from engines.context.attention import OwnTokens
 from engines.context.input_sharding import length_of
-from engines.context.proof import LOSS, Proof, require_equal_chunks, require_unmasked
+from engines.context.proof import LOSS, SequenceProof, require_equal_chunks, require_unmasked
 from engines.context.ring import Ring
 from engines.context.tokens import joined, part
 from engines.runtime.mesh import Axis
@@ -30,7 +30,7 @@ class Context:
     are averaged over the axis as over replicas.
     """
 
-    def __init__(self, model: nn.Module, proof: Proof, axis: Axis) -> None:
+    def __init__(self, model: nn.Module, proof: SequenceProof, axis: Axis) -> None:
         self._model = model
         self._proof = proof
         self._way = proof.way
@@ -49,11 +49,11 @@ class Context:
             require_unmasked(piece)
             self._proof.require_places(length_of(piece), self._axis.size)
 
-    def dress(self, blocks: Iterable[nn.Module]) -> None:
+    def wrap(self, blocks: Iterable[nn.Module]) -> None:
         """Let the blocks answer for themselves: recompute runs them again in the backward, when
         `loss` and `forward` have returned."""
         for block in blocks:
-            run_around(block, self._answered)
+            wrap_forward(block, self._answered)
 
     def loss(self, called: Callable[..., object], piece: Batch, loss_fn: LossFn | None) -> Tensor:
         """The rank's share of the mean loss of `piece`: the mean over the axis is the loss."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,14 +11,14 @@ from torch.nn.functional import pad
 from engines.context.tokens import part, places
 from profiles.batch import Batch, batch_tensors, describe, map_batch
 from profiles.errors import BatchError
+from profiles.record import Record
 
 IGNORED = -100
 """Targets that losses leave out: `ignore_index` of torch's cross-entropy."""
 TARGETS = ("labels", "targets", "target")
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class InputSharding(Record):
     """How a model is run over a part of the tokens; `proof` finds the one that is right.
 
     Attributes:

@@ -20,16 +20,18 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from engines.context.attention import Counting, OwnTokens, require_plain
-from engines.context.input_sharding import Way, length_of
-from engines.context.specimen import copied, short
+from engines.context.input_sharding import InputSharding, length_of
+from engines.context.model_copy import copied, short
 from engines.context.tokens import part
 from profiles.batch import Batch, LossFn, call_model, find_loss, loss_of, map_batch
 from profiles.errors import AdvisorError, BatchError, PlanError
 from profiles.fakes import random_state_kept, stand_ins
 from profiles.pretence import Pretence
+from profiles.record import Record
 from profiles.torch_compat import tensors_in, without_onednn
 
 TOLERANCE = 1e-4
@@ -40,17 +42,19 @@ LOSS = -1
 """In place of a dimension: the output is the loss."""
 
 
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """How a model runs over a part of the tokens, and what it returns.
+class SequenceProof(Record):
+    """A proof that a model may run over a part of the tokens, and how; a value that ranks may send
+    to each other.
 
     Attributes:
+        size: ranks of the cp axis.
         outputs: of every tensor that it returns, the dimension that is tokens; None where it has
             all of it, or `LOSS`.
         counts: numbers to which it counts besides that of the tokens, where it is answered.
     """
 
-    way: Way
+    size: PositiveInt
+    way: InputSharding
     outputs: tuple[int | None, ...]
     counts: frozenset[int] = frozenset()
 
@@ -68,7 +72,7 @@ class Proof:
             )
 
 
-def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int) -> Proof:
+def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int) -> SequenceProof:
     """The way in which `model` runs over a part of the tokens on each of `size` ranks.
 
     Raises:
@@ -88,7 +92,7 @@ def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int)
             try:
                 outputs = _require_same(specimen, small, way, whole, loss_fn, size)
                 others = frozenset() if way.gives_positions else counts - {length}
-                found = Proof(way, outputs, others)
+                found = SequenceProof(size=size, way=way, outputs=outputs, counts=others)
                 found.require_places(length, size)
                 return found
             except _Differs as difference:
@@ -224,7 +228,12 @@ def _whole(specimen: nn.Module, batch: Batch, loss_fn: LossFn | None) -> _Whole:
 
 
 def _require_same(
-    specimen: nn.Module, batch: Batch, way: Way, whole: _Whole, loss_fn: LossFn | None, size: int
+    specimen: nn.Module,
+    batch: Batch,
+    way: InputSharding,
+    whole: _Whole,
+    loss_fn: LossFn | None,
+    size: int,
 ) -> tuple[int | None, ...]:
     """Run it over every rank's tokens; which dimensions of its outputs are tokens."""
     dims: tuple[int | None, ...] = ()
@@ -273,7 +282,7 @@ def _require_parts(
     return tuple(found)
 
 
-def _ways(model: nn.Module, batch: Batch, *, has_target: bool) -> Iterator[Way]:
+def _ways(model: nn.Module, batch: Batch, *, has_target: bool) -> Iterator[InputSharding]:
     """What the signature of the forward leaves open, the most telling first."""
     taken = inspect.signature(model.forward).parameters
     given = set(batch) if isinstance(batch, Mapping) else set()
@@ -283,7 +292,13 @@ def _ways(model: nn.Module, batch: Batch, *, has_target: bool) -> Iterator[Way]:
     own_loss = not has_target and "labels" in given
     shift = own_loss and (is_open or "shift_labels" in taken) and "shift_labels" not in given
     for choice in product(_both(positions), _both(mask), _both(shift)):
-        yield Way(*choice, has_target=has_target)
+        gives_positions, gives_mask, shifts_labels = choice
+        yield InputSharding(
+            gives_positions=gives_positions,
+            gives_mask=gives_mask,
+            shifts_labels=shifts_labels,
+            has_target=has_target,
+        )
 
 
 def _both(possible: bool) -> tuple[bool, ...]:

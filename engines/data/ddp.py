@@ -22,13 +22,13 @@ def replicate(
     profile: ModelProfile,
     device: torch.device | None,
     group: dist.ProcessGroup | None,
-    apart: Iterable[str] = (),
+    ignored: Iterable[str] = (),
 ) -> DistributedDataParallel:
     """Wrap `model` so that its backward averages gradients over the ranks of `group`.
 
     Gradients live in the communication buckets (no second copy). The graph is searched for unused
-    parameters only where the profile saw some: the search costs time in every step. Parameters
-    `apart`, by name, are left alone. `device` is None for a model whose parts sit on several: DDP
+    parameters only where the profile saw some: the search costs time in every step. The parameters
+    named in `ignored` are left alone. `device` is None for a model whose parts sit on several: DDP
     then moves nothing, and reduces every bucket where it is.
 
     Raises:
@@ -39,12 +39,12 @@ def replicate(
             f"`{profile.name}` has no trainable parameter: there is nothing to train",
             hints=["set requires_grad on the parameters that should learn"],
         )
-    leave_to_others(model, apart)
+    leave_to_others(model, ignored)
     runner = DistributedDataParallel(
         model,
         device_ids=[device] if device is not None and device.type == "cuda" else None,
         process_group=group,
-        init_sync=False,  # hybrid.py sends rank 0's parameters to every kind of plan
+        init_sync=False,  # apply/prepare.py sends rank 0's parameters to every kind of plan
         # Running statistics are sent once a step by ParallelModel, not once a forward by DDP.
         **without_buffer_sync(),  # type: ignore[arg-type]
         gradient_as_bucket_view=True,

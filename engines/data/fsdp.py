@@ -52,23 +52,23 @@ def shard(
     profile: ModelProfile,
     mesh: DeviceMesh,
     mixed: bool,
-    kept: Container[str] | None = None,
-    apart: Iterable[nn.Parameter] = (),
+    local: Container[str] | None = None,
+    ignored: Iterable[nn.Parameter] = (),
     fill: Callable[[nn.Module], None] | None = None,
-    keep: Callable[[FSDPModule], None] | None = None,
+    offload: Callable[[FSDPModule], None] | None = None,
 ) -> FSDPModule:
     """Turn the parameters of `model` into shards over `mesh`, in place.
 
     Units are the profile's `shard_units`: each is gathered and released on its own. The remaining
     parameters (small ones, and ones that are used in several places) form the root group.
     `mixed` computes in bf16 on fp32 shards, reduces gradients in fp32 and returns fp32 outputs.
-    `kept`: first names of the parameters of this rank's stages, in a pipeline.
-    `apart`: parameters that are none of FSDP2's; they are moved to the device.
+    `local`: first names of the parameters of this rank's stages, in a pipeline.
+    `ignored`: parameters that FSDP2 leaves alone; they are moved to the device.
     `fill` gives a unit its values just before it is cut, so that one unit at a time is whole.
-    `keep` takes the shards of a unit elsewhere, as soon as it is cut.
+    `offload` moves the shards of a unit off the device as soon as it is cut.
     """
-    others = {p for name, p in model.named_parameters() if kept is not None and name not in kept}
-    whole = _whole({*_scalars(model), *apart}, device_type=mesh.device_type)
+    others = {p for name, p in model.named_parameters() if local is not None and name not in local}
+    whole = _whole({*_scalars(model), *ignored}, device_type=mesh.device_type)
     for unit in profile.shard_units():
         module = model.get_submodule(unit.name)
         if unit.name and others.isdisjoint(module.parameters()):
@@ -84,8 +84,8 @@ def shard(
                     offload_policy=_offload(plan, mesh),
                     ignored_params=whole,
                 )
-            if keep is not None:
-                keep(cut)
+            if offload is not None:
+                offload(cut)
     if fill is not None:
         fill(model)
     model.register_forward_hook(_own_storage)
@@ -99,8 +99,8 @@ def shard(
             ignored_params=others | whole,
         )
     assert isinstance(root, FSDPModule)
-    if keep is not None:
-        keep(root)
+    if offload is not None:
+        offload(root)
     reduce_unused_parameters(root)
     return root
 

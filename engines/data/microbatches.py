@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engines.data.loader import shares
 from engines.plan import Plan
-from engines.runtime.world import World, in_contact, sum_over_ranks
+from engines.runtime.world import World, rank_error_context, sum_over_ranks
 from profiles.batch import Batch, batch_size, batch_tensors, describe, map_batch, split_rows
 from profiles.errors import BatchError
 from profiles.model import ModelProfile
@@ -19,7 +19,7 @@ Count = Callable[[Batch], float | Tensor]
 FINGERPRINT_ELEMENTS = 2**14  # of a tensor; batches that differ do so in every row
 
 
-class Cutter:
+class MicrobatchCutter:
     """Cuts batches; remembers a row to lend to a microbatch that has none.
 
     Args:
@@ -52,7 +52,7 @@ class Cutter:
         self.counted = 0.0
         """What this rank's losses of the last batch were means over: its rows, as a rule."""
 
-    @in_contact("meeting before the forward")
+    @rank_error_context("meeting before the forward")
     def cut(self, batch: Batch) -> tuple[list[Batch], Tensor]:
         """The plan's microbatches, and the weight of each mean loss.
 

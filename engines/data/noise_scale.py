@@ -148,8 +148,8 @@ class NoiseMeter:
 
     def begin(self, weights: Tensor, *, samples: float) -> None:
         """A step of `samples` over all replicas; `weights` of this rank's microbatches, as
-        `Cutter.cut` gives them. Gradients that are there already are of other samples: such a step
-        is not looked at."""
+        `MicrobatchCutter.cut` gives them. Gradients that are there already are of other samples:
+        such a step is not looked at."""
         self._weights, self._samples = weights, samples
         self._is_on = samples > 0 and all(p.grad is None for p in self._parameters)
         self._norms, self._seen = [], []

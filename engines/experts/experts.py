@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.blocks.wrap import run_around
+from engines.blocks.wrap import wrap_forward
 from engines.data.replicas import sum_gradients
 from engines.experts.container import containers, counts_of, require_separable
 from engines.experts.token_dispatch import sent_through
@@ -101,7 +101,7 @@ def _share(module: nn.Module, axis: Axis) -> None:
     for name, weight in list(module.named_parameters(recurse=False)):
         part = EXPERTS_FIRST.part(weight.detach(), rank=axis.position, size=axis.size).clone()
         setattr(module, name, nn.Parameter(part, requires_grad=weight.requires_grad))
-    run_around(module, _travelling(inspect.signature(module.forward), axis, each))
+    wrap_forward(module, _travelling(inspect.signature(module.forward), axis, each))
 
 
 def _travelling(signature: inspect.Signature, axis: Axis, each: int) -> Callable[..., Tensor]:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from engines.blocks.wrap import run_around
-from engines.offload.room import Room
+from engines.blocks.wrap import wrap_forward
+from engines.offload.pool import OffloadPool
 from profiles.model import ModelProfile
 from profiles.torch_compat import storage_of, version_of
 
 
-def offload_activations(model: nn.Module, room: Room, *, profile: ModelProfile) -> None:
+def offload_activations(model: nn.Module, room: OffloadPool, *, profile: ModelProfile) -> None:
     """Replace the forward of every block by one that keeps its activations in `room`, in place.
 
     Parameter names, hooks and the block's class stay as they are. What is read in the backward is
@@ -32,10 +32,10 @@ def offload_activations(model: nn.Module, room: Room, *, profile: ModelProfile) 
     """
     for unit in profile.blocks():
         block = model.get_submodule(unit.name)
-        run_around(block, _offloaded(room))
+        wrap_forward(block, _offloaded(room))
 
 
-def _offloaded(room: Room) -> Callable[..., object]:
+def _offloaded(room: OffloadPool) -> Callable[..., object]:
     def run(forward: Callable[..., object], block: nn.Module, *args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -51,7 +51,7 @@ def _offloaded(room: Room) -> Callable[..., object]:
 class _Away:
     """One storage's content in a room, until no operation wants it any more."""
 
-    def __init__(self, storage: torch.UntypedStorage, room: Room) -> None:
+    def __init__(self, storage: torch.UntypedStorage, room: OffloadPool) -> None:
         self._device = storage.device
         self._is_pinned = room.is_pinned
         self._place = room.take(storage.nbytes())
@@ -82,7 +82,7 @@ class _Packed:
 class _Mover:
     """Moves what one call of a block keeps."""
 
-    def __init__(self, block: nn.Module, room: Room) -> None:
+    def __init__(self, block: nn.Module, room: OffloadPool) -> None:
         held = map(storage_of, chain(block.parameters(), block.buffers()))
         self._stays = {id(storage): storage for storage in held if storage is not None}
         self._room = room

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from engines.data.replicas import local_part
-from engines.offload.room import Room
+from engines.offload.pool import OffloadPool
 from engines.plan import CHUNK_BYTES
 from engines.state.chunked_step import step_in_chunks
 from profiles.memory import release_freed_memory
 from profiles.torch_compat import move_to, storage_of
 
 
-class AwayStates:
+class OffloadedStates:
     """States of `optimizer` live in `room` from now on; its steps fetch them, chunk by chunk.
 
     The optimizer stays the same object, groups and hyper-parameters too; learning-rate schedulers
@@ -33,7 +33,7 @@ class AwayStates:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, room: Room, *, chunk_bytes: int = CHUNK_BYTES
+        self, optimizer: torch.optim.Optimizer, room: OffloadPool, *, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         self._optimizer = optimizer
         self._room = room

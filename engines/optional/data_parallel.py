@@ -11,7 +11,7 @@ from engines.runtime.world import World
 from profiles.errors import PlanError
 
 
-def driven(plan: Plan) -> Plan:
+def one_process_plan(plan: Plan) -> Plan:
     """What the one process does: microbatches of all devices together."""
     rows = plan.microbatch_size
     update = {
@@ -37,7 +37,7 @@ def require_devices(replicas: int, world: World, *, where: str) -> None:
     )
 
 
-def over_threads(model: nn.Module, plan: Plan, world: World) -> nn.DataParallel[nn.Module]:
+def data_parallel(model: nn.Module, plan: Plan, world: World) -> nn.DataParallel[nn.Module]:
     """`model`, which is on the device of `world`, with a thread for each device of `plan`."""
     first = world.device.index or 0
     others = (n for n in range(torch.cuda.device_count()) if n != first)

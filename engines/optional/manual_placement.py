@@ -12,19 +12,19 @@ from profiles.by_hand import devices_of, is_by_hand
 from profiles.model import ModelProfile
 
 
-def as_placed(profile: ModelProfile, model: nn.Module) -> ModelProfile:
+def with_devices_of(profile: ModelProfile, model: nn.Module) -> ModelProfile:
     """`profile` with the devices of `model`, which may be others than those it was taken on."""
     if not is_by_hand(model):
         return profile
     return profile.model_copy(update={"devices": tuple(map(str, devices_of(model)))})
 
 
-def world_of(model: nn.Module, world: World) -> World:
+def world_of_parts(model: nn.Module, world: World) -> World:
     """`world` with the device where the batch goes: that of the module's first parameters."""
     return replace(world, device=devices_of(model)[0])
 
 
-def beside_output(loss_fn: LossFn | None) -> LossFn | None:
+def target_to_output(loss_fn: LossFn | None) -> LossFn | None:
     """`loss_fn` with its target on the device where the module's last part left the output."""
     if loss_fn is None:
         return None

@@ -10,7 +10,7 @@ from engines.plan import Plan
 from profiles.errors import PlanError
 
 
-class Apart:
+class AsyncUpdatesMixin:
     """What a model under any plan can be asked about it."""
 
     plan: Plan

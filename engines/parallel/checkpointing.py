@@ -11,7 +11,7 @@ from engines.data.fsdp import release
 from engines.optional.async_updates.exchange import Exchange
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
-from engines.runtime.world import World, in_contact
+from engines.runtime.world import World, rank_error_context
 from engines.state import checkpoint
 from engines.state.full_state import set_whole_state, whole_state
 from engines.state.layout import Layout
@@ -19,7 +19,7 @@ from engines.state.optimizer import of_nothing, send_from_first
 from profiles.model import ModelProfile
 
 
-class Kept:
+class CheckpointMixin:
     """Checkpoints and state dicts: whole tensors under the names of the user's own module."""
 
     plan: Plan
@@ -32,7 +32,7 @@ class Kept:
     _profile: ModelProfile
     _world: World
 
-    @in_contact("saving")
+    @rank_error_context("saving")
     def save(self, path: checkpoint.PathLike) -> None:
         """Write weights and optimizer states to the folder `path`; all ranks call it.
 
@@ -55,7 +55,7 @@ class Kept:
                     replica=self._exchange.states_of,
                 )
 
-    @in_contact("loading")
+    @rank_error_context("loading")
     def load(self, path: checkpoint.PathLike) -> None:
         """Read what `save` wrote under any plan; all ranks call it."""
         release(self.module)
@@ -73,7 +73,7 @@ class Kept:
         if not has_outer:
             self._exchange.forget_outer_states()
 
-    @in_contact("putting the state together")
+    @rank_error_context("putting the state together")
     def state_dict(
         self,
         *,
@@ -94,7 +94,7 @@ class Kept:
             found[prefix + name] = value
         return found
 
-    @in_contact("spreading the state")
+    @rank_error_context("spreading the state")
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors, the same on every rank, as the unwrapped model would."""
         release(self.module)

@@ -19,23 +19,23 @@ from engines.data.ddp import explained_reduction, require_all_reduced
 from engines.data.fsdp import prepare_backward, release, start_over, whole_gradients
 from engines.data.gradients import clip_gradients, full_gradients
 from engines.data.loader import ShardedLoader
-from engines.data.microbatches import Count, Cutter, weighted
+from engines.data.microbatches import Count, MicrobatchCutter, weighted
 from engines.data.noise_scale import NoiseMeter
 from engines.data.replicas import local_part, sum_gradients
 from engines.experts.experts import Experts
-from engines.offload.room import Room
+from engines.offload.pool import OffloadPool
 from engines.optional.async_updates.exchange import Exchange
-from engines.parallel.async_updates import Apart
-from engines.parallel.checkpointing import Kept
-from engines.parallel.monitoring import Gauges
-from engines.parallel.naming import Names
+from engines.parallel.async_updates import AsyncUpdatesMixin
+from engines.parallel.checkpointing import CheckpointMixin
+from engines.parallel.monitoring import MonitoringMixin
+from engines.parallel.naming import NamingMixin
 from engines.plan import Plan
-from engines.runtime.imbalance import OwnTime
 from engines.runtime.learning_rate import Rates
 from engines.runtime.mesh import Mesh
-from engines.runtime.shared_rng import SameDraws
+from engines.runtime.rank_times import RankTimer
+from engines.runtime.shared_rng import SharedRng
 from engines.runtime.steps import Steps
-from engines.runtime.world import World, in_contact
+from engines.runtime.world import World, rank_error_context
 from engines.state.layout import Layout, Split
 from engines.tensor.logits import whole_tensors
 from profiles.batch import Batch, call_model, loss_of
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 LossFn = Callable[..., Tensor]
 
 
-class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc]  # state_dict
+class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointMixin, nn.Module):  # type: ignore[misc]  # state_dict
     """A model under a plan: train it with `train_step`, or in a classic loop.
 
     `train_step(batch)` cuts the rank's part of the global batch into the plan's microbatches, runs
@@ -71,8 +71,8 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
         optimizer: steps the parameters that this rank holds.
         data_rank, data_world_size: which part of the data this rank sees.
         steps: how long `train_step` takes.
-        away: the room outside the device that the plan takes for activations, for states of whole
-            parameters or for files, and how much of it; None where it takes none.
+        offload_pool: the memory outside the device that the plan takes for activations, for states
+            of whole parameters or for files, and how much of it; None where it takes none.
     """
 
     decision: object
@@ -101,7 +101,7 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
         job: World | None = None,
         context: Context | None = None,
         experts: Experts | None = None,
-        away: Room | None = None,
+        offload_pool: OffloadPool | None = None,
     ) -> None:
         """`world` are the ranks that make a step together; `job` all, where those are others."""
         super().__init__()
@@ -109,7 +109,7 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
         self.plan = plan
         self.decision = None
         self.optimizer = optimizer
-        self.away = away
+        self.offload_pool = offload_pool
         self._exchange = exchange or Exchange(
             world.device, replica=mesh.data.position, replicas=mesh.data.size
         )
@@ -117,7 +117,7 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
         self.data_world_size = self._exchange.replicas
         self.steps = Steps(plan, profile, world)
         self._rates = Rates(optimizer)
-        self._own = OwnTime(module, plan, profile, world)
+        self._own = RankTimer(module, plan, profile, world)
         self._profile = profile
         self._world = world
         self._job = job or world
@@ -132,7 +132,7 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
         self._noise = noise
         self._context = context
         self._experts = experts
-        self._draws = SameDraws(mesh.tp, world.device, is_uneven=layout.is_uneven)
+        self._draws = SharedRng(mesh.tp, world.device, is_uneven=layout.is_uneven)
         is_wrapped = isinstance(runner, DistributedDataParallel)
         is_replicated = mesh.shards is None and mesh.replicas.size > 1
         # Gradients that neither DDP nor FSDP2 averages.
@@ -146,7 +146,7 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
         ]
         require = pipeline.require_equal_pieces if pipeline is not None else None
         require = context.require if context is not None else require
-        self._cutter = Cutter(
+        self._cutter = MicrobatchCutter(
             module,
             plan,
             profile=profile,
@@ -158,10 +158,10 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
         self._is_due = False
         if self._averaged or experts is not None or (split is not None and split.partial):
             optimizer.register_step_pre_hook(self._settle_due)
-        # Kept out of the module tree: a wrapper must not show in names or state dicts.
+        # CheckpointMixin out of the module tree: a wrapper must not show in names or state dicts.
         object.__setattr__(self, "_runner", runner)
 
-    @in_contact("running the model")
+    @rank_error_context("running the model")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, under the plan's precision; outputs are fp32 or as built.
 
@@ -229,7 +229,7 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
             self.optimizer.zero_grad(set_to_none=True)
         return self._exchange.taken()
 
-    @in_contact("exchanging gradients")
+    @rank_error_context("exchanging gradients")
     def forward_backward(self, batch: Batch) -> Tensor:
         """`train_step` without the step: gradients are left averaged over the global batch.
 
@@ -260,7 +260,7 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
         self._noise.note(means[1:])
         return means[0]
 
-    @in_contact("averaging the loss")
+    @rank_error_context("averaging the loss")
     @torch.no_grad()
     def eval_step(self, batch: Batch) -> Tensor:
         """The loss of this rank's part, averaged over all samples of all ranks; no gradients.
@@ -287,7 +287,7 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
             loader, replica=self.data_rank, replicas=self.data_world_size, seed=self._seed
         )
 
-    @in_contact("summing up the norms of gradients")
+    @rank_error_context("summing up the norms of gradients")
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global L2 norm is at most `max_norm`.
 
@@ -296,7 +296,7 @@ class ParallelModel(Names, Gauges, Apart, Kept, nn.Module):  # type: ignore[misc
         self._settle_due()
         return clip_gradients(self.module, self._layout, self._mesh, max_norm)
 
-    @in_contact("putting gradients together")
+    @rank_error_context("putting gradients together")
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients by original name, on every rank; all ranks must call it."""
         self._settle_due()

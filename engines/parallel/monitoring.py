@@ -7,29 +7,29 @@ from contextlib import AbstractContextManager, nullcontext
 from torch.optim.lr_scheduler import LRScheduler
 
 from engines.data.noise_scale import NoiseMeter, NoiseScale
-from engines.offload.room import Room
+from engines.offload.pool import OffloadPool
 from engines.plan import Plan
-from engines.runtime.imbalance import Imbalance, OwnTime
 from engines.runtime.learning_rate import Rates, ScaledRate, ScalingRule
-from engines.runtime.peak_memory import HeldMemory, gathered, held_by
+from engines.runtime.peak_memory import PeakMemory, gathered, measure_peak
+from engines.runtime.rank_times import Imbalance, RankTimer
 from engines.runtime.steps import Steps
-from engines.runtime.world import World, in_contact
+from engines.runtime.world import World, rank_error_context
 from profiles.errors import InputError
 
 
-class Gauges:
+class MonitoringMixin:
     """The noise of gradients, the rate that goes with a batch, whom the ranks wait for, and what
     their devices held."""
 
     plan: Plan
-    away: Room | None
+    offload_pool: OffloadPool | None
     steps: Steps
     _job: World
     _rates: Rates
     _noise: NoiseMeter | None
-    _own: OwnTime
+    _own: RankTimer
 
-    @in_contact("comparing the times of ranks")
+    @rank_error_context("comparing the times of ranks")
     def imbalance(self) -> Imbalance:
         """What each rank does by itself in a step and how long it waits; names the slowest.
 
@@ -43,15 +43,15 @@ class Gauges:
         self.steps.pace = found.pace
         return found
 
-    @in_contact("comparing the memory of ranks")
-    def memory(self) -> HeldMemory:
+    @rank_error_context("comparing the memory of ranks")
+    def memory(self) -> PeakMemory:
         """What each rank's device held at most, what its allocator reserved, and what was away.
 
         All ranks call it, after some steps. `print(parallel.memory())` says it in a sentence;
         `advisor.memory_report(parallel)` sets it beside the prediction.
         """
-        away_bytes = self.away.peak_bytes if self.away is not None else 0
-        return gathered(held_by(self._job.device, away_bytes=away_bytes), self._job)
+        away_bytes = self.offload_pool.peak_bytes if self.offload_pool is not None else 0
+        return gathered(measure_peak(self._job.device, away_bytes=away_bytes), self._job)
 
     @property
     def noise_scale(self) -> NoiseScale:

@@ -1,4 +1,4 @@
-"""Names: what a rank holds and passes on, called as in the module that the user wrote."""
+"""NamingMixin: what a rank holds and passes on, called as in the module that the user wrote."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engines.state.layout import Layout
 from profiles.model import ModelProfile
 
 
-class Names:
+class NamingMixin:
     """A part of ParallelModel."""
 
     plan: Plan

@@ -24,7 +24,7 @@ from engines.pipeline.split import can_split
 from engines.pipeline.stage import Round, Stage, pipeline_stage
 from engines.pipeline.tied import sum_ties, ties_of
 from engines.plan import Plan, Schedule
-from engines.runtime.failures import tell_others
+from engines.runtime.failures import abort_groups
 from engines.runtime.mesh import Mesh
 from profiles.batch import Batch, LossFn, batch_size, describe
 from profiles.errors import BatchError
@@ -40,7 +40,7 @@ class Pipeline:
     Parameters that this rank's stages do not use are freed when it is made.
 
     Attributes:
-        kept: first names of the parameters that this rank holds.
+        local: first names of the parameters that this rank holds.
         owners: positions on the pp axis that hold a parameter, ascending, by its first name.
         buffer_owners: the position whose copy of a buffer counts, by any of its names.
     """
@@ -74,10 +74,10 @@ class Pipeline:
         self._parts = [parts[stage] for stage in stages_of_rank(plan, mesh.pp.position)]
         self.owners: Mapping[str, Sequence[int]] = owners_of(plan, parts)
         self.buffer_owners: Mapping[str, int] = buffer_owners(plan, parts, flow, model)
-        self.kept = frozenset().union(*(part.parameters for part in self._parts))
+        self.local = frozenset().union(*(part.parameters for part in self._parts))
         trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._ties = ties_of(self.owners, mesh=mesh, trainable=trainable)
-        release_others(model, self.kept, device=device)
+        release_others(model, self.local, device=device)
 
     def require_equal_pieces(self, pieces: Sequence[Batch]) -> None:
         """Stages exchange tensors whose shapes they know beforehand.
@@ -111,7 +111,7 @@ class Pipeline:
         Returns the weighted sum of the losses, 0-d, on the rank of the last stage; zero elsewhere.
 
         Args:
-            around_round: a context for each round, told whether it is the step's last.
+            around_round: a context for each round; its argument says whether it is the step's last.
         """
         total = torch.zeros((), device=self._device)
         in_flight = 1 if self._plan.schedule is Schedule.NAIVE else self._plan.microbatches
@@ -152,13 +152,13 @@ class Pipeline:
     @contextmanager
     def _step(self) -> Iterator[None]:
         """Around a step: what fails in a stage comes out as the model raised it, and the ranks
-        that wait for this one are told."""
+        that wait for this one learn of it."""
         try:
             yield
         except BaseException as error:
             self._ready = None  # its buffers hold half a step
             own = error.__cause__ if isinstance(error, RuntimeError) else None
-            tell_others(own or error)
+            abort_groups(own or error)
             if own is not None:
                 raise own from None  # torch wraps it in one of its own
             raise

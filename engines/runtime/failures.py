@@ -1,7 +1,7 @@
 """One rank fails: the others get to know which and why, at once and not after a timeout.
 
-The rank that failed leaves a line on the rendezvous store and hangs up (`tell_others`). Whoever
-waits for it loses contact, reads the line (`told`) and hangs up in turn.
+The rank that failed leaves a line on the rendezvous store and hangs up (`abort_groups`). Whoever
+waits for it loses contact, reads the line (`first_failure`) and hangs up in turn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_lost_contact(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or from_gloo
 
 
-def told() -> str:
+def first_failure() -> str:
     """The line of the rank that failed first: "rank 1 failed: ValueError: ..."; else empty."""
     with suppress(RuntimeError):  # the process that keeps the store may be gone
         store = default_store()
@@ -68,7 +68,7 @@ def roll_call() -> list[int]:
     return []
 
 
-def tell_others(error: BaseException) -> None:
+def abort_groups(error: BaseException) -> None:
     """Leave word of `error` and hang up, in an exchange that cannot go on without this rank.
 
     The process groups of this job cannot be used any more.
@@ -76,13 +76,13 @@ def tell_others(error: BaseException) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if not is_lost_contact(error):
-        leave_word(f"rank {dist.get_rank()} failed: {_line(error)}")
+        publish_failure(f"rank {dist.get_rank()} failed: {_line(error)}")
     for group in every_group():
         _hang_up(group)
 
 
-def leave_word(line: str) -> None:
-    """What `told` says from now on, if nobody did before."""
+def publish_failure(line: str) -> None:
+    """Make `line` the answer of `first_failure`, unless another rank published one before."""
     with suppress(RuntimeError):
         default_store().compare_set(_FAILED, "", line)
 
@@ -108,7 +108,7 @@ _NO_TAG = 2**15 + 77
 
 
 @contextmanager
-def together(doing: str, *, timeout_s: float) -> Iterator[None]:
+def all_ranks_succeed(doing: str, *, timeout_s: float) -> Iterator[None]:
     """Around work without messages: where one rank fails in it, all do. All ranks call it.
 
     The groups stay whole, so that the job can go on with something else.

@@ -40,7 +40,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldMemory:
+class PeakMemory:
     """All ranks', in rank order; the same on every rank."""
 
     ranks: tuple[RankMemory, ...]
@@ -72,7 +72,7 @@ class HeldMemory:
         return words + (f"; {format_gib(away)} waited outside" if away else "")
 
 
-def held_by(device: torch.device, *, away_bytes: int = 0) -> RankMemory:
+def measure_peak(device: torch.device, *, away_bytes: int = 0) -> RankMemory:
     """What this process held at most."""
     peak = peak_memory_bytes(device)
     if device.type != "cuda":
@@ -86,11 +86,11 @@ def held_by(device: torch.device, *, away_bytes: int = 0) -> RankMemory:
     )
 
 
-def gathered(own: RankMemory, world: World) -> HeldMemory:
+def gathered(own: RankMemory, world: World) -> PeakMemory:
     """Of all ranks; all of them call it."""
     mine = [float(number) for number in astuple(own)]
     rows = [mine if rank == world.rank else [0.0] * len(mine) for rank in range(world.size)]
     found = sum_over_ranks([number for row in rows for number in row], world)
     whole = [int(number) for number in found]
     starts = range(0, len(whole), len(mine))
-    return HeldMemory(tuple(RankMemory(*whole[i : i + len(mine)]) for i in starts))
+    return PeakMemory(tuple(RankMemory(*whole[i : i + len(mine)]) for i in starts))

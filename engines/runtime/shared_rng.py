@@ -12,7 +12,7 @@ from engines.runtime.mesh import Axis
 from profiles.errors import ModelError
 
 
-class SameDraws:
+class SharedRng:
     """The ranks of the tp axis drop out the same elements: what is whole on all of them must agree.
 
     Replicas and stages draw each for themselves.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from engines.plan import Plan
-from engines.runtime.failures import has_store, roll_call, told
+from engines.runtime.failures import first_failure, has_store, roll_call
 from engines.runtime.failures import is_lost_contact as is_lost_contact
 from profiles.errors import InputError, PlanMismatchError, RankError
 from profiles.torch_compat import bound_waits, default_store
@@ -80,7 +80,7 @@ def join_world(*, timeout_s: float | None = None) -> World:
 
 
 @contextmanager
-def in_contact(doing: str) -> Iterator[None]:
+def rank_error_context(doing: str) -> Iterator[None]:
     """Around code with collectives: what a broken connection raises, as an error of ours.
 
     A rank that failed closes its connections or stops answering; the others get to know it from
@@ -96,7 +96,7 @@ def in_contact(doing: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_lost_contact(error):
             raise
-        failure = told() or _missing()
+        failure = first_failure() or _missing()
         raise RankError(
             f"lost contact with another rank while {doing}{failure and f': {failure}'}",
             where=f"rank {dist.get_rank()} of {dist.get_world_size()}",

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from engines.runtime.world import World, is_lost_contact, sum_over_ranks
 from engines.state.layout import Layout
-from engines.state.shard_spec import Boxed
+from engines.state.shard_spec import PlacedTensor
 from profiles.errors import FileError
 
 PathLike = str | os.PathLike[str]
@@ -202,14 +202,14 @@ def _unboxed(
     """`state` with the tensors that were put into boxes; the boxes are views of them."""
     states = {
         name: {
-            key: optimizer_state["state"][name][key] if isinstance(value, Boxed) else value
+            key: optimizer_state["state"][name][key] if isinstance(value, PlacedTensor) else value
             for key, value in found.items()
         }
         for name, found in state["optimizer"]["state"].items()
     }
     return {
         "model": {
-            name: model_state[name] if isinstance(value, Boxed) else value
+            name: model_state[name] if isinstance(value, PlacedTensor) else value
             for name, value in state["model"].items()
         },
         "optimizer": {**state["optimizer"], "state": states},

@@ -15,7 +15,7 @@ from profiles.errors import ModelError, near_misses
 from profiles.torch_compat import version_of
 
 
-def materials_of(
+def open_materials(
     model: nn.Module, weights: Weights | None, *, world: World, seed: int
 ) -> Materials | None:
     """What gives a model on the meta device its values; None for one that has them.
@@ -74,14 +74,14 @@ class Materials:
         self,
         part: nn.Module,
         *,
-        kept: Container[str] | None = None,
+        local: Container[str] | None = None,
         device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
     ) -> None:
         """Give the meta tensors in `part`, the model or a module of it, their values, on the CPU.
 
         Args:
-            kept: first names of the parameters that this rank holds, all if None. The others get a
-                `placeholder` on `device`, as do buffers of modules without a kept parameter.
+            local: first names of the parameters that this rank holds, all if None. The others get a
+                `placeholder` on `device`, as do buffers of modules without a local parameter.
 
         Raises:
             ModelError: a tensor cannot be had, or has another shape.
@@ -90,13 +90,13 @@ class Materials:
         wanted: list[str] = []
         for name, parameter in list(self._model.named_parameters()):
             if parameter.is_meta and parameter in inside:
-                if kept is None or name in kept:
+                if local is None or name in local:
                     wanted.append(name)
                 else:
                     self._put(name, placeholder(parameter, device=device))
         for name, buffer in list(self._model.named_buffers()):
             if buffer.is_meta and buffer in inside:
-                if kept is None or self._is_near(name, kept):
+                if local is None or self._is_near(name, local):
                     wanted.append(name)
                 else:
                     self._put(name, placeholder(buffer, device=device))
@@ -179,7 +179,7 @@ class Materials:
             path, _, own = name.rpartition(".")
             setattr(self._model.get_submodule(path), own, new)
 
-    def _is_near(self, buffer: str, kept: Container[str]) -> bool:
+    def _is_near(self, buffer: str, local: Container[str]) -> bool:
         """Whether the module of a buffer has a parameter that this rank holds, or none at all."""
         path = buffer.rpartition(".")[0]
         beside = [
@@ -187,7 +187,7 @@ class Materials:
             for first, names in self._parameters.items()
             if any(not path or name.startswith(f"{path}.") for name in names)
         ]
-        return not beside or any(name in kept for name in beside)
+        return not beside or any(name in local for name in beside)
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -14,10 +14,10 @@ from profiles.errors import InputError
 from profiles.units import MIB
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Names = dict[nn.Parameter, str]
+ParameterNames = dict[nn.Parameter, str]
 
 
-def names_of(model: nn.Module) -> Names:
+def names_of(model: nn.Module) -> ParameterNames:
     """Each parameter's first name; tied ones once."""
     return {parameter: name for name, parameter in model.named_parameters()}
 
@@ -26,7 +26,7 @@ def build_optimizer(
     given: torch.optim.Optimizer | OptimizerFactory | None,
     *,
     model: nn.Module,
-    names_before: Names,
+    names_before: ParameterNames,
     layout: Layout,
     served: frozenset[str] | None = None,
 ) -> torch.optim.Optimizer:
@@ -66,7 +66,7 @@ def _nothing() -> nn.Parameter:
 def _carry_over(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
-    names: Names,
+    names: ParameterNames,
     layout: Layout,
     served: frozenset[str] | None,
 ) -> None:

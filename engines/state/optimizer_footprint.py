@@ -97,7 +97,7 @@ def whole_because(given: Given | None) -> str:
     )
 
 
-def together_because(given: Given | None) -> str:
+def why_not_chunked(given: Given | None) -> str:
     """Why parameters cannot be stepped one after the other: the updates are others then, or what
     the optimizer keeps of all of them is.
 
@@ -273,7 +273,7 @@ def _owner(path: str, units: Sequence[str]) -> str:
 
 
 def _step_lists(optimizer: torch.optim.Optimizer) -> None:
-    """As on accelerators, where torch's optimizers step all tensors at once unless told otherwise.
+    """As on accelerators, where torch's optimizers step all tensors at once by default.
 
     Adafactor has such a step too, and never takes it by default.
     """

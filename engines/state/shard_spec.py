@@ -32,7 +32,7 @@ class Box:
     part: Tensor
 
 
-class Boxed(Tensor):
+class PlacedTensor(Tensor):
     """This rank's part of a tensor of shape `whole`; shares the memory of the part.
 
     The methods with two underscores are those that torch.distributed.checkpoint asks a tensor for.
@@ -65,13 +65,13 @@ class Boxed(Tensor):
         return next(box.part for box in self.boxes if box.offsets == index.offset)
 
 
-def boxed(tensor: Tensor, cut: Slice, *, shape: torch.Size, rank: int, size: int) -> Boxed:
+def boxed(tensor: Tensor, cut: Slice, *, shape: torch.Size, rank: int, size: int) -> PlacedTensor:
     """`tensor` is what rank `rank` of `size` holds of a tensor of `shape` that is split as `cut`
     says, or a shard of that along its first dimension."""
     local, first_row = tensor.detach(), 0
     if isinstance(tensor, DTensor):
         local, first_row = tensor.to_local().detach(), rows_of_shard(tensor)
-    result = local.as_subclass(Boxed)
+    result = local.as_subclass(PlacedTensor)
     result.whole = shape
     result.boxes = tuple(_boxes(local, first_row, cut, shape, rank, size))
     return result

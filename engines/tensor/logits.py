@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engines.state.slices import Slice, share
-from engines.tensor.exchange import Exchange, Ranks
+from engines.tensor.collectives import Collectives, GroupCollectives
 from profiles.torch_compat import map_tensors, tensors_in, wrapper_tensor
 
 _LAST = Slice(-1)
@@ -31,10 +31,10 @@ class VocabLogits(Tensor):
     """
 
     part: Tensor
-    exchange: Exchange
+    exchange: Collectives
 
     @staticmethod
-    def of(part: Tensor, exchange: Exchange, *, length: int) -> VocabLogits:
+    def of(part: Tensor, exchange: Collectives, *, length: int) -> VocabLogits:
         """Args:
         part: (..., share of this rank).
         length: of the vocabulary.
@@ -207,7 +207,7 @@ def _token_losses(logits: VocabLogits, target: Tensor) -> Tensor:
     is_mine = (here >= 0) & (here < part.shape[-1])
     # The same number for all: it cancels out, and so needs no gradient.
     highest = part.detach().amax(-1) if part.shape[-1] else part.new_full(target.shape, -math.inf)
-    if isinstance(exchange, Ranks):
+    if isinstance(exchange, GroupCollectives):
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=exchange.group)
     shifted = part - highest[:, None]
     total = exchange.reduce(shifted.exp().sum(-1))

@@ -8,16 +8,17 @@ from contextlib import contextmanager, nullcontext
 from torch import nn
 
 from engines.tensor.layers import can_split, is_plain
-from engines.tensor.proof import prove
 from engines.tensor.rules import Pair, UnitSplit, block_names, leave_logits_split, unit_splits
-from engines.tensor.specimen import Specimen, UnitKind, kinds_of, specimen_of
+from engines.tensor.split_proof import SplitProof, require_one_use
 from engines.tensor.styles import Kind, Style, as_pairs, without_numbers
-from engines.tensor.ties import split_differently
+from engines.tensor.tied_weights import split_differently
+from engines.tensor.unit_copy import UnitCopy, UnitKind, copy_unit, unit_kinds
+from engines.tensor.unit_proof import prove_unit
 from engines.tensor.variants import Styles, sequence_variants, variants
 from profiles.batch import Batch, map_batch
 from profiles.errors import ModelError, PlanError
 from profiles.fakes import stand_ins
-from profiles.flow import Flow
+from profiles.flow import GLUE, LOSS, Flow
 from profiles.model import ModelProfile
 from profiles.pretence import Pretence
 from profiles.record import Record
@@ -46,11 +47,14 @@ class Proposal(Record):
     Attributes:
         styles: for `Plan.tensor_styles`.
         notes: the layers that could not be split between column and row.
+        proof: that it computes what the whole model computes; None where that takes another trial
+            (shapes alone were tried, or a tied weight was left whole afterwards).
     """
 
     size: int
     styles: tuple[tuple[str, str], ...]
     notes: tuple[Unpaired, ...] = ()
+    proof: SplitProof | None = None
 
 
 def propose_styles(
@@ -83,22 +87,27 @@ def propose_styles(
         PlanError: there is nothing that could be split.
     """
     rules = unit_splits(profile, size)
-    kinds = kinds_of(model, sample, list(rules), has_target=has_target)
+    kinds = unit_kinds(model, sample, list(rules), has_target=has_target)
     found: Styles = {}
     why: dict[str, str] = {}
     running: list[str] = []
+    partial: dict[str, set[str]] = {}
+    first = {parameter: name for name, parameter in model.named_parameters()}
     with _on_fakes(model, sample) if shapes_only else nullcontext():
         for kind in kinds:
-            first = kind.paths[0]
+            split = rules[kind.paths[0]]
             trial = _tried(
-                model, kind, rules[first], size=size, by_tokens=by_tokens, shapes_only=shapes_only
+                model, kind, split, size=size, by_tokens=by_tokens, shapes_only=shapes_only
             )
             for path in kind.paths:
                 running.append(path)
+                for name in trial.partial:
+                    parameter = model.get_submodule(path).get_parameter(name)
+                    partial.setdefault(first[parameter], set()).add(path)
                 found.update({_joined(path, inner): style for inner, style in trial.styles.items()})
                 why.update({_joined(path, inner): reason for inner, reason in trial.why.items()})
     _leave_logits_split(profile, found)
-    _leave_ties_whole(model, found, why, profile.flow, running=running)
+    whole = _leave_ties_whole(model, found, why, profile.flow, running=running)
     if not found:
         raise PlanError(
             f"{profile.name} has no layer that tensor parallelism could split over {size} ranks",
@@ -110,8 +119,31 @@ def propose_styles(
         Unpaired(layer=without_numbers(path), style=_said(found.get(path)), why=reason): None
         for path, reason in why.items()
     }
+    proof = None
+    if not shapes_only and all(
+        path in rules and is_plain(model.get_submodule(path)) for path in whole
+    ):
+        in_order = {path: found[path] for path in names if path in found}
+        proof = _proof(model, in_order, partial, profile, size=size)
     styles = as_pairs(found, names, blocks=block_names(profile))
-    return Proposal(size=size, styles=styles, notes=tuple(notes))
+    return Proposal(size=size, styles=styles, notes=tuple(notes), proof=proof)
+
+
+def _proof(
+    model: nn.Module,
+    styles: Styles,
+    partial: Mapping[str, set[str]],
+    profile: ModelProfile,
+    *,
+    size: int,
+) -> SplitProof | None:
+    """The trials of all units as one proof; None where they contradict each other."""
+    called = {call.unit for call in profile.flow.calls} - {GLUE, LOSS}
+    try:
+        require_one_use(model, partial, profile.flow, running=sorted(called))
+    except PlanError:
+        return None
+    return SplitProof.of(styles, partial, size=size)
 
 
 def _tried(
@@ -130,7 +162,7 @@ def _tried(
         trial.take_rules()
         return trial
     try:
-        trial.specimen = specimen_of(model, kind)
+        trial.specimen = copy_unit(model, kind)
     except ModelError as error:
         if shapes_only:
             trial.take_rules()
@@ -156,9 +188,11 @@ class _Trial:
     specimen: what is tried; not needed for `take_rules`.
     styles: what is proved, by paths within the unit.
     why: layers outside pairs, and what kept them from it.
+    partial: parameters, by names within the unit, whose gradients are partial sums.
     """
 
-    specimen: Specimen
+    specimen: UnitCopy
+    partial: frozenset[str] = frozenset()
 
     def __init__(self, rules: UnitSplit, *, size: int) -> None:
         self.styles: Styles = {}
@@ -212,9 +246,9 @@ class _Trial:
     def _try(self, styles: Mapping[str, tuple[Style, ...]]) -> str:
         """Take `styles` if they are right; why not, else."""
         together = {**self.styles, **styles}
-        verdict = prove(self.specimen, together, size=self._size)
+        verdict = prove_unit(self.specimen, together, size=self._size)
         if not verdict.why_not:
-            self.styles = together
+            self.styles, self.partial = together, verdict.partial
         return verdict.why_not
 
 
@@ -227,12 +261,16 @@ def _leave_logits_split(profile: ModelProfile, found: Styles) -> None:
 
 def _leave_ties_whole(
     model: nn.Module, found: Styles, why: dict[str, str], flow: Flow, *, running: Sequence[str]
-) -> None:
-    """A weight that several places use stays whole, unless all of them split it alike."""
+) -> set[str]:
+    """Leave a weight that several places use whole, unless all of them split it alike; the layers
+    that are left whole."""
+    whole: set[str] = set()
     while wrong := split_differently(model, found, flow, running=running):
         for path in wrong:
             found.pop(path, None)
             why[path] = "its weight is used in another way too"
+            whole.add(path)
+    return whole
 
 
 def _joined(path: str, inner: str) -> str:

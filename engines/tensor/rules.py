@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose
 
-from engines.tensor.rules_of_ties import joined, layers_of, leave_ties_whole
 from engines.tensor.styles import Kind, Style, as_pairs, without_numbers
+from engines.tensor.tie_rules import joined, layers_of, leave_ties_whole
 from profiles.layers import INPUT, LayerCost, LayerKind
 from profiles.model import (
     GLUE,

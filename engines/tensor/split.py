@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from engines.blocks.wrap import run_around
+from engines.blocks.wrap import wrap_forward
 from engines.state.slices import Slice, share
-from engines.tensor.exchange import Exchange, Ranks
+from engines.tensor.collectives import Collectives, GroupCollectives
 from engines.tensor.layers import feature_dim, features, slices_of, with_bias, without_bias
 from engines.tensor.logits import VocabLogits
-from engines.tensor.sequence import share_tokens
+from engines.tensor.sequence_parallel import share_tokens
 from engines.tensor.styles import Kind, Style, cutting
 from profiles.errors import PlanError
 from profiles.transformers_compat import is_transposed_linear
@@ -49,22 +49,22 @@ class TensorSplit:
 def split_over(
     model: nn.Module,
     styles: Mapping[str, Sequence[Style]],
-    partial: frozenset[str],
+    partial: Iterable[str],
     *,
     group: dist.ProcessGroup | None,
 ) -> TensorSplit:
     """`split` among the ranks of a process group.
 
     Args:
-        styles, partial: from `proved`; nothing is proved here.
+        styles, partial: of a `SplitProof`; nothing is proved here.
     """
-    ranks = Ranks(group)
+    ranks = GroupCollectives(group)
     cuts = split(model, styles, ranks)
-    return TensorSplit(cuts, partial, group, ranks.rank, ranks.size)
+    return TensorSplit(cuts, frozenset(partial), group, ranks.rank, ranks.size)
 
 
 def split(
-    model: nn.Module, styles: Mapping[str, Sequence[Style]], exchange: Exchange
+    model: nn.Module, styles: Mapping[str, Sequence[Style]], exchange: Collectives
 ) -> dict[str, Slice]:
     """Leave this rank's part of every layer that `styles` names, by module path, in place.
 
@@ -106,7 +106,7 @@ def split(
 
 
 @torch.no_grad()
-def _keep_part(parameter: nn.Parameter, cut: Slice, exchange: Exchange) -> None:
+def _keep_part(parameter: nn.Parameter, cut: Slice, exchange: Collectives) -> None:
     part = cut.part(parameter.detach(), rank=exchange.rank, size=exchange.size)
     if parameter.numel() > 1 and not any(parameter.stride()):  # another stage's: shape alone
         parameter.data = parameter.data[(0,) * parameter.dim()].expand(part.shape)
@@ -131,7 +131,7 @@ def _lies_in(path: str, block: str) -> bool:
 def _dress(
     module: nn.Module,
     style: Style,
-    exchange: Exchange,
+    exchange: Collectives,
     again: Callable[[Tensor], Tensor],
     *,
     by_tokens: bool,
@@ -195,7 +195,7 @@ def _product(module: nn.Module) -> Callable[[nn.Module, Tensor], Tensor]:
     return product
 
 
-def _embedding(module: nn.Embedding, exchange: Exchange) -> Callable[..., object]:
+def _embedding(module: nn.Embedding, exchange: Collectives) -> Callable[..., object]:
     """It looks up the rows that are here, and has zeros for the others."""
     start, count = share(features(module)[0], exchange.rank, exchange.size)
 
@@ -267,7 +267,7 @@ def _run_within(
         with context(module):
             return forward(*args, **kwargs)
 
-    run_around(module, run)
+    wrap_forward(module, run)
 
 
 class _CopiedOnce:
@@ -278,7 +278,7 @@ class _CopiedOnce:
     and of a block that is recomputed only its own runs a second time.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Collectives) -> None:
         self._exchange = exchange
         self._depth = 0
         self._last: tuple[Tensor, Tensor, bool] | None = None
@@ -304,7 +304,9 @@ class _CopiedOnce:
                 self._last = None
 
 
-def _count_local(module: nn.Module, names: Sequence[str], exchange: Exchange, *, path: str) -> None:
+def _count_local(
+    module: nn.Module, names: Sequence[str], exchange: Collectives, *, path: str
+) -> None:
     """While the forward of `module` runs, its attributes `names` say this rank's share."""
     for name in names:
         value = getattr(module, name, None)

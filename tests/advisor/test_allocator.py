@@ -16,7 +16,7 @@ from advisor.allocator import advice, variable
 from advisor.choose import choose
 from advisor.decision import Decision
 from engines.parallel import ParallelModel
-from engines.runtime.peak_memory import HeldMemory, RankMemory
+from engines.runtime.peak_memory import PeakMemory, RankMemory
 from profiles.errors import InputError
 from profiles.units import GIB
 from tests.factories import facts, gpus, transformer
@@ -62,7 +62,7 @@ def decision() -> Decision:
 
 
 def reported(decision: object, *ranks: RankMemory) -> list[str]:
-    parallel = SimpleNamespace(decision=decision, memory=lambda: HeldMemory(ranks))
+    parallel = SimpleNamespace(decision=decision, memory=lambda: PeakMemory(ranks))
     return memory_report(cast("ParallelModel", parallel)).splitlines()
 
 

@@ -34,7 +34,8 @@ def test_computing_is_flop_over_reached_rate_plus_bytes_over_bandwidth() -> None
     assert found.time.compute_s == pytest.approx(flop / 40e9 + (moved + added) / 10e9)
     assert found.time.launch_s == pytest.approx((3 * 4 * 3 + 2 * 4) * 5e-6)
     assert found.time.exposed_s == pytest.approx(0, abs=1e-12)
-    # AdamW in passes that each read and write: 84 bytes per element (tests/engines/test_footprint).
+    # AdamW in passes that each read and write: 84 bytes per element
+    # (tests/engines/state/test_optimizer_footprint).
     assert found.time.optimizer_s == pytest.approx(4e6 * 84 / 10e9)
     assert found.mfu == pytest.approx(flop / found.step_s / 50e9)
     assert found.samples_per_s == pytest.approx(6 / found.step_s)

@@ -18,7 +18,7 @@ from advisor.look import look
 from advisor.report.basis import basis
 from advisor.runs import fingerprint_of, run_of
 from engines.plan import Plan
-from engines.runtime.imbalance import Imbalance, RankTime, _spread
+from engines.runtime.rank_times import Imbalance, RankTime, _spread
 from profiles.cluster import ClusterProfile, Constant
 from profiles.model import ModelProfile
 from profiles.pace import Pace, usual

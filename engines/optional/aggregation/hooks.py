@@ -59,7 +59,7 @@ class Factors:
     latest: Future[Tensor] | None = None
 
 
-def send_as_planned(
+def register_gradient_hook(
     runner: DistributedDataParallel,
     plan: Plan,
     *,

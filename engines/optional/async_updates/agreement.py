@@ -2,8 +2,8 @@
 
 Each server hears from the workers in an order of its own. So the first server decides for all: for
 the first workers whose gradients have come to every server. The others report to it what has come,
-make the update that they are told, and none that they are not; so a worker that is lost half way
-counts nowhere, and no server is told of gradients that it lacks.
+make the update that they are given, and no other; so a worker that is lost half way
+counts nowhere, and no server hears of gradients that it lacks.
 
 A worker's gradients are of one version on all servers or are left out: one server at least has gone
 on from the older version, and takes them for late.

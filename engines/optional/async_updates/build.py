@@ -15,8 +15,8 @@ from engines.optional.async_updates.link import links
 from engines.optional.async_updates.partition import partition
 from engines.optional.async_updates.periodic import Periodic, nesterov
 from engines.optional.async_updates.server import ParameterServer
-from engines.optional.async_updates.serving import Serving
-from engines.optional.async_updates.working import Working
+from engines.optional.async_updates.server_rank import Serving
+from engines.optional.async_updates.worker_rank import Working
 from engines.plan import Plan, Updates
 from engines.runtime.world import World
 from engines.state.optimizer import OptimizerFactory
@@ -24,7 +24,7 @@ from profiles.errors import PlanError
 from profiles.model import ModelProfile
 
 
-def served_by(plan: Plan, model: nn.Module, world: World) -> frozenset[str] | None:
+def served_parameters(plan: Plan, model: nn.Module, world: World) -> frozenset[str] | None:
     """Names of the parameters that this rank serves; None where it serves none.
 
     Raises:
@@ -42,7 +42,7 @@ def served_by(plan: Plan, model: nn.Module, world: World) -> frozenset[str] | No
     return frozenset(names[number] for number in _partition(plan, model)[world.rank])
 
 
-def exchange_of(
+def build_exchange(
     plan: Plan,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

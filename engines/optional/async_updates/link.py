@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.runtime.failures import leave_word, told
+from engines.runtime.failures import first_failure, publish_failure
 from engines.runtime.world import World
 from profiles.errors import RankError
 from profiles.torch_compat import default_store
@@ -146,8 +146,8 @@ class Link:
             why = f"{what} within {self._world.timeout_s:.0f} s" if late else "is gone"
             said = f"{self._who} {why}"
             if self._is_needed:
-                leave_word(said)
-                cause = told()
+                publish_failure(said)
+                cause = first_failure()
                 said += f": {cause}" * (cause not in ("", said))
             raise RankError(
                 said,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engines.data.replicas import sum_flat
 from engines.optional.async_updates.exchange import Exchange
 from engines.optional.async_updates.report import Tally, UpdateReport
-from engines.runtime.world import World, in_contact
+from engines.runtime.world import World, rank_error_context
 from engines.state.optimizer import OptimizerFactory, send_from_first
 
 
@@ -61,7 +61,7 @@ class Periodic(Exchange):
 
     def average(self, loss: Tensor, count: float) -> Tensor:
         sums = torch.stack([loss.double() * count, loss.new_tensor(count, dtype=torch.float64)])
-        with in_contact("averaging the loss"):
+        with rank_error_context("averaging the loss"):
             dist.all_reduce(sums)
         return (sums[0] / sums[1].clamp(min=1.0)).to(loss.dtype)
 
@@ -70,7 +70,7 @@ class Periodic(Exchange):
         if not self._ahead:
             return
         self._ahead = 0
-        with torch.no_grad(), in_contact("averaging replicas"):
+        with torch.no_grad(), rank_error_context("averaging replicas"):
             if self.outer is None:
                 self._sum([p.detach() for p in self._parameters])
             else:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engines.apply import apply_plan
-from engines.context.input_sharding import Way
+from engines.context.input_sharding import InputSharding
 from engines.context.proof import prove
 from engines.context.ring import Ring
 from engines.context.tokens import joined, part
@@ -395,9 +395,13 @@ def test_labels_are_shifted_before_they_are_shared_out_where_the_loss_shifts_the
     pytest.importorskip("transformers")
     from tests import zoo
 
-    assert prove(zoo.llama(), zoo.TOKENS, None, size=2).way == Way(True, True, True, False)
+    assert prove(zoo.llama(), zoo.TOKENS, None, size=2).way == InputSharding(
+        gives_positions=True, gives_mask=True, shifts_labels=True, has_target=False
+    )
     case = CASES["loss-inside"]
-    assert prove(case.build(), case.batch(2), None, size=2).way == Way(False, False, False, False)
+    assert prove(case.build(), case.batch(2), None, size=2).way == InputSharding(
+        gives_positions=False, gives_mask=False, shifts_labels=False, has_target=False
+    )
 
 
 def test_a_model_without_values_is_proved_on_numbers_that_are_made_up() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engines.apply import apply_plan
 from engines.legality import problems
-from engines.offload.room import Room
+from engines.offload.pool import OffloadPool
 from engines.parallel import ParallelModel
 from engines.plan import Plan
 from profiles.capture import capture
@@ -280,7 +280,7 @@ def test_a_disk_that_is_full_is_an_error_and_no_signal(tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip("no small disk can be mounted here")
     try:
-        room = Room(CPU, tmp_path)
+        room = OffloadPool(CPU, tmp_path)
         places = [room.take(16384) for _ in range(3)]
         with pytest.raises(InputError, match=r"a file of 32,768 bytes .* where 16,384 bytes are"):
             room.take(32768)
@@ -292,8 +292,8 @@ def test_a_disk_that_is_full_is_an_error_and_no_signal(tmp_path: Path) -> None:
 def test_a_process_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     script = (
         "import sys, torch\n"
-        "from engines.offload.room import Room\n"
-        "room = Room(torch.device('cpu'), sys.argv[1])\n"
+        "from engines.offload.pool import OffloadPool\n"
+        "room = OffloadPool(torch.device('cpu'), sys.argv[1])\n"
         "home = room.tensor_like(torch.empty(1 << 20))\n"
         "print('writing', flush=True)\n"
         "while True:\n"

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from engines.offload.activations import offload_activations
-from engines.offload.room import Room
-from engines.offload.states import AwayStates
+from engines.offload.pool import OffloadPool
+from engines.offload.states import OffloadedStates
 from engines.plan import Plan
-from engines.state.optimizer_footprint import together_because
+from engines.state.optimizer_footprint import why_not_chunked
 from profiles.capture import capture
 from profiles.errors import InputError, PlanError
 from profiles.model import ModelProfile
@@ -71,7 +71,7 @@ def _wide(blocks: int, width: int = 64) -> nn.Sequential:
     return nn.Sequential(*(_Wide(width) for _ in range(blocks)))
 
 
-def _away(model: nn.Module, batch: Tensor, room: Room) -> nn.Module:
+def _away(model: nn.Module, batch: Tensor, room: OffloadPool) -> nn.Module:
     profile = capture(model, (batch, batch), loss_fn=_loss)
     assert len(list(profile.blocks())) == len(list(model.children()))
     offload_activations(model, room, profile=profile)
@@ -83,7 +83,7 @@ def _loss(output: Tensor, batch: object) -> Tensor:
 
 
 def test_memory_that_operations_share_is_moved_once_and_weights_stay() -> None:
-    room, batch = Room(CPU), torch.ones(32, 64)
+    room, batch = OffloadPool(CPU), torch.ones(32, 64)
     loss = _away(_wide(2), batch, room)(batch).sum()
     assert room.held_bytes == 2 * 32 * 64 * 4  # of each block what `exp` gave, for three operations
     loss.backward()
@@ -93,14 +93,14 @@ def test_memory_that_operations_share_is_moved_once_and_weights_stay() -> None:
 def test_blocks_on_disk_are_not_in_memory(tmp_path: Path) -> None:
     batch, size_bytes = (torch.ones(1024, 64), torch.ones(1024)), 1024 * 64 * 4
     here, there = _wide(8), _wide(8)
-    _away(there, batch[0], Room(CPU, tmp_path))
+    _away(there, batch[0], OffloadPool(CPU, tmp_path))
     peak_of_a_run(there, batch, _loss)  # maps files, which torch's profiler counts as memory
     saved = peak_of_a_run(here, batch, _loss) - peak_of_a_run(there, batch, _loss)
     assert 7 * size_bytes <= saved <= 8 * size_bytes  # of the block in work they are in memory
 
 
 def test_an_evaluation_moves_nothing() -> None:
-    room, batch = Room(CPU), torch.ones(4, 64)
+    room, batch = OffloadPool(CPU), torch.ones(4, 64)
     with torch.no_grad():
         _away(_wide(2), batch, room)(batch)
     assert room.peak_bytes == 0
@@ -114,7 +114,7 @@ def test_what_was_kept_is_what_is_read_also_where_it_was_changed_since() -> None
             kept.mul_(2.0)
             return squares + kept * kept
 
-    room, batch = Room(CPU), torch.full((2, 2), 3.0, requires_grad=True)
+    room, batch = OffloadPool(CPU), torch.full((2, 2), 3.0, requires_grad=True)
     model = nn.Sequential(Doubled(), Doubled())
     model[0].register_parameter("unused", nn.Parameter(torch.ones(1)))
     offload_activations(model, room, profile=_profile_of_two(model))
@@ -131,8 +131,8 @@ def _profile_of_two(model: nn.Module) -> ModelProfile:
 
 def test_states_on_disk_are_all_and_only_what_adam_keeps(tmp_path: Path) -> None:
     model = nn.Linear(32, 16)
-    optimizer, room = torch.optim.AdamW(model.parameters(), **ADAM), Room(CPU, tmp_path)
-    AwayStates(optimizer, room, chunk_bytes=0)
+    optimizer, room = torch.optim.AdamW(model.parameters(), **ADAM), OffloadPool(CPU, tmp_path)
+    OffloadedStates(optimizer, room, chunk_bytes=0)
     for _ in range(2):
         model(torch.ones(4, 32)).sum().backward()
         optimizer.step()
@@ -154,7 +154,7 @@ def _is_file(tensor: Tensor) -> bool:
 def test_loaded_states_go_to_the_disk_again(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
-    AwayStates(optimizer, Room(CPU, tmp_path))
+    OffloadedStates(optimizer, OffloadPool(CPU, tmp_path))
     model(torch.ones(4, 8)).sum().backward()
     optimizer.step()
     before = {k: v.clone() for k, v in optimizer.state[model.weight].items()}
@@ -169,7 +169,7 @@ def test_a_scheduler_of_before_and_one_of_after_go_on(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-    AwayStates(optimizer, Room(CPU, tmp_path))
+    OffloadedStates(optimizer, OffloadPool(CPU, tmp_path))
     schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1))
     model(torch.ones(4, 8)).sum().backward()
     optimizer.step()
@@ -199,7 +199,7 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused() -> None:
     "kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor, torch.optim.Muon]
 )
 def test_usual_optimizers_go_parameter_by_parameter(kind: type[torch.optim.Optimizer]) -> None:
-    assert together_because(lambda params: kind(params, lr=0.1)) == ""  # type: ignore[call-arg]
+    assert why_not_chunked(lambda params: kind(params, lr=0.1)) == ""  # type: ignore[call-arg]
 
 
 def test_disk_wants_a_folder(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_gpu_holds_less_by_what_is_away() -> None:
         model = _wide(8, width=1024).to(device)
         batch = torch.ones(16384, 1024, device=device)
         if away:
-            offload_activations(model, Room(device), profile=_profile_of_eight())
+            offload_activations(model, OffloadPool(device), profile=_profile_of_eight())
         torch.cuda.reset_peak_memory_stats()
         model(batch).sum().backward()
         return torch.cuda.max_memory_allocated()
@@ -254,8 +254,8 @@ def test_a_gpu_steps_with_states_that_wait_in_main_memory() -> None:
     there = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).to(device)
     there.load_state_dict(here.state_dict())
     optimizers = [torch.optim.AdamW(m.parameters(), **ADAM) for m in (here, there)]
-    room = Room(device)
-    AwayStates(optimizers[1], room)
+    room = OffloadPool(device)
+    OffloadedStates(optimizers[1], room)
     peaks = []
     for model, optimizer in zip((here, there), optimizers, strict=True):
         for _ in range(3):

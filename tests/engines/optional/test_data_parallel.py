@@ -8,7 +8,7 @@ from torch import nn
 
 from engines.apply import apply_plan
 from engines.legality import problems
-from engines.optional.data_parallel import driven, over_threads
+from engines.optional.data_parallel import data_parallel, one_process_plan
 from engines.plan import Plan
 from engines.runtime.world import World
 from profiles.capture import capture
@@ -55,7 +55,7 @@ def test_a_process_that_does_not_see_the_devices_is_told_so() -> None:
 
 
 def test_the_process_takes_the_rows_of_all_devices() -> None:
-    alone = driven(FOUR)
+    alone = one_process_plan(FOUR)
     assert (alone.world_size, alone.microbatch_size, alone.forwards) == (1, 8, 3)
     assert alone.global_batch_size == FOUR.global_batch_size == 24
 
@@ -64,7 +64,7 @@ def test_the_process_takes_the_rows_of_all_devices() -> None:
 def test_on_processors_torch_calls_the_module_itself() -> None:
     model = nn.Linear(2, 2)
     world = World(rank=0, size=1, device=torch.device("cpu"), timeout_s=1.0)
-    runner = over_threads(model, FOUR, world)
+    runner = data_parallel(model, FOUR, world)
     x = torch.randn(8, 2)
     assert runner.module is model
     assert torch.equal(runner(x), model(x))

@@ -11,7 +11,7 @@ from torch import nn
 
 from engines.plan import Plan
 from engines.runtime.mesh import Axis, Mesh
-from engines.runtime.shared_rng import SameDraws
+from engines.runtime.shared_rng import SharedRng
 from engines.runtime.world import World, join_world
 from tests.workers import Pool
 
@@ -74,7 +74,7 @@ def test_waits_on_an_axis_are_bounded(pool: Pool) -> None:
 def dropped() -> tuple[list[int], list[int], int]:
     """Which of 64 elements dropout leaves in two steps; a number drawn after them."""
     mesh = Mesh(Plan.parse("dp_replicate=2 tp=2"), join_world())
-    draws = SameDraws(mesh.tp, torch.device("cpu"))
+    draws = SharedRng(mesh.tp, torch.device("cpu"))
     kept = []
     for _ in range(2):
         with draws.agreed():
@@ -98,5 +98,5 @@ def test_alone_nothing_is_drawn_for_it() -> None:
     torch.manual_seed(5)
     wanted = torch.rand(1)
     torch.manual_seed(5)
-    with SameDraws(Axis((0,), 0, None), torch.device("cpu")).agreed():
+    with SharedRng(Axis((0,), 0, None), torch.device("cpu")).agreed():
         assert torch.equal(torch.rand(1), wanted)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from engines.plan import Plan
-from engines.runtime.world import World, in_contact, join_world, require_same_plan
+from engines.runtime.world import World, join_world, rank_error_context, require_same_plan
 from profiles.errors import PlanError, RankError
 from profiles.torch_compat import bound_waits
 from tests.engines.parity import HSDP, KINDS, local_rows, parallelize
@@ -94,5 +94,5 @@ def test_when_one_rank_fails_the_others_hear_of_it_in_bounded_time(pool: Pool, p
 
 
 def test_errors_that_are_not_the_connections_stay_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match=r"^(mm: )?mat1 and mat2"), in_contact("trying"):
+    with pytest.raises(RuntimeError, match=r"^(mm: )?mat1 and mat2"), rank_error_context("trying"):
         torch.ones(2, 3) @ torch.ones(2, 3)

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engines.tensor.exchange import Ranks
+from engines.tensor.collectives import GroupCollectives
 from engines.tensor.proposal import propose_styles
-from engines.tensor.proved import proved
 from engines.tensor.split import split
+from engines.tensor.split_proof import prove_split
 from profiles.batch import Batch, call_model, loss_of
 from profiles.capture import capture
 
@@ -52,12 +52,12 @@ def split_parity(model: nn.Module, sample: Batch, *, by_tokens: bool = False) ->
     profile = capture(model, sample, name="model")
     size = dist.get_world_size()
     proposal = propose_styles(model, sample, size=size, profile=profile, by_tokens=by_tokens)
-    styles, partial = proved(
+    proof = prove_split(
         model, sample, proposal.styles, size=size, profile=profile, has_target=False
     )
-    ranks = Ranks(None)
+    ranks = GroupCollectives(None)
     before = sum(p.numel() for p in model.parameters())
-    cuts = split(model, styles, ranks)
+    cuts = split(model, proof.by_module, ranks)
     held = sum(p.numel() for p in model.parameters())
     loss = loss_of(call_model(model, sample, has_target=False), sample, None)
     loss.backward()
@@ -67,7 +67,7 @@ def split_parity(model: nn.Module, sample: Batch, *, by_tokens: bool = False) ->
     floor = 1e-3 * max(g.abs().max().item() for g in wanted.values())
     errors = {}
     for path, gradient in gradients.items():
-        if path in partial:
+        if path in proof.partial:
             dist.all_reduce(gradient)
         if path in cuts:
             gradient = cuts[path].gather(gradient, group=None)

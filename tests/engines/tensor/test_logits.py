@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engines.state.slices import Slice
-from engines.tensor.exchange import Ranks
+from engines.tensor.collectives import GroupCollectives
 from engines.tensor.logits import VocabLogits, whole_tensors
 from tests.workers import Pool
 
@@ -57,7 +57,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def losses(names: list[str]) -> dict[str, tuple[float, float, bool]]:
     """Differences of loss and gradient of the hidden values, and whether logits were gathered."""
-    ranks, found = Ranks(None), {}
+    ranks, found = GroupCollectives(None), {}
     for name in names:
         torch.manual_seed(0)
         hidden, weight = torch.randn(2, 5, 6), torch.randn(VOCABULARY, 6)
@@ -83,8 +83,8 @@ def losses(names: list[str]) -> dict[str, tuple[float, float, bool]]:
     return found
 
 
-class _Counting(Ranks):
-    def __init__(self, ranks: Ranks, gathers: list[int]) -> None:
+class _Counting(GroupCollectives):
+    def __init__(self, ranks: GroupCollectives, gathers: list[int]) -> None:
         super().__init__(ranks.group)
         self._gathers = gathers
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.optional.async_updates.messages import Answer, Question
-from engines.optional.async_updates.serving import Serving
-from engines.optional.async_updates.working import Working
+from engines.optional.async_updates.server_rank import Serving
+from engines.optional.async_updates.worker_rank import Working
 from engines.parallel import ParallelModel
 from engines.plan import Plan
 from engines.runtime.world import World

@@ -16,7 +16,7 @@ SEQUENCE = Slice(1)
 """Tokens are the second dimension: (rows, tokens, features)."""
 
 
-class Exchange(Protocol):
+class Collectives(Protocol):
     """The exchanges of Megatron, among `size` ranks: copy, reduce and gather of features
     (arXiv:1909.08053), and those of its sequence parallelism (arXiv:2205.05198)."""
 
@@ -51,7 +51,7 @@ class Exchange(Protocol):
         ...
 
 
-class Ranks:
+class GroupCollectives:
     """The exchange among the ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -126,7 +126,7 @@ class _Reduce(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, cut: Slice, length: int, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, part: Tensor, cut: Slice, length: int, ranks: GroupCollectives) -> Tensor:
         ctx.cut, ctx.ranks = cut, ranks
         return gathered(part, cut, length=length, ranks=ranks)
 
@@ -138,7 +138,7 @@ class _Gather(torch.autograd.Function):
 
 class _SplitTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, ranks: GroupCollectives) -> Tensor:
         ctx.ranks = ranks
         # A copy: a view would keep the whole for the backward.
         return SEQUENCE.part(whole, rank=ranks.rank, size=ranks.size).clone()
@@ -150,7 +150,7 @@ class _SplitTokens(torch.autograd.Function):
 
 class _JoinTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, part: Tensor, ranks: GroupCollectives) -> Tensor:
         ctx.ranks = ranks
         return _all_tokens(part, ranks)
 
@@ -161,7 +161,7 @@ class _JoinTokens(torch.autograd.Function):
 
 class _ReduceTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, ranks: GroupCollectives) -> Tensor:
         ctx.ranks = ranks
         return _summed_tokens(partial.detach(), ranks)
 
@@ -170,18 +170,18 @@ class _ReduceTokens(torch.autograd.Function):
         return _all_tokens(gradients[0], ctx.ranks), None
 
 
-def _all_tokens(part: Tensor, ranks: Ranks) -> Tensor:
+def _all_tokens(part: Tensor, ranks: GroupCollectives) -> Tensor:
     return gathered(part, SEQUENCE, length=part.shape[1] * ranks.size, ranks=ranks)
 
 
-def _summed_tokens(whole: Tensor, ranks: Ranks) -> Tensor:
+def _summed_tokens(whole: Tensor, ranks: GroupCollectives) -> Tensor:
     tokens_first = whole.movedim(1, 0).contiguous()
     mine = tokens_first.new_empty(len(tokens_first) // ranks.size, *tokens_first.shape[1:])
     reduce_scatter_single(mine, tokens_first, group=ranks.group)
     return mine.movedim(0, 1).contiguous()
 
 
-def gathered(part: Tensor, cut: Slice, *, length: int, ranks: Ranks) -> Tensor:
+def gathered(part: Tensor, cut: Slice, *, length: int, ranks: GroupCollectives) -> Tensor:
     """The whole that the ranks hold parts of, `length` along `cut.dim`, without a gradient.
 
     Shares that are smaller than the largest one travel padded: a collective has one size.

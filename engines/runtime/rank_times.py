@@ -49,7 +49,7 @@ class RankTime:
         outside_s: between two steps: loading, the update, all that the user's loop does.
         computing_s: forward and backward up to its last gradient; under FSDP2 forwards alone.
         waiting_s: at the meeting and for the gradients of others, the sending itself included;
-            None under FSDP2, where it cannot be told from computing.
+            None under FSDP2, where it cannot be separated from computing.
         spread_s: by how much its own time varies from step to step: half of what the middle 68 % of
             the steps span, a standard deviation where they are normal.
     """
@@ -145,7 +145,7 @@ def why_not_measured(plan: Plan, world: World) -> str:
     return ""
 
 
-class OwnTime:
+class RankTimer:
     """Notes of one rank, taken as it trains; does nothing where `why_not_measured` says so."""
 
     def __init__(self, module: nn.Module, plan: Plan, profile: ModelProfile, world: World) -> None:

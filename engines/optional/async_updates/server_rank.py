@@ -18,8 +18,8 @@ from engines.optional.async_updates.link import Link
 from engines.optional.async_updates.messages import Answer, Kind, Question
 from engines.optional.async_updates.report import UpdateReport
 from engines.optional.async_updates.server import ParameterServer
-from engines.runtime.failures import leave_word
-from engines.runtime.world import World, in_contact
+from engines.runtime.failures import publish_failure
+from engines.runtime.world import World, rank_error_context
 from engines.state.optimizer import send_from_first
 from profiles.errors import RankError
 
@@ -116,7 +116,7 @@ class Serving(Exchange):
 
     def synchronise(self) -> None:
         """Take the other servers' parts, and stay until all workers have taken this one's."""
-        with in_contact("putting the servers' parts together"):
+        with rank_error_context("putting the servers' parts together"):
             for server, part in enumerate(self._parts):
                 tensors = [parameter.detach() for parameter in part]
                 cpu = torch.device("cpu")
@@ -290,7 +290,7 @@ class Serving(Exchange):
         if not self._core.lacks_workers and self._agreement is not None and self._agreement.gone:
             raise self._agreement.gone
         gone = self._core.tally.gone
-        leave_word(f"rank {gone[0]} is gone")  # the workers lose this rank as well
+        publish_failure(f"rank {gone[0]} is gone")  # the workers lose this rank as well
         raise RankError(
             f"rank {gone[0]} is gone: {len(self._core.clocks)} of {self.replicas} workers are"
             " left, too few for a step",

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engines.tensor.exchange import SEQUENCE, Exchange
+from engines.tensor.collectives import SEQUENCE, Collectives
 from engines.tensor.styles import Kind
 from profiles.torch_compat import flatten, unflatten
 
 
-def share_tokens(module: nn.Module, kind: Kind, exchange: Exchange) -> None:
+def share_tokens(module: nn.Module, kind: Kind, exchange: Collectives) -> None:
     """Split the tokens of a block (`SEQUENCE`), or join them for a module in one (`JOINED`).
 
     Of the arguments and of the output the first floating-point tensor is meant: the hidden values.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.tensor.copies import remade
+from engines.tensor.copy_tree import copy_tree
 from profiles.batch import Batch, call_model, map_batch, split_rows
 from profiles.errors import AdvisorError, ModelError
 from profiles.fakes import random_state_kept, stand_ins
@@ -45,7 +45,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Specimen:
+class UnitCopy:
     """One unit with the arguments of one call, on the CPU.
 
     Attributes:
@@ -89,16 +89,16 @@ class Specimen:
                 leaves.append(leaf)
             return leaf.clone()
 
-        args, kwargs = remade((self.args, self.kwargs), given)
+        args, kwargs = copy_tree((self.args, self.kwargs), given)
         return args, kwargs, leaves
 
 
 def specimens(
     model: nn.Module, batch: Batch, units: Iterable[str], *, has_target: bool
-) -> Iterator[Specimen]:
-    """One specimen of each of `kinds_of`, one at a time: they may be large."""
-    for kind in kinds_of(model, batch, units, has_target=has_target):
-        yield specimen_of(model, kind)
+) -> Iterator[UnitCopy]:
+    """One specimen of each of `unit_kinds`, one at a time: they may be large."""
+    for kind in unit_kinds(model, batch, units, has_target=has_target):
+        yield copy_unit(model, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class UnitKind:
     call: Call
 
 
-def kinds_of(
+def unit_kinds(
     model: nn.Module, batch: Batch, units: Iterable[str], *, has_target: bool
 ) -> list[UnitKind]:
     """The kinds of units that are called, in the order of `units`.
@@ -126,7 +126,7 @@ def kinds_of(
     return [UnitKind(tuple(alike), calls[alike[0]]) for alike in found.values()]
 
 
-def specimen_of(model: nn.Module, kind: UnitKind) -> Specimen:
+def copy_unit(model: nn.Module, kind: UnitKind) -> UnitCopy:
     """The first way of making up numbers with which the unit runs and stays finite.
 
     Raises:
@@ -173,7 +173,7 @@ def _made_up(
     call: Call,
     dtype: torch.dtype,
     whole_number: int,
-) -> Specimen:
+) -> UnitCopy:
     generator = torch.Generator().manual_seed(SEED)
 
     def noise(shape: torch.Size) -> Tensor:
@@ -197,11 +197,11 @@ def _made_up(
         memo[id(parameter)] = nn.Parameter(torch.empty_like(values[name], device="meta"))
     for buffer in original.buffers():
         memo[id(buffer)] = noise(buffer.shape) if buffer.is_meta else argument(buffer)
-    args, kwargs = remade((call.args, call.kwargs), argument)
+    args, kwargs = copy_tree((call.args, call.kwargs), argument)
     floats = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
     if floats:
         floats[0].requires_grad_()  # what the unit is there to turn, also in a frozen model
-    return Specimen(paths, copy.deepcopy(original, memo).eval(), args, kwargs, call.used, values)
+    return UnitCopy(paths, copy.deepcopy(original, memo).eval(), args, kwargs, call.used, values)
 
 
 def _kind(unit: nn.Module, call: Call) -> object:
@@ -319,7 +319,7 @@ def _noted(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, _Note]]
             if path in notes:
                 return
             try:
-                notes[path] = _Note(*remade((args, kwargs), kept))
+                notes[path] = _Note(*copy_tree((args, kwargs), kept))
             except ModelError as error:
                 notes[path] = _Note((), {}, error.what)
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from engines.state.slices import Slice
-from engines.tensor.exchange import SEQUENCE, require_equal_tokens
-from engines.tensor.specimen import SEED, Specimen, first_line
+from engines.tensor.collectives import SEQUENCE, require_equal_tokens
 from engines.tensor.split import split
 from engines.tensor.styles import Style
+from engines.tensor.unit_copy import SEED, UnitCopy, first_line
 from profiles.errors import AdvisorError
 from profiles.torch_compat import is_fake
 
@@ -48,7 +48,7 @@ class _Run:
     of_parameters: dict[str, Tensor]
 
 
-def prove(specimen: Specimen, styles: Mapping[str, Sequence[Style]], *, size: int) -> Verdict:
+def prove_unit(specimen: UnitCopy, styles: Mapping[str, Sequence[Style]], *, size: int) -> Verdict:
     """Compare the specimen split over `size` ranks by `styles` (paths within it) with the whole."""
     whole = _run(specimen.fresh(), specimen)
     record = _Record()
@@ -245,7 +245,7 @@ def _same(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _run(unit: nn.Module, specimen: Specimen) -> _Run:
+def _run(unit: nn.Module, specimen: UnitCopy) -> _Run:
     """One call and its backward from made-up gradients of the outputs."""
     args, kwargs, given = specimen.inputs()
     outputs = specimen.outputs(unit(*args, **kwargs))

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.tensor.proof import prove
-from engines.tensor.specimen import Specimen, specimens
 from engines.tensor.styles import Style
+from engines.tensor.unit_copy import UnitCopy, specimens
+from engines.tensor.unit_proof import prove_unit
 from tests.engines.tensor import units
 
 HEADS = {"q": "column", "k": "column", "v": "column", "o": "row"}
 
 
-def specimen(unit: nn.Module) -> Specimen:
+def specimen(unit: nn.Module) -> UnitCopy:
     batch = torch.randn(2, 8, units.WIDTH, generator=torch.Generator().manual_seed(3))
     (found,) = specimens(units.Stack([unit]), batch, ["blocks.0"], has_target=False)
     return found
@@ -26,7 +26,7 @@ def verdict(unit: nn.Module, styles: dict[str, str], size: int = 2) -> tuple[str
     named = {
         path: tuple(Style.parse(word) for word in text.split()) for path, text in styles.items()
     }
-    found = prove(specimen(unit), named, size=size)
+    found = prove_unit(specimen(unit), named, size=size)
     return found.why_not, set(found.partial)
 
 

@@ -1,4 +1,4 @@
-"""Room outside the device: main memory, or files that are mapped into it.
+"""OffloadPool outside the device: main memory, or files that are mapped into it.
 
 Files are mapped by `torch.UntypedStorage.from_file`. Each loses its name before it has a size, so
 that its space is given back when the process ends, however it ends. What is written stays in the
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engines.data.replicas import local_part
 from engines.plan import OffloadTo, Plan
-from engines.runtime.failures import tell_others
+from engines.runtime.failures import abort_groups
 from profiles.errors import InputError
 
 Folder = str | os.PathLike[str]
@@ -35,21 +35,21 @@ class Place:
         self.storage = storage
 
 
-class Room:
+class OffloadPool:
     """Hands out memory outside `device`, and counts what is taken.
 
     Attributes:
         is_pinned: page-locked, so that an accelerator copies on its own.
         held_bytes, peak_bytes: what is taken now, and at most.
-        is_underway: whether a training goes on in it: the other ranks wait for one that finds no
-            room, and are told.
+        is_training: whether a training goes on in it: the other ranks wait for one that finds no
+            room, and learn of it.
     """
 
     def __init__(self, device: torch.device, folder: Folder | None = None) -> None:
         self.is_pinned = device.type != "cpu" and folder is None
         self.held_bytes = 0
         self.peak_bytes = 0
-        self.is_underway = False
+        self.is_training = False
         self._folder = Path(folder) if folder is not None else None
         self._free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
         self._for_good: list[Place] = []
@@ -59,7 +59,7 @@ class Room:
         return self._folder is not None
 
     def take(self, size_bytes: int) -> Place:
-        """Room for `size_bytes`, with whatever is in it.
+        """OffloadPool for `size_bytes`, with whatever is in it.
 
         Raises:
             InputError: the folder's disk has no room for them.
@@ -74,8 +74,8 @@ class Room:
             try:
                 storage = _mapped(self._folder, size_bytes)
             except InputError as error:
-                if self.is_underway:
-                    tell_others(error)
+                if self.is_training:
+                    abort_groups(error)
                 raise
         self.held_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
@@ -100,23 +100,23 @@ class Room:
             self._free[storage.nbytes()].append(storage)
 
 
-def steps_away(plan: Plan) -> bool:
+def steps_offloaded(plan: Plan) -> bool:
     """Whether a rank's room holds optimizer states; those of shards in main memory FSDP2 holds."""
     in_files = plan.offload_to is OffloadTo.DISK
     return plan.offload.optimizer or (plan.offload.states and in_files)
 
 
-def room_of(plan: Plan, device: torch.device, folder: Folder | None) -> Room | None:
+def open_pool(plan: Plan, device: torch.device, folder: Folder | None) -> OffloadPool | None:
     """Where this rank's states or activations wait; None if the plan moves neither, or FSDP2 keeps
     them in main memory.
 
     Raises:
         InputError: the plan says disk and no folder is named, or it is none that can be written to.
     """
-    if not steps_away(plan) and not plan.offload.activations:
+    if not steps_offloaded(plan) and not plan.offload.activations:
         return None
     if plan.offload_to is OffloadTo.HOST:
-        return Room(device)
+        return OffloadPool(device)
     if folder is None:
         raise InputError(
             "offload_to=disk: no folder is named for the files",
@@ -137,7 +137,7 @@ def room_of(plan: Plan, device: torch.device, folder: Folder | None) -> Room | N
             where="offload_folder",
             hints=["make it, on a fast local disk", "or keep nothing there: offload_to=host"],
         ) from error
-    return Room(device, folder)
+    return OffloadPool(device, folder)
 
 
 _PREFIX = "offload-"

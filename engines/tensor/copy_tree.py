@@ -13,7 +13,7 @@ from profiles.errors import ModelError
 from profiles.torch_compat import Tree, map_leaves
 
 
-def remade(tree: Tree, of: Callable[[Tensor], Tensor]) -> Tree:
+def copy_tree(tree: Tree, of: Callable[[Tensor], Tensor]) -> Tree:
     """`tree` with `of(tensor)` for every tensor, also for those inside of its objects.
 
     Objects, a cache of keys and values say, are copied: what a call writes to them, it writes to

@@ -13,7 +13,7 @@ from engines.optional.async_updates.exchange import Exchange
 from engines.optional.async_updates.link import Link
 from engines.optional.async_updates.messages import Answer, Kind, Question
 from engines.optional.async_updates.report import Tally, UpdateReport
-from engines.runtime.failures import told
+from engines.runtime.failures import first_failure
 from engines.runtime.world import World
 from profiles.errors import RankError
 
@@ -63,7 +63,7 @@ class Working(Exchange):
         return is_over
 
     def taken(self) -> Tensor:
-        """Kept: a step that was over before this rank came to it has the loss of the one before."""
+        """The loss; that of the step before where the step was over when this rank came to it."""
         return self.loss
 
     def average(self, loss: Tensor, count: float) -> Tensor:
@@ -119,7 +119,7 @@ class Working(Exchange):
             self._hear(answers[0])
 
     def _meet(self, kind: Kind, loss: float, count: float) -> None:
-        """A meeting of all workers, where every server is told the same."""
+        """A meeting of all workers, where every server gets the same request."""
         self._meetings += 1
         for server, link in self._links.items():
             flags = (False,) * len(self._parts[server])
@@ -168,7 +168,8 @@ class Working(Exchange):
         if answer.missing is not None:
             # A worker that left because a server is gone is not the cause.
             cause = (
-                told() or f"rank {answer.missing} is gone or does not answer, and a step needs it"
+                first_failure()
+                or f"rank {answer.missing} is gone or does not answer, and a step needs it"
             )
             raise RankError(
                 cause,

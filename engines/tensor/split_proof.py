@@ -1,26 +1,63 @@
-"""A tensor plan for a whole model, proved unit by unit before anything is split."""
+"""The proof of a tensor plan: every unit of a model, split, computes what it computes whole."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import product
+from typing import Self
 
+from pydantic import PositiveInt
 from torch import nn
 
 from engines.tensor.layers import can_split, is_plain
-from engines.tensor.proof import Verdict, prove
 from engines.tensor.rules import Pair, pairs_of
-from engines.tensor.specimen import Specimen, kinds_of, specimen_of
 from engines.tensor.styles import LAYER_KINDS, Kind, Style, cutting, styles_of
-from engines.tensor.ties import split_differently
+from engines.tensor.tied_weights import split_differently
+from engines.tensor.unit_copy import UnitCopy, copy_unit, unit_kinds
+from engines.tensor.unit_proof import Verdict, prove_unit
 from engines.tensor.variants import Styles, variants
 from profiles.batch import Batch
 from profiles.errors import PlanError
 from profiles.flow import GLUE, LOSS, Flow
 from profiles.model import ModelProfile
+from profiles.record import Record
 
 
-def proved(
+class SplitProof(Record):
+    """A split of a model that is proved; a value that ranks may send to each other.
+
+    Attributes:
+        size: ranks of the tp axis.
+        styles: of every module that is split or counts heads, by its path.
+        partial: first names of whole parameters whose gradients are partial sums over the ranks.
+    """
+
+    size: PositiveInt
+    styles: tuple[tuple[str, tuple[str, ...]], ...]
+    partial: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, styles: Styles, partial: Iterable[str], *, size: int) -> Self:
+        written = tuple((path, tuple(map(str, each))) for path, each in styles.items())
+        return cls(size=size, styles=written, partial=tuple(sorted(partial)))
+
+    @property
+    def by_module(self) -> Styles:
+        """The styles by module path."""
+        return {path: tuple(map(Style.parse, texts)) for path, texts in self.styles}
+
+    def covers(self, model: nn.Module, pairs: Sequence[tuple[str, str]], *, size: int) -> bool:
+        """True if this is the split of `model` that `pairs` ask for.
+
+        Counts of heads follow from the code of the modules: `pairs` may leave them to the proof.
+        """
+        wanted = styles_of(pairs, [path for path, _ in model.named_modules()])
+        counts = any(style.kind is Kind.SIZES for each in wanted.values() for style in each)
+        mine = self.by_module if counts else _without_counts(self.by_module)
+        return self.size == size and mine == wanted
+
+
+def prove_split(
     model: nn.Module,
     sample: Batch,
     pairs: Sequence[tuple[str, str]],
@@ -28,10 +65,10 @@ def proved(
     size: int,
     profile: ModelProfile,
     has_target: bool,
-) -> tuple[Styles, frozenset[str]]:
-    """The styles of every module that `pairs` mean, and `TensorSplit.partial` under them.
+) -> SplitProof:
+    """Prove the split of `model` over `size` ranks that `pairs` ask for.
 
-    Attributes that count heads or features are found here where `pairs` name none in a unit.
+    Where `pairs` name no attributes that count heads or features, those of a unit are searched.
 
     Args:
         pairs: as `Plan.tensor_styles`.
@@ -49,17 +86,17 @@ def proved(
     left = dict(styles)
     partial: dict[str, set[str]] = {}  # and the units in which they are so
     running: list[str] = []
-    for kind in kinds_of(model, sample, units, has_target=has_target):
+    for kind in unit_kinds(model, sample, units, has_target=has_target):
         running += kind.paths
-        specimen: Specimen | None = None
+        specimen: UnitCopy | None = None
         for alike in _by_styles(kind.paths, styles).values():
             inner = _inner(alike[0], styles)
             if not inner:
                 continue
             verdict = _of_layer(model.get_submodule(alike[0]), inner)
             if verdict is None:
-                specimen = specimen or specimen_of(model, kind)
-                verdict = prove(specimen, _as_gathered(inner, specimen.unit), size=size)
+                specimen = specimen or copy_unit(model, kind)
+                verdict = prove_unit(specimen, _as_gathered(inner, specimen.unit), size=size)
                 counts: Styles = {}
                 if verdict.why_not:
                     counts = _counts(specimen, inner, pairs_of(profile, alike[0]), size=size)
@@ -68,7 +105,7 @@ def proved(
                     styles[place] = (*styles.get(place, ()), *counts[within])
                 if counts:
                     inner = _inner(alike[0], styles)
-                    verdict = prove(specimen, _as_gathered(inner, specimen.unit), size=size)
+                    verdict = prove_unit(specimen, _as_gathered(inner, specimen.unit), size=size)
             if verdict.why_not:
                 raise PlanError(
                     f"`{alike[0]}` split over {size} ranks is not what it is whole:"
@@ -95,11 +132,11 @@ def proved(
             where=f"tensor style {wrong[0]}:{styles[wrong[0]][0]}",
             hints=["give tied layers the same style, or leave the weight whole"],
         )
-    _require_one_way(model, partial, profile.flow, running=running)
-    return styles, frozenset(partial)
+    require_one_use(model, partial, profile.flow, running=running)
+    return SplitProof.of(styles, partial, size=size)
 
 
-def _counts(specimen: Specimen, inner: Styles, pairs: Sequence[Pair], *, size: int) -> Styles:
+def _counts(specimen: UnitCopy, inner: Styles, pairs: Sequence[Pair], *, size: int) -> Styles:
     """The attributes that must count a rank's share of heads or features, where `inner` names none.
 
     They follow from the code of the modules: a plan that was made from a profile cannot know them.
@@ -113,7 +150,7 @@ def _counts(specimen: Specimen, inner: Styles, pairs: Sequence[Pair], *, size: i
         if not {*pair.columns, *pair.rows} <= layers.keys():
             continue
         for variant in variants(pair, layers, specimen.unit, size=size):
-            if not prove(specimen, {**taken, **variant}, size=size).why_not:
+            if not prove_unit(specimen, {**taken, **variant}, size=size).why_not:
                 taken.update(variant)
                 sizes = {p: s for p, s in variant.items() if s[0].kind is Kind.SIZES}
                 found.update(sizes)
@@ -131,14 +168,22 @@ def _of_layer(unit: nn.Module, inner: Styles) -> Verdict | None:
     return Verdict() if len(inner) == 1 else None
 
 
-def _require_one_way(
+def require_one_use(
     model: nn.Module,
     partial: Mapping[str, Container[str]],
     flow: Flow,
     *,
     running: Sequence[str],
 ) -> None:
-    """A gradient is a part of a sum on every rank, or whole on every rank, in all of its places."""
+    """Require that a gradient is a partial sum in all of its places, or whole in all of them.
+
+    Args:
+        partial: first names of parameters with partial gradients, and the units where they have.
+        running: the units that are called.
+
+    Raises:
+        PlanError: a parameter has a partial gradient in one place and a whole one in another.
+    """
     for name, units in partial.items():
         parameter = model.get_parameter(name)
         whole = [
@@ -191,6 +236,13 @@ def _inner(unit: str, styles: Mapping[str, tuple[Style, ...]]) -> Styles:
         for path, found in styles.items()
         if f"{path}.".startswith(f"{unit}.")
     }
+
+
+def _without_counts(styles: Styles) -> Styles:
+    cut = {
+        path: tuple(s for s in each if s.kind is not Kind.SIZES) for path, each in styles.items()
+    }
+    return {path: each for path, each in cut.items() if each}
 
 
 def _joined(path: str, inner: str) -> str:

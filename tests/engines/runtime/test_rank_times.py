@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from engines.plan import Plan
-from engines.runtime.imbalance import Imbalance, RankTime, why_not_measured
+from engines.runtime.rank_times import Imbalance, RankTime, why_not_measured
 from engines.runtime.steps import WARM_UP_STEPS
 from engines.runtime.world import World
 from profiles.errors import InputError, PlanError

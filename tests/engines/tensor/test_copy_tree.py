@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engines.tensor.copies import remade
+from engines.tensor.copy_tree import copy_tree
 from profiles.errors import ModelError
 from profiles.fakes import stand_ins
 from profiles.torch_compat import is_fake
@@ -16,7 +16,7 @@ from tests.engines.tensor import units
 def test_a_cache_of_results_is_copied_and_what_is_written_to_the_copy_stays_there() -> None:
     cache = units.Cache()
     cache.kept[0] = torch.ones(2, requires_grad=True) * 3  # which a deep copy alone refuses
-    copies, alias = remade((cache, cache), lambda tensor: tensor.detach() + 1)
+    copies, alias = copy_tree((cache, cache), lambda tensor: tensor.detach() + 1)
     assert copies is alias
     assert copies is not cache
     assert copies.kept[0].tolist() == [4, 4]
@@ -31,7 +31,7 @@ def test_fake_tensors_inside_of_an_object_are_made_real() -> None:
     with stand_ins([nn.Linear(2, 3)]) as fakes:
         cache.begin = fakes.of(torch.tensor(7))
         cache.kept[0] = fakes.of(torch.zeros(4, 5, requires_grad=True)) * 2
-    made = remade(cache, lambda tensor: torch.full(tensor.shape, 6.0))
+    made = copy_tree(cache, lambda tensor: torch.full(tensor.shape, 6.0))
     assert is_fake(cache.kept[0])
     assert not is_fake(made.begin)
     assert not is_fake(made.kept[0])
@@ -40,10 +40,10 @@ def test_fake_tensors_inside_of_an_object_are_made_real() -> None:
 
 def test_an_object_without_tensors_is_copied_as_ever() -> None:
     found = {"device": torch.device("cpu"), "dtype": torch.float16, "numbers": [1, {2}]}
-    assert remade(found, lambda tensor: tensor) == found
+    assert copy_tree(found, lambda tensor: tensor) == found
 
 
 @pytest.mark.parametrize("kind", [units.LockedCache, lambda: nn.Linear(2, 2)])
 def test_an_object_that_cannot_be_copied_is_named(kind: type) -> None:
     with pytest.raises(ModelError, match=r"a (LockedCache|Linear) cannot be copied"):
-        remade([kind()], lambda tensor: tensor)
+        copy_tree([kind()], lambda tensor: tensor)

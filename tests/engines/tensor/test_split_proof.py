@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.tensor.proved import proved
+from engines.tensor.proposal import propose_styles
+from engines.tensor.split_proof import SplitProof, prove_split
 from profiles.capture import capture
 from profiles.errors import ModelError, PlanError, UnknownNameError
 from tests.engines.tensor import units
@@ -22,7 +23,8 @@ HEADS = (
 def partial_of(model: nn.Module, *pairs: tuple[str, str], size: int = 2) -> frozenset[str]:
     batch = torch.randn(2, 8, units.WIDTH)
     profile = capture(model, batch, name="stack")
-    return proved(model, batch, pairs, size=size, profile=profile, has_target=False)[1]
+    proof = prove_split(model, batch, pairs, size=size, profile=profile, has_target=False)
+    return frozenset(proof.partial)
 
 
 def test_partial_gradients_are_named_for_every_equal_block() -> None:
@@ -55,7 +57,8 @@ def test_attributes_that_count_heads_follow_from_the_code_of_the_modules() -> No
     model = units.Stack([units.CountedHeads(), units.CountedHeads()])
     batch = torch.randn(2, 8, units.WIDTH)
     profile = capture(model, batch, name="stack")
-    styles, _ = proved(model, batch, HEADS, size=2, profile=profile, has_target=False)
+    proof = prove_split(model, batch, HEADS, size=2, profile=profile, has_target=False)
+    styles = proof.by_module
     counted = [str(style) for block in ("blocks.0", "blocks.1") for style in styles[block]]
     assert counted == ["sizes(num_heads)"] * 2
 
@@ -108,3 +111,42 @@ def test_a_tied_weight_must_be_split_in_all_of_its_places() -> None:
 def test_a_plan_for_units_that_cannot_be_tried_is_refused_with_the_reason() -> None:
     with pytest.raises(ModelError, match=r"`blocks\.0` cannot be tried alone: a LockedCache"):
         partial_of(units.CachingStack(units.LockedCache), *HEADS)
+
+
+@pytest.mark.parametrize(
+    "unit", [units.Attention, units.CountedHeads, units.NormedHeads, units.FusedHeads, units.Alibi]
+)
+def test_a_proposal_carries_the_proof_that_its_styles_have(unit: type[nn.Module]) -> None:
+    model, batch = units.Stack([unit(), unit()]), torch.randn(2, 8, units.WIDTH)
+    profile = capture(model, batch, name="stack")
+    proposal = propose_styles(model, batch, size=2, profile=profile)
+    proof = prove_split(model, batch, proposal.styles, size=2, profile=profile, has_target=False)
+    assert proposal.proof is not None
+    assert proposal.proof.by_module == proof.by_module
+    assert proposal.proof.partial == proof.partial
+    assert proposal.proof.covers(model, proposal.styles, size=2)
+
+
+def test_shapes_alone_prove_nothing() -> None:
+    model, batch = (
+        units.Stack([units.Attention(), units.Attention()]),
+        torch.randn(2, 8, units.WIDTH),
+    )
+    profile = capture(model, batch, name="stack")
+    found = propose_styles(model, batch, size=2, profile=profile, shapes_only=True)
+    assert found.styles
+    assert found.proof is None
+
+
+def test_a_proof_covers_its_own_split_alone() -> None:
+    model = units.Stack([units.CountedHeads(), units.CountedHeads()])
+    batch = torch.randn(2, 8, units.WIDTH)
+    profile = capture(model, batch, name="stack")
+    proof = prove_split(model, batch, HEADS, size=2, profile=profile, has_target=False)
+    counted = (*HEADS, ("blocks.*", "sizes(num_heads)"))
+    assert SplitProof.model_validate_json(proof.model_dump_json()) == proof
+    assert proof.covers(model, HEADS, size=2)
+    assert proof.covers(model, counted, size=2)
+    assert not proof.covers(model, HEADS, size=4)
+    assert not proof.covers(model, HEADS[:3], size=2)
+    assert not proof.covers(model, (*HEADS, ("blocks.*", "sizes(width_of_head)")), size=2)

@@ -1,0 +1,57 @@
+"""Assemble the parallel model: optimizer, exchange of updates, and what its user calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engines.apply.build import Build
+from engines.data.noise_scale import NoiseMeter
+from engines.offload.pool import steps_offloaded
+from engines.offload.states import OffloadedStates
+from engines.optional.async_updates.build import build_exchange, served_parameters
+from engines.parallel import ParallelModel
+from engines.state.optimizer import build_optimizer
+
+
+def assemble(build: Build) -> ParallelModel:
+    """The optimizer of what this rank holds, the exchange of updates, and the parallel model."""
+    model, plan, world, training = build.model, build.plan, build.world, build.training
+    optimizer = build_optimizer(
+        training.optimizer,
+        model=model,
+        names_before=build.names,
+        layout=build.layout,
+        served=served_parameters(plan, model, world),
+    )
+    if build.pool is not None:
+        if steps_offloaded(plan):
+            OffloadedStates(optimizer, build.pool)
+        build.pool.is_training = True
+    exchange = build_exchange(
+        plan, model, optimizer, outer=training.outer_optimizer, profile=build.profile, world=world
+    )
+    parallel = ParallelModel(
+        model,
+        build.runner,
+        plan=plan,
+        profile=build.profile,
+        world=world if exchange is None else replace(world, size=1),
+        job=world,
+        mesh=build.mesh,
+        layout=build.layout,
+        optimizer=optimizer,
+        loss_fn=build.loss_fn,
+        count=training.count,
+        max_grad_norm=training.max_grad_norm,
+        runs_autocast=build.is_mixed and not plan.data_parallel.is_sharded,
+        seed=training.seed,
+        pipeline=build.pipeline,
+        split=build.tensor,
+        noise=NoiseMeter(model, plan, device=world.device) if training.measure_noise else None,
+        exchange=exchange,
+        context=build.context,
+        experts=build.experts,
+        offload_pool=build.pool,
+    )
+    parallel.plan = build.requested
+    return parallel

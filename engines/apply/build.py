@@ -1,0 +1,105 @@
+"""The state that the steps of applying a plan pass on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from engines.context.context import Context
+from engines.context.proof import SequenceProof
+from engines.data.microbatches import Count
+from engines.experts.experts import Experts
+from engines.legality import numerics
+from engines.offload.pool import OffloadPool
+from engines.parallel import LossFn
+from engines.plan import Plan
+from engines.runtime.mesh import Mesh
+from engines.runtime.world import World
+from engines.state.layout import Layout
+from engines.state.materialise import Materials
+from engines.state.optimizer import OptimizerFactory, ParameterNames
+from engines.tensor.split import TensorSplit
+from engines.tensor.split_proof import SplitProof
+from profiles.cluster import ClusterProfile
+from profiles.model import ModelProfile, Numerics
+
+if TYPE_CHECKING:
+    from engines.pipeline.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How the model will be trained, as the user says."""
+
+    loss_fn: LossFn | None
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None
+    count: Count | None
+    max_grad_norm: float | None
+    outer_optimizer: OptimizerFactory | None
+    seed: int
+    measure_noise: bool
+
+
+@dataclass(slots=True)
+class Build:
+    """A model on its way from plain to parallel; every step reads and adds to it.
+
+    Attributes:
+        model, plan, profile, cluster, world, training: what is asked for. `nn.DataParallel` drives
+            its devices from one process: `plan` is then that of the process.
+        requested: the plan as it was given.
+        mesh, layout: coordinates of this rank, and how its tensors lie.
+        names: first names of the parameters as they were given.
+        loss_fn: `training.loss_fn`, with its target where the output is.
+        layers, sequence: what is proved; None where the plan splits none.
+        pool, materials, pipeline, tensor, experts, context: what the plan asks for, else None.
+        runner: what is called for a forward.
+    """
+
+    model: nn.Module
+    plan: Plan
+    profile: ModelProfile
+    cluster: ClusterProfile
+    world: World
+    training: Training
+    requested: Plan = field(init=False)
+    loss_fn: LossFn | None = field(init=False)
+    mesh: Mesh = field(init=False)
+    layout: Layout = field(init=False)
+    names: ParameterNames = field(init=False)
+    runner: Callable[..., object] = field(init=False)
+    layers: SplitProof | None = None
+    sequence: SequenceProof | None = None
+    pool: OffloadPool | None = None
+    materials: Materials | None = None
+    pipeline: Pipeline | None = None
+    tensor: TensorSplit | None = None
+    experts: Experts | None = None
+    context: Context | None = None
+
+    def __post_init__(self) -> None:
+        self.requested = self.plan
+        self.loss_fn = self.training.loss_fn
+
+    @property
+    def numerics(self) -> Numerics:
+        return numerics(self.plan, self.profile)
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if forwards compute in bf16 on fp32 parameters."""
+        return self.numerics is not Numerics.AS_BUILT
+
+    @property
+    def is_placed(self) -> bool:
+        """True if its author put parts of the model on several devices, where they stay."""
+        return len(self.profile.devices) > 1
+
+    @property
+    def local(self) -> frozenset[str] | None:
+        """First names of the parameters of this rank's stages; None without stages: all."""
+        return self.pipeline.local if self.pipeline is not None else None

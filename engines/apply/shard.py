@@ -1,0 +1,84 @@
+"""Shard or replicate a model over the data axes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from engines.apply.build import Build
+from engines.data.ddp import replicate
+from engines.data.fsdp import shard as shard_units
+from engines.data.fsdp import shard_experts
+from engines.offload.shards import offload_shards
+from engines.optional.aggregation.hooks import register_gradient_hook
+from engines.optional.data_parallel import data_parallel
+from engines.plan import DataParallel, OffloadTo
+from engines.runtime.failures import all_ranks_succeed
+
+
+def shard(build: Build) -> None:
+    """Shard or replicate over the data axes; experts over the ranks that hold the same ones."""
+    build.runner = build.model
+    if build.mesh.expert_shards is not None:
+        _shard_experts(build)
+    if build.mesh.shards is not None:
+        _shard_parameters(build)
+        return
+    if not build.is_placed:
+        build.model.to(build.world.device)
+    # The replicas of a pipeline average their gradients when a step is over. So do those of split
+    # layers with unused parameters: to find these DDP takes outputs apart, split logits too.
+    averages_itself = build.pipeline is not None or (build.plan.tp > 1 and build.profile.unused)
+    if build.mesh.replicas.size > 1 and not averages_itself:
+        _replicate(build)
+    if build.requested.data_parallel is DataParallel.THREADS:
+        build.runner = data_parallel(build.model, build.requested, build.world)
+
+
+def _shard_experts(build: Build) -> None:
+    experts, mesh = build.experts, build.mesh
+    assert experts is not None
+    assert mesh.expert_shards is not None
+    with all_ranks_succeed("sharding the experts", timeout_s=build.world.timeout_s):
+        shard_experts(
+            experts.hand_over(),
+            build.plan,
+            mesh=mesh.expert_shards,
+            replicas=mesh.replicas.size,
+            mixed=build.is_mixed,
+        )
+
+
+def _shard_parameters(build: Build) -> None:
+    """FSDP2 moves unit by unit, so the whole model never sits on the device."""
+    plan, mesh, pool, materials = build.plan, build.mesh, build.pool, build.materials
+    assert mesh.shards is not None
+    in_files = plan.offload.states and plan.offload_to is OffloadTo.DISK
+    with all_ranks_succeed("sharding", timeout_s=build.world.timeout_s):
+        shard_units(
+            build.model,
+            plan,
+            profile=build.profile,
+            mesh=mesh.shards,
+            mixed=build.is_mixed,
+            local=build.local,
+            ignored=build.experts.parameters if build.experts is not None else (),
+            fill=materials.fill if materials is not None else None,
+            offload=partial(offload_shards, pool=pool) if pool is not None and in_files else None,
+        )
+
+
+def _replicate(build: Build) -> None:
+    plan, mesh, model = build.plan, build.mesh, build.model
+    group = mesh.replicas.group
+    assert group is not None  # there are several
+    ignored = build.experts.parameters if build.experts is not None else set()
+    runner = replicate(
+        model,
+        profile=build.profile,
+        device=None if build.is_placed else build.world.device,
+        group=group,
+        ignored=[name for name, parameter in model.named_parameters() if parameter in ignored],
+    )
+    per_node = build.cluster.ranks_per_node(mesh.replicas.size, plan.tp)
+    register_gradient_hook(runner, plan, group=group, per_node=per_node)
+    build.runner = runner

@@ -1,0 +1,57 @@
+"""Split a model over the model axes: stages, layers, experts and sequences."""
+
+from __future__ import annotations
+
+from engines.apply.build import Build
+from engines.context.context import Context
+from engines.data.batch_norm import synchronise_batch_norms
+from engines.experts.experts import Experts
+from engines.plan import Recompute
+from engines.runtime.failures import all_ranks_succeed
+from engines.tensor.split import split_over
+
+
+def make_stages(build: Build) -> None:
+    """Keep this rank's stages of a pipeline; parameters of the others are freed here."""
+    if build.plan.pp == 1:
+        return
+    from engines.pipeline.pipeline import Pipeline  # torch's pipelining takes a while to import
+
+    build.pipeline = Pipeline(
+        build.model,
+        build.plan,
+        profile=build.profile,
+        numerics=build.numerics,
+        mesh=build.mesh,
+        device=build.world.device,
+        loss_fn=build.loss_fn,
+    )
+
+
+def fill(build: Build) -> None:
+    """Give a model from the meta device its values, unless FSDP2 is given them unit by unit."""
+    plan, materials, world = build.plan, build.materials, build.world
+    needs_whole = plan.pp > 1 or plan.tp > 1 or plan.ep > 1 or build.mesh.shards is None
+    if materials is not None and needs_whole:
+        with all_ranks_succeed("reading the weights", timeout_s=world.timeout_s):
+            materials.fill(build.model, local=build.local, device=world.device)
+        build.materials = None
+
+
+def split(build: Build) -> None:
+    """Split layers over tp, experts over ep and sequences over cp."""
+    model, plan, mesh, world = build.model, build.plan, build.mesh, build.world
+    if build.layers is not None:
+        build.tensor = split_over(
+            model, build.layers.by_module, build.layers.partial, group=mesh.tp.group
+        )
+    if plan.ep > 1:
+        with all_ranks_succeed("sharding the experts over ep", timeout_s=world.timeout_s):
+            build.experts = Experts(model, mesh.ep, mesh.expert_copies, replicas=mesh.replicas.size)
+    build.layout.lay_out(stages=build.pipeline, split=build.tensor, experts=build.experts)
+    if build.sequence is not None:
+        build.context = Context(model, build.sequence, mesh.cp)
+        if plan.recompute is not Recompute.NONE:
+            build.context.wrap(model.get_submodule(unit.name) for unit in build.profile.blocks())
+    if plan.sync_batch_norm and mesh.data.size > 1:
+        build.model = synchronise_batch_norms(model, world.device, group=mesh.data.group)

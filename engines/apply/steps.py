@@ -1,0 +1,112 @@
+"""Apply a plan to a model, step by step.
+
+It makes every combination of stages (pp), split layers (tp) and replicas or shards, by the names
+that papers and manuals give them:
+
+    PP + TP + DP                 pp=2 tp=2 dp_replicate=2: "3D parallelism"; DDP of a model that
+                                 itself spans devices
+    DP + PP + TP + ZeRO-1        the same with zero=1: optimizer states sharded over the replicas
+    PP x TP x ZeRO-3 or HSDP     dp_shard, or dp_replicate and dp_shard
+
+From the outside in: stages first, so that nothing else is done to parameters that a rank will not
+keep. Then layers are split, then blocks recompute and are compiled as they will run, and what is
+left on the rank is replicated or sharded over the data axes. Under asynchronous and periodic
+updates (servers, local SGD) each rank is a job of its own, but for its exchange. A pipeline records
+the model as it was before all this.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from engines.apply.assemble import assemble
+from engines.apply.blocks import compile_, recompute
+from engines.apply.build import Build, Training
+from engines.apply.prepare import prepare
+from engines.apply.proofs import Proofs
+from engines.apply.shard import shard
+from engines.apply.split import fill, make_stages, split
+from engines.apply.validate import validate
+from engines.data.microbatches import Count
+from engines.offload.pool import Folder
+from engines.optional.manual_placement import with_devices_of
+from engines.parallel import LossFn, ParallelModel
+from engines.plan import Plan
+from engines.runtime.world import World, join_world, rank_error_context
+from engines.state.optimizer import OptimizerFactory
+from engines.state.weights import Weights
+from profiles.batch import Batch
+from profiles.cluster import ClusterProfile
+from profiles.model import ModelProfile
+
+
+@rank_error_context("applying the plan")
+def apply_plan(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    profile: ModelProfile,
+    cluster: ClusterProfile,
+    loss_fn: LossFn | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    count: Count | None = None,
+    max_grad_norm: float | None = None,
+    sample: Batch | None = None,
+    weights: Weights | None = None,
+    outer_optimizer: OptimizerFactory | None = None,
+    world: World | None = None,
+    seed: int = 0,
+    measure_noise: bool = False,
+    offload_folder: Folder | None = None,
+    proofs: Proofs | None = None,
+) -> ParallelModel:
+    """Spread `model` as `plan` says, in place; all ranks call it with the same plan.
+
+    Nothing is chosen here: the plan says everything, the profile says which modules are units, and
+    a plan that cannot be applied is refused before any work. Rank 0's parameters and buffers are
+    sent to all ranks, so the ranks may have built the model from different seeds.
+
+    Args:
+        model: any module; its class, names and code stay as they are. One on the meta device needs
+            `weights`.
+        profile: of this model, from `profiles.capture`.
+        cluster: the devices of this job.
+        loss_fn: loss_fn(output, target) for tuple batches, loss_fn(output, batch) for dicts; None
+            where the model returns its loss.
+        optimizer: a factory, an optimizer built on `model`, or None for AdamW.
+        count: what a microbatch's mean loss is a mean over, where that is not its rows:
+            `lambda batch: (batch["labels"] != -100).sum()`.
+        max_grad_norm: clip gradients in `train_step`.
+        sample: one local batch, as for `capture`; with tp or cp > 1 the split is proved on it.
+        weights: of a model on the meta device: init(module), which fills the parameters and buffers
+            that a module holds itself and draws from torch's generator only; tensors by name; or a
+            path to safetensors files. A rank takes what it holds, and nothing else is read.
+        outer_optimizer: a factory, for `updates=diloco`; None is the paper's Nesterov momentum.
+        seed: of the shuffling in `ParallelModel.shard`, and of an init function.
+        measure_noise: the gradient noise scale, for `ParallelModel.noise_scale`: reads the
+            gradients twice more in every step.
+        offload_folder: on a fast local disk, where the plan says `offload_to=disk`. Its files have
+            no names, and are gone when the process ends.
+        proofs: of splits, the same on all ranks. A split without one, or with the proof of another
+            split, is proved here.
+
+    Raises:
+        PlanError: the plan is not possible for this model on these ranks.
+        PlanMismatchError, RankError: ranks disagree, or one is missing.
+        ModelError: parameters without values (meta device, and no `weights`), or nothing to train.
+    """
+    training = Training(
+        loss_fn, optimizer, count, max_grad_norm, outer_optimizer, seed, measure_noise
+    )
+    profile, world = with_devices_of(profile, model), world or join_world()
+    build = Build(model, plan, profile, cluster, world, training)
+    validate(build)
+    prepare(build, sample, weights, offload_folder, proofs or Proofs())
+    make_stages(build)
+    fill(build)
+    split(build)
+    recompute(build)
+    compile_(build)
+    shard(build)
+    return assemble(build)

@@ -1,0 +1,55 @@
+"""Refuse what cannot be done, before any work."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from engines.apply.build import Build
+from engines.blocks.compile import require_compilable
+from engines.data.noise_scale import require_measurable
+from engines.legality import require_legal
+from engines.offload.pool import steps_offloaded
+from engines.optional.data_parallel import require_devices
+from engines.parallel import ParallelModel
+from engines.plan import DataParallel, Plan
+from engines.runtime.world import require_same_plan
+from engines.state.optimizer_footprint import whole_because, why_not_chunked
+from profiles.errors import ModelError, PlanError
+
+
+def validate(build: Build) -> None:
+    """Refuse a plan that the ranks disagree on, or that this model, job or machine cannot run."""
+    plan, world, training = build.plan, build.world, build.training
+    require_same_plan(plan, world)
+    splits_parameters = plan.data_parallel.is_sharded or plan.tp * plan.ep > 1
+    whole = whole_because(training.optimizer) if splits_parameters else ""
+    require_legal(plan, build.profile, build.cluster, whole_because=whole)
+    if plan.data_parallel is DataParallel.THREADS:
+        require_devices(plan.dp_replicate, world, where=f"plan: {plan}")
+    if steps_offloaded(plan):
+        _require_chunked(plan, why_not_chunked(training.optimizer))
+    if training.measure_noise:
+        require_measurable(plan)
+    _require_plain(build.model)
+    require_compilable(build.model, plan, profile=build.profile, device=world.device)
+
+
+def _require_chunked(plan: Plan, because: str) -> None:
+    if because:
+        raise PlanError(
+            because,
+            where=f"plan: {plan}",
+            hints=["leave its states on the device (offload=none), or take AdamW"],
+        )
+
+
+def _require_plain(model: nn.Module) -> None:
+    wrapped = (ParallelModel, FSDPModule, DistributedDataParallel)
+    if isinstance(model, wrapped) or any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ModelError(
+            f"the model is parallel already (a {type(model).__name__})",
+            hints=["build it anew, and apply the plan to the plain module"],
+        )
