@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How the model will be trained, as the user says."""
+    """The training that the user asks for."""
 
     loss_fn: LossFn | None
     optimizer: torch.optim.Optimizer | OptimizerFactory | None

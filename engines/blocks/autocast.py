@@ -13,5 +13,5 @@ def autocast(device: torch.device, *, enabled: bool) -> torch.autocast:
 
 
 def as_fp32(output: Tree) -> Tree:
-    """What autocast left in bf16, as the loss gets it."""
+    """Cast outputs that autocast left in bf16 to fp32."""
     return map_tensors(lambda t: t.float() if t.dtype == torch.bfloat16 else t, output)

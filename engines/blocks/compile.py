@@ -18,7 +18,7 @@ from profiles.model import ModelProfile
 def require_compilable(
     model: nn.Module, plan: Plan, *, profile: ModelProfile, device: torch.device
 ) -> None:
-    """What legality cannot see: the tools of this machine, and the buffers of this model.
+    """Refuse what legality cannot see: missing compilers, and buffers that recompute would change.
 
     Raises:
         PlanError: on a CPU torch writes C++ and there is no compiler for it, or a block that is to

@@ -63,7 +63,7 @@ def _without_cache(value: object) -> object:
 
 
 def holds_state(block: nn.Module) -> bool:
-    """Whether a forward of `block` might change what a second run of it sees."""
+    """True if a forward of `block` may change buffers that a second run of it reads."""
     return bool(_batch_norms(block) or _other_buffers(block))
 
 

@@ -1,4 +1,4 @@
-"""What a forward sees on a rank that has a part of the tokens: attention to all, true places."""
+"""The view of a forward on a rank with a part of the tokens: attention to all, true positions."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Counting(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._buffers = buffers_of(model)
-        self.found: set[int] = set()
+        self.counts: set[int] = set()
 
     def __torch_function__(
         self,
@@ -113,9 +113,9 @@ class Counting(TorchFunctionMode):
     ) -> Any:
         if func is torch.arange:
             count = counted_to(args, kwargs or {})
-            self.found |= {count} if count is not None else set()
+            self.counts |= {count} if count is not None else set()
         elif func is Tensor.__getitem__ and is_table(args[0], self._buffers):
-            self.found |= rows_taken(args[1])
+            self.counts |= rows_taken(args[1])
         return func(*args, **(kwargs or {}))
 
 
@@ -125,12 +125,12 @@ def buffers_of(model: nn.Module) -> set[int]:
 
 
 def is_table(tensor: Tensor, buffers: set[int]) -> bool:
-    """Whether it may have a row for each place."""
+    """True if it may have a row for each position."""
     return isinstance(tensor, nn.Parameter) or id(tensor) in buffers
 
 
 def counted_to(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """How many whole numbers from 0 `torch.arange` is asked for; None: others."""
+    """The length of a `torch.arange` over integers from 0; None for any other call."""
     numbers = [*args, *(kwargs[name] for name in ("start", "end", "step") if name in kwargs)]
     match numbers:
         case [int(end)] | [0, int(end)] | [0, int(end), 1]:
@@ -139,7 +139,7 @@ def counted_to(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
 
 
 def rows_taken(index: Any) -> set[int]:
-    """How many first rows an index takes: `[:n]`, `[:, :n]`."""
+    """The length of a leading slice: n of `[:n]` or `[:, :n]`."""
     many = index if isinstance(index, tuple) else (index,)
     spans = (item for item in many if isinstance(item, slice) and item.step is None)
     return {span.stop for span in spans if not span.start and isinstance(span.stop, int)}

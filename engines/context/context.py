@@ -74,13 +74,13 @@ class Context:
         own, run = self._own(called, batch)
         with self.answering():
             output = call_model(run, own, has_target=False)
-        found = len(tensors_in(output))
+        returned = len(tensors_in(output))
         dims = [dim for dim in self._outputs if dim != LOSS]
-        dims = dims if len(dims) == found else list(self._outputs)
-        if len(dims) != found:
+        dims = dims if len(dims) == returned else list(self._outputs)
+        if len(dims) != returned:
             raise ModelError(
-                f"the model returns {found} tensors, over the sample it returned {len(dims)}: it is"
-                " not known which of them are cut",
+                f"the model returns {returned} tensors, over the sample it returned {len(dims)}:"
+                " which of them hold tokens is unknown",
                 hints=["use `train_step(batch)`, or give a sample like this batch"],
             )
         kinds = iter(dims)

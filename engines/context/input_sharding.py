@@ -1,4 +1,4 @@
-"""What a rank gives a model that is to run over its own tokens, and what its loss then weighs."""
+"""Inputs of a model that runs over a rank's own tokens, and the weight of the rank's loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TARGETS = ("labels", "targets", "target")
 
 
 class InputSharding(Record):
-    """How a model is run over a part of the tokens; `proof` finds the one that is right.
+    """The inputs with which a model runs over a part of the tokens; `proof` finds the right ones.
 
     Attributes:
         gives_positions: it takes `position_ids`; else it counts tokens itself and is answered
@@ -59,7 +59,7 @@ class InputSharding(Record):
         return own, beside, None if self.gives_positions else where
 
     def shares(self, batch: Batch, *, size: int) -> Tensor:
-        """What each rank's mean loss weighs in the mean over all tokens: fp32, (size), sum 1."""
+        """Weights of the ranks' mean losses in the mean over all tokens: fp32, (size), sum 1."""
         length = length_of(batch)
         target = self._target(batch)
         if target is None or not has_tokens(target, length):
@@ -94,7 +94,7 @@ def length_of(batch: Batch) -> int:
 
 
 def has_tokens(tensor: Tensor, length: int) -> bool:
-    """Whether the second dimension of a tensor is the tokens."""
+    """True if the second dimension of a tensor is the tokens."""
     return tensor.dim() >= 2 and tensor.shape[1] == length
 
 

@@ -25,22 +25,22 @@ def short(sample: Batch, size: int) -> Batch:
     few = split_rows(sample, [min(rows, 2), rows - min(rows, 2)])[0]
 
     def made(tensor: Tensor) -> Tensor:
-        found = tensor[:, :tokens].contiguous() if has_tokens(tensor, length) else tensor
-        if found.is_meta:
-            if found.is_floating_point():
-                return torch.randn(found.shape, generator=generator)
-            return torch.randint(0, 2, found.shape, generator=generator).to(found.dtype)
-        found = found.detach().cpu()
-        if found.is_floating_point():
-            return found.float()
-        is_constant = bool((found == found.reshape(-1)[:1]).all())
-        if found.dtype is torch.bool or not is_constant or bool((found == 1).all()):
-            return found  # ones may be a mask
+        short = tensor[:, :tokens].contiguous() if has_tokens(tensor, length) else tensor
+        if short.is_meta:
+            if short.is_floating_point():
+                return torch.randn(short.shape, generator=generator)
+            return torch.randint(0, 2, short.shape, generator=generator).to(short.dtype)
+        short = short.detach().cpu()
+        if short.is_floating_point():
+            return short.float()
+        is_constant = bool((short == short.reshape(-1)[:1]).all())
+        if short.dtype is torch.bool or not is_constant or bool((short == 1).all()):
+            return short  # ones may be a mask
         # Of equal tokens a mean is what each of them is, and without labels there is no loss.
-        value = int(found.reshape(-1)[0])
-        known = [0, value if value not in (0, IGNORED) else 1]
-        drawn = torch.randint(0, len(known), found.shape, generator=generator)
-        return torch.tensor(known, dtype=found.dtype)[drawn]
+        number = int(short.reshape(-1)[0])
+        known = [0, number if number not in (0, IGNORED) else 1]
+        drawn = torch.randint(0, len(known), short.shape, generator=generator)
+        return torch.tensor(known, dtype=short.dtype)[drawn]
 
     return map_batch(made, few)
 

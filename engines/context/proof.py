@@ -1,4 +1,4 @@
-"""Whether a model over a part of the tokens computes what it computes over all of them.
+"""Prove that a model over a part of the tokens computes what it computes over all of them.
 
 A small copy with made-up numbers runs once over a short sequence, and every call of attention is
 noted. Then it runs over each rank's tokens, and attention answers with the rank's part of what was
@@ -59,7 +59,7 @@ class SequenceProof(Record):
     counts: frozenset[int] = frozenset()
 
     def require_places(self, length: int, size: int) -> None:
-        """Where the model counts tokens by itself, it counts to nothing else that is as large.
+        """Require that a model which counts tokens itself counts nothing else to the same number.
 
         Raises:
             BatchError: its numbers would be taken for the places of a rank's tokens.
@@ -92,9 +92,9 @@ def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int)
             try:
                 outputs = _require_same(specimen, small, way, whole, loss_fn, size)
                 others = frozenset() if way.gives_positions else counts - {length}
-                found = SequenceProof(size=size, way=way, outputs=outputs, counts=others)
-                found.require_places(length, size)
-                return found
+                proof = SequenceProof(size=size, way=way, outputs=outputs, counts=others)
+                proof.require_places(length, size)
+                return proof
             except _Differs as difference:
                 why_not = str(difference)
             except AdvisorError as error:
@@ -151,7 +151,7 @@ def require_unmasked(batch: Batch) -> None:
 
 
 class _Differs(Exception):
-    """What is not as in the whole model."""
+    """A difference from the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class _Notes:
 
 
 class _Teacher:
-    """What the ring would answer one rank, if every rank asks for its part of what was noted."""
+    """The ring's answers to one rank, if every rank asks for its part of the recorded calls."""
 
     def __init__(self, calls: list[_Call], *, rank: int, size: int) -> None:
         self._calls = iter(calls)
@@ -261,12 +261,12 @@ def _require_same(
 def _require_parts(
     outputs: list[Tensor], whole: _Whole, loss: Tensor | None, *, rank: int, size: int
 ) -> tuple[int | None, ...]:
-    found: list[int | None] = []
+    token_dims: list[int | None] = []
     if len(outputs) != len(whole.outputs):
         raise _Differs("it returns another number of tensors than over all tokens")
     for own, wanted in zip(outputs, whole.outputs, strict=True):
         if wanted is whole.loss and own is loss:
-            found.append(LOSS)
+            token_dims.append(LOSS)
             continue
         dims = [
             dim for dim, (a, b) in enumerate(zip(own.shape, wanted.shape, strict=False)) if a != b
@@ -278,12 +278,12 @@ def _require_parts(
         mine = part(wanted, rank=rank, size=size, dim=dims[0]) if dims else wanted
         if not _close(own, mine):
             raise _Differs("an output differs from that over all tokens")
-        found.append(dims[0] if dims else None)
-    return tuple(found)
+        token_dims.append(dims[0] if dims else None)
+    return tuple(token_dims)
 
 
 def _ways(model: nn.Module, batch: Batch, *, has_target: bool) -> Iterator[InputSharding]:
-    """What the signature of the forward leaves open, the most telling first."""
+    """Input shardings that the signature of the forward allows, the most explicit first."""
     taken = inspect.signature(model.forward).parameters
     given = set(batch) if isinstance(batch, Mapping) else set()
     is_open = any(p.kind is p.VAR_KEYWORD for p in taken.values())
@@ -330,14 +330,14 @@ def _require_plain_attention(
         answers, counting = OwnTokens(look, places=None, model=model), Counting(model)
         with Pretence().on(fake), without_onednn(), answers, counting:
             call_model(model, fake, has_target=has_target)
-    return frozenset(counting.found)
+    return frozenset(counting.counts)
 
 
-def _close(found: Tensor, wanted: Tensor) -> bool:
+def _close(got: Tensor, wanted: Tensor) -> bool:
     """Equal up to rounding, whose size goes with the largest number."""
-    if found.shape != wanted.shape:
+    if got.shape != wanted.shape:
         return False
-    if not found.is_floating_point() or not found.numel():
-        return torch.equal(found, wanted)
+    if not got.is_floating_point() or not got.numel():
+        return torch.equal(got, wanted)
     bound = TOLERANCE * max(wanted.abs().max().item(), 1e-6)
-    return bool((found - wanted).abs().max().item() <= bound)
+    return bool((got - wanted).abs().max().item() <= bound)

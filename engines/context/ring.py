@@ -83,8 +83,8 @@ class _RingAttention(torch.autograd.Function):
             coming = None if is_last else ring.pass_on(there, _VALUES)
             rows, columns, is_own = _sight(ring, step, query.shape[2], is_causal)
             k, v = (_for_heads(t[:, :, columns], query) for t in _unpacked(there, key, value))
-            found = attend(query[:, :, rows], k, v, is_causal=is_own, scale=scale)
-            _merge(out[:, :, rows], lse[:, :, rows], *found)
+            partial = attend(query[:, :, rows], k, v, is_causal=is_own, scale=scale)
+            _merge(out[:, :, rows], lse[:, :, rows], *partial)
             there = coming() if coming is not None else there
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -106,10 +106,10 @@ class _RingAttention(torch.autograd.Function):
             rows, columns, is_own = _sight(ring, step, query.shape[2], ctx.is_causal)
             k, v = (_for_heads(t[:, :, columns], query) for t in _unpacked(there, key, value))
             g, q, o, lse_of = (t[:, :, rows] for t in (gradient, query, out, lse))
-            found = attend_backward(g, q, k, v, o, lse_of, is_causal=is_own, scale=ctx.scale)
-            of_query[:, :, rows] += found[0]
+            partial = attend_backward(g, q, k, v, o, lse_of, is_causal=is_own, scale=ctx.scale)
+            of_query[:, :, rows] += partial[0]
             sums = behind() if behind is not None else sums
-            for total, share in zip(_unpacked(sums, key, value), found[1:], strict=True):
+            for total, share in zip(_unpacked(sums, key, value), partial[1:], strict=True):
                 total[:, :, columns] += _over_heads(share, total)
             behind = ring.pass_on(sums, _GRADIENTS)
             there = coming() if coming is not None else there
@@ -126,7 +126,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _sight(ring: Ring, step: int, tokens: int, is_causal: bool) -> tuple[slice, slice, bool]:
-    """Which of the rank's queries look at which of the keys that are there in this step, and
+    """The rank's queries that attend to which of the keys of this step, and
     whether each of them looks at those before it only."""
     source = (ring.rank - step) % ring.size
     if not is_causal or step == 0:
@@ -136,11 +136,11 @@ def _sight(ring: Ring, step: int, tokens: int, is_causal: bool) -> tuple[slice, 
     return slice(tokens // 2, None), _ALL, False
 
 
-def _merge(out: Tensor, lse: Tensor, found: Tensor, found_lse: Tensor) -> None:
+def _merge(out: Tensor, lse: Tensor, new: Tensor, found_lse: Tensor) -> None:
     """Add the attention to some more keys, in place; the weights of a softmax over all of them."""
     both = torch.logaddexp(lse, found_lse)
     out.mul_((lse - both).exp()[..., None])
-    out.add_(found.to(out.dtype) * (found_lse - both).exp()[..., None])
+    out.add_(new.to(out.dtype) * (found_lse - both).exp()[..., None])
     lse.copy_(both)
 
 

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a rank has: two chunks of it, one from each end.
+"""The tokens of a rank: two chunks of a sequence, one from each end.
 
 Where attention is causal the last tokens look at all others and the first ones at none. With four
 chunks on two ranks, rank 0 has the first and the last, rank 1 the two in the middle: the same work.
@@ -38,5 +38,5 @@ def joined(parts: Sequence[Tensor], *, dim: int = 1) -> Tensor:
 
 
 def places(length: int, *, rank: int, size: int, device: torch.device) -> Tensor:
-    """Where the rank's tokens stand in a sequence of `length` tokens: int64, (length / size)."""
+    """Positions of the rank's tokens in a sequence of `length` tokens: int64, (length / size)."""
     return part(torch.arange(length, device=device), rank=rank, size=size, dim=0)

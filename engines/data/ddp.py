@@ -64,9 +64,9 @@ def _all_reduced(
     group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
     dist.all_reduce(bucket.buffer(), group=group)
-    found: torch.futures.Future[Tensor] = torch.futures.Future()
-    found.set_result(bucket.buffer())
-    return found
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 _all_reduced.__annotations__.clear()  # torch would compare these strings with types

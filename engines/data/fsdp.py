@@ -132,12 +132,12 @@ def _scalars(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter in model.parameters() if not parameter.dim()}
 
 
-def _whole(found: set[nn.Parameter], *, device_type: str) -> set[nn.Parameter]:
+def _whole(parameters: set[nn.Parameter], *, device_type: str) -> set[nn.Parameter]:
     """The parameters that are not sharded, moved to where FSDP2 moves the others."""
-    for parameter in found:
+    for parameter in parameters:
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device_type)
-    return found
+    return parameters
 
 
 def prepare_backward(root: FSDPModule, plan: Plan, *, last: bool) -> None:

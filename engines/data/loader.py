@@ -1,4 +1,4 @@
-"""Which rows of the global batch a replica sees."""
+"""Sharding of a data loader: the rows of the global batch that a replica sees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from profiles.errors import InputError
 
 
 def shares(rows: int, replicas: int) -> list[int]:
-    """How many of `rows` each replica takes: as equal as can be, the first ones one more.
+    """The number of rows of each replica: as equal as possible, the first ones one more.
 
     >>> shares(10, 4)
     [3, 3, 2, 2]

@@ -98,7 +98,7 @@ class MicrobatchCutter:
 
     @property
     def _is_shared(self) -> bool:
-        """Whether several ranks make up a replica, and must have the same rows."""
+        """True if several ranks make up a replica, and must have the same rows."""
         return self._world.size > self._plan.data_degree
 
     def _require_same(self, prints: Sequence[float]) -> None:
@@ -145,7 +145,7 @@ class MicrobatchCutter:
         return rows, sizes, pieces
 
     def _count(self, piece: Batch, rows: int) -> float:
-        """What a microbatch's mean loss is a mean over; 0 for a borrowed row."""
+        """The count that a microbatch's mean loss is a mean over; 0 for a borrowed row."""
         return float(self._counter(piece)) if rows and self._counter else float(rows)
 
     def _borrowed(self, rows: int) -> Batch:
@@ -181,9 +181,9 @@ def weighted(loss: Tensor, weight: Tensor) -> Tensor:
 
 def _fingerprint(batch: Batch) -> int:
     """20 bits of the rows: shapes, and the first bytes of every tensor that the host has."""
-    found = zlib.crc32(describe(batch).encode())
+    checksum = zlib.crc32(describe(batch).encode())
     for tensor in batch_tensors(batch):
         if tensor.device.type == "cpu":  # of others it would wait for the device in every step
             first = tensor.detach().reshape(-1)[:FINGERPRINT_ELEMENTS].contiguous()
-            found = zlib.crc32(first.view(torch.uint8).numpy().tobytes(), found)
-    return found % 2**20
+            checksum = zlib.crc32(first.view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum % 2**20

@@ -36,7 +36,7 @@ and the scale grows as the loss falls."""
 
 @dataclass(frozen=True, slots=True)
 class NoiseScale:
-    """What the gradients of the last steps say.
+    """The gradient noise scale over the last steps.
 
     Attributes:
         covariance_trace: tr(Sigma), of the gradient of a single sample.
@@ -175,9 +175,9 @@ class NoiseMeter:
         what this rank saw; 1, or 0 where it saw nothing; and its part of the squared norm of the
         global batch's mean gradient.
         """
-        found = torch.zeros(4, device=self._device)
+        sums = torch.zeros(4, device=self._device)
         if not self._is_on:
-            return found
+            return sums
         replicas = self._plan.data_degree
         for square, weight in self._seen:
             # A gradient of n samples was scaled by its weight n W / N. Without weight: no samples.
@@ -185,11 +185,11 @@ class NoiseMeter:
             safe = torch.where(there, weight, 1.0)
             size = safe * (self._samples / replicas)
             seen = torch.stack([square / safe.square(), 1 / size, torch.ones_like(safe)])
-            found[:3] += torch.where(there, seen, 0.0)
-        found[:3] /= max(1, len(self._seen))
+            sums[:3] += torch.where(there, seen, 0.0)
+        sums[:3] /= max(1, len(self._seen))
         self._look_at_all()
-        found[3] = self._square() * self._shards
-        return found
+        sums[3] = self._square() * self._shards
+        return sums
 
     def note(self, means: Tensor) -> None:
         """Means over all ranks of their `parts`; nothing waits for the device."""
@@ -221,7 +221,7 @@ class NoiseMeter:
 
     @property
     def _sends_each(self) -> bool:
-        """Whether every microbatch is reduced on its own, not their sum."""
+        """True if every microbatch is reduced on its own, not their sum."""
         kind = self._plan.data_parallel
         return kind.is_sharded and kind is not DataParallel.ZERO1
 
@@ -240,14 +240,14 @@ class NoiseMeter:
         norms, self._norms = self._norms, []
         if not norms:
             return torch.zeros((), device=self._device)
-        found: Tensor = torch.stack([norm.to(self._device) for norm in norms]).square().sum()
-        return found
+        square: Tensor = torch.stack([norm.to(self._device) for norm in norms]).square().sum()
+        return square
 
 
 def _norm(gradient: Tensor) -> Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    found: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
-    return found
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
+    return norm
 
 
 def _shards(plan: Plan) -> int:

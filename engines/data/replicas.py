@@ -51,7 +51,7 @@ def sum_flat(
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be sharded."""
+    """This rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

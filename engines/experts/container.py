@@ -1,4 +1,4 @@
-"""Whether the experts of a module can be cut: `profiles.experts` says which modules hold some."""
+"""Modules that hold experts (by `profiles.experts`), and the test that these can be sharded."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def _why_not(module: nn.Module, size: int) -> str:
         if not isinstance(whole, Tensor) or whole.shape != hidden.shape:
             why_not = "it returns something else than tokens"
             continue
-        found = torch.zeros_like(whole)
+        added = torch.zeros_like(whole)
         try:
             for rank in range(size):
-                found += _part(module, own, hidden, asked, weights, rank=rank, size=size)
+                added += _part(module, own, hidden, asked, weights, rank=rank, size=size)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             return (str(error).strip().splitlines() or [type(error).__name__])[0]
         bound = TOLERANCE if whole.dtype is torch.float32 else 0.05  # of half precision
-        differs = (found - whole).abs().max() > bound * whole.abs().max()
+        differs = (added - whole).abs().max() > bound * whole.abs().max()
         return "their parts do not add up to the whole" if differs else ""
     return why_not
 
@@ -103,7 +103,7 @@ def _part(
     rank: int,
     size: int,
 ) -> Tensor:
-    """What the experts of one rank add to the tokens, each asked alone and weighed afterwards."""
+    """The output of one rank's experts, each called alone on its tokens and weighted afterwards."""
     each = experts_of(module) // size
     slices = {name: weight.narrow(0, rank * each, each) for name, weight in own.items()}
     token, place = ((asked // each) == rank).nonzero(as_tuple=True)

@@ -23,7 +23,7 @@ EXPERTS_FIRST = Slice(dim=0)
 
 
 class Experts:
-    """What became of a model's experts.
+    """The sharded experts of a model.
 
     Attributes:
         names: first names of their parameters, of which this rank holds its slices.
@@ -43,8 +43,8 @@ class Experts:
         self._copies = copies
         self._replicas = replicas
         first = {parameter: name for name, parameter in model.named_parameters()}
-        found = containers(model)
-        if not found:
+        modules = containers(model)
+        if not modules:
             raise PlanError(
                 f"ep={axis.size}: no module holds its experts as weights with a dimension of their"
                 " own",
@@ -52,16 +52,16 @@ class Experts:
             )
         self.names: set[str] = set()
         proved: set[object] = set()
-        for path, module in found.items():
+        for path, module in modules.items():
             shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
             kind = (type(module), tuple(shapes.items()))
             if kind not in proved:
                 require_separable(path, module, size=axis.size)
                 proved.add(kind)
             self.names |= {first[p] for p in module.parameters(recurse=False)}
-        for module in found.values():
+        for module in modules.values():
             _share(module, axis)
-        self._modules = list(found.values())
+        self._modules = list(modules.values())
         self._parameters = [model.get_parameter(name) for name in sorted(self.names)]
 
     @property
@@ -70,7 +70,7 @@ class Experts:
 
     @property
     def slices(self) -> dict[str, Slice]:
-        """How they lie, by first name."""
+        """Their slices, by first name."""
         return dict.fromkeys(self.names, EXPERTS_FIRST)
 
     def hand_over(self) -> list[nn.Module]:

@@ -15,7 +15,7 @@ from engines.runtime.mesh import Axis
 def sent_through(
     hidden: Tensor, experts: Tensor, *, axis: Axis, each: int, compute: Callable[..., Tensor]
 ) -> Tensor:
-    """What experts make of tokens, wherever they are; all ranks of the axis call it.
+    """Outputs of experts on any rank of the axis for this rank's tokens; all ranks of it call it.
 
     Args:
         hidden: tokens, (N, H).

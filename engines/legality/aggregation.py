@@ -1,4 +1,4 @@
-"""Which plans may choose how gradients are sent. No torch here."""
+"""Rules of gradient aggregation and compression. No torch here."""
 
 from __future__ import annotations
 

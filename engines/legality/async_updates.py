@@ -1,4 +1,4 @@
-"""Which ways of updating parameters are possible, and with what. No torch here."""
+"""Rules of asynchronous and periodic updates. No torch here."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _replicas(plan: Plan, how: str) -> Iterator[Problem]:
 
 
 def _model(plan: Plan, model: ModelProfile, how: str) -> Iterator[Problem]:
-    """What servers cannot hold, or would not step."""
+    """Refuse models that servers cannot hold or step."""
     if plan.servers and model.batch_norms:
         yield Problem(
             rule="updates-batch-norm",

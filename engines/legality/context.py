@@ -1,4 +1,4 @@
-"""Which plans can share out sequences. No torch here; that a model can is proved on it."""
+"""Rules of context parallelism. No torch here; that a model's code allows it is proved on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where one process may drive several devices. No torch here."""
+"""Rules of `nn.DataParallel`. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which plans can spread experts. No torch here; that a module's experts can be is proved on it."""
+"""Rules of expert parallelism. No torch here; that a module allows it is tried on it."""
 
 from __future__ import annotations
 

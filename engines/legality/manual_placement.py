@@ -1,4 +1,4 @@
-"""What is possible with a module that was split over devices by hand. No torch here."""
+"""Rules of modules that their authors placed on several devices. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which plans may keep something outside the device. No torch here."""
+"""Rules of offloading. No torch here."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _whole_and_together(plan: Plan) -> Iterator[Problem]:
 
 
 def _activations(plan: Plan, model: ModelProfile) -> Iterator[Problem]:
-    """What autograd keeps of a block is moved as its forward goes along."""
+    """Activations are offloaded while the forward of their block runs."""
     if not any(model.blocks()):
         yield Problem(
             rule="offload-without-blocks",

@@ -1,4 +1,4 @@
-"""Which pipelines are possible: borders, schedule and microbatches. No torch here."""
+"""Rules of pipelines: borders, schedule and microbatches. No torch here."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _hidden(plan: Plan, flow: Flow) -> Iterator[Problem]:
 
 
 def schedule_problems(plan: Plan) -> Iterator[Problem]:
-    """Whether the schedule can be run with so many microbatches; borders do not matter."""
+    """The schedule can be run with so many microbatches; borders do not matter."""
     pp, count = plan.pp, plan.microbatches
     match plan.schedule:
         case None:

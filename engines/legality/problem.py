@@ -1,4 +1,4 @@
-"""What stands in the way of a plan."""
+"""A rule that a plan breaks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from profiles.record import Record
 
 
 class Problem(Record):
-    """Why a plan is not possible: the rule, what is wrong with numbers, and the way out."""
+    """A reason why a plan is not possible: the rule, the fact with numbers, and the way out."""
 
     rule: str
     what: str

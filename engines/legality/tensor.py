@@ -1,4 +1,4 @@
-"""Which tensor plans can be read at all. No torch here; what is right is proved on the model."""
+"""Rules of tensor parallelism. No torch here; that a split is right is proved on the model."""
 
 from __future__ import annotations
 

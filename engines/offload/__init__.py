@@ -1,1 +1,1 @@
-"""What is not in use waits outside the device: in main memory, or in mapped files on disk."""
+"""Offloading: tensors that are not in use wait in main memory, or in mapped files on disk."""

@@ -60,12 +60,12 @@ class _Away:
 
     def back(self) -> torch.UntypedStorage:
         """On the device again; once for all who have it at the same time."""
-        found = self._back() if self._back is not None else None
-        if found is None:
-            found = torch.UntypedStorage(self._place.storage.nbytes(), device=self._device)
-            found.copy_(self._place.storage, non_blocking=self._is_pinned)
-            self._back = weakref.ref(found)
-        return found
+        restored = self._back() if self._back is not None else None
+        if restored is None:
+            restored = torch.UntypedStorage(self._place.storage.nbytes(), device=self._device)
+            restored.copy_(self._place.storage, non_blocking=self._is_pinned)
+            self._back = weakref.ref(restored)
+        return restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class _Mover:
     def _away(self, storage: torch.UntypedStorage, version: int) -> _Away:
         """Moved once for all tensors that share it, while nobody has written to it."""
         key = (id(storage), version)
-        origin, found = self._moved.get(key, (None, None))
-        away = found() if found is not None else None
+        origin, moved = self._moved.get(key, (None, None))
+        away = moved() if moved is not None else None
         # An id is free again, for another storage, when the first one is gone.
         if origin is None or origin() is not storage or away is None:
             away = _Away(storage, self._room)
@@ -124,5 +124,5 @@ def _unpacked(packed: Tensor | _Packed) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     storage = packed.away.back()
-    found = torch.empty(0, dtype=packed.dtype, device=storage.device)
-    return found.set_(storage, packed.offset, packed.shape, packed.stride)
+    tensor = torch.empty(0, dtype=packed.dtype, device=storage.device)
+    return tensor.set_(storage, packed.offset, packed.shape, packed.stride)

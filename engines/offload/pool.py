@@ -89,10 +89,10 @@ class OffloadPool:
         tensor = local_part(tensor)
         place = self.take(tensor.numel() * tensor.element_size())
         dense = torch.empty_like(tensor, device="meta").stride()
-        found = torch.empty(0, dtype=tensor.dtype)
-        found.set_(place.storage, 0, tensor.shape, dense)
+        result = torch.empty(0, dtype=tensor.dtype)
+        result.set_(place.storage, 0, tensor.shape, dense)
         self._for_good.append(place)
-        return found
+        return result
 
     def _give_back(self, storage: torch.UntypedStorage) -> None:
         self.held_bytes -= storage.nbytes()
@@ -101,13 +101,13 @@ class OffloadPool:
 
 
 def steps_offloaded(plan: Plan) -> bool:
-    """Whether a rank's room holds optimizer states; those of shards in main memory FSDP2 holds."""
+    """True if a rank's pool has optimizer states; those of shards in main memory are FSDP2's."""
     in_files = plan.offload_to is OffloadTo.DISK
     return plan.offload.optimizer or (plan.offload.states and in_files)
 
 
 def open_pool(plan: Plan, device: torch.device, folder: Folder | None) -> OffloadPool | None:
-    """Where this rank's states or activations wait; None if the plan moves neither, or FSDP2 keeps
+    """The pool of this rank's states or activations; None if the plan moves neither, or FSDP2 keeps
     them in main memory.
 
     Raises:
@@ -150,12 +150,12 @@ def _mapped(folder: Path, size_bytes: int) -> torch.UntypedStorage:
         raise _no_room(folder, size_bytes, error) from error
     try:
         os.unlink(name)
-        # Without it a full disk is found out by a signal that ends the process.
+        # Without it a full disk is storage out by a signal that ends the process.
         os.posix_fallocate(handle, 0, max(size_bytes, 1))
         path = f"/proc/self/fd/{handle}"
-        found = torch.UntypedStorage.from_file(path, shared=True, nbytes=size_bytes)
-        assert isinstance(found, torch.UntypedStorage)  # torch's annotation is of its base
-        return found
+        storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size_bytes)
+        assert isinstance(storage, torch.UntypedStorage)  # torch's annotation is of its base
+        return storage
     except (OSError, RuntimeError) as error:
         raise _no_room(folder, size_bytes, error) from error
     finally:

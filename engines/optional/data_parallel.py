@@ -12,7 +12,7 @@ from profiles.errors import PlanError
 
 
 def one_process_plan(plan: Plan) -> Plan:
-    """What the one process does: microbatches of all devices together."""
+    """The plan of the one process: microbatches of all devices together."""
     rows = plan.microbatch_size
     update = {
         "data_parallel": DataParallel.NONE,
@@ -41,5 +41,5 @@ def data_parallel(model: nn.Module, plan: Plan, world: World) -> nn.DataParallel
     """`model`, which is on the device of `world`, with a thread for each device of `plan`."""
     first = world.device.index or 0
     others = (n for n in range(torch.cuda.device_count()) if n != first)
-    found = [first, *others][: plan.dp_replicate]
-    return nn.DataParallel(model, device_ids=found, output_device=first)
+    devices = [first, *others][: plan.dp_replicate]
+    return nn.DataParallel(model, device_ids=devices, output_device=first)

@@ -11,7 +11,7 @@ from profiles.errors import PlanError
 
 
 class AsyncUpdatesMixin:
-    """What a model under any plan can be asked about it."""
+    """The part of ParallelModel about asynchronous and periodic updates."""
 
     plan: Plan
     _exchange: Exchange
@@ -26,7 +26,7 @@ class AsyncUpdatesMixin:
 
     @property
     def update_report(self) -> UpdateReport | None:
-        """How stale updates were, and what became of them; None where a step waits for all."""
+        """Staleness of updates, and their counts; None where a step waits for all."""
         return self._exchange.report
 
     @property

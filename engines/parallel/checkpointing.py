@@ -1,4 +1,4 @@
-"""What a model under any plan writes and reads: a part of ParallelModel."""
+"""Checkpoints and state dicts: a part of ParallelModel."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ class CheckpointMixin:
         release(self.module)
         self._exchange.synchronise()
         self._follow_first_replica(every_buffer=True)
-        found = destination if destination is not None else {}
+        state = destination if destination is not None else {}
         for name, value in whole_state(self.module, self._layout).items():
-            found[prefix + name] = value
-        return found
+            state[prefix + name] = value
+        return state
 
     @rank_error_context("spreading the state")
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:

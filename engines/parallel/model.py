@@ -303,7 +303,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         return full_gradients(self.module, self._layout)
 
     def _loss(self, piece: Batch) -> Tensor:
-        """Of this rank's part of the piece, such that the mean over those with the same rows is the
+        """The loss of this rank's part of the piece; the mean over ranks with the same rows is the
         mean loss of the piece."""
         if self._context is not None:
             return self._context.loss(self._called, piece, self._loss_fn)
@@ -327,8 +327,8 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         return total
 
     def _settle(self) -> None:
-        """What the backwards of this rank alone cannot know. All of it is linear, so that each may
-        work on what the one before left: means over replicas, sums over the tp axis, ties."""
+        """Finish the gradients after the backwards of this rank: means over replicas, sums over the
+        tp axis and over ties. All of it is linear, so each may work on the result of the last."""
         pipeline, split = self._pipeline, self._split
         if self._averaged:
             averaged = map(self.module.get_parameter, self._averaged)

@@ -1,4 +1,4 @@
-"""What a training tells of itself, and what its user may turn by it: a part of ParallelModel."""
+"""Measurements of a training, and the rates that follow them: a part of ParallelModel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MonitoringMixin:
 
     @rank_error_context("comparing the times of ranks")
     def imbalance(self) -> Imbalance:
-        """What each rank does by itself in a step and how long it waits; names the slowest.
+        """Computing and waiting time of each rank in a step; names the slowest.
 
         All ranks call it, after some steps. `print(parallel.imbalance())` says it in a sentence.
 
@@ -39,13 +39,13 @@ class MonitoringMixin:
             InputError: fewer than three steps were timed.
             PlanError: ranks that hold parts of one model have no time of their own.
         """
-        found = self._own.gathered()
-        self.steps.pace = found.pace
-        return found
+        times = self._own.gathered()
+        self.steps.pace = times.pace
+        return times
 
     @rank_error_context("comparing the memory of ranks")
     def memory(self) -> PeakMemory:
-        """What each rank's device held at most, what its allocator reserved, and what was away.
+        """Peak memory of each rank's device, its allocator's reserve, and offloaded bytes.
 
         All ranks call it, after some steps. `print(parallel.memory())` says it in a sentence;
         `advisor.memory_report(parallel)` sets it beside the prediction.
@@ -60,14 +60,14 @@ class MonitoringMixin:
         Raises:
             InputError: nobody asked for it to be measured, or no step was taken yet.
         """
-        found = None if self._noise is None else self._noise.reading()
-        if found is None:
+        scale = None if self._noise is None else self._noise.reading()
+        if scale is None:
             asked = "no step was taken yet" if self._noise else "it was not asked for"
             raise InputError(
                 f"the gradient noise scale was not measured: {asked}",
                 hints=["give `measure_noise=True`, and train with `train_step`"],
             )
-        return found
+        return scale
 
     def _listening(self, index: int) -> AbstractContextManager[None]:
         return nullcontext() if self._noise is None else self._noise.microbatch(index)

@@ -24,9 +24,9 @@ class NamingMixin:
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Original names; what this rank holds."""
-        found = self.module.named_parameters(prefix, recurse, remove_duplicate)
+        named = self.module.named_parameters(prefix, recurse, remove_duplicate)
         start = len(prefix) + 1 if prefix else 0
-        return ((name, p) for name, p in found if self._layout.holds(name[start:]))
+        return ((name, p) for name, p in named if self._layout.holds(name[start:]))
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -36,7 +36,7 @@ class NamingMixin:
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
-        """What crosses each cut of a pipeline for one microbatch: the plan's, else the sample."""
+        """Tensors that cross each cut for one microbatch: the plan's, else the sample."""
         samples = self.plan.microbatch_size or self._profile.samples
         return cuts(self.plan, self._profile.flow, samples=samples)
 

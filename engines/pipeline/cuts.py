@@ -1,4 +1,4 @@
-"""What crosses each cut of a pipeline, in bytes a microbatch. No torch here."""
+"""Tensors that cross each cut of a pipeline, in bytes a microbatch. No torch here."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def cuts(plan: Plan, flow: Flow, *, samples: float) -> tuple[Cut, ...]:
     Args:
         samples: in a microbatch.
     """
-    found = []
+    crossing = []
     before = 0
     for stage, border in enumerate(plan.stages, start=1):
         position = flow.first_call(border)
@@ -75,9 +75,9 @@ def cuts(plan: Plan, flow: Flow, *, samples: float) -> tuple[Cut, ...]:
             _crossing(flow, key, samples, is_passing=key[0] < before)
             for key in flow.crossing_keys(position)
         )
-        found.append(Cut(border=border, stage=stage, tensors=tensors))
+        crossing.append(Cut(border=border, stage=stage, tensors=tensors))
         before = position
-    return tuple(found)
+    return tuple(crossing)
 
 
 def _crossing(flow: Flow, key: tuple[int, int], samples: float, *, is_passing: bool) -> Crossing:

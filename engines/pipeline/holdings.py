@@ -1,4 +1,4 @@
-"""What a rank keeps: the parameters of its own stages. Of all others only the shape stays."""
+"""Owners of parameters in a pipeline: a rank holds those of its own stages, of others the shape."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from profiles.flow import Flow
 
 def owners_of(plan: Plan, parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
     """Positions on the pp axis that hold each parameter, ascending, by its first name."""
-    found: dict[str, set[int]] = {}
+    owners: dict[str, set[int]] = {}
     for part in parts:
         for name in part.parameters:
-            found.setdefault(name, set()).add(rank_of_stage(plan, part.index))
-    return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
+            owners.setdefault(name, set()).add(rank_of_stage(plan, part.index))
+    return {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
 
 
 def buffer_owners(
     plan: Plan, parts: Sequence[Part], flow: Flow, model: nn.Module
 ) -> dict[str, int]:
     """The position whose copy of a buffer counts: the first to run the unit which holds it."""
-    found = {}
+    runs_first = {}
     for part in reversed(parts):
         for call in flow.calls[part.first : part.last]:
-            found[call.unit] = rank_of_stage(plan, part.index)
+            runs_first[call.unit] = rank_of_stage(plan, part.index)
     for unit, caller in flow.inside:
-        found.setdefault(unit, found.get(caller, 0))
+        runs_first.setdefault(unit, runs_first.get(caller, 0))
     owners = {}
     for name, _ in model.named_buffers(remove_duplicate=False):
-        holders = [unit for unit in found if not unit or f"{name}.".startswith(f"{unit}.")]
-        owners[name] = found[max(holders, key=len)] if holders else 0
+        holders = [unit for unit in runs_first if not unit or f"{name}.".startswith(f"{unit}.")]
+        owners[name] = runs_first[max(holders, key=len)] if holders else 0
     return owners
 
 

@@ -15,9 +15,9 @@ class UserHooks:
     """The forward hooks that units had when the model was given, before a plan added its own."""
 
     def __init__(self, model: nn.Module, units: Iterable[str]) -> None:
-        found = {name: model.get_submodule(name) for name in units}
+        modules = {name: model.get_submodule(name) for name in units}
         self._of = {
-            name: (unit, hooks) for name, unit in found.items() if (hooks := forward_hooks(unit))
+            name: (unit, hooks) for name, unit in modules.items() if (hooks := forward_hooks(unit))
         }
 
     def show(self, name: str, args: Any, kwargs: Any, output: object) -> object:

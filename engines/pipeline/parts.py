@@ -1,4 +1,4 @@
-"""Which calls, values and parameters belong to which stage: the plan's borders on the flow."""
+"""The calls, values and parameters of each stage: the plan's borders on the flow."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def rank_of_stage(plan: Plan, stage: int) -> int:
 
 
 def is_unit(call: Call) -> bool:
-    """Whether a module is called, and not code between modules."""
+    """True if a module is called, and not code between modules."""
     return call.unit not in (GLUE, LOSS)
 
 
@@ -90,12 +90,12 @@ def _needed(flow: Flow, model: nn.Module, first: int, last: int) -> set[str]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     called = {call.unit for call in flow.calls[first:last] if is_unit(call)}
     called |= {unit for unit, caller in flow.inside if caller in called}
-    found = {names[p] for unit in called for p in model.get_submodule(unit).parameters()}
+    needed = {names[p] for unit in called for p in model.get_submodule(unit).parameters()}
     for call in flow.calls[first:last]:
         if call.unit != GLUE:
-            found.update(call.parameters)
+            needed.update(call.parameters)
     for edge in flow.edges:
         source = flow.calls[edge.source]
         if source.unit == GLUE and first <= edge.target < last:
-            found.add(source.parameters[edge.value])
-    return found
+            needed.add(source.parameters[edge.value])
+    return needed

@@ -186,7 +186,7 @@ class Pipeline:
         return schedule
 
     def _stages(self, recording: Recording) -> list[Stage]:
-        found = []
+        stages = []
         for part in self._parts:
             replay = Replay(
                 self._model,
@@ -196,7 +196,7 @@ class Pipeline:
                 hooks=self._hooks,
                 device=self._device,
             )
-            found.append(
+            stages.append(
                 Stage(
                     self._model,
                     replay,
@@ -205,7 +205,7 @@ class Pipeline:
                     runs_autocast=self._numerics is Numerics.BF16_AUTOCAST,
                 )
             )
-        return found
+        return stages
 
     def _can_split(self, part: Part) -> bool:
         """FSDP2 takes the end of the inputs' half for the end of the backward."""
@@ -215,7 +215,7 @@ class Pipeline:
         key = self._key(piece)
         if key not in self._recordings:
             with self._skeleton.in_place():
-                found = record(
+                recording = record(
                     self._model,
                     self._flow,
                     piece,
@@ -225,11 +225,11 @@ class Pipeline:
                 )
             while len(self._recordings) >= RECORDINGS_KEPT:
                 del self._recordings[next(iter(self._recordings))]
-            self._recordings[key] = found
+            self._recordings[key] = recording
         return self._recordings[key]
 
     def _key(self, piece: Batch) -> str:
-        """What a recording depends on: shapes, values that are no tensors, the mode."""
+        """The key of a recording: shapes, values that are no tensors, the mode."""
         values = piece.values() if isinstance(piece, Mapping) else piece
         others = [] if isinstance(piece, Tensor) else [v for v in values if not _is_tensor(v)]
         return f"{describe(piece)} {others} {self._model.training}"

@@ -1,4 +1,4 @@
-"""What the calls of one microbatch return, so that a stage can do without running them."""
+"""Outputs of the calls of one microbatch, for stages that do not run them."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def record(
         number = numbers[len(calls)] if len(calls) < len(numbers) else -1
         leaves, structure = flatten(output)
         arguments, _ = flatten((args, kwargs))
-        found = tuple(_leaves(leaves, arguments, known))
-        calls.append(Returned(unit, number, found, structure))
+        called = tuple(_leaves(leaves, arguments, known))
+        calls.append(Returned(unit, number, called, structure))
         return output
 
     with (
@@ -144,12 +144,12 @@ def record(
             _explained(batch),
         ):
             call_model(model, fake, has_target=has_target)
-    found, expected = [c.unit for c in calls], [flow.calls[number].unit for number in numbers]
-    if found != expected:
+    called, expected = [c.unit for c in calls], [flow.calls[number].unit for number in numbers]
+    if called != expected:
         raise ModelError(
-            f"on this batch the model makes {len(found)} calls of its units, on the sample that was"
-            f" looked at it made {len(expected)}",
-            where=f"{_first_difference(found, expected)}\nbatch: {describe(batch)}",
+            f"on this batch the model makes {len(called)} calls of its units, on the captured"
+            f" sample it made {len(expected)}",
+            where=f"{_first_difference(called, expected)}\nbatch: {describe(batch)}",
             hints=["a pipeline needs a forward that takes the same path for every batch"],
         )
     return Recording(tuple(calls))
@@ -199,7 +199,7 @@ def intercepted(
 
 
 def _lower(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What FSDP2 does to the inputs of what it shards, under mixed precision."""
+    """Cast inputs as FSDP2 does for the modules that it shards, under mixed precision."""
     return map_tensors(lambda t: t.to(_LOW) if t.is_floating_point() else t, (args, kwargs))
 
 
@@ -249,18 +249,18 @@ def _leaves(
 
 
 def _own_stride(tensor: Tensor) -> tuple[int, ...]:
-    """As it is; contiguous where several elements lie in one place, so that it can be written."""
+    """The tensor; contiguous where elements share memory, so that it can be written."""
     if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
         return torch.empty(tensor.shape, device="meta").stride()
     return tensor.stride()
 
 
-def _first_difference(found: Sequence[str], expected: Sequence[str]) -> str:
+def _first_difference(called: Sequence[str], expected: Sequence[str]) -> str:
     number = next(
-        (n for n, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b),
-        min(len(found), len(expected)),
+        (n for n, (a, b) in enumerate(zip(called, expected, strict=False)) if a != b),
+        min(len(called), len(expected)),
     )
-    here, there = (names[number : number + 1] or ["the end"] for names in (found, expected))
+    here, there = (names[number : number + 1] or ["the end"] for names in (called, expected))
     return f"call {number} is `{here[0]}`, it was `{there[0]}`"
 
 

@@ -80,7 +80,7 @@ class Replay:
         self._require_stubs()
 
     def run(self, received: Sequence[Tensor], forward: Callable[[], object]) -> object:
-        """What the part sends on, contiguous; for the last part the model's output.
+        """The values that the segment sends on, contiguous; of the last one the model's output.
 
         Args:
             received: tensors of `part.received`.
@@ -144,7 +144,7 @@ class Replay:
         return tensor.clone() if self._is_overwritten(number, made.value) else tensor
 
     def _keep(self, number: int, output: object, produced: dict[Key, Tensor]) -> None:
-        """What of a call's output is sent on, as it is now."""
+        """The tensors of a call's output that are sent on, as they are now."""
         for value, tensor in enumerate(tensors_in(output)):
             if (number, value) in self.part.sent:
                 is_changed = self._is_overwritten(number, value)

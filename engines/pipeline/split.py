@@ -1,4 +1,4 @@
-"""Whether the backward of a stage may be split: gradients of inputs first, of weights later.
+"""Zero-bubble splits of a stage's backward: gradients of inputs first, of weights later.
 
 torch's split (`stage_backward_input`, `stage_backward_weight`) finds the weights by the inputs that
 they meet on their way to the output. A weight whose output does not depend on what the stage
@@ -15,7 +15,7 @@ from profiles.flow import GLUE, Flow
 
 
 def can_split(part: Part, flow: Flow, model: nn.Module) -> bool:
-    """Whether every call of `part` that has weights turns what was received into one output.
+    """True if every call of `part` that has weights turns received values into one output.
 
     The first stage always can: it has no inputs to serve first, and does all of its backward later.
     """
@@ -46,14 +46,14 @@ def _trainable(unit: str, model: nn.Module) -> bool:
 
 
 def _used_once(units: list[str], model: nn.Module) -> bool:
-    """Whether no parameter is in two places, nor its unit called twice."""
-    found = [
+    """True if no parameter is in two places, nor its unit called twice."""
+    uses = [
         id(parameter)
         for unit in units
         for parameter in _every_parameter(model.get_submodule(unit))
         if parameter.requires_grad
     ]
-    return len(found) == len(set(found))
+    return len(uses) == len(set(uses))
 
 
 def _every_parameter(unit: nn.Module) -> list[nn.Parameter]:

@@ -57,7 +57,7 @@ class Stage(nn.Module):
         object.__setattr__(self, "_model", model)  # its modules are not this one's
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """What is sent on, or the loss of the last stage, (1,), as its share in the step's loss.
+        """Values to send on, or the loss of the last stage, (1,), as its share in the step's loss.
 
         Args:
             received: as `Part.received`.

@@ -34,12 +34,12 @@ def ties_of(
     for name in trainable:
         if len(owners[name]) > 1:
             by_positions.setdefault(tuple(owners[name]), []).append(name)
-    found = []
+    ties = []
     for positions, names in sorted(by_positions.items()):
         group = mesh.between_stages(positions)
         if mesh.pp.position in positions:
-            found.append(Tie(tuple(names), group))
-    return tuple(found)
+            ties.append(Tie(tuple(names), group))
+    return tuple(ties)
 
 
 def sum_ties(ties: Iterable[Tie], model: nn.Module) -> None:

@@ -30,7 +30,7 @@ from profiles.record import Document, read_text
 
 
 class Plan(Document):
-    """How a model is spread over ranks, and how a step is cut.
+    """A plan: degrees of parallelism over ranks, and the cut of a step into microbatches.
 
     `Plan()` is one device with no tricks. The world size is pp * tp * cp * dp_replicate * dp_shard,
     and servers and backup workers beside them.
@@ -154,7 +154,7 @@ class Plan(Document):
 
     @property
     def is_replicated(self) -> bool:
-        """Whether several ranks hold the same part of the model whole, and average its gradients:
+        """True if several ranks hold the same part of the model whole, and average its gradients:
         replicas, and ranks that share the tokens of a sample."""
         is_whole = self.data_parallel in (DataParallel.NONE, DataParallel.REPLICATE)
         return is_whole and self.dp_replicate * self.cp > 1
@@ -166,14 +166,14 @@ class Plan(Document):
 
     @property
     def shards_experts(self) -> bool:
-        """Whether FSDP2 shards a rank's experts among the ranks that hold the same ones."""
+        """True if FSDP2 shards a rank's experts among the ranks that hold the same ones."""
         kind = self.data_parallel
         has_copies = self.data_degree * self.cp > self.ep > 1
         return has_copies and kind.is_sharded and kind is not DataParallel.HYBRID_SHARD
 
     @property
     def updates_in_step(self) -> bool:
-        """Whether replicas exchange gradients in every step, among themselves."""
+        """True if replicas exchange gradients in every step, among themselves."""
         return self.updates is Updates.SYNCHRONOUS and not self.servers
 
     @property
@@ -203,7 +203,7 @@ class Plan(Document):
         return " ".join(filter(None, words)) or "dp_replicate=1"
 
     def said(self, *names: str) -> str:
-        """Those of these settings that are not the default, as `Plan.parse` reads them.
+        """The settings among `names` that are not the default, as `Plan.parse` reads them.
 
         >>> Plan.parse("pp=2 tp=4 microbatches=8").said("pp", "cp", "tp")
         'pp=2 tp=4'

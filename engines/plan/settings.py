@@ -11,7 +11,7 @@ MODEL_AXES = ("pp", "tp", "cp", "ep")
 
 
 class DataParallel(StrEnum):
-    """What the data-parallel ranks split besides the batch."""
+    """The state that data-parallel ranks shard besides the batch."""
 
     NONE = "none"  # one replica
     THREADS = "threads"  # one process drives several devices (nn.DataParallel)
@@ -23,7 +23,7 @@ class DataParallel(StrEnum):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the engine is FSDP2: parameters are held as shards between steps."""
+        """True if the engine is FSDP2: parameters are shards between steps."""
         return self in _SHARDED
 
 
@@ -47,7 +47,7 @@ class Schedule(StrEnum):
 
 
 class Recompute(StrEnum):
-    """Which activations are computed again in the backward pass instead of kept."""
+    """Activation checkpointing: the activations that the backward pass computes again."""
 
     NONE = "none"
     SELECTIVE = "selective"  # keep outputs of matmuls, convolutions and attention of every block
@@ -55,7 +55,7 @@ class Recompute(StrEnum):
 
 
 class Precision(StrEnum):
-    """In what the forward and backward run.
+    """The dtype of forward and backward.
 
     A model built in that dtype runs as it is. An fp32 model under `BF16` keeps fp32 parameters,
     gradients and optimizer states (the masters) and computes in bfloat16.
@@ -72,7 +72,7 @@ class Precision(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How DDP sums gradients over replicas; messages: `engines.optional.aggregation.rounds`."""
+    """Gradient sums of DDP over replicas; messages: `engines.optional.aggregation.rounds`."""
 
     BACKEND = "backend"  # one all-reduce of NCCL or gloo
     GATHER = "gather"  # all to one parameter device, and back
@@ -85,7 +85,7 @@ class Aggregation(StrEnum):
 
 
 class Compression(StrEnum):
-    """What DDP sends of a gradient."""
+    """Gradient compression of DDP."""
 
     NONE = "none"
     BF16 = "bf16"  # rounded to 8 significant bits, and summed up so: 2^-8 of a value each time
@@ -93,7 +93,7 @@ class Compression(StrEnum):
 
 
 class Updates(StrEnum):
-    """When parameters are updated, and by whose gradients.
+    """The update rule: when parameters are updated, and by whose gradients.
 
     With `servers` the first ranks hold the parameters and step them, the others work. Without, each
     rank is a replica.
@@ -106,7 +106,7 @@ class Updates(StrEnum):
 
     @property
     def is_periodic(self) -> bool:
-        """Whether replicas go apart, and meet every `sync_every` steps."""
+        """True if replicas step alone, and average every `sync_every` steps."""
         return self in (Updates.LOCAL, Updates.DILOCO)
 
 
@@ -116,7 +116,7 @@ little beside what a model keeps."""
 
 
 class Offload(StrEnum):
-    """What lives outside the device between uses."""
+    """The tensors that wait outside the device between uses."""
 
     NONE = "none"
     STATES = "states"  # parameter shards, gradient shards and optimizer states; the step runs there
@@ -127,22 +127,22 @@ class Offload(StrEnum):
 
     @property
     def states(self) -> bool:
-        """Whether FSDP2 keeps all states of its shards in main memory."""
+        """True if FSDP2 keeps all states of its shards in main memory."""
         return "states" in self.value.split(",")
 
     @property
     def optimizer(self) -> bool:
-        """Whether optimizer states alone leave the device."""
+        """True if optimizer states alone leave the device."""
         return "optimizer" in self.value.split(",")
 
     @property
     def activations(self) -> bool:
-        """Whether what blocks keep for their backward leaves the device."""
+        """True if activations of blocks leave the device until their backward."""
         return "activations" in self.value.split(",")
 
 
 class OffloadTo(StrEnum):
-    """Where it waits."""
+    """The place where offloaded tensors wait."""
 
     HOST = "host"  # main memory, page-locked beside an accelerator
     DISK = "disk"  # files of a folder that the user names, mapped into memory

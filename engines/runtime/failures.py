@@ -25,7 +25,7 @@ its wait later than this is named too, though it only waits longer."""
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Whether a collective failed for its connection: torch's own types, or gloo's bare text."""
+    """True if a collective failed for its connection: torch's own types, or gloo's bare text."""
     from_gloo = isinstance(error, RuntimeError) and "gloo/transport/" in str(error)
     return isinstance(error, dist.DistError) or from_gloo
 
@@ -40,7 +40,7 @@ def first_failure() -> str:
 
 
 def has_store() -> bool:
-    """Whether the store answers that the ranks met at."""
+    """True if the rendezvous store answers."""
     try:
         default_store().check([_FAILED])
     except RuntimeError:

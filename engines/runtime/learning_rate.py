@@ -1,4 +1,4 @@
-"""How a learning rate follows the global batch: the rule, the warm-up, and doing it.
+"""Learning rates that follow the global batch: rules, warm-up, and rescaling.
 
 Torch-free: the advisor gives the advice, `ParallelModel.scale_learning_rate` follows it.
 """
@@ -21,7 +21,7 @@ USUAL_BETA2 = 0.999
 
 
 class ScalingRule(StrEnum):
-    """What a rate is multiplied by when the batch grows k times."""
+    """The factor of a learning rate when the batch grows k times."""
 
     LINEAR = "linear"  # k: k steps of SGD in one (Krizhevsky 2014; Goyal et al. 2017)
     SQRT = "sqrt"  # sqrt(k): steps that are divided by the gradient's noise (Malladi et al. 2022)
@@ -57,7 +57,7 @@ class ScalingRule(StrEnum):
 
 
 def same_noise_factor(*, tuned_at: int, batch: int, samples: int | None) -> float:
-    """What keeps g = eps / (1 - m) (N / B - 1) at another batch (Smith and Le 2018,
+    """The factor that keeps g = eps / (1 - m) (N / B - 1) at another batch (Smith and Le 2018,
     arXiv:1710.06451).
 
     Raises:
@@ -103,7 +103,7 @@ def warm_up_steps(
 
 @dataclass(frozen=True, slots=True)
 class ScaledRate:
-    """What `scale_learning_rate` did.
+    """The result of `scale_learning_rate`.
 
     Attributes:
         rule, factor: the rates are now `factor` times what they are at `tuned_at`.
@@ -137,7 +137,7 @@ class ScaledRate:
 
 
 class HasRates(Protocol):
-    """What of a torch optimizer is used here."""
+    """The part of a torch optimizer that is used here."""
 
     param_groups: list[dict[str, Any]]
 

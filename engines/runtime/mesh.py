@@ -1,4 +1,4 @@
-"""Where a rank stands on the axes of a plan, and whom it talks to along each of them.
+"""Coordinates of a rank on the axes of a plan, and its process group along each of them.
 
 Ranks are numbered as `plan.AXES` lists the axes: pp changes slowest, tp fastest. With pp=2,
 dp_replicate=2 and tp=2 rank 5 is stage 1, replica 0, part 1:
@@ -86,31 +86,31 @@ class Mesh:
 
     @classmethod
     def of_one(cls, world: World) -> Mesh:
-        """Of a rank that makes its steps without the others."""
+        """The mesh of a rank that makes its steps without the others."""
         return cls(Plan(), replace(world, rank=0, size=1))
 
     def between_stages(self, positions: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of the ranks at these `positions` on the pp axis, one for every place on the
         other axes; all ranks call it. None if this rank is at none of them."""
-        found = None
+        own = None
         for ranks in self._rows("pp"):
             some = tuple(ranks[position] for position in positions)
             group = self._group(some)
-            found = group if self._rank in some else found
-        return found
+            own = group if self._rank in some else own
+        return own
 
     def _axis(self, *axes: str) -> Axis:
         return self._axis_of(self._rows(*axes))
 
     def _axis_of(self, rows: Iterable[tuple[int, ...]]) -> Axis:
         """The one of `rows` that this rank is in; all ranks make the groups of all of them."""
-        found = None
+        own = None
         for ranks in rows:
             group = self._group(ranks) if len(ranks) > 1 else None
             if self._rank in ranks:
-                found = Axis(ranks, ranks.index(self._rank), group)
-        assert found is not None  # a rank is on every axis
-        return found
+                own = Axis(ranks, ranks.index(self._rank), group)
+        assert own is not None  # a rank is on every axis
+        return own
 
     def _expert_axes(self) -> tuple[Axis, Axis]:
         ep, cp = self._plan.ep, self._plan.cp

@@ -1,4 +1,4 @@
-"""What the ranks' devices have held: tensors, what was reserved for them, and the rest."""
+"""Peak memory of the ranks' devices: tensors, the allocator's reserve, and the rest."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PeakMemory:
 
 
 def measure_peak(device: torch.device, *, away_bytes: int = 0) -> RankMemory:
-    """What this process held at most."""
+    """Peak memory of this process."""
     peak = peak_memory_bytes(device)
     if device.type != "cuda":
         return RankMemory(peak, away_bytes=away_bytes)
@@ -87,10 +87,10 @@ def measure_peak(device: torch.device, *, away_bytes: int = 0) -> RankMemory:
 
 
 def gathered(own: RankMemory, world: World) -> PeakMemory:
-    """Of all ranks; all of them call it."""
+    """The peaks of all ranks; all of them call it."""
     mine = [float(number) for number in astuple(own)]
     rows = [mine if rank == world.rank else [0.0] * len(mine) for rank in range(world.size)]
-    found = sum_over_ranks([number for row in rows for number in row], world)
-    whole = [int(number) for number in found]
+    sums = sum_over_ranks([number for row in rows for number in row], world)
+    whole = [int(number) for number in sums]
     starts = range(0, len(whole), len(mine))
     return PeakMemory(tuple(RankMemory(*whole[i : i + len(mine)]) for i in starts))

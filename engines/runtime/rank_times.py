@@ -1,4 +1,4 @@
-"""Which rank the others wait for: what each does by itself in a step, and how long it waits.
+"""Computing and waiting times of ranks in a step: which rank the others wait for.
 
 A step has two moments when all ranks are together: the meeting before the forward, where the rows
 of the batch are counted, and the end of the exchange of gradients. What a rank does between them
@@ -83,14 +83,14 @@ class Imbalance:
 
     @property
     def factor(self) -> float:
-        """How many times as long it takes as the median of the others."""
+        """The slowest rank's time over the median of the others."""
         others = [t.own_s for rank, t in enumerate(self.ranks) if rank != self.slowest]
         return self.ranks[self.slowest].own_s / max(statistics.median(others), 1e-9)
 
     @property
     def pace(self) -> Pace:
-        """What is kept of a run. Under FSDP2 forwards stand for computing, and what is outside of
-        it is left out: nobody knows its share of a step."""
+        """The part that is saved of a run. Under FSDP2 forwards stand for computing, and time
+        outside of them is left out: its share of a step is unknown."""
         slow, of = self.slowest, self.ranks
         has_whole = of[slow].waiting_s is not None
         own = [rank.own_s if has_whole else rank.computing_s for rank in of]
@@ -135,7 +135,7 @@ class _Lap:
 
 
 def why_not_measured(plan: Plan, world: World) -> str:
-    """Why a rank has nothing of its own that can be timed; empty where it has."""
+    """The reason why a rank's own time cannot be measured; empty where it can."""
     if world.size == 1:
         return "there is one rank"
     if plan.world_size > plan.data_degree:
@@ -197,7 +197,7 @@ class RankTimer:
         self._keep_the_last_hook()
 
     def compared(self) -> Pace | None:
-        """How ranks differ, when it is time to compare; all ranks call it after every exchange."""
+        """Compare the ranks, when it is time; all ranks call it after every exchange."""
         if self._steps < self._compared_at:
             return None
         self._compared_at *= 2

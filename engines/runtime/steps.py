@@ -1,4 +1,4 @@
-"""How long the steps of a training take, noted as they are run; nothing waits for it."""
+"""Times of training steps, noted as they run; nothing waits for it."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ class Steps:
 
     def _is_as_planned(self, batch: Batch) -> bool:
         try:
-            found = sum(tensor.nbytes for tensor in batch_tensors(batch))
+            nbytes = sum(tensor.nbytes for tensor in batch_tensors(batch))
         except BatchError:  # the step itself will tell, and the other ranks too
             return False
         wanted = self._batch_bytes
-        return wanted > 0 and abs(found - wanted) <= SAME_BATCH * wanted
+        return wanted > 0 and abs(nbytes - wanted) <= SAME_BATCH * wanted
 
     @property
     def peak_bytes(self) -> int | None:
@@ -104,7 +104,7 @@ class Steps:
         return self._peak_after if self._peak_after > self._peak_before else None
 
     def timing(self, *, fewest: int = 1) -> Timing | None:
-        """Of the steps after the warm-up that are over, 10th to 90th percentile; None where they
+        """Times of the finished steps after the warm-up, 10th to 90th percentile; None where they
         are fewer than `fewest`."""
         return _timing(self._laps, fewest=fewest)
 

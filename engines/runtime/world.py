@@ -105,7 +105,7 @@ def rank_error_context(doing: str) -> Iterator[None]:
 
 
 def _missing() -> str:
-    """Who did not come to where this rank waited; empty where all have lost contact alike."""
+    """The ranks that this rank waited for in vain; empty where all have lost contact alike."""
     absent = roll_call()
     if not has_store():
         return "the store that the ranks met at is gone too, as a rule where rank 0 runs"

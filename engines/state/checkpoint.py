@@ -139,8 +139,8 @@ def load(
     # Into the boxes the values were written in place; what is no tensor is in `state`.
     own = state.pop(_replica(replica), {})
     state = _unboxed(state, model_state, optimizer_state)
-    for name, found in state["optimizer"]["state"].items():
-        found |= {key: own[f"{name}.{key}"] for key in found if f"{name}.{key}" in own}
+    for name, states in state["optimizer"]["state"].items():
+        states |= {key: own[f"{name}.{key}"] for key in states if f"{name}.{key}" in own}
     options = StateDictOptions(strict=len(model_state) == len(names))
     if _is_of(optimizer, model):
         set_state_dict(
@@ -160,8 +160,8 @@ def _flat(states: State) -> State:
     """The tensors among states by parameter, under the names of both."""
     return {
         f"{name}.{key}": value
-        for name, found in states.items()
-        for key, value in found.items()
+        for name, values in states.items()
+        for key, value in values.items()
         if isinstance(value, Tensor)
     }
 
@@ -187,8 +187,8 @@ def _boxed(model_state: State, optimizer_state: State, layout: Layout) -> dict[s
         return layout.boxes(name, value) if isinstance(value, Tensor) else value
 
     states = {
-        name: {key: place(name, value) for key, value in found.items()}
-        for name, found in optimizer_state["state"].items()
+        name: {key: place(name, value) for key, value in values.items()}
+        for name, values in optimizer_state["state"].items()
     }
     return {
         "model": {name: place(name, value) for name, value in model_state.items()},
@@ -203,9 +203,9 @@ def _unboxed(
     states = {
         name: {
             key: optimizer_state["state"][name][key] if isinstance(value, PlacedTensor) else value
-            for key, value in found.items()
+            for key, value in values.items()
         }
-        for name, found in state["optimizer"]["state"].items()
+        for name, values in state["optimizer"]["state"].items()
     }
     return {
         "model": {
@@ -233,14 +233,14 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
 def _raw_states(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """As torch gives them; no optimizer states where nothing of the model is stepped here."""
+    """State dicts as torch gives them; no optimizer states where nothing is stepped here."""
     if _is_of(optimizer, model):
         return get_state_dict(model, optimizer)
     return get_model_state_dict(model), {"state": {}, "param_groups": []}
 
 
 def _is_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether it steps parameters of `model`; that of a worker has none, servers step them."""
+    """True if it steps parameters of `model`; that of a worker has none, servers step them."""
     known = set(model.parameters())
     return all(p in known for group in optimizer.param_groups for p in group["params"])
 
@@ -254,7 +254,7 @@ def _whole_groups(
     order = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     merged = []
     for number in range(max(map(len, every))):
-        parts = [found[number] for found in every if number < len(found)]
+        parts = [rank[number] for rank in every if number < len(rank)]
         names = {name for part in parts for name in part["params"]}
         merged.append({**parts[0], "params": sorted(names, key=lambda name: order[name])})
     return merged
@@ -337,8 +337,8 @@ def _on_first_rank(
         try:
             with _files(what):
                 work()
-        except FileError as found:
-            error = found
+        except FileError as caught:
+            error = caught
     (failures,) = sum_over_ranks([float(error is not None)], world, group=ranks)
     if error is not None:
         raise error

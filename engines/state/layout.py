@@ -1,4 +1,4 @@
-"""Where every tensor of a model lives under a plan: one description for all that needs it whole.
+"""Layout of every tensor of a model under a plan: the one description of whole and parts.
 
 A parameter is held by the stages that use it; the ranks of the tp axis, or the ep axis, may each
 have a slice of it; and FSDP2 cuts what is left into shards. `whole` puts it together from the
@@ -22,7 +22,7 @@ from engines.state.slices import Slice
 
 
 class Stages(Protocol):
-    """What is known of a model whose stages lie on different ranks.
+    """The layout of stages that lie on different ranks.
 
     Attributes:
         owners: positions on the pp axis that hold a parameter, ascending, by its first name.
@@ -34,7 +34,7 @@ class Stages(Protocol):
 
 
 class Split(Protocol):
-    """What is known of a model whose layers are split over the tp axis.
+    """The layout of layers that are split over the tp axis.
 
     Attributes:
         slices: how a split parameter lies, by its first name.
@@ -49,7 +49,7 @@ class Split(Protocol):
 
 
 class Shared(Protocol):
-    """What is known of a model whose experts are shared by the ep axis.
+    """The layout of experts that are sharded over the ep axis.
 
     Attributes:
         slices: how a parameter of experts lies, by its first name.
@@ -87,33 +87,33 @@ class Layout:
 
     @property
     def has_stages(self) -> bool:
-        """Whether other ranks hold parameters that this one has not."""
+        """True if other ranks hold parameters that this one has not."""
         return self._stages is not None
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ranks of the tp axis hold parts of different sizes."""
+        """True if ranks of the tp axis hold parts of different sizes."""
         return any(
             self._shapes[name][cut.dim] // cut.packs % self._mesh.tp.size
             for name, cut in self._slices.items()
         )
 
     def shape(self, name: str) -> torch.Size | None:
-        """Of the whole parameter; None if it is none."""
+        """The shape of the whole parameter; None if there is no such parameter."""
         return self._shapes.get(self._first.get(name, name))
 
     def holds(self, name: str) -> bool:
-        """Whether this rank has its part of the parameter `name`; of buffers it has all."""
+        """True if this rank has a part of the parameter `name`; of buffers it has all."""
         if self._stages is None or name not in self._first:
             return True
         return self._mesh.pp.position in self._stages.owners[self._first[name]]
 
     def owns(self, name: str) -> bool:
-        """Whether this rank's stage is the one whose copy of the parameter or buffer counts."""
+        """True if this rank's stage owns the parameter or buffer: its copy counts."""
         return self._source(name) == self._mesh.pp.position
 
     def counts(self, name: str, tensor: Tensor) -> bool:
-        """Whether this rank counts its part of a gradient: over all ranks each element once."""
+        """True if this rank counts its part of a gradient: over all ranks each element once."""
         mesh, cut = self._mesh, self._cut(name)
         is_sharded = isinstance(tensor, DTensor)
         copies_apart = mesh.copy if is_sharded else mesh.replicas.position
@@ -140,7 +140,7 @@ class Layout:
             yield name, self._whole(name, tensors.get(name)) if there else None
 
     def part(self, name: str, whole: Tensor, *, like: Tensor) -> Tensor:
-        """What this rank holds of `whole`, which every rank has; laid out as `like`."""
+        """This rank's part of `whole`, which every rank has; laid out as `like`."""
         cut = self._cut(name)
         if cut is not None:
             how, axis = cut
@@ -192,7 +192,7 @@ class Layout:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def _cut(self, name: str) -> tuple[Slice, Axis] | None:
-        """How a parameter is cut, and over which axis."""
+        """The slice of a parameter, and the axis that it is cut over."""
         first = self._first.get(name, name)
         if first in self._experts:
             return self._experts[first], self._mesh.ep

@@ -18,7 +18,7 @@ from profiles.torch_compat import version_of
 def open_materials(
     model: nn.Module, weights: Weights | None, *, world: World, seed: int
 ) -> Materials | None:
-    """What gives a model on the meta device its values; None for one that has them.
+    """Open the values of a model on the meta device; None for one that has them.
 
     Raises:
         ModelError: a model on the meta device without `weights`, or one with values and `weights`.
@@ -50,7 +50,7 @@ def placeholder(tensor: Tensor, *, device: torch.device) -> Tensor:
 
 
 class Materials:
-    """What a meta-device model is made of, handed out part by part.
+    """Values of a meta-device model, filled in part by part.
 
     An init function is called for the modules whose own tensors are wanted, with torch's generator
     seeded by the name of the module: so a parameter begins with the same values on every rank that
@@ -180,7 +180,7 @@ class Materials:
             setattr(self._model.get_submodule(path), own, new)
 
     def _is_near(self, buffer: str, local: Container[str]) -> bool:
-        """Whether the module of a buffer has a parameter that this rank holds, or none at all."""
+        """True if the module of a buffer has a parameter that this rank holds, or none at all."""
         path = buffer.rpartition(".")[0]
         beside = [
             first
@@ -197,10 +197,10 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _names(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[str]]:
     """All names of each tensor by its first one."""
-    found: dict[Tensor, list[str]] = {}
+    by_tensor: dict[Tensor, list[str]] = {}
     for name, tensor in tensors:
-        found.setdefault(tensor, []).append(name)
-    return {names[0]: names for names in found.values()}
+        by_tensor.setdefault(tensor, []).append(name)
+    return {names[0]: names for names in by_tensor.values()}
 
 
 def _named(model: nn.Module, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""What an optimizer keeps, moves and holds for a moment, found by letting it step.
+"""States, traffic and temporaries of an optimizer, measured by letting it step.
 
 It steps on stand-ins of the model's own parameters, which have shapes and no memory. Where it does
 not take those, and to see whether it can be sharded, it steps on one tiny matrix.
@@ -55,7 +55,7 @@ def optimizer_footprint(
     units: Iterable[str] = (),
     device_kind: str = "cpu",
 ) -> OptimizerProfile:
-    """What any optimizer or factory keeps and moves; None is AdamW.
+    """The profile of any optimizer or factory; None is AdamW.
 
     Args:
         model: whose parameters it will step; without one a tiny matrix stands for all.
@@ -77,7 +77,7 @@ def optimizer_footprint(
 
 
 def whole_because(given: Given | None) -> str:
-    """Why shards cannot be stepped on their own: the update of half of a matrix is another one.
+    """The reason why shards cannot be stepped alone: half of a matrix gets another update.
 
     Empty where it is the same, or where the optimizer cannot be tried.
     """
@@ -98,7 +98,7 @@ def whole_because(given: Given | None) -> str:
 
 
 def why_not_chunked(given: Given | None) -> str:
-    """Why parameters cannot be stepped one after the other: the updates are others then, or what
+    """The reason why parameters cannot be stepped one by one: the updates are others then, or what
     the optimizer keeps of all of them is.
 
     Empty where it is the same, or where the optimizer cannot be tried.
@@ -136,7 +136,7 @@ def _stepped(given: Given, *, apart: bool) -> tuple[str, Tensor]:
 
 
 def _updates(given: Given) -> Iterator[tuple[str, Tensor]]:
-    """What two steps make of zeros: of a matrix, and of its upper and lower half."""
+    """The results of two steps from zeros: of a matrix, and of its upper and lower half."""
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(_SHAPE, generator=generator) for _ in range(2)]
     half = _SHAPE[0] // 2
@@ -273,7 +273,7 @@ def _owner(path: str, units: Sequence[str]) -> str:
 
 
 def _step_lists(optimizer: torch.optim.Optimizer) -> None:
-    """As on accelerators, where torch's optimizers step all tensors at once by default.
+    """Step all tensors at once, as torch's optimizers do on accelerators by default.
 
     Adafactor has such a step too, and never takes it by default.
     """

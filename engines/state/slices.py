@@ -1,4 +1,4 @@
-"""What part of a whole tensor a rank of the tp axis holds."""
+"""Slices: the part of a whole tensor that a rank of the tp axis holds."""
 
 from __future__ import annotations
 

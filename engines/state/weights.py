@@ -1,4 +1,4 @@
-"""Where the weights of a model on the meta device come from: an init function, tensors by name, or
+"""Sources of weights for a model on the meta device: an init function, tensors by name, or
 safetensors files that are read tensor by tensor."""
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class SafetensorsFiles(Mapping[str, Tensor]):
 
 
 def _inside(folder: Path) -> Path:
-    found = next((folder / name for name in (_INDEX, _SINGLE) if (folder / name).exists()), None)
-    if found is None:
+    file = next((folder / name for name in (_INDEX, _SINGLE) if (folder / name).exists()), None)
+    if file is None:
         raise FileError(f"`{folder}` holds neither `{_INDEX}` nor `{_SINGLE}`")
-    return found
+    return file
 
 
 def _index(path: Path) -> dict[str, Path]:

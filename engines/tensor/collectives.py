@@ -1,4 +1,4 @@
-"""What split layers exchange, with the gradients that belong to it."""
+"""Collectives of split layers, with their gradients."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ def copy_tree(tree: Tree, of: Callable[[Tensor], Tensor]) -> Tree:
     """
     copies: dict[int, Any] = {}
 
-    def leaf(found: object) -> object:
-        if isinstance(found, Tensor):
-            return of(found)
+    def leaf(value: object) -> object:
+        if isinstance(value, Tensor):
+            return of(value)
         try:
             with _Replacing(of):
-                return copy.deepcopy(found, copies)
+                return copy.deepcopy(value, copies)
         except Exception as error:  # an object may fail to be copied in a way of its own
-            raise ModelError(f"a {type(found).__name__} cannot be copied: {error}") from error
+            raise ModelError(f"a {type(value).__name__} cannot be copied: {error}") from error
 
     return map_leaves(leaf, tree)
 

@@ -15,7 +15,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def can_split(module: nn.Module) -> bool:
-    """Whether `module` is a layer with a weight of its own that can be cut by features."""
+    """True if `module` is a layer with a weight of its own that can be cut by features."""
     if "forward" in vars(module) or module._parameters.get("weight") is None:
         return False
     if isinstance(module, nn.Embedding):
@@ -26,7 +26,7 @@ def can_split(module: nn.Module) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a layer that can be split is one of torch's own, or as simple: as a unit of its own
+    """True if a layer that can be split is one of torch's own, or as simple: as a unit of its own
     it needs no proof that its parts, put together, are the whole."""
     if not can_split(module):
         return False
@@ -48,16 +48,16 @@ def feature_dim(module: nn.Module) -> int:
 
 
 def slices_of(module: nn.Module, style: Style) -> dict[str, Slice]:
-    """What a rank keeps of each of the layer's own parameters; those not named stay whole."""
+    """Slices of the layer's own parameters on a rank; those not named stay whole."""
     if isinstance(module, nn.Embedding):
         return {"weight": Slice(0)}
     inputs, outputs = (0, 1) if is_transposed_linear(module) else (1, 0)
     if style.kind is Kind.ROW:
         return {"weight": Slice(inputs, style.packs)}
-    found = {"weight": Slice(outputs, style.packs)}
+    slices = {"weight": Slice(outputs, style.packs)}
     if module._parameters.get("bias") is not None:
-        found["bias"] = Slice(0, style.packs)
-    return found
+        slices["bias"] = Slice(0, style.packs)
+    return slices
 
 
 @contextmanager

@@ -95,12 +95,14 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def whole_tensors(output: Any) -> Any:
     """`output` with split logits put together; all ranks call it."""
-    found = tensors_in(output)
-    return map_tensors(_whole, output) if any(isinstance(t, VocabLogits) for t in found) else output
+    tensors = tensors_in(output)
+    return (
+        map_tensors(_whole, output) if any(isinstance(t, VocabLogits) for t in tensors) else output
+    )
 
 
 def _reading(*attributes: str) -> set[Callable[..., Any]]:
-    """What `__torch_function__` is called with where an attribute is read."""
+    """The function that `__torch_function__` gets where an attribute is read."""
     return {getattr(Tensor, name).__get__ for name in attributes}
 
 
@@ -125,7 +127,7 @@ _SCALES = {
 def _keeps_split(
     func: Callable[..., Any], me: VocabLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether `func` does to the whole what it does to each part."""
+    """True if `func` does to the whole what it does to each part."""
     if func in _CASTS:
         return True
     if func in _SCALES:
@@ -150,7 +152,7 @@ def _sizes(args: Sequence[Any]) -> Sequence[int]:
 
 
 def _leaves_last(index: Any, dims: int) -> bool:
-    """Whether an index of slices and numbers takes all of the last dimension."""
+    """True if an index of slices and numbers takes all of the last dimension."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(part is ... or type(part) in (slice, int) for part in parts):
         return False

@@ -1,4 +1,4 @@
-"""Which layers of a model to split, and how: proposed by the rules, and proved on its modules."""
+"""Proposal of a tensor-parallel split: made by the rules, proved on the model's modules."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def propose_styles(
     by_tokens: bool = False,
     shapes_only: bool = False,
 ) -> Proposal:
-    """How to split `model` over `size` ranks. Nothing of the model is changed.
+    """Propose a split of `model` over `size` ranks. Nothing of the model is changed.
 
     The split of `engines.tensor.rules` is tried on a copy of one unit of each kind (see `proof`). A
     pair of layers that is refused, or any other layer of some size, is split with gathered output.
@@ -88,7 +88,7 @@ def propose_styles(
     """
     rules = unit_splits(profile, size)
     kinds = unit_kinds(model, sample, list(rules), has_target=has_target)
-    found: Styles = {}
+    styles: Styles = {}
     why: dict[str, str] = {}
     running: list[str] = []
     partial: dict[str, set[str]] = {}
@@ -104,11 +104,13 @@ def propose_styles(
                 for name in trial.partial:
                     parameter = model.get_submodule(path).get_parameter(name)
                     partial.setdefault(first[parameter], set()).add(path)
-                found.update({_joined(path, inner): style for inner, style in trial.styles.items()})
+                styles.update(
+                    {_joined(path, inner): style for inner, style in trial.styles.items()}
+                )
                 why.update({_joined(path, inner): reason for inner, reason in trial.why.items()})
-    _leave_logits_split(profile, found)
-    whole = _leave_ties_whole(model, found, why, profile.flow, running=running)
-    if not found:
+    _leave_logits_split(profile, styles)
+    whole = _leave_ties_whole(model, styles, why, profile.flow, running=running)
+    if not styles:
         raise PlanError(
             f"{profile.name} has no layer that tensor parallelism could split over {size} ranks",
             where="\n".join(f"{path}: {reason}" for path, reason in list(why.items())[:3]),
@@ -116,17 +118,17 @@ def propose_styles(
         )
     names = [path for path, _ in model.named_modules()]
     notes = {
-        Unpaired(layer=without_numbers(path), style=_said(found.get(path)), why=reason): None
+        Unpaired(layer=without_numbers(path), style=_said(styles.get(path)), why=reason): None
         for path, reason in why.items()
     }
     proof = None
     if not shapes_only and all(
         path in rules and is_plain(model.get_submodule(path)) for path in whole
     ):
-        in_order = {path: found[path] for path in names if path in found}
+        in_order = {path: styles[path] for path in names if path in styles}
         proof = _proof(model, in_order, partial, profile, size=size)
-    styles = as_pairs(found, names, blocks=block_names(profile))
-    return Proposal(size=size, styles=styles, notes=tuple(notes), proof=proof)
+    pairs = as_pairs(styles, names, blocks=block_names(profile))
+    return Proposal(size=size, styles=pairs, notes=tuple(notes), proof=proof)
 
 
 def _proof(
@@ -201,7 +203,7 @@ class _Trial:
         self._size = size
 
     def take_rules(self) -> None:
-        """As the rules say, untried."""
+        """Take the styles of the rules, untried."""
         styles, self.why = self._rules.with_pairs(self._rules.pairs)
         self.styles = {path: (style,) for path, style in styles.items()}
 
@@ -233,7 +235,7 @@ class _Trial:
 
     def _split_tokens(self, pairs: Sequence[Pair]) -> None:
         """Tokens too, if all layers of the unit are in pairs."""
-        kinds = {style.kind for found in self.styles.values() for style in found}
+        kinds = {style.kind for each in self.styles.values() for style in each}
         if not {Kind.COLUMN, Kind.ROW} <= kinds or kinds & {Kind.GATHER, Kind.VOCAB}:
             return
         reason = ""
@@ -252,22 +254,22 @@ class _Trial:
         return verdict.why_not
 
 
-def _leave_logits_split(profile: ModelProfile, found: Styles) -> None:
-    alone = {path: styles[0] for path, styles in found.items() if len(styles) == 1}
+def _leave_logits_split(profile: ModelProfile, styles: Styles) -> None:
+    alone = {path: each[0] for path, each in styles.items() if len(each) == 1}
     before = dict(alone)
     leave_logits_split(profile, alone)
-    found.update({path: (style,) for path, style in alone.items() if before[path] != style})
+    styles.update({path: (style,) for path, style in alone.items() if before[path] != style})
 
 
 def _leave_ties_whole(
-    model: nn.Module, found: Styles, why: dict[str, str], flow: Flow, *, running: Sequence[str]
+    model: nn.Module, styles: Styles, why: dict[str, str], flow: Flow, *, running: Sequence[str]
 ) -> set[str]:
     """Leave a weight that several places use whole, unless all of them split it alike; the layers
     that are left whole."""
     whole: set[str] = set()
-    while wrong := split_differently(model, found, flow, running=running):
+    while wrong := split_differently(model, styles, flow, running=running):
         for path in wrong:
-            found.pop(path, None)
+            styles.pop(path, None)
             why[path] = "its weight is used in another way too"
             whole.add(path)
     return whole

@@ -68,13 +68,13 @@ class UnitSplit:
     def with_pairs(self, pairs: Sequence[Pair]) -> tuple[dict[str, Style], dict[str, str]]:
         """The styles of all layers if only `pairs` are taken, and why others are in none."""
         paired = {path for pair in pairs for path in (*pair.columns, *pair.rows)}
-        found = {path: style for path, style in self.styles.items() if path in paired}
-        found |= {path: style for path, style in self.alone.items() if path not in paired}
+        styles = {path: style for path, style in self.styles.items() if path in paired}
+        styles |= {path: style for path, style in self.alone.items() if path not in paired}
         why = {path: reason for path, reason in self.why.items() if path not in paired}
-        for path, style in found.items():
+        for path, style in styles.items():
             if style.kind is Kind.GATHER and path:
                 why.setdefault(path, "in no pair of layers")
-        return found, why
+        return styles, why
 
 
 def proposed_styles(model: ModelProfile, tp: int) -> tuple[tuple[str, str], ...]:
@@ -86,21 +86,21 @@ def proposed_split(model: ModelProfile, tp: int) -> Split:
     """Column and row pairs where the flow of a unit has them; embeddings and the head by the
     vocabulary; other large layers with gathered outputs; tied weights alike or not at all."""
     units = split_units(model)
-    found: dict[str, Style] = {}
+    styles: dict[str, Style] = {}
     why: dict[str, str] = {}
     for name, inside in unit_splits(model, tp).items():
         inner, reasons = inside.with_pairs(inside.pairs)
-        found |= {joined(name, path): style for path, style in inner.items()}
+        styles |= {joined(name, path): style for path, style in inner.items()}
         why |= {joined(name, path): reason for path, reason in reasons.items()}
-    leave_logits_split(model, found)
-    leave_ties_whole(model, units, found, why)
+    leave_logits_split(model, styles)
+    leave_ties_whole(model, units, styles, why)
     notes = {
-        Whole(without_numbers(path), str(found.get(path, "whole")), reason): None
+        Whole(without_numbers(path), str(styles.get(path, "whole")), reason): None
         for path, reason in why.items()
     }
     names = (joined(unit.name, layer.path) for unit in units for layer in layers_of(unit))
-    styles = {path: (style,) for path, style in found.items()}
-    return Split(as_pairs(styles, names, blocks=block_names(model)), tuple(notes))
+    each = {path: (style,) for path, style in styles.items()}
+    return Split(as_pairs(each, names, blocks=block_names(model)), tuple(notes))
 
 
 def split_units(model: ModelProfile) -> list[UnitProfile]:
@@ -109,20 +109,20 @@ def split_units(model: ModelProfile) -> list[UnitProfile]:
 
 
 def unit_splits(model: ModelProfile, tp: int) -> dict[str, UnitSplit]:
-    """How the layers of every unit may be split, each unit by itself."""
+    """Splits of the layers of every unit, each unit by itself."""
     units = split_units(model)
     sizes = (_elements(layer, unit) for unit in units for layer in layers_of(unit))
     smallest = SMALLEST_SHARD_FRACTION * max(sizes, default=0)
     handed = _heads_handed_on(model)
     known: dict[tuple[int, frozenset[int]], UnitSplit] = {}
-    found = {}
+    splits = {}
     for unit in units:
         layers, heads = layers_of(unit), handed.get(unit.name, frozenset())
         key = id(layers), heads  # of equal blocks the layers are one object
         if key not in known:
             known[key] = _split_unit(unit, layers, tp=tp, smallest=smallest, handed=heads)
-        found[unit.name] = known[key]
-    return found
+        splits[unit.name] = known[key]
+    return splits
 
 
 def pairs_of(model: ModelProfile, unit: str) -> list[Pair]:
@@ -140,14 +140,14 @@ def _heads_handed_on(model: ModelProfile) -> dict[str, frozenset[int]]:
     Scores get a bias of (1, heads, queries, keys), which T5 hands from block to block. Where a
     gradient comes back for it, it is among the sources of a layer; else only the flow shows it.
     """
-    found: dict[str, set[int]] = {}
+    by_unit: dict[str, set[int]] = {}
     calls = model.flow.calls
     for edge in model.flow.edges:
         value = model.flow.value(edge)
         if len(value.shape) == _SCORES_RANK and not value.needs_gradient:
             for call in (calls[edge.source], calls[edge.target]):
-                found.setdefault(call.unit, set()).add(value.shape[1])
-    return {unit: frozenset(sizes - {1}) for unit, sizes in found.items()}
+                by_unit.setdefault(call.unit, set()).add(value.shape[1])
+    return {unit: frozenset(sizes - {1}) for unit, sizes in by_unit.items()}
 
 
 _SCORES_RANK = 4  # (samples, heads, queries, keys)
@@ -204,15 +204,15 @@ def _pairs(
             continue
         rows.setdefault(sources, []).append(number)
         taken.add(number)
-    for columns, found in rows.items():
+    for columns, fed in rows.items():
         if not columns & taken:
-            yield tuple(layers[n] for n in sorted(columns)), tuple(layers[n] for n in found)
+            yield tuple(layers[n] for n in sorted(columns)), tuple(layers[n] for n in fed)
 
 
 def _why_no_pair(
     columns: Sequence[LayerCost], rows: Sequence[LayerCost], tp: int, handed: frozenset[int]
 ) -> str:
-    """Why this column and row split would not be right; empty if it is."""
+    """The reason why this column and row split would be wrong; empty if it is right."""
     taken, heads = rows[0].inputs, {layer.heads for layer in columns if layer.heads > 1}
     for layer in (*columns, *rows):
         if layer.kind not in (LayerKind.LINEAR, LayerKind.TRANSPOSED):
@@ -246,13 +246,13 @@ def _used(layer: LayerCost) -> list[float]:
 
 
 def _elements(layer: LayerCost, unit: UnitProfile) -> float:
-    """Of its weight; a convolution has more than one for each pair of channels."""
+    """Elements of its weight; a convolution has more than one for each pair of channels."""
     each = unit.parameter_bytes / unit.parameters if unit.parameters else 1.0
     return max(layer.inputs * layer.outputs, layer.weight_bytes / each)
 
 
 def _too_small(layer: LayerCost, unit: UnitProfile, tp: int, smallest: float) -> str:
-    """Why it is not worth the traffic, or cannot be cut; empty if it is."""
+    """The reason why it is not worth the traffic, or cannot be cut; else empty."""
     if layer.kind is LayerKind.EMBEDDING and not _takes_ids(layer, unit):
         return "it takes more than token ids"
     cut = layer.inputs if layer.kind is LayerKind.EMBEDDING else layer.outputs
@@ -278,7 +278,7 @@ BF16_BYTES = 2
 INDEX_BYTES = 8  # torch looks up rows by int64
 
 
-def leave_logits_split(model: ModelProfile, found: dict[str, Style]) -> None:
+def leave_logits_split(model: ModelProfile, styles: dict[str, Style]) -> None:
     """The head of a language model keeps its logits split, if only the loss takes them."""
     units = split_units(model)
     tables = {
@@ -289,12 +289,12 @@ def leave_logits_split(model: ModelProfile, found: dict[str, Style]) -> None:
     }
     for place, unit in enumerate(units):
         layers = layers_of(unit)
-        if len(layers) != 1 or layers[0].path or found.get(unit.name) != Style(kind=Kind.GATHER):
+        if len(layers) != 1 or layers[0].path or styles.get(unit.name) != Style(kind=Kind.GATHER):
             continue
         head = layers[0]
         is_head = head.kind is LayerKind.LINEAR and head.outputs in tables and head.calls == 1
         if is_head and model.has_loss and _only_loss_takes(model, units, place):
-            found[unit.name] = Style(kind=Kind.VOCAB)
+            styles[unit.name] = Style(kind=Kind.VOCAB)
 
 
 def _only_loss_takes(model: ModelProfile, units: Sequence[UnitProfile], place: int) -> bool:

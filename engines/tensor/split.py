@@ -29,7 +29,7 @@ _LAST = Slice(-1)
 
 @dataclass(frozen=True, slots=True)
 class TensorSplit:
-    """What `split` made of a model.
+    """A model split over the tp axis.
 
     Attributes:
         slices: how the parameters that were split lie on the ranks, by their first names; all
@@ -116,12 +116,12 @@ def _keep_part(parameter: nn.Parameter, cut: Slice, exchange: Collectives) -> No
 
 def _above(paths: Iterable[str]) -> list[str]:
     """All modules in which those of `paths` lie."""
-    found: dict[str, None] = {}
+    above: dict[str, None] = {}
     for path in paths:
         while path:
             path = path.rpartition(".")[0]
-            found[path] = None
-    return list(found)
+            above[path] = None
+    return list(above)
 
 
 def _lies_in(path: str, block: str) -> bool:
@@ -196,7 +196,7 @@ def _product(module: nn.Module) -> Callable[[nn.Module, Tensor], Tensor]:
 
 
 def _embedding(module: nn.Embedding, exchange: Collectives) -> Callable[..., object]:
-    """It looks up the rows that are here, and has zeros for the others."""
+    """A forward that looks up the rows of this rank, and has zeros for the others."""
     start, count = share(features(module)[0], exchange.rank, exchange.size)
 
     def lookup(module: nn.Embedding, ids: Tensor) -> Tensor:
@@ -206,8 +206,8 @@ def _embedding(module: nn.Embedding, exchange: Collectives) -> Callable[..., obj
             nothing = module.weight.new_zeros(*ids.shape, module.weight.shape[1])
             return exchange.reduce(nothing + module.weight.sum())
         with _padding_at(module, module.padding_idx, start, count):
-            found = nn.Embedding.forward(module, torch.where(is_mine, here, 0))
-        return exchange.reduce(torch.where(is_mine[..., None], found, 0.0))
+            rows = nn.Embedding.forward(module, torch.where(is_mine, here, 0))
+        return exchange.reduce(torch.where(is_mine[..., None], rows, 0.0))
 
     own = type(module).forward
     if own is nn.Embedding.forward:

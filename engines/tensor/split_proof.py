@@ -144,7 +144,7 @@ def _counts(specimen: UnitCopy, inner: Styles, pairs: Sequence[Pair], *, size: i
     if any(style.kind is Kind.SIZES for styles in inner.values() for style in styles):
         return {}
     taken: Styles = {}
-    found: Styles = {}
+    counts: Styles = {}
     for pair in pairs:
         layers = {path: style for path, styles in inner.items() if (style := cutting(styles))}
         if not {*pair.columns, *pair.rows} <= layers.keys():
@@ -153,13 +153,13 @@ def _counts(specimen: UnitCopy, inner: Styles, pairs: Sequence[Pair], *, size: i
             if not prove_unit(specimen, {**taken, **variant}, size=size).why_not:
                 taken.update(variant)
                 sizes = {p: s for p, s in variant.items() if s[0].kind is Kind.SIZES}
-                found.update(sizes)
+                counts.update(sizes)
                 break
-    return found
+    return counts
 
 
 def _of_layer(unit: nn.Module, inner: Styles) -> Verdict | None:
-    """Of a unit that is a layer by itself; None if that takes a proof."""
+    """The verdict on a unit that is a layer by itself; None if it needs a proof."""
     if not is_plain(unit):
         return None
     style = cutting(inner.get("", ()))
@@ -223,17 +223,17 @@ def _by_styles(
     paths: Sequence[str], styles: Mapping[str, tuple[Style, ...]]
 ) -> dict[object, list[str]]:
     """Equal units that are split equally, together."""
-    found: dict[object, list[str]] = {}
+    alike: dict[object, list[str]] = {}
     for path in paths:
-        found.setdefault(tuple(_inner(path, styles).items()), []).append(path)
-    return found
+        alike.setdefault(tuple(_inner(path, styles).items()), []).append(path)
+    return alike
 
 
 def _inner(unit: str, styles: Mapping[str, tuple[Style, ...]]) -> Styles:
     """The styles within a unit, by paths within it."""
     return {
-        path.removeprefix(unit).removeprefix("."): found
-        for path, found in styles.items()
+        path.removeprefix(unit).removeprefix("."): each
+        for path, each in styles.items()
         if f"{path}.".startswith(f"{unit}.")
     }
 
@@ -250,10 +250,10 @@ def _joined(path: str, inner: str) -> str:
 
 
 def _as_gathered(inner: Styles, unit: nn.Module) -> Styles:
-    """What becomes of a head's split logits is no matter of the unit: there they are gathered."""
+    """Gather a head's split logits within its unit: their use is no matter of the unit."""
     return {
         path: (Style(kind=Kind.GATHER),)
-        if Style(kind=Kind.VOCAB) in found and isinstance(unit.get_submodule(path), nn.Linear)
-        else found
-        for path, found in inner.items()
+        if Style(kind=Kind.VOCAB) in each and isinstance(unit.get_submodule(path), nn.Linear)
+        else each
+        for path, each in inner.items()
     }

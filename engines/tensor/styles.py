@@ -1,4 +1,4 @@
-"""How a layer is split: `Plan.tensor_styles` as values. No torch here."""
+"""Styles of split layers: `Plan.tensor_styles` as values. No torch here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from profiles.record import Record
 
 
 class Kind(StrEnum):
-    """What happens to a module's parameters, inputs and outputs."""
+    """The kind of a split: what becomes of a module's parameters, inputs and outputs."""
 
     COLUMN = "column"  # output features split; what follows sees this rank's share
     ROW = "row"  # input features split; partial outputs are summed over the ranks
@@ -73,7 +73,7 @@ def cutting(styles: Iterable[Style]) -> Style | None:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a module's path fits a pattern; `*` stands for characters of one part of it."""
+    """True if a module's path fits a pattern; `*` stands for characters of one part of it."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -86,14 +86,14 @@ def styles_of(
     Raises:
         UnknownNameError: a pattern fits no module, or a style does not exist.
     """
-    found: dict[str, list[Style]] = {}
+    styles: dict[str, list[Style]] = {}
     for pattern, text in pairs:
         fitting = [name for name in names if matches(pattern, name)]
         if not fitting:
             raise UnknownNameError("module", pattern, names, where=f"tensor style `{text}`")
         for name in fitting:
-            found.setdefault(name, []).append(Style.parse(text))
-    return {name: tuple(found[name]) for name in names if name in found}
+            styles.setdefault(name, []).append(Style.parse(text))
+    return {name: tuple(styles[name]) for name in names if name in styles}
 
 
 def as_pairs(

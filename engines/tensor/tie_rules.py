@@ -12,7 +12,7 @@ from profiles.model import GLUE, ModelProfile, Numerics, UnitCost, UnitProfile
 def leave_ties_whole(
     model: ModelProfile,
     units: Sequence[UnitProfile],
-    found: dict[str, Style],
+    styles: dict[str, Style],
     why: dict[str, str],
 ) -> None:
     """A weight that several places use stays whole, unless all of them split it alike."""
@@ -25,24 +25,24 @@ def leave_ties_whole(
         wrong = [
             path
             for names in groups
-            if elsewhere & set(names) or not _is_cut_alike(names, found, layers, called)
+            if elsewhere & set(names) or not _is_cut_alike(names, styles, layers, called)
             for path in (name.rpartition(".")[0] for name in names)
-            if path in found
+            if path in styles
         ]
         if not wrong:
             return
         for path in wrong:
-            found.pop(path, None)
+            styles.pop(path, None)
             why[path] = "its weight is used in another way too"
 
 
 def _is_cut_alike(
     names: Sequence[str],
-    found: Mapping[str, Style],
+    styles: Mapping[str, Style],
     layers: Mapping[str, tuple[str, LayerCost]],
     called: set[str],
 ) -> bool:
-    """Whether every unit that holds a parameter cuts it, and all in the same way."""
+    """True if every unit that holds a parameter cuts it, and all in the same way."""
     cuts: dict[str, set[tuple[int, int] | None]] = {}
     for name in names:
         path, _, own = name.rpartition(".")
@@ -50,8 +50,8 @@ def _is_cut_alike(
         if unit not in called:
             continue
         here = cuts.setdefault(unit, set())
-        if path in layers and path in found:
-            here.add(_cut(layers[path][1].kind, found[path], own))
+        if path in layers and path in styles:
+            here.add(_cut(layers[path][1].kind, styles[path], own))
     return len(set().union(*(here or {None} for here in cuts.values()))) <= 1
 
 

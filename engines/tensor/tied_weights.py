@@ -51,7 +51,7 @@ def split_differently(
 def _is_cut_alike(
     model: nn.Module, styles: Mapping[str, Sequence[Style]], holders: Iterable[Sequence[Place]]
 ) -> bool:
-    """Whether every unit that holds a parameter splits it, and all in the same way.
+    """True if every unit that holds a parameter splits it, and all in the same way.
 
     Within a unit the proof has seen to it: there only one of the places need be a layer.
     """

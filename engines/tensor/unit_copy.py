@@ -119,11 +119,11 @@ def unit_kinds(
     """
     paths = list(dict.fromkeys(units))
     calls = _calls(model, batch, paths, has_target=has_target)
-    found: dict[object, list[str]] = {}
+    kinds: dict[object, list[str]] = {}
     for path in paths:
         if path in calls:
-            found.setdefault(_kind(model.get_submodule(path), calls[path]), []).append(path)
-    return [UnitKind(tuple(alike), calls[alike[0]]) for alike in found.values()]
+            kinds.setdefault(_kind(model.get_submodule(path), calls[path]), []).append(path)
+    return [UnitKind(tuple(alike), calls[alike[0]]) for alike in kinds.values()]
 
 
 def copy_unit(model: nn.Module, kind: UnitKind) -> UnitCopy:
@@ -163,7 +163,7 @@ def _untried(path: str, why_not: str) -> ModelError:
 
 
 def first_line(error: Exception) -> str:
-    """What an exception says, in short."""
+    """The first line of an exception."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -183,8 +183,8 @@ def _made_up(
         if not tensor.is_floating_point():
             made = torch.full(tensor.shape, whole_number, dtype=tensor.dtype)
             return made if is_fake(tensor) else tensor.cpu()
-        found = noise(tensor.shape) if is_fake(tensor) else tensor.detach().to("cpu", dtype)
-        return found.clone().requires_grad_(tensor.requires_grad)
+        value = noise(tensor.shape) if is_fake(tensor) else tensor.detach().to("cpu", dtype)
+        return value.clone().requires_grad_(tensor.requires_grad)
 
     memo: dict[int, Any] = {}
     values = {}
@@ -308,7 +308,7 @@ def _noted(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, _Note]]
     copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def kept(tensor: Tensor) -> Tensor:
-        """As it is now, one copy for all units: a cache that grows comes by again and again."""
+        """A copy, the same for all units: a cache that grows is passed again and again."""
         key = id(tensor), version_of(tensor)
         if key not in copies:
             copies[key] = tensor, _alone(tensor)  # with itself, whose id then stays its own
@@ -372,7 +372,7 @@ def _with_use(notes: Mapping[str, _Note], output: object) -> dict[str, Call]:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """As it is now; whether a gradient comes back for it stays known."""
+    """A detached copy, which needs a gradient if the tensor does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

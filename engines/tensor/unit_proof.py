@@ -1,4 +1,4 @@
-"""Whether a split unit computes what it computed whole: tried rank by rank in one process.
+"""Prove that a split unit computes what it computed whole, rank by rank in one process.
 
 The split unit runs once for each rank. Where ranks would exchange something, a rank is given what
 the exchange would have made of the whole unit's values, and what it contributes is noted. If all
@@ -41,7 +41,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Run:
-    """What a call returned, and the gradients after its backward."""
+    """The outputs of a call, and the gradients after its backward."""
 
     outputs: list[Tensor]
     of_inputs: list[Tensor | None]
@@ -80,7 +80,7 @@ def prove_unit(specimen: UnitCopy, styles: Mapping[str, Sequence[Style]], *, siz
 
 
 class _Differs(Exception):
-    """What is not as in the whole unit."""
+    """A difference from the whole unit."""
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class _Record:
         return self.events[-1]
 
     def require_sums(self) -> None:
-        """What the ranks contributed to each exchange adds up to the whole."""
+        """Require that the ranks' contributions to each exchange add up to the whole."""
         floor = _largest(event.gradient for event in self.events)
         for event in self.events:
             if event.values_sum is not None and not _close(event.values_sum, event.value):
@@ -264,9 +264,9 @@ def _require_equal(run: _Run, whole: _Run) -> None:
     if len(run.outputs) != len(whole.outputs) or not all(map(_close, run.outputs, whole.outputs)):
         raise _Differs("an output differs from that of the whole unit")
     floor = _largest(whole.of_inputs)
-    for found, wanted in zip(run.of_inputs, whole.of_inputs, strict=True):
-        if (found is None) != (wanted is None) or (
-            found is not None and wanted is not None and not _close(found, wanted, floor=floor)
+    for got, wanted in zip(run.of_inputs, whole.of_inputs, strict=True):
+        if (got is None) != (wanted is None) or (
+            got is not None and wanted is not None and not _close(got, wanted, floor=floor)
         ):
             raise _Differs("the gradient of an input differs from that of the whole unit")
 
@@ -276,10 +276,10 @@ def _partial(runs: Sequence[_Run], whole: _Run, cuts: Mapping[str, Slice]) -> fr
     floor = _largest(whole.of_parameters.values())
     partial = set()
     for name, wanted in whole.of_parameters.items():
-        found = [run.of_parameters.get(name) for run in runs]
-        if any(gradient is None for gradient in found):
+        gradients_of = [run.of_parameters.get(name) for run in runs]
+        if any(gradient is None for gradient in gradients_of):
             raise _Differs(f"`{name}` has no gradient on some rank")
-        gradients = [gradient for gradient in found if gradient is not None]
+        gradients = [gradient for gradient in gradients_of if gradient is not None]
         cut = cuts.get(name)
         if cut is not None:
             sizes = range(len(runs))
@@ -298,21 +298,21 @@ def _partial(runs: Sequence[_Run], whole: _Run, cuts: Mapping[str, Slice]) -> fr
     return frozenset(partial)
 
 
-def _close(found: Tensor, wanted: Tensor, *, floor: float = 0.0) -> bool:
+def _close(got: Tensor, wanted: Tensor, *, floor: float = 0.0) -> bool:
     """Equal up to rounding, whose size goes with the largest number; `floor` bounds it below.
 
     Fake tensors have no numbers: there shapes are all that is compared.
     """
-    if found.shape != wanted.shape:
+    if got.shape != wanted.shape:
         return False
-    if is_fake(found) or is_fake(wanted):
+    if is_fake(got) or is_fake(wanted):
         return True
-    if not found.is_floating_point():
-        return torch.equal(found, wanted)
-    if not found.numel():
+    if not got.is_floating_point():
+        return torch.equal(got, wanted)
+    if not got.numel():
         return True
     bound = TOLERANCE * max(wanted.abs().max().item(), FLOOR * floor)
-    return bool((found - wanted).abs().max().item() <= bound)
+    return bool((got - wanted).abs().max().item() <= bound)
 
 
 def _largest(tensors: Iterable[Tensor | None]) -> float:

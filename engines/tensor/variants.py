@@ -28,10 +28,10 @@ def variants(
     widths = {features(unit.get_submodule(path))[1] for path in pair.columns}
     widths.add(features(unit.get_submodule(pair.rows[0]))[0])
     for counted in _counts(pair, unit, widths, size):
-        found: Styles = {path: (styles[path],) for path in layers}
+        chosen: Styles = {path: (styles[path],) for path in layers}
         for path, names in counted.items():
-            found[path] = (Style(kind=Kind.SIZES, sizes=names),)
-        yield found
+            chosen[path] = (Style(kind=Kind.SIZES, sizes=names),)
+        yield chosen
 
 
 def _counts(pair: Pair, unit: nn.Module, widths: set[int], size: int) -> list[Counts]:
@@ -54,12 +54,12 @@ def _counts(pair: Pair, unit: nn.Module, widths: set[int], size: int) -> list[Co
         for chosen, names in ((heads, of_heads), (wide, of_width), (both, of_heads | of_width)):
             if names:
                 chosen[path] = tuple(sorted(names))
-    found: list[Counts] = []
+    choices: list[Counts] = []
     alone: list[Counts] = [{path: (name,)} for path, names in both.items() for name in names]
     for choice in ({}, heads, both, wide, *alone):
-        if choice not in found:
-            found.append(choice)
-    return found
+        if choice not in choices:
+            choices.append(choice)
+    return choices
 
 
 def sequence_variants(pairs: Sequence[Pair], styles: Styles) -> Iterator[Styles]:

@@ -78,7 +78,7 @@ def stepped(
 def _exchange(
     flat: Tensor, starts: list[int], messages: Round, group: dist.ProcessGroup | None
 ) -> None:
-    """What this rank sends and receives in a round, and the sums of it."""
+    """Send and receive this rank's messages of a round, and add up what came."""
     rank = dist.get_rank(group)
     arrived: list[tuple[Tensor, Message, Tensor]] = []
     sends, receives = [], []
@@ -101,8 +101,8 @@ def _exchange(
         work.wait()
     spans = {message.parts[0]: span for span, message, _ in arrived}
     for first, span in spans.items():
-        found = {m.source: buffer for _, m, buffer in arrived if m.parts[0] == first}
-        _add_in_order(span, rank, found)
+        by_source = {m.source: buffer for _, m, buffer in arrived if m.parts[0] == first}
+        _add_in_order(span, rank, by_source)
 
 
 def _add_in_order(own: Tensor, rank: int, others: dict[int, Tensor]) -> None:

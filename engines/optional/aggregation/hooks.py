@@ -28,7 +28,7 @@ ORTHOGONALISATION_EPSILON = 1e-8
 
 @dataclass(slots=True)
 class Sums:
-    """How buckets are summed up, and on which stream: on a GPU beside the backward."""
+    """The aggregation of buckets, and its stream: on a GPU it overlaps the backward."""
 
     group: dist.ProcessGroup
     kind: Aggregation
@@ -37,7 +37,7 @@ class Sums:
 
     @contextmanager
     def beside_the_backward(self, device: torch.device) -> Iterator[None]:
-        """What is launched here follows what the device was given before, and delays nothing."""
+        """Launch inside after all earlier work of the device, without delaying the backward."""
         if device.type != "cuda":
             yield
             return

@@ -1,4 +1,4 @@
-"""Who sends which part to whom, round by round, until every rank has the sum. No torch here.
+"""Messages of an all-reduce, round by round, until every rank has the sum. No torch here.
 
 A tensor is cut into equal parts. The messages of a round go at once; the next round begins when
 they have arrived. A ring of three ranks, whose reduce-scatter is rounds 1 and 2:

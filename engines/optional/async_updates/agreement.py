@@ -123,6 +123,6 @@ class Agreement:
             self._changed.notify_all()
 
     def endings(self) -> list[Callable[[], None]]:
-        """What lets the threads end; an empty message is the last one."""
+        """Let the threads end; an empty message is the last one."""
         telling = [partial(outgoing.put, ()) for outgoing in self._outgoing.values()]
         return [*telling, *(link.hang_up for link in self._peers.values())]

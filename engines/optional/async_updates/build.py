@@ -1,4 +1,4 @@
-"""What each rank is under a plan whose ranks update apart: a server, a worker or a replica."""
+"""Build a rank's side of asynchronous or periodic updates: server, worker or replica."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def build_exchange(
     trainable = [p for p in model.parameters() if p.requires_grad]
     parts = [[trainable[number] for number in part] for part in _partition(plan, model)]
     serving, working = range(plan.servers), range(plan.servers, world.size)
-    found = links(product(serving, working), world, servers=plan.servers)
+    worker_links = links(product(serving, working), world, servers=plan.servers)
     agree = plan.backup_workers > 0 and plan.servers > 1
     pairs = [(FIRST, server) for server in serving[1:] if agree]
     peers = links(pairs, world, servers=plan.servers)
@@ -84,7 +84,7 @@ def build_exchange(
         core = ParameterServer(
             parts[world.rank],
             optimizer,
-            workers=found,
+            workers=worker_links,
             needed=plan.data_degree if is_synchronous else None,
             max_staleness=plan.max_staleness,
             decides=not agree,
@@ -92,7 +92,7 @@ def build_exchange(
         in_step = is_synchronous and not plan.backup_workers
         return Serving(
             core,
-            found,
+            worker_links,
             peers=peers,
             in_step=in_step,
             parts=parts,
@@ -100,7 +100,7 @@ def build_exchange(
             world=world,
         )
     return Working(
-        found,
+        worker_links,
         dict(enumerate(parts)),
         optimizer,
         replica=world.rank - plan.servers,

@@ -1,4 +1,4 @@
-"""What a rank does about its parameters beside a step of its own."""
+"""The exchange of parameters or gradients around a rank's own step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Exchange:
         return False
 
     def note(self, loss: Tensor, count: float) -> None:
-        """What the gradients that the optimizer sees next are of: samples, and their mean loss."""
+        """Note the samples of the gradients that the optimizer sees next, and their mean loss."""
         self.loss, self._count = loss, count
 
     def taken(self) -> Tensor:
@@ -76,5 +76,5 @@ class Exchange:
 
     @property
     def report(self) -> UpdateReport | None:
-        """What became of updates so far; None where every step waits for all."""
+        """Counts of updates so far; None where every step waits for all."""
         return None

@@ -158,7 +158,7 @@ class Link:
 
 def links(pairs: Iterable[tuple[int, int]], world: World, *, servers: int) -> dict[int, Link]:
     """This rank's links by the rank at their other end; all ranks call it, for all pairs."""
-    found = {}
+    made = {}
     hosts = _hosts(world)
     timeout = timedelta(seconds=world.timeout_s)
     for one, other in pairs:
@@ -168,8 +168,8 @@ def links(pairs: Iterable[tuple[int, int]], world: World, *, servers: int) -> di
             is_server = peer < servers
             who = f"rank {peer} ({'a server' if is_server else 'a worker'}, on {hosts[peer]})"
             is_needed = is_server and world.rank >= servers  # at the end servers leave each other
-            found[peer] = Link(group, peer=peer, who=who, is_needed=is_needed, world=world)
-    return found
+            made[peer] = Link(group, peer=peer, who=who, is_needed=is_needed, world=world)
+    return made
 
 
 def _hosts(world: World) -> list[str]:

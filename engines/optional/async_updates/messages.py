@@ -1,4 +1,4 @@
-"""What workers and servers say to each other, as numbers in a fixed order. No torch here.
+"""Messages between workers and servers, as numbers in a fixed order. No torch here.
 
 A worker begins: (kind, turn, count, loss), then one flag for each tensor that follows. The turn is
 the version that gradients were computed at, or the number of a meeting. The server answers:
@@ -13,7 +13,7 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """What a worker wants."""
+    """A worker's request."""
 
     PUSH = 0  # a step: here are gradients, give me parameters
     MEET = 1  # the mean of a loss over all workers

@@ -1,4 +1,4 @@
-"""Which server holds which tensors. No torch here."""
+"""Partition of tensors over servers. No torch here."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def partition(sizes: Sequence[int], parts: int) -> list[list[int]]:
     >>> partition([10, 30, 20, 40], 2)
     [[0, 3], [1, 2]]
     """
-    found: list[list[int]] = [[] for _ in range(parts)]
+    shares: list[list[int]] = [[] for _ in range(parts)]
     filled = [0] * parts
     for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
         least = filled.index(min(filled))
-        found[least].append(number)
+        shares[least].append(number)
         filled[least] += sizes[number]
-    return [sorted(part) for part in found]
+    return [sorted(part) for part in shares]

@@ -1,4 +1,4 @@
-"""How stale updates were, and what they cost: counted as they happen. No torch here."""
+"""Staleness and losses of updates, counted as they happen. No torch here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from profiles.record import Record
 
 
 class UpdateReport(Record):
-    """What became of the gradients that a rank gave, or on a server of all that it was given.
+    """Counts of the gradients that a rank sent, or that a server received.
 
     Attributes:
         staleness: how many updates were so and so stale. With servers: updates by others between

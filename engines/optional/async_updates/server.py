@@ -105,7 +105,7 @@ class ParameterServer:
         self._update(given)
 
     def is_used(self, worker: int, version: int) -> bool:
-        """Whether the worker's gradients of `version` are in an update."""
+        """True if the worker's gradients of `version` are in an update."""
         return not self.is_synchronous or self._used.get(worker) == version
 
     def caught_up(self, worker: int) -> int:
@@ -116,7 +116,7 @@ class ParameterServer:
         return self.clocks.get(worker, 0)
 
     def may_go_on(self, worker: int) -> bool:
-        """Whether a worker that has given its gradients may take parameters for the next step."""
+        """True if a worker that has sent its gradients may fetch parameters for the next step."""
         if self._needed is not None:
             return self.version >= self.clocks[worker]
         if self._max_staleness is None:
@@ -144,7 +144,7 @@ class ParameterServer:
 
     @property
     def lacks_workers(self) -> bool:
-        """Whether fewer are left than a step needs."""
+        """True if fewer workers are left than a step needs."""
         return len(self.clocks) < self.needed
 
     @torch.no_grad()

@@ -165,7 +165,7 @@ class Serving(Exchange):
             raise self._failure
 
     def _serve(self, worker: int) -> None:
-        """What the thread of one worker does, until it is gone."""
+        """Serve one worker from a thread, until it is gone."""
         link = self._links[worker]
         length = Question.LENGTH + len(self._core.parameters)
         try:
@@ -227,7 +227,7 @@ class Serving(Exchange):
 
     @property
     def _lacks_others(self) -> bool:
-        """Whether no update can be made any more."""
+        """True if no update can be made any more."""
         is_alone = self._agreement is not None and self._agreement.gone is not None
         return self._core.lacks_workers or is_alone
 

@@ -56,7 +56,7 @@ class Working(Exchange):
         optimizer.register_step_pre_hook(self._hand_over)
 
     def instead(self) -> bool:
-        """Whether the step was over before this rank began with it: then it has none to make."""
+        """True if the step was over before this rank began it."""
         self._steps += 1
         is_over = self._skips and min(self._versions.values()) >= self._steps
         self._tally.skipped += is_over
@@ -93,15 +93,15 @@ class Working(Exchange):
         # another's: gradients of both are late for the later one, and not early for its next.
         oldest = min(self._versions.values())
         for server, link in self._links.items():
-            found = [parameter.grad for parameter in self._parts[server]]
+            gradients = [parameter.grad for parameter in self._parts[server]]
             question = Question(
                 Kind.PUSH,
                 oldest if self._skips else self._versions[server],
                 self._count,
                 float(self.loss),
-                tuple(gradient is not None for gradient in found),
+                tuple(gradient is not None for gradient in gradients),
             )
-            there = [gradient for gradient in found if gradient is not None]
+            there = [gradient for gradient in gradients if gradient is not None]
             sendings.append(link.begin_to_send(question.numbers(), there))
             for parameter in self._parts[server]:
                 parameter.grad = None

@@ -137,7 +137,7 @@ def applied(world_size: int) -> list[Tensor]:
     torch.manual_seed(0)
     model = TwoParts()
     rank_of = join_world()
-    with patch("engines.apply.replicate", wraps=replicate) as asked:
+    with patch("engines.apply.shard.replicate", wraps=replicate) as asked:
         parallel = apply_plan(
             model,
             Plan(dp_replicate=world_size, microbatch_size=ROWS // world_size),
