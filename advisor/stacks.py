@@ -109,6 +109,7 @@ def changes(stack: Stack) -> Iterator[str]:
         "gradients added up in products": stack.accumulates_in_product,
         "a token sent once to a node": stack.sends_tokens_once,
         "experts folded over the tp axis": stack.folds_experts,
+        "experts split over the tp axis": stack.splits_experts,
         "recompute of attention's scores alone": stack.selective is Selective.CORE,
     }
     yield from (words for words, is_set in flags.items() if is_set)

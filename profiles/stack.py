@@ -79,6 +79,7 @@ class Stack(Record):
             them there (DeepEP, HybridEP), not once for each expert.
         folds_experts: experts lie on neighbouring ranks, those of the tp axis among them, whole
             (MoE parallel folding, arXiv:2504.14960); else on ranks of the data axes.
+        splits_experts: the tp axis splits every expert's matrices as it does other layers'.
         sequence_parallel: norms and residuals are split over the tp axis (arXiv:2205.05198).
         keeps_gathered: inputs that sequence parallelism gathers stay until the backward.
         accumulates_in_product: a weight's gradient is added up inside the product that makes it.
@@ -105,6 +106,7 @@ class Stack(Record):
     bucket_bytes: PositiveFloat | None = None
     sends_tokens_once: bool = False
     folds_experts: bool = False
+    splits_experts: bool = False
     sequence_parallel: bool = False
     keeps_gathered: bool = True
     accumulates_in_product: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING
 
 from advisor.cost.tensor import TensorExchange
@@ -85,9 +86,7 @@ def without_experts(unit: UnitProfile, *, ep: int, shards: int = 1) -> UnitProfi
         if not _is_shared(unit, shape, ep):
             return shape
         first, *rest = shape.sizes
-        return shape.model_copy(
-            update={"sizes": (first // ep, *rest), "count": shape.count * shards}
-        )
+        return shape.model_copy(update={"sizes": (first // ep * shards, *rest)})
 
     update = {
         "parameter_bytes": round(unit.parameter_bytes - spared),
@@ -95,6 +94,27 @@ def without_experts(unit: UnitProfile, *, ep: int, shards: int = 1) -> UnitProfi
         "shapes": tuple(map(part, unit.shapes)),
     }
     return unit.model_copy(update=update)
+
+
+def split_experts(unit: UnitProfile, *, tp: int) -> UnitProfile:
+    """`unit` with every expert's matrices split over `tp` ranks, as other layers' are."""
+    spared = expert_bytes(unit, ep=1) * (1 - 1 / tp)
+    if not spared:
+        return unit
+
+    def part(shape: Shape) -> Shape:
+        if not _is_shared(unit, shape, 1):
+            return shape
+        *rest, last = shape.sizes
+        return shape.model_copy(update={"sizes": (*rest, ceil(last / tp))})
+
+    return unit.model_copy(
+        update={
+            "parameter_bytes": round(unit.parameter_bytes - spared),
+            "gradient_bytes": round(unit.gradient_bytes - spared),
+            "shapes": tuple(map(part, unit.shapes)),
+        }
+    )
 
 
 def over_experts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from advisor.cost.axes import without_experts
+from advisor.cost.axes import split_experts, without_experts
 from advisor.cost.runs import Run
 from advisor.cost.tensor import Styled, cut_unit, is_split
 from engines.plan import Plan
@@ -19,12 +19,14 @@ def held_units(
     *,
     numerics: Numerics,
     shards: int,
+    splits_experts: bool = False,
 ) -> tuple[UnitProfile, ...]:
     """Every unit of `model` on one rank; equal ones are one object.
 
     Args:
         styled: what the plan's styles do to each unit.
         shards: over how many ranks states are divided, where experts are.
+        splits_experts: see `Stack`.
     """
     units: list[UnitProfile] = []
     for run in runs:
@@ -35,6 +37,8 @@ def held_units(
                 unit = run.unit
                 if is_split(how):
                     unit = cut_unit(unit, model.units[place].cost(numerics), how, tp=plan.tp)
+                if splits_experts and plan.tp > 1:
+                    unit = split_experts(unit, tp=plan.tp)
                 if plan.ep > 1 and not plan.shards_experts:
                     unit = without_experts(unit, ep=plan.ep, shards=shards)
                 known[how] = unit

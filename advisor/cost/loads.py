@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from advisor.cost.axes import over_experts, over_tokens
+from advisor.cost.axes import over_experts, over_tokens, split_experts
 from advisor.cost.runs import Run, divided, runs_of
 from advisor.cost.tensor import Styled, Styles, TensorExchange, cut, is_split, split_loss
 from advisor.cost.work import NO_WORK, UnitWork, over_expert_ranks, unit_work
@@ -240,10 +240,14 @@ def loads_of(
                 samples=samples / cp,
                 element_bytes=_element_bytes(model, numerics),
             )
+        unit = run.unit
+        if stack.splits_experts and tp > 1 and unit.experts:
+            unit = split_experts(unit, tp=tp)
+            load = _with_less(load, run.unit.parameter_bytes - unit.parameter_bytes)
         if ep > 1:
             load = over_experts(
                 load,
-                run.unit,
+                unit,
                 ep=ep,
                 per_token=model.experts_per_token,
                 is_sharded=is_sharded,
@@ -345,6 +349,16 @@ def _load(
         forward_transient_bytes=own.forward_transient_bytes,
         backward_transient_bytes=own.backward_transient_bytes,
         exchanges=own.exchanges,
+    )
+
+
+def _with_less(load: UnitLoad, spared: float) -> UnitLoad:
+    """`load` without bytes of weights that other ranks of the tp axis have."""
+    return replace(
+        load,
+        parameter_bytes=load.parameter_bytes - spared,
+        gradient_bytes=load.gradient_bytes - spared,
+        partial_gradient_bytes=max(0.0, load.partial_gradient_bytes - spared),
     )
 
 

@@ -400,7 +400,13 @@ class CostModel:
         if key not in self._units:
             kind, styled = self.numerics(plan), self._styled_units(plan)
             self._units[key] = held_units(
-                plan, model, self.runs, styled, numerics=kind, shards=shards
+                plan,
+                model,
+                self.runs,
+                styled,
+                numerics=kind,
+                shards=shards,
+                splits_experts=self.stack.splits_experts,
             )
         return self._units[key]
 

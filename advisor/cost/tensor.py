@@ -215,7 +215,7 @@ def cut(
     whole_kept = cost.activation_bytes.at(samples)
     moved = cost.backward_moved_bytes.at(samples)
     in_work = sums.backward_moved_bytes / moved if moved else 1.0
-    output = cost.output_bytes.at(samples)
+    output = cost.output_bytes.at(samples) * _output_share(cost, styled, tp)
     if by_tokens and stack.sequence_parallel:
         output *= around  # the next block is entered with a share of the tokens too
     forward = cost.forward_transient_bytes.at(samples)
@@ -243,6 +243,15 @@ def cut(
         + _room(exchanges, in_forward=False),
         exchanges=exchanges,
     )
+
+
+def _output_share(cost: UnitCost, styled: Styled, tp: int) -> float:
+    """Share of the unit's output on a rank: logits that stay split are a part of the vocabulary."""
+    for layer, place in zip(cost.layers, styled[1:], strict=True):
+        style = cutting(place.styles)
+        if layer.reaches_output and layer.kind is not LayerKind.EMBEDDING and style is not None:
+            return cut_share(layer, style, tp) if style.kind in (Kind.COLUMN, Kind.VOCAB) else 1.0
+    return 1.0
 
 
 class _Sums:

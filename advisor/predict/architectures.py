@@ -183,7 +183,8 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
         vocab=vocab,
         length=row.seq_len or _length(kind),
         gated=gated,
-        tied=kind in ("dense_gpt", "bert", "t5", "transformer_xl"),
+        # A GPT with experts in place of its MLP reads out by its embedding as a GPT does.
+        tied=kind in ("dense_gpt", "bert", "t5", "transformer_xl") or (kind == "moe" and not gated),
         head_width=int(facts.pop("head_width", 0)) or hidden // heads or 1,
         experts=experts,
         topk=topk,

@@ -18,6 +18,7 @@ from advisor.predict.software import (
     drops_out,
     eight_bit,
     family_of,
+    folded,
     software_of,
     year_of,
 )
@@ -115,6 +116,9 @@ def _resolve(row: Row) -> Setup:
         shape=shape,
     )
     notes += unsaid
+    if layout.ep > layout.dp * layout.cp:
+        # More ranks than the data axes have: experts lie on those of tp, too.
+        software = replace(software, stack=folded(software.stack))
     setup = Setup(
         row_id=row.row_id,
         shape=shape,

@@ -199,6 +199,11 @@ def _changed(stack: Stack, change: Mapping[str, object]) -> Stack:
     return stack.model_copy(update={**other, "name": f"{stack.name} ({told})"})
 
 
+def folded(stack: Stack) -> Stack:
+    """The stack with whole experts, on the ranks of the tp axis as on others."""
+    return _changed(stack, {"folds_experts": True, "splits_experts": False})
+
+
 _MEGATRONS = ("megatron", "megatron-deepspeed", "nemo")
 
 
@@ -236,7 +241,7 @@ _WITHOUT_FLASH = ("V100", "P100", "P40", "GTX", "T4", "Quadro", "TITAN")
 
 def drops_out(row: Row, family: str, year: float, kind: str, *, gated: bool) -> bool:
     """Whether a recipe of this kind drops activations out."""
-    classic = not gated and kind in ("dense_gpt", "bert", "t5")
+    classic = not gated and kind in ("dense_gpt", "bert", "t5", "moe")
     return family in _MEGATRONS and (classic or (year < FLASH_DEFAULT and not gated))
 
 
