@@ -75,8 +75,9 @@ class Stack(Record):
         overlap_tensor: share of tensor-parallel traffic that runs beside products.
         bucket_bytes: of gradients in one message; buffers of it are held where states are the
             stack's own.
-        sends_tokens_once: a token goes once to each node that holds experts of it, and is copied to
-            them there (DeepEP, HybridEP), not once for each expert.
+        sends_tokens_once: a token goes once to each node that holds experts of it, inside one node
+            once to each rank, and is copied to them there (DeepEP, HybridEP), not once for each
+            expert.
         folds_experts: experts lie on neighbouring ranks, those of the tp axis among them, whole
             (MoE parallel folding, arXiv:2504.14960); else on ranks of the data axes.
         splits_experts: the tp axis splits every expert's matrices as it does other layers'.

@@ -15,7 +15,7 @@ from advisor.cost.memory import BUCKET_BYTES, KEEPS_PARAMETERS
 from advisor.cost.sharded import Sharded
 from engines.plan import Aggregation, DataParallel, Plan, Recompute, Schedule
 from profiles.cluster import ClusterProfile, Collective
-from profiles.stack import TORCH, Stack
+from profiles.stack import TORCH, Selective, Stack
 
 # DDP's first bucket is small, so that something is sent early (dist._DEFAULT_FIRST_BUCKET_BYTES).
 FIRST_BUCKET_BYTES = 2**20
@@ -133,11 +133,18 @@ def rounds_of(plan: Plan) -> int:
 
 
 def _distinct(ledger: Ledger, group: int, stride: int, copies: float) -> float:
-    """Share of a token's copies that leave for different nodes, experts being drawn evenly."""
+    """Share of a token's copies that leave for different nodes, or ranks of the only one, experts
+    being drawn evenly."""
     nodes = ceil(group / ledger.ranks_per_node(group, stride))
-    if nodes < 2:
-        return 1.0
-    return float(nodes * (1 - (1 - 1 / nodes) ** copies) / copies)
+    places = nodes if nodes > 1 else group
+    return float(places * (1 - (1 - 1 / places) ** copies) / copies)
+
+
+def _runs_again(plan: Plan, unit: UnitLoad, stack: Stack) -> bool:
+    """Whether recompute repeats a unit's collectives; nothing is sent inside attention's core."""
+    if plan.recompute is Recompute.SELECTIVE and stack.selective is Selective.CORE:
+        return False
+    return unit.is_block and plan.recompute is not Recompute.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +167,7 @@ def in_units(plan: Plan, loads: Loads, ledger: Ledger, *, stack: Stack) -> InUni
     sums: list[tuple[float, float, float]] = []
     for unit in loads.runs:
         forward = backward = again = 0.0
-        runs_again = unit.is_block and plan.recompute is not Recompute.NONE
+        runs_again = _runs_again(plan, unit, stack)
         for each in unit.exchanges:
             repeats = runs_again and each.is_repeated
             group, stride = groups[each.axis]

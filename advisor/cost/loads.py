@@ -253,7 +253,7 @@ def loads_of(
                 is_sharded=is_sharded,
                 shards=expert_shards,
             )
-            load = replace(load, work=over_expert_ranks(load.work, ep))
+            load = _over_expert_ranks(load, ep)
         if head is not None and run.unit.name == _loss_unit(model):
             load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp, stack=stack)
         found.append(load)
@@ -263,6 +263,20 @@ def loads_of(
         compute_share=1.0 if numerics is Numerics.AS_BUILT else BF16_SHARE,
         buffer_bytes=model.buffer_bytes,
         names=tuple(unit.name for unit in model.units),
+    )
+
+
+def _over_expert_ranks(load: UnitLoad, ep: int) -> UnitLoad:
+    """The weights of experts on other ranks are not read here."""
+    work = over_expert_ranks(load.work, ep)
+    pairs = list(zip(load.work.products, work.products, strict=True))
+    forward = sum(old.forward_bytes - new.forward_bytes for old, new in pairs)
+    backward = sum(old.backward_bytes - new.backward_bytes for old, new in pairs)
+    return replace(
+        load,
+        work=work,
+        forward_moved_bytes=max(0.0, load.forward_moved_bytes - forward),
+        backward_moved_bytes=max(0.0, load.backward_moved_bytes - backward),
     )
 
 

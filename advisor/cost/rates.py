@@ -129,6 +129,8 @@ class Rates:
             return self._convolution_s(product, flop, moved_bytes)
         peak = self.half if product.kind is ProductKind.SCORES else self.peak
         one = 2 * product.m * product.n * product.k
+        if product.kind is ProductKind.GROUPED:
+            one *= product.repeats  # one kernel, whose tiles fill the device together
         share = product_efficiency(self.device, one, peak)
         share *= self.calibration.product_share(product.n, product.k, product.kind, self.device)
         share *= tile_share(product.m, product.kind)

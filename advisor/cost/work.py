@@ -13,6 +13,10 @@ from profiles.model import UnitCost
 from profiles.work import AttentionKernel, Product, ProductKind, attention_cost
 
 
+# Of operands, where a profile does not say what a product reads and writes.
+ELEMENT_BYTES = 2.0
+
+
 class ProductLoad(NamedTuple):
     """`repeats` products of (m, k) by (k, n); FLOP and bytes of all of them."""
 
@@ -75,16 +79,24 @@ def unit_work(cost: UnitCost, styled: Styled, *, tp: int, samples: float) -> Uni
 
 
 def over_expert_ranks(work: UnitWork, ep: int) -> UnitWork:
-    """A rank has its part of the experts, and the tokens of all `ep` ranks for them."""
-    return UnitWork(
-        tuple(
-            each._replace(m=each.m * ep, repeats=each.repeats / ep)
-            if each.kind is ProductKind.GROUPED
-            else each
-            for each in work.products
-        ),
-        work.attention,
-    )
+    """A rank has its part of the experts, and the tokens of all `ep` ranks for them.
+
+    As many rows are read and written as without `ep`, and a part of the weights; their gradients
+    are written by the backward, which reads them too.
+    """
+
+    def part(each: ProductLoad) -> ProductLoad:
+        if each.kind is not ProductKind.GROUPED:
+            return each
+        spared = ELEMENT_BYTES * each.n * each.k * each.repeats * (1 - 1 / ep)
+        return each._replace(
+            m=each.m * ep,
+            repeats=each.repeats / ep,
+            forward_bytes=max(0.0, each.forward_bytes - spared),
+            backward_bytes=max(0.0, each.backward_bytes - 2 * spared),
+        )
+
+    return UnitWork(tuple(map(part, work.products)), work.attention)
 
 
 def _own(layer: LayerCost, kind: Kind | None, share: float, samples: float) -> ProductLoad | None:
@@ -128,8 +140,7 @@ def _depth(layer: LayerCost) -> float:
 def _noted(product: Product, share: float, samples: float) -> ProductLoad:
     m, n, k = product.m.at(samples) * share, float(product.n), float(product.k)
     flop = 2 * m * n * k * product.count
-    element = 2.0
-    moved = element * product.count * (m * k + k * n + m * n)
+    moved = ELEMENT_BYTES * product.count * (m * k + k * n + m * n)
     there = moved if product.forward_bytes is None else share * product.forward_bytes.at(samples)
     back = (
         2 * moved if product.backward_bytes is None else share * product.backward_bytes.at(samples)
