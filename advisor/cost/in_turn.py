@@ -47,3 +47,28 @@ def in_turn(
         waited += of_all(exchanged.gather_s) + exchanged.root_gather_s
         exchanged = replace(exchanged, gather_s=zeros, root_gather_s=0.0)
     return exchanged, waited
+
+
+def gathers_beside(stack: Stack) -> bool:
+    """Whether parameters that stay whole for a step are gathered beside its first forwards."""
+    return stack.states is None or stack.overlap_parameters
+
+
+def gathers_s(stack: Stack, ranks: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """Seconds that the first forwards of a pipeline's step wait for parameters that stay whole.
+
+    FSDP2 gathers a stage when its forward begins: the first microbatch waits at every stage. Stacks
+    with states of their own gather on all ranks from the beginning of the step, beside the forwards
+    of a rank's earlier stages where they overlap.
+
+    Args:
+        ranks: (seconds of its forward, of its own wait) of each stage of each rank.
+    """
+    if stack.states is None:
+        return sum(late for stages in ranks for _, late in stages)
+    worst = 0.0
+    for (forward, first), *rest in ranks:
+        hidden = forward + sum(beside for beside, _ in rest[:-1])
+        behind = sum(late for _, late in rest)
+        worst = max(worst, first + max(0.0, behind - hidden * gathers_beside(stack)))
+    return worst

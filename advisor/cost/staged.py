@@ -12,6 +12,7 @@ from advisor.cost.breakdown import Estimate, StageEstimate, Traffic
 from advisor.cost.communication import rounds_of, stage_exchange
 from advisor.cost.compute import Busy, Computing, busy_s, optimizer_s
 from advisor.cost.groups import replica_group, tie_stride
+from advisor.cost.in_turn import gathers_beside, gathers_s
 from advisor.cost.ledger import Ledger
 from advisor.cost.loads import Loads, together
 from advisor.cost.memory import Peak, shard_degree
@@ -131,7 +132,8 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
         cluster=model.facts.cluster,
     )
     again = layout.rounds - 1
-    late = sum(stage.late_s for stage in layout.stages)
+    timed = [[(s.forward_s, s.late_s) for s in layout.of(rank)] for rank in range(plan.pp)]
+    late = gathers_s(model.stack, timed)
     between = max(end + tail.round_s for end, tail in zip(played.end_s, tails, strict=True))
     last = max(end + tail.last_s for end, tail in zip(played.end_s, tails, strict=True))
     wall = late + again * between + last + apart
@@ -297,7 +299,9 @@ def _stage(
     )
     late_s = 0.0
     if kind.is_sharded and not gathers:
-        late_s = forward(computing.times, exchanged, gathers=True, **way).wall_s - there.wall_s
+        beside = model.overlaps and gathers_beside(model.stack)
+        whole = forward(computing.times, exchanged, gathers=True, overlaps=beside)
+        late_s = whole.wall_s - there.wall_s
     counts = [time.count for time in computing.times]
 
     def all_of(seconds: Sequence[float]) -> float:

@@ -38,6 +38,8 @@ def staged_step_s(columns: Columns) -> Floats:
     between, root_between = columns.replicate_s()
     meeting = columns.reduces * (reduce + root_reduce)
     last = reduce + root_reduce + between + root_between
+    if columns.costs.stack.states is not None:
+        late = 0.0 * late  # all ranks gather at once, beside computing
     if columns.costs.stack.states is not None and columns.costs.stack.overlap_gradients:
         # A last backward may hide all but what replicas of shards exchange after it.
         meeting, last = 0.0 * meeting, (between + root_between) * columns.is_sharded
