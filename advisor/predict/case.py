@@ -146,10 +146,12 @@ def _data_parallel(layout: Layout) -> dict[str, object]:
 def _stages(layout: Layout, model: ModelProfile) -> list[str]:
     """Units that begin stages 1, 2, ...: as many blocks in each, embedding and head beside those
     of the first and last. Where blocks do not divide but with these two counted they do, the ends
-    have one less; else the first stages have one more."""
-    blocks = [unit.name for unit in model.units if unit.is_block]
+    have one less, which may be none; else the first stages have one more."""
+    units = [unit.name for unit in model.units]
+    places = [n for n, unit in enumerate(model.units) if unit.is_block]
+    blocks = units[places[0] : places[-1] + 2]  # and the head
     chunks = layout.pp * layout.virtual
-    count = len(blocks)
+    count = len(places)
     sizes = [count // chunks + (n < count % chunks) for n in range(chunks)]
     if count % chunks and (count + 2) % chunks == 0:
         each = (count + 2) // chunks
@@ -160,7 +162,7 @@ def _stages(layout: Layout, model: ModelProfile) -> list[str]:
     starts, place = [], 0
     for size in sizes[:-1]:
         place += size
-        starts.append(blocks[min(place, count - 1)])
+        starts.append(blocks[place])
     return list(dict.fromkeys(starts))
 
 
