@@ -113,6 +113,8 @@ def changes(stack: Stack) -> Iterator[str]:
         "recompute of attention's scores alone": stack.selective is Selective.CORE,
     }
     yield from (words for words, is_set in flags.items() if is_set)
+    if stack.host_work != 1:
+        yield f"{stack.host_work:g} times the host work of a plain module"
     if stack.overlap_tensor:
         yield f"{stack.overlap_tensor:.0%} of tensor-parallel traffic beside products"
 

@@ -70,6 +70,8 @@ class Stack(Record):
         reduce_bytes: of a gradient on its way between replicas; None: as it is held.
         fused_optimizer: one kernel for the update, without temporaries.
         cuda_graphs: share of the launches that a replayed graph takes away.
+        host_work: of a kernel, over torch's plain modules: functions of autograd in Python, hooks,
+            checks and timers around each.
         blocking_launches: every kernel is waited for (CUDA_LAUNCH_BLOCKING=1).
         overlap_gradients, overlap_parameters: data-parallel traffic runs beside computing.
         overlap_tensor: share of tensor-parallel traffic that runs beside products.
@@ -100,6 +102,7 @@ class Stack(Record):
     reduce_bytes: PositiveFloat | None = None
     fused_optimizer: bool = False
     cuda_graphs: float = Field(default=0.0, ge=0, le=1)
+    host_work: PositiveFloat = 1.0
     blocking_launches: bool = False
     overlap_gradients: bool = True
     overlap_parameters: bool = True

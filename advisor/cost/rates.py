@@ -27,8 +27,10 @@ CURVE = ((0.0, 0.1), (1e9, 0.6), (16e9, 0.9), (128e9, 0.95))
 
 
 # Best rate of 8-bit products over twice that of bfloat16 ones (ml-engineering, maximum achievable
-# matmul: H100 1403 over 2 x 795 TFLOP/s).
-NARROW_SHARE = 0.88
+# matmul, TFLOP/s: H100 1403 over 2 x 795, H200 1453, GH200 1535 over 2 x 829; B200 3433 over
+# 2 x 1745, B300 3353 over 2 x 1769, GB200 3616 over 2 x 1822).
+NARROW_SHARE, NARROW_SHARE_OF_BLACKWELL = 0.9, 0.97
+_BLACKWELL = ("B100", "B200", "B300", "GB")
 # Of each element of an operand that is cast to 8 bits: two bytes read, one written, one transposed.
 NARROW_BYTES = 4
 
@@ -106,12 +108,15 @@ class Rates:
         if dtype == "float16":
             half = peak_flop_per_s(device, dtype).value
         is_cpu = device.kind == "cpu"
+        # Where 16 bits are slower than 32 (Pascal's consumer cards), libraries convert operands.
+        plain = device.flop_per_s["float32"].value
         return cls(
             device=device,
-            peak=peak_flop_per_s(device, dtype).value,
-            half=half,
+            peak=max(plain, peak_flop_per_s(device, dtype).value),
+            half=max(plain, half),
             bandwidth=calibration.bandwidth_bytes_per_s(device),
             launch_s=device.launch_s.value
+            * stack.host_work
             * (1.0 if is_cpu else calibration.launch * (1 - stack.cuda_graphs)),
             waits=stack.blocking_launches,
             calibration=calibration,
@@ -140,7 +145,9 @@ class Rates:
             # Operands are cast, as they are and transposed: two bytes read and two written of each
             # of the activations forward, of the gradients backward.
             operand = product.k if flop == product.forward_flop else product.n
-            seconds = max(seconds / NARROW_SHARE, moved_bytes / self.bandwidth)
+            later = self.device.name.startswith(_BLACKWELL)
+            best = NARROW_SHARE_OF_BLACKWELL if later else NARROW_SHARE
+            seconds = max(seconds / best, moved_bytes / self.bandwidth)
             seconds += NARROW_BYTES * product.m * operand * product.repeats / self.bandwidth
         return seconds
 

@@ -33,6 +33,9 @@ OWN_FSDP = 2025.0
 SELECTIVE_RECOMPUTE = 2022.35
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
+# NeMo's and Megatron-Bridge's recipes record graphs of what does not depend on where tokens go, on
+# Blackwell: cuda_graph_scope attn, mamba, moe_router and moe_preprocess, all of dense layers.
+GRAPHS, GRAPHED = 2025.7, 0.8
 # Values of the column `arch` that are networks on images. They are trained with SGD where no
 # optimizer is named, but those of attention.
 ATTENTIVE = frozenset({"vit", "deit", "swin"})
@@ -182,6 +185,8 @@ def software_of(
         change["overlap_gradients"] = True  # overlap_comm is true by default there
     elif family == "deepspeed" and dtype == "bfloat16":
         change["states"] = stacks()["deepspeed-bf16"].states
+    if family == "nemo" and year >= GRAPHS and device.startswith(_BLACKWELL):
+        change["cuda_graphs"] = GRAPHED
     change["product_dtype"] = None if dtype in ("bfloat16", "float32") else dtype
     stack = _changed(stack, change)
     offload = row.offload if row.offload not in (None, "n") else "none"
@@ -204,6 +209,7 @@ def folded(stack: Stack) -> Stack:
     return _changed(stack, {"folds_experts": True, "splits_experts": False})
 
 
+_BLACKWELL = ("B200", "B300", "GB")
 _MEGATRONS = ("megatron", "megatron-deepspeed", "nemo")
 
 

@@ -15,7 +15,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from profiles.cluster import Device, Link
 from profiles.errors import InputError, UnknownNameError
@@ -116,6 +116,7 @@ class SystemEntry(Record):
     inter: str
     memory: str | None = None
     cores: PositiveInt | None = None
+    host_speed: PositiveFloat = 1.0
     source: str
 
 
@@ -163,7 +164,7 @@ def accelerator(name: str, *, where: str | None = None) -> Device:
             for dtype, text in entry.flop_rate.items()
         },
         matmul_fraction=_matmul_fraction(entry),
-        launch_s=LAUNCH if entry.kind == "cuda" else CPU_LAUNCH,
+        launch_s=_launch(entry) if entry.kind == "cuda" else CPU_LAUNCH,
         context_bytes=CONTEXT if entry.kind == "cuda" else CPU_CONTEXT,
         board_power_w=_board_power(entry),
     )
@@ -313,6 +314,12 @@ def _board_power(entry: AcceleratorEntry) -> Quantity | None:
         source=Source.DATASHEET,
         origin="printed maximum of the board",
     )
+
+
+def _launch(entry: AcceleratorEntry) -> Quantity:
+    """By the processor of the system that an accelerator usually comes in."""
+    speed = systems()[entry.system].host_speed if entry.system else 1.0
+    return LAUNCH.model_copy(update={"value": LAUNCH.value / speed})
 
 
 def _matmul_fraction(entry: AcceleratorEntry) -> Quantity:

@@ -22,6 +22,11 @@ CHUNK = 128
 # forward; its kernels stream chunk states through memory (mamba_ssm, ssd_combined.py: five kernels
 # that each read and write what the one before left, states in fp32).
 SCAN_BYTES = 40.0
+# With every fusion that Megatron-Core has (moe_router_fusion, moe_permute_fusion, a dispatcher that
+# sends tokens once), forward: choice, auxiliary loss, counts of tokens and their way to the host,
+# layout, notice, dispatch, map of rows, permutation, back again, combination; the backward has no
+# choices to make.
+ROUTER_KERNELS = (14, 9)
 
 
 def attention(
@@ -175,7 +180,8 @@ def experts(draft: Draft, shape: TransformerShape, *, tokens: float) -> None:
         FusibleKind.ROUTER,
         fused=(2 * scores + 4 * moved, 3 * scores + 4 * moved),
         eager=(6 * scores + 7 * moved, 9 * scores + 7 * moved),
-        kernels=(30, 40),
+        kernels=(36, 20),
+        fused_kernels=ROUTER_KERNELS,
         kept=3 * scores + moved,
         kept_eager=3 * scores + 2 * moved,
     )

@@ -25,9 +25,9 @@ from profiles.work import (
 
 FP32 = 4
 # Launches' worth of host time for each kernel that a draft counts: views, copies, casts, modules
-# and hooks in Python, and autograd's bookkeeping are not drafted. Calibrated on steps that wait for
-# their hosts (Megatron-LM's functional tests: some 6 ms for a layer forward and backward).
-HOST_WORK = 20
+# and autograd's bookkeeping are not drafted. An eager operation of torch takes its host some 20 us
+# each way. Stacks whose modules do more say so (`Stack.host_work`).
+HOST_WORK = 3
 
 
 def per_sample(amount: float) -> Affine:
@@ -218,10 +218,11 @@ class Draft:
         kept: float = 0.0,
         kept_eager: float | None = None,
         transient: float = 0.0,
+        fused_kernels: tuple[int, int] = (1, 1),
     ) -> None:
-        """A chain of operations: bytes that it moves (forward, backward) as one kernel and one
-        after the other, kernels of the latter, what either way keeps, and `transient` bytes that
-        one kernel does not need at its highest moment."""
+        """A chain of operations: bytes that it moves (forward, backward) fused and one operation
+        after the other, kernels of the latter and of the former, what either way keeps, and
+        `transient` bytes that one kernel does not need at its highest moment."""
         here = self._here
         kept_eager = kept if kept_eager is None else kept_eager
         here.forward_moved += eager[0]
@@ -234,8 +235,8 @@ class Draft:
                 kind=kind,
                 forward_moved_bytes=max(0.0, eager[0] - fused[0]),
                 backward_moved_bytes=max(0.0, eager[1] - fused[1]),
-                forward_kernels=HOST_WORK * max(0, kernels[0] - 1),
-                backward_kernels=HOST_WORK * max(0, kernels[1] - 1),
+                forward_kernels=HOST_WORK * max(0, kernels[0] - fused_kernels[0]),
+                backward_kernels=HOST_WORK * max(0, kernels[1] - fused_kernels[1]),
                 activation_bytes=max(0.0, kept_eager - kept),
                 transient_bytes=transient,
             )
