@@ -110,6 +110,7 @@ def changes(stack: Stack) -> Iterator[str]:
         "a token sent once to a node": stack.sends_tokens_once,
         "experts folded over the tp axis": stack.folds_experts,
         "experts split over the tp axis": stack.splits_experts,
+        "recompute to the end of a forward": stack.recomputes_whole,
         "recompute of attention's scores alone": stack.selective is Selective.CORE,
     }
     yield from (words for words, is_set in flags.items() if is_set)

@@ -97,3 +97,10 @@ class LayerCost(Record):
     heads: PositiveInt = 1
     own: Stretch = Stretch()
     after: Stretch = Stretch()
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether a forward that runs again, and stops at the last tensor that the backward needs,
+        reaches this layer: something is kept behind it, other than what the unit returns."""
+        kept = self.after.activation_bytes
+        return not self.reaches_output or kept not in (Affine(), self.output_bytes)

@@ -86,6 +86,8 @@ class Stack(Record):
         sequence_parallel: norms and residuals are split over the tp axis (arXiv:2205.05198).
         keeps_gathered: inputs that sequence parallelism gathers stay until the backward.
         accumulates_in_product: a weight's gradient is added up inside the product that makes it.
+        recomputes_whole: recompute runs a forward to its end; else it stops at the last tensor that
+            the backward needs (torch.utils.checkpoint without reentrance, from torch 2.1).
         selective: what selective recompute repeats.
         allocator_slack: what the allocator holds over what is allocated, as a share.
         product_dtype: of products with weights, where it is not the plan's precision.
@@ -114,6 +116,7 @@ class Stack(Record):
     sequence_parallel: bool = False
     keeps_gathered: bool = True
     accumulates_in_product: bool = False
+    recomputes_whole: bool = False
     selective: Selective = Selective.OPERATORS
     allocator_slack: NonNegativeFloat | None = None
     product_dtype: str | None = None

@@ -277,6 +277,10 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack)
     again = (0.0, 0.0)
     if unit.is_block and recompute is Recompute.FULL:
         again = forward
+        if not stack.recomputes_whole:
+            last = [each for each in unit.work.products if not each.is_recomputed]
+            spared = (rates.product_s(p, p.forward_flop, p.forward_bytes) for p in last)
+            again = max(0.0, forward[0] - sum(spared)), forward[1]
     elif unit.is_block and recompute is Recompute.SELECTIVE:
         if stack.selective is Selective.CORE:
             core = sum(

@@ -13,7 +13,7 @@ from advisor.cost.calibration import (
     issue_per_s,
     tile_share,
 )
-from advisor.cost.work import ProductLoad
+from advisor.cost.work import ELEMENT_BYTES, ProductLoad
 from profiles.cluster import Device
 from profiles.provenance import Quantity
 from profiles.stack import Stack
@@ -124,7 +124,11 @@ class Rates:
         )
 
     def product_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
-        """Seconds of a product, bound by its arithmetic or by what it reads and writes."""
+        """Seconds of a product.
+
+        Its arithmetic and what it reads go on together; results leave when all of their sum is
+        there, the less hidden the shorter the sums are.
+        """
         if not flop:
             return 0.0
         if product.kind is ProductKind.ELEMENTWISE:
@@ -140,6 +144,8 @@ class Rates:
         share *= self.calibration.product_share(product.n, product.k, product.kind, self.device)
         share *= tile_share(product.m, product.kind)
         reached = peak * self._best_share() * share
+        written = 0.0 if self.device.kind == "cpu" else min(moved_bytes, _written(product, flop))
+        moved_bytes -= written
         seconds = max(flop / reached, moved_bytes / self.bandwidth)
         if self.is_narrow and product.kind is not ProductKind.SCORES:
             # Operands are cast, as they are and transposed: two bytes read and two written of each
@@ -149,7 +155,7 @@ class Rates:
             best = NARROW_SHARE_OF_BLACKWELL if later else NARROW_SHARE
             seconds = max(seconds / best, moved_bytes / self.bandwidth)
             seconds += NARROW_BYTES * product.m * operand * product.repeats / self.bandwidth
-        return seconds
+        return seconds + written / self.bandwidth
 
     def _convolution_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
         """All groups are one kernel; thinner ones than a tile leave the rest of it idle."""
@@ -176,6 +182,14 @@ class Rates:
         if self.device.kind == "cpu" or self.peak > self.vector_peak:
             return matmul_fraction(self.device, self.calibration)
         return self.calibration.vector_share(self.device)
+
+
+def _written(product: ProductLoad, flop: float) -> float:
+    """Bytes of the results: of a forward its output, of a backward the gradients of both factors;
+    those of weights are few."""
+    m, n, k = product.m, product.n, product.k
+    results = m * n if flop == product.forward_flop else m * k + n * k
+    return ELEMENT_BYTES * results * product.repeats
 
 
 _WIDE = ("float32", "tfloat32")

@@ -327,8 +327,7 @@ def _exchanges(
         if style is None:
             continue
         given, made = layer.input_bytes.at(samples), layer.output_bytes.at(samples)
-        # A forward that runs again stops at the last tensor that is kept.
-        again = not (layer.reaches_output and not layer.after.activation_bytes.at(samples))
+        again = stack.recomputes_whole or layer.is_recomputed
         if layer.kind is LayerKind.EMBEDDING:
             yield TensorExchange(Collective.ALL_REDUCE, "embeddings", made, True, again)
             continue

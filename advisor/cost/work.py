@@ -18,7 +18,10 @@ ELEMENT_BYTES = 2.0
 
 
 class ProductLoad(NamedTuple):
-    """`repeats` products of (m, k) by (k, n); FLOP and bytes of all of them."""
+    """`repeats` products of (m, k) by (k, n); FLOP and bytes of all of them.
+
+    `is_recomputed`: by a recompute that stops early, see `LayerCost`.
+    """
 
     kind: ProductKind
     m: float
@@ -30,6 +33,7 @@ class ProductLoad(NamedTuple):
     forward_bytes: float
     backward_bytes: float
     fewest: float = 1.0
+    is_recomputed: bool = True
 
 
 class AttentionLoad(NamedTuple):
@@ -126,6 +130,7 @@ def _own(layer: LayerCost, kind: Kind | None, share: float, samples: float) -> P
         backward_flop=share * own.backward_flop.at(samples),
         forward_bytes=share * moved + (1 - share) * min(full, moved),
         backward_bytes=share * back + (1 - share) * min(2 * full, back),
+        is_recomputed=layer.is_recomputed,
     )
 
 

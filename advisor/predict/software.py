@@ -185,6 +185,9 @@ def software_of(
         change["overlap_gradients"] = True  # overlap_comm is true by default there
     elif family == "deepspeed" and dtype == "bfloat16":
         change["states"] = stacks()["deepspeed-bf16"].states
+    if family == "deepspeed" and (row.tp or 1) > 1:
+        # Layers that DeepSpeed splits are Megatron-LM's (its `mpu`).
+        change["host_work"] = stack_named("megatron-2020").host_work
     if family == "nemo" and year >= GRAPHS and device.startswith(_BLACKWELL):
         change["cuda_graphs"] = GRAPHED
     change["product_dtype"] = None if dtype in ("bfloat16", "float32") else dtype
