@@ -98,7 +98,10 @@ def changes(stack: Stack) -> Iterator[str]:
         yield f"gradients sent in {stack.reduce_bytes:g} bytes"
     if stack.bucket_bytes is not None:
         yield f"buckets of {stack.bucket_bytes / 1e6:g} MB"
+    if stack.gather_bytes is not None:
+        yield f"weights gathered {stack.gather_bytes / 1e6:g} MB at a time"
     flags = {
+        "pipeline's buffers keep outputs": stack.holds_outputs,
         "fused optimizer": stack.fused_optimizer,
         "CUDA graphs": stack.cuda_graphs > 0,
         "waits for every kernel": stack.blocking_launches,

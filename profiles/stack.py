@@ -77,6 +77,9 @@ class Stack(Record):
         overlap_tensor: share of tensor-parallel traffic that runs beside products.
         bucket_bytes: of gradients in one message; buffers of it are held where states are the
             stack's own.
+        gather_bytes: of updated weights that are gathered at once, through a tensor beside them.
+        holds_outputs: a pipeline's buffers keep what a stage took and made, in fp32 what the last
+            one made, until they are used again; there is one more than microbatches in flight.
         sends_tokens_once: a token goes once to each node that holds experts of it, inside one node
             once to each rank, and is copied to them there (DeepEP, HybridEP), not once for each
             expert.
@@ -110,6 +113,8 @@ class Stack(Record):
     overlap_parameters: bool = True
     overlap_tensor: float = Field(default=0.0, ge=0, le=1)
     bucket_bytes: PositiveFloat | None = None
+    gather_bytes: PositiveFloat | None = None
+    holds_outputs: bool = False
     sends_tokens_once: bool = False
     folds_experts: bool = False
     splits_experts: bool = False

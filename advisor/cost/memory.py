@@ -337,6 +337,8 @@ def optimizer_step(
         # Gradients of the shard are copied to fp32 for the step (DeepSpeed's fp16 optimizers,
         # Megatron-LM's Float16Optimizer: main_param.grad = grad.float()).
         work += gradient_bytes / shard_degree(plan)
+    if own is not None and stack.gather_bytes is not None and shard_degree(plan) > 1:
+        work = max(work, min(stack.gather_bytes, own.parameters))
     return Moment(
         event=f"{update.name} step",
         gradients=gradient_bytes / shard_degree(plan) if own is None else own.gradients,

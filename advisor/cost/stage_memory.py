@@ -39,6 +39,7 @@ from advisor.cost.orders import Moment as InFlight
 from advisor.cost.states import held_states, zero_level
 from engines.plan import DataParallel, Plan
 from profiles.cluster import Device
+from profiles.model import LOSS
 from profiles.optimizers import Upkeep
 from profiles.stack import TORCH, Stack
 
@@ -108,6 +109,8 @@ def chunk_of(
     if stack.states is not None:
         # Outputs are released when they were sent, inputs are held until their backward.
         cast, held = 0.0, own
+        if stack.holds_outputs:  # what was received is cloned
+            held += received_bytes + sent_bytes
     return Chunk(
         forward=replace(forward, gathered=forward.gathered + cast),
         backward=backward,
@@ -116,6 +119,14 @@ def chunk_of(
         cast_bytes=cast,
         waiting_bytes=sum(unit.layer_bytes * unit.count for unit in loads.runs),
     )
+
+
+def _read_out(plan: Plan, part: Loads) -> float:
+    """What the last stage made of the microbatches in a pipeline's two buffers, in fp32."""
+    units = part.runs
+    if len(units) < 2 or units[-1].name != LOSS:
+        return 0.0
+    return min(2, plan.microbatches) * units[-2].output_bytes / part.compute_share
 
 
 def _fullest(moments: Iterable[Moment]) -> Moment:
@@ -166,7 +177,9 @@ def stage_peak(
             copied_bytes=copied_bytes,
             folds_experts=stack.folds_experts,
         )
+        idle = buffer_bytes / plan.microbatches + _read_out(plan, parts[-1])
         whole, buffer_bytes = own.gradients, stack.bucket_bytes or 0.0
+        buffer_bytes += idle * stack.holds_outputs
         always = root * share * (zero_level(plan) == 3)
     elif kind in KEEPS_PARAMETERS:
         always = parameter_bytes * share

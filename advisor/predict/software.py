@@ -181,6 +181,8 @@ def software_of(
     ):
         change["states"] = States(weight=2, gradient=2, master=4)
         change["reduce_bytes"] = 2.0
+        if stack.gather_bytes is not None:
+            change["gather_bytes"] = stack_named("deepspeed").gather_bytes  # of its fp16 optimizers
     elif stack.name.startswith("deepspeed") and row.zero_stage == "3":
         change["overlap_gradients"] = True  # overlap_comm is true by default there
     elif family == "deepspeed" and dtype == "bfloat16":
