@@ -80,6 +80,8 @@ class Stack(Record):
         gather_bytes: of updated weights that are gathered at once, through a tensor beside them.
         holds_outputs: a pipeline's buffers keep what a stage took and made, in fp32 what the last
             one made, until they are used again; there is one more than microbatches in flight.
+        workspaces: handles of libraries that keep one: cuBLAS has one for each thread that launches
+            products, the forward's and the backward's; Transformer Engine has its own.
         sends_tokens_once: a token goes once to each node that holds experts of it, inside one node
             once to each rank, and is copied to them there (DeepEP, HybridEP), not once for each
             expert.
@@ -115,6 +117,7 @@ class Stack(Record):
     bucket_bytes: PositiveFloat | None = None
     gather_bytes: PositiveFloat | None = None
     holds_outputs: bool = False
+    workspaces: int = Field(default=2, ge=0)
     sends_tokens_once: bool = False
     folds_experts: bool = False
     splits_experts: bool = False

@@ -17,6 +17,7 @@ class Memory(Record):
         transient: the unit in work (the loss too): temporaries, and gradients of activations.
         batch: the batch, and the model's own buffers.
         transfers: what the stages of a pipeline receive into, for all microbatches of a round.
+        workspaces: scratch memory of libraries' products, in the allocator.
         context: runtime and libraries, among them the buffers of NCCL or gloo.
     """
 
@@ -28,6 +29,7 @@ class Memory(Record):
     transient: float = 0.0
     batch: float = 0.0
     transfers: float = 0.0
+    workspaces: float = 0.0
     context: float = 0.0
 
     @property
@@ -41,6 +43,7 @@ class Memory(Record):
             + self.transient
             + self.batch
             + self.transfers
+            + self.workspaces
             + self.context
         )
 

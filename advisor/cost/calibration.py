@@ -130,7 +130,7 @@ class Calibration(Record):
 
     def attention_share(self, device: Device, kernel: AttentionKernel) -> float:
         """Share of the 16-bit peak that attention without scores reaches."""
-        later = device.name.startswith(_HOPPER_OR_LATER)
+        later = is_hopper_or_later(device)
         if kernel is AttentionKernel.FLASH1:
             return self.flash1 * (self.flash2_on_hopper / self.flash2 if later else 1.0)
         if kernel is AttentionKernel.FLASH3 and later:
@@ -144,6 +144,11 @@ class Calibration(Record):
         if kind is ProductKind.GROUPED:
             return self.grouped
         return 1.0 if n % ALIGNMENT == 0 and k % ALIGNMENT == 0 else self.unaligned
+
+
+def is_hopper_or_later(device: Device) -> bool:
+    """Whether its matrix units need instructions of their own."""
+    return device.name.startswith(_HOPPER_OR_LATER)
 
 
 def is_power_bound(device: Device) -> bool:

@@ -25,7 +25,7 @@ from advisor.cost.buffers import (
 )
 from advisor.cost.buffers import added_share as added_share
 from advisor.cost.buffers import shard_degree as shard_degree
-from advisor.cost.calibration import CALIBRATION, Calibration
+from advisor.cost.calibration import CALIBRATION, Calibration, is_hopper_or_later
 from advisor.cost.loads import Loads, UnitLoad, describe
 from advisor.cost.offload import (
     activations_leave,
@@ -51,6 +51,9 @@ USUAL_SLACK = 0.09
 # kernels' own scratch memory; published peaks of one configuration scatter by less than 0.1 %, so
 # the range is this model's own doubt, not noise. Assumed until runs of our own bound it.
 ACTIVATION_ERROR = 0.08
+# cuBLAS's workspace of one handle in torch (aten/src/ATen/cuda/CUDABlas.cpp, parseChosenWorkspaceSize:
+# ":4096:2:16:8", from Hopper on 32 MiB).
+WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024, 32 * 2**20
 # FSDP2 holds a gathered unit, its flat gather buffer and the unit prefetched next. Two whole units
 # is what its streams allow when the host does not run ahead, three when it does.
 UNITS_WHEN_AHEAD = 1
@@ -198,6 +201,7 @@ def peak_at(
         transient=fullest.transient,
         batch=batch_bytes,
         transfers=buffer_bytes,
+        workspaces=workspace_bytes(device, stack),
         context=device.context_bytes.value,
     )
     allocated = memory.total - memory.context
@@ -217,6 +221,14 @@ def peak_at(
         disk_bytes=waits if on_disk else 0.0,
         loss_bytes=fullest.loss,
     )
+
+
+def workspace_bytes(device: Device, stack: Stack = TORCH) -> float:
+    """Of the libraries that multiply, in the allocator from their first product on."""
+    if device.kind == "cpu":
+        return 0.0
+    each = HOPPER_WORKSPACE_BYTES if is_hopper_or_later(device) else WORKSPACE_BYTES
+    return float(stack.workspaces * each)
 
 
 def largest_copy(plan: Plan, loads: Loads, stack: Stack = TORCH) -> float:

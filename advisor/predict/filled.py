@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from advisor.cost import CALIBRATION, Estimate
+from advisor.cost import Estimate
 from advisor.predict.case import case_of, with_microbatch
 from advisor.predict.setup import Setup
 from profiles.cluster import Device
@@ -31,11 +31,15 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def fits(estimate: Estimate, device: Device, slack: float = CALIBRATION.slack) -> bool:
+def fits(estimate: Estimate, device: Device) -> bool:
     """Whether the fullest rank's peak fits, what the allocator can give back given back."""
-    allocated = estimate.peak_bytes - estimate.memory.context
-    wanted = allocated * (1 + NOT_GIVEN_BACK * slack) + estimate.memory.context
-    return wanted <= device.memory_bytes.value
+    cached = estimate.reserved_bytes - estimate.peak_bytes
+    return estimate.peak_bytes + NOT_GIVEN_BACK * cached <= device.memory_bytes.value
+
+
+def used_bytes(reserved: float, peak: float, device: Device) -> float:
+    """What the device shows as used: cached blocks go back before a request fails."""
+    return min(reserved, max(peak, device.memory_bytes.value))
 
 
 def setup_fits(setup: Setup) -> bool:

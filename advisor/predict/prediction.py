@@ -11,7 +11,7 @@ from tempfile import NamedTemporaryFile
 
 from advisor.cost import CALIBRATION, Calibration
 from advisor.predict.case import case_of
-from advisor.predict.filled import fits
+from advisor.predict.filled import fits, used_bytes
 from advisor.predict.ranges import ranges
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import Row
@@ -59,16 +59,17 @@ def predict_setup(setup: Setup, calibration: Calibration = CALIBRATION) -> Predi
     found = case_of(setup).estimate(calibration)
     allocated = found.peak_bytes - found.memory.context
     time, memory = ranges(setup, found)
+    device = setup.cluster.device
     return Prediction(
         row_id=setup.row_id,
         predicted_step_time_s=found.step_s,
         time_low_s=found.step_s * time[0],
         time_high_s=found.step_s * time[1],
         predicted_peak_mem_gib=allocated / GIB,
-        predicted_reserved_gib=found.reserved_bytes / GIB,
+        predicted_reserved_gib=used_bytes(found.reserved_bytes, found.peak_bytes, device) / GIB,
         mem_low_gib=allocated * memory[0] / GIB,
         mem_high_gib=allocated * memory[1] / GIB,
-        predicted_fits=fits(found, setup.cluster.device, calibration.slack),
+        predicted_fits=fits(found, device),
         note="assumed: " + "; ".join(setup.assumed) if setup.assumed else "",
     )
 

@@ -161,6 +161,7 @@ def _memory_parts(estimate: Estimate) -> Iterator[Part]:
         "transient": "unit in work",
         "batch": "batch",
         "transfers": "received by stages",
+        "workspaces": "workspaces",
         "context": "context",
     }
     for field, name in names.items():

@@ -10,6 +10,7 @@ from typing import Any
 
 from advisor.cost.calibration import CALIBRATION
 from advisor.predict.case import case_of
+from advisor.predict.filled import used_bytes
 from advisor.predict.prediction import GIB, Prediction, predict, predict_setup
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import Row
@@ -106,7 +107,10 @@ def _stages(row: Row, constants: Any) -> Stages:
     assert isinstance(setup, Setup)
     found = case_of(setup).estimate(constants)
     return [
-        ((stage.peak_bytes - found.memory.context) / GIB, stage.reserved_bytes / GIB)
+        (
+            (stage.peak_bytes - found.memory.context) / GIB,
+            used_bytes(stage.reserved_bytes, stage.peak_bytes, setup.cluster.device) / GIB,
+        )
         for stage in sorted(found.stages, key=lambda stage: stage.rank)
     ]
 
