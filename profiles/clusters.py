@@ -225,7 +225,7 @@ def _assemble(
         nodes_per_switch=table.nodes_per_switch,
         pair=pair,
         host_bridge=bridge,
-        device=device,
+        device=catalogue.in_cluster(device, intra, world=num_nodes * per_node),
         intra=intra,
         inter=inter,
         host_memory_bytes=host,

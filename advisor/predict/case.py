@@ -20,6 +20,11 @@ from profiles.workload import Workload
 # Megatron pads the vocabulary to a multiple of this for each tensor rank
 # (--make-vocab-size-divisible-by).
 VOCABULARY_MULTIPLE = 128
+# NVIDIA's examples compile LAMB tensor by tensor; it makes both moments, the step and the parameter
+# anew (PyTorch/LanguageModeling/Transformer-XL/pytorch/lamb.py, lamb_kernel).
+LAMB = OPTIMIZERS["adam"].model_copy(
+    update={"name": "lamb", "loop_copies": 4.0, "lingering_copies": 0.0, "list_copies": None}
+)
 _PADS = ("megatron", "nemo", "megatron-deepspeed")
 _RECOMPUTE = {"none": Recompute.NONE, "selective": Recompute.SELECTIVE, "full": Recompute.FULL}
 _KINDS = {1: DataParallel.ZERO1, 2: DataParallel.ZERO2}
@@ -98,8 +103,7 @@ def _transformer(
 
 def _optimizer(setup: Setup) -> OptimizerProfile:
     """Whose states are those of the stack, where that keeps its own."""
-    name = setup.optimizer
-    return OPTIMIZERS[name]
+    return LAMB if setup.optimizer == LAMB.name else OPTIMIZERS[setup.optimizer]
 
 
 def plan_of(setup: Setup, model: ModelProfile, *, precision: Precision) -> Plan:

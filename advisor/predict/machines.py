@@ -118,7 +118,7 @@ def _cluster(
         name=f"{nodes}x{domain}x{name}",
         num_nodes=nodes,
         devices_per_node=domain,
-        device=catalogue.accelerator(name),
+        device=catalogue.in_cluster(catalogue.accelerator(name), intra, world=world),
         intra=intra,
         inter=inter,
         network_cards=cards,

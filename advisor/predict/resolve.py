@@ -140,16 +140,20 @@ def _resolve(row: Row) -> Setup:
 
 
 def _optimizer(row: Row, *, vision: bool, notes: list[str]) -> str:
-    """A name of `profiles.optimizers`; networks of convolutions are trained with momentum."""
+    """A name of `profiles.optimizers`, or LAMB; networks of convolutions are trained with momentum."""
     said = (row.optimizer or "").lower()
     if eight_bit(row):
         return "adamw-8bit"
-    for word, name in (("muon", "muon"), ("adafactor", "adafactor"), ("sgd", "sgd-momentum")):
+    named = {"muon": "muon", "adafactor": "adafactor", "lamb": "lamb", "sgd": "sgd-momentum"}
+    for word, name in named.items():
         if word in said:
             return name
     if not said and vision and row.arch not in ATTENTIVE:
         notes.append("SGD without momentum")
         return "sgd"
+    if not said and row.arch == "transformer_xl":
+        notes.append("LAMB")  # NVIDIA's recipes of it
+        return "lamb"
     return "adamw"
 
 

@@ -155,7 +155,7 @@ def software_of(
         assumed.append(f"stack {stack.name}")
     change: dict[str, object] = {"is_generic": row.stack is None and _named(row) is None}
     if shape is not None:
-        attention, said = _attention(row, stack, year, device)
+        attention, said = _attention(row, stack, family, year, device)
         change["attention"] = attention
         if not said:
             scores = "with" if attention.keeps_scores else "without"
@@ -215,6 +215,7 @@ def folded(stack: Stack) -> Stack:
 
 
 _BLACKWELL = ("B200", "B300", "GB")
+_STOCK = ("ddp", "fsdp", "tensorflow")
 _MEGATRONS = ("megatron", "megatron-deepspeed", "nemo")
 
 
@@ -226,7 +227,9 @@ def _preset(row: Row, family: str, year: float, shape: TransformerShape | None) 
     return stack_named(name)
 
 
-def _attention(row: Row, stack: Stack, year: float, device: str) -> tuple[AttentionKernel, bool]:
+def _attention(
+    row: Row, stack: Stack, family: str, year: float, device: str
+) -> tuple[AttentionKernel, bool]:
     """The kernel, and whether the row says so."""
     said = (row.attention or "").lower()
     flash = AttentionKernel.FLASH2 if year >= FLASH_DEFAULT else AttentionKernel.FLASH1
@@ -240,7 +243,9 @@ def _attention(row: Row, stack: Stack, year: float, device: str) -> tuple[Attent
         return AttentionKernel.SCORES, True
     own = stack.attention or AttentionKernel.FLASH2
     if row.arch in ("bert", "t5", "transformer_xl") or device.startswith(_WITHOUT_FLASH):
-        own = own if own.keeps_scores else AttentionKernel.FUSED_SOFTMAX
+        # Fused softmax came with Megatron-LM; modules of stock torch wrote it out.
+        fused = AttentionKernel.SCORES if family in _STOCK else AttentionKernel.FUSED_SOFTMAX
+        own = own if own.keeps_scores else fused
     elif year < FLASH_DEFAULT and not own.keeps_scores and stack.attention is None:
         own = AttentionKernel.SCORES
     return own, False

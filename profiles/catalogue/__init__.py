@@ -40,6 +40,21 @@ CONTEXT = Quantity(
     relative_error=0.45,
     origin="ml-engineering: CUDA context 0.47-0.92 GiB, NCCL 1-2 GiB",
 )
+# The same without a process group, and where NCCL opens few channels: its buffers are so many MiB
+# for each channel and peer, and beside NVLink there are up to 32 channels, over PCIe 2 to 4
+# (nccl/src/graph/search.cc, connect.cc).
+CONTEXT_ALONE = Quantity(
+    value=0.7 * 2**30,
+    source=Source.ASSUMED,
+    relative_error=0.35,
+    origin="ml-engineering: CUDA context 0.47-0.92 GiB",
+)
+CONTEXT_OVER_PCIE = Quantity(
+    value=1.0 * 2**30,
+    source=Source.ASSUMED,
+    relative_error=0.45,
+    origin="CUDA context 0.47-0.92 GiB, NCCL with few channels",
+)
 # A small eager operation on a processor: dispatch and allocation, a few microseconds.
 CPU_LAUNCH = Quantity(
     value=5e-6, source=Source.ASSUMED, relative_error=0.8, origin="eager dispatch and allocation"
@@ -168,6 +183,18 @@ def accelerator(name: str, *, where: str | None = None) -> Device:
         context_bytes=CONTEXT if entry.kind == "cuda" else CPU_CONTEXT,
         board_power_w=_board_power(entry),
     )
+
+
+def in_cluster(device: Device, intra: Link | None, *, world: int) -> Device:
+    """`device` with the context of a process among `world`, where the catalogue's is assumed."""
+    if device.context_bytes != CONTEXT:
+        return device
+    context = CONTEXT
+    if world == 1:
+        context = CONTEXT_ALONE
+    elif intra is not None and intra.name.startswith("PCIe"):
+        context = CONTEXT_OVER_PCIE
+    return device.model_copy(update={"context_bytes": context})
 
 
 def link(name: str, *, where: str | None = None) -> Link:
