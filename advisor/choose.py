@@ -45,7 +45,7 @@ def choose(
         raise no_plan(facts, policy, pins, choice)
     fastest_s = (choice.fastest or winner).estimate.step_s
     others = _alternatives(weighed, winner, policy, trace, fastest_s)
-    second = runner_up(others, winner.plan, policy, trace)
+    second = runner_up(others)
     return Decision(
         plan=winner.plan,
         estimate=winner.estimate,

@@ -18,7 +18,7 @@ from advisor.pareto import Point, front_of
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, tie_limit_s
 from advisor.search.kept import Kept
-from advisor.tree import Trace, in_leaf
+from advisor.tree import Trace
 from engines.plan import Plan, parse_settings
 from profiles.record import Document, Record
 
@@ -42,16 +42,10 @@ class Alternative(Record):
     because: str
 
 
-def runner_up(
-    alternatives: Sequence[Alternative], chosen: Plan, policy: Policy, trace: Trace
-) -> Alternative | None:
-    """The first of them that might have been taken in place of the choice."""
-    might = (Verdict.TIE, Verdict.SLOWER, Verdict.LARGER)
-    follows = policy.objective is Objective.TREE and in_leaf(chosen, trace)
-    for other in alternatives:
-        if other.verdict in might and (not follows or in_leaf(other.plan, trace)):
-            return other
-    return None
+def runner_up(alternatives: Sequence[Alternative]) -> Alternative | None:
+    """The first of them that lost by numbers, and not because the tree passes it over."""
+    lost = (Verdict.TIE, Verdict.SLOWER, Verdict.LARGER)
+    return next((other for other in alternatives if other.verdict in lost), None)
 
 
 class WhyNot(Record):

@@ -138,7 +138,12 @@ def _check_fields(
 
 
 def closed_form(
-    path: Path, *, samples: int, sequence_length: int | None, numerics: Sequence[Numerics]
+    path: Path,
+    *,
+    samples: int,
+    sequence_length: int | None,
+    numerics: Sequence[Numerics],
+    on_processor: bool,
 ) -> ModelProfile | None:
     """The profile of a config whose kind `profiles.families` knows, which imports neither torch
     nor transformers; None where it has to be captured from the model that transformers builds.
@@ -180,6 +185,7 @@ def closed_form(
         sequence_length=sequence_length,
         name=name_of(path),
         numerics=tuple(dict.fromkeys(numerics)),
+        on_processor=on_processor,
         where=str(path),
     )
 

@@ -25,6 +25,7 @@ from advisor.networks import build_network, is_network, network_profile
 from advisor.user_code import RETURN
 from profiles.errors import InputError, ModelError, UnknownNameError
 from profiles.model import ModelProfile, Numerics
+from profiles.under_stack import is_for_accelerators
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -60,6 +61,7 @@ def profile_model(
     sequence_length: int | None,
     numerics: Sequence[Numerics] = (),
     timed: bool = False,
+    on_processor: bool = False,
     on_load: Callable[[LoadedModel], None] | None = None,
 ) -> ModelProfile:
     """What MODEL needs: read from a saved profile (no torch then), or looked at now.
@@ -69,6 +71,8 @@ def profile_model(
         numerics: kinds to capture beside `AS_BUILT`; those that the model's dtype rules out are
             left out.
         timed: run its blocks on this machine too, and add their times.
+        on_processor: it trains there, where torch writes out attention with dropout; told of
+            configs that are counted in closed form.
         on_load: called with the module, where one is built.
 
     Raises:
@@ -105,6 +109,7 @@ def profile_model(
             samples=samples,
             sequence_length=sequence_length,
             numerics=(Numerics.AS_BUILT, *numerics),
+            on_processor=on_processor,
         )
         if profile_or_none is not None:
             return profile_or_none
@@ -180,6 +185,7 @@ def profile_of_config(
                 sequence_length=sequence_length,
                 name=like.name,
                 numerics=like.numerics,
+                on_processor=not is_for_accelerators(like),
                 where=where,
             )
         module, batch = hugging_face.build(

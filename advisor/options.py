@@ -62,7 +62,14 @@ def facts_of(
     machines = resolve(cluster, bench=bench)
     may_reduce = precision is None and has_bf16_units(machines.device)
     reduced = MIXED if precision == "bf16" or may_reduce else ()
-    found = _profile(model, sequence_length, reduced, may_leave_out=may_reduce, on_load=on_load)
+    found = _profile(
+        model,
+        sequence_length,
+        reduced,
+        may_leave_out=may_reduce,
+        on_processor=machines.device.kind == "cpu",
+        on_load=on_load,
+    )
     machines = with_parts(machines, found)
     if global_batch is None:
         global_batch = found.samples * machines.world_size
@@ -94,6 +101,7 @@ def _profile(
     numerics: Sequence[Numerics],
     *,
     may_leave_out: bool,
+    on_processor: bool,
     on_load: Callable[[LoadedModel], None] | None,
 ) -> ModelProfile:
     """The profile with these numerics; as built alone where the model does not run in others and
@@ -107,6 +115,7 @@ def _profile(
             samples=1,
             sequence_length=sequence_length,
             numerics=numerics,
+            on_processor=on_processor,
             on_load=on_load,
         )
     except ModelError as error:

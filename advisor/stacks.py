@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 OF_ENGINES = (TORCH.name, COMPILED)
 """Stacks that `engines` run."""
 _Settings = Mapping[str, Any]
+Styles = tuple[tuple[str, str], ...]
 
 
 def stack_of(wanted: Stack | str | None) -> Stack:
@@ -56,6 +57,17 @@ def require_of_engines(stack: Stack, *, where: str = "stack") -> None:
                 f'`advise(..., stack="{stack.name}")` predicts what it would do',
             ],
         )
+
+
+def styles_under(stack: Stack, styles: Styles) -> Styles:
+    """Styles of split layers, with regions split by tokens between the pairs of blocks where the
+    stack has those (arXiv:2205.05198)."""
+    if not stack.sequence_parallel:
+        return styles
+    columns = [path for path, style in styles if style.startswith("column") and "*" in path]
+    blocks = dict.fromkeys(f"{path.partition('*')[0]}*" for path in columns)
+    by_tokens = tuple((block, "sequence") for block in blocks)
+    return (*styles, *by_tokens, *((path, "joined") for path in columns))
 
 
 def with_stack(pins: _Settings, stack: Stack) -> _Settings:

@@ -28,7 +28,8 @@ from advisor.policy import Policy
 from advisor.rules import Candidate, host_bytes_per_node, preferred
 from advisor.search.kept import Kept
 from advisor.search.space import Pins
-from engines.plan import Offload, OffloadTo, Plan
+from advisor.whatif.levers import RANK, lora, qlora
+from engines.plan import MODEL_AXES, Offload, OffloadTo, Plan
 from profiles.errors import InputError, NoPlanError
 from profiles.model import Numerics
 from profiles.optimizers import OPTIMIZERS
@@ -92,6 +93,7 @@ def _changes(
         yield from _verified(words, _with(facts, workload=workload), tried, pins)
     yield from _smaller_states(facts, tried, pins)
     yield from _smaller_loss(facts, tried, pins)
+    yield from _adapters(facts, tried, pins)
     # Where nothing but main memory is in the way, that is said before anything larger.
     yield from _main_memory(facts, tried, pins)
     yield from _disk(facts, tried, pins)
@@ -180,6 +182,18 @@ def _smaller_loss(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
         yield from _verified(words, changed, tried, pins)
 
 
+def _adapters(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
+    """Adapters that learn beside a frozen base: in 16 bits, in 4 where that is still too much."""
+    for words, changed in (("16 bits (LoRA)", lora(facts)), ("4 bits (QLoRA)", qlora(facts))):
+        if changed is None:
+            continue
+        change = f"train adapters of rank {RANK} alone, the base frozen in {words}, priced only"
+        found = list(_verified(change, changed, tried, pins))
+        if found:
+            yield from found
+            return
+
+
 def _shorter_sequences(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
     """Half as long, a quarter ..., where the model can be counted at other lengths."""
     try:
@@ -235,12 +249,12 @@ def _nearest_spreads(choice: Choice) -> tuple[Plan, ...]:
 
 
 def _spread_as(plan: Plan, devices: int) -> dict[str, Any]:
-    """The degrees of a plan; more devices than it has hold more shards or replicas."""
-    axes = ("pp", "tp", "cp", "ep", "dp_replicate", "dp_shard", "data_parallel")
-    pins = {name: getattr(plan, name) for name in axes}
-    grown = "dp_shard" if plan.dp_shard > 1 else "dp_replicate"
-    pins[grown] *= max(1, devices // plan.world_size)
-    return pins
+    """The degrees of a plan; of more devices than it has the data axes are left open, as what was
+    one replica may be sharded then."""
+    axes: tuple[str, ...] = MODEL_AXES
+    if devices == plan.world_size:
+        axes += ("dp_replicate", "dp_shard", "data_parallel")
+    return {name: getattr(plan, name) for name in axes}
 
 
 def _verified(change: str, facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:

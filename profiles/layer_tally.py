@@ -112,6 +112,7 @@ def attention_calls(
             width=call.width,
             value_width=call.value_width,
             is_causal=call.is_causal,
+            dropout=call.dropout,
             element_bytes=call.element_bytes,
             kernel=AttentionKernel.CPU,
         )

@@ -41,6 +41,7 @@ class Attended(NamedTuple):
     value_width: int
     is_causal: bool
     element_bytes: int
+    dropout: bool = False
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ from advisor.search.space import (
     factors,
     stages_per_rank,
 )
+from advisor.stacks import styles_under
 from engines.legality import problems
 from engines.legality.experts import experts
 from engines.legality.pipeline import pipeline, schedule_problems
@@ -82,8 +83,8 @@ def space_of(
 
 
 def styles_of(facts: Facts) -> Styles:
-    """How layers of the model are split, as far as its profile tells."""
-    return lambda tp: proposed_styles(facts.model, tp)
+    """How layers of the model are split, as far as its profile and the stack tell."""
+    return lambda tp: styles_under(facts.stack, proposed_styles(facts.model, tp))
 
 
 def pieces(model: ModelProfile, cluster: ClusterProfile) -> list[str]:

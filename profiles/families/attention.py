@@ -1,7 +1,8 @@
 """Attention as transformers and torch run it on a CPU: masks, rotary positions, kernels.
 
 The attention implementation is `sdpa`. torch has one fused CPU kernel; dropout, a mask that needs a
-gradient, or values of another width than keys take the unfused path.
+gradient, or values of another width than keys take the unfused path. Of these the kernels for
+accelerators take dropout and other widths.
 """
 
 from __future__ import annotations
@@ -141,37 +142,41 @@ def attend(
     bias = mask and lower(mask, ops.cast)
     lowered = [lower(x, ops.cast) for x in (value, key, query)][::-1]
     is_uneven = lowered[0].shape[-1] != lowered[2].shape[-1]
-    if dropout or is_uneven or (bias and bias.needs_gradient):
+    is_beyond = query.tape.on_processor and (dropout or is_uneven)
+    if is_beyond or (bias and bias.needs_gradient):
         out = _unfused(lowered, bias, dropout, is_causal=is_causal)
     else:
         bias = additive(bias, lowered[0].dtype) if bias and bias.dtype is DType.BOOL else bias
-        out = _fused(lowered, bias, is_causal=is_causal)
+        out = _fused(lowered, bias, is_causal=is_causal, has_dropout=bool(dropout))
     out = ops.contiguous_copy(ops.transpose(out, 1, 2))
     return ops.reshape(out, *out.shape[:2], -1)
 
 
-def _fused(inputs: Sequence[Array], mask: Array | None, *, is_causal: bool) -> Array:
+def _fused(
+    inputs: Sequence[Array], mask: Array | None, *, is_causal: bool, has_dropout: bool
+) -> Array:
     """2 matrix products forward, 5 backward, as `torch.utils.flop_counter` counts them."""
     query, key, value = inputs
     tape = query.tape
     batch, count, length, width = query.shape
-    product = 2 * batch * count * length * key.shape[2] * width
+    both = 2 * batch * count * length * key.shape[2] * (width + value.shape[3])
     operands = [query, key, value, *([mask] if mask else [])]
     saved = [tape.save(x) for x in operands]
-    out = tape.empty(query.shape, query.dtype, dense(query.shape, query.strides))
+    shape = (*query.shape[:3], value.shape[3])
+    out = tape.empty(shape, query.dtype, dense(shape, query.strides))
     weights = tape.empty((batch, count, length), DType.FLOAT32)
-    tape.launch(operands, [out, weights], flop=2 * product, is_kept=True)
+    tape.launch(operands, [out, weights], flop=both, is_kept=True)
     call = Attended(
         rows=batch, heads=count, kv_heads=key.shape[1], queries=length, keys=key.shape[2],
         width=width, value_width=value.shape[3], is_causal=is_causal and mask is None,
-        element_bytes=query.dtype.size_bytes,
+        element_bytes=query.dtype.size_bytes, dropout=has_dropout,
     )  # fmt: skip
     tape.attended(call)
     saved += [tape.save(out), tape.save(weights)]
 
     def backward(gradient: Array) -> list[Array]:
         found = [_by_position(x) for x in saved[:3]]
-        tape.launch([gradient, *saved], found, flop=5 * product)
+        tape.launch([gradient, *saved], found, flop=5 * both // 2)
         tape.attended(call)
         return found
 

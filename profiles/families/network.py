@@ -32,9 +32,17 @@ class Network:
         wiring: which calls feed which.
     """
 
-    def __init__(self, kind: str, numerics: Numerics, *, samples: int, length: int) -> None:
+    def __init__(
+        self,
+        kind: str,
+        numerics: Numerics,
+        *,
+        samples: int,
+        length: int,
+        on_processor: bool = True,
+    ) -> None:
         self.kind = kind
-        self.tape = Tape(numerics)
+        self.tape = Tape(numerics, on_processor=on_processor)
         self.samples = samples
         self.length = length
         self.units: dict[str, Unit] = {}

@@ -38,6 +38,7 @@ def profile_from_config(
     sequence_length: int | None,
     name: str,
     numerics: Sequence[Numerics] = (Numerics.AS_BUILT,),
+    on_processor: bool = True,
     where: str = "config.json",
 ) -> ModelProfile:
     """The profile that `profiles.capture.capture` gives for the model that transformers builds.
@@ -49,15 +50,18 @@ def profile_from_config(
 
     It is assumed, as `capture` of such a model does: training mode, with dropout as the file says;
     attention by torch's `scaled_dot_product_attention` on a CPU (fused without dropout, written out
-    with); `use_cache` off; parameters built in fp32 whatever dtype the file names; no attention
-    mask and no positions in the batch, so that rows are full and of one sequence each; the loss
-    computed by the model from `labels`; experts as one grouped matrix product. Rotary positions are
-    those of the plain kind: other kinds (Llama 3's, YaRN) change frequencies and no size; the dozen
-    launches by which LongRoPE chooses between two sets of them are not counted.
+    with), or as accelerators run it; `use_cache` off; parameters built in fp32 whatever dtype the
+    file names; no attention mask and no positions in the batch, so that rows are full and of one
+    sequence each; the loss computed by the model from `labels`; experts as one grouped matrix
+    product. Rotary positions are those of the plain kind: other kinds (Llama 3's, YaRN) change
+    frequencies and no size; the dozen launches by which LongRoPE chooses between two sets of them
+    are not counted.
 
     Args:
         config: the content of the file.
         samples, sequence_length: of the batch; the length is None where it is images.
+        on_processor: else attention is fused also where scores are dropped or values are of another
+            width, which only the kernels for accelerators do.
         where: the file, for messages.
 
     Raises:
@@ -67,7 +71,10 @@ def profile_from_config(
     """
     family = family_of(config, where=where)
     _check_length(family, sequence_length, where)
-    runs = {kind: _run_twice(family, kind, samples, sequence_length) for kind in numerics}
+    runs = {
+        kind: _run_twice(family, kind, samples, sequence_length, on_processor=on_processor)
+        for kind in numerics
+    }
     network = next(iter(runs.values())).network
     shared = network.tied_units().union(*(run.network.tape.shared for run in runs.values()))
     return ModelProfile(
@@ -115,11 +122,23 @@ class _Run:
 
 
 def _run_twice(
-    family: Family, numerics: Numerics, samples: int, sequence_length: int | None
+    family: Family,
+    numerics: Numerics,
+    samples: int,
+    sequence_length: int | None,
+    *,
+    on_processor: bool,
 ) -> _Run:
     length = sequence_length or 0
     once, twice = (
-        Network(family.kind, numerics, samples=count * samples, length=length) for count in (1, 2)
+        Network(
+            family.kind,
+            numerics,
+            samples=count * samples,
+            length=length,
+            on_processor=on_processor,
+        )
+        for count in (1, 2)
     )
     costs = fitted(_costs(once, family), _costs(twice, family), samples)
     return _Run(once, costs, flow_of(once.wiring, twice.wiring, samples))

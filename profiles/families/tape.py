@@ -54,10 +54,14 @@ class Node:
 
 
 class Tape:
-    """What a run does, put down to places: see `profiles.tracing.Trace`."""
+    """What a run does, put down to places: see `profiles.tracing.Trace`.
 
-    def __init__(self, numerics: Numerics) -> None:
+    `on_processor`: attention is by torch's kernels for processors, else by those for accelerators.
+    """
+
+    def __init__(self, numerics: Numerics, *, on_processor: bool = True) -> None:
         self.numerics = numerics
+        self.on_processor = on_processor
         self.timeline = Timeline()
         self.place = Place(GLUE)
         self.places = [self.place]

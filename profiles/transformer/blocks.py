@@ -69,7 +69,10 @@ def attention(
             draft.linear(f"{path}.key_value", h, 2 * values, rows=cross, bias=bias)
             draft.keep(e * cross * 2 * values, of_product=True)
         else:
-            draft.linear(f"{path}.qkv", h, queries + 2 * values, rows=tokens, bias=bias)
+            # Megatron-LM lays the queries of a group, its key and its value side by side.
+            draft.linear(
+                f"{path}.qkv", h, queries + 2 * values, rows=tokens, bias=bias, heads=shape.kv_heads
+            )
             draft.keep(e * tokens * (queries + 2 * values), of_product=True)
         kv_heads = shape.kv_heads
     if shape.is_rotary:
@@ -136,7 +139,9 @@ def feed_forward(
 ) -> None:
     """First product, activation, second product."""
     h, bias = shape.hidden, shape.kind in ("dense_gpt", "bert")
-    draft.linear(f"{path}.up", h, width * (1 + shape.gated), rows=tokens, bias=bias)
+    pieces = (width, width) if shape.gated else ()
+    outputs = width * (1 + shape.gated)
+    draft.linear(f"{path}.up", h, outputs, rows=tokens, bias=bias, pieces=pieces)
     activation(draft, shape.gated, width * tokens)
     draft.linear(f"{path}.down", width, h, rows=tokens, bias=bias, is_last=is_last)
     draft.transient(draft.e * tokens * h, draft.e * tokens * (width * (1 + shape.gated) + 2 * h))

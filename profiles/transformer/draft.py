@@ -82,6 +82,8 @@ class _Layer:
     reaches_output: bool
     input_bytes: float
     output_bytes: float
+    pieces: tuple[int, ...] = ()
+    heads: int = 1
     own: _Sums = field(default_factory=_Sums)
     after: _Sums = field(default_factory=_Sums)
 
@@ -118,14 +120,21 @@ class Draft:
         same_input_as: int | None = None,
         is_last: bool = False,
         reads_rows: float | None = None,
+        pieces: tuple[int, ...] = (),
+        heads: int = 1,
     ) -> int:
-        """A product with a weight; what follows is behind this layer. Returns its position."""
+        """A product with a weight; what follows is behind this layer. Returns its position.
+
+        Args:
+            pieces: outputs that are taken apart, one after the other.
+            heads: groups of outputs that stay together, one after the other.
+        """
         e, flop = self.e, 2.0 * rows * inputs * outputs
         place = len(self._layers)
         layer = _Layer(
             path, inputs, outputs, LayerKind.LINEAR, is_tied, bias,
             place if same_input_as is None else same_input_as, is_last,
-            e * (reads_rows or rows) * inputs, e * rows * outputs,
+            e * (reads_rows or rows) * inputs, e * rows * outputs, pieces, heads,
         )  # fmt: skip
         own, weight = layer.own, float(e * inputs * outputs)
         own.forward_flop, own.backward_flop = flop, 2 * flop
@@ -331,6 +340,8 @@ class Draft:
             same_input=layer.same_input,
             sources=(place - 1,),
             reaches_output=layer.reaches_output,
+            pieces=layer.pieces,
+            heads=layer.heads,
             own=layer.own.stretch(),
             after=layer.after.stretch(),
         )

@@ -80,6 +80,7 @@ def agree(decision: Decision) -> None:
         assert other.verdict is not Verdict.RULED_OUT
         if is_of_leaf:
             assert other.step_s >= decision.fastest_s, "a row is faster than the fastest plan"
+        if other.verdict is not Verdict.OUTSIDE:
             might.append(other)
         if other.verdict is Verdict.TIE:
             assert simplicity(other.plan) > simplicity(decision.plan), other
