@@ -12,7 +12,6 @@ from profiles.layers import LayerCost, LayerKind, Stretch
 from profiles.model import UnitCost
 from profiles.work import AttentionKernel, Product, ProductKind, attention_cost
 
-
 # Of operands, where a profile does not say what a product reads and writes.
 ELEMENT_BYTES = 2.0
 

@@ -140,7 +140,7 @@ def _resolve(row: Row) -> Setup:
 
 
 def _optimizer(row: Row, *, vision: bool, notes: list[str]) -> str:
-    """A name of `profiles.optimizers`, or LAMB; networks of convolutions are trained with momentum."""
+    """A name of `profiles.optimizers`, or LAMB; networks of convolutions train with momentum."""
     said = (row.optimizer or "").lower()
     if eight_bit(row):
         return "adamw-8bit"
