@@ -7,8 +7,9 @@ be as large as the tensors beside which they are made, and as many as those mome
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from profiles.caching_allocator import SMALL_BYTES, CachingAllocator
 from profiles.timeline import Timeline
@@ -28,17 +29,22 @@ class UnitMemory:
     Attributes:
         parameters: each tensor, there all the time.
         gradients: each tensor, made in its backward and there until the next step begins.
+        whole_gradients: what the backward makes where `gradients` are the shards of it, which a
+            reduction leaves.
+        reduced: the inputs of that reduction, there until the next one begins.
         kept: each tensor from its forward to its backward, in the order in which they are made.
         again: each tensor that is let go after the forward and made again for the backward.
         forward_bytes: highest moment of its forward above what was there, `kept` and `again`
             included.
         backward_bytes: the same of its backward, gradients of parameters not counted.
-        gathered: whole parameters, there while it runs.
+        gathered: whole parameters, there while it runs and the unit before it.
         count: equal units one after another.
     """
 
     parameters: tuple[float, ...] = ()
     gradients: tuple[float, ...] = ()
+    whole_gradients: tuple[float, ...] = ()
+    reduced: tuple[float, ...] = ()
     kept: tuple[float, ...] = ()
     again: tuple[float, ...] = ()
     forward_bytes: float = 0.0
@@ -57,6 +63,17 @@ class Replayed:
     @property
     def ratio(self) -> float:
         return self.reserved_bytes / self.allocated_bytes if self.allocated_bytes else 1.0
+
+
+class Pass(NamedTuple):
+    """A microbatch goes through a stage, or its gradient does."""
+
+    is_forward: bool
+    stage: int
+    microbatch: int
+
+
+ONE_MICROBATCH = (Pass(True, 0, 0), Pass(False, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +109,51 @@ def replay(
     Raises:
         OutOfMemoryError: a step does not run under `limit_bytes`.
     """
+    return replay_stages(
+        [units],
+        standing,
+        order=ONE_MICROBATCH,
+        limit_bytes=limit_bytes,
+        expandable_segments=expandable_segments,
+    )
+
+
+def replay_stages(
+    stages: Sequence[Sequence[UnitMemory]],
+    standing: Standing,
+    *,
+    order: Sequence[Pass],
+    limit_bytes: int | None = None,
+    expandable_segments: bool = False,
+) -> Replayed:
+    """The same of a rank with several stages, whose microbatches pass in `order`.
+
+    Gradients of a stage's second microbatch are added to those of the first: they are there while
+    their unit runs.
+    """
     device = _Device(CachingAllocator(limit_bytes, expandable_segments=expandable_segments))
-    every = [unit for unit in units for _ in range(unit.count)]
+    every = [[unit for unit in units for _ in range(unit.count)] for units in stages]
+    # Microbatches before the last add up their gradients outside the buckets.
+    several = len({each.microbatch for each in order}) > 1
 
     def pass_through() -> list[int]:
-        kept = [device.forward(unit) for unit in every]
-        gradients = []
-        for unit in reversed(every):
-            made = device.backward(unit, kept.pop())
-            if standing.buckets:
-                device.give(made)
-            gradients += made
-        return gradients
+        kept: dict[tuple[int, int], list[list[int]]] = {}
+        gradients: dict[int, list[int]] = {}
+        for each in order:
+            units = every[each.stage]
+            if each.is_forward:
+                kept[each.stage, each.microbatch] = device.forwards(units)
+                continue
+            made = device.backwards(
+                units,
+                kept.pop((each.stage, each.microbatch)),
+                keeps=each.stage not in gradients and (several or not standing.buckets),
+            )
+            gradients.setdefault(each.stage, made)
+        return [address for made in gradients.values() for address in made]
 
-    return device.train([n for unit in every for n in unit.parameters], standing, pass_through)
+    parameters = [n for units in every for unit in units for n in unit.parameters]
+    return device.train(parameters, standing, pass_through)
 
 
 def replay_timeline(
@@ -147,6 +195,7 @@ def replay_timeline(
 class _Device:
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
+        self.reduced: list[int] = []  # what the last reduction was given
 
     def take_all(self, sizes: Iterable[float]) -> list[int]:
         allocate = self.allocator.allocate
@@ -164,6 +213,7 @@ class _Device:
         for step in range(STEPS):
             self.give(gradients)
             gradients = pass_through()
+            self.give(self.reduced)
             if step == 0:
                 self.take_all(n * copies for n in parameters for copies in standing.state_copies)
             self.give(self.take_all(nbytes * standing.step_copies for nbytes in parameters))
@@ -174,18 +224,52 @@ class _Device:
             self.allocator.free(address)
         addresses.clear()
 
+    def forwards(self, units: Sequence[UnitMemory]) -> list[list[int]]:
+        """Addresses of what each unit keeps."""
+        kept = []
+        for unit, gathered in self._gathering(units):
+            kept.append(self.forward(unit))
+            self.give(gathered)
+        return kept
+
+    def backwards(
+        self, units: Sequence[UnitMemory], kept: list[list[int]], *, keeps: bool
+    ) -> list[int]:
+        """Addresses of the gradients that stay; `keeps` False: they go where others are."""
+        found: list[int] = []
+        for unit, gathered in self._gathering(units[::-1]):
+            made = self.backward(unit, kept.pop())
+            self.give(gathered)
+            if unit.whole_gradients:
+                self.give(self.reduced)
+                self.reduced = self.take_all(unit.reduced)
+                self.give(made)
+                made = self.take_all(unit.gradients)
+            if keeps:
+                found += made
+            else:
+                self.give(made)
+        return found
+
+    def _gathering(self, units: Sequence[UnitMemory]) -> Iterator[tuple[UnitMemory, list[int]]]:
+        """Every unit with its whole parameters, after those of the next one came."""
+        ahead = self.take_all(units[0].gathered) if units else []
+        for number, unit in enumerate(units):
+            gathered = ahead
+            if number + 1 < len(units):
+                ahead = self.take_all(units[number + 1].gathered)
+            yield unit, gathered
+
     def forward(self, unit: UnitMemory) -> list[int]:
         """Addresses of what is kept."""
-        gathered = self.take_all(unit.gathered)
         made = self._tensors(unit, (*unit.kept, *unit.again))
-        self.give(gathered)
         again = made[len(unit.kept) :]
         self.give(again)
         return made[: len(unit.kept)]
 
     def backward(self, unit: UnitMemory, kept: list[int]) -> list[int]:
         """Addresses of the gradients of its parameters."""
-        gathered = self.take_all(unit.gathered)
+        whole = unit.whole_gradients or unit.gradients
         sizes = (*unit.kept, *unit.again)
         if unit.again:
             kept += self._tensors(unit, unit.again, beside=sum(unit.kept))
@@ -207,15 +291,14 @@ class _Device:
             temporaries += more
             taken += sum(nbytes for _, nbytes in more)
             share = (len(sizes) - number) / len(sizes)
-            due = unit.gradients[len(gradients) : round(share * len(unit.gradients))]
+            due = whole[len(gradients) : round(share * len(whole))]
             gradients += self.take_all(due)
             self.allocator.free(kept[number])
             room += sizes[number]
         if not sizes:
             temporaries = self._filled(room, room)
-            gradients = self.take_all(unit.gradients)
+            gradients = self.take_all(whole)
         self.give([address for address, _ in temporaries])
-        self.give(gathered)
         return gradients
 
     def _tensors(

@@ -52,7 +52,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class Layout:
     """A plan's stages on the ranks of its pp axis.
 
     Attributes:
@@ -96,7 +96,7 @@ class _Layout:
 
 def staged(model: CostModel, plan: Plan) -> Estimate:
     """Memory of the fullest rank; time of the whole pipeline, and traffic of its busiest rank."""
-    layout = _laid_out(model, plan)
+    layout = laid_out(model, plan)
     updates = [
         model.update_of(
             plan,
@@ -163,7 +163,7 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     return found.model_copy(update={"stages": tuple(stages)})
 
 
-def _laid_out(model: CostModel, plan: Plan) -> _Layout:
+def laid_out(model: CostModel, plan: Plan) -> Layout:
     """Raises:
     PlanError: no schedule, or stages that do not go round the ranks.
     """
@@ -174,7 +174,7 @@ def _laid_out(model: CostModel, plan: Plan) -> _Layout:
     require_places(plan, count)
     borders = borders_of(model, plan, ends)
     splits = schedule in SPLITS_BACKWARD
-    return _Layout(
+    return Layout(
         schedule=schedule,
         places=tuple(pairwise(ends)),
         own=tuple(stages_of(schedule, r, ranks=plan.pp, stages=count) for r in range(plan.pp)),
@@ -190,15 +190,13 @@ def _laid_out(model: CostModel, plan: Plan) -> _Layout:
 def _peak(
     model: CostModel,
     plan: Plan,
-    layout: _Layout,
+    layout: Layout,
     rank: int,
     update: Upkeep,
     chunks: Sequence[Chunk],
 ) -> Peak:
     """The fullest moment of a rank, with `chunks` for its stages."""
-    received = sum(
-        received_into(layout.borders, stage, splits=layout.splits) for stage in layout.own[rank]
-    )
+    received = received_bytes(layout, rank)
     copies = [tie.unit.parameter_bytes for tie in layout.ties if rank in tie.ranks[1:]]
     return stage_peak(
         plan,
@@ -215,7 +213,14 @@ def _peak(
     )
 
 
-def _chunk(model: CostModel, plan: Plan, layout: _Layout, stage: int) -> Chunk:
+def received_bytes(layout: Layout, rank: int) -> float:
+    """What a rank receives into, of every microbatch of a round."""
+    return sum(
+        received_into(layout.borders, stage, splits=layout.splits) for stage in layout.own[rank]
+    )
+
+
+def _chunk(model: CostModel, plan: Plan, layout: Layout, stage: int) -> Chunk:
     return chunk_of(
         plan,
         layout.stages[stage].part,
@@ -227,12 +232,12 @@ def _chunk(model: CostModel, plan: Plan, layout: _Layout, stage: int) -> Chunk:
 
 def traffic_of_ranks(model: CostModel, plan: Plan) -> tuple[tuple[Traffic, ...], ...]:
     """What each rank of the pp axis is charged for, in their order; a legal plan with stages."""
-    layout = _laid_out(model, plan)
+    layout = laid_out(model, plan)
     found = (_charged(model, plan, layout, rank) for rank in range(plan.pp))
     return tuple(ledger.traffic() for ledger, _ in found)
 
 
-def _charged(model: CostModel, plan: Plan, layout: _Layout, rank: int) -> tuple[Ledger, float]:
+def _charged(model: CostModel, plan: Plan, layout: Layout, rank: int) -> tuple[Ledger, float]:
     """All that a rank sends in a step; seconds of the small collectives."""
     ledger = model.ledger()
     gathers = layout.rounds * gathers_of_root(
@@ -322,7 +327,7 @@ def _stage(
     )
 
 
-def _times(layout: _Layout) -> StageTimes:
+def _times(layout: Layout) -> StageTimes:
     """Halves of a backward are equal: a product has a gradient of each factor. What is computed
     again is so for the first of them; the first stage does all with the weights."""
     schedule, stages = layout.schedule, layout.stages
@@ -358,7 +363,7 @@ class _Tail:
         cls,
         model: CostModel,
         plan: Plan,
-        layout: _Layout,
+        layout: Layout,
         rank: int,
         ledger: Ledger | None = None,
     ) -> _Tail:
@@ -426,7 +431,7 @@ def _of_all(stages: Sequence[Stage]) -> Computing:
 
 
 def _estimate_of(
-    layout: _Layout, rank: int, peak: Peak, *, names: Sequence[str], played: Played, wall_s: float
+    layout: Layout, rank: int, peak: Peak, *, names: Sequence[str], played: Played, wall_s: float
 ) -> StageEstimate:
     busy_s = layout.rounds * played.busy_s[rank]
     ends = [layout.places[stage] for stage in layout.own[rank]]

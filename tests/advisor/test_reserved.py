@@ -8,6 +8,7 @@ from advisor.choose import choose
 from advisor.facts import Facts
 from advisor.reserved import reserved_bytes
 from profiles.clusters import cluster_from_name
+from profiles.stack import stack_named
 from profiles.transformer import TransformerShape, transformer_profile
 from profiles.workload import Workload
 
@@ -40,6 +41,7 @@ def test_no_less_is_reserved_than_allocated_and_not_half_as_much_again(
     assert allocated <= reserved_bytes(decision) - context <= 1.36 * allocated
 
 
-def test_shards_keep_the_usual_share() -> None:
-    decision = choose(facts(2), pins={"dp_shard": 2, "microbatch_size": 8})
+def test_programs_with_states_of_their_own_keep_the_usual_share() -> None:
+    own = facts(2).model_copy(update={"stack": stack_named("megatron-core-0.12")})
+    decision = choose(own, pins={"dp_replicate": 2, "microbatch_size": 8})
     assert reserved_bytes(decision) == decision.estimate.reserved_bytes

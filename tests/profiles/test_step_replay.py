@@ -19,7 +19,15 @@ from profiles.caching_allocator import OutOfMemoryError
 from profiles.capture import capture
 from profiles.look import look
 from profiles.model import ModelProfile, Numerics
-from profiles.step_replay import Replayed, Standing, UnitMemory, replay, replay_timeline
+from profiles.step_replay import (
+    Pass,
+    Replayed,
+    Standing,
+    UnitMemory,
+    replay,
+    replay_stages,
+    replay_timeline,
+)
 from profiles.subject import Subject
 from profiles.timeline import Timeline
 from profiles.unit_memory import kept_tensors, parameter_tensors, scaled
@@ -65,8 +73,29 @@ def test_what_is_made_again_is_there_once() -> None:
 
 def test_gathered_parameters_are_there_while_a_unit_runs() -> None:
     unit = replace(PAIR, gathered=(100 * MIB,))
-    # As without, and 100 beside the fullest moment: the last unit's backward.
-    assert replay([unit], Standing()).allocated_bytes == (40 + 80 + 20 + 100) * MIB
+    # As without, and 100 of the unit in work, the last one's backward, and of the next one.
+    assert replay([unit], Standing()).allocated_bytes == (40 + 80 + 20 + 2 * 100) * MIB
+
+
+def test_shards_are_left_by_a_reduction_whose_input_stays_until_the_next() -> None:
+    unit = replace(
+        PAIR,
+        parameters=(10 * MIB,),
+        gradients=(10 * MIB,),
+        whole_gradients=(20 * MIB,),
+        reduced=(20 * MIB,),
+    )
+    # The first unit's reduction: 20 of parameters, the last one's shard of 10, what is reduced and
+    # the gradient that it is a copy of. The second step finds as much.
+    assert replay([replace(unit, kept=(), forward_bytes=0)], Standing()).allocated_bytes == 70 * MIB
+
+
+def test_microbatches_of_a_stage_add_to_one_gradient() -> None:
+    order = [Pass(True, 0, n) for n in range(3)] + [Pass(False, 0, n) for n in range(3)]
+    one = replace(PAIR, count=1)
+    # 20 of parameters, three times 40 kept, and the gradient that is made while the first goes.
+    found = replay_stages([[one]], Standing(), order=order)
+    assert found.allocated_bytes == (20 + 3 * 40 + 20) * MIB
 
 
 def test_a_limit_is_enough_or_is_not() -> None:

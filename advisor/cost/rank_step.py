@@ -1,0 +1,180 @@
+"""One rank's step as a caching allocator sees it: tensors of its units, and microbatches in order.
+
+For what torch itself allocates: parameters and their shards, gathers and reductions of FSDP2, DDP's
+buckets, a pipeline's stages. Programs with states of their own lay them out in few large buffers
+when they start, which a step does not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from advisor.cost.buffers import BUCKET_BYTES, KEEPS_PARAMETERS, WHOLE, shard_degree
+from advisor.cost.loads import Loads, UnitLoad
+from advisor.cost.memory import kept_bytes, workspace_bytes
+from advisor.cost.orders import ONE_STAGE, Kind, order_of
+from advisor.cost.staged import laid_out, received_bytes
+from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
+from profiles.model import UnitProfile
+from profiles.optimizers import Upkeep
+from profiles.step_replay import Pass, Replayed, Standing, UnitMemory, replay_stages
+from profiles.unit_memory import kept_tensors, parameter_tensors, scaled
+
+if TYPE_CHECKING:
+    from advisor.cost.model import CostModel
+
+# A first microbatch makes gradients, a second one adds to them: more are like it.
+MICROBATCHES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """What `profiles.step_replay` takes."""
+
+    stages: Sequence[Sequence[UnitMemory]]
+    standing: Standing
+    order: Sequence[Pass]
+
+    def replay(self, *, limit_bytes: int | None = None) -> Replayed:
+        """Raises:
+        OutOfMemoryError: it does not run under `limit_bytes`.
+        """
+        return replay_stages(self.stages, self.standing, order=self.order, limit_bytes=limit_bytes)
+
+
+def can_replay(costs: CostModel, plan: Plan) -> bool:
+    """Whether torch's allocator holds all that the plan allocates, as torch lays it out."""
+    return (
+        costs.facts.cluster.device.kind != "cpu"
+        and costs.stack.states is None
+        and plan.data_parallel is not DataParallel.THREADS
+        and plan.offload is Offload.NONE
+        and plan.updates_in_step
+    )
+
+
+def rank_step(costs: CostModel, plan: Plan, rank: int = 0) -> RankStep:
+    """The step of a rank of the pp axis.
+
+    Raises:
+        PlanError: a pipeline without a schedule.
+    """
+    batch = (costs.batch_bytes(plan), float(costs.facts.model.buffer_bytes))
+    if plan.pp == 1:
+        parts = [costs.loads(plan)]
+        update = costs.update(plan, 0, len(costs.facts.model.units))
+        order = [
+            Pass(is_forward, 0, microbatch)
+            for microbatch in range(min(MICROBATCHES, plan.forwards))
+            for is_forward in (True, False)
+        ]
+        received: tuple[float, ...] = ()
+    else:
+        layout = laid_out(costs, plan)
+        parts = [stage.part for stage in layout.of(rank)]
+        update = costs.update_of(plan, [layout.places[stage] for stage in layout.own[rank]], [])
+        order = _order(plan, rank, stages=len(layout.stages), own=layout.own[rank])
+        received = (received_bytes(layout, rank),) * layout.in_round
+    return RankStep(
+        stages=[_units(costs, plan, part) for part in parts],
+        standing=_standing(costs, plan, parts, update, always=(*batch, *received)),
+        order=order,
+    )
+
+
+def _order(plan: Plan, rank: int, *, stages: int, own: Sequence[int]) -> list[Pass]:
+    """Of as many microbatches as it takes to fill the pipeline and go on for a while."""
+    schedule = plan.schedule
+    assert schedule is not None
+    microbatches = plan.microbatches
+    if schedule is Schedule.NAIVE:
+        microbatches = min(microbatches, MICROBATCHES)
+    elif schedule is not Schedule.GPIPE:
+        enough = plan.pp + MICROBATCHES if schedule in ONE_STAGE else 2 * plan.pp
+        microbatches = min(microbatches, enough)
+    actions = order_of(schedule, rank, ranks=plan.pp, stages=stages, microbatches=microbatches)
+    return [
+        Pass(action.kind is Kind.FORWARD, own.index(action.stage), action.microbatch)
+        for action in actions
+        if action.kind is not Kind.WEIGHT
+    ]
+
+
+def _standing(
+    costs: CostModel,
+    plan: Plan,
+    parts: Sequence[Loads],
+    update: Upkeep,
+    *,
+    always: tuple[float, ...],
+) -> Standing:
+    local = sum(part.parameter_bytes for part in parts) / shard_degree(plan)
+    gradients = sum(part.gradient_bytes for part in parts)
+    root = sum(part.root_parameter_bytes * part.compute_share for part in parts)
+    root *= plan.data_parallel.is_sharded
+    states = update.state_bytes / local if local else 0.0
+    buckets = ceil(gradients / BUCKET_BYTES) if plan.is_replicated and plan.pp == 1 else 0
+    workspaces = costs.stack.workspaces
+    workspace = workspace_bytes(costs.facts.cluster.device, costs.stack) / max(1, workspaces)
+    return Standing(
+        always=(*always, root, *(workspace,) * workspaces),
+        state_copies=(states / 2, states / 2) if states else (),
+        step_copies=update.list_bytes / local if local else 0.0,
+        buckets=(gradients / buckets,) * buckets if buckets else (),
+    )
+
+
+def _units(costs: CostModel, plan: Plan, loads: Loads) -> list[UnitMemory]:
+    """The tensors of every run of equal units on one rank."""
+    profiles = {unit.name: unit for unit in costs.facts.model.units}
+    return [
+        _unit(
+            costs, plan, load, profiles[load.name], share=loads.compute_share, samples=loads.samples
+        )
+        for load in loads.runs
+    ]
+
+
+def _unit(
+    costs: CostModel,
+    plan: Plan,
+    load: UnitLoad,
+    profile: UnitProfile,
+    *,
+    share: float,
+    samples: float,
+) -> UnitMemory:
+    kind, degree = plan.data_parallel, shard_degree(plan)
+    sizes = parameter_tensors(profile)
+    tensors = kept_tensors(profile.cost(costs.numerics(plan)), samples)
+    kept = kept_bytes(load, plan.recompute)
+    again = load.activation_bytes - kept if load.is_block else 0.0
+    copy = load.parameter_bytes * share
+    # Copies for computing: of autocast, or gathered once for all microbatches.
+    casts = copy * (kind in KEEPS_PARAMETERS or (kind in WHOLE and share != 1))
+    held = scaled(tensors, kept)
+    if again > 0 and plan.recompute is Recompute.FULL:
+        held = (kept,) if kept else ()
+    gathers = kind.is_sharded and load.is_separate and not casts
+    # Stages of a pipeline reduce when a round is over, ZeRO-1 after the last microbatch; until then
+    # gradients are whole.
+    late = plan.pp > 1 or (kind is DataParallel.ZERO1 and plan.forwards > 1)
+    reduces = kind.is_sharded and load.is_separate and not late
+    gradients = load.gradient_bytes / degree if reduces else load.gradient_bytes
+    if kind.is_sharded and not load.is_separate and not late:
+        gradients *= share  # the root group's wait whole, in the dtype of computing
+    return UnitMemory(
+        parameters=scaled(sizes, load.parameter_bytes / degree),
+        gradients=scaled(sizes, gradients),
+        whole_gradients=scaled(sizes, load.gradient_bytes * share) if reduces else (),
+        reduced=(load.gradient_bytes,) if reduces else (),
+        kept=scaled(sizes, casts) + held,
+        again=scaled(tensors, again) if again > 0 else (),
+        forward_bytes=load.forward_transient_bytes + casts + kept * (again > 0),
+        backward_bytes=load.backward_transient_bytes,
+        gathered=(copy,) if gathers else (),
+        count=load.count,
+    )
