@@ -39,6 +39,17 @@ class Upkeep:
     loop_bytes: float
     list_bytes: float
 
+    def part(self, share: float) -> Upkeep:
+        """Of a share of the parameters, where all goes by elements."""
+        return Upkeep(
+            name=self.name,
+            state_bytes=share * self.state_bytes,
+            moved_bytes=share * self.moved_bytes,
+            flop=share * self.flop,
+            loop_bytes=share * self.loop_bytes,
+            list_bytes=share * self.list_bytes,
+        )
+
 
 _ADAM = {"loop_copies": 2.0, "lingering_copies": 1.0, "list_copies": 1.0}
 _WHOLE = "{} looks at a whole matrix at a time, and a shard holds some of its rows"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from advisor.cost.breakdown import Memory
 from advisor.cost.buffers import BUCKET_BYTES as BUCKET_BYTES
@@ -41,6 +42,13 @@ from profiles.model import LOSS
 from profiles.optimizer_laws import FP32_BYTES
 from profiles.optimizers import Upkeep
 from profiles.stack import TORCH, Stack
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Amount = TypeVar("Amount", float, NDArray[np.float64])
+    """Of one plan, or of many."""
 
 # What the allocator holds over what is allocated: 1.08 to 1.10 in Mist's README. The upper end is
 # charged to the upper end of the range, the estimate itself carries none; the middle makes what is
@@ -116,15 +124,8 @@ def peak(
     batch: it is on the device for the whole step. `exchange_bytes` are what replicas keep, and what
     they receive at once, to sum up gradients in another way than by the backend.
     """
-    on_device = not states_leave(plan, device)
-    away = activations_leave(plan, device)
     own: HeldStates | None = None
-    if stack.states is None:
-        gradients, gathered = (
-            gradients_of_torch(plan, loads, on_device=on_device),
-            gathered_by_torch(plan, loads),
-        )
-    else:
+    if stack.states is not None:
         own = held_states(
             stack.states,
             plan,
@@ -133,20 +134,11 @@ def peak(
             degree=shard_degree(plan),
             folds_experts=stack.folds_experts,
         )
-        gradients = own_gradients(own.gradients, loads, stack)
-        gathered = own_gathered(plan, loads)
         exchange_bytes += stack.bucket_bytes or 0.0
-    moments = [
-        *forward_moments(plan, loads, gradients, gathered, away=away),
-        *backward_moments(plan, loads, gradients, gathered, away=away),
-        *(_root_reduction(plan, loads, gradients) if own is None else ()),
-    ]
-    if optimizer_leaves(plan, device) or (device.kind == "cpu" and not on_device):
-        moments.append(_step_in_chunks(plan, loads, update, device))
-    elif on_device:
-        moments.append(
-            optimizer_step(plan, loads.gradient_bytes, update, device, stack=stack, own=own)
-        )
+    held = own.gradients if own is not None else 0.0
+    moments = moments_of(plan, loads, device=device, stack=stack, own_gradient_bytes=held)
+    last = last_moment(plan, loads, update, device, stack=stack, own=own)
+    moments += [last] if last is not None else []
     fullest = max(moments, key=lambda moment: moment.total)
     return peak_at(
         replace(fullest, gathered=fullest.gathered + exchange_bytes),
@@ -163,6 +155,71 @@ def peak(
         own=own,
         calibration=calibration,
     )
+
+
+def moments_of(
+    plan: Plan,
+    loads: Loads,
+    *,
+    device: Device,
+    stack: Stack = TORCH,
+    own_gradient_bytes: float = 0.0,
+) -> list[Moment]:
+    """A step's moments up to the optimizer's, of a rank that has the whole model.
+
+    What is sharded of them goes by 1/degree: all else is the same for every number of ranks.
+
+    Args:
+        own_gradient_bytes: of all gradients, in a stack that keeps its own states.
+    """
+    away = activations_leave(plan, device)
+    if stack.states is None:
+        gradients = gradients_of_torch(plan, loads, on_device=not states_leave(plan, device))
+        gathered = gathered_by_torch(plan, loads)
+    else:
+        gradients = own_gradients(own_gradient_bytes, loads, stack)
+        gathered = own_gathered(plan, loads)
+    return [
+        *forward_moments(plan, loads, gradients, gathered, away=away),
+        *backward_moments(plan, loads, gradients, gathered, away=away),
+        *(_root_reduction(plan, loads, gradients) if stack.states is None else ()),
+    ]
+
+
+def last_moment(
+    plan: Plan,
+    loads: Loads,
+    update: Upkeep,
+    device: Device,
+    *,
+    stack: Stack = TORCH,
+    own: HeldStates | None = None,
+) -> Moment | None:
+    """The optimizer's step; None where it is made elsewhere."""
+    on_device = not states_leave(plan, device)
+    if optimizer_leaves(plan, device) or (device.kind == "cpu" and not on_device):
+        return _step_in_chunks(plan, loads, update, device)
+    if not on_device:
+        return None
+    return optimizer_step(plan, loads.gradient_bytes, update, device, stack=stack, own=own)
+
+
+def upper_end(
+    allocated: Amount,
+    device: Device,
+    *,
+    doubtful: Amount | float = 0.0,
+    ahead: Amount | float = 0.0,
+) -> Amount:
+    """Bytes that a peak does not exceed, of one plan or of many: with the doubt about activations
+    and temporaries, what is gathered `ahead`, the allocator's slack and the context."""
+    high = allocated + ACTIVATION_ERROR * doubtful + ahead
+    return high * (1 + ALLOCATOR_SLACK) + device.context_bytes.high
+
+
+def room_bytes(usable_bytes: float, device: Device) -> float:
+    """What a plan may allocate: with its slack and context it takes `usable_bytes`."""
+    return (usable_bytes - device.context_bytes.high) / (1 + ALLOCATOR_SLACK)
 
 
 def peak_at(
@@ -206,15 +263,15 @@ def peak_at(
     )
     allocated = memory.total - memory.context
     waits = (held if offloaded else 0.0) + away
-    doubt = ACTIVATION_ERROR * (memory.activations + memory.transient)
+    doubtful = memory.activations + memory.transient
     usual = USUAL_SLACK if stack.states is None else calibration.slack
     usual = usual if stack.allocator_slack is None else stack.allocator_slack
     slack = usual if device.kind != "cpu" else 0.0
     return Peak(
         memory=memory,
         phase=fullest.phase,
-        low_bytes=allocated - doubt + device.context_bytes.low,
-        high_bytes=(allocated + doubt + ahead) * (1 + ALLOCATOR_SLACK) + device.context_bytes.high,
+        low_bytes=allocated - ACTIVATION_ERROR * doubtful + device.context_bytes.low,
+        high_bytes=upper_end(allocated, device, doubtful=doubtful, ahead=ahead),
         reserved_bytes=allocated * (1 + slack) + memory.context,
         states_bytes=held,
         host_bytes=0.0 if on_disk else waits,
@@ -270,6 +327,21 @@ def _stays_bytes(unit: UnitLoad, plan: Plan, away: bool) -> float:
     return 0.0 if unit.is_block and away else kept_bytes(unit, plan.recompute)
 
 
+def backward_work(
+    unit: UnitLoad, recompute: Recompute, kept: float, *, comes_back: bool = False
+) -> float:
+    """Bytes while the unit's backward runs, beside those that were `kept` for it: the gradient that
+    comes in, temporaries, and activations that are computed again or come back.
+
+    A block that is computed again has all its activations while its backward runs. Those that come
+    back do so operation by operation: at most all of them.
+    """
+    runs_again = unit.is_block and recompute is not Recompute.NONE
+    again = max(0.0, unit.activation_bytes - kept) if runs_again or comes_back else 0.0
+    work = again + unit.backward_transient_bytes
+    return unit.output_bytes + (max(work, unit.forward_transient_bytes) if runs_again else work)
+
+
 def backward_moments(
     plan: Plan, loads: Loads, gradients: Gradients, gathered: Gathered, *, away: bool = False
 ) -> Iterator[Moment]:
@@ -283,14 +355,7 @@ def backward_moments(
         if unit.count > 1:
             live -= kept[i] * unit.count
             continue
-        runs_again = unit.is_block and plan.recompute is not Recompute.NONE
-        comes_back = unit.is_block and away
-        # A block that is computed again has all its activations while its backward runs. Those
-        # that come back do so operation by operation: at most all of them.
-        again = max(0.0, unit.activation_bytes - kept[i]) if runs_again or comes_back else 0.0
-        work = again + unit.backward_transient_bytes
-        if runs_again:
-            work = max(work, unit.forward_transient_bytes)
+        work = backward_work(unit, plan.recompute, kept[i], comes_back=unit.is_block and away)
         held = gradients.in_backward(i)
         yield Moment(
             event="backward",
@@ -298,8 +363,8 @@ def backward_moments(
             gradients=held,
             activations=live,
             gathered=gathered(i, following[i]) + gradients.buffers(i),
-            transient=unit.output_bytes + work,
-            loss=(kept[i] + unit.output_bytes + work) * (unit.name == LOSS),
+            transient=work,
+            loss=(kept[i] + work) * (unit.name == LOSS),
         )
         live -= kept[i]
         if gradients.reduced is not None and unit.is_separate:

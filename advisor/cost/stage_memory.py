@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 
 from advisor.cost.buffers import (
     KEEPS_PARAMETERS,
@@ -36,12 +39,19 @@ from advisor.cost.memory import (
 from advisor.cost.offload import states_leave
 from advisor.cost.orders import Kind
 from advisor.cost.orders import Moment as InFlight
-from advisor.cost.states import held_states, zero_level
-from engines.plan import DataParallel, Plan
+from advisor.cost.round_shares import round_shares
+from advisor.cost.states import held_states
+from engines.plan import Plan
 from profiles.cluster import Device
 from profiles.model import LOSS
 from profiles.optimizers import Upkeep
 from profiles.stack import TORCH, Stack
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Amount = TypeVar("Amount", float, NDArray[np.float64])
+    """Of one stage, or of many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +115,35 @@ def chunk_of(
     )
     cast = loads.parameter_bytes * share * (share != 1 and kind in WHOLE)
     own = sum(kept_bytes(unit, plan.recompute) * unit.count for unit in loads.runs)
-    held = own - min(own, received_bytes) + sent_bytes
     if stack.states is not None:
-        # Outputs are released when they were sent, inputs are held until their backward.
-        cast, held = 0.0, own
-        if stack.holds_outputs:  # what was received is cloned
-            held += received_bytes + sent_bytes
+        cast = 0.0
     return Chunk(
         forward=replace(forward, gathered=forward.gathered + cast),
         backward=backward,
-        kept_bytes=held,
+        kept_bytes=between_bytes(own, received_bytes, sent_bytes, stack),
         own_bytes=own,
         cast_bytes=cast,
         waiting_bytes=sum(unit.layer_bytes * unit.count for unit in loads.runs),
     )
+
+
+def between_bytes(own: Amount, received: Amount, sent: Amount, stack: Stack = TORCH) -> Amount:
+    """What a microbatch holds of a stage between its forward and its backward, of one stage or of
+    many: what was kept and what is sent on, but for what was received, which stays in the buffer
+    that it was received into.
+
+    In a stack with states of its own outputs are released when they were sent, unless it clones
+    what it receives and holds on to what it sends.
+    """
+    if stack.states is None:
+        taken: Amount = np.minimum(own, received)
+        return own - taken + sent
+    return own + stack.holds_outputs * (received + sent)
+
+
+def message_bytes(stack: Stack) -> float:
+    """Buffers for gradients on their way, of a stack with states of its own."""
+    return (stack.bucket_bytes or 0.0) if stack.states is not None else 0.0
 
 
 def _read_out(plan: Plan, part: Loads) -> float:
@@ -157,15 +182,12 @@ def stage_peak(
         buffer_bytes: what is received is received into, for all microbatches of a round.
         copied_bytes: parameters that another stage counts, and this one holds a copy of.
     """
-    kind, on_device = plan.data_parallel, not states_leave(plan, device)
-    share, degree = parts[0].compute_share, shard_degree(plan)
+    shares = round_shares(plan, device, compute_share=parts[0].compute_share, stack=stack)
     parameter_bytes = sum(part.parameter_bytes for part in parts) + copied_bytes
     gradient_bytes = sum(part.gradient_bytes for part in parts) + copied_bytes
     root = sum(part.root_parameter_bytes for part in parts) + copied_bytes
-    whole = gradient_bytes
-    if kind.is_sharded and plan.accumulation > 1 and kind is not DataParallel.ZERO1 and on_device:
-        whole += gradient_bytes / degree  # of the rounds before
-    always = 0.0
+    whole = shares.gradients * gradient_bytes
+    always = shares.gathered * parameter_bytes + shares.root * root
     own = None
     if stack.states is not None:
         own = held_states(
@@ -173,18 +195,13 @@ def stage_peak(
             plan,
             parts,
             update=update,
-            degree=degree,
+            degree=shard_degree(plan),
             copied_bytes=copied_bytes,
             folds_experts=stack.folds_experts,
         )
         idle = buffer_bytes / plan.microbatches + _read_out(plan, parts[-1])
-        whole, buffer_bytes = own.gradients, stack.bucket_bytes or 0.0
+        whole, buffer_bytes = own.gradients, message_bytes(stack)
         buffer_bytes += idle * stack.holds_outputs
-        always = root * share * (zero_level(plan) == 3)
-    elif kind in KEEPS_PARAMETERS:
-        always = parameter_bytes * share
-    elif kind.is_sharded:
-        always = root * share
 
     def at(moment: InFlight) -> Moment:
         chunk = chunks[moment.chunk]
@@ -202,7 +219,7 @@ def stage_peak(
     moments = [at(moment) for moment in in_flight]
     if own is None:
         moments.append(_meeting(plan, parts, whole, root=root, always=always))
-    if on_device:
+    if not states_leave(plan, device):
         moments.append(optimizer_step(plan, gradient_bytes, update, device, stack=stack, own=own))
     fullest = _fullest(moments)
     return peak_at(

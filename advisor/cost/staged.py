@@ -97,23 +97,13 @@ class Layout:
 def staged(model: CostModel, plan: Plan) -> Estimate:
     """Memory of the fullest rank; time of the whole pipeline, and traffic of its busiest rank."""
     layout = laid_out(model, plan)
-    updates = [
-        model.update_of(
-            plan,
-            [layout.places[stage] for stage in layout.own[rank]],
-            [tie.unit for tie in layout.ties if rank in tie.ranks[1:]],
-        )
-        for rank in range(plan.pp)
-    ]
-    peaks = [
-        _peak(model, plan, layout, rank, updates[rank], [stage.chunk for stage in layout.of(rank)])
-        for rank in range(plan.pp)
-    ]
+    updates = [_update(model, plan, layout, rank) for rank in range(plan.pp)]
+    peaks = [peak_of_rank(model, plan, layout, rank) for rank in range(plan.pp)]
     order = sorted(range(plan.pp), key=lambda rank: -peaks[rank].high_bytes)
     fullest = order[0]
     # Its moments are named after its own units, not after those of the first stage like it.
     named = [_chunk(model, plan, layout, stage) for stage in layout.own[fullest]]
-    memory = _peak(model, plan, layout, fullest, updates[fullest], named)
+    memory = peak_of_rank(model, plan, layout, fullest, named)
 
     waits = sends_late(layout.schedule) or not model.overlaps
     played = play(
@@ -187,23 +177,32 @@ def laid_out(model: CostModel, plan: Plan) -> Layout:
     )
 
 
-def _peak(
+def _update(model: CostModel, plan: Plan, layout: Layout, rank: int) -> Upkeep:
+    """The optimizer of a rank's parameters, its copies of tied ones among them."""
+    return model.update_of(
+        plan,
+        [layout.places[stage] for stage in layout.own[rank]],
+        [tie.unit for tie in layout.ties if rank in tie.ranks[1:]],
+    )
+
+
+def peak_of_rank(
     model: CostModel,
     plan: Plan,
     layout: Layout,
     rank: int,
-    update: Upkeep,
-    chunks: Sequence[Chunk],
+    chunks: Sequence[Chunk] | None = None,
 ) -> Peak:
-    """The fullest moment of a rank, with `chunks` for its stages."""
+    """The fullest moment of a rank, with `chunks` for its stages: by default those of the first
+    stages like them."""
     received = received_bytes(layout, rank)
     copies = [tie.unit.parameter_bytes for tie in layout.ties if rank in tie.ranks[1:]]
     return stage_peak(
         plan,
         [stage.part for stage in layout.of(rank)],
-        chunks,
+        chunks or [stage.chunk for stage in layout.of(rank)],
         layout.in_flight(rank),
-        update=update,
+        update=_update(model, plan, layout, rank),
         device=model.facts.cluster.device,
         batch_bytes=model.batch_bytes(plan) + model.loads(plan).buffer_bytes,
         buffer_bytes=layout.in_round * received,

@@ -68,9 +68,8 @@ def held_states(
     level, copies = zero_level(plan), max(1.0, among / plan.ep)
 
     def spread(nbytes: float, from_level: int) -> float:
-        if level < from_level:
-            return nbytes * whole
-        return nbytes * ((whole - experts) / degree + experts / copies)
+        rest = (whole - experts) * _part(level, from_level, degree)
+        return nbytes * (rest + experts * _part(level, from_level, copies))
 
     moments = update.state_bytes if states.moments is None else spread(states.moments, 1)
     return HeldStates(
@@ -78,3 +77,24 @@ def held_states(
         gradients=spread(states.gradient, 2),
         optimizer=spread(states.master, 1) + moments,
     )
+
+
+def own_share(states: States, level: int, degree: float, *, on_device: bool = True) -> float:
+    """Bytes on a rank of every byte of fp32 parameters, beside moments that the optimizer says: no
+    more than `held_states`, which knows that experts are sharded among fewer ranks.
+
+    Args:
+        level: see `zero_level`.
+        degree: over how many ranks states are sharded.
+        on_device: whether weights and the optimizer's states are there.
+    """
+    held = states.gradient * _part(level, 2, degree)
+    if on_device:
+        held += states.weight * _part(level, 3, degree)
+        held += (states.master + (states.moments or 0.0)) * _part(level, 1, degree)
+    return held / FP32_BYTES
+
+
+def _part(level: int, from_level: int, degree: float) -> float:
+    """What a rank has of states that are sharded from a level on."""
+    return 1 / degree if level >= from_level else 1.0

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from advisor.cost.memory import ALLOCATOR_SLACK
+from advisor.cost.memory import upper_end
 from advisor.policy import Policy
 from advisor.search.columns import Columns, Floats, Microbatches
 from advisor.search.kept import Kept
-from advisor.search.own_states import own_staged_peak_bytes, own_whole_peak_bytes
 from advisor.search.space import Space
 from advisor.search.staged import staged_peak_bytes, staged_step_s
-from advisor.search.whole import moved_s, whole_peak_bytes, whole_time
+from advisor.search.whole import moved_s, whole_time
+from advisor.search.whole_peak import whole_peak_bytes
 from engines.plan import Offload
 
 # Bounds add up the same numbers in another order: their last digits may differ from the estimate's.
@@ -47,17 +47,13 @@ def bounds_of(space: Space, kept: Kept, policy: Policy) -> Bounds:
     usable = policy.usable_bytes(device)
     microbatches = Microbatches(space, kept)
     found = Bounds(np.zeros(count), np.zeros(count))
-    bounds = ((True, whole_peak_bytes), (False, staged_peak_bytes))
-    # Ranks that update apart from each other keep the states of torch.
-    if kept.costs.stack.states is not None and space.updates_in_step:
-        bounds = ((True, own_whole_peak_bytes), (False, own_staged_peak_bytes))
-    for is_whole, peak_bytes in bounds:
+    for is_whole, peak_bytes in ((True, whole_peak_bytes), (False, staged_peak_bytes)):
         rows = np.flatnonzero((space.pp == 1) == is_whole)
         if not len(rows):
             continue
         columns = Columns(space.part(rows), microbatches, for_memory=True)
-        least = columns.of(lambda g: g.unit_bytes) * (1 + ALLOCATOR_SLACK)
-        peak = np.maximum(peak_bytes(columns), least + device.context_bytes.high)
+        least = columns.of(lambda g: g.unit_bytes)
+        peak = np.maximum(peak_bytes(columns), upper_end(least, device))
         found.peak_high_bytes[rows] = peak
         rows = rows[peak * (1 - ROUNDING) <= usable]
         if not len(rows):

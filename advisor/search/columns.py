@@ -22,6 +22,7 @@ from advisor.search.microbatch import Growing, Microbatch
 from advisor.search.space import KINDS, RECOMPUTES, Integers, Space
 from engines.plan import DataParallel, Plan
 from profiles.cluster import Collective
+from profiles.optimizers import Upkeep
 
 Floats = NDArray[np.float64]
 
@@ -40,7 +41,7 @@ class Microbatches:
     def __init__(self, space: Space, kept: Kept) -> None:
         self.costs = kept.costs
         self.most_shards = kept.costs.facts.cluster.world_size
-        self._kept = kept
+        self.kept = kept
         self._space = space
         place = {unit.name: n for n, unit in enumerate(kept.costs.facts.model.units)}
         self._places = [place[name] for name in space.pieces[1:]]
@@ -76,7 +77,7 @@ class Microbatches:
             precision=self._space.precision,
             data_parallel=SHARDED_AS[sharded],
         )
-        return self._kept.microbatch(plan, self._places)
+        return self.kept.microbatch(plan, self._places)
 
 
 class Columns:
@@ -97,6 +98,7 @@ class Columns:
     ) -> None:
         self.space = space
         self.costs = microbatches.costs
+        self.microbatches = microbatches
         self.is_sharded = SHARDED[space.kind]
         self.is_replicated = ~self.is_sharded & (space.dp_replicate * space.cp > 1)
         zero = (space.kind == ZERO1) | (space.kind == ZERO2)
@@ -119,6 +121,7 @@ class Columns:
         self._whole = {int(key[0]): group for key, group in pairs if not key[4]}
         self._most_shards = microbatches.most_shards
         self._ledger = self.costs.ledger()
+        self._upkeeps: dict[tuple[int, int, int], Upkeep] = {}
         self._different: dict[tuple[int, ...], tuple[Integers, Integers, Sequence[Integers]]] = {}
 
     def of(self, amount: Callable[[Microbatch], float]) -> Floats:
@@ -136,38 +139,42 @@ class Columns:
 
     def optimizer_s(self) -> Floats:
         """The update of a rank's parameters."""
-        cluster, units = self.costs.facts.cluster, len(self.costs.facts.model.units)
+        cluster = self.costs.facts.cluster
 
         def seconds(tp: int, shards: int, sharded: int) -> float:
-            plan = self._holding(tp, shards, sharded)
-            update = self.costs.update(plan, 0, units)
+            plan, update = self._holding(tp, shards, sharded), self.upkeep(tp, shards, sharded)
             ranks = cluster.devices_per_node
             return optimizer_s(plan, update, device=cluster.device, ranks=ranks)
 
-        return self._of_part(seconds)
+        return self.each([self.space.tp, self.shards, self.sharded], seconds)
 
     def states_bytes(self) -> Floats:
         """What the optimizer keeps for a rank's parameters."""
-        units = len(self.costs.facts.model.units)
+        keys = [self.space.tp, self.shards, self.sharded]
+        return self.each(keys, lambda *key: self.upkeep(*key).state_bytes)
 
-        def held(tp: int, shards: int, sharded: int) -> float:
-            return self.costs.update(self._holding(tp, shards, sharded), 0, units).state_bytes
+    def upkeep(self, tp: int, shards: int, sharded: int) -> Upkeep:
+        """What the optimizer keeps and does for a rank's part of the parameters; what goes by
+        elements is in proportion to them, where all are divided."""
+        key = tp, shards, sharded
+        if key not in self._upkeeps:
+            by_parts = self.space.ep == 1 and self.costs.facts.workload.optimizer.is_elementwise
+            if by_parts and key != (tp, 1, 1):
+                self._upkeeps[key] = self.upkeep(tp, 1, 1).part(1 / shards)
+            else:
+                units = len(self.costs.facts.model.units)
+                self._upkeeps[key] = self.costs.update(self._holding(*key), 0, units)
+        return self._upkeeps[key]
 
-        return self._of_part(held)
+    def holding(self, tp: int, sharded: int) -> Microbatch:
+        """Any microbatch of this tp degree that is sharded so: their parameters are the same."""
+        return self._sharded[tp, sharded] if sharded else self._whole[tp]
 
     def apart_bytes(self) -> Floats:
         """Parameters of experts that are no shards of a rank's others; gradients are as large."""
         found = self.of(lambda g: g.loads.apart_bytes)
         most = self.space.cp * self._most_shards  # that `Microbatches` takes
         return np.where(self.sharded == WITH_EXPERTS, found * most / self.shards, found)
-
-    def _of_part(self, amount: Callable[[int, int, int], float]) -> Floats:
-        """Of a rank's part of the parameters, (tp, shards, sharded); what goes by elements is in
-        proportion to them, where all are divided."""
-        space = self.space
-        if space.ep == 1 and self.costs.facts.workload.optimizer.is_elementwise:
-            return self.each([space.tp], lambda tp: amount(tp, 1, 1)) / self.shards
-        return self.each([space.tp, self.shards, self.sharded], amount)
 
     def _holding(
         self, tp: int, shards: int, sharded: int, *, cp: int = 1, replicas: int = 1
@@ -199,7 +206,7 @@ class Columns:
         def seconds(tp: int, shards: int, cp: int, sharded: int, *, of_root: bool) -> float:
             if shards < 2:
                 return 0.0
-            of, plan = self._sharded[tp, sharded], self._holding(tp, shards, sharded, cp=cp)
+            of, plan = self.holding(tp, sharded), self._holding(tp, shards, sharded, cp=cp)
             how = self._how(plan, of)
             units = of.root if of_root else of.separate
             if is_gather:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 from advisor.cost import CostModel
 from advisor.cost.memory import shard_degree
@@ -14,6 +15,9 @@ from advisor.search.space import Pins, Space
 from engines.plan import Offload, Plan
 from profiles.cluster import Collective
 from profiles.model import Numerics
+
+if TYPE_CHECKING:
+    from advisor.search.whole_peak import StepMoments
 
 # What an axis along which layers are split may send.
 _SENT = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
@@ -32,6 +36,7 @@ class Kept:
         self._spaces: dict[Hashable, Space] = {}
         self._microbatches: dict[Hashable, Microbatch] = {}
         self._crossing: dict[tuple[Numerics, tuple[int, ...]], Crossing] = {}
+        self.step_moments: dict[Hashable, StepMoments] = {}
         self._styles_of: Styles = cache(styles_of(costs.facts))
 
     def beside(self, facts: Facts) -> Kept:
@@ -42,6 +47,7 @@ class Kept:
         found._spaces = self._spaces
         found._microbatches = self._microbatches
         found._crossing = self._crossing
+        found.step_moments = self.step_moments
         found._styles_of = self._styles_of
         return found
 

@@ -15,7 +15,7 @@ from advisor.cost.borders import sent_samples
 from advisor.cost.communication import in_units
 from advisor.cost.compute import UnitTime
 from advisor.cost.loads import Loads, UnitLoad
-from advisor.cost.memory import kept_bytes
+from advisor.cost.memory import backward_work, kept_bytes
 from engines.legality import numerics
 from engines.plan import Plan, Recompute
 
@@ -206,12 +206,6 @@ class Microbatch:
         return float(np.minimum(there, back).min(initial=np.inf)) if len(there) else 0.0
 
     @cached_property
-    def largest_copy_bytes(self) -> float:
-        """Of a unit that FSDP gathers."""
-        largest = max((parameters for parameters, *_ in self.separate), default=0.0)
-        return largest * self.loads.compute_share
-
-    @cached_property
     def separate(self) -> Counter[tuple[float, float, float]]:
         """(parameter, gradient, sharded expert) bytes of the units that FSDP gathers, and how many
         there are."""
@@ -228,59 +222,6 @@ class Microbatch:
         return Counter({(self.loads.root_parameter_bytes, self.loads.root_gradient_bytes, 0.0): 1})
 
     @cached_property
-    def fullest_bytes(self) -> float:
-        """Activations when some unit's backward begins, with what that unit works in."""
-        return float(self._beginning.max())
-
-    @cached_property
-    def fullest_sharded_bytes(self) -> float:
-        """The same with the gradient that FSDP2 is about to reduce."""
-        return float((self._beginning + self._making).max())
-
-    @cached_property
-    def fullest_gathered_bytes(self) -> float:
-        """The same with the unit's gathered parameters, and those of the one that is next."""
-        return float((self._beginning + self._making_gathered).max())
-
-    def fullest_own_bytes(self, *, makes: bool, gathers: bool) -> float:
-        """The same of a stack with states of its own.
-
-        Args:
-            makes: whether products write gradients of weights before they are added.
-            gathers: whether weights are there only while their unit works, with the one that works
-                after it and the root group.
-        """
-        share, loads = self.loads.compute_share, self.loads
-        held = self._beginning + makes * share * self._gradients
-        if not gathers:
-            return float(held.max())
-        copies, latest = [], 0.0
-        for unit in self.units:
-            own = unit.parameter_bytes * unit.is_separate
-            copies.append(own + latest)
-            latest = own or latest
-        return float((held + share * np.array(copies)).max() + share * loads.root_parameter_bytes)
-
-    @cached_property
-    def _beginning(self) -> Floats:
-        return np.asarray(np.cumsum(self.counts * self.kept) + self.work)
-
-    @cached_property
-    def _making(self) -> Floats:
-        share = self.loads.compute_share
-        return np.array([share * u.gradient_bytes * u.is_separate for u in self.units])
-
-    @cached_property
-    def _making_gathered(self) -> Floats:
-        share = self.loads.compute_share
-        copies = np.array([share * u.parameter_bytes * u.is_separate for u in self.units])
-        following, latest = np.zeros(len(copies)), 0.0
-        for place, unit in enumerate(self.units):
-            following[place] = latest
-            latest = copies[place] if unit.is_separate else latest
-        return np.asarray(self._making + copies + following)
-
-    @cached_property
     def unit_bytes(self) -> float:
         """What a rank holds at least, whichever units it has, if it has the largest of them."""
         return float((self.kept + self.work).max())
@@ -288,7 +229,8 @@ class Microbatch:
     @cached_property
     def work(self) -> Floats:
         """Bytes that each unit's backward holds beside what was kept."""
-        return np.array([_work_bytes(unit, self.recompute) for unit in self.units])
+        kept = zip(self.units, self.kept.tolist(), strict=True)
+        return np.array([backward_work(unit, self.recompute, one) for unit, one in kept])
 
 
 # What a microbatch has at any size.
@@ -299,10 +241,7 @@ _ALWAYS = (
     "block_bytes",
     "block_part",
     "separate",
-    "largest_copy_bytes",
     "_is_block",
-    "_making",
-    "_making_gathered",
 )
 
 
@@ -336,16 +275,6 @@ class Growing:
             least_held_bytes=least,
         )
         return found
-
-
-def _work_bytes(unit: UnitLoad, recompute: Recompute) -> float:
-    """The gradient that comes in, what is computed again, and temporaries."""
-    runs_again = unit.is_block and recompute is not Recompute.NONE
-    if not runs_again:
-        return unit.output_bytes + unit.backward_transient_bytes
-    again = max(0.0, unit.activation_bytes - kept_bytes(unit, recompute))
-    work = again + unit.backward_transient_bytes
-    return unit.output_bytes + max(work, unit.forward_transient_bytes)
 
 
 def microbatch(costs: CostModel, plan: Plan, crossing: Crossing) -> Microbatch:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.cost.memory import KEEPS_PARAMETERS, shard_degree
+from advisor.cost.buffers import KEEPS_PARAMETERS
+from advisor.cost.round_shares import round_shares
 from advisor.cost.states import zero_level
 from advisor.search.microbatch import Microbatch
-from advisor.search.own_states import state_shares
-from engines.plan import DataParallel, Plan
+from engines.plan import Plan
+from profiles.cluster import Device
 from profiles.stack import TORCH, Stack
 
 Floats = NDArray[np.float64]
@@ -26,8 +27,8 @@ class Pieces:
     Attributes:
         forward_s, backward_s: of one microbatch, with what is sent along the tp axis.
         parameters, gradients: bytes; `root` of the parameters that FSDP2 gathers as one.
-        kept, layers: bytes of one microbatch: from forward to backward with autocast's copies of
-            the weights, and the gradients between layers.
+        kept, cast: bytes of one microbatch from forward to backward, and of autocast's copies of
+            the weights.
         work: bytes while the last of its units runs backward, beside the `copy` of its parameters
             that FSDP2 makes.
         there, back: bytes that one microbatch sends over the border before each piece and after
@@ -44,7 +45,6 @@ class Pieces:
     root: Floats
     kept: Floats
     cast: Floats
-    layers: Floats
     work: Floats
     copy: Floats
     there: Floats
@@ -53,37 +53,21 @@ class Pieces:
     stack: Stack
 
     @property
-    def keeps_messages(self) -> bool:
-        """Whether what stages send each other stays for the whole round."""
-        return self.stack.states is None
-
-    @property
     def seconds(self) -> Floats:
         return self.forward_s + self.backward_s
 
-    def always_bytes(self, plan: Plan, *, state_bytes: float, on_device: bool) -> Floats:
+    def always_bytes(self, plan: Plan, device: Device, *, state_bytes: float) -> Floats:
         """Of each piece, what a rank of `plan` holds of it all through a round.
 
         Args:
             state_bytes: what the optimizer keeps for all of them: in proportion to gradients.
         """
-        kind, degree, share = plan.data_parallel, shard_degree(plan), self.compute_share
-        if self.stack.states is not None:
-            here = {"has_weights": on_device, "has_optimizer": on_device}
-            held = state_shares(self.stack.states, kind, degree, **here)
-            moments = on_device * state_bytes / self.gradients.sum()
-            if self.stack.states.moments is not None:
-                moments = 0.0
-            root = share * (zero_level(plan) == 3)
-            return np.asarray(held * self.parameters + moments * self.gradients + root * self.root)
-        parameters = on_device / degree + share * (kind in KEEPS_PARAMETERS)
-        # Gradients of rounds before: ZeRO-1 adds them to the whole ones.
-        several = kind.is_sharded and plan.accumulation > 1 and kind is not DataParallel.ZERO1
-        gradients = 1 + several * on_device / degree
-        gradients += on_device * state_bytes / self.gradients.sum()
-        root = share * (kind.is_sharded and kind not in KEEPS_PARAMETERS)
+        each = round_shares(plan, device, compute_share=self.compute_share, stack=self.stack)
+        states = each.optimizer * state_bytes / self.gradients.sum()
         return np.asarray(
-            parameters * self.parameters + gradients * self.gradients + root * self.root
+            each.of_parameters * self.parameters
+            + (each.gradients + states) * self.gradients
+            + each.root * self.root
         )
 
     def work_bytes(self, plan: Plan) -> Floats:
@@ -119,7 +103,6 @@ def pieces_of(of: Microbatch, places: Sequence[int], stack: Stack = TORCH) -> Pi
         root=summed(parameters * ~is_separate),
         kept=summed(of.kept),
         cast=summed(parameters * share * has_copies),
-        layers=summed([unit.layer_bytes for unit in units]),
         work=each(of.work + made * gradients)[last],
         copy=each(share * parameters * is_separate)[last],
         there=np.pad(there, 1),

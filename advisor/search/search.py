@@ -251,7 +251,9 @@ class Search:
     def _surely_misses(self, index: int) -> bool:
         """Whether a row does not fit with the borders that are best for it; noted as its bound."""
         if index not in self._weighed:
-            least = self._stages.least_peak_bytes(self.space, index)
+            least = 0.0
+            with losing_one_plan(self.space.plan(index), is_said=False):
+                least = self._stages.least_peak_bytes(self.space, index)
             missing = least * (1 - ROUNDING) - self.usable_bytes
             self._missing[index] = max(self._missing[index], missing)
         return bool(self._missing[index] > 0)

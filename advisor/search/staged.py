@@ -7,12 +7,17 @@ whole numbers allow.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from advisor.cost.memory import ALLOCATOR_SLACK
-from advisor.search.columns import ZERO1, ZERO2, Columns, Floats, unique
-from advisor.search.space import SCHEDULES, Integers
-from engines.plan import Schedule
+from advisor.cost.buffers import KEEPS_PARAMETERS
+from advisor.cost.memory import upper_end
+from advisor.cost.round_shares import RoundShares, round_shares
+from advisor.cost.stage_memory import message_bytes
+from advisor.search.columns import Columns, Floats, unique
+from advisor.search.space import KINDS, SCHEDULES, Integers
+from engines.plan import Plan, Schedule
 
 _NAIVE = SCHEDULES.index(Schedule.NAIVE)
 _GPIPE = SCHEDULES.index(Schedule.GPIPE)
@@ -109,39 +114,65 @@ def _one_f_one_b_s(through: Floats, share: Floats, pp: Integers, microbatches: I
 
 def staged_peak_bytes(columns: Columns) -> Floats:
     """The upper end of a backward's beginning on the fullest rank."""
-    space, facts = columns.space, columns.costs.facts
+    space, facts, stack = columns.space, columns.costs.facts, columns.costs.stack
     device, pp = facts.cluster.device, space.pp
-    on_device = not (space.offload.states and device.kind != "cpu")
-    keeps = (space.kind == ZERO1) | (space.kind == ZERO2)
-    repeated = columns.is_sharded & (space.accumulation > 1) & (space.kind != ZERO1) & on_device
-    share = columns.of(lambda g: g.loads.compute_share)
-    # Shares of the parameters that are held: own, gathered for the step, and whole gradients.
-    own = on_device / columns.shards + keeps * share
-    gradients = 1 + repeated / columns.shards
-    parameters = columns.of(lambda g: g.loads.parameter_bytes)
-    of_model = parameters * own + columns.of(lambda g: g.loads.gradient_bytes) * gradients
-    states = columns.states_bytes() * on_device
-    root = columns.of(lambda g: g.loads.root_parameter_bytes * g.loads.compute_share)
-    of_model += states + root * (columns.is_sharded & ~keeps)
+    each = _shares(columns)
+    states = columns.states_bytes() * each.optimizer
+    of_model = columns.of(lambda g: g.loads.parameter_bytes) * each.of_parameters + states
+    of_model += columns.of(lambda g: g.loads.gradient_bytes) * each.gradients
+    of_model += columns.of(lambda g: g.loads.root_parameter_bytes) * each.root
 
-    blocks = columns.of(lambda g: g.blocks)
-    of_block = columns.of(lambda g: g.block_bytes[0]) * own
-    of_block += columns.of(lambda g: g.block_bytes[1]) * gradients
-    of_block += (
-        states * columns.of(lambda g: g.block_part) * facts.workload.optimizer.is_elementwise
-    )
+    blocks, is_even = columns.of(lambda g: g.blocks), facts.workload.optimizer.is_elementwise
+    of_block = columns.of(lambda g: g.block_bytes[0]) * each.of_parameters
+    of_block += columns.of(lambda g: g.block_bytes[1]) * each.gradients
+    of_block += states * columns.of(lambda g: g.block_part) * is_even
     kept = columns.of(lambda g: g.block_kept_bytes)
-    held = np.maximum(of_model / pp, fullest_of_blocks(columns, blocks, of_block, kept))
+    held = np.maximum(of_model / pp, _fullest_of_blocks(columns, blocks, of_block, kept))
 
     in_round = np.where(space.schedule == _NAIVE, 1, space.microbatches)
-    received = in_round * (2 * space.per_rank - 1) * columns.of(lambda g: g.least_held_bytes)
+    messages = np.full(len(space), message_bytes(stack))
+    if stack.states is None:
+        borders = in_round * (2 * space.per_rank - 1)
+        messages += borders * columns.of(lambda g: g.least_held_bytes)
     batch = facts.model.batch_bytes
     local = batch.fixed + batch.per_sample * space.microbatch_size * space.forwards
-    allocated = held + received + local + facts.model.buffer_bytes
-    return np.asarray(allocated * (1 + ALLOCATOR_SLACK) + device.context_bytes.high)
+    return upper_end(held + messages + local + facts.model.buffer_bytes, device)
 
 
-def fullest_of_blocks(columns: Columns, blocks: Floats, held: Floats, kept: Floats) -> Floats:
+def _shares(columns: Columns) -> _Shares:
+    """`round_shares` of every row."""
+    space, costs = columns.space, columns.costs
+    several = (space.accumulation > 1).astype(np.int64)
+    share = columns.of(lambda g: g.loads.compute_share)
+    device = costs.facts.cluster.device
+
+    def of(kind: int, degree: int, again: int, halves: int) -> RoundShares:
+        plan = Plan.model_construct(
+            pp=2,
+            data_parallel=KINDS[kind],
+            dp_replicate=degree if KINDS[kind] in KEEPS_PARAMETERS else 1,
+            dp_shard=1 if KINDS[kind] in KEEPS_PARAMETERS else degree,
+            accumulation=1 + again,
+            offload=space.offload,
+            offload_to=space.offload_to,
+        )
+        return round_shares(plan, device, compute_share=halves / 2, stack=costs.stack)
+
+    keys = [space.kind, columns.shards, several, (2 * share).astype(np.int64)]
+    names = ("of_parameters", "gradients", "optimizer", "root")
+    return _Shares(*(columns.each(keys, lambda *key, n=n: getattr(of(*key), n)) for n in names))
+
+
+class _Shares(NamedTuple):
+    """Columns of `RoundShares`."""
+
+    of_parameters: Floats
+    gradients: Floats
+    optimizer: Floats
+    root: Floats
+
+
+def _fullest_of_blocks(columns: Columns, blocks: Floats, held: Floats, kept: Floats) -> Floats:
     """Of blocks alone, each `held` and `kept` for every microbatch in flight.
 
     All ranks keep one microbatch (naive), all of a round (GPipe), or 1, 2, ..., p of them at least

@@ -13,18 +13,21 @@ from itertools import accumulate
 
 import numpy as np
 
-from advisor.cost.memory import ALLOCATOR_SLACK, shard_degree
-from advisor.cost.offload import states_leave
+from advisor.cost.buffers import shard_degree
+from advisor.cost.memory import room_bytes
 from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
+from advisor.cost.stage_memory import between_bytes, message_bytes
+from advisor.cost.staged import laid_out, peak_of_rank
 from advisor.policy import Policy
 from advisor.search.borders import Matrix, cut, spans
-from advisor.search.held import fullest_bytes
 from advisor.search.kept import Kept
-from advisor.search.own_states import message_bytes
 from advisor.search.pieces import Pieces, pieces_of
 from advisor.search.space import KINDS, SCHEDULES, Pins, Space
 from engines.plan import Plan, Schedule
 from profiles.cluster import Collective
+
+# Ranks from each end of a pipeline that are asked for their peaks before all of them are.
+_FROM_EACH_END = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +70,11 @@ class Stages:
         nothing is known."""
         if space.pp[index] == 1 or self._pinned:
             return 0.0
-        found, plan = self._cut(space, index), space.plan(index)
-        facts, pieces = self._costs.facts, self._pieces_of(plan, space.pieces)
-        whole: frozenset[int] = frozenset()
-        if plan.schedule in SPLITS_BACKWARD:
-            places = [self._place[name] for name in found.names]
-            whole = self._costs.stages.whole_backwards([0, *places, len(self._place)])
-        # What does not go by elements may be anywhere in the model.
-        is_elementwise = facts.workload.optimizer.is_elementwise
-        states = self._state_bytes(plan) if is_elementwise else 0.0
-        always = pieces.always_bytes(plan, state_bytes=states, on_device=self._on_device(plan))
-        held = fullest_bytes(plan, pieces, found.starts, always=always, whole=whole)
-        held += self._costs.batch_bytes(plan) + facts.model.buffer_bytes
-        held += message_bytes(self._costs.stack)
-        return held * (1 + ALLOCATOR_SLACK) + facts.cluster.device.context_bytes.high
+        plan = self.plan(space, index)
+        layout = laid_out(self._costs, plan)
+        # Both ends of the pipeline, where embeddings, logits and most microbatches are.
+        ends = {*range(plan.pp)[:_FROM_EACH_END], *range(plan.pp)[-_FROM_EACH_END:]}
+        return max(peak_of_rank(self._costs, plan, layout, rank).high_bytes for rank in ends)
 
     def least_step_s(self, space: Space, index: int) -> float:
         """No step with these borders is faster; 0 where nothing is known.
@@ -170,15 +164,13 @@ class Stages:
     def _held_bytes(self, plan: Plan, pieces: Pieces) -> tuple[Matrix, Matrix]:
         """Of every possible stage when a backward begins: what it holds, and what it keeps besides
         for each microbatch in flight."""
-        always = pieces.always_bytes(
-            plan, state_bytes=self._state_bytes(plan), on_device=self._on_device(plan)
-        )
+        device = self._costs.facts.cluster.device
+        always = pieces.always_bytes(plan, device, state_bytes=self._state_bytes(plan))
         held = spans(always) + np.pad(pieces.work_bytes(plan), (1, 0))[None, :]
-        kept = spans(pieces.kept)
-        if pieces.keeps_messages:
-            received = pieces.there[:, None]
+        received, sent = pieces.there[:, None], pieces.there[None, :]
+        if pieces.stack.states is None:
             held += _in_round(plan) * (received + pieces.back[None, :])
-            kept = kept - np.minimum(kept, received) + pieces.there[None, :]
+        kept = between_bytes(spans(pieces.kept), received, sent, pieces.stack)
         kept += spans(pieces.cast) * (not plan.data_parallel.is_sharded)
         return held, kept
 
@@ -193,15 +185,10 @@ class Stages:
             self._states[key] = state_bytes * (degree if is_even else 1)
         return self._states[key] / (degree if is_even else 1)
 
-    def _on_device(self, plan: Plan) -> bool:
-        return not states_leave(plan, self._costs.facts.cluster.device)
-
     def _room_bytes(self, plan: Plan) -> float:
         """What is left for a stage beside what all ranks hold alike."""
         facts = self._costs.facts
-        room = (self._usable_bytes - facts.cluster.device.context_bytes.high) / (
-            1 + ALLOCATOR_SLACK
-        )
+        room = room_bytes(self._usable_bytes, facts.cluster.device)
         room -= message_bytes(self._costs.stack)
         return room - self._costs.batch_bytes(plan) - facts.model.buffer_bytes
 

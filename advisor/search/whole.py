@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from advisor.cost.memory import ALLOCATOR_SLACK, UNITS_WHEN_AHEAD
 from advisor.cost.offload import (
     copied_s,
     is_elsewhere,
@@ -105,44 +104,3 @@ def moved_s(columns: Columns) -> Floats:
             reductions=np.where(space.kind == ZERO1, 1.0, space.forwards),
         )
     return seconds
-
-
-def whole_peak_bytes(columns: Columns) -> Floats:
-    """The upper end of two moments: a backward that begins, and the optimizer's step."""
-    space, facts = columns.space, columns.costs.facts
-    device, shards = facts.cluster.device, columns.shards
-    several = space.forwards > 1
-    gradients = columns.of(lambda g: g.loads.gradient_bytes)
-    # A worker's optimizer states are on servers.
-    elsewhere = is_elsewhere(device, to_disk=space.is_to_disk)
-    states = columns.states_bytes() * (not space.carried.get("servers", 0))
-    states *= not (space.offload.optimizer and elsewhere)
-    held = columns.of(lambda g: g.loads.parameter_bytes) / shards + states
-    on_device = not (space.offload.states and elsewhere)
-    # DDP has gradients twice when it accumulates, ZeRO-1 whole; the others have shards of them.
-    is_ddp = columns.is_replicated & space.updates_in_step
-    whole = np.where(is_ddp, 1.0 + several, several)
-    reduced = np.where(space.kind == ZERO1, several, several * on_device / shards)
-    waiting = gradients * np.where(columns.is_sharded, reduced, whole)
-    root = columns.of(lambda g: g.loads.root_parameter_bytes * g.loads.compute_share)
-    every = columns.of(lambda g: g.loads.parameter_bytes * g.loads.compute_share)
-    largest = columns.of(lambda g: g.largest_copy_bytes)
-    # ZeRO-1 and ZeRO-2 keep what they gathered, the others hold the unit in work.
-    keeps = (space.kind == ZERO1) | (space.kind == ZERO2)
-    working = np.select(
-        [keeps, columns.is_sharded],
-        [
-            columns.of(lambda g: g.fullest_sharded_bytes) + np.where(several, every, root),
-            columns.of(lambda g: g.fullest_gathered_bytes) + root,
-        ],
-        default=columns.of(lambda g: g.fullest_bytes),
-    )
-    if space.offload.activations and elsewhere:
-        working = 0.0 * working  # of blocks that keep nothing: `bounds` looks at one unit as well
-    allocated = held * on_device + np.maximum(waiting + working, on_device * gradients / shards)
-    allocated += 2 * columns.apart_bytes()
-    batch = facts.model.batch_bytes
-    local = space.microbatch_size * space.forwards / space.cp
-    allocated = allocated + batch.fixed + batch.per_sample * local
-    allocated += facts.model.buffer_bytes + UNITS_WHEN_AHEAD * columns.is_sharded * largest
-    return np.asarray(allocated * (1 + ALLOCATOR_SLACK) + device.context_bytes.high)

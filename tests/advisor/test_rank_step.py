@@ -92,7 +92,8 @@ def test_a_plan_does_not_run_where_its_pieces_find_no_room() -> None:
     _, decision = chosen({"dp_shard": 8, "microbatch_size": 2})
     costs, candidate = with_room(decision, 0.0)
     finding = fragments(candidate, costs, Policy())
-    assert finding is not None and "pieces" in finding.because
+    assert finding is not None
+    assert "pieces" in finding.because
     assert fragments(candidate, with_room(decision, MOST_SLACK)[0], Policy()) is None
 
 
