@@ -158,8 +158,8 @@ class Stages:
         return unit
 
     def whole_backwards(self, ends: Sequence[int]) -> frozenset[int]:
-        """Stages whose backward is not split in two halves: `engines.pipeline.split` without the
-        modules. The first one does all of it later."""
+        """Stages whose backward is not split in two halves: `engines.pipeline.split_backward`
+        without the modules. The first one does all of it later."""
         return frozenset(
             stage
             for stage, (first, last) in enumerate(pairwise(ends))

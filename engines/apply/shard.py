@@ -40,7 +40,7 @@ def _shard_experts(build: Build) -> None:
     assert mesh.expert_shards is not None
     with all_ranks_succeed("sharding the experts", timeout_s=build.world.timeout_s):
         shard_experts(
-            experts.hand_over(),
+            experts.release(),
             build.plan,
             mesh=mesh.expert_shards,
             replicas=mesh.replicas.size,

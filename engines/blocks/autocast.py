@@ -1,4 +1,4 @@
-"""bf16 on fp32 parameters by autocast: what plans that shard nothing compute in."""
+"""bf16 computation on fp32 parameters by autocast, for plans that shard nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Activation recompute: blocks forget what their backward can compute again.
+"""Activation checkpointing: blocks free activations that their backward computes again.
 
-The word checkpoint is kept for saved weights.
+The word checkpoint means saved weights elsewhere in this project.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from profiles.model import ModelProfile
 from profiles.operators import kept_operators
 from profiles.torch_compat import is_batch_norm, version_of
 
-# torch's words where the second run of a block is not the first (torch/utils/checkpoint.py), beside
-# CheckpointError: of kept outputs that were changed, and of operations that were not there before.
+# torch's words where the second run of a block differs from the first (torch/utils/checkpoint.py),
+# besides CheckpointError: of saved outputs that were changed, and of new operations.
 _DIFFERS = ("has been mutated", "encountered during backward but not found in storage")
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
 def recompute_blocks(model: nn.Module, kind: Recompute, *, profile: ModelProfile) -> None:
-    """Replace the forward of every block by one that keeps less, in place.
+    """Replace the forward of every block by one that saves less for the backward, in place.
 
-    Parameter names, hooks and the block's class stay as they are. `FULL` keeps a block's inputs;
-    `SELECTIVE` also keeps the outputs of matmuls, convolutions and attention, so that only cheap
+    Parameter names, hooks and the block's class stay as they are. `FULL` saves a block's inputs;
+    `SELECTIVE` also saves the outputs of matmuls, convolutions and attention, so that only cheap
     operations run twice. Dropout draws the same numbers both times, and batch norms count a
     microbatch once.
     """
@@ -55,9 +55,9 @@ def _checkpointed(how: Callable[[nn.Module], dict[str, Any]]) -> Callable[..., o
 
 
 def _without_cache(value: object) -> object:
-    """None for a key/value cache that nothing is in yet: a forward of transformers makes one unless
-    told otherwise (`use_cache`), and the second run of a block would add to it again. transformers
-    leaves it out too where it recomputes by itself (`GradientCheckpointingLayer`)."""
+    """None for an empty key/value cache: a forward of transformers makes one by default
+    (`use_cache`), and the second run of a block would add to it again. transformers does the same
+    in its own checkpointing (`GradientCheckpointingLayer`)."""
     length = getattr(value, "get_seq_length", None)
     return None if callable(length) and hasattr(value, "update") and length() == 0 else value
 
@@ -70,7 +70,7 @@ def holds_state(block: nn.Module) -> bool:
 def _how(kind: Recompute, block: nn.Module) -> Callable[[nn.Module], dict[str, Any]]:
     """The arguments of `checkpoint` for a block like `block`.
 
-    Without state they are such as torch.compile can follow: no contexts, or those that torch made.
+    Without state torch.compile can follow them: no contexts, or those that torch made.
     """
     if holds_state(block):
         return lambda block: {"context_fn": functools.partial(_contexts, kind, block)}
@@ -110,7 +110,7 @@ def _other_buffers(block: nn.Module) -> list[Tensor]:
 def _as_before(
     inner: AbstractContextManager[None], buffers: list[Tensor], before: list[tuple[int, Tensor]]
 ) -> Iterator[None]:
-    """The second run sees the buffers that the first one saw, and leaves them as it found them."""
+    """The second run sees the buffers that the first one saw, and restores them afterwards."""
     changed = [
         (buffer, old, buffer.clone())
         for buffer, (version, old) in zip(buffers, before, strict=True)
@@ -139,14 +139,14 @@ def _frozen_statistics(
     inner: AbstractContextManager[None], batch_norms: list[nn.BatchNorm2d]
 ) -> Iterator[None]:
     """The second run must not move running statistics a second time: momentum 0 leaves them."""
-    kept = [(norm, norm.momentum, _count(norm).clone()) for norm in batch_norms]
+    saved = [(norm, norm.momentum, _count(norm).clone()) for norm in batch_norms]
     try:
-        for norm, _, _ in kept:
+        for norm, _, _ in saved:
             norm.momentum = 0.0
         with inner:
             yield
     finally:
-        for norm, momentum, count in kept:
+        for norm, momentum, count in saved:
             norm.momentum = momentum
             with torch.no_grad():
                 _count(norm).copy_(count)
@@ -159,7 +159,7 @@ def _count(norm: nn.BatchNorm2d) -> Tensor:
 
 @contextmanager
 def explained_recompute(plan: Plan) -> Iterator[None]:
-    """Around forwards and backwards: what torch says of a block that is not what it was, as ours.
+    """Turn torch's error about a block whose second run differs into ours.
 
     Raises:
         ModelError: a block computes something else the second time.
@@ -171,7 +171,7 @@ def explained_recompute(plan: Plan) -> Iterator[None]:
             raise
         raise ModelError(
             "a block computes something else the second time: its forward changes state outside it"
-            " or changes a kept tensor in place (a key/value cache, an in-place activation)",
+            " or changes a saved tensor in place (a key/value cache, an in-place activation)",
             where=f"plan: {plan}\n{str(error).splitlines()[0]}",
             hints=["switch the cache off (`use_cache=False`)", "or plan with recompute=none"],
         ) from error

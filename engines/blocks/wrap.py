@@ -1,4 +1,4 @@
-"""Forwards that do something around a module's own, and go along when the module is copied."""
+"""Wrapped forwards, which stay with a module when it is copied."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 
 
 def wrap_forward(module: nn.Module, around: Callable[..., object]) -> None:
-    """Let calls of `module` be `around(forward, module, *args, **kwargs)`, in place.
+    """Replace calls of `module` by `around(forward, module, *args, **kwargs)`, in place.
 
     `forward` is what it was before. Names of parameters, hooks, the module's class and the names of
     its arguments stay as they are. A copy of the module computes with the copy's parameters, and
-    `around` is given the copy.
+    `around` gets the copy.
     """
     own = module.forward
-    # A method of the module runs on whoever is asked, a copy say; any other function as it is.
+    # A method of the module is bound to the called object, a copy say; other functions are not.
     method = own.__func__ if isinstance(own, MethodType) and own.__self__ is module else None
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:

@@ -24,13 +24,13 @@ class Attend(Protocol):
 class OwnTokens(TorchFunctionMode):
     """Inside, `scaled_dot_product_attention` is `attend`, whatever the model's code looks like.
 
-    With `places`, code that counts tokens by itself gets the true places of the rank's: whole
-    numbers from 0 to as many tokens as the rank has (`torch.arange(T)`), and the first rows of a
-    parameter or buffer by place (`table[:T]`, `table[:, :T]`).
+    With `places`, code that counts tokens itself gets the positions of the rank's T tokens: for
+     `torch.arange(T)`, and as rows of a parameter or buffer by position (`table[:T]`,
+    `table[:, :T]`).
 
     Args:
-        places: of the rank's tokens, int64 (T); None leaves counting as it is.
-        model: whose parameters and buffers may be such tables.
+        places: positions of the rank's tokens, int64 (T); None leaves counting as it is.
+        model: its parameters and buffers may be tables by position.
     """
 
     def __init__(self, attend: Attend, *, places: Tensor | None, model: nn.Module) -> None:
@@ -90,13 +90,13 @@ class OwnTokens(TorchFunctionMode):
 
 
 class Counting(TorchFunctionMode):
-    """Notes to what the code inside counts, in the ways that `OwnTokens` answers.
+    """Record the numbers that the code inside counts to, where `OwnTokens` would give positions.
 
-    Over all tokens of a sequence it counts to their number. Where it counts to a rank's part of it
-    as well, as a table of frequencies may by chance, its numbers would be taken for places.
+    Over all tokens of a sequence it counts to their number. Where it also counts to the size of a
+    rank's part, as a table of frequencies may by chance, that would be taken for positions.
 
     Attributes:
-        found: all of these numbers.
+        counts: all of these numbers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -120,7 +120,7 @@ class Counting(TorchFunctionMode):
 
 
 def buffers_of(model: nn.Module) -> set[int]:
-    """Their identities. Parameters have a type to be known by: FSDP2 puts others in their place."""
+    """Ids of its buffers. Parameters are known by their type: FSDP2 replaces the objects."""
     return {id(buffer) for buffer in model.buffers()}
 
 
@@ -148,18 +148,17 @@ def rows_taken(index: Any) -> set[int]:
 def require_plain(
     query: Tensor, key: Tensor, *, attn_mask: Tensor | None, dropout_p: float
 ) -> None:
-    """Refuse what cannot be computed ring by ring.
+    """Refuse attention that the ring cannot compute.
 
     Raises:
-        ModelError: a mask, attention that drops out weights, or tokens that look at others than
-            those of their own sequence.
+        ModelError: a mask, dropout of attention weights, or tokens that attend to another sequence.
     """
     if attn_mask is not None:
         raise ModelError(
             f"attention with a mask of {tuple(attn_mask.shape)}: a rank has a part of the tokens,"
-            " and cannot know what the mask would be for the others",
+            " and the mask of the others is unknown to it",
             hints=[
-                "causal attention (is_causal=True) and attention without a mask can be shared",
+                "causal attention (is_causal=True) and attention without a mask can be sharded",
                 "set cp=1 for padded rows, sliding windows and biases",
             ],
         )
@@ -170,7 +169,7 @@ def require_plain(
         )
     if query.dim() not in (3, 4) or query.shape[-2] != key.shape[-2]:
         raise ModelError(
-            f"attention of {tuple(query.shape)} to {tuple(key.shape)}: cp shares out one sequence"
+            f"attention of {tuple(query.shape)} to {tuple(key.shape)}: cp shards one sequence"
             " that attends to itself",
             hints=["set cp=1"],
         )

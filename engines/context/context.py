@@ -1,4 +1,4 @@
-"""A model whose sequences are shared out over the cp axis, as `ParallelModel` runs it."""
+"""A model whose sequences are sharded over the cp axis, as `ParallelModel` runs it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from profiles.torch_compat import all_gather_single, map_tensors, tensors_in
 
 
 class Context:
-    """This rank's tokens: what it gives the model, and what becomes of the loss.
+    """Run a model over this rank's tokens, and weight its loss.
 
-    Every rank of the axis is given whole rows and takes its tokens from them. Gradients and losses
+    Every rank of the axis gets whole rows and takes its tokens from them. Gradients and losses
     are averaged over the axis as over replicas.
     """
 
@@ -50,17 +50,17 @@ class Context:
             self._proof.require_places(length_of(piece), self._axis.size)
 
     def wrap(self, blocks: Iterable[nn.Module]) -> None:
-        """Let the blocks answer for themselves: recompute runs them again in the backward, when
-        `loss` and `forward` have returned."""
+        """Wrap blocks so that each sees its own tokens: recompute runs them again in the backward,
+        when `loss` and `forward` have returned."""
         for block in blocks:
-            wrap_forward(block, self._answered)
+            wrap_forward(block, self._with_own_tokens)
 
     def loss(self, called: Callable[..., object], piece: Batch, loss_fn: LossFn | None) -> Tensor:
         """The rank's share of the mean loss of `piece`: the mean over the axis is the loss."""
         own, run = self._own(called, piece)
-        with self.answering():
+        with self.own_tokens():
             output = call_model(run, own, has_target=loss_fn is not None)
-        return self._weighed(loss_of(output, own, loss_fn), piece)
+        return self._weighted(loss_of(output, own, loss_fn), piece)
 
     def forward(
         self, called: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -72,7 +72,7 @@ class Context:
         """
         batch = _as_batch(self._model, args, kwargs)
         own, run = self._own(called, batch)
-        with self.answering():
+        with self.own_tokens():
             output = call_model(run, own, has_target=False)
         returned = len(tensors_in(output))
         dims = [dim for dim in self._outputs if dim != LOSS]
@@ -91,20 +91,20 @@ class Context:
     ) -> tuple[Batch, Callable[..., object]]:
         """The rank's tokens, and what to call with them."""
         axis = self._axis
-        own, beside, self._places = self._way.part(batch, rank=axis.position, size=axis.size)
-        return own, functools.partial(called, **beside)
+        own, keywords, self._places = self._way.part(batch, rank=axis.position, size=axis.size)
+        return own, functools.partial(called, **keywords)
 
-    def _answered(
+    def _with_own_tokens(
         self, forward: Callable[..., object], block: nn.Module, *args: Any, **kwargs: Any
     ) -> object:
-        with self.answering():
+        with self.own_tokens():
             return forward(*args, **kwargs)
 
-    def answering(self) -> OwnTokens:
-        """Inside, the model's code sees the keys of all ranks, and the places of its own tokens."""
+    def own_tokens(self) -> OwnTokens:
+        """Inside, the model's code attends to keys of all ranks, at the positions of its tokens."""
         return OwnTokens(self._ring.attention, places=self._places, model=self._model)
 
-    def _weighed(self, loss: Tensor, batch: Batch) -> Tensor:
+    def _weighted(self, loss: Tensor, batch: Batch) -> Tensor:
         size = self._axis.size
         share = self._way.shares(batch, size=size)[self._axis.position] * size
         return torch.where(share > 0, loss.reshape(()) * share, torch.zeros_like(share))
@@ -114,7 +114,7 @@ class Context:
         if dim is None:
             return tensor
         if dim == LOSS:
-            whole: Tensor = _Mean.apply(self._weighed(tensor, batch), self._axis)  # type: ignore[no-untyped-call]
+            whole: Tensor = _Mean.apply(self._weighted(tensor, batch), self._axis)  # type: ignore[no-untyped-call]
         else:
             whole = _Joined.apply(tensor, self._axis, dim)  # type: ignore[no-untyped-call]
         return whole

@@ -22,12 +22,12 @@ class InputSharding(Record):
     """The inputs with which a model runs over a part of the tokens; `proof` finds the right ones.
 
     Attributes:
-        gives_positions: it takes `position_ids`; else it counts tokens itself and is answered
-            (`OwnTokens`).
-        gives_mask: it takes an `attention_mask`, and is given one that hides nothing: without it
-            transformers reads sequences of their own from positions with gaps.
-        shifts_labels: its loss holds a token against the label after it, which may be another
-            rank's: it is given `shift_labels`, shifted before they are shared out.
+        gives_positions: it takes `position_ids`; else it counts tokens itself, and `OwnTokens`
+            gives it the positions.
+        gives_mask: it takes an `attention_mask`, and is given one that masks nothing: without it
+            transformers takes gaps in the positions for the start of another sequence.
+        shifts_labels: its loss compares a token with the label after it, which may be another
+            rank's: it is given `shift_labels`, shifted before they are sharded.
         has_target: the last element of a tuple is for the loss.
     """
 
@@ -39,7 +39,7 @@ class InputSharding(Record):
     def part(
         self, batch: Batch, *, rank: int, size: int
     ) -> tuple[Batch, dict[str, Tensor], Tensor | None]:
-        """The rank's tokens of a batch, keyword arguments beside it, and the places of the tokens
+        """The rank's tokens of a batch, further keyword arguments, and the positions of the tokens
         where the model counts them itself."""
         length = length_of(batch)
         first = batch_tensors(batch)[0]
@@ -47,16 +47,16 @@ class InputSharding(Record):
         own = map_batch(
             lambda t: part(t, rank=rank, size=size) if has_tokens(t, length) else t, batch
         )
-        beside: dict[str, Tensor] = {}
+        keywords: dict[str, Tensor] = {}
         if self.gives_positions:
-            beside["position_ids"] = where.expand(len(first), -1)
+            keywords["position_ids"] = where.expand(len(first), -1)
         if self.gives_mask:
-            beside["attention_mask"] = torch.ones(
+            keywords["attention_mask"] = torch.ones(
                 len(first), len(where), dtype=torch.int64, device=first.device
             )
         if self.shifts_labels and isinstance(batch, Mapping) and "labels" in batch:
-            beside["shift_labels"] = part(_shifted(batch["labels"]), rank=rank, size=size)
-        return own, beside, None if self.gives_positions else where
+            keywords["shift_labels"] = part(_shifted(batch["labels"]), rank=rank, size=size)
+        return own, keywords, None if self.gives_positions else where
 
     def shares(self, batch: Batch, *, size: int) -> Tensor:
         """Weights of the ranks' mean losses in the mean over all tokens: fp32, (size), sum 1."""
@@ -88,7 +88,7 @@ def length_of(batch: Batch) -> int:
         if tensor.dim() >= 2:
             return tensor.shape[1]
     raise BatchError(
-        f"the batch has no sequence that ranks could share ({describe(batch)})",
+        f"the batch has no sequence that could be sharded ({describe(batch)})",
         hints=["its second dimension is the tokens; set cp=1 for others"],
     )
 

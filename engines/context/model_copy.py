@@ -1,4 +1,4 @@
-"""A small copy of a model with made-up numbers, and a short sample for it."""
+"""A copy of a model with random numbers, and a short sample for it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def short(sample: Batch, size: int) -> Batch:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """The model with made-up numbers, in float32 on the CPU; nothing is dropped out."""
+    """The model with random numbers, in float32 on the CPU, in eval mode."""
     generator = torch.Generator().manual_seed(SEED)
     is_large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
     made: dict[torch.Size, Tensor] = {}

@@ -1,13 +1,13 @@
 """Prove that a model over a part of the tokens computes what it computes over all of them.
 
-A small copy with made-up numbers runs once over a short sequence, and every call of attention is
-noted. Then it runs over each rank's tokens, and attention answers with the rank's part of what was
-noted, after it was asked for with the rank's part of what was noted. If every question is right and
-every output too, then by induction over the calls the ranks compute the same together: the ring is
+A small copy with random numbers runs once over a short sequence, and every call of attention is
+recorded. Then it runs over each rank's tokens: each call of attention must have the rank's part of
+the recorded arguments, and returns the rank's part of the recorded result. If all arguments and
+outputs are right, then by induction over the calls the ranks together compute the same: the ring is
 exact. Numbers are random, so two different functions agree with probability zero.
 
-What depends on the length itself (a sliding window, a mask) is looked for in a run on fake tensors
-over the sample as it is.
+Dependence on the length itself (a sliding window, a mask) shows in a run on fake tensors over the
+sample as it is.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SequenceProof(Record):
         size: ranks of the cp axis.
         outputs: of every tensor that it returns, the dimension that is tokens; None where it has
             all of it, or `LOSS`.
-        counts: numbers to which it counts besides that of the tokens, where it is answered.
+        counts: numbers of other things that it counts to, where it counts tokens itself.
     """
 
     size: PositiveInt
@@ -62,22 +62,22 @@ class SequenceProof(Record):
         """Require that a model which counts tokens itself counts nothing else to the same number.
 
         Raises:
-            BatchError: its numbers would be taken for the places of a rank's tokens.
+            BatchError: its numbers would be taken for the positions of a rank's tokens.
         """
         if length // size in self.counts:
             raise BatchError(
                 f"a rank of {size} has {length // size} of {length} tokens, and the model counts to"
-                f" {length // size} for something else too: it cannot be told from their places",
+                f" {length // size} for something else too: their positions are ambiguous",
                 hints=["give sequences of another length, or set cp=1"],
             )
 
 
 def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int) -> SequenceProof:
-    """The way in which `model` runs over a part of the tokens on each of `size` ranks.
+    """Prove that `model` runs over a part of the tokens on each of `size` ranks.
 
     Raises:
-        PlanError: no way computes what the whole model computes, or attention is masked, or the
-            tokens cannot be cut into 2 * `size` equal chunks.
+        PlanError: no input sharding computes what the whole model computes, attention is masked,
+            or the tokens cannot be cut into 2 * `size` equal chunks.
     """
     require_equal_chunks(sample, size)
     require_unmasked(sample)
@@ -86,11 +86,11 @@ def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int)
     why_not = "it makes no call of scaled_dot_product_attention"
     small = short(sample, size)
     with torch.inference_mode(False), random_state_kept(), torch.no_grad():
-        specimen = copied(model)
-        whole = _whole(specimen, small, loss_fn)
-        for way in _ways(model, small, has_target=loss_fn is not None):
+        copy = copied(model)
+        whole = _whole(copy, small, loss_fn)
+        for way in _input_shardings(model, small, has_target=loss_fn is not None):
             try:
-                outputs = _require_same(specimen, small, way, whole, loss_fn, size)
+                outputs = _require_same(copy, small, way, whole, loss_fn, size)
                 others = frozenset() if way.gives_positions else counts - {length}
                 proof = SequenceProof(size=size, way=way, outputs=outputs, counts=others)
                 proof.require_places(length, size)
@@ -105,7 +105,7 @@ def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int)
         f"the model over a part of the tokens is not what it is over all of them: {why_not}",
         where=f"cp={size}, attention calls seen: {len(whole.calls)}",
         hints=[
-            "tokens may meet in scaled_dot_product_attention alone"
+            "tokens may mix in scaled_dot_product_attention alone"
             " (transformers: attn_implementation='sdpa')",
             "a model that counts tokens in a way of its own takes `position_ids` in its forward",
             "or set cp=1",
@@ -140,8 +140,8 @@ def require_unmasked(batch: Batch) -> None:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if mask is not None and not mask.is_meta and not bool(mask.all()):
         raise BatchError(
-            "the attention_mask hides tokens: a rank has a part of the tokens, and cannot know what"
-            " is hidden from the others",
+            "the attention_mask hides tokens: a rank has a part of the tokens, and the mask of the"
+            " others is unknown to it",
             hints=[
                 "leave the mask out where padding comes after the tokens: causal attention does not"
                 " see it, and labels of -100 keep it out of the loss",
@@ -173,8 +173,8 @@ class _Whole:
     loss: Tensor | None
 
 
-class _Notes:
-    """Attention as it is, noted."""
+class _Recorder:
+    """Attention as it is, recorded."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -194,7 +194,7 @@ class _Notes:
         return out
 
 
-class _Teacher:
+class _SimulatedRing:
     """The ring's answers to one rank, if every rank asks for its part of the recorded calls."""
 
     def __init__(self, calls: list[_Call], *, rank: int, size: int) -> None:
@@ -219,33 +219,33 @@ class _Teacher:
             raise _Differs("it calls attention less often than over all tokens")
 
 
-def _whole(specimen: nn.Module, batch: Batch, loss_fn: LossFn | None) -> _Whole:
-    notes = _Notes()
-    with OwnTokens(notes, places=None, model=specimen):
-        output = call_model(specimen, batch, has_target=loss_fn is not None)
+def _whole(copy: nn.Module, batch: Batch, loss_fn: LossFn | None) -> _Whole:
+    recorder = _Recorder()
+    with OwnTokens(recorder, places=None, model=copy):
+        output = call_model(copy, batch, has_target=loss_fn is not None)
     loss = loss_of(output, batch, loss_fn) if loss_fn is not None else find_loss(output)
-    return _Whole(notes.calls, tensors_in(output), loss)
+    return _Whole(recorder.calls, tensors_in(output), loss)
 
 
 def _require_same(
-    specimen: nn.Module,
+    copy: nn.Module,
     batch: Batch,
     way: InputSharding,
     whole: _Whole,
     loss_fn: LossFn | None,
     size: int,
 ) -> tuple[int | None, ...]:
-    """Run it over every rank's tokens; which dimensions of its outputs are tokens."""
+    """Run it over every rank's tokens; the dimensions of its outputs that are tokens."""
     dims: tuple[int | None, ...] = ()
     shares = way.shares(batch, size=size)
     total = torch.zeros(())
     for rank in range(size):
-        own, beside, where = way.part(batch, rank=rank, size=size)
-        teacher = _Teacher(whole.calls, rank=rank, size=size)
-        with OwnTokens(teacher, places=where, model=specimen):
-            called = functools.partial(specimen, **beside)
+        own, keywords, where = way.part(batch, rank=rank, size=size)
+        ring = _SimulatedRing(whole.calls, rank=rank, size=size)
+        with OwnTokens(ring, places=where, model=copy):
+            called = functools.partial(copy, **keywords)
             output = call_model(called, own, has_target=loss_fn is not None)
-        teacher.require_end()
+        ring.require_end()
         loss = loss_of(output, own, loss_fn) if loss_fn is not None else find_loss(output)
         dims = _require_parts(tensors_in(output), whole, loss, rank=rank, size=size)
         if loss is not None and shares[rank] > 0:
@@ -282,7 +282,9 @@ def _require_parts(
     return tuple(token_dims)
 
 
-def _ways(model: nn.Module, batch: Batch, *, has_target: bool) -> Iterator[InputSharding]:
+def _input_shardings(
+    model: nn.Module, batch: Batch, *, has_target: bool
+) -> Iterator[InputSharding]:
     """Input shardings that the signature of the forward allows, the most explicit first."""
     taken = inspect.signature(model.forward).parameters
     given = set(batch) if isinstance(batch, Mapping) else set()

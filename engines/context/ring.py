@@ -1,12 +1,12 @@
 """Ring attention: keys and values pass by every rank, queries stay (arXiv:2310.01889).
 
-In step s a rank has the keys of rank - s. What its queries find there is merged with what they
-found before, by log-sum-exp: the result is that of one softmax over all keys. The backward goes
-round again; the gradients of keys and values travel one step behind them and end at their owner.
+In step s a rank has the keys of rank - s. The attention to them is merged with that of earlier
+steps by log-sum-exp: the result is that of one softmax over all keys. The backward is a second
+round; the gradients of keys and values follow one step behind them and end at their owner.
 
-With causal attention and the two chunks of `tokens` a rank computes as much as every other in every
-step: of keys of an earlier rank it sees the first chunk alone, of a later rank's both, from the
-second half of its queries.
+With causal attention and the two chunks of `tokens` all ranks compute equally much in every step:
+of an earlier rank's keys all queries attend to the first chunk alone, of a later rank's keys the
+second half of the queries attends to both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ring:
         self._group = axis.group
 
     def pass_on(self, tensor: Tensor, tag: int) -> Callable[[], Tensor]:
-        """Start to send `tensor` to the next rank; call the result for what the one before sent."""
+        """Start to send `tensor` to the next rank; the result waits for the previous rank's."""
         received = torch.empty_like(tensor)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
@@ -77,15 +77,15 @@ class _RingAttention(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
-        there = _packed(key, value)
+        message = _packed(key, value)
         for step in range(ring.size):
             is_last = step == ring.size - 1
-            coming = None if is_last else ring.pass_on(there, _VALUES)
-            rows, columns, is_own = _sight(ring, step, query.shape[2], is_causal)
-            k, v = (_for_heads(t[:, :, columns], query) for t in _unpacked(there, key, value))
+            arriving = None if is_last else ring.pass_on(message, _VALUES)
+            rows, columns, is_own = _visible(ring, step, query.shape[2], is_causal)
+            k, v = (_for_heads(t[:, :, columns], query) for t in _unpacked(message, key, value))
             partial = attend(query[:, :, rows], k, v, is_causal=is_own, scale=scale)
             _merge(out[:, :, rows], lse[:, :, rows], *partial)
-            there = coming() if coming is not None else there
+            message = arriving() if arriving is not None else message
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.ring, ctx.is_causal, ctx.scale = ring, is_causal, scale
@@ -97,24 +97,24 @@ class _RingAttention(torch.autograd.Function):
         ring: Ring = ctx.ring
         gradient = gradients[0].contiguous()
         of_query = torch.zeros_like(query, dtype=lse.dtype)
-        there = _packed(key, value)
-        sums = torch.zeros_like(there, dtype=lse.dtype)
-        behind: Callable[[], Tensor] | None = None
+        message = _packed(key, value)
+        sums = torch.zeros_like(message, dtype=lse.dtype)
+        following: Callable[[], Tensor] | None = None
         for step in range(ring.size):
             is_last = step == ring.size - 1
-            coming = None if is_last else ring.pass_on(there, _VALUES)
-            rows, columns, is_own = _sight(ring, step, query.shape[2], ctx.is_causal)
-            k, v = (_for_heads(t[:, :, columns], query) for t in _unpacked(there, key, value))
+            arriving = None if is_last else ring.pass_on(message, _VALUES)
+            rows, columns, is_own = _visible(ring, step, query.shape[2], ctx.is_causal)
+            k, v = (_for_heads(t[:, :, columns], query) for t in _unpacked(message, key, value))
             g, q, o, lse_of = (t[:, :, rows] for t in (gradient, query, out, lse))
             partial = attend_backward(g, q, k, v, o, lse_of, is_causal=is_own, scale=ctx.scale)
             of_query[:, :, rows] += partial[0]
-            sums = behind() if behind is not None else sums
+            sums = following() if following is not None else sums
             for total, share in zip(_unpacked(sums, key, value), partial[1:], strict=True):
                 total[:, :, columns] += _over_heads(share, total)
-            behind = ring.pass_on(sums, _GRADIENTS)
-            there = coming() if coming is not None else there
-        assert behind is not None
-        of_key, of_value = _unpacked(behind(), key, value)
+            following = ring.pass_on(sums, _GRADIENTS)
+            message = arriving() if arriving is not None else message
+        assert following is not None
+        of_key, of_value = _unpacked(following(), key, value)
         return (
             of_query.to(query.dtype),
             of_key.to(key.dtype),
@@ -125,9 +125,9 @@ class _RingAttention(torch.autograd.Function):
         )
 
 
-def _sight(ring: Ring, step: int, tokens: int, is_causal: bool) -> tuple[slice, slice, bool]:
-    """The rank's queries that attend to which of the keys of this step, and
-    whether each of them looks at those before it only."""
+def _visible(ring: Ring, step: int, tokens: int, is_causal: bool) -> tuple[slice, slice, bool]:
+    """The rank's queries that attend to keys of this step, those keys, and True if attention is
+    causal among them."""
     source = (ring.rank - step) % ring.size
     if not is_causal or step == 0:
         return _ALL, _ALL, is_causal
@@ -136,11 +136,11 @@ def _sight(ring: Ring, step: int, tokens: int, is_causal: bool) -> tuple[slice, 
     return slice(tokens // 2, None), _ALL, False
 
 
-def _merge(out: Tensor, lse: Tensor, new: Tensor, found_lse: Tensor) -> None:
-    """Add the attention to some more keys, in place; the weights of a softmax over all of them."""
-    both = torch.logaddexp(lse, found_lse)
+def _merge(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
+    """Merge the attention to further keys in place, as one softmax over all of them."""
+    both = torch.logaddexp(lse, new_lse)
     out.mul_((lse - both).exp()[..., None])
-    out.add_(new.to(out.dtype) * (found_lse - both).exp()[..., None])
+    out.add_(new.to(out.dtype) * (new_lse - both).exp()[..., None])
     lse.copy_(both)
 
 

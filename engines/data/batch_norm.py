@@ -40,10 +40,10 @@ def synchronise_batch_norms(
 
 
 def warn_of_microbatches(model: nn.Module, plan: Plan) -> None:
-    """Say it once where a batch norm sees the batch of a step in pieces.
+    """Warn where a batch norm sees the batch of a step in microbatches.
 
-    As with GPipe (arXiv:1811.06965, section 2.2) each microbatch is normalised by itself, so that a
-    step is not the one over the whole batch, and running statistics move once a microbatch.
+    As with GPipe (arXiv:1811.06965, section 2.2) each microbatch is normalised on its own: a step
+    differs from one over the whole batch, and running statistics move once a microbatch.
     """
     name = next(
         (path for path, m in model.named_modules() if is_batch_norm(m) and m.training), None
@@ -52,7 +52,7 @@ def warn_of_microbatches(model: nn.Module, plan: Plan) -> None:
         return
     warnings.warn(
         f"`{name}` is a batch norm: it normalises each of the {plan.forwards} microbatches of a"
-        " step by itself, and its running statistics move as often. A step differs from one over"
+        " step on its own, and its running statistics move as often. A step differs from one over"
         " the whole batch; microbatches=1 accumulation=1, or a norm over features (GroupNorm,"
         " LayerNorm), does not",
         UserWarning,

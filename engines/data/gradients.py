@@ -1,4 +1,4 @@
-"""Gradients after the backwards of a step: settled between the ranks, clipped, looked at."""
+"""Gradients after the backwards of a step: clipped, or gathered whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engines.state.layout import Layout
 
 
 def full_gradients(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
-    """The whole gradient of every parameter by name, on every rank; for looking and comparing.
+    """The whole gradient of every parameter by name, on every rank; for inspection.
 
     A collective call: all ranks must make it.
     """
@@ -28,8 +28,8 @@ def full_gradients(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
 def clip_gradients(model: nn.Module, layout: Layout, mesh: Mesh, max_norm: float) -> Tensor:
     """Scale all gradients so that their global L2 norm is at most `max_norm`.
 
-    Returns the norm before clipping, the same on every rank. What several ranks hold (replicas,
-    tied parameters, layers that are whole on the tp axis) counts once.
+    Returns the norm before clipping, the same on every rank. Copies on several ranks (replicas,
+    tied parameters, layers that are whole on the tp axis) count once.
     """
     named = [(n, p) for n, p in model.named_parameters() if p.grad is not None and layout.holds(n)]
     is_everywhere = mesh.pp.size == mesh.tp.size == mesh.ep.size == 1 and mesh.shards is None
@@ -48,8 +48,8 @@ def clip_gradients(model: nn.Module, layout: Layout, mesh: Mesh, max_norm: float
 
 
 def _locals(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-    """Views of what this rank holds of the parameters and gradients: torch would not scale DTensors
-    by a norm that is none."""
+    """Views of this rank's part of parameters and gradients: torch scales no DTensor by a norm that
+    is none."""
     for parameter in parameters:
         if not isinstance(parameter, DTensor):
             yield parameter

@@ -22,10 +22,10 @@ from profiles.batch import Batch, batch_size, split_rows
 from profiles.errors import InputError
 
 
-def shares(rows: int, replicas: int) -> list[int]:
+def split_rows_evenly(rows: int, replicas: int) -> list[int]:
     """The number of rows of each replica: as equal as possible, the first ones one more.
 
-    >>> shares(10, 4)
+    >>> split_rows_evenly(10, 4)
     [3, 3, 2, 2]
     """
     return [rows // replicas + (replica < rows % replicas) for replica in range(replicas)]
@@ -45,7 +45,7 @@ class ShardedLoader:
     `DistributedSampler` passes through, with its epoch set.
 
     Raises:
-        InputError: a shuffled loader without automatic batches, whose order cannot be shared.
+        InputError: a shuffled loader without automatic batches, whose order the ranks cannot share.
     """
 
     def __init__(self, loader: Iterable[Batch], *, replica: int, replicas: int, seed: int) -> None:
@@ -91,15 +91,15 @@ class ShardedLoader:
                 yield batch if has_rows else split_rows(batch, [0, batch_size(batch)])[0]
         else:
             for batch in self._source:
-                parts = split_rows(batch, shares(batch_size(batch), self.replicas))
+                parts = split_rows(batch, split_rows_evenly(batch_size(batch), self.replicas))
                 yield parts[self.replica]
 
 
 class _ReplicaBatches(Sampler[list[int]]):
     """The index lists of one replica, drawn as they are needed.
 
-    `rows` holds how many real rows each drawn batch has that was not handed on yet: loading workers
-    run ahead of the loop.
+    `rows` holds how many real rows each drawn batch has that the loop has not taken yet: loading
+    workers run ahead of it.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class _ReplicaBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         rows = self.rows
         for batch in _seeded(self._batches, self._seed + self._epoch):
-            sizes = shares(len(batch), self._replicas)
+            sizes = split_rows_evenly(len(batch), self._replicas)
             first = sum(sizes[: self._replica])
             mine = batch[first : first + sizes[self._replica]]
             rows.append(len(mine))
@@ -143,7 +143,7 @@ def _seeded(batches: Iterable[list[int]], seed: int) -> Iterator[list[int]]:
 
 
 class _RandomState:
-    """Random states of torch, numpy and Python that a sampler draws from, apart from the user's."""
+    """Random states of torch, numpy and Python for a sampler, separate from the user's."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()

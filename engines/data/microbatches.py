@@ -1,4 +1,4 @@
-"""A rank's part of a global batch, cut into the plan's microbatches, and what each one weighs."""
+"""Microbatches of a rank's part of a global batch, and their weights in the loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from engines.data.loader import shares
+from engines.data.loader import split_rows_evenly
 from engines.plan import Plan
 from engines.runtime.world import World, rank_error_context, sum_over_ranks
 from profiles.batch import Batch, batch_size, batch_tensors, describe, map_batch, split_rows
@@ -20,12 +20,12 @@ FINGERPRINT_ELEMENTS = 2**14  # of a tensor; batches that differ do so in every 
 
 
 class MicrobatchCutter:
-    """Cuts batches; remembers a row to lend to a microbatch that has none.
+    """Cuts batches into microbatches; keeps a spare row for a microbatch without rows.
 
     Args:
         count: what a microbatch's mean loss is a mean over, where that is not its rows.
         replica: number of the replica that this rank is part of.
-        require: what the plan's engine asks of the microbatches of a step.
+        require: check of a step's microbatches by the plan's engine; raises BatchError.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class MicrobatchCutter:
         self._require = require
         self._spare: Batch | None = None
         self.total = 0.0
-        """What the latest global batch's mean loss is a mean over: its rows, or their `count`."""
+        """Rows of the latest global batch, or their `count`: its loss is the mean over them."""
         self.counted = 0.0
-        """What this rank's losses of the last batch were means over: its rows, as a rule."""
+        """Rows of this rank in the last batch, or their `count`."""
 
-    @rank_error_context("meeting before the forward")
+    @rank_error_context("counting the rows of the batch")
     def cut(self, batch: Batch) -> tuple[list[Batch], Tensor]:
         """The plan's microbatches, and the weight of each mean loss.
 
@@ -72,7 +72,7 @@ class MicrobatchCutter:
             if self._require is not None:
                 self._require(pieces)
         except BatchError:
-            # Tell the others before they wait for us.
+            # The others learn of it before they wait for this rank.
             sum_over_ranks([0.0, 1.0, *prints], self._world)
             raise
         self.counted = sum(counts)
@@ -102,16 +102,18 @@ class MicrobatchCutter:
         return self._world.size > self._plan.data_degree
 
     def _require_same(self, prints: Sequence[float]) -> None:
-        """Numbers are equal if and only if the square of their sum is their count times the sum of
-        their squares (Cauchy and Schwarz). The sums are whole and below 2**53, so they are exact.
+        """Require that the ranks of each replica have the same rows.
+
+        Numbers are equal if and only if the square of their sum is their count times the sum of
+        their squares (Cauchy-Schwarz). The sums are integers below 2**53, so they are exact.
         """
         ranks = self._world.size // self._plan.data_degree
         pairs = zip(prints[::2], prints[1::2], strict=True)
         different = [n for n, (s, q) in enumerate(pairs) if int(s) ** 2 != ranks * int(q)]
         if different:
             raise BatchError(
-                f"the {ranks} ranks of replica {different[0]} were given different batches: they"
-                " hold parts of one model, and must work on the same rows",
+                f"the {ranks} ranks of replica {different[0]} got different batches: they"
+                " have parts of one model, and must work on the same rows",
                 where=f"rank {self._world.rank}, plan: {self._plan}",
                 hints=[
                     "`for batch in parallel.shard(loader)` gives every rank its rows; a sampler of"
@@ -123,7 +125,7 @@ class MicrobatchCutter:
     def _pieces(self, batch: Batch) -> tuple[int, list[int], list[Batch]]:
         """Rows on this rank, rows of each microbatch, and the microbatches."""
         rows = batch_size(batch)
-        sizes = shares(rows, self._plan.forwards)
+        sizes = split_rows_evenly(rows, self._plan.forwards)
         limit = self._plan.microbatch_size
         if limit is not None and sizes[0] > limit:
             raise BatchError(
@@ -175,7 +177,7 @@ class MicrobatchCutter:
 
 
 def weighted(loss: Tensor, weight: Tensor) -> Tensor:
-    """The loss's share of the global mean; without weight nothing counts, NaN neither."""
+    """The loss times its weight in the global mean: 0 without weight, also where it is NaN."""
     return torch.where(weight > 0, loss.reshape(()) * weight, torch.zeros_like(weight))
 
 

@@ -1,6 +1,6 @@
 """The gradient noise scale, measured while training: from which batch on more samples are wasted.
 
-Every step has gradients of two sizes of batch at hand: each replica's own before they are averaged,
+Every step has gradients of two batch sizes: each replica's own before they are averaged,
 and the average. Their squared norms differ by the noise alone, which falls as one over the samples:
 
     E |G_B|^2  =  |G|^2 + tr(Sigma) / B        for B = the replica's samples, and the global batch
@@ -9,7 +9,7 @@ Two equations, two unknowns (McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.
 B_simple = tr(Sigma) / |G|^2 is the critical batch: there, steps are twice the fewest that any batch
 needs, and samples twice the fewest.
 
-No forward, backward or message is added: norms travel with the loss. A step reads the gradients
+No forward, backward or message is added: norms are sent with the loss. A step reads the gradients
 twice more, 8 bytes a parameter in fp32.
 """
 
@@ -80,7 +80,7 @@ def require_measurable(plan: Plan) -> None:
     if plan.world_size > plan.data_degree:
         axes = plan.said("pp", "cp", "tp")
         raise PlanError(
-            f"the noise scale wants a replica's whole gradient on one rank, {axes} spreads it",
+            f"the noise scale needs a replica's whole gradient on one rank, {axes} spreads it",
             where=where,
             hints=["measure it in a run of data-parallel ranks: it does not depend on the plan"],
         )
@@ -93,7 +93,7 @@ def require_measurable(plan: Plan) -> None:
         )
     if plan.data_degree == 1 and plan.data_parallel is DataParallel.ZERO1:
         raise PlanError(
-            "zero=1 of one rank has no gradients to look at before its last microbatch",
+            "zero=1 of one rank has no gradients before its last microbatch",
             where=where,
             hints=["measure without it: the noise scale does not depend on the plan"],
         )
@@ -107,12 +107,12 @@ def require_measurable(plan: Plan) -> None:
 
 
 class NoiseMeter:
-    """Looks at the gradients of one rank. Its part of a step:
+    """Measures the gradients of one rank. Its part of a step:
 
     `begin`, `microbatch` around each forward and backward, `parts` once gradients are averaged; and
     `note` with the mean over all ranks of what `parts` gave.
 
-    Where a replica's own gradients are seen: replicas under DDP, as they are added to `.grad` in
+    A replica's own gradients are read here: replicas under DDP, as they are added to `.grad` in
     the last backward and before their bucket is sent; shards, in the buffers that go into each
     reduce-scatter; one rank alone, after its first microbatch.
 
@@ -135,21 +135,21 @@ class NoiseMeter:
         self._seen: list[tuple[Tensor, Tensor]] = []  # squared norm, weight
         self._weights = torch.zeros(0)
         self._samples = 0.0
-        self._is_on = self._listens = False
+        self._is_on = self._is_measuring = False
         self._means = torch.zeros(2, dtype=torch.float64, device=device)
         self._steps = 0
         self._batch = 0.0
         if plan.data_parallel.is_sharded:
             assert isinstance(model, FSDPModule)
-            watch_reductions(model, self._hear)
+            watch_reductions(model, self._on_reduction)
         elif self._has_replicas:
             for parameter in self._parameters:
-                parameter.register_post_accumulate_grad_hook(self._hear_gradient)
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def begin(self, weights: Tensor, *, samples: float) -> None:
         """A step of `samples` over all replicas; `weights` of this rank's microbatches, as
         `MicrobatchCutter.cut` gives them. Gradients that are there already are of other samples:
-        such a step is not looked at."""
+        such a step is not measured."""
         self._weights, self._samples = weights, samples
         self._is_on = samples > 0 and all(p.grad is None for p in self._parameters)
         self._norms, self._seen = [], []
@@ -158,22 +158,22 @@ class NoiseMeter:
     def microbatch(self, index: int) -> Iterator[None]:
         """Around its forward and backward."""
         is_last = index == len(self._weights) - 1
-        self._listens = self._is_on and self._has_replicas and (is_last or self._sends_each)
+        self._is_measuring = self._is_on and self._has_replicas and (is_last or self._sends_each)
         yield
         if self._is_on and not self._has_replicas and index == 0:
-            self._look_at_all()
+            self._measure_all()
             self._seen.append((self._square(), self._weights[0]))
-        elif self._listens:
+        elif self._is_measuring:
             weight = self._weights[index] if self._sends_each else self._weights.sum()
             self._seen.append((self._square(), weight))
-        self._listens = False
+        self._is_measuring = False
 
     def parts(self) -> Tensor:
-        """Four numbers whose means over the ranks `note` wants, on the device.
+        """Four numbers, on the device; `note` takes their means over the ranks.
 
         Squared norm of a small batch's mean gradient and one over its size, both averaged over
-        what this rank saw; 1, or 0 where it saw nothing; and its part of the squared norm of the
-        global batch's mean gradient.
+        the gradients that this rank read; 1, or 0 where it read none; and its part of the squared
+        norm of the global batch's mean gradient.
         """
         sums = torch.zeros(4, device=self._device)
         if not self._is_on:
@@ -187,7 +187,7 @@ class NoiseMeter:
             seen = torch.stack([square / safe.square(), 1 / size, torch.ones_like(safe)])
             sums[:3] += torch.where(there, seen, 0.0)
         sums[:3] /= max(1, len(self._seen))
-        self._look_at_all()
+        self._measure_all()
         sums[3] = self._square() * self._shards
         return sums
 
@@ -225,15 +225,15 @@ class NoiseMeter:
         kind = self._plan.data_parallel
         return kind.is_sharded and kind is not DataParallel.ZERO1
 
-    def _hear(self, gradients: Tensor) -> None:
-        if self._listens:
+    def _on_reduction(self, gradients: Tensor) -> None:
+        if self._is_measuring:
             self._norms.append(_norm(gradients))
 
-    def _hear_gradient(self, parameter: Tensor) -> None:
-        if self._listens and parameter.grad is not None:
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._is_measuring and parameter.grad is not None:
             self._norms.append(_norm(parameter.grad))
 
-    def _look_at_all(self) -> None:
+    def _measure_all(self) -> None:
         self._norms = [_norm(local_part(p.grad)) for p in self._parameters if p.grad is not None]
 
     def _square(self) -> Tensor:

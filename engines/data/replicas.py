@@ -1,4 +1,4 @@
-"""One gradient for parameters that several ranks hold: sums over a group, in flat messages."""
+"""Sums of gradients over the ranks that hold the same parameters, in flat messages."""
 
 from __future__ import annotations
 

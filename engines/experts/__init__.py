@@ -1,8 +1,8 @@
-"""Expert parallelism: each rank of the ep axis holds some of the experts, and tokens travel.
+"""Expert parallelism: each rank of the ep axis holds some of the experts.
 
-The ep axis lies inside the data axes: its ranks see other rows, and every one of them sends the
-tokens that its router gave to an expert to the rank that holds it, and gets them back computed
-(GShard, arXiv:2006.16668). `container` finds modules that hold experts as weights with a dimension
-of their own, as transformers ships them, and shows on the weights themselves that a rank's slice
-computes its experts' part; `travel` exchanges the tokens; `experts` does it to a model.
+The ep axis lies inside the data axes: its ranks see other rows, and send each token to the rank of
+its expert and back by all-to-all (GShard, arXiv:2006.16668).
+Lives here: `container` (modules with a weight dimension of experts, as in transformers, and the
+trial that a slice of it computes its part), `token_dispatch` and `experts`, which shards a model.
+Must not: routing, which is the model's own.
 """

@@ -23,8 +23,8 @@ def containers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def holding(module: nn.Module, count: int) -> Iterator[None]:
-    """Inside, the module's code takes it that there are `count` experts."""
+def counting(module: nn.Module, count: int) -> Iterator[None]:
+    """Inside, the module's attributes say that there are `count` experts."""
     before = counts_of(module)
     try:
         for name in before:
@@ -46,16 +46,16 @@ def counts_of(module: nn.Module) -> dict[str, int]:
 
 
 def require_separable(path: str, module: nn.Module, *, size: int) -> None:
-    """Try on made-up tokens whether slices of the experts compute their parts of the whole.
+    """Require that slices of the experts compute their parts of the whole, on random tokens.
 
     Raises:
-        PlanError: they do not, or what an expert makes is not in proportion to what it weighs.
+        PlanError: they do not, or an expert's output is not proportional to its weight.
     """
     with torch.no_grad(), random_state_kept():
         why_not = _why_not(module, size)
     if why_not:
         raise PlanError(
-            f"the experts of `{path}` shared by {size} ranks are not what they are together:"
+            f"the experts of `{path}` over {size} ranks do not compute what they compute on one:"
             f" {why_not}",
             where=f"a {type(module).__name__} of {experts_of(module)} experts",
             hints=["set ep=1"],
@@ -68,23 +68,23 @@ def _why_not(module: nn.Module, size: int) -> str:
     own = dict(module.named_parameters(recurse=False))
     like = next(weight for weight in own.values() if weight.dim() == 3)
     count = TOKENS_AN_EXPERT * total
-    asked = torch.stack([torch.randperm(total, generator=generator)[:2] for _ in range(count)])
-    asked = asked.to(like.device)
-    weights = (torch.rand(count, asked.shape[1], generator=generator) + 0.5).to(like)
+    chosen = torch.stack([torch.randperm(total, generator=generator)[:2] for _ in range(count)])
+    chosen = chosen.to(like.device)
+    weights = (torch.rand(count, chosen.shape[1], generator=generator) + 0.5).to(like)
     for width in dict.fromkeys(like.shape[1:]):  # whichever of the two a token is
         hidden = torch.randn(count, width, generator=generator).to(like)
         try:
-            whole = module(hidden, asked, weights)
+            whole = module(hidden, chosen, weights)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             why_not = (str(error).strip().splitlines() or [type(error).__name__])[0]
             continue
         if not isinstance(whole, Tensor) or whole.shape != hidden.shape:
-            why_not = "it returns something else than tokens"
+            why_not = "it does not return tokens"
             continue
         added = torch.zeros_like(whole)
         try:
             for rank in range(size):
-                added += _part(module, own, hidden, asked, weights, rank=rank, size=size)
+                added += _part(module, own, hidden, chosen, weights, rank=rank, size=size)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             return (str(error).strip().splitlines() or [type(error).__name__])[0]
         bound = TOLERANCE if whole.dtype is torch.float32 else 0.05  # of half precision
@@ -97,7 +97,7 @@ def _part(
     module: nn.Module,
     own: Mapping[str, Tensor],
     hidden: Tensor,
-    asked: Tensor,
+    chosen: Tensor,
     weights: Tensor,
     *,
     rank: int,
@@ -106,11 +106,11 @@ def _part(
     """The output of one rank's experts, each called alone on its tokens and weighted afterwards."""
     each = experts_of(module) // size
     slices = {name: weight.narrow(0, rank * each, each) for name, weight in own.items()}
-    token, place = ((asked // each) == rank).nonzero(as_tuple=True)
-    numbers = (asked[token, place] - rank * each)[:, None]
-    with holding(module, each):
+    token, place = ((chosen // each) == rank).nonzero(as_tuple=True)
+    numbers = (chosen[token, place] - rank * each)[:, None]
+    with counting(module, each):
         made = torch.func.functional_call(
             module, slices, (hidden[token], numbers, torch.ones_like(weights[token, :1]))
         )
-    weighed = made * weights[token, place, None]
-    return torch.zeros_like(hidden).index_add(0, token, weighed)
+    weighted = made * weights[token, place, None]
+    return torch.zeros_like(hidden).index_add(0, token, weighted)

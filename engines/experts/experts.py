@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from engines.blocks.wrap import wrap_forward
 from engines.data.replicas import sum_gradients
 from engines.experts.container import containers, counts_of, require_separable
-from engines.experts.token_dispatch import sent_through
+from engines.experts.token_dispatch import dispatch
 from engines.runtime.mesh import Axis
 from engines.state.slices import Slice
 from profiles.errors import PlanError
@@ -30,15 +30,15 @@ class Experts:
     """
 
     def __init__(self, model: nn.Module, axis: Axis, copies: Axis, *, replicas: int) -> None:
-        """Cut the experts of `model`, in place, and let tokens travel to them.
+        """Shard the experts of `model`, in place, and dispatch tokens to them.
 
         Args:
-            axis: the ranks that share the experts.
-            copies: the ranks that hold the same ones.
+            axis: the ep axis, over which experts are sharded.
+            copies: the ranks that hold the same experts.
             replicas: ranks over which gradients are averaged.
 
         Raises:
-            PlanError: there are none, or they cannot be cut.
+            PlanError: there are none, or they cannot be sharded.
         """
         self._copies = copies
         self._replicas = replicas
@@ -51,16 +51,16 @@ class Experts:
                 hints=["set ep=1; experts in a list are called one by one by their block's code"],
             )
         self.names: set[str] = set()
-        proved: set[object] = set()
+        tried: set[object] = set()
         for path, module in modules.items():
             shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
             kind = (type(module), tuple(shapes.items()))
-            if kind not in proved:
+            if kind not in tried:
                 require_separable(path, module, size=axis.size)
-                proved.add(kind)
+                tried.add(kind)
             self.names |= {first[p] for p in module.parameters(recurse=False)}
         for module in modules.values():
-            _share(module, axis)
+            _shard(module, axis)
         self._modules = list(modules.values())
         self._parameters = [model.get_parameter(name) for name in sorted(self.names)]
 
@@ -73,8 +73,8 @@ class Experts:
         """Their slices, by first name."""
         return dict.fromkeys(self.names, EXPERTS_FIRST)
 
-    def hand_over(self) -> list[nn.Module]:
-        """The modules that hold experts; whoever takes them averages their gradients."""
+    def release(self) -> list[nn.Module]:
+        """The modules that hold experts; the caller averages their gradients from now on."""
         self._parameters = []
         return self._modules
 
@@ -93,24 +93,24 @@ class Experts:
                 parameter.grad /= self._replicas
 
 
-def _share(module: nn.Module, axis: Axis) -> None:
-    """Keep this rank's slice of every weight, and answer for all experts."""
+def _shard(module: nn.Module, axis: Axis) -> None:
+    """Keep this rank's slice of every weight, and dispatch tokens to the other ranks."""
     each = experts_of(module) // axis.size
     for name in counts_of(module):
         setattr(module, name, each)
     for name, weight in list(module.named_parameters(recurse=False)):
         part = EXPERTS_FIRST.part(weight.detach(), rank=axis.position, size=axis.size).clone()
         setattr(module, name, nn.Parameter(part, requires_grad=weight.requires_grad))
-    wrap_forward(module, _travelling(inspect.signature(module.forward), axis, each))
+    wrap_forward(module, _dispatching(inspect.signature(module.forward), axis, each))
 
 
-def _travelling(signature: inspect.Signature, axis: Axis, each: int) -> Callable[..., Tensor]:
-    """A forward that asks the ranks that hold the experts."""
+def _dispatching(signature: inspect.Signature, axis: Axis, each: int) -> Callable[..., Tensor]:
+    """A forward that sends tokens to the ranks of their experts."""
 
     def run(forward: Callable[..., Tensor], module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        # Values go by their places; names differ from model to model.
-        hidden, asked, weights = signature.bind(*args, **kwargs).args
-        many = asked.shape[-1]
+        # Arguments go by position; names differ from model to model.
+        hidden, chosen, weights = signature.bind(*args, **kwargs).args
+        top_k = chosen.shape[-1]
         tokens = hidden.reshape(-1, hidden.shape[-1])
 
         def compute(tokens: Tensor, numbers: Tensor) -> Tensor:
@@ -119,10 +119,10 @@ def _travelling(signature: inspect.Signature, axis: Axis, each: int) -> Callable
                 made = forward(tokens, numbers[:, None], alone)
             return made
 
-        spread = tokens.repeat_interleave(many, 0)
-        made = sent_through(spread, asked.reshape(-1), axis=axis, each=each, compute=compute)
-        weighed = made.view(-1, many, made.shape[-1]) * weights.reshape(-1, many, 1)
-        result: Tensor = weighed.sum(1).to(hidden.dtype).view(hidden.shape)
+        spread = tokens.repeat_interleave(top_k, 0)
+        made = dispatch(spread, chosen.reshape(-1), axis=axis, each=each, compute=compute)
+        weighted = made.view(-1, top_k, made.shape[-1]) * weights.reshape(-1, top_k, 1)
+        result: Tensor = weighted.sum(1).to(hidden.dtype).view(hidden.shape)
         return result
 
     return run

@@ -1,4 +1,4 @@
-"""Tokens on their way to experts on other ranks, and back."""
+"""All-to-all of tokens to the ranks of their experts, and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from engines.runtime.mesh import Axis
 
 
-def sent_through(
+def dispatch(
     hidden: Tensor, experts: Tensor, *, axis: Axis, each: int, compute: Callable[..., Tensor]
 ) -> Tensor:
     """Outputs of experts on any rank of the axis for this rank's tokens; all ranks of it call it.
@@ -30,24 +30,26 @@ def sent_through(
     sent = torch.bincount(owner, minlength=axis.size)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=axis.group)
-    there, here = sent.tolist(), received.tolist()
-    tokens = _exchanged(hidden[order], there, here, axis)
-    numbers = torch.empty(sum(here), dtype=experts.dtype, device=experts.device)
+    to_others, to_here = sent.tolist(), received.tolist()
+    tokens = _all_to_all_rows(hidden[order], to_others, to_here, axis)
+    numbers = torch.empty(sum(to_here), dtype=experts.dtype, device=experts.device)
     dist.all_to_all_single(
-        numbers, (experts % each)[order].contiguous(), here, there, group=axis.group
+        numbers, (experts % each)[order].contiguous(), to_here, to_others, group=axis.group
     )
     computed = compute(tokens, numbers) if len(tokens) else tokens
-    # The way back passes every rank, also one whose experts no token asked for.
-    back = _exchanged(_Tied.apply(computed, tokens), here, there, axis)  # type: ignore[no-untyped-call]
+    # Every rank takes part in the backward, also one whose experts got no token.
+    back = _all_to_all_rows(_Tied.apply(computed, tokens), to_here, to_others, axis)  # type: ignore[no-untyped-call]
     return torch.empty_like(back).index_copy(0, order, back)
 
 
-def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
-    result: Tensor = _Exchange.apply(rows, sent, received, axis.group)  # type: ignore[no-untyped-call]
+def _all_to_all_rows(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis
+) -> Tensor:
+    result: Tensor = _AllToAll.apply(rows, sent, received, axis.group)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Rows for each rank of the group, one after another, and from each; gradients go back."""
 
     @staticmethod

@@ -11,7 +11,7 @@ from profiles.model import ModelProfile
 
 
 def aggregation(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
-    """DDP's communication hook sees buckets of dense gradients of a model that is whole."""
+    """DDP's communication hook takes buckets of dense gradients of a whole model."""
     named = plan.said("aggregation", "compression")
     if plan.compression_rank > 1 and plan.compression is not Compression.POWERSGD:
         yield Problem(
@@ -35,7 +35,7 @@ def aggregation(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Ite
         how = plan.said("updates", "servers")
         yield Problem(
             rule="aggregation-of-updates-apart",
-            what=f"{named} is of gradients that DDP averages in every step, with {how} none are",
+            what=f"{named} is for gradients that DDP averages in every step, {how} averages none",
             hint=f"leave out {named}, or {how}",
         )
     if model.sparse_gradients:

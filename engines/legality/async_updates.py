@@ -13,7 +13,7 @@ _WHOLE = (DataParallel.NONE, DataParallel.REPLICATE)
 
 
 def updates(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
-    """A rank that updates apart from the others is a replica of its own; servers hold tensors."""
+    """Ranks that update on their own are whole replicas; servers hold whole tensors."""
     yield from _settings(plan)
     if plan.updates_in_step:
         return
@@ -23,19 +23,19 @@ def updates(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
 
 
 def _settings(plan: Plan) -> Iterator[Problem]:
-    """Numbers stand beside the kind of update that they are for."""
+    """Settings go with the kind of update that they are for."""
     kind, servers = plan.updates, plan.servers
     if kind.is_periodic and servers:
         yield Problem(
             rule="updates-servers",
-            what=f"updates={kind} has no servers: replicas meet among themselves, servers is"
+            what=f"updates={kind} has no servers: replicas average among themselves, servers is"
             f" {servers}",
             hint="leave servers out, or take updates=asynchronous",
         )
     if kind is Updates.ASYNCHRONOUS and not servers:
         yield Problem(
             rule="updates-servers",
-            what="asynchronous updates need a rank that applies them, servers is 0",
+            what="asynchronous updates need a server that applies them, servers is 0",
             hint="set servers=1, or take updates=local, which needs none",
         )
     if plan.sync_every > 1 and not kind.is_periodic:
@@ -44,12 +44,12 @@ def _settings(plan: Plan) -> Iterator[Problem]:
             what=f"sync_every={plan.sync_every} is for replicas that update on their own, updates"
             f" is {kind}",
             hint=f"set updates=local or updates=diloco, or accumulation={plan.sync_every} to send"
-            " as rarely without going apart",
+            " as rarely with replicas in step",
         )
     if plan.backup_workers and (kind is not Updates.SYNCHRONOUS or not servers):
         yield Problem(
             rule="updates-backup",
-            what=f"backup_workers={plan.backup_workers} stand in for the slowest of a synchronous"
+            what=f"backup_workers={plan.backup_workers} replace the slowest of a synchronous"
             f" step on servers; updates is {kind}, servers is {servers}",
             hint="set updates=synchronous servers=1, or leave backup_workers out",
         )
@@ -68,13 +68,13 @@ def _replicas(plan: Plan, how: str) -> Iterator[Problem]:
     if cut:
         yield Problem(
             rule="updates-replicas",
-            what=f"{how} takes ranks that have the whole model, the plan says {cut}",
+            what=f"{how} needs the whole model on every rank, the plan says {cut}",
             hint="leave the degree out: dp_replicate alone",
         )
     if plan.data_parallel not in _WHOLE:
         yield Problem(
             rule="updates-replicas",
-            what=f"{how} takes ranks that have the whole model, data_parallel is"
+            what=f"{how} needs the whole model on every rank, data_parallel is"
             f" {plan.data_parallel}",
             hint=f"write dp_replicate={plan.data_degree} and leave zero and dp_shard out",
         )

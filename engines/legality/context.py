@@ -11,14 +11,14 @@ from profiles.model import ModelProfile
 
 
 def context(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
-    """Ranks of the cp axis share the tokens of a sample: there are some, in equal chunks."""
+    """The cp axis shards the sequence: samples have tokens, in equal chunks."""
     if plan.cp == 1:
         return
     tokens = model.tokens_per_sample
     if tokens is None:
         yield Problem(
             rule="context-without-tokens",
-            what=f"cp={plan.cp} shares out the tokens of a sample, those of {model.name} have none",
+            what=f"cp={plan.cp} shards the sequence dimension; samples of {model.name} have none",
             hint="set cp=1, and use dp_replicate or dp_shard",
         )
     elif tokens % (2 * plan.cp):
@@ -37,7 +37,7 @@ def context(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
     if plan.compile:
         yield Problem(
             rule="context-compiled",
-            what=f"torch.compile does not see what stands in for attention (cp={plan.cp})",
+            what=f"torch.compile does not see the ring in place of attention (cp={plan.cp})",
             hint="set compile=false",
         )
     if model.batch_norms:

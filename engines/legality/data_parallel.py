@@ -11,7 +11,7 @@ from profiles.model import ModelProfile
 
 
 def threads(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
-    """Accelerators of one node, each with a whole replica that is made anew in every forward."""
+    """Accelerators of one node, each with a replica that every forward copies anew."""
     if plan.data_parallel is not DataParallel.THREADS:
         return
     better = "one process per device is faster: use dp_replicate without data_parallel"
@@ -29,12 +29,12 @@ def threads(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
             f" dp_replicate is {plan.dp_replicate}",
             hint=better,
         )
-    beside = plan.said(*MODEL_AXES, *_OF_PROCESSES)
-    if beside or model.devices:
+    others = plan.said(*MODEL_AXES, *_OF_PROCESSES)
+    if others or model.devices:
         yield Problem(
             rule="threads-alone",
             what="nn.DataParallel copies the plain module from its first device: it goes with"
-            f" nothing else, the plan has {beside or 'parts on several devices'}",
+            f" nothing else, the plan has {others or 'parts on several devices'}",
             hint=better,
         )
 

@@ -11,7 +11,7 @@ from profiles.model import ModelProfile
 
 
 def experts(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
-    """The ranks of the ep axis are replicas, and there are experts to share."""
+    """The ranks of the ep axis are replicas, and there are experts to shard."""
     if plan.ep == 1:
         return
     if plan.data_degree % plan.ep:
@@ -26,7 +26,7 @@ def experts(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
     if not counts:
         yield Problem(
             rule="experts-none",
-            what=f"ep={plan.ep} shares out experts, and no block of {model.name} has weights with a"
+            what=f"ep={plan.ep} shards experts, and no block of {model.name} has weights with a"
             " dimension of experts",
             hint="set ep=1; experts in a list (nn.ModuleList) are called one by one by their"
             " block's own code: stack their weights, as transformers does",
@@ -34,13 +34,13 @@ def experts(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
     elif uneven:
         yield Problem(
             rule="experts-uneven",
-            what=f"{uneven[0]} experts cannot be shared by ep={plan.ep} ranks:"
+            what=f"{uneven[0]} experts cannot be sharded over ep={plan.ep} ranks:"
             f" {uneven[0]} % {plan.ep} = {uneven[0] % plan.ep}",
             hint=f"let ep divide {uneven[0]}",
         )
     for axis, why in (
-        ("pp", "a pipeline replays blocks whose experts are here"),
-        ("tp", "layers of a block are split as if its experts were here"),
+        ("pp", "a pipeline replays blocks with all of their experts"),
+        ("tp", "layers of a block are split together with all of its experts"),
     ):
         if getattr(plan, axis) > 1:
             yield Problem(
@@ -51,12 +51,12 @@ def experts(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
     if plan.compile:
         yield Problem(
             rule="experts-compiled",
-            what=f"how many tokens travel is known while they do: ep={plan.ep} cannot be compiled",
+            what=f"token counts of experts depend on values: ep={plan.ep} cannot be compiled",
             hint="set compile=false",
         )
     if plan.offload is not Offload.NONE:
         yield Problem(
             rule="experts-offloaded",
-            what=f"experts are no part of what is moved off the device (offload={plan.offload})",
+            what=f"experts are not offloaded (offload={plan.offload})",
             hint="set offload=none, or ep=1",
         )

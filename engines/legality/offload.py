@@ -29,14 +29,14 @@ def offload(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
             " along",
         )
     if what.optimizer or what.activations:
-        yield from _whole_and_together(plan)
+        yield from _one_piece_in_step(plan)
     if what.activations:
         yield from _activations(plan, model)
     yield from _disk(plan)
 
 
-def _whole_and_together(plan: Plan) -> Iterator[Problem]:
-    """A pipeline's stages and ranks that update apart have orders of their own."""
+def _one_piece_in_step(plan: Plan) -> Iterator[Problem]:
+    """Pipelines and asynchronous updates order their accesses themselves: they are refused."""
     if plan.pp > 1:
         yield Problem(
             rule="offload-stages",
@@ -46,7 +46,7 @@ def _whole_and_together(plan: Plan) -> Iterator[Problem]:
     if not plan.updates_in_step:
         yield Problem(
             rule="offload-apart",
-            what=f"offload={plan.offload} is for replicas that update together,"
+            what=f"offload={plan.offload} is for replicas that update in step,"
             f" updates={plan.updates} servers={plan.servers}",
             hint="leave `updates` and `servers` out, or set offload=none",
         )
@@ -61,17 +61,17 @@ def _activations(plan: Plan, model: ModelProfile) -> Iterator[Problem]:
             hint="leave activations where they are",
         )
     if plan.recompute is not Recompute.NONE:
-        # Inputs that recompute keeps are arguments of its own, and pass by autograd's hooks.
+        # Inputs that recompute saves are arguments of its own: autograd's hooks do not see them.
         yield Problem(
             rule="offload-recomputed",
-            what=f"recompute={plan.recompute} keeps little of a block, and none of it where"
+            what=f"recompute={plan.recompute} saves little of a block, and none of it where"
             f" offload={plan.offload} could move it",
             hint="set recompute=none, or leave activations where they are",
         )
     if plan.compile:
         yield Problem(
             rule="offload-compiled",
-            what="compiled blocks decide themselves what they keep, compile=true",
+            what="compiled blocks choose their saved activations themselves, compile=true",
             hint="set compile=false, or leave activations where they are",
         )
 
@@ -82,6 +82,6 @@ def _disk(plan: Plan) -> Iterator[Problem]:
     if plan.offload is Offload.NONE:
         yield Problem(
             rule="disk-without-offload",
-            what=f"offload_to={plan.offload_to} says where, offload=none says nothing goes there",
+            what=f"offload_to={plan.offload_to} names a place, offload=none moves nothing there",
             hint="add offload=optimizer, states or activations, or leave offload_to out",
         )

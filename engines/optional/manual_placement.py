@@ -1,4 +1,4 @@
-"""A module that was split over devices by hand: it stays where its author put it."""
+"""Modules that their authors placed on several devices: they stay there."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def target_to_output(loss_fn: LossFn | None) -> LossFn | None:
     if loss_fn is None:
         return None
 
-    def beside(output: object, target: Batch) -> Tensor:
+    def with_target(output: object, target: Batch) -> Tensor:
         if isinstance(output, Tensor):
             device = output.device
             target = map_batch(lambda tensor: tensor.to(device), target)
         return loss_fn(output, target)
 
-    return beside
+    return with_target

@@ -1,10 +1,10 @@
-"""The part of `ParallelModel` that is about ranks which update apart from each other."""
+"""Asynchronous and periodic updates: a part of ParallelModel."""
 
 from __future__ import annotations
 
 import torch
 
-from engines.optional.async_updates.exchange import Exchange
+from engines.optional.async_updates.exchange import UpdateExchange
 from engines.optional.async_updates.report import UpdateReport
 from engines.plan import Plan
 from profiles.errors import PlanError
@@ -14,13 +14,13 @@ class AsyncUpdatesMixin:
     """The part of ParallelModel about asynchronous and periodic updates."""
 
     plan: Plan
-    _exchange: Exchange
+    _exchange: UpdateExchange
 
     def synchronise(self) -> None:
-        """Bring every rank's parameters to where all are; all ranks call it.
+        """Bring every rank's parameters up to date; all ranks call it.
 
-        Replicas that update on their own meet, and workers take what servers have now. Under other
-        plans they are there after every step.
+        Replicas that update on their own average, and workers fetch from servers. Under other plans
+        parameters are up to date after every step.
         """
         self._exchange.synchronise()
 
@@ -35,10 +35,10 @@ class AsyncUpdatesMixin:
         return self._exchange.outer
 
     def _require_own_step(self) -> None:
-        """Refuse a loop of the user's own where another rank steps the parameters."""
+        """Refuse a classic loop where another rank steps the parameters."""
         if self.plan.servers:
             raise PlanError(
-                "servers step the parameters: a loop of your own would step this rank's copy",
+                "servers step the parameters: a classic loop would step this rank's copy",
                 where=f"plan: {self.plan}",
                 hints=["use `train_step(batch)` on all ranks"],
             )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from engines.data.fsdp import release
-from engines.optional.async_updates.exchange import Exchange
+from engines.optional.async_updates.exchange import UpdateExchange
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import World, rank_error_context
@@ -25,7 +25,7 @@ class CheckpointMixin:
     plan: Plan
     module: nn.Module
     optimizer: torch.optim.Optimizer
-    _exchange: Exchange
+    _exchange: UpdateExchange
     _job: World
     _layout: Layout
     _mesh: Mesh
@@ -37,7 +37,7 @@ class CheckpointMixin:
         """Write weights and optimizer states to the folder `path`; all ranks call it.
 
         Any plan with any world size can load it. An interrupted save leaves the old folder.
-        Replicas that update on their own meet first; each writes its optimizer's states.
+        Replicas that update on their own average first; each writes its optimizer's states.
         """
         release(self.module)
         self._exchange.synchronise()
@@ -73,7 +73,7 @@ class CheckpointMixin:
         if not has_outer:
             self._exchange.forget_outer_states()
 
-    @rank_error_context("putting the state together")
+    @rank_error_context("gathering the state")
     def state_dict(
         self,
         *,
@@ -84,7 +84,7 @@ class CheckpointMixin:
         """Whole tensors under the unwrapped model's names, on every rank; all ranks call it.
 
         Needs the memory of the whole model; `save` does not. `keep_vars` has no meaning for tensors
-        that were put together here.
+        that are gathered here.
         """
         release(self.module)
         self._exchange.synchronise()
@@ -94,7 +94,7 @@ class CheckpointMixin:
             state[prefix + name] = value
         return state
 
-    @rank_error_context("spreading the state")
+    @rank_error_context("distributing the state")
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors, the same on every rank, as the unwrapped model would."""
         release(self.module)
@@ -104,7 +104,7 @@ class CheckpointMixin:
     def _follow_first_replica(self, *, every_buffer: bool = False) -> None:
         """Running statistics of batch norms follow the first replica's, as they do under plain DDP.
 
-        Other buffers do so where they are written out: a checkpoint holds the first replica's.
+        Other buffers do so when a checkpoint is written: it has the first replica's.
         """
         has_statistics = bool(self._profile.batch_norms) and not self.plan.sync_batch_norm
         if self._mesh.replicas.size > 1 and (every_buffer or has_statistics):

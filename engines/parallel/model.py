@@ -24,7 +24,7 @@ from engines.data.noise_scale import NoiseMeter
 from engines.data.replicas import local_part, sum_gradients
 from engines.experts.experts import Experts
 from engines.offload.pool import OffloadPool
-from engines.optional.async_updates.exchange import Exchange
+from engines.optional.async_updates.exchange import UpdateExchange
 from engines.parallel.async_updates import AsyncUpdatesMixin
 from engines.parallel.checkpointing import CheckpointMixin
 from engines.parallel.monitoring import MonitoringMixin
@@ -97,7 +97,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         pipeline: Pipeline | None = None,
         split: Split | None = None,
         noise: NoiseMeter | None = None,
-        exchange: Exchange | None = None,
+        exchange: UpdateExchange | None = None,
         job: World | None = None,
         context: Context | None = None,
         experts: Experts | None = None,
@@ -110,7 +110,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         self.decision = None
         self.optimizer = optimizer
         self.offload_pool = offload_pool
-        self._exchange = exchange or Exchange(
+        self._exchange = exchange or UpdateExchange(
             world.device, replica=mesh.data.position, replicas=mesh.data.size
         )
         self.data_rank = self._exchange.replica
@@ -217,8 +217,8 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
             BatchError: more rows than the plan's microbatches hold, or tensors that do not agree.
             RankError: names a rank that is gone or late, and without which there is no step.
         """
-        if self._exchange.instead():
-            return self._exchange.taken()
+        if self._exchange.replace_step():
+            return self._exchange.take_loss()
         with self.steps.noted(batch):
             loss = self.forward_backward(batch)
             self._exchange.note(loss, self._cutter.counted)
@@ -227,7 +227,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
             with self.steps.updating():
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        return self._exchange.taken()
+        return self._exchange.take_loss()
 
     @rank_error_context("exchanging gradients")
     def forward_backward(self, batch: Batch) -> Tensor:
@@ -320,7 +320,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
                     pieces, weights.unbind(), around_round=self._backward_mode
                 )
             for index, piece in enumerate(pieces):
-                with self._backward_mode(index == len(pieces) - 1), self._listening(index):
+                with self._backward_mode(index == len(pieces) - 1), self._measured_noise(index):
                     loss = weighted(self._loss(piece), weights[index])
                     loss.backward()
                 total += loss.detach()

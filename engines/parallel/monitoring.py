@@ -18,8 +18,7 @@ from profiles.errors import InputError
 
 
 class MonitoringMixin:
-    """The noise of gradients, the rate that goes with a batch, whom the ranks wait for, and what
-    their devices held."""
+    """Gradient noise, learning rates, times of ranks, and peak memory of devices."""
 
     plan: Plan
     offload_pool: OffloadPool | None
@@ -37,7 +36,7 @@ class MonitoringMixin:
 
         Raises:
             InputError: fewer than three steps were timed.
-            PlanError: ranks that hold parts of one model have no time of their own.
+            PlanError: a rank's own time cannot be measured under this plan.
         """
         times = self._own.gathered()
         self.steps.pace = times.pace
@@ -48,28 +47,28 @@ class MonitoringMixin:
         """Peak memory of each rank's device, its allocator's reserve, and offloaded bytes.
 
         All ranks call it, after some steps. `print(parallel.memory())` says it in a sentence;
-        `advisor.memory_report(parallel)` sets it beside the prediction.
+        `advisor.memory_report(parallel)` compares it with the prediction.
         """
         away_bytes = self.offload_pool.peak_bytes if self.offload_pool is not None else 0
         return gathered(measure_peak(self._job.device, away_bytes=away_bytes), self._job)
 
     @property
     def noise_scale(self) -> NoiseScale:
-        """From which batch on more samples are wasted, as the gradients of the last steps say.
+        """The gradient noise scale of the last steps: larger batches than it waste samples.
 
         Raises:
-            InputError: nobody asked for it to be measured, or no step was taken yet.
+            InputError: it is not measured, or no step was taken yet.
         """
         scale = None if self._noise is None else self._noise.reading()
         if scale is None:
-            asked = "no step was taken yet" if self._noise else "it was not asked for"
+            asked = "no step was taken yet" if self._noise else "`measure_noise` is off"
             raise InputError(
                 f"the gradient noise scale was not measured: {asked}",
                 hints=["give `measure_noise=True`, and train with `train_step`"],
             )
         return scale
 
-    def _listening(self, index: int) -> AbstractContextManager[None]:
+    def _measured_noise(self, index: int) -> AbstractContextManager[None]:
         return nullcontext() if self._noise is None else self._noise.microbatch(index)
 
     def scale_learning_rate(
@@ -90,12 +89,12 @@ class MonitoringMixin:
             tuned_at: samples per step for which the optimizer's rates were chosen.
             batch: samples per step from now on; by default the plan's global batch.
             rule: "linear" or "sqrt"; by default linear for SGD and square root for the others.
-                "noise" keeps SGD's noise scale g as it is, and wants `samples`.
-            scheduler: one that exists already, and remembers the rates it started from.
+                "noise" keeps SGD's noise scale g, and needs `samples`.
+            scheduler: an existing one, which remembers the rates it started from.
             samples: in the training set, for "noise" and the length of SGD's warm-up in steps.
 
         Raises:
-            InputError: `batch` is not known, or `tuned_at` is not what an earlier call said.
+            InputError: `batch` is not known, or `tuned_at` differs from an earlier call.
         """
         batch = batch or self.plan.global_batch_size
         if batch is None:

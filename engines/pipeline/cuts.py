@@ -11,14 +11,14 @@ from profiles.units import format_gib
 
 
 class Crossing(Record):
-    """A tensor that goes over a cut.
+    """A tensor that crosses a cut.
 
     Attributes:
         unit: whose output it is.
         shape: at the batch size of the profile's sample.
         dtype: as the model was built.
         forward_bytes: of a microbatch; backward_bytes: of its gradient, 0 where none comes back.
-        is_passing: made before the stage in front of the cut, which only hands it on.
+        is_passing: made before the stage in front of the cut, which only forwards it.
     """
 
     unit: str

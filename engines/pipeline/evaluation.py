@@ -1,4 +1,4 @@
-"""Forwards alone, microbatch after microbatch; torch's schedules of several stages have no such."""
+"""Forward-only rounds, which torch's schedules of several stages do not have."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def forward_only(
 ) -> Tensor:
     """The sum of the losses of the round, 0-d; zero where the last stage is not.
 
-    Ranks wait only for what they receive, so different microbatches are on their way at once.
+    Ranks wait for their inputs only, so several microbatches are in flight at once.
 
     Args:
         rank_of_stage: the position on `axis`, the pp axis, of the rank that drives a stage.
     """
     total = torch.zeros((), device=device)
     for number in torch.arange(microbatches).split(1):
-        here: tuple[Tensor, ...] = ()
+        values: tuple[Tensor, ...] = ()
         for stage in stages:
-            index, rank = stage.part.index, axis.position
+            index, rank = stage.segment.index, axis.position
             source = rank_of_stage(index - 1) if index else rank
             if source != rank:
-                here = buffers(stage.part.received, recording, device)
-                for tensor in here:
+                values = buffers(stage.segment.received, recording, device)
+                for tensor in values:
                     dist.recv(tensor, src=axis.ranks[source], group=axis.group)
-            output = stage(*here, microbatch=number)
+            output = stage(*values, microbatch=number)
             if isinstance(output, Tensor):
                 total += output.reshape(())
                 continue
-            here, target = output, rank_of_stage(index + 1)
+            values, target = output, rank_of_stage(index + 1)
             if target != rank:
-                for tensor in here:
+                for tensor in values:
                     dist.send(tensor, dst=axis.ranks[target], group=axis.group)
     return total

@@ -1,4 +1,4 @@
-"""Forward hooks of units that a stage does not run: they may keep an output for later code."""
+"""Users' forward hooks of units that a stage does not run: they may save an output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from profiles.torch_compat import forward_hooks, map_tensors, tensors_in, versio
 
 
 class UserHooks:
-    """The forward hooks that units had when the model was given, before a plan added its own."""
+    """The forward hooks that units had before a plan added its own."""
 
     def __init__(self, model: nn.Module, units: Iterable[str]) -> None:
         modules = {name: model.get_submodule(name) for name in units}
@@ -21,9 +21,9 @@ class UserHooks:
         }
 
     def show(self, name: str, args: Any, kwargs: Any, output: object) -> object:
-        """Let the hooks of unit `name` see an output that was made elsewhere; what to go on with.
+        """Call the hooks of unit `name` on an output of another stage; returns the output to use.
 
-        What they return or change in place is in the output already.
+        Their own results and in-place changes are in the output already.
         """
         if name not in self._of:
             return output

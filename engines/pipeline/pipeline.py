@@ -1,6 +1,6 @@
 """A model spread over the stages of a pipeline: one rank's share of every step.
 
-With data axes every replica is a pipeline of its own; the replicas meet when a round is over.
+With data axes every replica is a pipeline of its own; replicas average gradients after a round.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from engines.pipeline.evaluation import forward_only
-from engines.pipeline.holdings import buffer_owners, owners_of, release_others
 from engines.pipeline.hooks import UserHooks
-from engines.pipeline.parts import Part, is_unit, parts_of, rank_of_stage, stages_of_rank
+from engines.pipeline.model_snapshot import ModelSnapshot
+from engines.pipeline.ownership import buffer_owners, owners_of, release_others
 from engines.pipeline.recording import Recording, record
 from engines.pipeline.replay import Replay
 from engines.pipeline.schedules import AnySchedule, schedule_of
-from engines.pipeline.skeleton import Skeleton
-from engines.pipeline.split import can_split
+from engines.pipeline.segments import Segment, is_unit, rank_of_stage, segments_of, stages_of_rank
+from engines.pipeline.split_backward import can_split
 from engines.pipeline.stage import Round, Stage, pipeline_stage
-from engines.pipeline.tied import sum_ties, ties_of
+from engines.pipeline.tied_parameters import sum_ties, ties_of
 from engines.plan import Plan, Schedule
 from engines.runtime.failures import abort_groups
 from engines.runtime.mesh import Mesh
@@ -30,12 +30,12 @@ from profiles.batch import Batch, LossFn, batch_size, describe
 from profiles.errors import BatchError
 from profiles.model import ModelProfile, Numerics
 
-RECORDINGS_KEPT = 16
+MOST_RECORDINGS = 16
 """Batches of other shapes are recorded anew; a data set has a few lengths, not hundreds."""
 
 
 class Pipeline:
-    """The stages of this rank, and the exchange between them. Made by all ranks together.
+    """The stages of this rank, and the exchange between them. ReturnedTensor by all ranks together.
 
     Parameters that this rank's stages do not use are freed when it is made.
 
@@ -58,7 +58,7 @@ class Pipeline:
     ) -> None:
         flow = profile.flow
         self._model = model
-        self._skeleton = Skeleton(model)
+        self._snapshot = ModelSnapshot(model)
         self._hooks = UserHooks(model, {call.unit for call in flow.calls if is_unit(call)})
         self._plan = plan
         self._flow = flow
@@ -70,17 +70,17 @@ class Pipeline:
         self._round = Round()
         self._recordings: dict[str, Recording] = {}
         self._ready: tuple[Recording, AnySchedule] | None = None
-        parts = parts_of(plan, flow, model)
-        self._parts = [parts[stage] for stage in stages_of_rank(plan, mesh.pp.position)]
-        self.owners: Mapping[str, Sequence[int]] = owners_of(plan, parts)
-        self.buffer_owners: Mapping[str, int] = buffer_owners(plan, parts, flow, model)
-        self.local = frozenset().union(*(part.parameters for part in self._parts))
+        segments = segments_of(plan, flow, model)
+        self._segments = [segments[stage] for stage in stages_of_rank(plan, mesh.pp.position)]
+        self.owners: Mapping[str, Sequence[int]] = owners_of(plan, segments)
+        self.buffer_owners: Mapping[str, int] = buffer_owners(plan, segments, flow, model)
+        self.local = frozenset().union(*(segment.parameters for segment in self._segments))
         trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._ties = ties_of(self.owners, mesh=mesh, trainable=trainable)
         release_others(model, self.local, device=device)
 
     def require_equal_pieces(self, pieces: Sequence[Batch]) -> None:
-        """Stages exchange tensors whose shapes they know beforehand.
+        """Require microbatches of equal shapes: stages allocate buffers beforehand.
 
         Raises:
             BatchError: microbatches differ in shape.
@@ -121,9 +121,9 @@ class Pipeline:
                 self._round.pieces = pieces[start : start + in_flight]
                 self._round.weights = weights[start : start + in_flight]
                 numbers, losses = torch.arange(in_flight), list[Tensor]()
-                # Only the rank of the last stage has use for a target, and torch for one there.
+                # torch wants a target on the rank of the last stage, and none elsewhere.
                 ends: dict[str, Any] = {}
-                if self._parts[-1].is_last:
+                if self._segments[-1].is_last:
                     ends = {"target": numbers, "losses": losses}
                 with around_round(start + in_flight >= len(pieces)):
                     schedule.step(microbatch=numbers, return_outputs=False, **ends)
@@ -151,8 +151,8 @@ class Pipeline:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Around a step: what fails in a stage comes out as the model raised it, and the ranks
-        that wait for this one learn of it."""
+        """Around a step: raise the model's own error, and abort the groups so that waiting ranks
+        learn of it."""
         try:
             yield
         except BaseException as error:
@@ -166,7 +166,7 @@ class Pipeline:
             self._round.pieces, self._round.weights = (), ()
 
     def _schedule(self, piece: Batch, in_flight: int) -> AnySchedule:
-        """Stages and buffers for microbatches of these shapes; kept while they stay the same."""
+        """Stages and buffers for microbatches of these shapes; reused while they stay the same."""
         recording = self._recording(piece)
         if self._ready is not None and self._ready[0] is recording:
             return self._ready[1]
@@ -175,7 +175,7 @@ class Pipeline:
                 stage,
                 recording,
                 device=self._device,
-                can_split=self._can_split(stage.part),
+                can_split=self._can_split(stage.segment),
                 group=self._axis.group,
             )
             for stage in self._stages(recording)
@@ -187,10 +187,10 @@ class Pipeline:
 
     def _stages(self, recording: Recording) -> list[Stage]:
         stages = []
-        for part in self._parts:
+        for segment in self._segments:
             replay = Replay(
                 self._model,
-                part,
+                segment,
                 flow=self._flow,
                 recording=recording,
                 hooks=self._hooks,
@@ -207,14 +207,16 @@ class Pipeline:
             )
         return stages
 
-    def _can_split(self, part: Part) -> bool:
-        """FSDP2 takes the end of the inputs' half for the end of the backward."""
-        return not self._plan.data_parallel.is_sharded and can_split(part, self._flow, self._model)
+    def _can_split(self, segment: Segment) -> bool:
+        """False under FSDP2: it takes the end of the inputs' half for the end of the backward."""
+        return not self._plan.data_parallel.is_sharded and can_split(
+            segment, self._flow, self._model
+        )
 
     def _recording(self, piece: Batch) -> Recording:
         key = self._key(piece)
         if key not in self._recordings:
-            with self._skeleton.in_place():
+            with self._snapshot.in_place():
                 recording = record(
                     self._model,
                     self._flow,
@@ -223,7 +225,7 @@ class Pipeline:
                     numerics=self._numerics,
                     cast=self._cast,
                 )
-            while len(self._recordings) >= RECORDINGS_KEPT:
+            while len(self._recordings) >= MOST_RECORDINGS:
                 del self._recordings[next(iter(self._recordings))]
             self._recordings[key] = recording
         return self._recordings[key]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.pipeline.parts import Key, unit_calls
+from engines.pipeline.segments import Key, unit_calls
 from profiles.batch import Batch, call_model, describe, map_batch
 from profiles.errors import ModelError
 from profiles.fakes import stand_ins
@@ -35,12 +35,12 @@ _PLAIN = int | float | str | bool | torch.dtype | torch.device | None
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ReturnedTensor:
     """A tensor that a call returns.
 
     Attributes:
         value: its number among the tensors of the output.
-        argument: the leaf of the call's arguments that it is, if it is one handed through.
+        argument: the number of the argument that is returned, if it is one.
     """
 
     value: int
@@ -56,21 +56,21 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Opaque:
-    """An object among the leaves: `argument` if it is handed through, else it cannot be had again
-    without running the unit."""
+class ReturnedObject:
+    """An object among the leaves: `argument` if one is returned, else it cannot be made without
+    running the unit."""
 
     kind: str
     argument: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class RecordedCall:
     """One call of a unit.
 
     Attributes:
         number: of the call in the flow.
-        leaves: `Made`, `Opaque`, or a plain value as it is; `structure` is how they lay.
+        leaves: `ReturnedTensor`, `ReturnedObject` or a plain value; `structure`: their tree.
     """
 
     unit: str
@@ -83,12 +83,16 @@ class Returned:
 class Recording:
     """The calls of one forward, in order."""
 
-    calls: tuple[Returned, ...]
+    calls: tuple[RecordedCall, ...]
 
-    def made(self, key: Key) -> Made:
+    def made(self, key: Key) -> ReturnedTensor:
         """Layout of value `key` of the flow."""
         call = next(call for call in self.calls if call.number == key[0])
-        return next(leaf for leaf in call.leaves if isinstance(leaf, Made) and leaf.value == key[1])
+        return next(
+            leaf
+            for leaf in call.leaves
+            if isinstance(leaf, ReturnedTensor) and leaf.value == key[1]
+        )
 
 
 def record(
@@ -103,8 +107,8 @@ def record(
     """Follow one forward over `batch` on fake tensors; nothing is allocated, computed or changed.
 
     Args:
-        model: as it was given, see `Skeleton`.
-        numerics: how numbers are held, so that what crosses a cut is recorded in its dtype.
+        model: as it was before the plan, see `ModelSnapshot`.
+        numerics: of the forward, so that values at cuts are recorded in their dtype.
         cast: names of the units whose inputs FSDP2 casts to bf16, under `Numerics.BF16`.
 
     Raises:
@@ -113,7 +117,7 @@ def record(
     """
     numbers = unit_calls(flow)
     names = tuple(dict.fromkeys(flow.calls[number].unit for number in numbers))
-    calls: list[Returned] = []
+    calls: list[RecordedCall] = []
 
     def note(unit: str, run: Callable[..., object], args: Any, kwargs: Any) -> object:
         output = run(*args, **kwargs)
@@ -121,7 +125,7 @@ def record(
         leaves, structure = flatten(output)
         arguments, _ = flatten((args, kwargs))
         called = tuple(_leaves(leaves, arguments, known))
-        calls.append(Returned(unit, number, called, structure))
+        calls.append(RecordedCall(unit, number, called, structure))
         return output
 
     with (
@@ -132,12 +136,12 @@ def record(
     ):
         if numerics is Numerics.BF16:
             for name in ("", *cast):
-                model.get_submodule(name).register_forward_pre_hook(_lower, with_kwargs=True)
+                model.get_submodule(name).register_forward_pre_hook(_cast_to_bf16, with_kwargs=True)
         fake = map_batch(lambda tensor: fakes.of(tensor.detach()), batch)
         known = {id(storage_of(tensor)) for tensor in fakes.all()}
         names_of = {id(storage_of(p)): name for name, p in model.named_parameters()}
         with (
-            _Watch(names_of).on(fake),
+            _WriteGuard(names_of).on(fake),
             without_onednn(),
             intercepted(model, names, note),
             torch.autocast("cpu", _LOW, enabled=numerics is Numerics.BF16_AUTOCAST),
@@ -159,13 +163,12 @@ def record(
 def intercepted(
     model: nn.Module,
     units: Sequence[str],
-    instead: Callable[[str, Callable[..., object], Any, Any], object],
+    replacement: Callable[[str, Callable[..., object], Any, Any], object],
 ) -> Iterator[None]:
-    """Inside, a call of a unit is `instead(name, its own call, args, kwargs)`.
+    """Inside, a call of a unit is `replacement(name, its own call, args, kwargs)`.
 
-    Its own call has its hooks: those of FSDP2 gather parameters, and what they return is what the
-    next unit gets. A unit that is called within another one just runs: it is part of that one's
-    call.
+    Its own call runs its hooks: those of FSDP2 gather parameters, and may replace the output. A
+    unit that is called within another one just runs, as a part of that call.
     """
     depth = 0
 
@@ -176,7 +179,7 @@ def intercepted(
                 return own(*args, **kwargs)
             depth += 1
             try:
-                return instead(name, own, args, kwargs)
+                return replacement(name, own, args, kwargs)
             finally:
                 depth -= 1
 
@@ -198,13 +201,15 @@ def intercepted(
                 attributes[CALL] = before
 
 
-def _lower(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _cast_to_bf16(
+    module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Cast inputs as FSDP2 does for the modules that it shards, under mixed precision."""
     return map_tensors(lambda t: t.to(_LOW) if t.is_floating_point() else t, (args, kwargs))
 
 
-class _Watch(Pretence):
-    """Refuses a forward that writes to parameters: those of other stages are not there.
+class _WriteGuard(Pretence):
+    """Refuse a forward that writes to parameters: those of other stages are freed.
 
     `parameters`: names by the ids of their storages.
     """
@@ -222,7 +227,7 @@ class _Watch(Pretence):
             if name is not None:
                 raise ModelError(
                     f"the forward changes its own parameter `{name}`: in a pipeline other ranks"
-                    " may hold it",
+                    " may have it",
                     hints=["change parameters in the optimizer's step, or set pp=1"],
                 )
 
@@ -230,8 +235,8 @@ class _Watch(Pretence):
 def _leaves(
     leaves: Sequence[object], arguments: Sequence[object], known: Container[int]
 ) -> Iterator[object]:
-    """`known`: ids of storages of the batch, parameters and buffers: the flow does not follow a
-    part of those, so a stub cannot tell what it should be."""
+    """`known`: ids of storages of the batch, parameters and buffers: the flow does not follow
+    parts of those, so a stub cannot return them."""
     positions = {id(a): n for n, a in enumerate(arguments) if not isinstance(a, _PLAIN)}
     value = -1
     for leaf in leaves:
@@ -239,13 +244,15 @@ def _leaves(
         argument = positions.get(id(leaf))
         if isinstance(leaf, Tensor) and (argument is not None or id(storage_of(leaf)) not in known):
             stride = _own_stride(leaf)
-            yield Made(value, leaf.shape, stride, leaf.dtype, leaf.requires_grad, argument)
+            yield ReturnedTensor(
+                value, leaf.shape, stride, leaf.dtype, leaf.requires_grad, argument
+            )
         elif isinstance(leaf, _PLAIN):
             yield leaf
         elif isinstance(leaf, Tensor):
-            yield Opaque("part of the batch or of a buffer")
+            yield ReturnedObject("part of the batch or of a buffer")
         else:
-            yield Opaque(type(leaf).__name__, argument)
+            yield ReturnedObject(type(leaf).__name__, argument)
 
 
 def _own_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -272,7 +279,7 @@ def _explained(batch: Batch) -> Iterator[None]:
         raise
     except data_dependent_errors() as error:
         raise ModelError(
-            "the forward looks at values of tensors, which a recording of shapes does not have",
+            "the forward depends on values of tensors, which a recording of shapes does not have",
             where=f"{error}\nbatch: {describe(batch)}",
             hints=["take branches and sizes from shapes, not from values"],
         ) from error

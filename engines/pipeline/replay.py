@@ -1,4 +1,4 @@
-"""A part of the model's own forward: what came before is given, what comes after never runs."""
+"""Replay of a segment of the model's own forward, from received values to sent ones."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from engines.pipeline.hooks import UserHooks
-from engines.pipeline.parts import Key, Part, unit_calls
-from engines.pipeline.recording import Made, Opaque, Recording, Returned, intercepted
+from engines.pipeline.recording import (
+    RecordedCall,
+    Recording,
+    ReturnedObject,
+    ReturnedTensor,
+    intercepted,
+)
+from engines.pipeline.segments import Key, Segment, unit_calls
 from profiles.errors import ModelError
 from profiles.flow import Flow
 from profiles.torch_compat import flatten, tensors_in, unflatten
 
 
-class _PartEnd(BaseException):
-    """Ends the forward after the part's last call; no `except Exception` of a model stops it."""
+class _SegmentEnd(BaseException):
+    """End of the forward after the segment's last call; no `except Exception` catches it."""
 
 
 class _Border(torch.autograd.Function):
-    """The same tensor on the other side of a border, and its gradient on the way back.
+    """A tensor across a border, and its gradient back.
 
-    Neither a leaf, so that it may be passed on, nor a view, because zero-bubble schedules detach
-    what was sent in place. Contiguous both ways, as gloo wants it: the gradient of a `cat` is not.
+    Neither a leaf, so that it may be sent on, nor a view, because zero-bubble schedules detach sent
+    tensors in place. Contiguous both ways, as gloo wants it: the gradient of a `cat` is not.
     """
 
     @staticmethod
@@ -42,39 +48,39 @@ def _over_border(tensor: Tensor) -> Tensor:
 
 
 class Replay:
-    """Runs calls [first, last) of `part`; code between units, residual sums say, runs anew.
+    """Runs calls [first, last) of `segment`; code between units, residual sums say, runs anew.
 
     Earlier calls whose result depends on parameters are stubs: they return what was received, or
-    zeros of the recorded shape where nothing of this part needs it. Those that follow from the
+    zeros of the recorded shape where nothing of this segment needs it. Those that follow from the
     batch alone (rotary tables, masks) simply run. Random numbers that code between units draws are
     drawn on every stage.
 
-    A value that later code changes in place is copied when it arrives and when it is handed on, so
-    that it crosses as the call made it and every stage repeats the change for itself.
+    A value that later code changes in place is copied when it is received and when it is sent, so
+    that it crosses as the call returned it and every stage repeats the change.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        part: Part,
+        segment: Segment,
         *,
         flow: Flow,
         recording: Recording,
         hooks: UserHooks,
         device: torch.device,
     ) -> None:
-        self.part = part
+        self.segment = segment
         self._hooks = hooks
         self.device = device
         self._model = model
         self._flow = flow
         self._recording = recording
         self._units = tuple(dict.fromkeys(call.unit for call in recording.calls))
-        self._last_own = max(n for n in unit_calls(flow) if n < part.last)
+        self._last_own = max(n for n in unit_calls(flow) if n < segment.last)
         self._stubs = frozenset(
             call.number
             for call in recording.calls
-            if call.number < part.first
+            if call.number < segment.first
             and any(value.depends_on_parameters for value in flow.calls[call.number].values)
         )
         self._require_stubs()
@@ -83,18 +89,18 @@ class Replay:
         """The values that the segment sends on, contiguous; of the last one the model's output.
 
         Args:
-            received: tensors of `part.received`.
+            received: tensors of `segment.received`.
             forward: calls the model on the microbatch.
 
         Raises:
             ModelError: the forward takes another path than the recorded one.
         """
-        arrivals = map(_over_border, received)
-        given = dict(zip(self.part.received, arrivals, strict=True))
+        crossed = map(_over_border, received)
+        arrivals = dict(zip(self.segment.received, crossed, strict=True))
         produced: dict[Key, Tensor] = {}
         calls = iter(self._recording.calls)
 
-        def instead(name: str, own: Callable[..., object], args: Any, kwargs: Any) -> object:
+        def replacement(name: str, own: Callable[..., object], args: Any, kwargs: Any) -> object:
             call = next(calls, None)
             if call is None or call.unit != name:
                 raise ModelError(
@@ -103,18 +109,20 @@ class Replay:
                     hints=["a pipeline needs a forward that takes the same path for equal shapes"],
                 )
             if call.number in self._stubs:
-                return self._hooks.show(name, args, kwargs, self._stub(call, given, (args, kwargs)))
+                return self._hooks.show(
+                    name, args, kwargs, self._stub(call, arrivals, (args, kwargs))
+                )
             output = own(*args, **kwargs)
-            self._keep(call.number, output, produced)
-            if call.number == self._last_own and not self.part.is_last:
-                raise _PartEnd
+            self._note_sent(call.number, output, produced)
+            if call.number == self._last_own and not self.segment.is_last:
+                raise _SegmentEnd
             return output
 
         try:
-            with intercepted(self._model, self._units, instead):
+            with intercepted(self._model, self._units, replacement):
                 output = forward()
-        except _PartEnd:
-            return tuple(self._handed_on(key, produced, given) for key in self.part.sent)
+        except _SegmentEnd:
+            return tuple(self._value_to_send(key, produced, arrivals) for key in self.segment.sent)
         left = next(calls, None)
         if left is not None:
             raise ModelError(
@@ -123,54 +131,57 @@ class Replay:
             )
         return output
 
-    def _stub(self, call: Returned, given: Mapping[Key, Tensor], inputs: object) -> object:
+    def _stub(self, call: RecordedCall, arrivals: Mapping[Key, Tensor], inputs: object) -> object:
         arguments, _ = flatten(inputs)
 
         def leaf(recorded: object) -> object:
-            if isinstance(recorded, Made):
-                arrived = given.get((call.number, recorded.value))
+            if isinstance(recorded, ReturnedTensor):
+                arrived = arrivals.get((call.number, recorded.value))
                 if arrived is not None:
-                    return self._arrived(call.number, recorded, arrived)
-            if isinstance(recorded, Made | Opaque) and recorded.argument is not None:
+                    return self._as_recorded(call.number, recorded, arrived)
+            if (
+                isinstance(recorded, ReturnedTensor | ReturnedObject)
+                and recorded.argument is not None
+            ):
                 return arguments[recorded.argument]
-            return recorded.blank(self.device) if isinstance(recorded, Made) else recorded
+            return recorded.blank(self.device) if isinstance(recorded, ReturnedTensor) else recorded
 
         return unflatten([leaf(recorded) for recorded in call.leaves], call.structure)
 
-    def _arrived(self, number: int, made: Made, tensor: Tensor) -> Tensor:
-        """Laid out as it was made, and safe to be written to."""
+    def _as_recorded(self, number: int, made: ReturnedTensor, tensor: Tensor) -> Tensor:
+        """The received tensor in the recorded layout, safe to be written to."""
         if tensor.stride() != made.stride:
             return made.blank(self.device).copy_(tensor)
         return tensor.clone() if self._is_overwritten(number, made.value) else tensor
 
-    def _keep(self, number: int, output: object, produced: dict[Key, Tensor]) -> None:
+    def _note_sent(self, number: int, output: object, produced: dict[Key, Tensor]) -> None:
         """The tensors of a call's output that are sent on, as they are now."""
         for value, tensor in enumerate(tensors_in(output)):
-            if (number, value) in self.part.sent:
+            if (number, value) in self.segment.sent:
                 is_changed = self._is_overwritten(number, value)
                 produced[number, value] = tensor.clone() if is_changed else tensor
 
-    def _handed_on(
-        self, key: Key, produced: Mapping[Key, Tensor], given: Mapping[Key, Tensor]
+    def _value_to_send(
+        self, key: Key, produced: Mapping[Key, Tensor], arrivals: Mapping[Key, Tensor]
     ) -> Tensor:
-        """In the recorded dtype: autocast goes by lists of operations, one for each kind of device,
-        and recordings are made on a CPU."""
+        """A value to send, in the recorded dtype: autocast goes by lists of operations, one for
+        each kind of device, and recordings are made on a CPU."""
         made = self._recording.made(key)
-        return _over_border((produced[key] if key in produced else given[key]).to(made.dtype))
+        return _over_border((produced[key] if key in produced else arrivals[key]).to(made.dtype))
 
     def _is_overwritten(self, number: int, value: int) -> bool:
         return self._flow.calls[number].values[value].is_overwritten
 
     def _require_stubs(self) -> None:
-        """A stub cannot make what is neither a tensor of its own, an argument, nor plain."""
+        """Require that stubs can return everything: tensors, arguments and plain values."""
         for call in self._recording.calls:
             if call.number not in self._stubs:
                 continue
-            objects = [leaf for leaf in call.leaves if isinstance(leaf, Opaque)]
+            objects = [leaf for leaf in call.leaves if isinstance(leaf, ReturnedObject)]
             unknown = next((leaf.kind for leaf in objects if leaf.argument is None), None)
             if unknown is not None:
                 raise ModelError(
                     f"`{call.unit}` returns a {unknown}, which cannot be sent to stage"
-                    f" {self.part.index}, after it",
+                    f" {self.segment.index}, after it",
                     hints=["let it return tensors, or switch the cache off (`use_cache=False`)"],
                 )

@@ -1,4 +1,4 @@
-"""Plan.schedule as torch's classes, and what each of them asks of the numbers."""
+"""`Plan.schedule` as torch's schedule classes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def schedule_of(
 ) -> AnySchedule:
     """The order of forwards and backwards over this rank's `stages`.
 
-    The naive schedule, where the stages take turns, is GPipe with one microbatch. The stages weigh
+    The naive schedule, where the stages take turns, is GPipe with one microbatch. The stages weight
     their losses themselves, so torch scales nothing.
     """
     if kind in _ONE_STAGE:
@@ -46,5 +46,5 @@ def schedule_of(
 
 
 def _own_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage's output is the loss; `target` is a number that torch wants to be there."""
+    """The last stage's output is the loss; `target` is a number that torch requires."""
     return output.sum()

@@ -1,4 +1,4 @@
-"""A replayed part as torch.distributed.pipelining wants it: tensors in, tensors out."""
+"""A replayed segment as a stage of torch.distributed.pipelining: tensors in, tensors out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from engines.blocks.autocast import as_fp32, autocast
-from engines.pipeline.parts import Key, Part
 from engines.pipeline.recording import Recording
 from engines.pipeline.replay import Replay
+from engines.pipeline.segments import Key, Segment
 from profiles.batch import Batch, LossFn, call_model, loss_of
 from profiles.errors import ModelError
 from profiles.torch_compat import is_fake
@@ -22,9 +22,9 @@ from profiles.torch_compat import is_fake
 
 @dataclass(slots=True)
 class Round:
-    """The microbatches that are on their way through the pipeline, the same on every stage.
+    """The microbatches in flight, the same on every stage.
 
-    `weights`: the share of each one's mean loss in the loss of the step.
+    `weights`: of each one's mean loss in the loss of the step.
     """
 
     pieces: Sequence[Batch] = ()
@@ -32,12 +32,12 @@ class Round:
 
 
 class Stage(nn.Module):
-    """One part of a model. Its parameters are those of the part, as the model now has them: FSDP2
-    puts others in their place for the forward and backward.
+    """One segment of a model. Its parameters are looked up in the model: FSDP2 replaces the objects
+    for forward and backward.
 
-    torch's schedules cut the arguments of a step into microbatches by rows. What they cut here is
+    torch's schedules cut the arguments of a step into microbatches by rows. Here they cut
     a list of numbers, (n,) int64, and the stage takes its whole microbatch from the `Round`: so a
-    batch may hold anything, and every stage sees the model's own inputs.
+    batch may contain anything, and every stage sees the model's own inputs.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Stage(nn.Module):
         """Values to send on, or the loss of the last stage, (1,), as its share in the step's loss.
 
         Args:
-            received: as `Part.received`.
+            received: as `Segment.received`.
             microbatch: (1,), its number in the round.
         """
         number = int(microbatch)
@@ -70,7 +70,7 @@ class Stage(nn.Module):
             output = self._replay.run(
                 received, lambda: call_model(model, piece, has_target=has_target)
             )
-        if not self.part.is_last:
+        if not self.segment.is_last:
             assert isinstance(output, tuple)
             return output
         if self._runs_autocast:
@@ -78,20 +78,20 @@ class Stage(nn.Module):
         loss = loss_of(output, piece, self._loss_fn)
         if is_fake(loss):
             raise ModelError(
-                "the loss uses a tensor of another stage, which is not here: a hook on a part of a"
-                " unit kept it",
+                "the loss uses a tensor of another stage, which is not here: a hook inside a unit"
+                " saved it",
                 hints=["hook the unit itself, or let it return the tensor"],
             )
         weight = self._round.weights[number]
-        # Without weight nothing counts, NaN neither.
+        # Without weight the loss is 0, also where it is NaN.
         return torch.where(weight > 0, loss.reshape(1) * weight, torch.zeros_like(weight))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return (self._model.get_parameter(name) for name in sorted(self.part.parameters))
+        return (self._model.get_parameter(name) for name in sorted(self.segment.parameters))
 
     @property
-    def part(self) -> Part:
-        return self._replay.part
+    def segment(self) -> Segment:
+        return self._replay.segment
 
     if TYPE_CHECKING:
         _model: nn.Module
@@ -105,21 +105,21 @@ def pipeline_stage(
     can_split: bool,
     group: dist.ProcessGroup | None,
 ) -> PipelineStage:
-    """`stage` with the shapes of what it receives and sends, so that torch need not try it out.
+    """`stage` with the shapes of its inputs and outputs, so that torch need not infer them.
 
-    A tensor that a gradient comes back for is marked so on both sides: else the sender's backward
-    would get none. Unless `can_split`, the backward runs as one where a schedule would split it,
+    A tensor with a gradient is marked so on both sides: else the sender's backward would get
+    none. Unless `can_split`, the backward runs as one where a schedule would split it,
     and the second half has nothing left to do.
     """
-    part = stage.part
+    segment = stage.segment
     loss = torch.empty(1, device=device, requires_grad=True)
     return PipelineStage(
         stage,
-        part.index,
-        part.count,
+        segment.index,
+        segment.count,
         device,
-        input_args=buffers(part.received, recording, device),
-        output_args=(loss,) if part.is_last else buffers(part.sent, recording, device),
+        input_args=buffers(segment.received, recording, device),
+        output_args=(loss,) if segment.is_last else buffers(segment.sent, recording, device),
         group=group,
         dw_builder=None if can_split else lambda: _nothing,
     )

@@ -133,10 +133,10 @@ def test_why_not_local_steps_is_answered_with_numbers() -> None:
 def test_what_is_impossible_says_so() -> None:
     with pytest.raises(PlanError) as caught:
         choose(slow(), pins={"updates": "asynchronous"})
-    assert "asynchronous updates need a rank that applies them" in str(caught.value)
+    assert "asynchronous updates need a server that applies them" in str(caught.value)
     with pytest.raises(PlanError) as caught:
         choose(slow(), pins={"updates": "local", "sync_every": 4, "zero": 1})
-    assert "takes ranks that have the whole model" in str(caught.value)
+    assert "needs the whole model on every rank" in str(caught.value)
     with pytest.raises(PlanError) as caught:
         choose(slow(batch=64), pins={"servers": 1})
     assert "does not divide over 7 replicas" in str(caught.value)

@@ -62,7 +62,7 @@ def test_the_demo_refuses_a_plan_that_cannot_be_with_the_reason_and_no_traceback
 ) -> None:
     run = demo(tmp_path, "--plan", "ep=2")
     assert run.returncode == 2, run.stderr
-    assert "ep=2 shares out experts, and no block of" in run.stderr
+    assert "ep=2 shards experts, and no block of" in run.stderr
     assert "Traceback" not in run.stderr
 
 

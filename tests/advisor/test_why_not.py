@@ -94,7 +94,7 @@ def test_a_plan_that_does_not_fit_says_what_is_missing() -> None:
         ("pp=3", "plan needs 3 ranks (pp=3), 1x4xH100-like has 4"),
         ("tp=8", "plan needs 8 ranks (tp=8), 1x4xH100-like has 4"),
         ("pp=3", "`pp` may be 1, 2 or 4 here"),
-        ("cp=2 compile=true", "torch.compile does not see what stands in for attention (cp=2)"),
+        ("cp=2 compile=true", "torch.compile does not see the ring in place of attention (cp=2)"),
         ("pp=4 microbatches=2 schedule=1f1b", "microbatches=2, pp=4"),
         ("pp=2 schedule=interleaved microbatches=1", "microbatches=1 is no multiple of pp=2"),
         ("dp_shard=4 zero=1", "ZeRO-1 and ZeRO-2 shard over dp_replicate"),

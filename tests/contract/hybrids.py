@@ -15,7 +15,7 @@ from advisor.cost.model import CostModel
 from advisor.cost.staged import traffic_of_ranks
 from engines.apply import apply_plan
 from engines.parallel import ParallelModel
-from engines.pipeline.parts import stages_of_rank
+from engines.pipeline.segments import stages_of_rank
 from engines.pipeline.stage import buffers
 from engines.plan import Plan, Precision, Recompute
 from engines.tensor.proposal import propose_styles

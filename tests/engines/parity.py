@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engines.apply import apply_plan
-from engines.data.loader import shares
+from engines.data.loader import split_rows_evenly
 from engines.parallel import ParallelModel
 from engines.plan import Plan
 from profiles.batch import Batch, call_model, loss_of, split_rows
@@ -81,7 +81,7 @@ def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 def local_rows(parallel: ParallelModel, batch: Batch, rows: int) -> Batch:
     """The rows of a global batch that this rank trains on."""
-    parts = split_rows(batch, shares(rows, parallel.data_world_size))
+    parts = split_rows(batch, split_rows_evenly(rows, parallel.data_world_size))
     return parts[parallel.data_rank]
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.apply import apply_plan
-from engines.data.loader import shares
+from engines.data.loader import split_rows_evenly
 from engines.plan import Plan
 from profiles.batch import call_model, loss_of, split_rows
 from profiles.model import ModelProfile
@@ -60,7 +60,7 @@ def difference(name: str, plan: Plan, profile: ModelProfile) -> Difference:
         loss_fn=architecture.loss_fn,
         sample=architecture.batch,
     )
-    parts = split_rows(architecture.batch, shares(ROWS, parallel.data_world_size))
+    parts = split_rows(architecture.batch, split_rows_evenly(ROWS, parallel.data_world_size))
     loss = float(parallel.forward_backward(parts[parallel.data_rank]))
     got = parallel.full_gradients()
     assert got.keys() == wanted.keys(), f"not in both: {sorted(got.keys() ^ wanted.keys())}"
@@ -90,7 +90,7 @@ def _reference(name: str, pieces: int) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients on one process; kept for the plans of one architecture."""
     architecture = ARCHITECTURES[name]
     model, total = copy.deepcopy(_built(name)), 0.0
-    for piece in split_rows(architecture.batch, shares(ROWS, pieces)):
+    for piece in split_rows(architecture.batch, split_rows_evenly(ROWS, pieces)):
         output = call_model(model, piece, has_target=architecture.loss_fn is not None)
         loss = loss_of(output, piece, architecture.loss_fn) / pieces
         loss.backward()

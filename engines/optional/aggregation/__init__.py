@@ -1,6 +1,6 @@
-"""Sums over ranks, message by message: the ways that the literature names, to run and to read.
+"""Gradient sums over ranks, message by message, by the algorithms that the literature names.
 
-`rounds` says who sends what to whom, without torch; `aggregate` carries it out on any backend and
-can be stepped through; `hooks` lets DistributedDataParallel sum up its gradients so, or send less
-of them; `legality` says for which plans.
+Lives here: `rounds` (the messages, without torch), `aggregate` (runs them on any backend, also step
+by step) and `hooks` (DistributedDataParallel's gradients, summed so or compressed). Must not: the
+backend's own all-reduce (`engines.data`).
 """

@@ -20,14 +20,14 @@ from engines.plan import Aggregation, Compression, Plan
 
 # The first step that PowerSGD compresses. DDP cuts its buckets anew after the first one, and torch
 # refuses less; the paper (Vogels et al. 2019, algorithm 2) compresses from the start. torch's own
-# default, 1,000 plain steps, would be as slow as what it is to replace.
+# default, 1,000 plain steps, would be as slow as uncompressed gradients.
 FIRST_COMPRESSED_STEP = 2
 # Keeps the factors of a gradient of zeros from being 0 / 0; torch's documentation suggests it.
 ORTHOGONALISATION_EPSILON = 1e-8
 
 
 @dataclass(slots=True)
-class Sums:
+class BucketSums:
     """The aggregation of buckets, and its stream: on a GPU it overlaps the backward."""
 
     group: dist.ProcessGroup
@@ -36,7 +36,7 @@ class Sums:
     streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
 
     @contextmanager
-    def beside_the_backward(self, device: torch.device) -> Iterator[None]:
+    def overlapped(self, device: torch.device) -> Iterator[None]:
         """Launch inside after all earlier work of the device, without delaying the backward."""
         if device.type != "cuda":
             yield
@@ -48,11 +48,11 @@ class Sums:
 
 
 @dataclass(slots=True)
-class Factors:
-    """PowerSGD's state, and the bucket that is under way.
+class PowerSGDBuckets:
+    """PowerSGD's state, and the latest bucket.
 
-    What is left out of gradients waits here, on its rank: no checkpoint has it, so that a training
-    which is taken up again misses one step's worth of it.
+    The error feedback stays here, on its rank: no checkpoint has it, so that a resumed training
+    misses that of one step.
     """
 
     state: PowerSGDState
@@ -70,7 +70,7 @@ def register_gradient_hook(
 
     Args:
         group: the replicas.
-        per_node: so many of them after one another share a node.
+        per_node: consecutive replicas that share a node.
     """
     if plan.compression is Compression.POWERSGD:
         factors = PowerSGDState(
@@ -79,33 +79,33 @@ def register_gradient_hook(
             start_powerSGD_iter=FIRST_COMPRESSED_STEP,
             orthogonalization_epsilon=ORTHOGONALISATION_EPSILON,
         )
-        runner.register_comm_hook(Factors(factors), factorised)
+        runner.register_comm_hook(PowerSGDBuckets(factors), factorised)
         return
-    sums = Sums(group, plan.aggregation, per_node)
+    sums = BucketSums(group, plan.aggregation, per_node)
     if plan.compression is Compression.BF16:
         runner.register_comm_hook(sums, compressed)
     elif plan.aggregation is not Aggregation.BACKEND:
         runner.register_comm_hook(sums, summed_up)
 
 
-def summed_up(sums: Sums, bucket: dist.GradBucket) -> Future[Tensor]:
+def summed_up(sums: BucketSums, bucket: dist.GradBucket) -> Future[Tensor]:
     """The mean of a bucket over the replicas, by the messages of `sums.kind`."""
     return _mean(sums, bucket.buffer())
 
 
-def compressed(sums: Sums, bucket: dist.GradBucket) -> Future[Tensor]:
-    """The same in bfloat16, half of the bytes: divided first, so that sums stay in its range."""
+def compressed(sums: BucketSums, bucket: dist.GradBucket) -> Future[Tensor]:
+    """`summed_up` in bfloat16, half of the bytes: divided first, so that sums stay in its range."""
     if sums.kind is Aggregation.BACKEND:
         return default_hooks.bf16_compress_hook(sums.group, bucket)
     whole = bucket.buffer()
     return _mean(sums, whole.to(torch.bfloat16)).then(lambda mean: whole.copy_(mean.value()))
 
 
-def factorised(factors: Factors, bucket: dist.GradBucket) -> Future[Tensor]:
+def factorised(factors: PowerSGDBuckets, bucket: dist.GradBucket) -> Future[Tensor]:
     """PowerSGD: the mean of a bucket's matrices as far as their factors go.
 
-    Its second and third sum begin when the one before is done. gloo's are done at other moments on
-    every rank, so that sums of two buckets would meet: there a bucket waits for the one before.
+    Its second and third sum begin when the one before is done. gloo's end at other moments on every
+    rank, so that sums of two buckets would mix: there a bucket waits for the one before.
     """
     if factors.latest is not None and bucket.buffer().device.type == "cpu":
         factors.latest.wait()
@@ -113,10 +113,10 @@ def factorised(factors: Factors, bucket: dist.GradBucket) -> Future[Tensor]:
     return factors.latest
 
 
-def _mean(sums: Sums, values: Tensor) -> Future[Tensor]:
+def _mean(sums: BucketSums, values: Tensor) -> Future[Tensor]:
     group, device = sums.group, values.device
     done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else [])
-    with sums.beside_the_backward(device):
+    with sums.overlapped(device):
         values.div_(dist.get_world_size(group))
         aggregate(values, group, kind=sums.kind, per_node=sums.per_node)
         done.set_result(values)

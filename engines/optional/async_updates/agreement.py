@@ -1,12 +1,12 @@
-"""Several servers make each step of the same workers' gradients.
+"""Agreement of several servers on the workers of each step.
 
-Each server hears from the workers in an order of its own. So the first server decides for all: for
-the first workers whose gradients have come to every server. The others report to it what has come,
-make the update that they are given, and no other; so a worker that is lost half way
-counts nowhere, and no server hears of gradients that it lacks.
+Gradients reach each server in another order. So the first server decides for all: it takes the
+first workers whose gradients have reached every server. The others report arrivals to it, and make
+the updates that it announces, no others; so a worker that is lost half way counts nowhere, and no
+server has to update by gradients that it lacks.
 
-A worker's gradients are of one version on all servers or are left out: one server at least has gone
-on from the older version, and takes them for late.
+A worker's gradients are of one version on all servers or are left out: at least one server has
+finished the older version, and takes them for late.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _LENGTH = 2  # of a report: the version, and the worker
 
 
 class Agreement:
-    """One server's side. What it changes it changes under the condition `changed`.
+    """One server's side; it changes state under the condition `changed` only.
 
     Args:
         peers: links to the other servers on the first one, to the first one on the others.
         needed: workers of a step.
-        failed: what to call with an error that ends the job.
+        failed: called with an error that ends the job.
 
     Attributes:
-        gone: how the other end was lost; no step is made after it.
+        gone: the error of a lost peer; no step is made after it.
     """
 
     def __init__(
@@ -55,31 +55,31 @@ class Agreement:
         self._failed = failed
         self._came: Counter[int] = Counter()  # servers that have a worker's gradients
         self._complete: list[int] = []  # workers whose gradients all have, in this order
-        # Nothing is sent while the condition is held: the other end may be about to send too.
+        # Nothing is sent under the condition: the other end may be about to send too.
         self._outgoing = {peer: queue.SimpleQueue[tuple[float, ...]]() for peer in peers}
         self.gone: RankError | None = None
         self._lacking = min(peers)
         self.threads = [
             threading.Thread(target=target, args=(peer,), daemon=True)
             for peer in peers
-            for target in (self._hear, self._tell)
+            for target in (self._receive, self._send)
         ]
         for thread in self.threads:
             thread.start()
 
-    def has(self, worker: int, version: int) -> None:
-        """This server has the worker's gradients of `version`; the condition is held."""
+    def report(self, worker: int, version: int) -> None:
+        """Report that this server has the worker's gradients of `version`, under the condition."""
         if self._decides:
             self._note(worker, version)
         else:
             self._outgoing[FIRST].put((version, worker))
 
     def lacking(self) -> int:
-        """The server for which a step waits when all workers have come to this one."""
+        """The server that a step waits for when this one has all gradients."""
         return self._lacking
 
     def _note(self, worker: int, version: int) -> None:
-        """On the first server: one more server has them."""
+        """Count one more server that has the gradients, on the first server."""
         core = self._core
         if version != core.version:
             return
@@ -93,7 +93,7 @@ class Agreement:
             for outgoing in self._outgoing.values():
                 outgoing.put((version, *chosen))
 
-    def _hear(self, peer: int) -> None:
+    def _receive(self, peer: int) -> None:
         length = _LENGTH if self._decides else 1 + self._needed
         try:
             while True:
@@ -105,19 +105,19 @@ class Agreement:
                         self._core.use(workers)
                     self._changed.notify_all()
         except RankError as error:
-            self._lose(peer, error)
+            self._drop(peer, error)
         except BaseException as error:  # of the optimizer, say
             self._failed(error)
 
-    def _tell(self, peer: int) -> None:
+    def _send(self, peer: int) -> None:
         try:
             while message := self._outgoing[peer].get():
                 self._peers[peer].send(message)
         except RankError as error:
-            self._lose(peer, error)
+            self._drop(peer, error)
 
-    def _lose(self, peer: int, error: RankError) -> None:
-        """At the end of a training that is no error, so steps tell what they lack."""
+    def _drop(self, peer: int, error: RankError) -> None:
+        """Note a lost peer. At the end of a training that is no error: steps raise it."""
         with self._changed:
             self.gone, self._lacking = error, peer
             self._changed.notify_all()

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from engines.optional.async_updates.agreement import FIRST
-from engines.optional.async_updates.exchange import Exchange
+from engines.optional.async_updates.exchange import UpdateExchange
 from engines.optional.async_updates.link import links
 from engines.optional.async_updates.partition import partition
-from engines.optional.async_updates.periodic import Periodic, nesterov
+from engines.optional.async_updates.periodic import PeriodicExchange, nesterov
 from engines.optional.async_updates.server import ParameterServer
-from engines.optional.async_updates.server_rank import Serving
-from engines.optional.async_updates.worker_rank import Working
+from engines.optional.async_updates.server_rank import ServerExchange
+from engines.optional.async_updates.worker_rank import WorkerExchange
 from engines.plan import Plan, Updates
 from engines.runtime.world import World
 from engines.state.optimizer import OptimizerFactory
@@ -35,7 +35,7 @@ def served_parameters(plan: Plan, model: nn.Module, world: World) -> frozenset[s
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if plan.servers > len(names):
         raise PlanError(
-            f"servers={plan.servers} share out whole tensors, the model trains {len(names)}",
+            f"servers={plan.servers} partition whole tensors, the model trains {len(names)}",
             where=f"plan: {plan}",
             hints=[f"set servers to {len(names)} or less"],
         )
@@ -50,9 +50,9 @@ def build_exchange(
     outer: OptimizerFactory | None,
     profile: ModelProfile,
     world: World,
-) -> Exchange | None:
-    """This rank's side of the plan's updates; None where replicas exchange gradients in every step,
-    which the other engines do. All ranks call it.
+) -> UpdateExchange | None:
+    """Build this rank's side of the plan's updates; None where replicas exchange gradients in every
+    step, which the other engines do. All ranks call it.
 
     Args:
         optimizer: of this rank; on a server of the parameters that it serves.
@@ -62,7 +62,7 @@ def build_exchange(
         return None
     if plan.updates.is_periodic:
         is_diloco = plan.updates is Updates.DILOCO
-        return Periodic(
+        return PeriodicExchange(
             model.parameters(),
             optimizer,
             outer=(outer or nesterov) if is_diloco else None,
@@ -90,7 +90,7 @@ def build_exchange(
             decides=not agree,
         )
         in_step = is_synchronous and not plan.backup_workers
-        return Serving(
+        return ServerExchange(
             core,
             worker_links,
             peers=peers,
@@ -99,7 +99,7 @@ def build_exchange(
             servers=servers,
             world=world,
         )
-    return Working(
+    return WorkerExchange(
         worker_links,
         dict(enumerate(parts)),
         optimizer,

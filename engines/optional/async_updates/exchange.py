@@ -12,17 +12,17 @@ from torch import Tensor
 from engines.optional.async_updates.report import UpdateReport
 
 
-class Exchange:
-    """One rank's side of it, called by `ParallelModel` and by hooks of its optimizer.
+class UpdateExchange:
+    """A rank's side of the updates, called by `ParallelModel` and by hooks of its optimizer.
 
-    This one is that of plans whose steps exchange gradients themselves: nothing is left to do.
+    This base class is for plans whose steps exchange gradients themselves: it does nothing.
 
     Attributes:
-        replica, replicas: which part of the batches this rank works on, of how many.
-        loss: of the last step: the mean over what the update was made of, where this rank knows.
-        serves: whether this rank has no part of a batch, but steps what others work for.
-        keeps_states: whether this rank's optimizer is one that steps.
-        outer: the optimizer of DiLoCo's meetings.
+        replica, replicas: this rank's part of the batches, and their number.
+        loss: of the last step: the mean over the samples of the update, where this rank knows it.
+        serves: this rank has no part of a batch: it steps parameters by others' gradients.
+        keeps_states: this rank's optimizer steps parameters.
+        outer: the outer optimizer of DiLoCo.
         states_of: the replica whose optimizer states are this rank's; 0 where all share them.
     """
 
@@ -37,16 +37,16 @@ class Exchange:
         self.loss = self._none
         self._count = 0.0
 
-    def instead(self) -> bool:
-        """A whole step of a rank that has no part of its own in it; False where it has."""
+    def replace_step(self) -> bool:
+        """Do the step of a rank that computes no gradients in it; False where it computes some."""
         return False
 
     def note(self, loss: Tensor, count: float) -> None:
         """Note the samples of the gradients that the optimizer sees next, and their mean loss."""
         self.loss, self._count = loss, count
 
-    def taken(self) -> Tensor:
-        """The loss of the last step, which is the caller's from now on: nothing is kept of it."""
+    def take_loss(self) -> Tensor:
+        """Return the loss of the last step and forget it."""
         loss, self.loss = self.loss, self._none
         return loss
 
@@ -55,24 +55,24 @@ class Exchange:
         return loss
 
     def synchronise(self) -> None:
-        """Bring this rank's parameters to where all are; all ranks call it."""
+        """Bring this rank's parameters up to date; all ranks call it."""
 
     @contextmanager
     def saving(self) -> Iterator[dist.ProcessGroup | None]:
-        """Around writing a checkpoint: the ranks that do it, None for all of them."""
+        """Around writing a checkpoint; yields the group of ranks that write, None for all."""
         yield None
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Around loading parameters, and maybe optimizer states, on all ranks the same."""
+        """Around loading parameters, and maybe optimizer states, the same on all ranks."""
         yield
 
     def outer_states(self) -> dict[str, Tensor]:
-        """The tensors that the outer optimizer keeps, made where there are none yet."""
+        """States of the outer optimizer, made where there are none yet."""
         return {}
 
     def forget_outer_states(self) -> None:
-        """Begin with them anew: a checkpoint had none."""
+        """Reset the outer states: a checkpoint had none."""
 
     @property
     def report(self) -> UpdateReport | None:

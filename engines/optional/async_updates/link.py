@@ -1,7 +1,7 @@
 """Messages between a worker and a server: numbers, then tensors, in a group of these two ranks.
 
-Gloo's sends and receives, so no code and no pickles travel. A pair has connections of its own:
-where one rank is lost, the others' stay.
+Gloo's sends and receives, so no code and no pickles are sent. A pair has its own connections: where
+one rank is lost, those of the others stay.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from profiles.errors import RankError
 from profiles.torch_compat import default_store
 
 _NUMBERS, _TENSORS, _NO_MESSAGE = 1, 2, 3  # tags
-# A server's wait for a worker to begin a message is bounded by the steps that it serves, which know
-# the other workers; this one only has to outlast any pause between two steps.
+# A server's wait for the beginning of a message is bounded by the steps that it serves, which know
+# the other workers; this bound only has to exceed any pause between two steps.
 _LISTENING_S = 7 * 24 * 3600.0
 
 
 class Link:
-    """One end of it; bytes are counted as they are handed to gloo, or were taken from it.
+    """One end of a connection; bytes are counted when gloo has sent or received them.
 
     Args:
-        who: what errors call the other end.
-        is_needed: whether nobody can go on without it. Those that leave for its loss must not be
-            taken for the cause.
+        who: name of the other end in errors.
+        is_needed: nobody can go on without it; ranks that end for its loss must not be named as
+            the cause.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Link:
     def begin_to_send(
         self, numbers: Sequence[float], tensors: Sequence[Tensor] = ()
     ) -> Callable[[], None]:
-        """The same, while others are sent to: what is returned waits until it is done."""
+        """`send` in the background: the returned function waits until it is done."""
         messages = [(torch.tensor(numbers, dtype=torch.float64), _NUMBERS)]
         if tensors:
             messages += [(torch.cat([_as_bytes(tensor) for tensor in tensors]), _TENSORS)]
@@ -87,7 +87,7 @@ class Link:
         return self.begin_to_receive(like)()
 
     def begin_to_receive(self, like: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """The same, while others send as well: what is returned waits for them."""
+        """`receive_tensors` in the background: the returned function waits for them."""
         sizes = [tensor.nbytes for tensor in like]
         if not sum(sizes):
             return lambda: [torch.empty_like(tensor) for tensor in like]
@@ -103,7 +103,7 @@ class Link:
 
     def hang_up(self) -> None:
         """Close the connection, so that a wait on it ends: gloo has no abort, but a receive that
-        runs out of time closes it. Nobody sends what is waited for here."""
+        times out closes it. Nobody sends the message that is waited for here."""
         with suppress(RuntimeError):
             nothing = self._group.recv([torch.empty(1)], self._place, _NO_MESSAGE)
             nothing.wait(timedelta(milliseconds=1))
@@ -116,10 +116,10 @@ class Link:
     def _begin(
         self, message: Tensor, tag: int, *, sends: bool, patience_s: float | None = None
     ) -> Callable[[], None]:
-        """Hand a message to gloo, which keeps it until it is waited for."""
-        said = "did not take a message" if sends else "did not answer"
+        """Begin to send or receive a message; gloo keeps it until it is waited for."""
+        failure = "did not take a message" if sends else "did not answer"
         bound = timedelta(seconds=patience_s or self._world.timeout_s)
-        with self._named(said):
+        with self._named(failure):
             if sends:
                 work = dist.isend(message, group=self._group, group_dst=self._place, tag=tag)
             else:
@@ -127,7 +127,7 @@ class Link:
         assert work is not None
 
         def wait() -> None:
-            with self._named(said):
+            with self._named(failure):
                 work.wait(bound)
             if sends:
                 self.sent_bytes += message.nbytes
@@ -138,19 +138,19 @@ class Link:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """A wait that ends in vain names the rank that was waited for."""
+        """Name the rank that was waited for in the error of a failed wait."""
         try:
             yield
         except RuntimeError as error:  # gloo's: nothing else is done in there
             late = "timed out" in str(error).lower()
             why = f"{what} within {self._world.timeout_s:.0f} s" if late else "is gone"
-            said = f"{self._who} {why}"
+            text = f"{self._who} {why}"
             if self._is_needed:
-                publish_failure(said)
+                publish_failure(text)
                 cause = first_failure()
-                said += f": {cause}" * (cause not in ("", said))
+                text += f": {cause}" * (cause not in ("", text))
             raise RankError(
-                said,
+                text,
                 where=f"rank {self._world.rank} of {self._world.size}, exchanging parameters",
                 hints=[f"look at the output of rank {self.peer}"],
             ) from error
@@ -167,13 +167,15 @@ def links(pairs: Iterable[tuple[int, int]], world: World, *, servers: int) -> di
             peer = other if world.rank == one else one
             is_server = peer < servers
             who = f"rank {peer} ({'a server' if is_server else 'a worker'}, on {hosts[peer]})"
-            is_needed = is_server and world.rank >= servers  # at the end servers leave each other
+            is_needed = (
+                is_server and world.rank >= servers
+            )  # at the end servers disconnect from each other
             made[peer] = Link(group, peer=peer, who=who, is_needed=is_needed, world=world)
     return made
 
 
 def _hosts(world: World) -> list[str]:
-    """The names of the machines that the ranks are on; asked for while all are there."""
+    """Host names of the ranks, exchanged while all of them are there."""
     store = default_store()
     turn = store.add(f"advisor/hosts/{world.rank}", 1)
     store.set(f"advisor/hosts/{turn}/{world.rank}", socket.gethostname())

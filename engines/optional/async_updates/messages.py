@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 
-class Kind(IntEnum):
+class Request(IntEnum):
     """A worker's request."""
 
-    PUSH = 0  # a step: here are gradients, give me parameters
-    MEET = 1  # the mean of a loss over all workers
+    PUSH = 0  # a step: gradients for the server, parameters for the worker
+    REDUCE = 1  # the mean of a loss over all workers
     PULL = 2  # the same, and parameters
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A worker's message; `flags` says which of the server's tensors it sends a gradient of."""
+class WorkerMessage:
+    """A worker's message; `flags`: for each of the server's tensors, if a gradient is sent."""
 
-    kind: Kind
+    kind: Request
     turn: int
     count: float
     loss: float
@@ -36,19 +36,19 @@ class Question:
         return [self.kind, self.turn, self.count, self.loss, *map(float, self.flags)]
 
     @classmethod
-    def read(cls, numbers: Sequence[float]) -> Question:
+    def read(cls, numbers: Sequence[float]) -> WorkerMessage:
         kind, turn, count, loss, *flags = numbers
-        return cls(Kind(int(kind)), int(turn), count, loss, tuple(map(bool, flags)))
+        return cls(Request(int(kind)), int(turn), count, loss, tuple(map(bool, flags)))
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ServerMessage:
     """A server's message.
 
     Attributes:
         staleness: of the gradients; None where they were dropped.
-        loss: the mean over what the update was made of, or over what workers met for.
-        missing: the rank for whose lack there is no update; None where all is well.
+        loss: the mean over the samples of the update, or of the reduction.
+        missing: the rank whose loss makes an update impossible; None where there is one.
     """
 
     version: int
@@ -64,7 +64,7 @@ class Answer:
         return [self.version, staleness, self.loss, missing]
 
     @classmethod
-    def read(cls, numbers: Sequence[float]) -> Answer:
+    def read(cls, numbers: Sequence[float]) -> ServerMessage:
         version, staleness, loss, missing = numbers
         return cls(
             int(version),

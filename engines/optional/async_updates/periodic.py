@@ -1,4 +1,4 @@
-"""Replicas that update on their own and meet every so many steps: local SGD and DiLoCo."""
+"""Periodic updates: replicas step on their own and average every so many steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.data.replicas import sum_flat
-from engines.optional.async_updates.exchange import Exchange
+from engines.optional.async_updates.exchange import UpdateExchange
 from engines.optional.async_updates.report import Tally, UpdateReport
 from engines.runtime.world import World, rank_error_context
 from engines.state.optimizer import OptimizerFactory, send_from_first
@@ -22,17 +22,17 @@ def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
-class Periodic(Exchange):
+class PeriodicExchange(UpdateExchange):
     """One replica. Its optimizer steps by its own gradients; states of the optimizer stay its own.
 
-    Local SGD (Stich 2019, arXiv:1805.09767) averages the parameters. DiLoCo takes what replicas
-    moved by since they met, averaged, as the gradient of an outer optimizer, which steps the
-    parameters from where they had met; that takes memory for a copy of them and the outer states.
+    Local SGD (Stich 2019, arXiv:1805.09767) averages the parameters. DiLoCo takes the mean change
+    of replicas since the last average as the gradient of an outer optimizer, which steps the
+    parameters from that average; that takes memory for a copy of them and the outer states.
 
     Args:
         outer: makes the outer optimizer; None averages.
-        every: optimizer steps between two meetings.
-        buffers: statistics that follow the first replica's when they meet.
+        every: optimizer steps between two averages.
+        buffers: statistics that are copied from the first replica when replicas average.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Periodic(Exchange):
         self._every = every
         self._world = world
         self._ahead = 0
-        self._is_quiet = False
+        self._is_loading = False
         self._tally = Tally()
         self._sent_bytes = 0
-        self._met = [nn.Parameter(p.detach().clone()) for p in self._parameters if outer]
-        self.outer = outer(self._met) if outer else None
-        optimizer.register_step_post_hook(self._stepped)
+        self._anchors = [nn.Parameter(p.detach().clone()) for p in self._parameters if outer]
+        self.outer = outer(self._anchors) if outer else None
+        optimizer.register_step_post_hook(self._on_step)
 
     def average(self, loss: Tensor, count: float) -> Tensor:
         sums = torch.stack([loss.double() * count, loss.new_tensor(count, dtype=torch.float64)])
@@ -66,7 +66,7 @@ class Periodic(Exchange):
         return (sums[0] / sums[1].clamp(min=1.0)).to(loss.dtype)
 
     def synchronise(self) -> None:
-        """Meet now, if there were steps since the last time; the next meeting is `every` later."""
+        """Average now, if there were steps since the last one; the next is `every` steps later."""
         if not self._ahead:
             return
         self._ahead = 0
@@ -80,38 +80,40 @@ class Periodic(Exchange):
     @contextmanager
     def saving(self) -> Iterator[None]:
         """torch gives an optimizer without states some by a step of zeros: it is none of ours."""
-        self._is_quiet = True
+        self._is_loading = True
         try:
             yield
         finally:
-            self._is_quiet = False
+            self._is_loading = False
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Replicas have met at what is loaded."""
+        """The loaded parameters are the last average."""
         with self.saving(), torch.no_grad():
             yield
             self._ahead = 0
-            for met, parameter in zip(self._met, self._parameters, strict=bool(self._met)):
-                met.copy_(parameter)
+            for anchor, parameter in zip(
+                self._anchors, self._parameters, strict=bool(self._anchors)
+            ):
+                anchor.copy_(parameter)
 
     def outer_states(self) -> dict[str, Tensor]:
-        """A step of zeros makes them, from which the parameters are put back."""
+        """Make them by a step of zeros, and restore the parameters."""
         if self.outer is None:
             return {}
         if not self.outer.state:
-            kept = [met.detach().clone() for met in self._met]
-            for met in self._met:
-                met.grad = torch.zeros_like(met)
+            before_step = [anchor.detach().clone() for anchor in self._anchors]
+            for anchor in self._anchors:
+                anchor.grad = torch.zeros_like(anchor)
             self.outer.step()
             self.outer.zero_grad(set_to_none=True)
             with torch.no_grad():
-                for met, before in zip(self._met, kept, strict=True):
-                    met.copy_(before)
+                for anchor, before in zip(self._anchors, before_step, strict=True):
+                    anchor.copy_(before)
         return {
             f"{place}.{key}": value
-            for place, met in enumerate(self._met)
-            for key, value in self.outer.state[met].items()
+            for place, anchor in enumerate(self._anchors)
+            for key, value in self.outer.state[anchor].items()
             if isinstance(value, Tensor)
         }
 
@@ -124,8 +126,8 @@ class Periodic(Exchange):
         sent = self._sent_bytes
         return self._tally.report(sent_bytes=sent, received_bytes=sent)
 
-    def _stepped(self, *_: object) -> None:
-        if self._is_quiet:
+    def _on_step(self, *_: object) -> None:
+        if self._is_loading:
             return
         self._tally.staleness[self._ahead] += 1
         self._ahead += 1
@@ -133,14 +135,14 @@ class Periodic(Exchange):
             self.synchronise()
 
     def _outer_step(self, outer: torch.optim.Optimizer) -> None:
-        moved = [met - p for met, p in zip(self._met, self._parameters, strict=True)]
+        moved = [anchor - p for anchor, p in zip(self._anchors, self._parameters, strict=True)]
         self._sum(moved)
-        for met, gradient in zip(self._met, moved, strict=True):
-            met.grad = gradient
+        for anchor, gradient in zip(self._anchors, moved, strict=True):
+            anchor.grad = gradient
         outer.step()
         outer.zero_grad(set_to_none=True)
-        for met, parameter in zip(self._met, self._parameters, strict=True):
-            parameter.copy_(met)
+        for anchor, parameter in zip(self._anchors, self._parameters, strict=True):
+            parameter.copy_(anchor)
 
     def _sum(self, tensors: list[Tensor]) -> None:
         sum_flat(tensors, None, divisor=self._world.size)

@@ -13,14 +13,14 @@ class UpdateReport(Record):
     """Counts of the gradients that a rank sent, or that a server received.
 
     Attributes:
-        staleness: how many updates were so and so stale. With servers: updates by others between
-            the parameters that a gradient was computed at and its own. Replicas that update on
-            their own: their steps since they met, which the others do not know.
-        dropped: gradients that came when their step had gone on without them.
-        skipped: steps that were over before this rank began with them.
-        sent_bytes, received_bytes: of messages between workers and servers, or of what replicas
-            hand in to be averaged.
-        gone: ranks that were lost on the way.
+        staleness: counts of updates by staleness. With servers: updates by others between the
+            parameters that a gradient was computed at and its own. Replicas that update on
+            their own: their steps since the last average, which the others do not know.
+        dropped: gradients that arrived after their step had finished.
+        skipped: steps that were over before this rank began them.
+        sent_bytes, received_bytes: of messages between workers and servers, or of tensors that
+            replicas average.
+        gone: ranks that were lost during the training.
     """
 
     staleness: dict[int, int] = Field(default_factory=dict)
@@ -57,7 +57,7 @@ class UpdateReport(Record):
 
 
 class Tally:
-    """A report in the making."""
+    """Counters of a report."""
 
     def __init__(self) -> None:
         self.staleness: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""A parameter server: what it does with gradients. No messages and no threads here.
+"""The arithmetic of a parameter server. No messages and no threads here.
 
 One class for every kind of update, so that a simulation of delays runs the code that training runs.
 """
@@ -19,7 +19,7 @@ Gradients = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _Received:
     """A worker's gradients of the mean of so many samples, and that mean loss."""
 
     gradients: Gradients
@@ -28,7 +28,7 @@ class _Given:
 
 
 class ParameterServer:
-    """Parameters, their optimizer, and how far each worker is.
+    """Parameters, their optimizer, and the clock of each worker.
 
     `version` counts updates. A synchronous server makes one of the first `needed` gradients that
     were computed at its version (Chen et al. 2016, "Revisiting Distributed Synchronous SGD"). An
@@ -38,8 +38,8 @@ class ParameterServer:
     Args:
         max_staleness: steps that a worker may be ahead of the slowest one before it has to wait (Ho
             et al. 2013, "Stale Synchronous Parallel Parameter Server").
-        decides: whether a synchronous update is made as soon as `needed` have given; else when
-            `use` says of whose gradients.
+        decides: a synchronous update is made as soon as `needed` workers have sent gradients; else
+            when `use` names the workers.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ParameterServer:
         self._needed = needed
         self._max_staleness = max_staleness
         self._decides = decides
-        self._given: dict[int, _Given] = {}
+        self._received: dict[int, _Received] = {}
         self._used: dict[int, int] = {}  # the version at which a worker's gradients were used last
 
     def push(
@@ -75,14 +75,14 @@ class ParameterServer:
     ) -> int | None:
         """Take a worker's gradients, computed at the parameters of `version`.
 
-        Returns how stale they were; None where they came too late and were dropped. See `is_used`.
+        Returns their staleness; None where they came too late and were dropped. See `is_used`.
         """
-        given = _Given(gradients, count, loss)
+        received = _Received(gradients, count, loss)
         staleness = self.version - version
         if self._needed is None:
             self.clocks[worker] += 1
             self.tally.staleness[staleness] += 1
-            self._update([given])
+            self._update([received])
         elif staleness:
             # The worker goes on from here: the steps that it missed are over.
             self.clocks[worker] = self.version
@@ -90,27 +90,27 @@ class ParameterServer:
             return None
         else:
             self.clocks[worker] = self.version + 1
-            self._given[worker] = given
-            if self._decides and len(self._given) == self._needed:
-                self.use(list(self._given))
+            self._received[worker] = received
+            if self._decides and len(self._received) == self._needed:
+                self.use(list(self._received))
         return staleness
 
     def use(self, workers: Sequence[int]) -> None:
-        """Make the update of these workers' gradients; those of others came too late."""
-        given = [self._given[worker] for worker in workers]
-        self.tally.staleness[0] += len(given)
-        self.tally.dropped += len(self._given) - len(given)
+        """Update by these workers' gradients; those of others came too late."""
+        received = [self._received[worker] for worker in workers]
+        self.tally.staleness[0] += len(received)
+        self.tally.dropped += len(self._received) - len(received)
         self._used |= dict.fromkeys(workers, self.version)
-        self._given = {}
-        self._update(given)
+        self._received = {}
+        self._update(received)
 
     def is_used(self, worker: int, version: int) -> bool:
         """True if the worker's gradients of `version` are in an update."""
         return not self.is_synchronous or self._used.get(worker) == version
 
-    def caught_up(self, worker: int) -> int:
-        """A worker takes parameters: of the steps that others have made since it gave its
-        gradients, synchronous ones are over for it too. How far it is now."""
+    def catch_up(self, worker: int) -> int:
+        """Advance the clock of a worker that fetches parameters: synchronous steps that others made
+        since it sent its gradients are over for it too. Returns its clock."""
         if self.is_synchronous and worker in self.clocks:
             self.clocks[worker] = max(self.clocks[worker], self.version)
         return self.clocks.get(worker, 0)
@@ -124,18 +124,18 @@ class ParameterServer:
         return self.clocks[worker] - min(self.clocks.values()) <= self._max_staleness
 
     def behind(self, worker: int) -> list[int]:
-        """The workers without which this one may not go on."""
+        """The workers that this one has to wait for."""
         least = self.clocks[worker] - (self._max_staleness or 0)
         return [other for other, clock in self.clocks.items() if clock < least]
 
     def lose(self, worker: int) -> None:
-        """Go on without a worker."""
+        """Remove a worker."""
         if self.clocks.pop(worker, None) is not None:
             self.tally.gone.append(worker)
 
     @property
     def needed(self) -> int:
-        """Workers whose gradients make an update."""
+        """Number of workers whose gradients make an update."""
         return self._needed or 1
 
     @property
@@ -148,14 +148,14 @@ class ParameterServer:
         return len(self.clocks) < self.needed
 
     @torch.no_grad()
-    def _update(self, given: Sequence[_Given]) -> None:
+    def _update(self, received: Sequence[_Received]) -> None:
         """One optimizer step by the mean over all their samples."""
-        total = sum(each.count for each in given) or 1.0
-        self.loss = sum(each.loss * each.count for each in given) / total
+        total = sum(each.count for each in received) or 1.0
+        self.loss = sum(each.loss * each.count for each in received) / total
         for place, parameter in enumerate(self.parameters):
-            parts = [(each.gradients[place], each.count / total) for each in given]
-            there = [gradient * share for gradient, share in parts if gradient is not None]
-            parameter.grad = reduce(torch.add, there) if there else None
+            parts = [(each.gradients[place], each.count / total) for each in received]
+            weighted = [gradient * share for gradient, share in parts if gradient is not None]
+            parameter.grad = reduce(torch.add, weighted) if weighted else None
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.version += 1

@@ -20,7 +20,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from engines.data.loader import ShardedLoader, shares
+from engines.data.loader import ShardedLoader, split_rows_evenly
 from profiles.errors import InputError
 from tests.engines.cases import CASES
 from tests.engines.parity import parallelize, reference_loss, relative
@@ -66,8 +66,8 @@ def test_replicas_together_see_every_row_once_in_batches_of_the_same_size(
 
 
 def test_shares_differ_by_at_most_one() -> None:
-    assert shares(10, 4) == [3, 3, 2, 2]
-    assert shares(2, 4) == [1, 1, 0, 0]
+    assert split_rows_evenly(10, 4) == [3, 3, 2, 2]
+    assert split_rows_evenly(2, 4) == [1, 1, 0, 0]
 
 
 def test_shuffling_is_the_same_on_every_replica_and_another_each_epoch() -> None:

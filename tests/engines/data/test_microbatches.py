@@ -67,7 +67,7 @@ def test_ranks_of_one_replica_with_different_rows_are_told(
 ) -> None:
     for told in pool.run(_own_rows, plan, replicas, world_size=2 * replicas):
         assert len(told) == 2
-        assert all("the 2 ranks of replica 0 were given different batches" in t for t in told)
+        assert all("the 2 ranks of replica 0 got different batches" in t for t in told)
 
 
 def _bad_on_one_rank(plan: str) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.data.loader import shares
+from engines.data.loader import split_rows_evenly
 from engines.data.noise_scale import NoiseScale
 from engines.parallel import ParallelModel
 from engines.plan import Plan
@@ -78,8 +78,8 @@ def _squares(plan: str, rows: int) -> tuple[float, float, float, float]:
     found = parallel.noise_scale
     smalls = [
         piece
-        for part in split_rows(batch, shares(rows, parallel.data_world_size))
-        for piece in split_rows(part, shares(len(part[0]), _looked_at(parallel)))
+        for part in split_rows(batch, split_rows_evenly(rows, parallel.data_world_size))
+        for piece in split_rows(part, split_rows_evenly(len(part[0]), _looked_at(parallel)))
     ]
     squares = [_square(reference, case, piece) for piece in smalls]
     small = sum(squares) / len(squares)
@@ -167,7 +167,7 @@ def test_where_it_cannot_be_measured_the_plan_is_refused(plan: str, said: str) -
 
 def test_it_is_not_there_unless_it_was_asked_for() -> None:
     _, parallel = alone("gpt")
-    with pytest.raises(InputError, match="it was not asked for"):
+    with pytest.raises(InputError, match="`measure_noise` is off"):
         _ = parallel.noise_scale
     _, parallel = alone("gpt", plan=Plan.parse("accumulation=2"), measure_noise=True)
     with pytest.raises(InputError, match="no step was taken yet"):

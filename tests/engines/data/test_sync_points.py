@@ -84,7 +84,8 @@ class _Sleeps(torch.autograd.Function):
         ("constructor", "rank 1 did not answer within 1 s"),
         (
             "forward",
-            "lost contact with another rank while meeting before the forward: rank 1 did not come"
+            "lost contact with another rank while counting the rows of the batch: rank 1 did not"
+            " come"
             " to it",
         ),
         (

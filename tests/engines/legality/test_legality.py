@@ -181,7 +181,7 @@ def test_a_refusal_lists_every_problem_and_every_way_out() -> None:
         require_legal(Plan.parse("cp=2 offload=states"), model(), cpu_ranks(4))
     text = str(caught.value)
     assert "needs 2 ranks" in text
-    assert "also: cp=2 shares out the tokens of a sample" in text
+    assert "also: cp=2 shards the sequence dimension" in text
     assert text.count("hint:") == 3
 
 

@@ -121,9 +121,9 @@ def test_a_forward_that_changes_its_own_parameters_is_refused_when_it_is_recorde
 @pytest.mark.parametrize(
     ("plan", "because"),
     [
-        ("pp=2 schedule=gpipe stages=second", "other stages hold copies of it or none"),
-        ("dp_shard=2", "what is written to gathered parameters is lost"),
-        ("dp_replicate=2 zero=1", "what is written to gathered parameters is lost"),
+        ("pp=2 schedule=gpipe stages=second", "other stages have copies of it or none"),
+        ("dp_shard=2", "writes to gathered parameters are lost"),
+        ("dp_replicate=2 zero=1", "writes to gathered parameters are lost"),
         ("dp_replicate=2", ""),
     ],
 )

@@ -130,5 +130,7 @@ def test_what_a_hook_makes_and_hides_from_a_later_stage_is_refused(pool: Pool) -
 @pytest.mark.dist
 def test_a_hook_inside_a_unit_of_another_stage_is_said_to_be_out_of_reach(pool: Pool) -> None:
     other, last = pool.run(trained, "kept inside", world_size=2)
-    assert last.startswith("the loss uses a tensor of another stage, which is not here: a hook on")
+    assert last.startswith(
+        "the loss uses a tensor of another stage, which is not here: a hook inside"
+    )
     assert f"rank 1 failed: ModelError: {last}" in other

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engines.optional.async_updates.messages import Answer, Question
-from engines.optional.async_updates.server_rank import Serving
-from engines.optional.async_updates.worker_rank import Working
+from engines.optional.async_updates.messages import ServerMessage, WorkerMessage
+from engines.optional.async_updates.server_rank import ServerExchange
+from engines.optional.async_updates.worker_rank import WorkerExchange
 from engines.parallel import ParallelModel
 from engines.plan import Plan
 from engines.runtime.world import World
@@ -193,7 +193,7 @@ def _sets_of_workers(steps: int) -> tuple[list[list[int]], Any, float]:
     _, parallel = spread(QUADRATIC, "dp_replicate=1 servers=2 backup_workers=1", optimizer=plain)
     made: list[list[int]] = []
     exchange = parallel._exchange
-    if isinstance(exchange, Serving):
+    if isinstance(exchange, ServerExchange):
         use = exchange._core.use
 
         def noted(workers: list[int]) -> None:
@@ -247,7 +247,7 @@ class Recorded:
         return lambda: None
 
     def receive_numbers(self, _: int) -> list[float]:
-        return Answer(self.version, None, 0.0, None).numbers()
+        return ServerMessage(self.version, None, 0.0, None).numbers()
 
     def begin_to_receive(self, like: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         return lambda: like
@@ -260,7 +260,7 @@ def test_gradients_of_parts_of_two_steps_are_late_for_the_later_one() -> None:
     optimizer = torch.optim.SGD([one, other], lr=1.0)
     links = {0: Recorded(5), 1: Recorded(4)}
     world = World(rank=2, size=4, device=torch.device("cpu"), timeout_s=1.0)
-    working = Working(
+    working = WorkerExchange(
         links,  # type: ignore[arg-type]
         {0: [one], 1: [other]},
         optimizer,
@@ -270,11 +270,11 @@ def test_gradients_of_parts_of_two_steps_are_late_for_the_later_one() -> None:
         shares_loss=False,
         world=world,
     )
-    length = Question.LENGTH + 1
+    length = WorkerMessage.LENGTH + 1
     for turn in (0, 4):  # the second time they have answered
-        working.instead()
+        working.replace_step()
         optimizer.step()
-        turns = [Question.read(link.numbers[:length]).turn for link in links.values()]
+        turns = [WorkerMessage.read(link.numbers[:length]).turn for link in links.values()]
         assert turns == [turn, turn]
 
 
@@ -325,9 +325,7 @@ def _refused() -> list[str]:
 @pytest.mark.dist
 def test_a_loop_that_would_step_a_copy_is_refused(pool: Pool) -> None:
     server, worker = pool.run(_refused, world_size=2)
-    assert (
-        worker[0] == "servers step the parameters: a loop of your own would step this rank's copy"
-    )
+    assert worker[0] == "servers step the parameters: a classic loop would step this rank's copy"
     assert server[-1] == "this rank serves parameters, it has no gradients"
 
 

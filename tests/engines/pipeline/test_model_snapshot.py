@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from engines.blocks.recompute import recompute_blocks
+from engines.pipeline.model_snapshot import ModelSnapshot
 from engines.pipeline.recording import Recording, record
-from engines.pipeline.skeleton import Skeleton
 from engines.plan import Recompute
 from profiles.model import Numerics
 from tests.engines.cases import CASES, profile_of
@@ -27,7 +27,7 @@ def test_a_changed_model_is_recorded_as_it_was(name: str) -> None:
     model = case.build()
     profile, batch = profile_of(case, model), case.batch(6)
     wanted = record(model, profile.flow, batch, has_target=True)
-    skeleton = Skeleton(model)
+    skeleton = ModelSnapshot(model)
     recompute_blocks(model, Recompute.FULL, profile=profile)
     for parameter in model.parameters():
         parameter.data = parameter.data.flatten()[:1]  # as little of it as a rank may keep
@@ -43,7 +43,7 @@ def test_a_changed_model_is_recorded_as_it_was(name: str) -> None:
 
 def test_ties_stay_ties_and_the_mode_is_the_one_of_now() -> None:
     model = CASES["tied-frozen-unused"].build()
-    skeleton = Skeleton(model)
+    skeleton = ModelSnapshot(model)
     model.eval()
     names = list(dict(model.named_parameters()))
     with skeleton.in_place():

@@ -1,4 +1,4 @@
-"""The model as it was given, without the memory of its parameters: what recordings are made of.
+"""Snapshot of the model before a plan, with parameters on the meta device, for recordings.
 
 Applying a plan changes classes, hooks, forwards and parameters in place, and batches of new shapes
 are recorded long after.
@@ -15,43 +15,43 @@ from torch import Tensor, nn
 from profiles.fakes import copied
 
 
-class Skeleton:
+class ModelSnapshot:
     """Classes and attributes of all modules of `model`, as they are now."""
 
     def __init__(self, model: nn.Module) -> None:
-        bones = _Bones()
+        meta = _MetaParameters()
         copies: dict[int, object] = {}
-        self._kept = [
+        self._modules = [
             (
                 module,
                 type(module),
-                {name: copied(value, bones.of, copies) for name, value in vars(module).items()},
+                {name: copied(value, meta.of, copies) for name, value in vars(module).items()},
             )
             for module in model.modules()
         ]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the modules are as they were, in the mode that they are in now; parameters are on
-        the meta device."""
-        live = [(module, type(module), vars(module)) for module, _, _ in self._kept]
+        """Restore the snapshot inside, in the present train or eval mode, with parameters on the
+        meta device."""
+        live = [(module, type(module), vars(module)) for module, _, _ in self._modules]
         try:
-            for module, kind, attributes in self._kept:
-                _become(module, kind, {**attributes, "training": module.training})
+            for module, kind, attributes in self._modules:
+                _set_state(module, kind, {**attributes, "training": module.training})
             yield
         finally:
             for module, kind, attributes in live:
-                _become(module, kind, attributes)
+                _set_state(module, kind, attributes)
 
 
-class _Bones:
-    """For each parameter one without memory: same shape, strides and dtype. Ties stay ties."""
+class _MetaParameters:
+    """Meta-device parameters of the same shape, strides and dtype. Ties stay ties."""
 
     def __init__(self) -> None:
         self._made: dict[int, Tensor] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The same object where it is no parameter: buffers stay what they are."""
+        """The meta parameter of a parameter; any other tensor itself."""
         if not isinstance(tensor, nn.Parameter):
             return tensor
         if id(tensor) not in self._made:
@@ -62,6 +62,6 @@ class _Bones:
         return self._made[id(tensor)]
 
 
-def _become(module: nn.Module, kind: type[nn.Module], attributes: dict[str, object]) -> None:
+def _set_state(module: nn.Module, kind: type[nn.Module], attributes: dict[str, object]) -> None:
     object.__setattr__(module, "__class__", kind)
     object.__setattr__(module, "__dict__", attributes)

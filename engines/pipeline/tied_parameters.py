@@ -23,7 +23,7 @@ class Tie:
 def ties_of(
     owners: Mapping[str, Sequence[int]], *, mesh: Mesh, trainable: Iterable[str]
 ) -> tuple[Tie, ...]:
-    """The parameters with several owners, by who owns them; all ranks call it.
+    """Group the parameters with several owners by their owners; all ranks call it.
 
     Returns those of this rank, in the same order on all of them.
 

@@ -1,8 +1,8 @@
 """Zero-bubble splits of a stage's backward: gradients of inputs first, of weights later.
 
 torch's split (`stage_backward_input`, `stage_backward_weight`) finds the weights by the inputs that
-they meet on their way to the output. A weight whose output does not depend on what the stage
-received is left out without a word (the decoder's embedding beside the end of an encoder), and one
+meet them in the graph to the output. A weight whose output does not depend on received values
+is left out silently (the decoder's embedding on the stage of the last encoder layer), and one
 that is used in several places is counted twice or fails (T5's table of relative positions).
 """
 
@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from torch import nn
 
-from engines.pipeline.parts import Part, is_unit
+from engines.pipeline.segments import Segment, is_unit
 from profiles.flow import GLUE, Flow
 
 
-def can_split(part: Part, flow: Flow, model: nn.Module) -> bool:
-    """True if every call of `part` that has weights turns received values into one output.
+def can_split(segment: Segment, flow: Flow, model: nn.Module) -> bool:
+    """True if every call of `segment` that has weights turns received values into one output.
 
-    The first stage always can: it has no inputs to serve first, and does all of its backward later.
+    The first stage always can: it has no gradient to send, and does all of its backward later.
     """
-    if part.index == 0:
+    if segment.index == 0:
         return True
-    own = range(part.first, part.last)
+    own = range(segment.first, segment.last)
     if any(flow.calls[n].parameters for n in own if flow.calls[n].unit != GLUE):
         return False
     if any(flow.calls[e.source].unit == GLUE and e.target in own for e in flow.edges):
@@ -29,7 +29,7 @@ def can_split(part: Part, flow: Flow, model: nn.Module) -> bool:
     units = [flow.calls[n].unit for n in own if is_unit(flow.calls[n])]
     if {caller for _, caller in flow.inside} & set(units) or not _used_once(units, model):
         return False
-    fed = {(n, v) for n, v in part.received if flow.calls[n].values[v].needs_gradient}
+    fed = {(n, v) for n, v in segment.received if flow.calls[n].values[v].needs_gradient}
     for number in own:
         call = flow.calls[number]
         takes = any((e.source, e.value) in fed for e in flow.edges if e.target == number)

@@ -11,18 +11,18 @@ from engines.plan import Plan, Schedule
 from profiles.flow import GLUE, LOSS, Call, Flow
 
 Key = tuple[int, int]
-"""(call, value): a tensor that a call of the flow hands on."""
+"""(call, value): a tensor that a call of the flow returns."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Segment:
     """Calls [first, last) of the flow, as one stage of a pipeline.
 
     Attributes:
-        index, count: which stage this is, and of how many.
-        received: what arrives from the stage before, in order; some of it only passes through.
-        sent: what leaves for the stage after.
-        parameters: names of what its calls need; a tied parameter by its first name.
+        index, count: the number of the stage, and of how many.
+        received: values from the previous stage, in order; some only pass through.
+        sent: values for the next stage.
+        parameters: names of the parameters that its calls need; a tied one by its first name.
     """
 
     index: int
@@ -38,7 +38,7 @@ class Part:
         return self.index == self.count - 1
 
 
-def parts_of(plan: Plan, flow: Flow, model: nn.Module) -> tuple[Part, ...]:
+def segments_of(plan: Plan, flow: Flow, model: nn.Module) -> tuple[Segment, ...]:
     """The stages of a legal plan, in order. A parameter that no call needs is the first one's."""
     starts = [flow.first_call(unit) for unit in plan.stages]
     borders = [0, *(start for start in starts if start is not None), len(flow.calls)]
@@ -46,7 +46,7 @@ def parts_of(plan: Plan, flow: Flow, model: nn.Module) -> tuple[Part, ...]:
     everywhere = {name for name, _ in model.named_parameters()}
     needed[0] |= everywhere.difference(*needed)
     return tuple(
-        Part(
+        Segment(
             index=index,
             count=len(needed),
             first=first,
@@ -62,7 +62,7 @@ def parts_of(plan: Plan, flow: Flow, model: nn.Module) -> tuple[Part, ...]:
 def stages_of_rank(plan: Plan, rank: int) -> tuple[int, ...]:
     """The stages that rank `rank` of the pipeline drives, in order.
 
-    They go round the ranks; under ZBV down and up again, so that the first rank has the loss.
+    Stages go round the ranks; under ZBV down and up, so that the first rank has the loss.
     """
     count = len(plan.stages) + 1
     if plan.schedule is Schedule.ZBV:
@@ -81,7 +81,7 @@ def is_unit(call: Call) -> bool:
 
 
 def unit_calls(flow: Flow) -> tuple[int, ...]:
-    """Numbers of the calls that a replay meets, in order."""
+    """Numbers of the calls of units, in order."""
     return tuple(number for number, call in enumerate(flow.calls) if is_unit(call))
 
 
