@@ -132,7 +132,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         self._noise = noise
         self._context = context
         self._experts = experts
-        self._draws = SharedRng(mesh.tp, world.device, is_uneven=layout.is_uneven)
+        self._rng = SharedRng(mesh.tp, world.device, is_uneven=layout.is_uneven)
         is_wrapped = isinstance(runner, DistributedDataParallel)
         is_replicated = mesh.shards is None and mesh.replicas.size > 1
         # Gradients that neither DDP nor FSDP2 averages.
@@ -193,7 +193,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         try:
             with (
                 explained_reduction(),
-                self._draws.agreed(),
+                self._rng.shared(),
                 autocast(self._world.device, enabled=self._runs_autocast),
             ):
                 output = self._runner(*args, **kwargs)
@@ -237,23 +237,23 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         apart have those of their own part.
         """
         self._require_own_batch()
-        with self._own.meeting():
+        with self._own.synchronised():
             pieces, weights = self._cutter.cut(batch)
         if self._noise is not None:
             self._noise.begin(weights, samples=self._cutter.total)
         self._follow_first_replica()
         try:
-            with self._draws.agreed():
+            with self._rng.shared():
                 total = self._run(pieces, weights)
             self._settle()
-            self._own.exchanged()
+            self._own.note_exchange()
             self._is_due = False
         except BaseException:
             start_over(self.module, self.plan)
             self.module.zero_grad(set_to_none=True)
             raise
         self._check_unused()
-        self.steps.pace = self._own.compared() or self.steps.pace
+        self.steps.pace = self._own.compare() or self.steps.pace
         if self._noise is None:
             return self._average(total)
         means = self._average(torch.cat([total.reshape(1), self._noise.parts()]))
@@ -272,7 +272,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
             return self._exchange.average(total, 0.0)
         pieces, weights = self._cutter.cut(batch)
         self._follow_first_replica()
-        with self._draws.agreed():
+        with self._rng.shared():
             if self._pipeline is not None:
                 total += self._pipeline.evaluate(pieces, weights.unbind())
                 start_over(self.module, self.plan)  # forwards of stages end early

@@ -10,7 +10,7 @@ from engines.data.noise_scale import NoiseMeter, NoiseScale
 from engines.offload.pool import OffloadPool
 from engines.plan import Plan
 from engines.runtime.learning_rate import Rates, ScaledRate, ScalingRule
-from engines.runtime.peak_memory import PeakMemory, gathered, measure_peak
+from engines.runtime.peak_memory import PeakMemory, gather_peaks, measure_peak
 from engines.runtime.rank_times import Imbalance, RankTimer
 from engines.runtime.steps import Steps
 from engines.runtime.world import World, rank_error_context
@@ -38,7 +38,7 @@ class MonitoringMixin:
             InputError: fewer than three steps were timed.
             PlanError: a rank's own time cannot be measured under this plan.
         """
-        times = self._own.gathered()
+        times = self._own.gather()
         self.steps.pace = times.pace
         return times
 
@@ -49,8 +49,10 @@ class MonitoringMixin:
         All ranks call it, after some steps. `print(parallel.memory())` says it in a sentence;
         `advisor.memory_report(parallel)` compares it with the prediction.
         """
-        away_bytes = self.offload_pool.peak_bytes if self.offload_pool is not None else 0
-        return gathered(measure_peak(self._job.device, away_bytes=away_bytes), self._job)
+        offloaded_bytes = self.offload_pool.peak_bytes if self.offload_pool is not None else 0
+        return gather_peaks(
+            measure_peak(self._job.device, offloaded_bytes=offloaded_bytes), self._job
+        )
 
     @property
     def noise_scale(self) -> NoiseScale:

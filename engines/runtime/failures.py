@@ -1,7 +1,8 @@
-"""One rank fails: the others get to know which and why, at once and not after a timeout.
+"""Failures of one rank, reported by name on all ranks at once and not after a timeout.
 
-The rank that failed leaves a line on the rendezvous store and hangs up (`abort_groups`). Whoever
-waits for it loses contact, reads the line (`first_failure`) and hangs up in turn.
+The failed rank publishes a line on the rendezvous store and closes its connections
+(`abort_groups`). Ranks that wait for it lose contact, read the line (`first_failure`) and close
+theirs in turn.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from profiles.torch_compat import default_store, every_group
 _FAILED = "advisor/failed"
 _LOST = "advisor/lost/"
 ROLL_CALL_S = 1.0
-"""For the others to notice as well, and to reach the store. A rank on another mesh axis that began
-its wait later than this is named too, though it only waits longer."""
+"""Time for the others to notice, and to reach the store. A rank on another mesh axis that began its
+wait later than this is named too, though it only waits longer."""
 
 
 def is_lost_contact(error: BaseException) -> bool:
@@ -32,7 +33,7 @@ def is_lost_contact(error: BaseException) -> bool:
 
 def first_failure() -> str:
     """The line of the rank that failed first: "rank 1 failed: ValueError: ..."; else empty."""
-    with suppress(RuntimeError):  # the process that keeps the store may be gone
+    with suppress(RuntimeError):  # the process that runs the store may be gone
         store = default_store()
         if store.check([_FAILED]):
             return store.get(_FAILED).decode()
@@ -49,11 +50,11 @@ def has_store() -> bool:
 
 
 def roll_call() -> list[int]:
-    """The ranks that did not notice that contact was lost: those that the others waited for.
+    """The ranks that did not notice the lost contact: those that the others waited for.
 
-    Every rank that loses contact calls it, and all of them at about the same time: whoever gives
-    up first closes its connections, which the others notice at once. Empty where everybody came:
-    then this rank was the late one, or the process that keeps the store is gone.
+    Every rank that loses contact calls it, all of them at about the same time: the first one closes
+    its connections, which the others notice at once. Empty where all ranks called it: then this
+    rank was the late one, or the process that runs the store is gone.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     with suppress(RuntimeError):
@@ -69,7 +70,7 @@ def roll_call() -> list[int]:
 
 
 def abort_groups(error: BaseException) -> None:
-    """Leave word of `error` and hang up, in an exchange that cannot go on without this rank.
+    """Publish `error` and close the connections of all groups, after a failure inside collectives.
 
     The process groups of this job cannot be used any more.
     """
@@ -78,7 +79,7 @@ def abort_groups(error: BaseException) -> None:
     if not is_lost_contact(error):
         publish_failure(f"rank {dist.get_rank()} failed: {_line(error)}")
     for group in every_group():
-        _hang_up(group)
+        _close_connections(group)
 
 
 def publish_failure(line: str) -> None:
@@ -87,12 +88,12 @@ def publish_failure(line: str) -> None:
         default_store().compare_set(_FAILED, "", line)
 
 
-def _hang_up(group: dist.ProcessGroup) -> None:
-    """Close the connections of a gloo group, by waiting in vain for a message nobody sends.
+def _close_connections(group: dist.ProcessGroup) -> None:
+    """Close the connections of a gloo group, by a receive that times out.
 
-    gloo has no abort, and a group lives while a message of it is under way. But a receive that runs
-    out of time closes all its group's connections, so that the peers' calls fail at once. NCCL
-    groups are left to their watchdog, which ends the job at their timeout.
+    gloo has no abort, and a group lives while a message of it is pending. But a receive that times
+    out closes all connections of its group, so that the peers' calls fail at once. NCCL groups are
+    left to their watchdog, which ends the job at their timeout.
     """
     size, rank = group.size(), group.rank()
     if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
@@ -109,9 +110,9 @@ _NO_TAG = 2**15 + 77
 
 @contextmanager
 def all_ranks_succeed(doing: str, *, timeout_s: float) -> Iterator[None]:
-    """Around work without messages: where one rank fails in it, all do. All ranks call it.
+    """Around work without messages: where one rank fails in it, all raise. All ranks call it.
 
-    The groups stay whole, so that the job can go on with something else.
+    The groups stay usable, so that the job can continue.
 
     Raises:
         RankError: names the rank that failed with its error, or that did not answer in time.

@@ -25,13 +25,13 @@ class ScalingRule(StrEnum):
 
     LINEAR = "linear"  # k: k steps of SGD in one (Krizhevsky 2014; Goyal et al. 2017)
     SQRT = "sqrt"  # sqrt(k): steps that are divided by the gradient's noise (Malladi et al. 2022)
-    NOISE = "noise"  # what keeps SGD's noise scale: linear while batches are small parts of the set
+    NOISE = "noise"  # keeps SGD's noise scale: linear while batches are small against the data set
 
     def factor(self, *, tuned_at: int, batch: int, samples: int | None = None) -> float:
         """From a rate tuned at one batch to that of another; `samples` in the training set.
 
         Raises:
-            InputError: the noise rule does not know `samples`, or a batch is no part of them.
+            InputError: the noise rule without `samples`, or a batch that is larger.
         """
         match self:
             case ScalingRule.LINEAR:
@@ -61,7 +61,7 @@ def same_noise_factor(*, tuned_at: int, batch: int, samples: int | None) -> floa
     arXiv:1710.06451).
 
     Raises:
-        InputError: `samples`, N, is not known, or the batches are no parts of it.
+        InputError: `samples`, N, is not known, or a batch is larger.
     """
     if samples is None:
         raise InputError(
@@ -77,8 +77,8 @@ def same_noise_factor(*, tuned_at: int, batch: int, samples: int | None) -> floa
 
 
 def rule_of(optimizer: str) -> ScalingRule:
-    """The rule for an optimizer by its name: linear for SGD and LARS, whose step is in proportion
-    to the gradient; square root for what normalises it (Adam and its kin, LAMB, Muon).
+    """The rule for an optimizer by its name: linear for SGD and LARS, whose step is proportional
+    to the gradient; square root for those that normalise it (Adam and its kin, LAMB, Muon).
 
     >>> rule_of("sgd-momentum").value, rule_of("adamw").value
     ('linear', 'sqrt')
@@ -124,16 +124,16 @@ class ScaledRate:
         changed = dict.fromkeys(
             f"{old:.4g} -> {new:.4g}" for old, new in zip(self.before, self.after, strict=True)
         )
-        said = (
+        text = (
             f"rate x {self.factor:.4g} ({self.rule}: tuned at {self.tuned_at}, batch {self.batch})"
             f": {', '.join(changed)}"
         )
         if self.factor <= 1:
-            return said
+            return text
         span = f"{WARM_UP_EPOCHS} epochs"
         if self.warm_up_steps is not None:
             span = f"{format_count(self.warm_up_steps)} steps"
-        return f"{said}; warm up over {span}"
+        return f"{text}; warm up over {span}"
 
 
 class HasRates(Protocol):
@@ -145,7 +145,7 @@ class HasRates(Protocol):
 class Rates:
     """The learning rates of one optimizer, and for which batch they are.
 
-    The first scaling says at what batch they were tuned; what was done since is remembered, so that
+    The first scaling says at what batch they were tuned. The factor since is remembered, so that
     the same call again changes nothing and another batch starts from the tuned rates.
     """
 
@@ -166,12 +166,12 @@ class Rates:
         """Multiply all rates so that they suit `batch`; ratios between groups stay.
 
         Args:
-            base_rates: lists that a scheduler keeps of its own (`scheduler.base_lrs`), changed too.
+            base_rates: lists of a scheduler (`scheduler.base_lrs`), changed too.
             samples: in the data set, for the noise rule and the length of the warm-up.
 
         Raises:
-            InputError: not a positive batch, or other than what was said before; the noise rule
-                without `samples`.
+            InputError: a batch that is not positive, another `tuned_at` than before, or the noise
+                rule without `samples`.
             UnknownNameError: no such rule.
         """
         if min(tuned_at, batch) < 1:
@@ -188,7 +188,7 @@ class Rates:
         groups = self._optimizer.param_groups
         before = tuple(float(group["lr"]) for group in groups)
         for group in groups:
-            for key in ("lr", "initial_lr"):  # the second is what a scheduler starts from
+            for key in ("lr", "initial_lr"):  # schedulers start from the second
                 if key in group:
                     group[key] = _times(group[key], change)
         for rates in base_rates:

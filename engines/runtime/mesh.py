@@ -27,7 +27,7 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The ranks that stand where this one stands on all other axes.
+    """The ranks with this one's coordinates on all other axes.
 
     Attributes:
         ranks: their global numbers, in the order of the axis.
@@ -54,14 +54,14 @@ class Mesh:
     Attributes:
         pp, cp, tp: the axes of that name.
         data: ranks with the same part of the model and other rows of the batch.
-        replicas: ranks with the same part of the model, whose gradients are averaged: those of
-            `data`, and of cp, which see other tokens of the same rows.
-        ep: ranks of `data`, next to each other, that share the experts of their part of the model.
+        replicas: ranks with the same part of the model, whose gradients are averaged: `data`, and
+            cp, whose ranks see other tokens of the same rows.
+        ep: consecutive ranks of `data` over which experts are sharded.
         expert_copies: ranks of `replicas` that hold the same experts.
         shards: the data axes for FSDP2; None where the plan shards nothing.
         expert_shards: `expert_copies` for FSDP2; None where experts are not sharded.
-        copy: this rank's place among those that hold the same shard as it does: under HSDP its
-            coordinate on `dp_replicate`, and where nothing is sharded its place in `replicas`.
+        copy: this rank's position among those with the same shard: under HSDP its coordinate on
+            `dp_replicate`, without shards its position in `replicas`.
     """
 
     def __init__(self, plan: Plan, world: World) -> None:
@@ -126,7 +126,7 @@ class Mesh:
         return self._axis_of(shared), self._axis_of(copies)
 
     def _rows(self, *axes: str) -> list[tuple[int, ...]]:
-        """All ranks, those together that differ on `axes` alone."""
+        """All ranks, grouped by their coordinates off `axes`."""
         inner = [AXES.index(axis) for axis in axes]
         outer = [dim for dim in range(len(AXES)) if dim not in inner]
         length = torch.Size(self._grid.shape[dim] for dim in inner).numel()
@@ -135,7 +135,7 @@ class Mesh:
         ]
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Made once for the same ranks; for all ranks the job's own group."""
+        """The group of `ranks`, made once; for all ranks the job's own."""
         if len(ranks) == self._plan.world_size:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -164,7 +164,7 @@ class Mesh:
         return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=names)
 
     def _own_group(self, rows: Iterable[tuple[int, ...]]) -> dist.ProcessGroup:
-        """FSDP2 wants a group even where it is of one rank."""
+        """The group of this rank: FSDP2 needs one, even of one rank."""
         groups = {ranks: self._group(ranks) for ranks in rows}
         return next(group for ranks, group in groups.items() if self._rank in ranks)
 

@@ -1,13 +1,12 @@
 """Computing and waiting times of ranks in a step: which rank the others wait for.
 
-A step has two moments when all ranks are together: the meeting before the forward, where the rows
-of the batch are counted, and the end of the exchange of gradients. What a rank does between them
-before it has to wait is its own: computing from the meeting to its last gradient, and whatever
-happens between steps (loading data, the update). Under FSDP2 ranks wait for each other unit by
-unit, so there the forwards of units are its own, from after their gather to before their release.
+A step synchronises all ranks twice: before the forward, where the rows of the batch are counted,
+and at the end of the exchange of gradients. A rank's own time is that before it has to wait: computing, from the first to its last gradient, and all that happens between steps (loading
+data, the update). Under FSDP2 ranks wait for each other unit by
+unit, so there its own time is that of the units' forwards, between gather and release.
 
-It costs two looks at the clock a step, or a unit. On CUDA the clock of computing is the stream's.
-Ranks compare their times when a training is long enough to be kept, and then ever more rarely.
+It reads the clock twice a step, or a unit. On CUDA computing is timed by events in the stream.
+Ranks compare their times when a training is long enough to be saved, and then ever more rarely.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from profiles.pace import EVEN, Pace
 from profiles.units import format_seconds
 
 FEWEST_STEPS = 3
-# The step at which ranks first compare, and then at twice as many: a training that is kept unasked
-# has twenty steps after its warm-up.
+# The step at which ranks first compare, and then at twice as many: a training that is saved by
+# default has twenty steps after its warm-up.
 FIRST_COMPARED = WARM_UP_STEPS + 20
-# Of a normal distribution lies between one standard deviation below its middle and one above.
+# The share of a normal distribution that lies below one standard deviation above its middle.
 _WITHIN = statistics.NormalDist().cdf(1.0)
 
 _Mark = float | torch.cuda.Event
@@ -46,12 +45,12 @@ class RankTime:
     """Medians of one rank, seconds a step.
 
     Attributes:
-        outside_s: between two steps: loading, the update, all that the user's loop does.
+        outside_s: between two steps: loading, the update, the user's loop.
         computing_s: forward and backward up to its last gradient; under FSDP2 forwards alone.
-        waiting_s: at the meeting and for the gradients of others, the sending itself included;
+        waiting_s: before the forward and for the gradients of others, the transfer itself included;
             None under FSDP2, where it cannot be separated from computing.
-        spread_s: by how much its own time varies from step to step: half of what the middle 68 % of
-            the steps span, a standard deviation where they are normal.
+        spread_s: variation of its own time from step to step: half the span of the middle 68 % of
+            the steps, a standard deviation where they are normal.
     """
 
     outside_s: float
@@ -70,7 +69,7 @@ class Imbalance:
 
     Attributes:
         ranks: their times.
-        steps: that each rank has noted, the fewest of all.
+        steps: noted by each rank, the fewest of all.
     """
 
     ranks: tuple[RankTime, ...]
@@ -78,7 +77,7 @@ class Imbalance:
 
     @property
     def slowest(self) -> int:
-        """The rank with the most to do by itself."""
+        """The rank with the most time of its own."""
         return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].own_s)
 
     @property
@@ -111,7 +110,7 @@ class Imbalance:
                 f" {format_seconds(max(own))} of their own a step"
             )
         slow = self.ranks[self.slowest]
-        said = (
+        text = (
             f"rank {self.slowest} is the slowest: {format_seconds(slow.own_s)} of its own a step"
             f" ({format_seconds(slow.computing_s)} computing, {format_seconds(slow.outside_s)}"
             f" outside), {self.factor:.2f} times the median of the others"
@@ -121,15 +120,15 @@ class Imbalance:
             for number, rank in enumerate(self.ranks)
             if number != self.slowest and rank.waiting_s is not None
         ]
-        return said + (f", which wait {format_seconds(statistics.median(waits))}" if waits else "")
+        return text + (f", which wait {format_seconds(statistics.median(waits))}" if waits else "")
 
 
 @dataclass(slots=True)
-class _Lap:
+class _StepMarks:
     """One step's marks."""
 
     outside_s: float
-    meeting_s: float
+    barrier_s: float
     spans: list[tuple[_Mark, _Mark]] = field(default_factory=list)
     ending: tuple[_Mark, _Mark] | None = None
 
@@ -139,20 +138,20 @@ def why_not_measured(plan: Plan, world: World) -> str:
     if world.size == 1:
         return "there is one rank"
     if plan.world_size > plan.data_degree:
-        return "ranks that hold parts of one replica wait for each other inside every forward"
+        return "ranks of one replica wait for each other inside every forward"
     if plan.data_parallel.is_sharded and plan.compile:
-        return "compiled units of FSDP2 have no place for a look at the clock"
+        return "inside compiled units of FSDP2 the clock cannot be read"
     return ""
 
 
 class RankTimer:
-    """Notes of one rank, taken as it trains; does nothing where `why_not_measured` says so."""
+    """Marks of one rank's steps while it trains; none where `why_not_measured` has a reason."""
 
     def __init__(self, module: nn.Module, plan: Plan, profile: ModelProfile, world: World) -> None:
         self._plan, self._world = plan, world
-        self._reason = why_not_measured(plan, world)
-        self._laps: deque[_Lap] = deque(maxlen=MOST_STEPS)
-        self._lap: _Lap | None = None
+        self._why_not = why_not_measured(plan, world)
+        self._marked: deque[_StepMarks] = deque(maxlen=MOST_STEPS)
+        self._current: _StepMarks | None = None
         self._left: float | None = None
         self._began: _Mark = 0.0
         self._last: _Mark | None = None
@@ -160,7 +159,7 @@ class RankTimer:
         self._latest = 0
         self._steps = 0
         self._compared_at = FIRST_COMPARED
-        if self._reason:
+        if self._why_not:
             return
         if plan.data_parallel.is_sharded:
             for unit in profile.shard_units():
@@ -170,53 +169,53 @@ class RankTimer:
             self._watch_gradients(p for p in module.parameters() if p.requires_grad)
 
     @contextmanager
-    def meeting(self) -> Iterator[None]:
-        """Around the meeting of all ranks before the forward."""
-        if self._reason:
+    def synchronised(self) -> Iterator[None]:
+        """Around the synchronisation of all ranks before the forward."""
+        if self._why_not:
             yield
             return
         arrived = time.perf_counter()
         yield
         met = time.perf_counter()
         outside = 0.0 if self._left is None else arrived - self._left
-        self._lap = _Lap(outside_s=outside, meeting_s=met - arrived)
+        self._current = _StepMarks(outside_s=outside, barrier_s=met - arrived)
         self._began, self._last = self._mark(), None
 
-    def exchanged(self) -> None:
-        """The gradients of all ranks are averaged."""
-        lap, self._lap = self._lap, None
-        if lap is None:
+    def note_exchange(self) -> None:
+        """Mark the end of the exchange: the gradients of all ranks are averaged."""
+        step, self._current = self._current, None
+        if step is None:
             return
         self._steps += 1
         if self._last is not None:
-            lap.spans.append((self._began, self._last))
-            lap.ending = self._last, self._mark()
+            step.spans.append((self._began, self._last))
+            step.ending = self._last, self._mark()
         if self._left is not None:  # the first step has no step before it
-            self._laps.append(lap)
+            self._marked.append(step)
         self._left = time.perf_counter()
-        self._keep_the_last_hook()
+        self._keep_last_hook()
 
-    def compared(self) -> Pace | None:
+    def compare(self) -> Pace | None:
         """Compare the ranks, when it is time; all ranks call it after every exchange."""
         if self._steps < self._compared_at:
             return None
         self._compared_at *= 2
-        return self.gathered().pace
+        return self.gather().pace
 
-    def gathered(self) -> Imbalance:
+    def gather(self) -> Imbalance:
         """The times of all ranks; all of them call it.
 
         Raises:
-            PlanError: the plan gives a rank nothing of its own.
+            PlanError: a rank's own time cannot be measured under this plan.
             InputError: too few steps, on some rank.
         """
-        if self._reason:
-            raise PlanError(f"imbalance is not measured: {self._reason}", where=str(self._plan))
-        laps = list(self._laps)[WARM_UP_STEPS - 1 :]
+        if self._why_not:
+            raise PlanError(f"imbalance is not measured: {self._why_not}", where=str(self._plan))
+        marked = list(self._marked)[WARM_UP_STEPS - 1 :]
         size, rank = self._world.size, self._world.rank
         table = [0.0] * (5 * size)
-        if laps:
-            table[5 * rank : 5 * rank + 5] = [float(len(laps)), *self._medians(laps)]
+        if marked:
+            table[5 * rank : 5 * rank + 5] = [float(len(marked)), *self._medians(marked)]
         table = sum_over_ranks(table, self._world)
         fewest = int(min(table[::5]))
         if fewest < FEWEST_STEPS:
@@ -229,17 +228,17 @@ class RankTimer:
         times = (RankTime(a, b, None if c < 0 else c, d) for a, b, c, d in rows)
         return Imbalance(ranks=tuple(times), steps=fewest)
 
-    def _medians(self, laps: Sequence[_Lap]) -> tuple[float, float, float, float]:
+    def _medians(self, marked: Sequence[_StepMarks]) -> tuple[float, float, float, float]:
         """Outside, computing, waiting (-1: not known), and the spread of a step, in seconds."""
-        computing = [sum(_seconds(*span) for span in lap.spans) for lap in laps]
+        computing = [sum(_seconds(*span) for span in step.spans) for step in marked]
         waiting = [
-            lap.meeting_s + _seconds(*lap.ending) if lap.ending is not None else -1.0
-            for lap in laps
+            step.barrier_s + _seconds(*step.ending) if step.ending is not None else -1.0
+            for step in marked
         ]
-        outside = [lap.outside_s if lap.ending is not None else 0.0 for lap in laps]
+        outside = [step.outside_s if step.ending is not None else 0.0 for step in marked]
         own = [first + then for first, then in zip(outside, computing, strict=True)]
         return (
-            statistics.median(lap.outside_s for lap in laps),
+            statistics.median(step.outside_s for step in marked),
             statistics.median(computing),
             statistics.median(waiting),
             _spread(own),
@@ -253,11 +252,11 @@ class RankTimer:
         return event
 
     def _watch_gradients(self, parameters: Iterator[nn.Parameter]) -> None:
-        """A hook on every parameter in the first step, then on the one whose gradient came last."""
+        """Hook every parameter in the first step, then only the one whose gradient comes last."""
 
         def watch(number: int, parameter: nn.Parameter) -> RemovableHandle:
             def came(_: Tensor) -> None:
-                if self._lap is not None:
+                if self._current is not None:
                     self._last, self._latest = self._mark(), number
 
             hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(came)
@@ -265,12 +264,12 @@ class RankTimer:
 
         self._hooks = {number: watch(number, p) for number, p in enumerate(parameters)}
 
-    def _keep_the_last_hook(self) -> None:
+    def _keep_last_hook(self) -> None:
         for number in [number for number in self._hooks if number != self._latest]:
             self._hooks.pop(number).remove()
 
     def _time_forwards(self, unit: nn.Module) -> None:
-        """Between FSDP2's own hooks: after it has gathered, before it releases."""
+        """Between FSDP2's own hooks: after it has gather, before it releases."""
         began: list[_Mark] = []
 
         def begin(*_: object) -> None:
@@ -278,15 +277,15 @@ class RankTimer:
 
         def end(*_: object) -> None:
             start = began.pop() if began else None
-            if self._lap is not None and start is not None:
-                self._lap.spans.append((start, self._mark()))
+            if self._current is not None and start is not None:
+                self._current.spans.append((start, self._mark()))
 
         unit.register_forward_pre_hook(begin)
         unit.register_forward_hook(end, prepend=True)
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Half of what the middle ones span: a pause of some other work now and then is none."""
+    """Half the span of the middle values: rare pauses by other work do not count."""
     ordered = sorted(values)
     high = round(_WITHIN * (len(ordered) - 1))
     return (ordered[high] - ordered[len(ordered) - 1 - high]) / 2

@@ -1,4 +1,4 @@
-"""Random numbers of ranks that compute on the same values."""
+"""Shared random numbers for ranks that compute on the same values."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from profiles.errors import ModelError
 
 
 class SharedRng:
-    """The ranks of the tp axis drop out the same elements: what is whole on all of them must agree.
+    """Shared random numbers of the tp axis: dropout of tensors that all its ranks have must agree.
 
-    Replicas and stages draw each for themselves.
+    Replicas and stages draw different numbers.
     """
 
     def __init__(self, tp: Axis, device: torch.device, *, is_uneven: bool = False) -> None:
-        """`is_uneven`: some layers have more on one rank than on another."""
+        """`is_uneven`: some layers have larger parts on one rank than on another."""
         self._tp = tp
         self._device = device
         self._is_uneven = is_uneven
         self._is_agreed = False
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """Inside, all ranks of the axis draw the same numbers, other ones each time and on every
-        such axis; they enter it together. The first rank's generator moves on by one number.
+    def shared(self) -> Iterator[None]:
+        """Inside, all ranks of the axis draw the same numbers, different ones each time and on
+        every other axis; all of them enter it. The first rank's generator advances by one number.
 
         Raises:
             ModelError: where layers are uneven, the ranks drew different amounts of numbers, and
-                what they drew after that was not the same.
+                different numbers after that.
         """
         if self._tp.group is None or self._is_agreed:
             yield
@@ -46,7 +46,7 @@ class SharedRng:
         self._is_agreed = True
         try:
             with torch.random.fork_rng(devices=devices):
-                # Scripts seed all ranks alike; replicas draw each for themselves all the same.
+                # Scripts seed all ranks alike; replicas draw different numbers all the same.
                 torch.manual_seed(int(seed) + self._tp.ranks[0])
                 yield
                 if self._is_uneven:
@@ -62,7 +62,7 @@ class SharedRng:
             raise ModelError(
                 f"dropout within a layer that has no equal parts for {self._tp.size} ranks: they"
                 " drew different amounts of random numbers, and would drop out different elements"
-                " of what they hold together",
+                " of shared tensors",
                 hints=[
                     "choose a tp that divides the layer, leave it out of `tensor_styles`, or"
                     " switch its dropout off"

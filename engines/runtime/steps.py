@@ -21,19 +21,19 @@ from profiles.provenance import Timing
 
 # The first steps allocate, make optimizer states and communication buckets, and choose kernels.
 WARM_UP_STEPS = 3
-# The latest ones: enough for a median and the tenths at both ends, a few KiB in all.
+# The latest ones: enough for a median and both deciles, a few KiB in all.
 MOST_STEPS = 200
-# A batch of other lengths or rows than the plan was made for has another step.
+# A batch of other lengths or rows than the plan's has another step time.
 SAME_BATCH = 0.01
 
 _Lap = float | tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class Steps:
-    """Notes of the steps that a plan was made for: full batches, as long as its sample.
+    """Times of the steps that a plan was made for: full batches, as long as its sample.
 
     On a CPU by the clock. On CUDA by events in the stream, which are read only when they are over:
-    a step that the host has launched is not one that was run.
+    a launched step is not yet a finished one.
     """
 
     def __init__(self, plan: Plan, profile: ModelProfile, world: World) -> None:
@@ -47,9 +47,9 @@ class Steps:
         self._peak_before = 0
         self._peak_after = 0
         self.pace: Pace | None = None
-        """How the ranks' own times differ, as they compared them last."""
+        """The ranks' own times, as they were compared last."""
         self.is_kept = False
-        """Whether somebody has made a run of them."""
+        """True if a run was made of them."""
 
     @contextmanager
     def noted(self, batch: Batch) -> Iterator[None]:
@@ -93,14 +93,14 @@ class Steps:
     def _is_as_planned(self, batch: Batch) -> bool:
         try:
             nbytes = sum(tensor.nbytes for tensor in batch_tensors(batch))
-        except BatchError:  # the step itself will tell, and the other ranks too
+        except BatchError:  # the step itself raises it, on all ranks
             return False
         wanted = self._batch_bytes
         return wanted > 0 and abs(nbytes - wanted) <= SAME_BATCH * wanted
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that this rank held in its first steps; None where it had held more before."""
+        """Peak memory of this rank in its first steps; None where it was higher before."""
         return self._peak_after if self._peak_after > self._peak_before else None
 
     def timing(self, *, fewest: int = 1) -> Timing | None:
@@ -109,7 +109,7 @@ class Steps:
         return _timing(self._laps, fewest=fewest)
 
     def update_timing(self, *, fewest: int = 1) -> Timing | None:
-        """The same of the updates that these steps end with."""
+        """Times of the updates of these steps."""
         return _timing(self._updates, fewest=fewest)
 
 

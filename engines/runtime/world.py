@@ -41,8 +41,8 @@ def join_world(*, timeout_s: float | None = None) -> World:
     """Join the job that the launcher started; alone without a launcher.
 
     Uses NCCL for CUDA tensors and gloo for CPU tensors. `timeout_s` bounds every wait of the job,
-    ten minutes unless said. A process group that exists is taken as it is; its collectives are
-    bounded by `timeout_s` where that is given, else as whoever made it said.
+    ten minutes unless said. An existing process group is used; its collectives are bounded by
+    `timeout_s` where that is given, else by their own timeout.
 
     Raises:
         InputError: the launcher's variables are incomplete.
@@ -81,15 +81,14 @@ def join_world(*, timeout_s: float | None = None) -> World:
 
 @contextmanager
 def rank_error_context(doing: str) -> Iterator[None]:
-    """Around code with collectives: what a broken connection raises, as an error of ours.
+    """Around code with collectives: raise a broken connection as a `RankError`.
 
-    A rank that failed closes its connections or stops answering; the others get to know it from
-    their next collective, after the group's timeout at the latest. Then they call the roll. (Where
+    A failed rank closes its connections or stops answering; the others notice in their next
+    collective, after the group's timeout at the latest. Then they call the roll. (Where
     NCCL waits in vain its watchdog ends the process instead, with the collective in its log.)
 
     Raises:
-        RankError: another rank went away or did not answer, and which; torch's own error is the
-            cause.
+        RankError: names the rank that is gone or did not answer; torch's own error is the cause.
     """
     try:
         yield
@@ -108,7 +107,7 @@ def _missing() -> str:
     """The ranks that this rank waited for in vain; empty where all have lost contact alike."""
     absent = roll_call()
     if not has_store():
-        return "the store that the ranks met at is gone too, as a rule where rank 0 runs"
+        return "the rendezvous store is gone too, as a rule on the node of rank 0"
     return f"{_ranks(absent)} did not come to it" if absent else ""
 
 
@@ -135,13 +134,13 @@ def require_same_plan(plan: Plan, world: World) -> None:
 
 
 def require_same(what: str, text: str, world: World) -> None:
-    """Compare what the ranks were given: `text`, a short name for it and then its content.
+    """Compare the ranks' `text`: a short name, then the content.
 
-    It goes through the rendezvous store, not through a collective, so ranks that would run
-    different collectives are found instead of hanging.
+    It goes through the rendezvous store, not through a collective, so that ranks which would run
+    different collectives raise instead of hanging.
 
     Raises:
-        PlanMismatchError: names which ranks hold which text.
+        PlanMismatchError: names the ranks of each text.
         RankError: names the ranks that did not answer within `world.timeout_s`.
     """
     if world.size == 1:
@@ -153,7 +152,7 @@ def require_same(what: str, text: str, world: World) -> None:
     holders: dict[str, list[int]] = {}
     absent: list[int] = []
     for rank in range(world.size):
-        # Once one rank was waited for in vain, the others have had the same time.
+        # Once the wait for one rank timed out, the others have had the same time.
         patience_s = 1.0 if absent else world.timeout_s
         try:
             store.wait([f"{key}{rank}"], timedelta(seconds=patience_s))
@@ -186,7 +185,7 @@ def sum_over_ranks(
 ) -> list[float]:
     """Element-wise sums of small host numbers over all ranks, or over those of `group`.
 
-    Travels on the CPU where the group has a CPU backend, so that a GPU is not waited for.
+    Sent by the CPU where the group has a CPU backend, so that no GPU is waited for.
     """
     if world.size == 1:
         return values

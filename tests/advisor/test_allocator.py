@@ -69,7 +69,7 @@ def reported(decision: object, *ranks: RankMemory) -> list[str]:
 def test_what_was_held_stands_beside_what_was_predicted(decision: Decision) -> None:
     allocated = decision.estimate.peak_bytes - 0.5 * GIB
     lines = reported(decision, rank(allocated, 1.09 * allocated), rank(allocated, allocated))
-    assert lines[0].startswith("rank 0 held most: ")
+    assert lines[0].startswith("rank 0 has the highest peak: ")
     assert lines[1].startswith("predicted: ")
     assert lines[2:] == ["slack is within the 10% that predictions allow for: nothing to set"]
 

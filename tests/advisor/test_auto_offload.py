@@ -51,7 +51,7 @@ def test_a_folder_that_is_named_is_used_where_nothing_else_fits(tmp_path: Path) 
     assert losses[-1] < losses[0]
     moments = [s["exp_avg"] for s in parallel.optimizer.state.values()]
     assert all(storage_of(local(moment)).filename is not None for moment in moments)  # type: ignore[union-attr]
-    assert parallel.memory().ranks[0].away_bytes == pytest.approx(
+    assert parallel.memory().ranks[0].offloaded_bytes == pytest.approx(
         decision.estimate.disk_bytes, rel=0.1
     )
     assert "predicted: " in memory_report(parallel)

@@ -77,9 +77,9 @@ def dropped() -> tuple[list[int], list[int], int]:
     draws = SharedRng(mesh.tp, torch.device("cpu"))
     kept = []
     for _ in range(2):
-        with draws.agreed():
+        with draws.shared():
             first = nn.functional.dropout(torch.ones(64), 0.5)
-            with draws.agreed():  # already agreed: it goes on where it was
+            with draws.shared():  # already shared: it goes on where it was
                 second = nn.functional.dropout(torch.ones(64), 0.5)
         assert not torch.equal(first, second)
         kept.append([int(n) for n in (first * second).nonzero()])
@@ -98,5 +98,5 @@ def test_alone_nothing_is_drawn_for_it() -> None:
     torch.manual_seed(5)
     wanted = torch.rand(1)
     torch.manual_seed(5)
-    with SharedRng(Axis((0,), 0, None), torch.device("cpu")).agreed():
+    with SharedRng(Axis((0,), 0, None), torch.device("cpu")).shared():
         assert torch.equal(torch.rand(1), wanted)

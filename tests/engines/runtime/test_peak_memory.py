@@ -1,4 +1,4 @@
-"""What ranks held: read from the allocator's own counters, gathered, and said in a sentence."""
+"""What ranks held: read from the allocator's own counters, gather_peaks, and said in a sentence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engines.plan import Plan
-from engines.runtime.peak_memory import PeakMemory, RankMemory, gathered, measure_peak
+from engines.runtime.peak_memory import PeakMemory, RankMemory, gather_peaks, measure_peak
 from engines.runtime.world import World
 from profiles.units import GIB, MIB
 from tests.engines.cases import CASES
@@ -44,7 +44,7 @@ def test_the_allocators_counters_are_read(monkeypatch: pytest.MonkeyPatch) -> No
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    found = measure_peak(torch.device("cuda", 0), away_bytes=7)
+    found = measure_peak(torch.device("cuda", 0), offloaded_bytes=7)
     assert found == RankMemory(65 * GIB, 50 * GIB, 55 * GIB, 3, 7)
     assert found.slack == pytest.approx(0.1)
 
@@ -59,15 +59,16 @@ def test_a_processor_says_its_resident_set() -> None:
 def test_the_sentence_names_the_fullest_rank_and_the_one_with_most_slack() -> None:
     said = str(PeakMemory((gpu(40, 42), gpu(30, 36), gpu(20, 21, retries=2))))
     assert said == (
-        "rank 0 held most: 42.5 GiB, 42.0 GiB of it reserved for 40.0 GiB of tensors (5.0% more);"
-        " rank 1 reserved 20% more than its tensors; allocators had to give back what was free 2"
+        "rank 0 has the highest peak: 42.5 GiB, 42.0 GiB of it reserved for 40.0 GiB of tensors"
+        " (5.0% more);"
+        " rank 1 reserved 20% more than its tensors; allocators had to free their cache 2"
         " times"
     )
 
 
 def test_alone_nothing_is_gathered() -> None:
     own = RankMemory(5, 4, 3, 2, 1)
-    assert gathered(own, World(rank=0, size=1, device=CPU, timeout_s=1.0)) == PeakMemory((own,))
+    assert gather_peaks(own, World(rank=0, size=1, device=CPU, timeout_s=1.0)) == PeakMemory((own,))
 
 
 def test_a_training_says_what_waited_outside() -> None:
@@ -75,8 +76,8 @@ def test_a_training_says_what_waited_outside() -> None:
     _, parallel = alone("gpt", plan=plan)
     parallel.train_step(CASES["gpt"].batch(4))
     found = parallel.memory()
-    assert found.ranks[0].away_bytes == parallel.offload_pool.peak_bytes > 0  # type: ignore[union-attr]
-    assert "waited outside" in str(found)
+    assert found.ranks[0].offloaded_bytes == parallel.offload_pool.peak_bytes > 0  # type: ignore[union-attr]
+    assert "were offloaded" in str(found)
 
 
 def _of_two() -> tuple[PeakMemory, int]:
