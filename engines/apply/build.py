@@ -20,7 +20,7 @@ from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import World
 from engines.state.layout import Layout
-from engines.state.materialise import Materials
+from engines.state.materialise import DeferredWeights
 from engines.state.optimizer import OptimizerFactory, ParameterNames
 from engines.tensor.split import TensorSplit
 from engines.tensor.split_proof import SplitProof
@@ -56,7 +56,7 @@ class Build:
         names: first names of the parameters as they were given.
         loss_fn: `training.loss_fn`, with its target where the output is.
         layers, sequence: what is proved; None where the plan splits none.
-        pool, materials, pipeline, tensor, experts, context: what the plan asks for, else None.
+        pool, weights, pipeline, tensor, experts, context: what the plan asks for, else None.
         runner: what is called for a forward.
     """
 
@@ -75,7 +75,7 @@ class Build:
     layers: SplitProof | None = None
     sequence: SequenceProof | None = None
     pool: OffloadPool | None = None
-    materials: Materials | None = None
+    weights: DeferredWeights | None = None
     pipeline: Pipeline | None = None
     tensor: TensorSplit | None = None
     experts: Experts | None = None

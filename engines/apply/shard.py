@@ -50,7 +50,7 @@ def _shard_experts(build: Build) -> None:
 
 def _shard_parameters(build: Build) -> None:
     """FSDP2 moves unit by unit, so the whole model never sits on the device."""
-    plan, mesh, pool, materials = build.plan, build.mesh, build.pool, build.materials
+    plan, mesh, pool, weights = build.plan, build.mesh, build.pool, build.weights
     assert mesh.shards is not None
     in_files = plan.offload.states and plan.offload_to is OffloadTo.DISK
     with all_ranks_succeed("sharding", timeout_s=build.world.timeout_s):
@@ -62,7 +62,7 @@ def _shard_parameters(build: Build) -> None:
             mixed=build.is_mixed,
             local=build.local,
             ignored=build.experts.parameters if build.experts is not None else (),
-            fill=materials.fill if materials is not None else None,
+            fill=weights.fill if weights is not None else None,
             offload=partial(offload_shards, pool=pool) if pool is not None and in_files else None,
         )
 

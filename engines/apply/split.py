@@ -30,12 +30,12 @@ def make_stages(build: Build) -> None:
 
 def fill(build: Build) -> None:
     """Give a model from the meta device its values, unless FSDP2 is given them unit by unit."""
-    plan, materials, world = build.plan, build.materials, build.world
+    plan, weights, world = build.plan, build.weights, build.world
     needs_whole = plan.pp > 1 or plan.tp > 1 or plan.ep > 1 or build.mesh.shards is None
-    if materials is not None and needs_whole:
+    if weights is not None and needs_whole:
         with all_ranks_succeed("reading the weights", timeout_s=world.timeout_s):
-            materials.fill(build.model, local=build.local, device=world.device)
-        build.materials = None
+            weights.fill(build.model, local=build.local, device=world.device)
+        build.weights = None
 
 
 def split(build: Build) -> None:

@@ -1,8 +1,8 @@
-"""OffloadPool outside the device: main memory, or files that are mapped into it.
+"""Memory outside the device: main memory, or files that are mapped into it.
 
 Files are mapped by `torch.UntypedStorage.from_file`. Each loses its name before it has a size, so
-that its space is given back when the process ends, however it ends. What is written stays in the
-page cache until the kernel has put it on the disk; under pressure it does so first.
+that its space is freed when the process ends, however it ends. Written pages stay in the page cache
+until the kernel writes them to the disk; under pressure it does so first.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from profiles.errors import InputError
 Folder = str | os.PathLike[str]
 
 
-class Place:
-    """Some bytes of a room; they are free again when nobody holds it any more."""
+class Allocation:
+    """Some bytes of a pool, freed with the last reference to it."""
 
     __slots__ = ("__weakref__", "storage")
 
@@ -36,33 +36,33 @@ class Place:
 
 
 class OffloadPool:
-    """Hands out memory outside `device`, and counts what is taken.
+    """Allocates memory outside `device`, and counts it.
 
     Attributes:
         is_pinned: page-locked, so that an accelerator copies on its own.
-        held_bytes, peak_bytes: what is taken now, and at most.
-        is_training: whether a training goes on in it: the other ranks wait for one that finds no
-            room, and learn of it.
+        used_bytes, peak_bytes: allocated now, and at most.
+        is_training: a training uses it: the other ranks wait for one that finds no space, so that
+            its groups are aborted.
     """
 
     def __init__(self, device: torch.device, folder: Folder | None = None) -> None:
         self.is_pinned = device.type != "cpu" and folder is None
-        self.held_bytes = 0
+        self.used_bytes = 0
         self.peak_bytes = 0
         self.is_training = False
         self._folder = Path(folder) if folder is not None else None
         self._free: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
-        self._for_good: list[Place] = []
+        self._permanent: list[Allocation] = []
 
     @property
     def is_disk(self) -> bool:
         return self._folder is not None
 
-    def take(self, size_bytes: int) -> Place:
-        """OffloadPool for `size_bytes`, with whatever is in it.
+    def allocate(self, size_bytes: int) -> Allocation:
+        """Uninitialised memory of `size_bytes`.
 
         Raises:
-            InputError: the folder's disk has no room for them.
+            InputError: the folder's disk has no space for them.
         """
         free = self._free[size_bytes]
         if free:
@@ -77,26 +77,26 @@ class OffloadPool:
                 if self.is_training:
                     abort_groups(error)
                 raise
-        self.held_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        place = Place(storage)
-        weakref.finalize(place, self._give_back, storage).atexit = False
+        self.used_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        place = Allocation(storage)
+        weakref.finalize(place, self._free_storage, storage).atexit = False
         return place
 
     def tensor_like(self, tensor: Tensor) -> Tensor:
-        """A tensor in this room for good, of the dtype, shape and strides of `tensor`, or of the
-        part of it that this rank holds."""
+        """A tensor in this pool, never freed, of the dtype, shape and strides of `tensor`, or of
+        this rank's part of it."""
         tensor = local_part(tensor)
-        place = self.take(tensor.numel() * tensor.element_size())
+        place = self.allocate(tensor.numel() * tensor.element_size())
         dense = torch.empty_like(tensor, device="meta").stride()
         result = torch.empty(0, dtype=tensor.dtype)
         result.set_(place.storage, 0, tensor.shape, dense)
-        self._for_good.append(place)
+        self._permanent.append(place)
         return result
 
-    def _give_back(self, storage: torch.UntypedStorage) -> None:
-        self.held_bytes -= storage.nbytes()
-        if self.is_disk:  # of main memory torch's allocators take care
+    def _free_storage(self, storage: torch.UntypedStorage) -> None:
+        self.used_bytes -= storage.nbytes()
+        if self.is_disk:  # of main memory torch's allocators allocate care
             self._free[storage.nbytes()].append(storage)
 
 
@@ -111,7 +111,7 @@ def open_pool(plan: Plan, device: torch.device, folder: Folder | None) -> Offloa
     them in main memory.
 
     Raises:
-        InputError: the plan says disk and no folder is named, or it is none that can be written to.
+        InputError: the plan says disk and no folder is named, or it cannot be written to.
     """
     if not steps_offloaded(plan) and not plan.offload.activations:
         return None
@@ -147,22 +147,22 @@ def _mapped(folder: Path, size_bytes: int) -> torch.UntypedStorage:
     try:
         handle, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
     except OSError as error:
-        raise _no_room(folder, size_bytes, error) from error
+        raise _disk_full(folder, size_bytes, error) from error
     try:
         os.unlink(name)
-        # Without it a full disk is storage out by a signal that ends the process.
+        # Without it a full disk ends the process by a signal.
         os.posix_fallocate(handle, 0, max(size_bytes, 1))
         path = f"/proc/self/fd/{handle}"
         storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size_bytes)
         assert isinstance(storage, torch.UntypedStorage)  # torch's annotation is of its base
         return storage
     except (OSError, RuntimeError) as error:
-        raise _no_room(folder, size_bytes, error) from error
+        raise _disk_full(folder, size_bytes, error) from error
     finally:
         os.close(handle)
 
 
-def _no_room(folder: Path, size_bytes: int, error: OSError | RuntimeError) -> InputError:
+def _disk_full(folder: Path, size_bytes: int, error: OSError | RuntimeError) -> InputError:
     cause = (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
     try:
         free = f"{shutil.disk_usage(folder).free:,} bytes"

@@ -15,7 +15,7 @@ from engines.runtime.world import World, rank_error_context
 from engines.state import checkpoint
 from engines.state.full_state import set_whole_state, whole_state
 from engines.state.layout import Layout
-from engines.state.optimizer import of_nothing, send_from_first
+from engines.state.optimizer import empty_optimizer, send_from_first
 from profiles.model import ModelProfile
 
 
@@ -60,7 +60,7 @@ class CheckpointMixin:
         """Read what `save` wrote under any plan; all ranks call it."""
         release(self.module)
         with self._exchange.loading():
-            states = self.optimizer if self._exchange.keeps_states else of_nothing()
+            states = self.optimizer if self._exchange.keeps_states else empty_optimizer()
             has_outer = checkpoint.load(
                 path,
                 self.module,

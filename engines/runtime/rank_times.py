@@ -1,8 +1,9 @@
 """Computing and waiting times of ranks in a step: which rank the others wait for.
 
 A step synchronises all ranks twice: before the forward, where the rows of the batch are counted,
-and at the end of the exchange of gradients. A rank's own time is that before it has to wait: computing, from the first to its last gradient, and all that happens between steps (loading
-data, the update). Under FSDP2 ranks wait for each other unit by
+and at the end of the exchange of gradients. A rank's own time is that before it has to wait:
+computing, up to its last gradient, and all that happens between steps (loading data, the update).
+Under FSDP2 ranks wait for each other unit by
 unit, so there its own time is that of the units' forwards, between gather and release.
 
 It reads the clock twice a step, or a unit. On CUDA computing is timed by events in the stream.
@@ -269,7 +270,7 @@ class RankTimer:
             self._hooks.pop(number).remove()
 
     def _time_forwards(self, unit: nn.Module) -> None:
-        """Between FSDP2's own hooks: after it has gather, before it releases."""
+        """Time forwards between FSDP2's own hooks: after its gather, before its release."""
         began: list[_Mark] = []
 
         def begin(*_: object) -> None:

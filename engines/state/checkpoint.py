@@ -1,7 +1,7 @@
 """Saved weights and optimizer states: one format for every plan and world size.
 
-torch.distributed.checkpoint holds whole logical tensors in pieces, so what one plan saved another
-plan loads. Names are those of the unwrapped model.
+torch.distributed.checkpoint stores whole logical tensors in chunks, so any plan loads what another
+plan saved. Names are those of the unwrapped model.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def save(
 ) -> None:
     """Write the folder `path`; all ranks call it, or all of `writers`, the first rank among them.
 
-    Writers other than all ranks have the whole model each, and of optimizer states their own.
-    `outer` are states of an optimizer beside the ranks' own, the same on all of them. Where
-    replicas step on their own, `replica` says which one this is: its states are kept as well.
+    Writers other than all ranks have the whole model each, and their own optimizer states. `outer`
+    are states of the outer optimizer, the same on all ranks. Where replicas step on their own,
+    `replica` is the number of this one: its states are saved as well.
 
-    The pieces go to a folder beside it, which replaces an older `path` only when it is complete:
+    The chunks go to a folder next to it, which replaces an older `path` only when it is complete:
     an interrupted save leaves the old one.
 
     Raises:
@@ -63,14 +63,14 @@ def save(
     model_state, optimizer_state = _states(model, optimizer)
     states = optimizer_state["state"]
     own: State = {}
-    if replica:  # of what several ranks give under one name torch takes anyone's
+    if replica:  # where several ranks save one name torch takes any of them
         own, states = _flat(states), {}
     optimizer_state["state"] = {n: v for n, v in states.items() if layout.owns(n)}
     if layout.has_stages or writers is not None:
         groups = optimizer_state["param_groups"]
         optimizer_state["param_groups"] = _whole_groups(groups, model, writers)
     owned = {name: value for name, value in model_state.items() if layout.owns(name)}
-    state = _boxed(owned, optimizer_state, layout)
+    state = _placed(owned, optimizer_state, layout)
     if outer:
         state["outer"] = dict(outer)
     if own:
@@ -99,9 +99,9 @@ def load(
 ) -> bool:
     """Read a folder written by `save`, under any plan, into the shards of this one.
 
-    `alone`: without a word with other ranks, each of which has the whole model. Returns whether the
-    folder has all of `outer`, which are then written in place. A `replica` takes its own states of
-    the optimizer where it has some there, else those of the first.
+    `alone`: without collectives, for ranks that have the whole model each. Returns True if the
+    folder has all of `outer`, which are then written in place. A `replica` loads its own optimizer
+    states where the folder has some, else those of the first.
 
     Raises:
         FileError: there is no complete checkpoint, or it belongs to another model.
@@ -109,18 +109,18 @@ def load(
     target = Path(path)
     if not (target / ".metadata").is_file():
         raise FileError(
-            f"`{target}` holds no complete checkpoint",
+            f"`{target}` has no complete checkpoint",
             hints=["name a folder that `parallel.save` wrote"],
         )
     optimizer.zero_grad(set_to_none=True)  # gradients of the weights that are replaced
     before = dict(optimizer.state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p.requires_grad and p not in before for p in parameters):
-        optimizer.state.clear()  # torch makes places for the states of all parameters or of none
+        optimizer.state.clear()  # torch initialises the states of all parameters or of none
     model_state, optimizer_state = _raw_states(model, optimizer)
     names = list(model_state)
     model_state = {name: value for name, value in model_state.items() if layout.holds(name)}
-    state = _boxed(model_state, optimizer_state, layout)
+    state = _placed(model_state, optimizer_state, layout)
     if outer:
         state["outer"] = dict(outer)
     try:
@@ -136,9 +136,9 @@ def load(
         optimizer.state.clear()
         optimizer.state.update(before)
         raise
-    # Into the boxes the values were written in place; what is no tensor is in `state`.
+    # Chunks were written in place; values that are no tensors are in `state`.
     own = state.pop(_replica(replica), {})
-    state = _unboxed(state, model_state, optimizer_state)
+    state = _unplaced(state, model_state, optimizer_state)
     for name, states in state["optimizer"]["state"].items():
         states |= {key: own[f"{name}.{key}"] for key in states if f"{name}.{key}" in own}
     options = StateDictOptions(strict=len(model_state) == len(names))
@@ -171,7 +171,7 @@ def _replica(number: int) -> str:
 
 
 def _own_states(optimizer_state: State, replica: int, saved: Collection[str]) -> dict[str, State]:
-    """Places for the states that a replica has of its own in a checkpoint."""
+    """Empty tensors for a replica's own states in a checkpoint."""
     places = {
         name: torch.empty_like(value)
         for name, value in _flat(optimizer_state["state"]).items()
@@ -180,11 +180,11 @@ def _own_states(optimizer_state: State, replica: int, saved: Collection[str]) ->
     return {_replica(replica): places} if places else {}
 
 
-def _boxed(model_state: State, optimizer_state: State, layout: Layout) -> dict[str, State]:
-    """Both states with tensors that know their places in the whole."""
+def _placed(model_state: State, optimizer_state: State, layout: Layout) -> dict[str, State]:
+    """Both states with tensors that know their offsets in the whole."""
 
     def place(name: str, value: object) -> object:
-        return layout.boxes(name, value) if isinstance(value, Tensor) else value
+        return layout.placed(name, value) if isinstance(value, Tensor) else value
 
     states = {
         name: {key: place(name, value) for key, value in values.items()}
@@ -196,10 +196,10 @@ def _boxed(model_state: State, optimizer_state: State, layout: Layout) -> dict[s
     }
 
 
-def _unboxed(
+def _unplaced(
     state: dict[str, State], model_state: State, optimizer_state: State
 ) -> dict[str, State]:
-    """`state` with the tensors that were put into boxes; the boxes are views of them."""
+    """`state` with the local tensors in place of `PlacedTensor`, whose chunks are views of them."""
     states = {
         name: {
             key: optimizer_state["state"][name][key] if isinstance(value, PlacedTensor) else value
@@ -219,8 +219,8 @@ def _unboxed(
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], Any]:
     """Model and optimizer states by original names.
 
-    torch gives an optimizer that never stepped its states by a step with zero gradients, which
-    counts as one; they are taken away again.
+    torch initialises the states of an optimizer that never stepped by a step with zero gradients,
+    which counts as one; they are removed again.
     """
     is_new = not optimizer.state
     model_state, optimizer_state = _raw_states(model, optimizer)
@@ -277,8 +277,8 @@ def _require_same_optimizer(target: Path, saved: Iterable[str], optimizer_state:
     here = {key for states in optimizer_state["state"].values() for key in states}
     if there and here and here != there:
         raise FileError(
-            f"`{target}` was saved with another optimizer: it kept {', '.join(sorted(there))},"
-            f" this one keeps {', '.join(sorted(here))}",
+            f"`{target}` was saved with another optimizer: it had {', '.join(sorted(there))},"
+            f" this one has {', '.join(sorted(here))}",
             hints=["load the weights alone: `parallel.load_state_dict(...)`"],
         )
 
@@ -295,7 +295,7 @@ def _saved_states(saved: Iterable[str]) -> Iterator[tuple[str, str]]:
 def _forget_states_not_saved(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Iterable[str]
 ) -> None:
-    """A parameter that had not been stepped when the states were saved has not been stepped now."""
+    """Drop the states of parameters that had not been stepped when the checkpoint was saved."""
     stepped = {parameter for parameter, _ in _saved_states(saved)}
     for name, parameter in model.named_parameters():
         if name not in stepped:
@@ -322,7 +322,7 @@ def _files(what: str) -> Iterator[None]:
         raise
     except (dcp.CheckpointException, OSError, RuntimeError, ValueError) as error:
         if is_lost_contact(error):
-            raise  # the folder is not to blame
+            raise  # not the folder's fault
         causes = getattr(error, "failures", {}) or {}
         first = next((str(cause[0]) for cause in causes.values()), str(error))
         raise FileError(f"{what}: {first.strip().splitlines()[0]}") from None
@@ -331,7 +331,7 @@ def _files(what: str) -> Iterator[None]:
 def _on_first_rank(
     work: Callable[[], None], what: str, world: World, ranks: dist.ProcessGroup | None
 ) -> None:
-    """Rank 0 does `work`; all ranks go on together, or all raise."""
+    """Rank 0 does `work`; all ranks wait for it, and raise if it fails."""
     error: FileError | None = None
     if world.rank == 0:
         try:

@@ -1,4 +1,4 @@
-"""Whole states under original names: put together from every rank, and taken apart again."""
+"""Whole states under original names: gathered from all ranks, and loaded again."""
 
 from __future__ import annotations
 

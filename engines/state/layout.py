@@ -2,7 +2,7 @@
 
 A parameter is held by the stages that use it; the ranks of the tp axis, or the ep axis, may each
 have a slice of it; and FSDP2 cuts what is left into shards. `whole` puts it together from the
-inside out, `part` takes it apart from the outside in. Gradients and optimizer states lie as their
+inside out, `part` cuts it from the outside in. Gradients and optimizer states lie as their
 parameters do.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from engines.runtime.mesh import Axis, Mesh
-from engines.state.shard_spec import boxed
+from engines.state.shard_spec import placed
 from engines.state.slices import Slice
 
 
@@ -48,7 +48,7 @@ class Split(Protocol):
     def partial(self) -> frozenset[str]: ...
 
 
-class Shared(Protocol):
+class ExpertSplit(Protocol):
     """The layout of experts that are sharded over the ep axis.
 
     Attributes:
@@ -60,9 +60,9 @@ class Shared(Protocol):
 
 
 class Layout:
-    """Made before a plan changes the model: it knows the whole shapes.
+    """The layout of a model; made before a plan changes it, with the whole shapes.
 
-    Every parameter has several names if it is tied; any of them will do.
+    Tied parameters are known under all of their names.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, *, device: torch.device) -> None:
@@ -78,9 +78,9 @@ class Layout:
         self._experts: Mapping[str, Slice] = {}
 
     def lay_out(
-        self, *, stages: Stages | None, split: Split | None, experts: Shared | None = None
+        self, *, stages: Stages | None, split: Split | None, experts: ExpertSplit | None = None
     ) -> None:
-        """Note what became of the model."""
+        """Note the splits of the model."""
         self._stages = stages
         self._slices = split.slices if split is not None else {}
         self._experts = experts.slices if experts is not None else {}
@@ -116,11 +116,11 @@ class Layout:
         """True if this rank counts its part of a gradient: over all ranks each element once."""
         mesh, cut = self._mesh, self._cut(name)
         is_sharded = isinstance(tensor, DTensor)
-        copies_apart = mesh.copy if is_sharded else mesh.replicas.position
+        copy = mesh.copy if is_sharded else mesh.replicas.position
         if cut is not None and cut[1] is mesh.ep:
-            copies_apart = 0 if is_sharded else mesh.expert_copies.position
+            copy = 0 if is_sharded else mesh.expert_copies.position
         has_own_part = cut is not None or mesh.tp.is_first
-        return self.owns(name) and not copies_apart and has_own_part
+        return self.owns(name) and not copy and has_own_part
 
     def wholes(
         self, tensors: Mapping[str, Tensor | None], names: Iterable[str]
@@ -128,8 +128,8 @@ class Layout:
         """Every tensor of `names` whole, on every rank; all ranks call it with the same names.
 
         Args:
-            tensors: what this rank has, laid out as the parameters or buffers of these names; None
-                where it has none, say no gradient.
+            tensors: of this rank, laid out as the parameters or buffers of these names; None where
+                it has none, say no gradient.
         """
         names = list(names)
         owned = [self.owns(name) and tensors.get(name) is not None for name in names]
@@ -152,14 +152,14 @@ class Layout:
             return shard.to(like.device)
         return whole
 
-    def boxes(self, name: str, tensor: Tensor) -> Tensor:
-        """`tensor`, the parameter `name` or a state of it, as saving and loading take it: one whose
-        slices know their places in the whole; as it is if it is not split over an axis."""
+    def placed(self, name: str, tensor: Tensor) -> Tensor:
+        """`tensor`, the parameter `name` or a state of it, for saving and loading: with its offsets
+        in the whole, if it is split over an axis."""
         cut, shape = self._cut(name), self.shape(name)
         if cut is None or shape is None or tensor.dim() != len(shape):
             return tensor
         how, axis = cut
-        return boxed(tensor, how, shape=shape, rank=axis.position, size=axis.size)
+        return placed(tensor, how, shape=shape, rank=axis.position, size=axis.size)
 
     def _whole(self, name: str, tensor: Tensor | None) -> Tensor:
         """Put together on the stage that owns it, then sent to the others."""
@@ -184,7 +184,7 @@ class Layout:
         return whole
 
     def _empty(self, name: str, tensor: Tensor | None) -> Tensor:
-        """A place for the whole of a tensor that another stage owns."""
+        """An empty tensor for the whole of one that another stage owns."""
         first = self._first.get(name, name)
         if first in self._shapes:
             return torch.empty(self._shapes[first], dtype=self._dtypes[first], device=self.device)

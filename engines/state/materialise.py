@@ -1,4 +1,4 @@
-"""Values for models that were built on the meta device: no more of them than a rank holds."""
+"""Values for models from the meta device: only for the parameters of a rank."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from profiles.errors import ModelError, near_misses
 from profiles.torch_compat import version_of
 
 
-def open_materials(
+def open_weights_of(
     model: nn.Module, weights: Weights | None, *, world: World, seed: int
-) -> Materials | None:
+) -> DeferredWeights | None:
     """Open the values of a model on the meta device; None for one that has them.
 
     Raises:
@@ -41,19 +41,19 @@ def open_materials(
             "`weights` are for a model on the meta device, this one has values",
             hints=['build it under `with torch.device("meta"):`, or leave `weights` out'],
         )
-    return Materials(model, weights, seed=seed)
+    return DeferredWeights(model, weights, seed=seed)
 
 
 def placeholder(tensor: Tensor, *, device: torch.device) -> Tensor:
-    """Shape and dtype of `tensor` in the memory of one element, which reads as zero everywhere."""
+    """A tensor of zeros like `tensor`, expanded from one element of memory."""
     return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
-class Materials:
+class DeferredWeights:
     """Values of a meta-device model, filled in part by part.
 
-    An init function is called for the modules whose own tensors are wanted, with torch's generator
-    seeded by the name of the module: so a parameter begins with the same values on every rank that
+    An init function is called for the modules whose own tensors are needed, with torch's generator
+    seeded by the name of the module: so a parameter starts with the same values on every rank that
     holds it, however the model is split. Tensors by name are copied, in the dtype of the model;
     a tied parameter may be stored under any of its names. Buffers that are not part of a state
     dict are made by the init function, or by the model's own `_init_weights` (as transformers has
@@ -84,7 +84,7 @@ class Materials:
                 `placeholder` on `device`, as do buffers of modules without a local parameter.
 
         Raises:
-            ModelError: a tensor cannot be had, or has another shape.
+            ModelError: a tensor is missing, or has another shape.
         """
         inside = set(part.parameters()) | set(part.buffers())
         wanted: list[str] = []
@@ -114,7 +114,7 @@ class Materials:
         for path, own in by_module.items():
             if init is None:
                 raise ModelError(
-                    f"buffer `{own[0]}` is on the meta device and no part of a state dict: its"
+                    f"buffer `{own[0]}` is on the meta device and not in a state dict: its"
                     " values cannot be read",
                     hints=[
                         'build it with values: `torch.arange(n, device="cpu")` in the constructor',
@@ -148,7 +148,7 @@ class Materials:
         return torch.empty_like(layout, device="cpu").copy_(value)
 
     def _initialised(self, path: str, names: list[str], init: Init) -> Iterator[tuple[str, Tensor]]:
-        """`names`, which the module at `path` holds itself, as `init` fills them."""
+        """The module's own tensors `names`, as `init` fills them."""
         module = self._model.get_submodule(path)
         with _spare_tensors(module), _seeded(f"{self._seed} {path}"):
             begun = {name: (t, version_of(t)) for name, t in _own(module)}
@@ -158,7 +158,7 @@ class Materials:
             own = name.rpartition(".")[2]
             tensor, (before, version) = made[own], begun[own]
             is_untouched = tensor is before and version_of(tensor) == version
-            # `parameter.data.normal_()` counts nowhere: floating tensors begin as NaN.
+            # `parameter.data.normal_()` changes no version: floating tensors start as NaN.
             is_unknown = _has_nan(tensor) if tensor.is_floating_point() else is_untouched
             if tensor.is_meta or is_unknown:
                 raise ModelError(
@@ -169,7 +169,7 @@ class Materials:
             yield name, tensor.detach()
 
     def _put(self, first_name: str, value: Tensor) -> None:
-        """`value` under all names of a tensor."""
+        """Set `value` under all names of a tensor."""
         old = _named(self._model, first_name)
         new = value
         if isinstance(old, nn.Parameter):
@@ -182,12 +182,12 @@ class Materials:
     def _is_near(self, buffer: str, local: Container[str]) -> bool:
         """True if the module of a buffer has a parameter that this rank holds, or none at all."""
         path = buffer.rpartition(".")[0]
-        beside = [
+        neighbours = [
             first
             for first, names in self._parameters.items()
             if any(not path or name.startswith(f"{path}.") for name in names)
         ]
-        return not beside or any(name in local for name in beside)
+        return not neighbours or any(name in local for name in neighbours)
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -219,7 +219,7 @@ def _has_nan(tensor: Tensor) -> bool:
 
 @contextmanager
 def _spare_tensors(module: nn.Module) -> Iterator[None]:
-    """Inside, the module holds copies of its own tensors; NaN where there are no values yet."""
+    """Inside, the module has copies of its own tensors; NaN where there are no values yet."""
     before = list(_own(module))
     try:
         for name, tensor in before:

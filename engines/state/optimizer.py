@@ -1,4 +1,4 @@
-"""Optimizers on parameters that were replaced: carried over or built anew."""
+"""Optimizers on replaced parameters: carried over or built anew."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def build_optimizer(
     layout: Layout,
     served: frozenset[str] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of the parameters that this rank has, as they now are.
+    """Build the optimizer of this rank's parameters after the plan was applied.
 
     A factory is called on the trainable parameters of `model`. An optimizer that was built on the
     parameters before wrapping is carried over in place: same object, groups, hyper-parameters and
-    states, so learning-rate schedulers that hold it go on working. None means AdamW with torch's
-    defaults. A server's has the parameters of these names, `served`, alone.
+    states, so learning-rate schedulers that refer to it still work. None means AdamW with torch's
+    defaults. That of a server has the parameters named in `served` alone.
 
     Raises:
         InputError: the optimizer holds a parameter that is not of this model.
@@ -49,16 +49,16 @@ def build_optimizer(
         if parameter.requires_grad and layout.holds(name) and (served is None or name in served)
     ]
     if not trainable and layout.has_stages:
-        trainable = [_nothing()]
+        trainable = [_empty_parameter()]
     return given(trainable) if given is not None else torch.optim.AdamW(trainable)
 
 
-def of_nothing() -> torch.optim.Optimizer:
+def empty_optimizer() -> torch.optim.Optimizer:
     """An optimizer that steps no parameter of any model."""
-    return torch.optim.SGD([_nothing()])
+    return torch.optim.SGD([_empty_parameter()])
 
 
-def _nothing() -> nn.Parameter:
+def _empty_parameter() -> nn.Parameter:
     """Optimizers refuse to be built on no parameters at all."""
     return nn.Parameter(torch.zeros(0))
 
@@ -96,7 +96,7 @@ def _carry_over(
 def _like(
     value: object, name: str, new: nn.Parameter, layout: Layout, group: dict[str, object]
 ) -> object:
-    """A state laid out as the parameter `name` now is; every rank holds the same values."""
+    """A state laid out as the parameter `name` now is; all ranks have the same values."""
     if not isinstance(value, Tensor):
         return value
     if value.dim() == 0:
@@ -108,7 +108,7 @@ def _like(
     if isinstance(new, DTensor) or new.shape != whole:
         raise InputError(
             f"an optimizer state of shape {tuple(value.shape)} belongs to a parameter of shape"
-            f" {tuple(whole or ())}: it cannot be cut up with it",
+            f" {tuple(whole or ())}: it cannot be split like it",
             hints=["pass a factory, so that the states begin anew on the parts"],
         )
     return value.to(new.device)
@@ -122,14 +122,14 @@ def send_from_first(
     group: dist.ProcessGroup | None = None,
     source: int = 0,
 ) -> None:
-    """Make the tensors of every rank of `group`, or of all ranks, equal to its first rank's, or to
-    those of the rank at the place `source` in it."""
+    """Broadcast the tensors of the rank at position `source` in `group`, its first by default, to
+    all ranks of it; None: to all ranks."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         if tensor.is_meta:
             continue  # every rank fills it from the same weights
         if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
-            continue  # expanded: several elements in one place, nothing can be written there
+            continue  # expanded: elements share memory, which cannot be written
         bucket.append(tensor.detach())
         if sum(t.nbytes for t in bucket) >= BUCKET_BYTES:
             _broadcast(bucket, device, group, source)

@@ -1,7 +1,7 @@
 """States, traffic and temporaries of an optimizer, measured by letting it step.
 
-It steps on stand-ins of the model's own parameters, which have shapes and no memory. Where it does
-not take those, and to see whether it can be sharded, it steps on one tiny matrix.
+It steps on fake copies of the model's own parameters, which have shapes and no memory. Where it
+cannot step those, and to see if it can be sharded, it steps on one tiny matrix.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 
 Given = torch.optim.Optimizer | OptimizerFactory
 
-# Two-dimensional, as most weights are, and large enough that half of it still is of the usual kind:
-# 8-bit optimizers treat tensors under 4,096 elements apart.
+# Two-dimensional, as most weights are, and large enough that half of it is treated like them: 8-bit
+# optimizers treat tensors under 4,096 elements differently.
 _SHAPE = (128, 64)
 # Largest difference between a step on a matrix and on its halves that is rounding.
 _ROUNDING = 1e-5
-# Code that looks at a number that is not known gets this one: neither 0 nor 1, which steps divide
-# by or take for a first step.
+# Code that reads an unknown number gets this one: neither 0 nor 1, which steps divide by or take
+# for a first step.
 _NUMBER = 0.5
 
 
@@ -58,7 +58,7 @@ def optimizer_footprint(
     """The profile of any optimizer or factory; None is AdamW.
 
     Args:
-        model: whose parameters it will step; without one a tiny matrix stands for all.
+        model: its parameters will be stepped; without one a tiny matrix represents all.
         units: names of the model's units, as in its profile.
         device_kind: on accelerators torch's default is one step for all tensors (foreach).
 
@@ -72,7 +72,7 @@ def optimizer_footprint(
         profile = _of_model(given, model, tuple(units), device_kind)
         if profile is not None:
             return profile
-        log.info("the optimizer does not step on stand-ins: measured on one tiny matrix")
+        log.info("the optimizer does not step on fake tensors: measured on one tiny matrix")
     return _of_tiny(given)
 
 
@@ -98,20 +98,20 @@ def whole_because(given: Given | None) -> str:
 
 
 def why_not_chunked(given: Given | None) -> str:
-    """The reason why parameters cannot be stepped one by one: the updates are others then, or what
-    the optimizer keeps of all of them is.
+    """The reason why parameters cannot be stepped one by one: their updates would differ, or the
+    optimizer's states of all of them.
 
     Empty where it is the same, or where the optimizer cannot be tried.
     """
     if given is None:
         return ""
     try:
-        name, together = _stepped(given, apart=False)
-        _, apart = _stepped(given, apart=True)
+        name, joint = _stepped(given, chunked=False)
+        _, chunked = _stepped(given, chunked=True)
     except Exception:  # whatever a user's class raises: it is not refused for that
         return ""
-    scale = together.abs().max().item()
-    difference = (together - apart).abs().max().item() / scale if scale else 0.0
+    scale = joint.abs().max().item()
+    difference = (joint - chunked).abs().max().item() / scale if scale else 0.0
     if difference <= _ROUNDING:
         return ""
     return (
@@ -120,7 +120,7 @@ def why_not_chunked(given: Given | None) -> str:
     )
 
 
-def _stepped(given: Given, *, apart: bool) -> tuple[str, Tensor]:
+def _stepped(given: Given, *, chunked: bool) -> tuple[str, Tensor]:
     """Two matrices after three steps, the second one with gradients ten times as large."""
     generator = torch.Generator().manual_seed(0)
     matrices = [nn.Parameter(torch.zeros(_SHAPE)) for _ in range(2)]
@@ -128,7 +128,7 @@ def _stepped(given: Given, *, apart: bool) -> tuple[str, Tensor]:
     for _ in range(3):
         for scale, matrix in zip((1.0, 10.0), matrices, strict=True):
             matrix.grad = scale * torch.randn(_SHAPE, generator=generator)
-        if apart:
+        if chunked:
             step_in_chunks(optimizer, optimizer.step, chunk_bytes=0)
         else:
             optimizer.step()
@@ -151,7 +151,7 @@ def _updates(given: Given) -> Iterator[tuple[str, Tensor]]:
 def _tiny(given: Given, *, rows: int = _SHAPE[0]) -> tuple[torch.optim.Optimizer, nn.Parameter]:
     """An optimizer of tiny parameters, and the matrix among them.
 
-    A factory may want parameters of all kinds, as matrices for Muon and the rest for AdamW, or
+    A factory may need parameters of all kinds, as matrices for Muon and the rest for AdamW, or
     matrices alone.
     """
     matrix, *others = (
@@ -170,27 +170,27 @@ def _tiny(given: Given, *, rows: int = _SHAPE[0]) -> tuple[torch.optim.Optimizer
 def _of_tiny(given: Given) -> OptimizerProfile:
     """Two real steps on a matrix of some thousand elements; the first makes the states."""
     optimizer, matrix = _tiny(given)
-    held = _held(optimizer)
-    _require_used(any(p is matrix for p in held))
+    own = _parameters_of(optimizer)
+    _require_used(any(p is matrix for p in own))
     name = type(optimizer).__name__
     try:
         optimizer.step()
-        states = [state for p in held for state in _states(optimizer, p)]
-        with _Work([*held, *(p.grad for p in held), *states]) as work:
+        states = [state for p in own for state in _states(optimizer, p)]
+        with _Work([*own, *(p.grad for p in own), *states]) as work:
             optimizer.step()
     except TypeError as error:
         raise InputError(
-            f"{name} cannot step by itself: {error}",
-            hints=["an optimizer that wants a closure does not fit `train_step`"],
+            f"{name} cannot step without a closure: {error}",
+            hints=["an optimizer that needs a closure does not fit `train_step`"],
         ) from None
-    except RuntimeError:  # sparse gradients only, say: what it keeps is taken as Adam's
+    except RuntimeError:  # sparse gradients only, say: its states count as Adam's
         return OPTIMIZERS["adam"].model_copy(update={"name": name})
-    kept = sum(state.nbytes for state in _states(optimizer, matrix) if state.dim() > 0)
+    stored = sum(state.nbytes for state in _states(optimizer, matrix) if state.dim() > 0)
     copies = work.peak_bytes / matrix.nbytes
     return OptimizerProfile(
         name=name,
-        state_bytes_per_element=kept / matrix.numel(),
-        moved_bytes_per_element=work.moved_bytes / sum(p.numel() for p in held),
+        state_bytes_per_element=stored / matrix.numel(),
+        moved_bytes_per_element=work.moved_bytes / sum(p.numel() for p in own),
         loop_copies=copies,
         list_copies=max(1.0, copies),
         whole_because=whole_because(given),
@@ -208,10 +208,10 @@ def _require_used(is_used: bool) -> None:
 def _of_model(
     given: Given, model: nn.Module, units: Sequence[str], device_kind: str
 ) -> OptimizerProfile | None:
-    """Measured on stand-ins of the model's parameters; None where the step does not take them."""
+    """The profile on fake copies of the model's parameters; None where these cannot be stepped."""
     try:
         with fake_tensors(), torch.random.fork_rng(devices=[]):
-            profile = _step_on_stand_ins(given, model, units, device_kind)
+            profile = _step_on_fakes(given, model, units, device_kind)
     except InputError:
         raise
     except Exception:  # whatever a user's step does with tensors that have no values
@@ -219,32 +219,32 @@ def _of_model(
     return profile.model_copy(update={"whole_because": whole_because(given)})
 
 
-def _step_on_stand_ins(
+def _step_on_fakes(
     given: Given, model: nn.Module, units: Sequence[str], device_kind: str
 ) -> OptimizerProfile:
     fakes = Fakes()
     owners: dict[int, str] = {}
-    stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+    fakes_of: dict[nn.Parameter, nn.Parameter] = {}
     for path, parameter in model.named_parameters():
         if parameter.requires_grad:
             fake = fakes.of(parameter)
             assert isinstance(fake, nn.Parameter)
             fake.grad = torch.empty_like(fake)
             owners[id(fake)] = _owner(path, units)
-            stand_ins[parameter] = fake
-    optimizer = _trial(given, list(stand_ins.values()), stand_ins)
-    held = [p for p in _held(optimizer) if id(p) in owners]
-    _require_used(bool(held))
+            fakes_of[parameter] = fake
+    optimizer = _trial(given, list(fakes_of.values()), fakes_of)
+    own = [p for p in _parameters_of(optimizer) if id(p) in owners]
+    _require_used(bool(own))
     if device_kind != "cpu":
         _step_lists(optimizer)
     with _Numbers():
         optimizer.step()
-        states = {id(p): _states(optimizer, p) for p in held}
-        with _Work(chain(held, (p.grad for p in held), *states.values())) as work:
+        states = {id(p): _states(optimizer, p) for p in own}
+        with _Work(chain(own, (p.grad for p in own), *states.values())) as work:
             optimizer.step()
     state_bytes: dict[str, int] = defaultdict(int)
     elements: dict[str, int] = defaultdict(int)
-    for parameter in held:
+    for parameter in own:
         unit = owners[id(parameter)]
         elements[unit] += parameter.numel()
         state_bytes[unit] += sum(s.nbytes for s in states[id(parameter)] if s.dim() > 0)
@@ -253,7 +253,7 @@ def _step_on_stand_ins(
         name=type(optimizer).__name__,
         state_bytes_per_element=sum(state_bytes.values()) / total,
         moved_bytes_per_element=work.moved_bytes / total,
-        # What is moved is shared out by elements: only its sum is asked for.
+        # Traffic is divided by elements: only its sum is used.
         units={
             unit: UnitUpkeep(
                 state_bytes=state_bytes[unit],
@@ -275,7 +275,7 @@ def _owner(path: str, units: Sequence[str]) -> str:
 def _step_lists(optimizer: torch.optim.Optimizer) -> None:
     """Step all tensors at once, as torch's optimizers do on accelerators by default.
 
-    Adafactor has such a step too, and never takes it by default.
+    Adafactor has one too, and never uses it by default.
     """
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     if is_torchs and not isinstance(optimizer, torch.optim.Adafactor):
@@ -285,7 +285,7 @@ def _step_lists(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _Numbers(TorchDispatchMode):
-    """Answers code that looks at the value of a stand-in."""
+    """Give code that reads the value of a fake tensor a number."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -300,7 +300,7 @@ class _Numbers(TorchDispatchMode):
 class _Work(TorchDispatchMode):
     """Adds up the bytes that operations read and write, their FLOP, and follows temporaries.
 
-    `before` is there already and counts in no peak.
+    `before`: existing tensors, which count in no peak.
     """
 
     def __init__(self, before: Iterable[Tensor | None]) -> None:
@@ -308,7 +308,7 @@ class _Work(TorchDispatchMode):
         self.moved_bytes = 0
         self.flop = 0
         self.peak_bytes = 0
-        self._held_bytes = 0
+        self._live_bytes = 0
         self._formulas = flop_formulas()
         storages = (storage_of(tensor) for tensor in before if tensor is not None)
         self._before = {id(storage): storage for storage in storages}
@@ -339,13 +339,13 @@ class _Work(TorchDispatchMode):
         if storage is None or key in self._before or key in self._made:
             return
         self._made[key] = weakref.ref(storage, self._release(key, storage.nbytes()))
-        self._held_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+        self._live_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
     def _release(self, key: int, size_bytes: int) -> Callable[[object], None]:
         def release(_: object) -> None:
             del self._made[key]
-            self._held_bytes -= size_bytes
+            self._live_bytes -= size_bytes
 
         return release
 
@@ -353,32 +353,32 @@ class _Work(TorchDispatchMode):
 def _trial(
     given: Given,
     parameters: list[nn.Parameter],
-    stand_ins: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    fakes_of: Mapping[nn.Parameter, nn.Parameter] | None = None,
 ) -> torch.optim.Optimizer:
-    """A second optimizer of the same settings that holds `parameters` only.
+    """A second optimizer of the same settings with `parameters` only.
 
-    With `stand_ins` every group gets those of its own parameters, else the first group gets all.
+    With `fakes_of` every group gets those of its own parameters, else the first group gets all.
     """
     if not isinstance(given, torch.optim.Optimizer):
         return given(parameters)
-    # Not copy.copy: Optimizer's own copying drops what subclasses keep beside groups and state.
+    # Not copy.copy: Optimizer's own copying drops subclasses' attributes besides groups and state.
     trial = object.__new__(type(given))
     for name, value in vars(given).items():
-        # A scheduler puts a `step` of the real optimizer there; hooks are not to see a trial.
+        # A scheduler sets a `step` of the real optimizer; hooks must not see a trial.
         if name != "step":
             vars(trial)[name] = type(value)() if name.endswith("_hooks") else value
     trial.state = defaultdict(dict)
-    if stand_ins is None:
+    if fakes_of is None:
         trial.param_groups = [{**given.param_groups[0], "params": parameters}]
     else:
         trial.param_groups = [
-            {**group, "params": [stand_ins[p] for p in group["params"] if p in stand_ins]}
+            {**group, "params": [fakes_of[p] for p in group["params"] if p in fakes_of]}
             for group in given.param_groups
         ]
     return trial
 
 
-def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

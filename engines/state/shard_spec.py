@@ -1,8 +1,8 @@
-"""Slices of tensors as torch.distributed.checkpoint stores them: boxes with a place in the whole.
+"""Shards of tensors for torch.distributed.checkpoint: chunks with offsets in the whole.
 
-It knows the places of DTensor's shards by itself. A slice of the tp axis may be several boxes (a
-third of it is of the query, a third of the key, a third of the value), and FSDP2 may have cut it
-once more along its rows.
+Offsets of DTensor's shards are known to torch. A slice of the tp axis may be several chunks (a
+third of it of the query, a third of the key, a third of the value), and FSDP2 may have cut it once
+more along its rows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from profiles.torch_compat import rows_of_shard
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """`part` is a view of what this rank holds, and lies at `offsets` in the whole."""
+class Chunk:
+    """`part`, a view of this rank's part, at `offsets` in the whole."""
 
     offsets: torch.Size
     part: Tensor
@@ -35,11 +35,11 @@ class Box:
 class PlacedTensor(Tensor):
     """This rank's part of a tensor of shape `whole`; shares the memory of the part.
 
-    The methods with two underscores are those that torch.distributed.checkpoint asks a tensor for.
+    The methods with two underscores are torch.distributed.checkpoint's protocol of tensors.
     """
 
     whole: torch.Size
-    boxes: tuple[Box, ...]
+    chunks: tuple[Chunk, ...]
 
     def size(self, dim: int | None = None) -> torch.Size | int:  # type: ignore[override]
         return self.whole if dim is None else self.whole[dim]
@@ -47,25 +47,25 @@ class PlacedTensor(Tensor):
     def __create_write_items__(self, name: str, tensor: object) -> list[WriteItem]:
         return [
             WriteItem(
-                index=MetadataIndex(name, box.offsets),
+                index=MetadataIndex(name, own.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
                     chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(box.part),
+                    properties=TensorProperties.create_from_tensor(own.part),
                     size=self.whole,
                 ),
             )
-            for box, chunk in zip(self.boxes, self.__create_chunk_list__(), strict=True)
+            for own, chunk in zip(self.chunks, self.__create_chunk_list__(), strict=True)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(box.offsets, box.part.size()) for box in self.boxes]
+        return [ChunkStorageMetadata(own.offsets, own.part.size()) for own in self.chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(box.part for box in self.boxes if box.offsets == index.offset)
+        return next(own.part for own in self.chunks if own.offsets == index.offset)
 
 
-def boxed(tensor: Tensor, cut: Slice, *, shape: torch.Size, rank: int, size: int) -> PlacedTensor:
+def placed(tensor: Tensor, cut: Slice, *, shape: torch.Size, rank: int, size: int) -> PlacedTensor:
     """`tensor` is what rank `rank` of `size` holds of a tensor of `shape` that is split as `cut`
     says, or a shard of that along its first dimension."""
     local, first_row = tensor.detach(), 0
@@ -73,13 +73,13 @@ def boxed(tensor: Tensor, cut: Slice, *, shape: torch.Size, rank: int, size: int
         local, first_row = tensor.to_local().detach(), rows_of_shard(tensor)
     result = local.as_subclass(PlacedTensor)
     result.whole = shape
-    result.boxes = tuple(_boxes(local, first_row, cut, shape, rank, size))
+    result.chunks = tuple(_boxes(local, first_row, cut, shape, rank, size))
     return result
 
 
 def _boxes(
     local: Tensor, first_row: int, cut: Slice, shape: torch.Size, rank: int, size: int
-) -> Iterator[Box]:
+) -> Iterator[Chunk]:
     """One for each pack; none that are empty."""
     dim = cut.dim % len(shape)
     pack = shape[dim] // cut.packs
@@ -97,4 +97,4 @@ def _boxes(
             part = local.narrow(0, low - first_row, max(high - low, 0)) if high > low else local[:0]
             offsets[0] = number * pack + start + low - number * length
         if part.numel():
-            yield Box(torch.Size(offsets), part)
+            yield Chunk(torch.Size(offsets), part)

@@ -19,14 +19,14 @@ Init: TypeAlias = Callable[[nn.Module], object]
 Weights: TypeAlias = Init | Mapping[str, Tensor] | str | os.PathLike[str]
 
 _SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"  # Hugging Face's: {"weight_map": {name: file beside it}}
+_INDEX = "model.safetensors.index.json"  # Hugging Face's: {"weight_map": {name: file}}
 
 
 def open_weights(weights: Weights) -> Init | Mapping[str, Tensor]:
-    """`weights` as a function or as tensors by name; nothing is read but the table of names.
+    """`weights` as a function or as tensors by name; only the table of names is read.
 
     Raises:
-        FileError: no safetensors file or index is there, or it cannot be understood.
+        FileError: there is no safetensors file or index, or it cannot be parsed.
         InputError: neither a function, nor a mapping, nor a path; or safetensors is not installed.
     """
     if isinstance(weights, nn.Module):
@@ -55,8 +55,8 @@ class _File(Protocol):
 class SafetensorsFiles(Mapping[str, Tensor]):
     """Tensors by name in one file, or in the shards that an index lists.
 
-    A tensor is read when it is asked for, and a shard opened when one of its tensors is: those of
-    other ranks need not be there.
+    A tensor is read when it is looked up, and a shard opened with its first tensor: those of other
+    ranks need not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +94,7 @@ class SafetensorsFiles(Mapping[str, Tensor]):
 def _inside(folder: Path) -> Path:
     file = next((folder / name for name in (_INDEX, _SINGLE) if (folder / name).exists()), None)
     if file is None:
-        raise FileError(f"`{folder}` holds neither `{_INDEX}` nor `{_SINGLE}`")
+        raise FileError(f"`{folder}` has neither `{_INDEX}` nor `{_SINGLE}`")
     return file
 
 
@@ -107,7 +107,7 @@ def _index(path: Path) -> dict[str, Path]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise FileError(
             f"`{path}` is no index of safetensors shards",
-            hints=['it holds {"weight_map": {name of a tensor: name of a file beside it}}'],
+            hints=['it holds {"weight_map": {name of a tensor: name of a file in its folder}}'],
         ) from None
 
 
@@ -122,7 +122,7 @@ def _opened(path: Path) -> _File:
     try:
         file: _File = safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError:
-        raise FileError(f"`{path}` is not there") from None
+        raise FileError(f"`{path}` does not exist") from None
     except (OSError, SafetensorError) as error:
         raise FileError(f"`{path}` cannot be read as safetensors: {error}") from None
     return file

@@ -17,7 +17,7 @@ SEQUENCE = Slice(1)
 
 
 class Collectives(Protocol):
-    """The exchanges of Megatron, among `size` ranks: copy, reduce and gather of features
+    """Megatron's collectives among `size` ranks: copy, reduce and gather of features
     (arXiv:1909.08053), and those of its sequence parallelism (arXiv:2205.05198)."""
 
     @property
@@ -39,7 +39,7 @@ class Collectives(Protocol):
         ...
 
     def split_tokens(self, whole: Tensor) -> Tensor:
-        """This rank's tokens; the gradient is put together from all ranks'."""
+        """This rank's tokens; the gradient is gathered from all ranks."""
         ...
 
     def join_tokens(self, part: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Collectives(Protocol):
 
 
 class GroupCollectives:
-    """The exchange among the ranks of a process group."""
+    """Collectives among the ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -107,7 +107,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone(memory_format=torch.contiguous_format)  # others may hold it
+        total = gradients[0].clone(memory_format=torch.contiguous_format)  # others may refer to it
         dist.all_reduce(total, group=ctx.group)
         return total, None
 
@@ -128,7 +128,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, cut: Slice, length: int, ranks: GroupCollectives) -> Tensor:
         ctx.cut, ctx.ranks = cut, ranks
-        return gathered(part, cut, length=length, ranks=ranks)
+        return all_gather(part, cut, length=length, ranks=ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -171,7 +171,7 @@ class _ReduceTokens(torch.autograd.Function):
 
 
 def _all_tokens(part: Tensor, ranks: GroupCollectives) -> Tensor:
-    return gathered(part, SEQUENCE, length=part.shape[1] * ranks.size, ranks=ranks)
+    return all_gather(part, SEQUENCE, length=part.shape[1] * ranks.size, ranks=ranks)
 
 
 def _summed_tokens(whole: Tensor, ranks: GroupCollectives) -> Tensor:
@@ -181,10 +181,10 @@ def _summed_tokens(whole: Tensor, ranks: GroupCollectives) -> Tensor:
     return mine.movedim(0, 1).contiguous()
 
 
-def gathered(part: Tensor, cut: Slice, *, length: int, ranks: GroupCollectives) -> Tensor:
-    """The whole that the ranks hold parts of, `length` along `cut.dim`, without a gradient.
+def all_gather(part: Tensor, cut: Slice, *, length: int, ranks: GroupCollectives) -> Tensor:
+    """The whole of the ranks' parts, `length` along `cut.dim`, without a gradient.
 
-    Shares that are smaller than the largest one travel padded: a collective has one size.
+    Smaller shares are sent padded: a collective has one size.
     """
     lengths = [
         share(length // cut.packs, rank, ranks.size)[1] * cut.packs for rank in range(ranks.size)

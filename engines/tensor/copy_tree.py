@@ -1,4 +1,4 @@
-"""Copies of what a call is given, down to the tensors inside of objects."""
+"""Copies of a call's arguments, down to the tensors inside of objects."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from profiles.torch_compat import Tree, map_leaves
 
 
 def copy_tree(tree: Tree, of: Callable[[Tensor], Tensor]) -> Tree:
-    """`tree` with `of(tensor)` for every tensor, also for those inside of its objects.
+    """`tree` with `of(tensor)` for every tensor, also inside of its objects.
 
-    Objects, a cache of keys and values say, are copied: what a call writes to them, it writes to
-    the copy alone. An object that occurs twice is one object in the copy too.
+    Objects, a cache of keys and values say, are copied: a call writes to the copy alone.
+    An object that occurs twice is one object in the copy too.
 
     Raises:
         ModelError: an object that cannot be copied.
@@ -39,8 +39,8 @@ def copy_tree(tree: Tree, of: Callable[[Tensor], Tensor]) -> Tree:
 class _Replacing(TorchFunctionMode):
     """A deep copy has `of(tensor)` in place of a tensor.
 
-    Left to itself it refuses results of operations, which is what a cache holds; and what it makes
-    of fake tensors outside of their mode crashes the process.
+    Without it results of operations, which a cache holds, are refused, and copies of fake tensors
+    outside of their mode crash the process.
     """
 
     def __init__(self, of: Callable[[Tensor], Tensor]) -> None:

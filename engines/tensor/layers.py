@@ -1,4 +1,4 @@
-"""The layers that can be split, and what of their parameters a style leaves on a rank."""
+"""Layers that can be split, and the slices of their parameters under a style."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ def slices_of(module: nn.Module, style: Style) -> dict[str, Slice]:
 
 @contextmanager
 def without_bias(module: nn.Module) -> Iterator[None]:
-    """Inside, the layer is one without a bias: on every rank it would be summed as often as there
-    are ranks."""
+    """Remove the bias of the layer inside: added on every rank it would count once for each."""
     bias = module._parameters.get("bias")
     if "bias" in module._parameters:
         module._parameters["bias"] = None

@@ -23,29 +23,29 @@ _LAST = Slice(-1)
 
 
 class VocabLogits(Tensor):
-    """Whole logits (..., vocabulary) to all who look at them, of which this rank has a part.
+    """Logits (..., vocabulary) that look whole, of which this rank has a part.
 
     Casts, shapes that keep the last dimension, and scaling happen to the part; `F.cross_entropy`
-    over the last dimension is computed from the parts. Everything else gets whole logits, which are
-    put together for it: right always, and what a gathered head would do anyway.
+    over the last dimension is computed from the parts. Everything else gets whole
+    logits, gathered for it: always right, and as a gathered head would do.
     """
 
     part: Tensor
-    exchange: Collectives
+    collectives: Collectives
 
     @staticmethod
-    def of(part: Tensor, exchange: Collectives, *, length: int) -> VocabLogits:
+    def of(part: Tensor, collectives: Collectives, *, length: int) -> VocabLogits:
         """Args:
         part: (..., share of this rank).
         length: of the vocabulary.
         """
         logits = wrapper_tensor(VocabLogits, (*part.shape[:-1], length), part)
-        logits.part, logits.exchange = part, exchange
+        logits.part, logits.collectives = part, collectives
         return logits
 
     def whole(self) -> Tensor:
-        """Put together; all ranks call it."""
-        return self.exchange.gather(self.part, _LAST, length=self.shape[-1])
+        """The whole logits, gathered; all ranks call it."""
+        return self.collectives.gather(self.part, _LAST, length=self.shape[-1])
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"VocabLogits({tuple(self.shape)}, {self.part.shape[-1]} of the vocabulary here)"
@@ -68,14 +68,14 @@ class VocabLogits(Tensor):
         if func in _ABOUT_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        me = args[0] if args else None
-        if isinstance(me, VocabLogits):
+        split = args[0] if args else None
+        if isinstance(split, VocabLogits):
             if func in _ABOUT_PART:
-                return func(me.part, *args[1:], **kwargs)
-            if _keeps_split(func, me, args[1:], kwargs):
-                return me._on_part(func, args[1:], kwargs)
-            if func is F.cross_entropy and _is_plain_loss(me, args[1:], kwargs):
-                return _loss(me, *args[1:], **kwargs)
+                return func(split.part, *args[1:], **kwargs)
+            if _keeps_split(func, split, args[1:], kwargs):
+                return split._on_part(func, args[1:], kwargs)
+            if func is F.cross_entropy and _is_plain_loss(split, args[1:], kwargs):
+                return _loss(split, *args[1:], **kwargs)
         return func(*map_tensors(_whole, tuple(args)), **map_tensors(_whole, kwargs))
 
     def _on_part(
@@ -86,7 +86,7 @@ class VocabLogits(Tensor):
             result = self.part.reshape(shape)
         else:
             result = func(self.part, *args, **kwargs)
-        return VocabLogits.of(result, self.exchange, length=self.shape[-1])
+        return VocabLogits.of(result, self.collectives, length=self.shape[-1])
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def whole_tensors(output: Any) -> Any:
-    """`output` with split logits put together; all ranks call it."""
+    """`output` with split logits gathered; all ranks call it."""
     tensors = tensors_in(output)
     return (
         map_tensors(_whole, output) if any(isinstance(t, VocabLogits) for t in tensors) else output
@@ -125,7 +125,7 @@ _SCALES = {
 
 
 def _keeps_split(
-    func: Callable[..., Any], me: VocabLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
+    func: Callable[..., Any], split: VocabLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
     """True if `func` does to the whole what it does to each part."""
     if func in _CASTS:
@@ -134,13 +134,13 @@ def _keeps_split(
         return not kwargs and all(isinstance(value, int | float) for value in args)
     if func in _RESHAPES:
         sizes = () if kwargs else _sizes(args)
-        return len(sizes) > 1 and sizes[-1] == me.shape[-1]
+        return len(sizes) > 1 and sizes[-1] == split.shape[-1]
     if func in (Tensor.flatten, torch.flatten):
-        dims = me.dim()
+        dims = split.dim()
         start, end = (args[0] if args else 0), (args[1] if len(args) > 1 else -1)
         return not kwargs and 0 <= start % dims <= end % dims < dims - 1
     if func is Tensor.__getitem__:
-        return _leaves_last(args[0], me.dim())
+        return _leaves_last(args[0], split.dim())
     return False
 
 
@@ -162,14 +162,14 @@ def _leaves_last(index: Any, dims: int) -> bool:
     return len(parts) < dims or parts[-1] == slice(None)
 
 
-def _is_plain_loss(me: VocabLogits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _is_plain_loss(split: VocabLogits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """(tokens, vocabulary) against class numbers, without weights and smoothing."""
     settings = {**dict(zip(_LOSS_ARGUMENTS, args, strict=False)), **kwargs}
     target = settings.get("target")
     return (
         isinstance(target, Tensor)
         and not target.is_floating_point()
-        and me.dim() == 2
+        and split.dim() == 2
         and settings.get("weight") is None
         and not settings.get("label_smoothing")
         and settings.get("reduce") is None
@@ -203,18 +203,18 @@ def _loss(
 
 def _token_losses(logits: VocabLogits, target: Tensor) -> Tensor:
     """log(sum(exp(logits))) - logits[target], (tokens,)."""
-    exchange, part = logits.exchange, logits.part
-    start, _ = share(logits.shape[-1], exchange.rank, exchange.size)
+    collectives, part = logits.collectives, logits.part
+    start, _ = share(logits.shape[-1], collectives.rank, collectives.size)
     here = target - start
     is_mine = (here >= 0) & (here < part.shape[-1])
     # The same number for all: it cancels out, and so needs no gradient.
     highest = part.detach().amax(-1) if part.shape[-1] else part.new_full(target.shape, -math.inf)
-    if isinstance(exchange, GroupCollectives):
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=exchange.group)
+    if isinstance(collectives, GroupCollectives):
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=collectives.group)
     shifted = part - highest[:, None]
-    total = exchange.reduce(shifted.exp().sum(-1))
+    total = collectives.reduce(shifted.exp().sum(-1))
     picked = torch.where(is_mine, _pick(shifted, torch.where(is_mine, here, 0)), 0.0)
-    return total.log() - exchange.reduce(picked)
+    return total.log() - collectives.reduce(picked)
 
 
 def _pick(rows: Tensor, columns: Tensor) -> Tensor:

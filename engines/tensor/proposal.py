@@ -26,7 +26,7 @@ from profiles.torch_compat import without_onednn
 
 
 class Unpaired(Record):
-    """A layer that is not half of a pair: what became of it and why.
+    """A layer outside of a column-row pair: its style and the reason.
 
     Attributes:
         layer: its path; `*` for any number.
@@ -69,8 +69,9 @@ def propose_styles(
 ) -> Proposal:
     """Propose a split of `model` over `size` ranks. Nothing of the model is changed.
 
-    The split of `engines.tensor.rules` is tried on a copy of one unit of each kind (see `proof`). A
-    pair of layers that is refused, or any other layer of some size, is split with gathered output.
+    The split of `engines.tensor.rules` is tried on a copy of one unit of each kind
+    (`unit_proof`). A refused pair of layers, or any other large layer, is split with gathered
+    output.
 
     Args:
         sample: one local batch; the model runs over it once, on fake tensors if it can.
@@ -84,7 +85,7 @@ def propose_styles(
             be tried so is split by the rules alone.
 
     Raises:
-        PlanError: there is nothing that could be split.
+        PlanError: no layer can be split.
     """
     rules = unit_splits(profile, size)
     kinds = unit_kinds(model, sample, list(rules), has_target=has_target)
@@ -96,7 +97,7 @@ def propose_styles(
     with _on_fakes(model, sample) if shapes_only else nullcontext():
         for kind in kinds:
             split = rules[kind.paths[0]]
-            trial = _tried(
+            trial = _try_unit(
                 model, kind, split, size=size, by_tokens=by_tokens, shapes_only=shapes_only
             )
             for path in kind.paths:
@@ -118,7 +119,7 @@ def propose_styles(
         )
     names = [path for path, _ in model.named_modules()]
     notes = {
-        Unpaired(layer=without_numbers(path), style=_said(styles.get(path)), why=reason): None
+        Unpaired(layer=without_numbers(path), style=_written(styles.get(path)), why=reason): None
         for path, reason in why.items()
     }
     proof = None
@@ -148,7 +149,7 @@ def _proof(
     return SplitProof.of(styles, partial, size=size)
 
 
-def _tried(
+def _try_unit(
     model: nn.Module,
     kind: UnitKind,
     rules: UnitSplit,
@@ -157,14 +158,14 @@ def _tried(
     by_tokens: bool,
     shapes_only: bool,
 ) -> _Trial:
-    """The styles of one kind of unit, found one after another; each is proved with those before."""
+    """The styles of one kind of unit, one after another; each is proved with those before."""
     unit = model.get_submodule(kind.paths[0])
     trial = _Trial(rules, size=size)
     if is_plain(unit):
         trial.take_rules()
         return trial
     try:
-        trial.specimen = copy_unit(model, kind)
+        trial.copy = copy_unit(model, kind)
     except ModelError as error:
         if shapes_only:
             trial.take_rules()
@@ -178,7 +179,7 @@ def _tried(
 
 @contextmanager
 def _on_fakes(model: nn.Module, sample: Batch) -> Iterator[None]:
-    """Inside, the model's tensors are fake, and so are those that are made."""
+    """Inside, the model's tensors and new ones are fake."""
     with stand_ins([model]) as fakes:
         fake = map_batch(lambda tensor: fakes.of(tensor.detach()), sample)
         with Pretence().on(fake), without_onednn():
@@ -187,13 +188,13 @@ def _on_fakes(model: nn.Module, sample: Batch) -> Iterator[None]:
 
 class _Trial:
     """Attributes:
-    specimen: what is tried; not needed for `take_rules`.
+    copy: what is tried; not needed for `take_rules`.
     styles: what is proved, by paths within the unit.
     why: layers outside pairs, and what kept them from it.
     partial: parameters, by names within the unit, whose gradients are partial sums.
     """
 
-    specimen: UnitCopy
+    copy: UnitCopy
     partial: frozenset[str] = frozenset()
 
     def __init__(self, rules: UnitSplit, *, size: int) -> None:
@@ -208,7 +209,7 @@ class _Trial:
         self.styles = {path: (style,) for path, style in styles.items()}
 
     def run(self, *, by_tokens: bool) -> None:
-        """All attempts, in turn."""
+        """Try pairs, then layers, then tokens."""
         pairs = [pair for pair in self._rules.pairs if self._take_pair(pair)]
         refused = dict(self.why)
         styles, self.why = self._rules.with_pairs(pairs)
@@ -222,9 +223,9 @@ class _Trial:
             self._split_tokens(pairs)
 
     def _take_pair(self, pair: Pair) -> bool:
-        """The pair in the first way that is right."""
+        """Take the first variant of the pair that is right."""
         reasons = []
-        unit = self.specimen.unit
+        unit = self.copy.unit
         for variant in variants(pair, self._rules.styles, unit, size=self._size):
             reason = self._try(variant)
             if not reason:
@@ -234,7 +235,7 @@ class _Trial:
         return False
 
     def _split_tokens(self, pairs: Sequence[Pair]) -> None:
-        """Tokens too, if all layers of the unit are in pairs."""
+        """Split tokens too, if all layers of the unit are in pairs."""
         kinds = {style.kind for each in self.styles.values() for style in each}
         if not {Kind.COLUMN, Kind.ROW} <= kinds or kinds & {Kind.GATHER, Kind.VOCAB}:
             return
@@ -246,9 +247,9 @@ class _Trial:
         self.why[""] = f"its tokens are not split: {reason}"
 
     def _try(self, styles: Mapping[str, tuple[Style, ...]]) -> str:
-        """Take `styles` if they are right; why not, else."""
+        """Take `styles` if they are right; else returns the reason."""
         together = {**self.styles, **styles}
-        verdict = prove_unit(self.specimen, together, size=self._size)
+        verdict = prove_unit(self.copy, together, size=self._size)
         if not verdict.why_not:
             self.styles, self.partial = together, verdict.partial
         return verdict.why_not
@@ -279,5 +280,5 @@ def _joined(path: str, inner: str) -> str:
     return ".".join(part for part in (path, inner) if part)
 
 
-def _said(styles: Sequence[Style] | None) -> str:
+def _written(styles: Sequence[Style] | None) -> str:
     return str(styles[0]) if styles else "whole"

@@ -1,7 +1,7 @@
-"""Blocks whose norms, dropout and residual sums are split by tokens (sequence parallelism).
+"""Sequence parallelism: norms, dropout and residual sums of a block, split by tokens.
 
-A block takes the whole sequence and returns it whole. Inside, every rank has its share of the
-tokens, but for the modules that mix tokens or hold column-wise layers: they take all of them.
+A block takes and returns the whole sequence. Inside, every rank has its share of the tokens, but
+for the modules that mix tokens or have column-wise layers: these take all of them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from engines.tensor.styles import Kind
 from profiles.torch_compat import flatten, unflatten
 
 
-def share_tokens(module: nn.Module, kind: Kind, exchange: Collectives) -> None:
+def split_sequence(module: nn.Module, kind: Kind, collectives: Collectives) -> None:
     """Split the tokens of a block (`SEQUENCE`), or join them for a module in one (`JOINED`).
 
-    Of the arguments and of the output the first floating-point tensor is meant: the hidden values.
+    The first floating-point tensor of arguments and of the output counts as the hidden values.
     """
-    change = exchange.split_tokens if kind is Kind.SEQUENCE else exchange.join_tokens
+    change = collectives.split_tokens if kind is Kind.SEQUENCE else collectives.join_tokens
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return _with_first(change, (args, kwargs))
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         return _with_first(
-            lambda part: exchange.gather(part, SEQUENCE, length=part.shape[1] * exchange.size),
+            lambda part: collectives.gather(
+                part, SEQUENCE, length=part.shape[1] * collectives.size
+            ),
             output,
         )
 

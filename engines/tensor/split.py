@@ -1,4 +1,4 @@
-"""Splitting the layers of a module over the ranks of the tp axis, in place."""
+"""Split the layers of a module over the ranks of the tp axis, in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engines.state.slices import Slice, share
 from engines.tensor.collectives import Collectives, GroupCollectives
 from engines.tensor.layers import feature_dim, features, slices_of, with_bias, without_bias
 from engines.tensor.logits import VocabLogits
-from engines.tensor.sequence_parallel import share_tokens
+from engines.tensor.sequence_parallel import split_sequence
 from engines.tensor.styles import Kind, Style, cutting
 from profiles.errors import PlanError
 from profiles.transformers_compat import is_transposed_linear
@@ -36,7 +36,7 @@ class TensorSplit:
             others are whole on every rank.
         partial: first names of whole parameters whose gradients are parts of a sum over the ranks
             (norms of split heads); equal everywhere once they are summed.
-        group: the ranks; None for all.
+        group: the tp axis; None for all ranks.
     """
 
     slices: Mapping[str, Slice]
@@ -64,29 +64,29 @@ def split_over(
 
 
 def split(
-    model: nn.Module, styles: Mapping[str, Sequence[Style]], exchange: Collectives
+    model: nn.Module, styles: Mapping[str, Sequence[Style]], collectives: Collectives
 ) -> dict[str, Slice]:
-    """Leave this rank's part of every layer that `styles` names, by module path, in place.
+    """Keep this rank's part of every layer that `styles` names, by module path, in place.
 
     Parameters stay the same objects with less in them. Returns the slices by first names of
     parameters; those that another stage holds (one element, expanded) only change their shape.
 
     Raises:
-        PlanError: a style that the module cannot have, or styles of a tied weight that disagree.
+        PlanError: a style that does not fit the module, or styles of a tied weight that disagree.
     """
     first = {parameter: name for name, parameter in model.named_parameters()}
     cuts: dict[str, Slice] = {}
-    again = _CopiedOnce(exchange)
+    again = _SharedCopy(collectives)
     blocks = [path for path, wanted in styles.items() if Style(kind=Kind.SEQUENCE) in wanted]
     for path, wanted in styles.items():
         module = model.get_submodule(path)
         by_tokens = any(_lies_in(path, block) for block in blocks)
         for style in wanted:
             if style.kind is Kind.SIZES:
-                _count_local(module, style.sizes, exchange, path=path)
+                _count_local(module, style.sizes, collectives, path=path)
                 continue
             if style.kind in (Kind.SEQUENCE, Kind.JOINED):
-                share_tokens(module, style.kind, exchange)
+                split_sequence(module, style.kind, collectives)
                 continue
             for own, cut in slices_of(module, style).items():
                 name = first[module.get_parameter(own)]
@@ -96,19 +96,19 @@ def split(
                         where=f"tensor style {path}:{style}",
                         hints=["give them one style, or leave the weight whole"],
                     )
-            _dress(module, style, exchange, again, by_tokens=by_tokens)
+            _add_collectives(module, style, collectives, again, by_tokens=by_tokens)
     for path in _above(path for path, wanted in styles.items() if cutting(wanted)):
         _run_within(model.get_submodule(path), again.forward)
     parameters = dict(model.named_parameters())
     for name, cut in cuts.items():
-        _keep_part(parameters[name], cut, exchange)
+        _keep_slice(parameters[name], cut, collectives)
     return cuts
 
 
 @torch.no_grad()
-def _keep_part(parameter: nn.Parameter, cut: Slice, exchange: Collectives) -> None:
-    part = cut.part(parameter.detach(), rank=exchange.rank, size=exchange.size)
-    if parameter.numel() > 1 and not any(parameter.stride()):  # another stage's: shape alone
+def _keep_slice(parameter: nn.Parameter, cut: Slice, collectives: Collectives) -> None:
+    part = cut.part(parameter.detach(), rank=collectives.rank, size=collectives.size)
+    if parameter.numel() > 1 and not any(parameter.stride()):  # of another stage: shape alone
         parameter.data = parameter.data[(0,) * parameter.dim()].expand(part.shape)
     else:
         parameter.data = part.clone(memory_format=torch.contiguous_format)
@@ -128,30 +128,30 @@ def _lies_in(path: str, block: str) -> bool:
     return not block or f"{path}.".startswith(f"{block}.")
 
 
-def _dress(
+def _add_collectives(
     module: nn.Module,
     style: Style,
-    exchange: Collectives,
+    collectives: Collectives,
     again: Callable[[Tensor], Tensor],
     *,
     by_tokens: bool,
 ) -> None:
-    """Give a layer the exchanges of its style; `by_tokens`: in a block that is split by them."""
+    """Add the collectives of a style to a layer; `by_tokens`: in a block split by tokens."""
     outputs = features(module)[1]
     if isinstance(module, nn.Embedding):
-        _replace_forward(module, _embedding(module, exchange))
+        _replace_forward(module, _embedding(module, collectives))
         return
     if is_transposed_linear(module):
-        # The one layer whose forward asks how many features it makes.
+        # The one layer whose forward reads its number of output features.
         kept, whole = slices_of(module, style)["weight"], module.get_parameter("weight")
-        local = kept.part(whole, rank=exchange.rank, size=exchange.size).shape[1]
+        local = kept.part(whole, rank=collectives.rank, size=collectives.size).shape[1]
         vars(module)["nf"] = local
     if style.kind is Kind.ROW:
-        summed = exchange.reduce_tokens if by_tokens else exchange.reduce
+        summed = collectives.reduce_tokens if by_tokens else collectives.reduce
         _replace_forward(module, _row(module, summed))
         return
     if by_tokens and style.kind is Kind.COLUMN:
-        return  # what joined the tokens has seen to its gradients
+        return  # joining the tokens reduced its gradients
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if args:
@@ -162,11 +162,11 @@ def _dress(
     if style.kind is Kind.GATHER:
         cut = Slice(feature_dim(module), style.packs)
         module.register_forward_hook(
-            lambda module, args, output: exchange.gather(output, cut, length=outputs)
+            lambda module, args, output: collectives.gather(output, cut, length=outputs)
         )
     elif style.kind is Kind.VOCAB:
         module.register_forward_hook(
-            lambda module, args, output: VocabLogits.of(output, exchange, length=outputs)
+            lambda module, args, output: VocabLogits.of(output, collectives, length=outputs)
         )
 
 
@@ -195,19 +195,19 @@ def _product(module: nn.Module) -> Callable[[nn.Module, Tensor], Tensor]:
     return product
 
 
-def _embedding(module: nn.Embedding, exchange: Collectives) -> Callable[..., object]:
+def _embedding(module: nn.Embedding, collectives: Collectives) -> Callable[..., object]:
     """A forward that looks up the rows of this rank, and has zeros for the others."""
-    start, count = share(features(module)[0], exchange.rank, exchange.size)
+    start, count = share(features(module)[0], collectives.rank, collectives.size)
 
     def lookup(module: nn.Embedding, ids: Tensor) -> Tensor:
         here = ids - start
         is_mine = (here >= 0) & (here < count)
         if not count:
             nothing = module.weight.new_zeros(*ids.shape, module.weight.shape[1])
-            return exchange.reduce(nothing + module.weight.sum())
+            return collectives.reduce(nothing + module.weight.sum())
         with _padding_at(module, module.padding_idx, start, count):
             rows = nn.Embedding.forward(module, torch.where(is_mine, here, 0))
-        return exchange.reduce(torch.where(is_mine[..., None], rows, 0.0))
+        return collectives.reduce(torch.where(is_mine[..., None], rows, 0.0))
 
     own = type(module).forward
     if own is nn.Embedding.forward:
@@ -244,7 +244,7 @@ class _Lookup(TorchFunctionMode):
 def _padding_at(
     module: nn.Embedding, padding: int | None, start: int, count: int
 ) -> Iterator[None]:
-    """The row that gets no gradient, counted from the first row that is here."""
+    """Inside, the row without a gradient is counted from this rank's first row."""
     is_here = padding is not None and 0 <= padding - start < count
     module.padding_idx = padding - start if padding is not None and is_here else None
     try:
@@ -254,7 +254,7 @@ def _padding_at(
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
-    """For this module alone; bound to it, so that a copy computes with the copy's parameters."""
+    """Replace the forward of this module; bound, so that a copy uses the copy's parameters."""
     vars(module)["forward"] = MethodType(forward, module)
 
 
@@ -270,16 +270,16 @@ def _run_within(
     wrap_forward(module, run)
 
 
-class _CopiedOnce:
-    """One exchange for all layers that take the same tensor: query, key and value say.
+class _SharedCopy:
+    """One `copy` for all layers that take the same tensor: query, key and value say.
 
-    It remembers the last tensor only, which those layers keep for their backward anyway, and
-    nothing outside of a `forward`, however that ends: a stage of a pipeline breaks off the model's,
-    and of a block that is recomputed only its own runs a second time.
+    It remembers the last tensor only, which those layers save for their backward anyway, and
+    nothing outside of a `forward`, however that ends: a stage of a pipeline ends the model's early,
+    and of a recomputed block only its own runs a second time.
     """
 
-    def __init__(self, exchange: Collectives) -> None:
-        self._exchange = exchange
+    def __init__(self, collectives: Collectives) -> None:
+        self._exchange = collectives
         self._depth = 0
         self._last: tuple[Tensor, Tensor, bool] | None = None
 
@@ -305,18 +305,18 @@ class _CopiedOnce:
 
 
 def _count_local(
-    module: nn.Module, names: Sequence[str], exchange: Collectives, *, path: str
+    module: nn.Module, names: Sequence[str], collectives: Collectives, *, path: str
 ) -> None:
     """While the forward of `module` runs, its attributes `names` say this rank's share."""
     for name in names:
         value = getattr(module, name, None)
-        if type(value) is not int or value % exchange.size:
+        if type(value) is not int or value % collectives.size:
             raise PlanError(
-                f"`{path}.{name}` is {value}: it has no equal share for each of {exchange.size}"
+                f"`{path}.{name}` is {value}: it has no equal share for each of {collectives.size}"
                 " ranks",
                 where=f"tensor style {path}:sizes({'+'.join(names)})",
             )
-    _run_within(module, lambda module: _counting(module, names, exchange.size))
+    _run_within(module, lambda module: _counting(module, names, collectives.size))
 
 
 @contextmanager

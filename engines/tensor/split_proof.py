@@ -88,24 +88,24 @@ def prove_split(
     running: list[str] = []
     for kind in unit_kinds(model, sample, units, has_target=has_target):
         running += kind.paths
-        specimen: UnitCopy | None = None
+        copy: UnitCopy | None = None
         for alike in _by_styles(kind.paths, styles).values():
             inner = _inner(alike[0], styles)
             if not inner:
                 continue
             verdict = _of_layer(model.get_submodule(alike[0]), inner)
             if verdict is None:
-                specimen = specimen or copy_unit(model, kind)
-                verdict = prove_unit(specimen, _as_gathered(inner, specimen.unit), size=size)
+                copy = copy or copy_unit(model, kind)
+                verdict = prove_unit(copy, _as_gathered(inner, copy.unit), size=size)
                 counts: Styles = {}
                 if verdict.why_not:
-                    counts = _counts(specimen, inner, pairs_of(profile, alike[0]), size=size)
+                    counts = _counts(copy, inner, pairs_of(profile, alike[0]), size=size)
                 for path, within in product(alike, counts):
                     place = _joined(path, within)
                     styles[place] = (*styles.get(place, ()), *counts[within])
                 if counts:
                     inner = _inner(alike[0], styles)
-                    verdict = prove_unit(specimen, _as_gathered(inner, specimen.unit), size=size)
+                    verdict = prove_unit(copy, _as_gathered(inner, copy.unit), size=size)
             if verdict.why_not:
                 raise PlanError(
                     f"`{alike[0]}` split over {size} ranks is not what it is whole:"
@@ -136,7 +136,7 @@ def prove_split(
     return SplitProof.of(styles, partial, size=size)
 
 
-def _counts(specimen: UnitCopy, inner: Styles, pairs: Sequence[Pair], *, size: int) -> Styles:
+def _counts(copy: UnitCopy, inner: Styles, pairs: Sequence[Pair], *, size: int) -> Styles:
     """The attributes that must count a rank's share of heads or features, where `inner` names none.
 
     They follow from the code of the modules: a plan that was made from a profile cannot know them.
@@ -149,8 +149,8 @@ def _counts(specimen: UnitCopy, inner: Styles, pairs: Sequence[Pair], *, size: i
         layers = {path: style for path, styles in inner.items() if (style := cutting(styles))}
         if not {*pair.columns, *pair.rows} <= layers.keys():
             continue
-        for variant in variants(pair, layers, specimen.unit, size=size):
-            if not prove_unit(specimen, {**taken, **variant}, size=size).why_not:
+        for variant in variants(pair, layers, copy.unit, size=size):
+            if not prove_unit(copy, {**taken, **variant}, size=size).why_not:
                 taken.update(variant)
                 sizes = {p: s for p, s in variant.items() if s[0].kind is Kind.SIZES}
                 counts.update(sizes)

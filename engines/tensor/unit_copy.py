@@ -1,4 +1,4 @@
-"""A unit and one of its calls, copied with made-up numbers, so that splits can be tried on it."""
+"""Copies of a unit and one of its calls with random numbers, to try splits on."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _OWN_NUMBER = ("layer_idx", "layer_id", "block_idx", "index")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Arguments of one call of a unit, and which tensors of its output the model's output needs.
+    """Arguments of one call of a unit, and the tensors of its output that the model's output needs.
 
-    `why_not`: what kept the arguments from being noted, if anything did.
+    `why_not`: the reason why the arguments could not be recorded; else empty.
     """
 
     args: Any
@@ -51,7 +51,7 @@ class UnitCopy:
     Attributes:
         paths: the units of the model that are alike; the first one was copied.
         used: numbers of the tensors of its output that the model's output depends on; blocks return
-            attention weights that nobody looks at.
+            attention weights that are not used.
         values: of its parameters, by name. Not as initialised, because a bias of zeros or a norm
             of ones hides mistakes.
     """
@@ -64,7 +64,7 @@ class UnitCopy:
     values: Mapping[str, Tensor] = field(repr=False)
 
     def fresh(self, *, frozen: bool = False) -> nn.Module:
-        """A copy of the unit on `values`, which it shares: nothing may be written to them."""
+        """A copy of the unit that shares `values`: they must not be written to."""
         memo: dict[int, Any] = {
             id(parameter): nn.Parameter(self.values[name], requires_grad=not frozen)
             for name, parameter in self.unit.named_parameters()
@@ -76,10 +76,10 @@ class UnitCopy:
         return [t for number, t in enumerate(tensors_in(returned)) if number in self.used]
 
     def inputs(self) -> tuple[Any, Any, list[Tensor]]:
-        """Arguments for one call, and what the gradients of those that have one arrive at.
+        """Arguments for one call, and the leaves that get their gradients.
 
-        The arguments are not those leaves themselves: a unit may write to what it is given, also
-        to a cache, so that every call has one of its own.
+        The arguments are copies of those leaves: a unit may write to them, also to a cache, so
+        that every call has its own.
         """
         leaves: list[Tensor] = []
 
@@ -112,10 +112,10 @@ class UnitKind:
 def unit_kinds(
     model: nn.Module, batch: Batch, units: Iterable[str], *, has_target: bool
 ) -> list[UnitKind]:
-    """The kinds of units that are called, in the order of `units`.
+    """The kinds of called units, in the order of `units`.
 
-    The model runs once on fake tensors over a row of few tokens, or if it looks at values over
-    `batch` for real; then it is as it was.
+    The model runs once on fake tensors over a row of few tokens, or, if it depends on values, over
+    `batch` for real, and is restored.
     """
     paths = list(dict.fromkeys(units))
     calls = _calls(model, batch, paths, has_target=has_target)
@@ -127,10 +127,10 @@ def unit_kinds(
 
 
 def copy_unit(model: nn.Module, kind: UnitKind) -> UnitCopy:
-    """The first way of making up numbers with which the unit runs and stays finite.
+    """Copy the first unit of a kind with random numbers on which it runs and stays finite.
 
     Raises:
-        ModelError: there is none, or the arguments of its call cannot be copied.
+        ModelError: there are none, or the arguments of its call cannot be copied.
     """
     paths, call = kind.paths, kind.call
     if call.why_not:
@@ -138,7 +138,7 @@ def copy_unit(model: nn.Module, kind: UnitKind) -> UnitCopy:
     original = model.get_submodule(paths[0])
     is_large = sum(parameter.numel() for parameter in original.parameters()) > LARGE
     why_not = ""
-    # Code may cast to float32 by name; a mask may hide where it is true, or where it is not.
+    # Code may cast to float32 by name; a mask may hide where it is true, or where it is false.
     for dtype in [torch.float32] if is_large else [torch.float64, torch.float32]:
         for whole_number in (1, 0):
             try:
@@ -200,7 +200,7 @@ def _made_up(
     args, kwargs = copy_tree((call.args, call.kwargs), argument)
     floats = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
     if floats:
-        floats[0].requires_grad_()  # what the unit is there to turn, also in a frozen model
+        floats[0].requires_grad_()  # its main input, also in a frozen model
     return UnitCopy(paths, copy.deepcopy(original, memo).eval(), args, kwargs, call.used, values)
 
 
@@ -220,7 +220,7 @@ def _kind(unit: nn.Module, call: Call) -> object:
 def _calls(
     model: nn.Module, batch: Batch, paths: Sequence[str], *, has_target: bool
 ) -> dict[str, Call]:
-    """The arguments of the first call of each unit; cheap ways are tried first."""
+    """The arguments of the first call of each unit; cheap runs are tried first."""
     last: Exception | None = None
     for follow, part in ((_fake_calls, _short), (_fake_calls, _same), (_real_calls, _same)):
         try:
@@ -274,7 +274,7 @@ def _real_calls(
 
 @dataclass(slots=True)
 class _Note:
-    """The first call of a unit as it is watched; `ends` are its outputs in the gradient graph."""
+    """The recorded first call of a unit; `ends` are its outputs in the gradient graph."""
 
     args: Any
     kwargs: Any
@@ -327,7 +327,7 @@ def _noted(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, _Note]]
 
     def leave(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            marked = map_tensors(mark, output)  # what the unit itself does with it does not count
+            marked = map_tensors(mark, output)  # uses inside the unit do not count
             if notes[path].ends is None:
                 notes[path].ends = tuple((t.grad_fn, t.output_nr) for t in tensors_in(marked))
             return marked
@@ -347,7 +347,7 @@ def _noted(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, _Note]]
 
 
 def _with_use(notes: Mapping[str, _Note], output: object) -> dict[str, Call]:
-    """The calls, once it is known what became of their outputs."""
+    """The calls, with the outputs that the model's output depends on."""
     left = [(t.grad_fn, t.output_nr) for t in tensors_in(output)]
     reached: set[tuple[Any, int]] = set()
     while left:
@@ -359,7 +359,7 @@ def _with_use(notes: Mapping[str, _Note], output: object) -> dict[str, Call]:
         path: Call(
             note.args,
             note.kwargs,
-            # What has no place in the graph cannot be followed, and counts as used.
+            # Tensors outside the graph cannot be followed, and count as used.
             frozenset(
                 number
                 for number, place in enumerate(note.ends or ())

@@ -1,10 +1,10 @@
 """Prove that a split unit computes what it computed whole, rank by rank in one process.
 
-The split unit runs once for each rank. Where ranks would exchange something, a rank is given what
-the exchange would have made of the whole unit's values, and what it contributes is noted. If all
-contributions put together are those values, if every rank returns what the whole unit returns, and
-if the gradients of its parameters are the whole ones, their parts, or add up to them, then by
-induction over the exchanges the ranks together compute the same. Numbers are random, so two
+The split unit runs once for each rank. Where ranks would communicate, a rank gets the result
+for the whole unit's values, and its contribution is recorded. If all contributions together are
+those values, if every rank returns the outputs of the whole unit, and if the gradients of its
+parameters are the whole ones, their parts, or add up to them, then by induction over the
+collectives the ranks together compute the same. Numbers are random, so two
 different functions agree with probability zero.
 """
 
@@ -28,7 +28,7 @@ from profiles.torch_compat import is_fake
 TOLERANCE = 1e-4
 """Relative; rounding stays below 1e-6 also in float32, mistakes are of the order of 1."""
 FLOOR = 1e-2
-"""Gradients that are zero but for rounding (a key's bias) are held against the largest one."""
+"""Gradients that are zero but for rounding (a key's bias) are compared with the largest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class _Run:
+class _CallResult:
     """The outputs of a call, and the gradients after its backward."""
 
     outputs: list[Tensor]
@@ -48,22 +48,22 @@ class _Run:
     of_parameters: dict[str, Tensor]
 
 
-def prove_unit(specimen: UnitCopy, styles: Mapping[str, Sequence[Style]], *, size: int) -> Verdict:
-    """Compare the specimen split over `size` ranks by `styles` (paths within it) with the whole."""
-    whole = _run(specimen.fresh(), specimen)
+def prove_unit(copy: UnitCopy, styles: Mapping[str, Sequence[Style]], *, size: int) -> Verdict:
+    """Prove that `copy`, split over `size` ranks by `styles` (paths in it), is the whole unit."""
+    whole = _run(copy.fresh(), copy)
     record = _Record()
-    observed = specimen.fresh(frozen=True)
+    observed = copy.fresh(frozen=True)
     cuts: dict[str, Slice] = {}
-    runs: list[_Run] = []
+    runs: list[_CallResult] = []
     try:
         split(observed, styles, record)
-        _run(observed, specimen)
+        _run(observed, copy)
         for rank in range(size):
-            unit = specimen.fresh()
-            teacher = _Teacher(record, rank=rank, size=size)
-            cuts = split(unit, styles, teacher)
-            runs.append(_run(unit, specimen))
-            teacher.require_end()
+            unit = copy.fresh()
+            ranks = _SimulatedRank(record, rank=rank, size=size)
+            cuts = split(unit, styles, ranks)
+            runs.append(_run(unit, copy))
+            ranks.require_end()
     except _Differs as difference:
         return Verdict(str(difference))
     except AdvisorError as error:
@@ -84,8 +84,8 @@ class _Differs(Exception):
 
 
 @dataclass(slots=True)
-class _Event:
-    """One exchange in the whole unit, and what the ranks contribute to it."""
+class _RecordedExchange:
+    """One collective in the whole unit, and the contributions of the ranks to it."""
 
     value: Tensor
     gradient: Tensor | None = None
@@ -96,14 +96,14 @@ class _Event:
         self.gradient = gradient.clone()
         return gradient
 
-    def teach(self, gradient: Tensor) -> Tensor:
-        """Note a rank's share of the gradient; the whole one."""
+    def contribute_gradient(self, gradient: Tensor) -> Tensor:
+        """Record a rank's share of the gradient; returns the whole one."""
         before = self.gradients_sum
         self.gradients_sum = gradient.clone() if before is None else before + gradient
         return gradient if self.gradient is None else self.gradient
 
     def contribute(self, partial: Tensor) -> Tensor:
-        """Note a rank's share of the value; the whole one."""
+        """Record a rank's share of the value; returns the whole one."""
         if partial.shape != self.value.shape:
             raise _Differs(
                 f"a partial output is {tuple(partial.shape)}, the whole {tuple(self.value.shape)}"
@@ -114,12 +114,12 @@ class _Event:
 
 
 class _Record:
-    """The exchange of one rank with itself: everything is whole, and is noted in order."""
+    """Collectives of one rank: everything is whole, and is recorded in order."""
 
     rank, size = 0, 1
 
     def __init__(self) -> None:
-        self.events: list[_Event] = []
+        self.events: list[_RecordedExchange] = []
 
     def copy(self, whole: Tensor) -> Tensor:
         return _through(whole, whole, self._note(whole).observe)
@@ -141,8 +141,8 @@ class _Record:
     def reduce_tokens(self, partial: Tensor) -> Tensor:
         return self.copy(partial)
 
-    def _note(self, value: Tensor) -> _Event:
-        self.events.append(_Event(value.detach().clone()))
+    def _note(self, value: Tensor) -> _RecordedExchange:
+        self.events.append(_RecordedExchange(value.detach().clone()))
         return self.events[-1]
 
     def require_sums(self) -> None:
@@ -159,8 +159,8 @@ class _Record:
                 raise _Differs("gradients of a shared input do not add up to the whole gradient")
 
 
-class _Teacher:
-    """The exchange of one rank among others that are not there."""
+class _SimulatedRank:
+    """Collectives of one rank among others that are not there."""
 
     def __init__(self, record: _Record, *, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -170,7 +170,7 @@ class _Teacher:
         event = self._take()
         if not _close(whole, event.value):
             raise _Differs("an input that should be whole is not")
-        return _through(whole, whole, event.teach)
+        return _through(whole, whole, event.contribute_gradient)
 
     def reduce(self, partial: Tensor) -> Tensor:
         event = self._take()
@@ -187,37 +187,41 @@ class _Teacher:
         require_equal_tokens(whole, self.size)
         if not _close(whole, event.value):
             raise _Differs("an input that should be whole is not")
-        return _through(whole, self._mine(whole), lambda g: event.teach(self._placed(g, whole)))
+        return _through(
+            whole, self._mine(whole), lambda g: event.contribute_gradient(self._placed(g, whole))
+        )
 
     def join_tokens(self, part: Tensor) -> Tensor:
         event = self._take()
         if not _close(part, self._mine(event.value)):
             raise _Differs("tokens that are joined are not a part of the whole sequence")
-        return _through(part, event.value, lambda g: self._mine(event.teach(g)))
+        return _through(part, event.value, lambda g: self._mine(event.contribute_gradient(g)))
 
     def reduce_tokens(self, partial: Tensor) -> Tensor:
         event = self._take()
         require_equal_tokens(partial, self.size)
         mine = self._mine(event.contribute(partial.detach()))
-        return _through(partial, mine, lambda g: event.teach(self._placed(g, partial)))
+        return _through(
+            partial, mine, lambda g: event.contribute_gradient(self._placed(g, partial))
+        )
 
     def _mine(self, whole: Tensor) -> Tensor:
         return SEQUENCE.part(whole, rank=self.rank, size=self.size)
 
     def _placed(self, part: Tensor, whole: Tensor) -> Tensor:
-        """`part` where it belongs, zeros else."""
+        """`part` at its place, zeros elsewhere."""
         placed = torch.zeros_like(whole)
         self._mine(placed).copy_(part)
         return placed
 
     def require_end(self) -> None:
         if next(self._events, None) is not None:
-            raise _Differs("it makes fewer exchanges than the whole unit")
+            raise _Differs("it makes fewer collectives than the whole unit")
 
-    def _take(self) -> _Event:
+    def _take(self) -> _RecordedExchange:
         event = next(self._events, None)
         if event is None:
-            raise _Differs("it makes more exchanges than the whole unit")
+            raise _Differs("it makes more collectives than the whole unit")
         return event
 
 
@@ -245,22 +249,22 @@ def _same(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _run(unit: nn.Module, specimen: UnitCopy) -> _Run:
-    """One call and its backward from made-up gradients of the outputs."""
-    args, kwargs, given = specimen.inputs()
-    outputs = specimen.outputs(unit(*args, **kwargs))
+def _run(unit: nn.Module, copy: UnitCopy) -> _CallResult:
+    """One call and its backward from random gradients of the outputs."""
+    args, kwargs, given = copy.inputs()
+    outputs = copy.outputs(unit(*args, **kwargs))
     generator = torch.Generator().manual_seed(SEED)
     starts = [t for t in outputs if t.requires_grad]
     seeds = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in starts]
     torch.autograd.backward(starts, seeds)
-    args, kwargs, _ = specimen.inputs()
+    args, kwargs, _ = copy.inputs()
     with torch.no_grad():
-        again = specimen.outputs(unit(*args, **kwargs))  # some modules take another way then
+        again = copy.outputs(unit(*args, **kwargs))  # some modules take another path then
     gradients = {n: p.grad for n, p in unit.named_parameters() if p.grad is not None}
-    return _Run([t.detach() for t in [*outputs, *again]], [t.grad for t in given], gradients)
+    return _CallResult([t.detach() for t in [*outputs, *again]], [t.grad for t in given], gradients)
 
 
-def _require_equal(run: _Run, whole: _Run) -> None:
+def _require_equal(run: _CallResult, whole: _CallResult) -> None:
     if len(run.outputs) != len(whole.outputs) or not all(map(_close, run.outputs, whole.outputs)):
         raise _Differs("an output differs from that of the whole unit")
     floor = _largest(whole.of_inputs)
@@ -271,7 +275,9 @@ def _require_equal(run: _Run, whole: _Run) -> None:
             raise _Differs("the gradient of an input differs from that of the whole unit")
 
 
-def _partial(runs: Sequence[_Run], whole: _Run, cuts: Mapping[str, Slice]) -> frozenset[str]:
+def _partial(
+    runs: Sequence[_CallResult], whole: _CallResult, cuts: Mapping[str, Slice]
+) -> frozenset[str]:
     """The whole parameters whose gradients are parts of a sum."""
     floor = _largest(whole.of_parameters.values())
     partial = set()
@@ -299,7 +305,7 @@ def _partial(runs: Sequence[_Run], whole: _Run, cuts: Mapping[str, Slice]) -> fr
 
 
 def _close(got: Tensor, wanted: Tensor, *, floor: float = 0.0) -> bool:
-    """Equal up to rounding, whose size goes with the largest number; `floor` bounds it below.
+    """Equal up to rounding relative to the largest number, at least `floor`.
 
     Fake tensors have no numbers: there shapes are all that is compared.
     """

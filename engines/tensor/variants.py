@@ -1,4 +1,4 @@
-"""The ways in which a pair of column-wise and row-wise layers may be split."""
+"""Variants of the split of a pair of column-wise and row-wise layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def variants(
 ) -> Iterator[Styles]:
     """The layers' `styles` alone; then with modules that count their heads or features.
 
-    Which of them is right nobody needs to know: that is tried (see `proof`).
+    The right one is found by trial (`unit_proof`).
     """
     layers = (*pair.columns, *pair.rows)
     widths = {features(unit.get_submodule(path))[1] for path in pair.columns}
@@ -35,7 +35,7 @@ def variants(
 
 
 def _counts(pair: Pair, unit: nn.Module, widths: set[int], size: int) -> list[Counts]:
-    """Attributes that may have to say a rank's share: none, heads, both, features, one alone."""
+    """Attributes that may count a rank's share: none, heads, both, features, or one alone."""
     around = {""}
     for path in (*pair.columns, *pair.rows):
         parts = path.split(".")[:-1]
@@ -63,10 +63,10 @@ def _counts(pair: Pair, unit: nn.Module, widths: set[int], size: int) -> list[Co
 
 
 def sequence_variants(pairs: Sequence[Pair], styles: Styles) -> Iterator[Styles]:
-    """Ways to split a unit by tokens as well, for its `pairs`.
+    """Variants of splitting a unit by tokens as well, for its `pairs`.
 
     The sequence is joined where a pair begins: for the module around its column-wise layers, which
-    may ask for the length, or for the layers themselves.
+    may read the length, or for the layers themselves.
     """
     for inside in product((False, True), repeat=len(pairs)):
         joined: dict[str, None] = {}

@@ -85,9 +85,9 @@ def _loss(output: Tensor, batch: object) -> Tensor:
 def test_memory_that_operations_share_is_moved_once_and_weights_stay() -> None:
     room, batch = OffloadPool(CPU), torch.ones(32, 64)
     loss = _away(_wide(2), batch, room)(batch).sum()
-    assert room.held_bytes == 2 * 32 * 64 * 4  # of each block what `exp` gave, for three operations
+    assert room.used_bytes == 2 * 32 * 64 * 4  # of each block what `exp` gave, for three operations
     loss.backward()
-    assert (room.held_bytes, room.peak_bytes) == (0, 2 * 32 * 64 * 4)
+    assert (room.used_bytes, room.peak_bytes) == (0, 2 * 32 * 64 * 4)
 
 
 def test_blocks_on_disk_are_not_in_memory(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_states_on_disk_are_all_and_only_what_adam_keeps(tmp_path: Path) -> None
     for _ in range(2):
         model(torch.ones(4, 32)).sum().backward()
         optimizer.step()
-    assert room.held_bytes == 2 * 4 * (32 * 16 + 16)
+    assert room.used_bytes == 2 * 4 * (32 * 16 + 16)
     for state in optimizer.state.values():
         assert {key: _is_file(value) for key, value in state.items()} == {
             "step": False,
@@ -265,7 +265,7 @@ def test_a_gpu_steps_with_states_that_wait_in_main_memory() -> None:
             optimizer.step()
             optimizer.zero_grad()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert room.held_bytes == 8 * 2 * 2048 * 2048 * 4
+    assert room.used_bytes == 8 * 2 * 2048 * 2048 * 4
     assert all(s["exp_avg"].device.type == "cpu" for s in optimizers[1].state.values())
     for one, other in zip(here.parameters(), there.parameters(), strict=True):
         torch.testing.assert_close(one, other)

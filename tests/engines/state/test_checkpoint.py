@@ -79,7 +79,7 @@ def test_an_interrupted_save_leaves_the_old_checkpoint(
 
 def test_a_folder_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     _, parallel = alone("gpt")
-    with pytest.raises(FileError, match="holds no complete checkpoint"):
+    with pytest.raises(FileError, match="has no complete checkpoint"):
         parallel.load(tmp_path)
 
 
@@ -146,7 +146,7 @@ def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     parallel.save(tmp_path / "checkpoint")
     _, _, other = parallelize("gpt", "dp_replicate=1")
     other.train_step(case.batch(4))
-    with pytest.raises(FileError, match=r"kept exp_avg, .*this one keeps momentum_buffer"):
+    with pytest.raises(FileError, match=r"had exp_avg, .*this one has momentum_buffer"):
         other.load(tmp_path / "checkpoint")
 
 

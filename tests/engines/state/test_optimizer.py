@@ -201,7 +201,7 @@ def _refused(plan: str, model: nn.Module, profile: ModelProfile, optimizer: Any)
 @pytest.mark.dist
 def test_states_that_cannot_be_cut_are_refused_with_the_remedy(pool: Pool) -> None:
     for text in pool.run(_carried_row_means, world_size=2):
-        assert "cannot be cut up with it" in text
+        assert "cannot be split like it" in text
         assert "pass a factory" in text
 
 

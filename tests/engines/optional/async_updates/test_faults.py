@@ -70,7 +70,7 @@ def test_a_step_that_needs_the_worker_that_died_says_which(pool: Pool) -> None:
         assert made == 2
         assert said.startswith("rank 1 is gone")
     assert "2 of 3 workers are left, too few for a step" in server[1]
-    assert "`backup_workers` stand in for slow and lost ones" in others[0][1]
+    assert "`backup_workers` replace slow and lost ones" in others[0][1]
     assert "rank 2 of 4, at step 3 of the server on rank 0" in others[0][1]
 
 

@@ -147,11 +147,11 @@ def test_a_worker_that_takes_late_has_done_the_steps_that_others_made_meanwhile(
     for version in (1, 2):
         server.push(1, version, gradient(0.0))
     assert server.clocks == {0: 1, 1: 3}
-    assert server.caught_up(0) == server.clocks[0] == 3
+    assert server.catch_up(0) == server.clocks[0] == 3
     asynchronous = a_server()
     asynchronous.push(0, 0, gradient(0.0))
     asynchronous.push(1, 1, gradient(0.0))
-    assert asynchronous.caught_up(0) == 1
+    assert asynchronous.catch_up(0) == 1
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
