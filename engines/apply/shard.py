@@ -26,7 +26,7 @@ def shard(build: Build) -> None:
     if not build.is_placed:
         build.model.to(build.world.device)
     # The replicas of a pipeline average their gradients when a step is over. So do those of split
-    # layers with unused parameters: to find these DDP takes outputs apart, split logits too.
+    # layers with unused parameters: to find these DDP flattens outputs, also split logits.
     averages_itself = build.pipeline is not None or (build.plan.tp > 1 and build.profile.unused)
     if build.mesh.replicas.size > 1 and not averages_itself:
         _replicate(build)

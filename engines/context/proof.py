@@ -95,7 +95,7 @@ def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int)
                 proof = SequenceProof(size=size, way=way, outputs=outputs, counts=others)
                 proof.require_places(length, size)
                 return proof
-            except _Differs as difference:
+            except _SequenceDiffers as difference:
                 why_not = str(difference)
             except AdvisorError as error:
                 why_not = error.what
@@ -150,7 +150,7 @@ def require_unmasked(batch: Batch) -> None:
         )
 
 
-class _Differs(Exception):
+class _SequenceDiffers(Exception):
     """A difference from the whole model."""
 
 
@@ -206,17 +206,19 @@ class _SimulatedRing:
     ) -> Tensor:
         call = next(self._calls, None)
         if call is None or call.is_causal is not is_causal or call.scale != scale:
-            raise _Differs("it calls attention in another way than over all tokens")
+            raise _SequenceDiffers("it calls attention in another way than over all tokens")
         for name, own, whole in zip(
             ("query", "key", "value"), (query, key, value), call.given, strict=True
         ):
             if not _close(own, self._part(whole)):
-                raise _Differs(f"the {name} of its tokens differs (their places, or what they saw)")
+                raise _SequenceDiffers(
+                    f"the {name} of its tokens differs (their places, or what they saw)"
+                )
         return self._part(call.out)
 
     def require_end(self) -> None:
         if next(self._calls, None) is not None:
-            raise _Differs("it calls attention less often than over all tokens")
+            raise _SequenceDiffers("it calls attention less often than over all tokens")
 
 
 def _whole(copy: nn.Module, batch: Batch, loss_fn: LossFn | None) -> _Whole:
@@ -251,7 +253,7 @@ def _require_same(
         if loss is not None and shares[rank] > 0:
             total = total + shares[rank] * loss.float()
     if whole.loss is not None and not _close(total.reshape(()), whole.loss.float().reshape(())):
-        raise _Differs(
+        raise _SequenceDiffers(
             f"the losses of the ranks average to {float(total):.6g}, over all tokens it is"
             f" {float(whole.loss):.6g}"
         )
@@ -263,7 +265,7 @@ def _require_parts(
 ) -> tuple[int | None, ...]:
     token_dims: list[int | None] = []
     if len(outputs) != len(whole.outputs):
-        raise _Differs("it returns another number of tensors than over all tokens")
+        raise _SequenceDiffers("it returns another number of tensors than over all tokens")
     for own, wanted in zip(outputs, whole.outputs, strict=True):
         if wanted is whole.loss and own is loss:
             token_dims.append(LOSS)
@@ -272,12 +274,12 @@ def _require_parts(
             dim for dim, (a, b) in enumerate(zip(own.shape, wanted.shape, strict=False)) if a != b
         ]
         if own.dim() != wanted.dim() or len(dims) > 1:
-            raise _Differs(
+            raise _SequenceDiffers(
                 f"an output is {tuple(own.shape)}, over all tokens {tuple(wanted.shape)}"
             )
         mine = part(wanted, rank=rank, size=size, dim=dims[0]) if dims else wanted
         if not _close(own, mine):
-            raise _Differs("an output differs from that over all tokens")
+            raise _SequenceDiffers("an output differs from that over all tokens")
         token_dims.append(dims[0] if dims else None)
     return tuple(token_dims)
 

@@ -51,7 +51,7 @@ def replicate(
         find_unused_parameters=bool(profile.unused),
     )
     if dist.get_backend(group) == "fake":
-        # DDP waits for a result that these groups do not give; asked in Python, it is the same.
+        # DDP waits for a result that fake groups do not have; a hook in Python does the same.
         runner.register_comm_hook(group, _all_reduced)
     _require_calls_through(runner)
     for parameter in model.parameters():
@@ -73,16 +73,16 @@ _all_reduced.__annotations__.clear()  # torch would compare these strings with t
 
 
 def _with_strides_of(strides: tuple[int, ...], gradient: Tensor) -> Tensor:
-    """A dimension of size 1 has no stride worth the name. Backwards of depthwise convolutions give
-    it another one than the parameter has, and DDP warns of a slow copy that it makes anyway."""
+    """The stride of a dimension of size 1 is arbitrary. Backwards of depthwise convolutions give it
+    another one than the parameter has, and DDP warns of a slow copy that it makes anyway."""
     steps = zip(gradient.shape, gradient.stride(), strides, strict=True)
     is_alike = all(size == 1 or own == wanted for size, own, wanted in steps)
     return gradient.as_strided(gradient.shape, strides) if is_alike else gradient
 
 
 def _require_calls_through(runner: DistributedDataParallel) -> None:
-    """A training forward of the user's own module would exchange nothing: each rank would learn
-    from its own data alone, without a word."""
+    """Refuse a training forward of the user's own module: it would exchange nothing, and each rank
+    would silently learn from its own data alone."""
     under_way = False
 
     def begin(module: nn.Module, args: object) -> None:
@@ -104,7 +104,7 @@ def _require_calls_through(runner: DistributedDataParallel) -> None:
 
 
 def require_all_reduced(model: DistributedDataParallel, profile: ModelProfile) -> None:
-    """After a backward: every parameter that DDP waits for has a gradient.
+    """Require after a backward that every parameter which DDP waits for has a gradient.
 
     Raises:
         ModelError: one was not used. Its bucket was not exchanged, so gradients are wrong, and
@@ -126,7 +126,7 @@ def require_all_reduced(model: DistributedDataParallel, profile: ModelProfile) -
 
 @contextmanager
 def explained_reduction() -> Iterator[None]:
-    """Around a forward: what DDP says of the backward before it, in words that fit.
+    """Around a forward: explain DDP's error about the backward before it.
 
     Raises:
         ModelError: that backward did not reach every parameter, so that gradients were not

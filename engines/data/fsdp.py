@@ -1,6 +1,6 @@
 """Shards: ZeRO-1, ZeRO-2, ZeRO-3 and HSDP on FSDP2, one mechanism with two switches.
 
-Between steps a rank holds its shard of parameters, gradients and optimizer states under every kind.
+Between steps a rank has its shard of parameters, gradients and optimizer states under every kind.
 The kinds differ in *when* whole tensors exist:
 
     kind           whole parameters                whole gradients
@@ -12,7 +12,7 @@ The kinds differ in *when* whole tensors exist:
 In a pipeline the backwards of a round's microbatches come between forwards of others. Gradients
 stay whole until the round is over and are reduce-scattered once, under zero1 after the step's last
 round only; zero1 and zero2 keep parameters whole from the first forward of the step to the end of
-its last round. Parameters of other ranks' stages are none of FSDP2's.
+its last round. FSDP2 ignores parameters of other ranks' stages.
 
 Parameters without dimensions (CLIP's scale of logits) have nothing to cut: every rank keeps them
 whole, and their gradients are averaged when a step is over.
@@ -108,8 +108,8 @@ def shard(
 def shard_experts(
     containers: Iterable[nn.Module], plan: Plan, *, mesh: DeviceMesh, replicas: int, mixed: bool
 ) -> None:
-    """Turn a rank's slices of experts into shards over `mesh`, the ranks that have the same slices;
-    before `shard`, which leaves them alone.
+    """Turn a rank's slices of experts into shards over `mesh`, the ranks with the same slices;
+    called before `shard`, which ignores them.
 
     Their gradients are sums over all tokens that came, of `replicas` ranks. Tokens come in the
     dtype that their block computes in.
@@ -133,7 +133,7 @@ def _scalars(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _whole(parameters: set[nn.Parameter], *, device_type: str) -> set[nn.Parameter]:
-    """The parameters that are not sharded, moved to where FSDP2 moves the others."""
+    """The parameters that are not sharded, moved to the device like the others."""
     for parameter in parameters:
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device_type)
@@ -156,7 +156,7 @@ def prepare_backward(root: FSDPModule, plan: Plan, *, last: bool) -> None:
 
 @contextmanager
 def whole_gradients(root: FSDPModule, plan: Plan, *, last: bool) -> Iterator[None]:
-    """Around a round of a pipeline: gradients stay whole inside, and are reduced at its end."""
+    """Around a round of a pipeline: keep gradients whole inside, and reduce them at its end."""
     root.set_requires_gradient_sync(False)
     root.set_reshard_after_backward(plan.data_parallel not in _KEEP_PARAMETERS)
     root.set_is_last_backward(False)
@@ -167,7 +167,7 @@ def whole_gradients(root: FSDPModule, plan: Plan, *, last: bool) -> Iterator[Non
 
 
 def start_over(model: nn.Module, plan: Plan) -> None:
-    """Forget a step that broke off, so that the next one starts clean."""
+    """Reset after a failed step, so that the next one starts clean."""
     if isinstance(model, FSDPModule):
         forget_step_underway(model)
         prepare_backward(model, plan, last=True)
@@ -175,7 +175,7 @@ def start_over(model: nn.Module, plan: Plan) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Back to shards after a forward that no backward followed."""
+    """Reshard after a forward without a backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -186,7 +186,7 @@ _KEEP_PARAMETERS = (DataParallel.ZERO1, DataParallel.ZERO2)
 
 @contextmanager
 def _refused(name: str) -> Iterator[None]:
-    """FSDP2's own refusals (parameters without dimensions, not contiguous ...) as ours."""
+    """Raise FSDP2's errors (parameters without dimensions, not contiguous ...) as a `PlanError`."""
     try:
         yield
     except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
@@ -197,7 +197,7 @@ def _refused(name: str) -> Iterator[None]:
 
 
 def _own_storage(module: nn.Module, args: object, output: object) -> object:
-    """Copy outputs that are views, before FSDP2 hangs its gather for the backward on them.
+    """Copy outputs that are views, before FSDP2 hooks its gather for the backward to them.
 
     An in-place operation on a view drops that hook silently and the gradients come out wrong.
     """
@@ -220,7 +220,6 @@ def _precision(
 def _offload(plan: Plan, mesh: DeviceMesh) -> OffloadPolicy:
     if not plan.offload.states:
         return OffloadPolicy()
-    # Pinned memory makes the copies asynchronous; it needs an accelerator to be pinned for, and
-    # files are none.
+    # Pinned memory makes copies to an accelerator asynchronous; files cannot be pinned.
     in_memory = plan.offload_to is OffloadTo.HOST
     return CPUOffloadPolicy(pin_memory=in_memory and mesh.device_type != "cpu")

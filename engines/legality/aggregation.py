@@ -34,7 +34,7 @@ def aggregation(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Ite
     if not plan.updates_in_step:
         how = plan.said("updates", "servers")
         yield Problem(
-            rule="aggregation-of-updates-apart",
+            rule="aggregation-of-async-updates",
             what=f"{named} is for gradients that DDP averages in every step, {how} averages none",
             hint=f"leave out {named}, or {how}",
         )

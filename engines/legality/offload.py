@@ -45,7 +45,7 @@ def _one_piece_in_step(plan: Plan) -> Iterator[Problem]:
         )
     if not plan.updates_in_step:
         yield Problem(
-            rule="offload-apart",
+            rule="offload-async-updates",
             what=f"offload={plan.offload} is for replicas that update in step,"
             f" updates={plan.updates} servers={plan.servers}",
             hint="leave `updates` and `servers` out, or set offload=none",

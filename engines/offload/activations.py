@@ -83,8 +83,8 @@ class _Mover:
     """Moves the tensors that one call of a block saves."""
 
     def __init__(self, block: nn.Module, pool: OffloadPool) -> None:
-        held = map(storage_of, chain(block.parameters(), block.buffers()))
-        self._stays = {id(storage): storage for storage in held if storage is not None}
+        own = map(storage_of, chain(block.parameters(), block.buffers()))
+        self._stays = {id(storage): storage for storage in own if storage is not None}
         self._pool = pool
         self._moved: dict[
             tuple[int, int],

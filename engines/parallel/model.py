@@ -1,4 +1,4 @@
-"""ParallelModel: what a plan makes of a model. The same calls for every plan."""
+"""ParallelModel: a model under a plan, with the same calls for every plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from engines.runtime.rank_times import RankTimer
 from engines.runtime.shared_rng import SharedRng
 from engines.runtime.steps import Steps
 from engines.runtime.world import World, rank_error_context
-from engines.state.layout import Layout, Split
+from engines.state.layout import LayerSplit, Layout
 from engines.tensor.logits import whole_tensors
 from profiles.batch import Batch, call_model, loss_of
 from profiles.errors import PlanError
@@ -56,21 +56,22 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
     forward and backward on each, exchanges gradients, clips, steps, and returns the loss averaged
     over the samples of all ranks. It does not switch between train and eval mode.
 
-    Plans whose ranks update apart (`updates`, `servers`) are trained by the same script: every rank
-    calls `train_step` as often. On a server it serves until all workers that are left have had
-    their step, and looks at no batch. On asynchronous workers and on replicas between two meetings
-    the loss is that of the rank's own samples, and `max_grad_norm` is of its own gradients.
+    Plans with asynchronous or periodic updates (`updates`, `servers`) are trained by the same
+    script: every rank calls `train_step` equally often. On a server it serves until all remaining
+    workers have had their step, and ignores the batch. On asynchronous workers and on replicas
+    between two averages the loss is that of the rank's own samples, and `max_grad_norm` applies to
+    its own gradients.
 
     A classic loop works for plans without stages: `out = parallel(x); loss.backward();
     parallel.optimizer.step(); parallel.optimizer.zero_grad()`.
 
     Attributes:
-        module: the user's own module; its parameters are now what the plan says.
+        module: the user's own module, with parameters as the plan says.
         plan: how it is spread.
         decision: why; None where the plan was given.
         optimizer: steps the parameters that this rank holds.
-        data_rank, data_world_size: which part of the data this rank sees.
-        steps: how long `train_step` takes.
+        data_rank, data_world_size: this rank's part of the data, of how many.
+        steps: times of `train_step`.
         offload_pool: the memory outside the device that the plan takes for activations, for states
             of whole parameters or for files, and how much of it; None where it takes none.
     """
@@ -95,7 +96,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         runs_autocast: bool,
         seed: int,
         pipeline: Pipeline | None = None,
-        split: Split | None = None,
+        split: LayerSplit | None = None,
         noise: NoiseMeter | None = None,
         exchange: UpdateExchange | None = None,
         job: World | None = None,
@@ -155,9 +156,9 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
             replica=mesh.data.position,
             require=require,
         )
-        self._is_due = False
+        self._is_pending = False
         if self._averaged or experts is not None or (split is not None and split.partial):
-            optimizer.register_step_pre_hook(self._settle_due)
+            optimizer.register_step_pre_hook(self._finish_pending)
         # CheckpointMixin out of the module tree: a wrapper must not show in names or state dicts.
         object.__setattr__(self, "_runner", runner)
 
@@ -185,7 +186,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 # A backward leaves gradients to settle; a forward alone changes none.
-                tensor.register_hook(self._due)
+                tensor.register_hook(self._mark_pending)
         return output
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,8 +234,8 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
     def forward_backward(self, batch: Batch) -> Tensor:
         """`train_step` without the step: gradients are left averaged over the global batch.
 
-        Where it raises it leaves no gradients, and the next call starts clean. Ranks that update
-        apart have those of their own part.
+        Where it raises it leaves no gradients, and the next call starts clean. Under asynchronous
+        or periodic updates gradients are those of the rank's own part.
         """
         self._require_own_batch()
         with self._own.synchronised():
@@ -245,9 +246,9 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         try:
             with self._rng.shared():
                 total = self._run(pieces, weights)
-            self._settle()
+            self._finish_gradients()
             self._own.note_exchange()
-            self._is_due = False
+            self._is_pending = False
         except BaseException:
             start_over(self.module, self.plan)
             self.module.zero_grad(set_to_none=True)
@@ -287,19 +288,19 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
             loader, replica=self.data_rank, replicas=self.data_world_size, seed=self._seed
         )
 
-    @rank_error_context("summing up the norms of gradients")
+    @rank_error_context("summing the norms of gradients")
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global L2 norm is at most `max_norm`.
 
         Returns the norm before clipping, over all shards, the same on every rank.
         """
-        self._settle_due()
+        self._finish_pending()
         return clip_gradients(self.module, self._layout, self._mesh, max_norm)
 
-    @rank_error_context("putting gradients together")
+    @rank_error_context("gathering gradients")
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients by original name, on every rank; all ranks must call it."""
-        self._settle_due()
+        self._finish_pending()
         return full_gradients(self.module, self._layout)
 
     def _loss(self, piece: Batch) -> Tensor:
@@ -309,7 +310,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
             return self._context.loss(self._called, piece, self._loss_fn)
         output = call_model(self._called, piece, has_target=self._loss_fn is not None)
         loss = loss_of(output, piece, self._loss_fn)
-        return loss.to(self._world.device)  # from the last part of a module that is split by hand
+        return loss.to(self._world.device)  # from the last part of a module placed by hand
 
     def _run(self, pieces: list[Batch], weights: Tensor) -> Tensor:
         """Forwards and backwards of a step; its loss on this rank."""
@@ -326,7 +327,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
                 total += loss.detach()
         return total
 
-    def _settle(self) -> None:
+    def _finish_gradients(self) -> None:
         """Finish the gradients after the backwards of this rank: means over replicas, sums over the
         tp axis and over ties. All of it is linear, so each may work on the result of the last."""
         pipeline, split = self._pipeline, self._split
@@ -337,22 +338,22 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         if self._experts is not None:
             self._experts.average()
         if split is not None:
-            held = filter(self._layout.holds, sorted(split.partial))
-            sum_gradients(map(self.module.get_parameter, held), self._mesh.tp.group)
+            partial = filter(self._layout.holds, sorted(split.partial))
+            sum_gradients(map(self.module.get_parameter, partial), self._mesh.tp.group)
         if pipeline is not None:
             pipeline.sum_ties()
 
-    def _due(self, _: Tensor) -> None:
-        self._is_due = True
+    def _mark_pending(self, _: Tensor) -> None:
+        self._is_pending = True
 
-    def _settle_due(self, *_: object) -> None:
+    def _finish_pending(self, *_: object) -> None:
         """After a backward of a classic loop, before its gradients are used."""
-        if self._is_due:
-            self._is_due = False
-            self._settle()
+        if self._is_pending:
+            self._is_pending = False
+            self._finish_gradients()
 
     def _backward_mode(self, last: bool) -> AbstractContextManager[None]:
-        """Around a backward, or a round of a pipeline: what is exchanged at its end."""
+        """Around a backward, or a round of a pipeline: sets the exchange at its end."""
         if isinstance(self.module, FSDPModule):
             if self._pipeline is not None:
                 return whole_gradients(self.module, self.plan, last=last)
@@ -372,7 +373,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
                     parameter.grad = None
 
     def _average(self, value: Tensor) -> Tensor:
-        """Over replicas and parts of a sequence; the ranks of a pipeline that have no loss hold
+        """The mean over replicas and parts of a sequence. Ranks of a pipeline without a loss have
         zero, and those of the tp axis all have the same."""
         if self._world.size > 1:
             dist.all_reduce(value)

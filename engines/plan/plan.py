@@ -1,6 +1,6 @@
-"""The plan: everything that is decided about how a model is spread. A value, nothing more.
+"""The plan: all decisions about the parallelization of a model, as a value.
 
-Policies emit plans, engines obey them or refuse. This file imports no torch.
+Policies emit plans, engines obey them or refuse. No torch here.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Plan(Document):
     """A plan: degrees of parallelism over ranks, and the cut of a step into microbatches.
 
     `Plan()` is one device with no tricks. The world size is pp * tp * cp * dp_replicate * dp_shard,
-    and servers and backup workers beside them.
+    plus servers and backup workers.
     The data-parallel kind follows from the degrees unless named: `dp_shard > 1` is ZeRO-3, with
     `dp_replicate > 1` as well it is HSDP; `zero=1` or `zero=2` shards optimizer states (and
     gradients) over the `dp_replicate` ranks.
 
     Attributes:
         pp, tp, cp, ep, dp_replicate, dp_shard: degrees of the mesh axes.
-        data_parallel: what the data-parallel ranks shard.
+        data_parallel: see its class.
         microbatch_size: samples per forward of one replica; None takes what the batch gives.
         microbatches: microbatches in flight per round of a pipeline; pieces of the batch otherwise.
         accumulation: rounds per optimizer step; gradients are exchanged at the end of the last one
@@ -53,12 +53,12 @@ class Plan(Document):
         aggregation, compression: how DDP sends gradients; see their classes.
         compression_rank: of PowerSGD's factors: a matrix of n x m is sent as rank * (n + m).
         updates: when parameters are updated, see its class.
-        sync_every: steps after which replicas meet that update on their own.
+        sync_every: steps after which replicas that update on their own average.
         servers: ranks that hold parameters and step them: the first ones of the job.
-        backup_workers: workers beside the `dp_replicate` whose gradients a step waits for; the
-            last ones to come are dropped.
+        backup_workers: workers besides the `dp_replicate` whose gradients a step waits for; the
+            last gradients to arrive are dropped.
         max_staleness: steps that a worker may be ahead of the slowest; None sets no bound.
-        offload_to: where what `offload` names waits, see its class.
+        offload_to: the place of offloaded tensors, see its class.
 
     >>> plan = Plan.parse("dp_shard=4 microbatches=2")
     >>> plan.data_parallel.value, plan.world_size, str(plan)
@@ -217,7 +217,7 @@ class Plan(Document):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """A plan from "key=value" words; what is not named keeps its default.
+        """A plan from "key=value" words; settings that are not named keep their defaults.
 
         Raises:
             UnknownNameError: a key or a choice that does not exist; the near miss is named.

@@ -77,7 +77,7 @@ class Aggregation(StrEnum):
     BACKEND = "backend"  # one all-reduce of NCCL or gloo
     GATHER = "gather"  # all to one parameter device, and back
     GATHER_PARTS = "gather_parts"  # the same with every rank the parameter device of a part
-    REDUCE_BROADCAST = "reduce_broadcast"  # halving the ranks that still have something to give
+    REDUCE_BROADCAST = "reduce_broadcast"  # halving the ranks that still have something to send
     ALL_TO_ALL = "all_to_all"  # everyone sends everything to everyone
     RING = "ring"  # reduce-scatter, then all-gather, between neighbours
     TREE = "tree"  # two binary trees, half of the gradients up and down each, in pieces
@@ -89,20 +89,20 @@ class Compression(StrEnum):
 
     NONE = "none"
     BF16 = "bf16"  # rounded to 8 significant bits, and summed up so: 2^-8 of a value each time
-    POWERSGD = "powersgd"  # factors of low rank; what they miss is added to the next gradient
+    POWERSGD = "powersgd"  # factors of low rank; their error is added to the next gradient
 
 
 class Updates(StrEnum):
     """The update rule: when parameters are updated, and by whose gradients.
 
-    With `servers` the first ranks hold the parameters and step them, the others work. Without, each
-    rank is a replica.
+    With `servers` the first ranks hold the parameters and step them, the others are workers.
+    Without, each rank is a replica.
     """
 
     SYNCHRONOUS = "synchronous"  # every step, by the mean of all replicas' gradients
     ASYNCHRONOUS = "asynchronous"  # servers step by each worker's gradient as it comes
     LOCAL = "local"  # each replica by its own; every `sync_every` steps parameters are averaged
-    DILOCO = "diloco"  # the same, and what they moved by is the gradient of an outer optimizer
+    DILOCO = "diloco"  # the same, with their change as the gradient of an outer optimizer
 
     @property
     def is_periodic(self) -> bool:
@@ -112,7 +112,7 @@ class Updates(StrEnum):
 
 CHUNK_BYTES = 32 * 2**20
 """Parameters whose states are on the device together: enough to fill its copies and kernels, and
-little beside what a model keeps."""
+little against a model's states."""
 
 
 class Offload(StrEnum):
@@ -121,7 +121,7 @@ class Offload(StrEnum):
     NONE = "none"
     STATES = "states"  # parameter shards, gradient shards and optimizer states; the step runs there
     OPTIMIZER = "optimizer"  # optimizer states; the step has a few parameters' on the device
-    ACTIVATIONS = "activations"  # what a block keeps for its backward
+    ACTIVATIONS = "activations"  # tensors that a block saves for its backward
     STATES_ACTIVATIONS = "states,activations"
     OPTIMIZER_ACTIVATIONS = "optimizer,activations"
 
@@ -144,5 +144,5 @@ class Offload(StrEnum):
 class OffloadTo(StrEnum):
     """The place where offloaded tensors wait."""
 
-    HOST = "host"  # main memory, page-locked beside an accelerator
+    HOST = "host"  # main memory, page-locked for an accelerator
     DISK = "disk"  # files of a folder that the user names, mapped into memory

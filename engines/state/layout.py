@@ -33,7 +33,7 @@ class Stages(Protocol):
     buffer_owners: Mapping[str, int]
 
 
-class Split(Protocol):
+class LayerSplit(Protocol):
     """The layout of layers that are split over the tp axis.
 
     Attributes:
@@ -78,7 +78,7 @@ class Layout:
         self._experts: Mapping[str, Slice] = {}
 
     def lay_out(
-        self, *, stages: Stages | None, split: Split | None, experts: ExpertSplit | None = None
+        self, *, stages: Stages | None, split: LayerSplit | None, experts: ExpertSplit | None = None
     ) -> None:
         """Note the splits of the model."""
         self._stages = stages

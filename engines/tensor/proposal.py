@@ -190,7 +190,7 @@ class _Trial:
     """Attributes:
     copy: what is tried; not needed for `take_rules`.
     styles: what is proved, by paths within the unit.
-    why: layers outside pairs, and what kept them from it.
+    why: layers outside pairs, and the reasons.
     partial: parameters, by names within the unit, whose gradients are partial sums.
     """
 

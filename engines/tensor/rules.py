@@ -220,7 +220,7 @@ def _why_no_pair(
     for layer in columns:
         pieces = set(layer.pieces) or {layer.outputs}
         if len(pieces) > 1 or len(layer.pieces) not in (0, *_FUSED):
-            return f"its outputs are taken apart into {' + '.join(map(str, layer.pieces))}"
+            return f"its outputs are split into {' + '.join(map(str, layer.pieces))}"
         (piece,) = pieces
         if layer.heads % tp and layer.heads > 1:
             return f"{layer.heads} heads for {tp} ranks"

@@ -143,8 +143,8 @@ def _add_collectives(
         return
     if is_transposed_linear(module):
         # The one layer whose forward reads its number of output features.
-        kept, whole = slices_of(module, style)["weight"], module.get_parameter("weight")
-        local = kept.part(whole, rank=collectives.rank, size=collectives.size).shape[1]
+        cut, whole = slices_of(module, style)["weight"], module.get_parameter("weight")
+        local = cut.part(whole, rank=collectives.rank, size=collectives.size).shape[1]
         vars(module)["nf"] = local
     if style.kind is Kind.ROW:
         summed = collectives.reduce_tokens if by_tokens else collectives.reduce

@@ -307,7 +307,7 @@ def _noted(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, _Note]]
     notes: dict[str, _Note] = {}
     copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def kept(tensor: Tensor) -> Tensor:
+    def snapshot(tensor: Tensor) -> Tensor:
         """A copy, the same for all units: a cache that grows is passed again and again."""
         key = id(tensor), version_of(tensor)
         if key not in copies:
@@ -319,7 +319,7 @@ def _noted(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, _Note]]
             if path in notes:
                 return
             try:
-                notes[path] = _Note(*copy_tree((args, kwargs), kept))
+                notes[path] = _Note(*copy_tree((args, kwargs), snapshot))
             except ModelError as error:
                 notes[path] = _Note((), {}, error.what)
 

@@ -64,7 +64,7 @@ def prove_unit(copy: UnitCopy, styles: Mapping[str, Sequence[Style]], *, size: i
             cuts = split(unit, styles, ranks)
             runs.append(_run(unit, copy))
             ranks.require_end()
-    except _Differs as difference:
+    except _UnitDiffers as difference:
         return Verdict(str(difference))
     except AdvisorError as error:
         return Verdict(error.what)
@@ -75,11 +75,11 @@ def prove_unit(copy: UnitCopy, styles: Mapping[str, Sequence[Style]], *, size: i
         for run in runs:
             _require_equal(run, whole)
         return Verdict(partial=_partial(runs, whole, cuts))
-    except _Differs as difference:
+    except _UnitDiffers as difference:
         return Verdict(str(difference))
 
 
-class _Differs(Exception):
+class _UnitDiffers(Exception):
     """A difference from the whole unit."""
 
 
@@ -105,7 +105,7 @@ class _RecordedExchange:
     def contribute(self, partial: Tensor) -> Tensor:
         """Record a rank's share of the value; returns the whole one."""
         if partial.shape != self.value.shape:
-            raise _Differs(
+            raise _UnitDiffers(
                 f"a partial output is {tuple(partial.shape)}, the whole {tuple(self.value.shape)}"
             )
         before = self.values_sum
@@ -150,13 +150,15 @@ class _Record:
         floor = _largest(event.gradient for event in self.events)
         for event in self.events:
             if event.values_sum is not None and not _close(event.values_sum, event.value):
-                raise _Differs("partial outputs do not add up to the whole output")
+                raise _UnitDiffers("partial outputs do not add up to the whole output")
             if event.gradient is None:
                 continue
             if event.gradients_sum is None or not _close(
                 event.gradients_sum, event.gradient, floor=floor
             ):
-                raise _Differs("gradients of a shared input do not add up to the whole gradient")
+                raise _UnitDiffers(
+                    "gradients of a shared input do not add up to the whole gradient"
+                )
 
 
 class _SimulatedRank:
@@ -169,7 +171,7 @@ class _SimulatedRank:
     def copy(self, whole: Tensor) -> Tensor:
         event = self._take()
         if not _close(whole, event.value):
-            raise _Differs("an input that should be whole is not")
+            raise _UnitDiffers("an input that should be whole is not")
         return _through(whole, whole, event.contribute_gradient)
 
     def reduce(self, partial: Tensor) -> Tensor:
@@ -179,14 +181,14 @@ class _SimulatedRank:
     def gather(self, part: Tensor, cut: Slice, *, length: int) -> Tensor:
         event = self._take()
         if not _close(part, cut.part(event.value, rank=self.rank, size=self.size)):
-            raise _Differs("an output is not a part of the whole output")
+            raise _UnitDiffers("an output is not a part of the whole output")
         return _through(part, event.value, lambda g: cut.part(g, rank=self.rank, size=self.size))
 
     def split_tokens(self, whole: Tensor) -> Tensor:
         event = self._take()
         require_equal_tokens(whole, self.size)
         if not _close(whole, event.value):
-            raise _Differs("an input that should be whole is not")
+            raise _UnitDiffers("an input that should be whole is not")
         return _through(
             whole, self._mine(whole), lambda g: event.contribute_gradient(self._placed(g, whole))
         )
@@ -194,7 +196,7 @@ class _SimulatedRank:
     def join_tokens(self, part: Tensor) -> Tensor:
         event = self._take()
         if not _close(part, self._mine(event.value)):
-            raise _Differs("tokens that are joined are not a part of the whole sequence")
+            raise _UnitDiffers("tokens that are joined are not a part of the whole sequence")
         return _through(part, event.value, lambda g: self._mine(event.contribute_gradient(g)))
 
     def reduce_tokens(self, partial: Tensor) -> Tensor:
@@ -216,12 +218,12 @@ class _SimulatedRank:
 
     def require_end(self) -> None:
         if next(self._events, None) is not None:
-            raise _Differs("it makes fewer collectives than the whole unit")
+            raise _UnitDiffers("it makes fewer collectives than the whole unit")
 
     def _take(self) -> _RecordedExchange:
         event = next(self._events, None)
         if event is None:
-            raise _Differs("it makes more collectives than the whole unit")
+            raise _UnitDiffers("it makes more collectives than the whole unit")
         return event
 
 
@@ -266,13 +268,13 @@ def _run(unit: nn.Module, copy: UnitCopy) -> _CallResult:
 
 def _require_equal(run: _CallResult, whole: _CallResult) -> None:
     if len(run.outputs) != len(whole.outputs) or not all(map(_close, run.outputs, whole.outputs)):
-        raise _Differs("an output differs from that of the whole unit")
+        raise _UnitDiffers("an output differs from that of the whole unit")
     floor = _largest(whole.of_inputs)
     for got, wanted in zip(run.of_inputs, whole.of_inputs, strict=True):
         if (got is None) != (wanted is None) or (
             got is not None and wanted is not None and not _close(got, wanted, floor=floor)
         ):
-            raise _Differs("the gradient of an input differs from that of the whole unit")
+            raise _UnitDiffers("the gradient of an input differs from that of the whole unit")
 
 
 def _partial(
@@ -284,7 +286,7 @@ def _partial(
     for name, wanted in whole.of_parameters.items():
         gradients_of = [run.of_parameters.get(name) for run in runs]
         if any(gradient is None for gradient in gradients_of):
-            raise _Differs(f"`{name}` has no gradient on some rank")
+            raise _UnitDiffers(f"`{name}` has no gradient on some rank")
         gradients = [gradient for gradient in gradients_of if gradient is not None]
         cut = cuts.get(name)
         if cut is not None:
@@ -300,7 +302,7 @@ def _partial(
             fits = _close(torch.stack(gradients).sum(0), wanted, floor=floor)
             partial.add(name)
         if not fits:
-            raise _Differs(f"the gradient of `{name}` is wrong")
+            raise _UnitDiffers(f"the gradient of `{name}` is wrong")
     return frozenset(partial)
 
 

@@ -1,4 +1,4 @@
-"""What cannot be done is refused with the reason, before any work."""
+"""Plans that cannot be applied are refused with the reason, before any work."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def test_layers_may_be_split_beside(pool: Pool) -> None:
 
 
 def padded() -> list[str]:
-    """What a batch with padding, and one of another length, is answered with."""
+    """Errors for a batch with padding, and for one of another length."""
     from tests import zoo
 
     batch: Batch = {**zoo.TOKENS, "attention_mask": torch.ones_like(zoo.IDS)}

@@ -1,4 +1,4 @@
-"""What DDP would let pass in silence, and is told here."""
+"""Mistakes that DDP would ignore silently, and that are errors here."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_a_batch_without_values_is_refused() -> None:
 
 
 def _own_rows(plan: str, replicas: int) -> list[str]:
-    """What ranks are told that take rows by their number, as data-parallel scripts do."""
+    """Errors of ranks that take rows by their number, as data-parallel scripts do."""
     case, reference, parallel = parallelize("gpt", plan)
     batch, told = case.batch(8), []
     world = dist.get_world_size()

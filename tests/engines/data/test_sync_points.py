@@ -26,7 +26,7 @@ LATE = 1
 
 
 def _without_one(point: str) -> tuple[str, float]:
-    """What a rank is told when rank 1 does not come to `point` in time, and after how long."""
+    """The error of a rank when rank 1 does not reach `point` in time, and after how long."""
     case = CASES["gpt"]
     model = case.build()
     profile, batch = profile_of(case, model), case.batch(6)

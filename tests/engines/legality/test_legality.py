@@ -1,4 +1,4 @@
-"""What is possible: every rule with a plan that breaks it and one that does not."""
+"""Every rule of legality, with a plan that breaks it and one that does not."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_offload_needs_shards() -> None:
         ("dp_replicate=2 zero=1 offload=optimizer,activations", "offload-sharded"),
         ("dp_replicate=2 offload=states,activations", "offload-unsharded"),
         ("pp=2 stages=h.1 offload=activations", "offload-stages"),
-        ("dp_replicate=2 updates=local sync_every=4 offload=optimizer", "offload-apart"),
+        ("dp_replicate=2 updates=local sync_every=4 offload=optimizer", "offload-async-updates"),
         ("dp_replicate=2 recompute=full offload=activations", "offload-recomputed"),
         ("dp_replicate=2 compile=true offload=activations", "offload-compiled"),
         ("dp_replicate=2 offload_to=disk", "disk-without-offload"),

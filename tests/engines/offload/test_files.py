@@ -94,7 +94,7 @@ def test_parameters_gradients_and_states_are_files_and_stay_so(tmp_path: Path) -
 
 
 def test_what_is_in_files_is_not_in_memory(tmp_path: Path) -> None:
-    """What Adam keeps, parameters and their gradients: four times the parameters, at the step."""
+    """Adam's states, parameters and gradients: four times the parameters, at the step."""
 
     def peak_bytes(settings: str) -> int:
         plan = Plan.parse(f"zero=1 {settings}")
@@ -239,7 +239,7 @@ def _largest_file(size_bytes: int) -> Iterator[None]:
 
 
 def _full_on_rank_1(settings: str, folder: str, late: bool) -> str:
-    """What a rank is told where files on rank 1 may have one MiB, from the start or the step."""
+    """The error of a rank where files on rank 1 may have one MiB, from the start or the step."""
     is_full = os.environ["RANK"] == "1"
 
     def disk(now: bool) -> contextlib.AbstractContextManager[None]:

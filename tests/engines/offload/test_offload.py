@@ -1,4 +1,4 @@
-"""What waits outside the device: nothing computed differently, and no more held than said."""
+"""Offloading: the same results, and no more memory than reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a ParallelModel does besides one plain step."""
+"""A ParallelModel beyond one plain step."""
 
 from __future__ import annotations
 

@@ -359,7 +359,7 @@ def test_what_is_whole_on_the_tp_axis_does_not_drift_apart_under_dropout(
 
 
 def uneven() -> tuple[str, int, float]:
-    """What a step in train mode says, the gradients it leaves, and the loss without dropout."""
+    """The loss of a step in train mode, its gradients, and the loss without dropout."""
     case = Case(lambda: Dropping(33), CASES["lstm"].batch)
     reference, parallel = spread(case, "tp=2 tensor_styles=feed.up:column,feed.down:row")
     with pytest.raises(ModelError) as caught:

@@ -1,4 +1,4 @@
-"""What a pipeline is beside its gradients: memory, state, evaluation, clipping, failures."""
+"""A pipeline beyond its gradients: memory, state, evaluation, clipping, failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIED = "pp=2 schedule=1f1b microbatches=2 stages=blocks.1"
 
 
 def held_bytes(name: str, plan: str) -> tuple[int, int, int]:
-    """What the storages of a rank's parameters take; of its own ones; of the whole model."""
+    """Bytes of the storages of a rank's parameters; of its own ones; of the whole model."""
     _, reference, parallel = parallelize(name, plan)
     storages = {p.untyped_storage() for p in parallel.module.parameters()}
     own = sum(p.nbytes for p in parallel.parameters())
@@ -182,7 +182,7 @@ def test_what_a_pipeline_cannot_do_is_refused_with_a_way_out(pool: Pool) -> None
 
 
 def failing(name: str, plan: str, where: str, failed: int) -> tuple[str, float]:
-    """What this rank raises when a unit of rank `failed` does, and after how many seconds.
+    """The error of this rank when a unit of rank `failed` raises, and after how many seconds.
 
     The process of the failed rank lives on and keeps what it has.
     """

@@ -22,7 +22,7 @@ from tests.workers import Pool
 
 
 class Interrupted(Exception):
-    """What the user's code raises."""
+    """An error of the user's code."""
 
 
 class Fuse:

@@ -1,4 +1,4 @@
-"""What ranks held: read from the allocator's own counters, gather_peaks, and said in a sentence."""
+"""Peak memory of ranks: read from the allocator's counters, gathered, said in a sentence."""
 
 from __future__ import annotations
 

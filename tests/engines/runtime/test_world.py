@@ -56,7 +56,7 @@ def test_a_rank_that_does_not_answer_is_named(pool: Pool) -> None:
 
 
 def _one_rank_raises(plan: str) -> tuple[str, str, str]:
-    """What each rank gets to see when rank 1's forward raises, and what is behind it."""
+    """The error of each rank when rank 1's forward raises, and its cause."""
     assert dist.group.WORLD is not None
     bound_waits(dist.group.WORLD, timedelta(seconds=BOUND_S))
     size = Plan.parse(plan).world_size

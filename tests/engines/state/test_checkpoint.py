@@ -160,7 +160,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_a_name(tmp_path: Path) ->
 
 
 def _load_whole(plan: str) -> list[str]:
-    """What `load_state_dict` does with states that fit, lack or exceed."""
+    """`load_state_dict` with states that fit, that lack keys and that have more."""
     _, reference, parallel = parallelize("tied-frozen-unused", plan)
     wanted = {name: value + 1 for name, value in reference.state_dict().items()}
     keys = parallel.load_state_dict(wanted)

@@ -125,7 +125,7 @@ class Reading(Mapping[str, Tensor]):
 
 
 def taken(name: str, plan: str) -> tuple[list[str], list[str], int, int, float]:
-    """What was read, what this rank has, bytes it holds and its share, error after a step."""
+    """Names read, names on this rank, its bytes and its share, error after a step."""
     case = CASES[name]
     torch.manual_seed(5)
     reference = case.build()

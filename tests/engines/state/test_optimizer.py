@@ -234,7 +234,7 @@ def test_optimizers_of_whole_matrices_are_refused_on_shards(
 
 
 def _on_shards(name: str) -> float | str:
-    """What torch itself makes of the refused: error against one process, or its own error."""
+    """torch's own result for a refused plan: error against one process, or torch's error."""
     case = CASES["gpt"]
     torch.manual_seed(1)
     model = case.build()

@@ -1,4 +1,4 @@
-"""What a split leaves on a rank, and what it does not."""
+"""The parts of a model on a rank after a split."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Alone:
 
 
 class End(BaseException):
-    """What breaks off a stage's forward."""
+    """The exception that ends a stage's forward."""
 
 
 STYLES = {"q": "column", "k": "column", "v": "column", "o": "row"}

@@ -1,4 +1,4 @@
-"""What the proof lets pass and what it does not, on blocks with one trap each."""
+"""Verdicts of the proof on blocks with one trap each."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class FusedHeads(nn.Module):
 
 
 class Cache:
-    """What blocks write their keys to, for later. It begins with a tensor; results follow."""
+    """A cache that blocks write their keys to. It begins with a tensor; results follow."""
 
     def __init__(self) -> None:
         self.begin = torch.tensor(0)

@@ -21,7 +21,7 @@ SIZES = (1, 2, 3, 4, 6, 7, 8, 13, 16)
 
 
 def played(script: list[Round], ranks: int, pieces: int) -> list[list[frozenset[int]]]:
-    """What each rank holds of each part when all messages have arrived."""
+    """Contents of each part on each rank when all messages have arrived."""
     held = [[frozenset({rank})] * pieces for rank in range(ranks)]
     for messages in script:
         before = [list(row) for row in held]

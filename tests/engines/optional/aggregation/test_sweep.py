@@ -1,4 +1,4 @@
-"""What was measured on shaped links: the committed reports say what the documents say."""
+"""Measurements on shaped links: the committed reports agree with the documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of the pool run: a small model under a plan whose ranks update apart."""
+"""Runs on ranks of the pool: a small model under asynchronous or periodic updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured on shaped links: the committed report says what the documents say."""
+"""Measurements on shaped links: the committed report agrees with the documents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def report() -> Report:
 
 
 def late(report: Report, plan: str) -> float:
-    """What the straggler costs a step of the others, over what it sleeps."""
+    """The straggler's cost in a step of the others, over its sleep."""
     with_it, without = report.row(plan, straggler=True), report.row(plan)
     return (with_it.step_s - without.step_s) / SLEEP_S
 

@@ -231,7 +231,7 @@ def drift_of(state: dict[str, torch.Tensor], other: ParallelModel) -> float:
 def test_a_checkpoint_goes_on_where_it_was_with_the_outer_momentum(
     pool: Pool, tmp_path: object
 ) -> None:
-    """What comes from DDP has no outer momentum and begins without."""
+    """A checkpoint from DDP has no outer momentum, and training begins without."""
     for loaded, again, anew in pool.run(_saved_and_trained_on, f"{tmp_path}/kept", world_size=2):
         assert loaded == again == 0.0
         assert anew > 1e-4

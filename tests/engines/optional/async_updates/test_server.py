@@ -1,4 +1,4 @@
-"""What a parameter server does with gradients: delays are simulated, the server is the real one."""
+"""The arithmetic of a parameter server: delays are simulated, the server is the real one."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_a_bound_keeps_workers_together(pool: Pool) -> None:
 
 
 def _a_step_in_bytes() -> tuple[tuple[int, int], tuple[int, int], int, int]:
-    """What the kernel sent and received for a step, what the report says, and the model's size."""
+    """Bytes that the kernel sent and received for a step, those of the report, the model's size."""
     reference, parallel, _, _ = trained("dp_replicate=1 servers=1", [4])
     batch = GPT.batch(4)
 

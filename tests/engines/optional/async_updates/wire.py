@@ -16,7 +16,7 @@ Counts = dict[str, tuple[int, int]]
 
 
 def counts() -> Counts:
-    """What has gone over every connection so far."""
+    """Bytes over every connection so far."""
     found = {}
     for name, connection in _connections():
         told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
