@@ -159,7 +159,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         self._is_pending = False
         if self._averaged or experts is not None or (split is not None and split.partial):
             optimizer.register_step_pre_hook(self._finish_pending)
-        # CheckpointMixin out of the module tree: a wrapper must not show in names or state dicts.
+        # Not in the module tree: a wrapper must not show in names or state dicts.
         object.__setattr__(self, "_runner", runner)
 
     @rank_error_context("running the model")

@@ -1,4 +1,4 @@
-"""NamingMixin: what a rank holds and passes on, called as in the module that the user wrote."""
+"""Names of parameters, buffers and cuts, as in the user's own module: a part of ParallelModel."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ MOST_RECORDINGS = 16
 
 
 class Pipeline:
-    """The stages of this rank, and the exchange between them. ReturnedTensor by all ranks together.
+    """The stages of this rank, and the exchange between them; all ranks make it together.
 
     Parameters that this rank's stages do not use are freed when it is made.
 
