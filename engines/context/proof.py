@@ -211,9 +211,7 @@ class _SimulatedRing:
             ("query", "key", "value"), (query, key, value), call.given, strict=True
         ):
             if not _close(own, self._part(whole)):
-                raise _SequenceDiffers(
-                    f"the {name} of its tokens differs (their places, or what they saw)"
-                )
+                raise _SequenceDiffers(f"the {name} of its tokens differs (positions, or inputs)")
         return self._part(call.out)
 
     def require_end(self) -> None:
