@@ -51,7 +51,7 @@ def reasons(
         yield f"{step.question} {_capitalised(step.answer)}: {step.because}"
     yield _leaf_reason(winner, policy, trace, pins)
     yield from _stages_reason(winner)
-    yield from _split_reason(winner)
+    yield from _split_reason(winner, facts)
     if not sending.is_usual(winner.plan):
         yield sending.reason(winner, costs)
     yield from apart.reason(winner, costs)
@@ -131,7 +131,7 @@ def _stages_reason(winner: Candidate) -> Iterator[str]:
     )
 
 
-def _split_reason(winner: Candidate) -> Iterator[str]:
+def _split_reason(winner: Candidate, facts: Facts) -> Iterator[str]:
     """What split layers exchange, over which link."""
     plan, estimate = winner.plan, winner.estimate
     found = [t for t in estimate.traffic if (t.group_size, t.stride) == (plan.tp, 1)]
@@ -139,9 +139,11 @@ def _split_reason(winner: Candidate) -> Iterator[str]:
         return
     sent = sum(traffic.bus_bytes for traffic in found)
     links = " and ".join(dict.fromkeys(traffic.link for traffic in found))
+    beside = facts.stack.overlap_tensor
+    meanwhile = f"{beside:.0%} of it beside products" if beside else "nothing computes meanwhile"
     yield (
         f"Split layers send {format_gib(sent)} a step and device over {links}, in"
-        f" {format_seconds(sum(traffic.seconds for traffic in found))}; nothing computes meanwhile"
+        f" {format_seconds(sum(traffic.seconds for traffic in found))}; {meanwhile}"
     )
 
 

@@ -29,7 +29,7 @@ from advisor.rules import Candidate, host_bytes_per_node, preferred
 from advisor.search.kept import Kept
 from advisor.search.space import Pins
 from advisor.whatif.levers import RANK, lora, qlora
-from engines.plan import MODEL_AXES, Offload, OffloadTo, Plan
+from engines.plan import Offload, OffloadTo, Plan
 from profiles.errors import InputError, NoPlanError
 from profiles.model import Numerics
 from profiles.optimizers import OPTIMIZERS
@@ -112,6 +112,8 @@ def _more_devices(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
         field, name = "devices_per_node", "devices"
     else:
         return
+    # With so many more devices nothing has to wait outside them.
+    tried = _Tried(tried.policy, tuple(p for p in tried.near if p.offload is Offload.NONE))
     for factor in tried.policy.device_factors:
         count = getattr(cluster, field) * factor
         larger = cluster.model_copy(update={field: count})
@@ -226,8 +228,12 @@ class _Tried:
         if not self.near:
             return decide(facts, policy=self.policy, pins=pins).winner
         kept, found = Kept(CostModel(facts)), []
+        tried: list[dict[str, Any]] = []
         for plan in self.near:
             wanted = dict(pins) | _spread_as(plan, facts.cluster.world_size)
+            if (each := {**wanted, "offload": plan.offload}) in tried:
+                continue
+            tried.append(each)
             search = searched(kept, wanted, self.policy, offload=plan.offload)
             found.append(search.preferred(search.rows))
         fitting = [candidate for candidate in found if candidate is not None]
@@ -249,11 +255,11 @@ def _nearest_spreads(choice: Choice) -> tuple[Plan, ...]:
 
 
 def _spread_as(plan: Plan, devices: int) -> dict[str, Any]:
-    """The degrees of a plan; of more devices than it has the data axes are left open, as what was
-    one replica may be sharded then."""
-    axes: tuple[str, ...] = MODEL_AXES
+    """The degrees of a plan; of more devices than it has those along the batch and the tokens are
+    left open, as what was one replica may be sharded then."""
+    axes = ["pp", "tp", "ep"]
     if devices == plan.world_size:
-        axes += ("dp_replicate", "dp_shard", "data_parallel")
+        axes += ["cp", "dp_replicate", "dp_shard", "data_parallel"]
     return {name: getattr(plan, name) for name in axes}
 
 

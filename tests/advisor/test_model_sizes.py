@@ -53,6 +53,19 @@ def test_another_length_is_what_the_file_gives_at_that_length() -> None:
     assert at_length(at_length(profile(GPT2, 128), 256), 128) == profile(GPT2, 128)
 
 
+@pytest.mark.parametrize("on_processor", [True, False])
+def test_another_length_is_counted_for_the_same_kind_of_device(on_processor: bool) -> None:
+    config = {"model_type": "gpt2", "vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    config["n_positions"] = 64
+    short, long = (
+        profile_from_config(
+            config, samples=1, sequence_length=length, name="a", on_processor=on_processor
+        )
+        for length in (16, 32)
+    )
+    assert at_length(short, 32) == long
+
+
 def test_a_length_beyond_the_positions_is_refused() -> None:
     with pytest.raises(InputError, match="the positions of this model go to 512"):
         at_length(profile(GPT2), 513)

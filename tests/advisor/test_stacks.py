@@ -12,6 +12,7 @@ from advisor.choose import choose
 from advisor.cli import cli
 from advisor.cost import CostModel
 from advisor.decision import Decision
+from advisor.search.legal import styles_of
 from advisor.stacks import OF_ENGINES, compiled, is_of_engines, is_preset
 from advisor.sweep.points import Swept, sweep
 from engines.plan import Plan
@@ -35,6 +36,20 @@ def command(*words: str) -> Result:
 def decided(stack: Stack = TORCH, **pins: object) -> Decision:
     whole = facts(MODEL, gpus(1, 4, memory_gib=40), batch=32, stack=stack)
     return choose(whole, pins=pins)
+
+
+def test_software_that_splits_by_tokens_splits_blocks_so() -> None:
+    """As the published layouts are priced (arXiv:2205.05198)."""
+    by_tokens, plain = stack_named("megatron-2022"), stack_named("megatron-2020")
+    pairs = styles_of(facts(MODEL, gpus(1, 4), stack=plain))(4)
+    assert "sequence" not in dict(pairs).values()
+    found = styles_of(facts(MODEL, gpus(1, 4), stack=by_tokens))(4)
+    assert found[: len(pairs)] == pairs
+    assert set(found[len(pairs) :]) == {
+        ("layers.*", "sequence"),
+        ("layers.*.attention.qkv", "joined"),
+        ("layers.*.mlp.up", "joined"),
+    }
 
 
 class TestReport:

@@ -9,6 +9,7 @@ from engines.tensor.rules import proposed_split, proposed_styles
 from engines.tensor.styles import cutting, styles_of
 from profiles.capture import capture
 from profiles.model import ModelProfile
+from profiles.transformer import TransformerShape, transformer_profile
 from tests.contract.subjects import Decoder, batch_of
 from tests.engines.cases import CASES, profile_of, token_loss
 
@@ -74,3 +75,25 @@ def test_a_tied_weight_is_split_in_all_its_places_alike_or_in_none() -> None:
     split = proposed_split(profile.model_copy(update={"flow": flow}), 2)
     assert not {"embed", "head"} & dict(split.styles).keys()
     assert {"embed", "head"} <= {note.layer for note in split.notes}
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_layers_are_split_in_pairs(name: str) -> None:
+    """As Megatron-LM splits them (arXiv:1909.08053): the groups of heads of queries, keys and
+    values, which lie side by side, and both halves of a gated layer alike."""
+    is_gated = name == "llama"
+    shape = TransformerShape(
+        kind="llama" if is_gated else "dense_gpt", layers=2, hidden=64, heads=8, kv_heads=4,
+        ffn=256, vocab=128, length=32, gated=is_gated, tied=not is_gated, head_width=8,
+    )  # fmt: skip
+    model = transformer_profile(shape, name=name)
+    assert dict(proposed_split(model, 4).styles) == {
+        "embedding.words": "vocab",
+        "head": "vocab",
+        "layers.*.attention.qkv": "column",
+        "layers.*.attention.output": "row",
+        "layers.*.mlp.up": "column/2" if is_gated else "column",
+        "layers.*.mlp.down": "row",
+    }
+    ways = [note.why for note in proposed_split(model, 8).notes if "qkv" in note.layer]
+    assert ways == ["4 heads for 8 ranks"]

@@ -175,3 +175,52 @@ def test_totals_hold_exactly_what_the_call_costs() -> None:
 
 def test_dropout_is_written_out_and_no_call() -> None:
     assert bare(dropout=0.1).attention == ()
+
+
+def config_calls(config: dict[str, Any], *, on_processor: bool) -> list[AttentionCall]:
+    model = profile_from_config(
+        config, samples=ROWS, sequence_length=TOKENS, name="a", on_processor=on_processor
+    )
+    (found, *others) = [calls(block.cost(Numerics.AS_BUILT)) for block in model.blocks()]
+    assert all(other == found for other in others)
+    return found
+
+
+def test_accelerators_take_dropout_in_the_kernel() -> None:
+    """What processors write out, scores in fp32 that are kept, is one call elsewhere."""
+    assert config_calls(gpt2(dropout=0.1), on_processor=True) == []
+    (call,) = config_calls(gpt2(dropout=0.1), on_processor=False)
+    (plain,) = config_calls(gpt2(), on_processor=True)
+    assert call == plain.model_copy(update={"dropout": True})
+    assert config_calls(gpt2(), on_processor=False) == [plain]
+    written, fused, without = (
+        profile_from_config(
+            gpt2(dropout), samples=1, sequence_length=TOKENS, name="a", on_processor=on_processor
+        )
+        for dropout, on_processor in ((0.1, True), (0.1, False), (0.0, True))
+    )
+    for one, other, best in zip(written.blocks(), fused.blocks(), without.blocks(), strict=True):
+        cost, ours, least = (unit.cost(Numerics.AS_BUILT) for unit in (one, other, best))
+        assert ours == least.model_copy(update={"attention": ours.attention, "layers": ours.layers})
+        scores = F32 * HEADS * TOKENS**2
+        assert cost.activation_bytes.at(1) - ours.activation_bytes.at(1) > 2 * scores
+
+
+def test_accelerators_take_values_of_another_width() -> None:
+    config = {
+        "model_type": "deepseek_v3", "vocab_size": 100, "hidden_size": HIDDEN,
+        "num_hidden_layers": 2, "intermediate_size": 96, "moe_intermediate_size": 32,
+        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "q_lora_rank": 24,
+        "kv_lora_rank": 32, "v_head_dim": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "n_routed_experts": 4,
+        "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    assert config_calls(config, on_processor=True) == []
+    (call,) = config_calls(config, on_processor=False)
+    assert (call.width, call.value_width) == (16 + 8, 16)
+    model = profile_from_config(
+        config, samples=1, sequence_length=TOKENS, name="a", on_processor=False
+    )
+    square = 2 * HEADS * TOKENS**2 * (call.width + call.value_width)
+    for before, after in zip(model.blocks(), under_stack(model, FLASH).blocks(), strict=True):
+        was, now = before.cost(Numerics.AS_BUILT), after.cost(Numerics.AS_BUILT)
+        assert was.forward_flop.at(1) - now.forward_flop.at(1) == square / 2
