@@ -211,8 +211,9 @@ def test_accelerators_take_values_of_another_width() -> None:
         "model_type": "deepseek_v3", "vocab_size": 100, "hidden_size": HIDDEN,
         "num_hidden_layers": 2, "intermediate_size": 96, "moe_intermediate_size": 32,
         "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "q_lora_rank": 24,
-        "kv_lora_rank": 32, "v_head_dim": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "n_routed_experts": 4,
-        "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+        "kv_lora_rank": 32, "v_head_dim": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2,
+        "topk_group": 1, "first_k_dense_replace": 1,
     }  # fmt: skip
     assert config_calls(config, on_processor=True) == []
     (call,) = config_calls(config, on_processor=False)
