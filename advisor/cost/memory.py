@@ -59,8 +59,8 @@ USUAL_SLACK = 0.09
 # kernels' own scratch memory; published peaks of one configuration scatter by less than 0.1 %, so
 # the range is this model's own doubt, not noise. Assumed until runs of our own bound it.
 ACTIVATION_ERROR = 0.08
-# cuBLAS's workspace of one handle in torch (aten/src/ATen/cuda/CUDABlas.cpp,
-# parseChosenWorkspaceSize: ":4096:2:16:8", from Hopper on 32 MiB).
+# cuBLAS's workspace of one handle in torch (ATen/cuda/CublasHandlePool.cpp): 2 of 4096 and 8 of 16
+# KiB, from Hopper on 32 MiB.
 WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024, 32 * 2**20
 # FSDP2 holds a gathered unit, its flat gather buffer and the unit prefetched next. Two whole units
 # is what its streams allow when the host does not run ahead, three when it does.
