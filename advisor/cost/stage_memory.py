@@ -41,7 +41,7 @@ from advisor.cost.orders import Kind
 from advisor.cost.orders import Moment as InFlight
 from advisor.cost.round_shares import round_shares
 from advisor.cost.states import held_states
-from engines.plan import Plan
+from engines.plan import Plan, Schedule
 from profiles.cluster import Device
 from profiles.model import LOSS
 from profiles.optimizers import Upkeep
@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 
     Amount = TypeVar("Amount", float, NDArray[np.float64])
     """Of one stage, or of many."""
+
+
+# Buffers of the last stage, one more than the microbatch that is in flight there.
+READ_OUT_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +124,16 @@ def chunk_of(
     return Chunk(
         forward=replace(forward, gathered=forward.gathered + cast),
         backward=backward,
-        kept_bytes=between_bytes(own, received_bytes, sent_bytes, stack),
+        kept_bytes=between_bytes(own, received_bytes, sent_bytes, plan, stack),
         own_bytes=own,
         cast_bytes=cast,
         waiting_bytes=sum(unit.layer_bytes * unit.count for unit in loads.runs),
     )
 
 
-def between_bytes(own: Amount, received: Amount, sent: Amount, stack: Stack = TORCH) -> Amount:
+def between_bytes(
+    own: Amount, received: Amount, sent: Amount, plan: Plan, stack: Stack = TORCH
+) -> Amount:
     """What a microbatch holds of a stage between its forward and its backward, of one stage or of
     many: what was kept and what is sent on, but for what was received, which stays in the buffer
     that it was received into.
@@ -138,7 +144,7 @@ def between_bytes(own: Amount, received: Amount, sent: Amount, stack: Stack = TO
     if stack.states is None:
         taken: Amount = np.minimum(own, received)
         return own - taken + sent
-    return own + stack.holds_outputs * (received + sent)
+    return own + holds_outputs(plan, stack) * (received + sent)
 
 
 def message_bytes(stack: Stack) -> float:
@@ -146,12 +152,17 @@ def message_bytes(stack: Stack) -> float:
     return (stack.bucket_bytes or 0.0) if stack.states is not None else 0.0
 
 
-def _read_out(plan: Plan, part: Loads) -> float:
-    """What the last stage made of the microbatches in a pipeline's two buffers, in fp32."""
+def holds_outputs(plan: Plan, stack: Stack) -> bool:
+    """Whether buffers keep what stages take and make; the engines that do so run 1F1B alone."""
+    return stack.holds_outputs and plan.schedule is Schedule.ONE_F_ONE_B
+
+
+def read_out_bytes(part: Loads) -> float:
+    """Of a microbatch what the last stage makes before its loss, in fp32; 0 of other stages."""
     units = part.runs
     if len(units) < 2 or units[-1].name != LOSS:
         return 0.0
-    return min(2, plan.microbatches) * units[-2].output_bytes / part.compute_share
+    return units[-2].output_bytes / part.compute_share
 
 
 def _fullest(moments: Iterable[Moment]) -> Moment:
@@ -199,9 +210,10 @@ def stage_peak(
             copied_bytes=copied_bytes,
             folds_experts=stack.folds_experts,
         )
-        idle = buffer_bytes / plan.microbatches + _read_out(plan, parts[-1])
+        read_out = min(READ_OUT_BUFFERS, plan.microbatches) * read_out_bytes(parts[-1])
+        idle = buffer_bytes / plan.microbatches + read_out
         whole, buffer_bytes = own.gradients, message_bytes(stack)
-        buffer_bytes += idle * stack.holds_outputs
+        buffer_bytes += idle * holds_outputs(plan, stack)
 
     def at(moment: InFlight) -> Moment:
         chunk = chunks[moment.chunk]

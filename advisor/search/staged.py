@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from advisor.cost.buffers import KEEPS_PARAMETERS
-from advisor.cost.memory import upper_end
+from advisor.cost.memory import upper_end, workspace_bytes
 from advisor.cost.round_shares import RoundShares, round_shares
-from advisor.cost.stage_memory import message_bytes
+from advisor.cost.stage_memory import READ_OUT_BUFFERS, message_bytes, read_out_bytes
 from advisor.search.columns import Columns, Floats, unique
 from advisor.search.space import KINDS, SCHEDULES, Integers
 from engines.plan import Plan, Schedule
@@ -121,6 +121,10 @@ def staged_peak_bytes(columns: Columns) -> Floats:
     of_model = columns.of(lambda g: g.loads.parameter_bytes) * each.of_parameters + states
     of_model += columns.of(lambda g: g.loads.gradient_bytes) * each.gradients
     of_model += columns.of(lambda g: g.loads.root_parameter_bytes) * each.root
+    if stack.holds_outputs:
+        buffers = np.minimum(READ_OUT_BUFFERS, space.microbatches)
+        buffers = buffers * (space.schedule == _ONE_F_ONE_B)
+        of_model += buffers * columns.of(lambda g: read_out_bytes(g.loads))
 
     blocks, is_even = columns.of(lambda g: g.blocks), facts.workload.optimizer.is_elementwise
     of_block = columns.of(lambda g: g.block_bytes[0]) * each.of_parameters
@@ -130,7 +134,7 @@ def staged_peak_bytes(columns: Columns) -> Floats:
     held = np.maximum(of_model / pp, _fullest_of_blocks(columns, blocks, of_block, kept))
 
     in_round = np.where(space.schedule == _NAIVE, 1, space.microbatches)
-    messages = np.full(len(space), message_bytes(stack))
+    messages = np.full(len(space), message_bytes(stack) + workspace_bytes(device, stack))
     if stack.states is None:
         borders = in_round * (2 * space.per_rank - 1)
         messages += borders * columns.of(lambda g: g.least_held_bytes)

@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 
 from advisor.cost.buffers import shard_degree
-from advisor.cost.memory import room_bytes
+from advisor.cost.memory import room_bytes, workspace_bytes
 from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
 from advisor.cost.stage_memory import between_bytes, message_bytes
 from advisor.cost.staged import laid_out, peak_of_rank
@@ -170,7 +170,7 @@ class Stages:
         received, sent = pieces.there[:, None], pieces.there[None, :]
         if pieces.stack.states is None:
             held += _in_round(plan) * (received + pieces.back[None, :])
-        kept = between_bytes(spans(pieces.kept), received, sent, pieces.stack)
+        kept = between_bytes(spans(pieces.kept), received, sent, plan, pieces.stack)
         kept += spans(pieces.cast) * (not plan.data_parallel.is_sharded)
         return held, kept
 
@@ -190,6 +190,7 @@ class Stages:
         facts = self._costs.facts
         room = room_bytes(self._usable_bytes, facts.cluster.device)
         room -= message_bytes(self._costs.stack)
+        room -= workspace_bytes(facts.cluster.device, self._costs.stack)
         return room - self._costs.batch_bytes(plan) - facts.model.buffer_bytes
 
 

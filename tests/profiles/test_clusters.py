@@ -29,7 +29,8 @@ from profiles.units import GIB
 def test_a_name_counts_nodes_and_devices(text: str, nodes: int, devices: int, name: str) -> None:
     cluster = cluster_from_name(text)
     assert (cluster.num_nodes, cluster.devices_per_node) == (nodes, devices)
-    assert cluster.device == catalogue.accelerator(name)
+    device = catalogue.accelerator(name)
+    assert cluster.device == catalogue.in_cluster(device, cluster.intra, world=nodes * devices)
 
 
 def test_links_exist_only_where_there_is_something_to_join() -> None:
@@ -131,3 +132,11 @@ def test_a_wrong_name_says_what_to_write(text: str, message: str) -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(FileError, match=r"cannot read `no/such\.toml`: No such file"):
         resolve_cluster("no/such.toml")
+
+
+def test_a_process_by_itself_has_no_process_group() -> None:
+    alone, over_pcie, over_nvlink = (
+        cluster_from_name(name).device.context_bytes.value
+        for name in ("1x1xL4-24GB", "1x8xL4-24GB", "1x8xH100-SXM-80GB")
+    )
+    assert alone < over_pcie < over_nvlink
