@@ -5,9 +5,11 @@ An anchor is of one kind of model, and term by term: forward and backward, the u
 the peak of memory. It is applied where runs are, to the facts, so that the estimate of every other
 plan and size, the search and its bounds all rest on it:
 
-* computing: matrix products, memory bandwidth and launches take the measured multiple alike;
+* matrix products and attention take the measured multiple of their time, and so does the rest of
+  computing: memory bandwidth and launches;
 * the update takes the measured multiple of the time of its traffic;
-* links are as slow as makes the predicted step the measured one, overlap and bubbles included;
+* links are those that were timed between computing, collective by collective: a rate and a latency;
+* what is left of the step is waiting, for other ranks and for a core, which grows with computing;
 * activations are the measured multiple of those that were counted, a process holds what is left.
 
 Constants are kept as seconds per FLOP and byte, not as factors: a machine that is timed anew does
@@ -24,7 +26,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from advisor.constants import WIDEST_ERROR, as_measured, measured, slowed, unit_times
 from advisor.facts import Facts
-from profiles.cluster import Anchored, ClusterProfile, Constant, Learned
+from profiles.cluster import Anchored, AxisFits, ClusterProfile, Constant, Learned, Link
 from profiles.errors import InputError
 from profiles.kept import fingerprint
 from profiles.model import ModelProfile
@@ -40,6 +42,7 @@ class Term(StrEnum):
     """A part of an estimate that is measured by itself. Values are the report's words."""
 
     COMPUTING = "forward and backward"
+    PRODUCTS = "matrix products and attention"
     UPDATE = "update"
     SENDING = "communication and waiting"
     STEP = "step"
@@ -76,6 +79,24 @@ class Residual(Record):
         return not self.low <= self.measured <= self.high
 
 
+class Links(Record):
+    """Links as a bench timed them; see `profiles.bench`."""
+
+    intra: Link | None = None
+    inter: Link | None = None
+    axes: tuple[AxisFits, ...] = ()
+
+    @classmethod
+    def of(cls, cluster: ClusterProfile) -> Links:
+        return cls(intra=cluster.intra, inter=cluster.inter, axes=cluster.axes)
+
+    def on(self, cluster: ClusterProfile) -> ClusterProfile:
+        """`cluster`, whose nodes have as many devices as the timed ones, with these links."""
+        known = {tier: link for tier, link in (("intra", self.intra), ("inter", self.inter)) if link}
+        has = {tier: link for tier, link in known.items() if getattr(cluster, tier) is not None}
+        return cluster.model_copy(update={**has, "axes": self.axes or cluster.axes})
+
+
 class Anchor(Document):
     """What one measured step says of other plans and sizes of such a model on such machines.
 
@@ -90,6 +111,7 @@ class Anchor(Document):
         batch, tokens: samples of the step, tokens of each.
         terms: the residuals.
         constants: seconds per FLOP, byte or operation as the step has it.
+        links: as they were timed beside the step; None where they were not.
         corrections: what belongs to no constant.
         context_missed_bytes: what a process holds beyond its predicted context, before any run.
         measured_at: UTC.
@@ -108,6 +130,7 @@ class Anchor(Document):
     tokens: PositiveInt | None = None
     terms: dict[Term, Residual]
     constants: dict[Constant, PositiveFloat] = Field(default_factory=dict)
+    links: Links | None = None
     corrections: Anchored
     context_missed_bytes: float = 0.0
     measured_at: str
@@ -129,7 +152,10 @@ def anchored(facts: Facts, anchor: Anchor) -> Facts:
     timed = (Term.COMPUTING, Term.STEP)
     scatter = max((anchor.terms[term].error for term in timed if term in anchor.terms), default=0.0)
     origin = f"a step of {anchor.plan} on {anchor.measured_at[:10]}"
-    cluster = with_constants(facts.cluster, anchor.constants, dtype, error=scatter, origin=origin)
+    cluster = facts.cluster
+    if anchor.links is not None and cluster.devices_per_node == anchor.machine.ranks_per_node:
+        cluster = anchor.links.on(cluster)
+    cluster = with_constants(cluster, anchor.constants, dtype, error=scatter, origin=origin)
     learned = cluster.learned or Learned()
     context = cluster.device.context_bytes
     moved_bytes = anchor.context_missed_bytes - learned.context_offset_bytes

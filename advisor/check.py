@@ -1,12 +1,14 @@
 """Check: one plan run for some steps on this machine, for its estimate to be compared with.
 
-All ranks of a plan are run where the job has as many. Then every rank makes the same steps once
-more without the others, through torch's fake process groups, which tells computing from sending. Of
-a plan that is larger than the job one rank is run, in that way alone.
+All ranks of a plan are run where the job has as many. On processors the time of a rank's own thread
+tells computing from sending in those very steps. On accelerators every rank makes the same steps
+once more without the others, through torch's fake process groups; of a plan that is larger than the
+job one rank is run, in that way alone.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from advisor.anchor import Links
 from advisor.auto import auto_parallelize, pins_of
 from advisor.choose import choose
+from advisor.cost import estimate
 from advisor.decision import Decision
 from advisor.facts import Facts
 from advisor.job import machines_of
@@ -28,8 +32,11 @@ from engines.apply import apply_plan
 from engines.parallel import ParallelModel
 from engines.plan import Aggregation, Compression, DataParallel, Plan
 from engines.runtime.fake_world import fake_world
+from engines.runtime.product_time import ProductTime
 from engines.runtime.steps import WARM_UP_STEPS
 from engines.runtime.world import World, join_world, leave_world, rank_error_context
+from profiles.batch import Batch
+from profiles.bench import bench
 from profiles.cluster import ClusterProfile
 from profiles.errors import InputError, PlanError, UnknownNameError
 from profiles.memory import peak_memory_bytes, release_freed_memory, reset_peak_memory
@@ -40,6 +47,8 @@ STEPS = 10
 """After the warm-up; as often as `advise sweep --measure` times its plans."""
 # Batch norms want two rows, and a profile is taken at some batch; what is run is another.
 _ROWS_LOOKED_AT = 2
+LINKS_S = 10.0  # to time links: as the steps themselves, some seconds
+PRODUCT_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,7 @@ class Asked:
         model: MODEL of the command line, built anew for every run.
         settings: of the plan, "tp=2 zero=1"; the rest is decided.
         optimizer: one of `advisor.sweep.measure.OPTIMIZERS`.
+        times_links: of all ranks, after the steps.
     """
 
     model: str
@@ -59,6 +69,7 @@ class Asked:
     optimizer: str = "adamw"
     precision: str | None = None
     steps: int = STEPS
+    times_links: bool = False
     timeout_s: float | None = None
 
     def built(self) -> LoadedModel:
@@ -130,18 +141,23 @@ def _with_all_ranks(asked: Asked, machines: ClusterProfile, world: World) -> Che
     assert isinstance(decision, Decision)
     facts, plan = decision.facts, decision.plan
     together = run(parallel, loaded, world.device, steps=asked.steps)
+    if asked.times_links and world.size > 1:
+        together = replace(together, links=links(plan, facts))
     del parallel, loaded
+    if world.size == 1:
+        return Checked(facts, plan, replace(together, alone=together.step))
+    with rank_error_context("leaving the job"):
+        dist.barrier()
+    leave_world()
+    forget_groups()
     alone = together
-    if world.size > 1:
-        with rank_error_context("leaving the job"):
-            dist.barrier()
-        leave_world()
-        forget_groups()
-        if why_not_alone(plan):
-            return Checked(facts, plan, replace(together, alone=None))
+    if why_not_alone(plan):
+        alone = replace(together, alone=None)
+    elif world.device.type == "cuda":
         release_freed_memory()
         alone = _alone(asked, facts, plan, rank=world.rank, device=world.device)
-    return Checked(facts, plan, replace(together, alone=alone.step))
+    share = alone.products_share
+    return Checked(facts, plan, replace(together, alone=alone.alone, products_share=share))
 
 
 def _with_one_rank(asked: Asked, machines: ClusterProfile) -> Checked:
@@ -172,7 +188,13 @@ def _with_one_rank(asked: Asked, machines: ClusterProfile) -> Checked:
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     found = _alone(asked, facts, plan, rank=0, device=device)
-    return Checked(facts, plan, replace(found, step=None, alone=found.step))
+    return Checked(facts, plan, replace(found, step=None))
+
+
+def links(plan: Plan, facts: Facts) -> Links:
+    """All links, timed between computing, with messages up to those of the plan."""
+    largest = max((item.payload_bytes for item in estimate(plan, facts).traffic), default=0)
+    return Links.of(bench(facts.cluster, budget_s=LINKS_S, max_bytes=int(largest)))
 
 
 def why_not_alone(plan: Plan) -> str:
@@ -234,8 +256,9 @@ def run(
     assert update is not None
     return Measured(
         step=step,
-        alone=step,
+        alone=parallel.steps.busy_timing() or step,
         update=update,
+        products_share=products_share(parallel, _batch(parallel, loaded, plan.microbatch_size), device),
         peak_bytes=peak,
         allocated_bytes=allocated,
         smaller=smaller,
@@ -243,9 +266,27 @@ def run(
 
 
 def _step(parallel: ParallelModel, loaded: LoadedModel, rows: int, count: int) -> None:
-    batch = repeated(loaded.sample, rows * parallel.plan.forwards)
+    batch = _batch(parallel, loaded, rows)
     for _ in range(count):
         parallel.train_step(batch)
+
+
+def _batch(parallel: ParallelModel, loaded: LoadedModel, rows: int) -> Batch:
+    return repeated(loaded.sample, rows * parallel.plan.forwards)
+
+
+def products_share(parallel: ParallelModel, batch: Batch, device: torch.device) -> float | None:
+    """Of the time that a step computes forward and backward, that of matrix products and attention,
+    the median of a few; all ranks call it. None where a step is not one thread's, or compiled."""
+    if parallel.plan.compile or why_not_alone(parallel.plan):
+        return None
+    shares = []
+    for _ in range(PRODUCT_STEPS):
+        with ProductTime(device) as products:
+            parallel.forward_backward(batch)
+        parallel.optimizer.zero_grad(set_to_none=True)
+        shares.append(products.share)
+    return statistics.median(shares)
 
 
 @contextmanager

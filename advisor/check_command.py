@@ -86,6 +86,7 @@ def check(
         optimizer=optimizer,
         precision=precision,
         steps=steps or STEPS,
+        times_links=anchor or output is not None,
     )
     try:
         found = run_checked(asked, None if cluster == "auto" else resolve_cluster(cluster))

@@ -15,13 +15,14 @@ from advisor.cost.communication import COMMUNICATION_ERROR
 from advisor.cost.compute import COMPUTE_ERROR, matmul_fraction, peak_flop_per_s
 from profiles.cluster import ClusterProfile, Collective, Constant, Link, LinkFit
 from profiles.provenance import Quantity, Source
+from profiles.work import AttentionKernel
 
 # No constant is trusted further than this before a run said so: what is called exact was timed in
 # another program than a training step. Assumed: half of the roofline's doubt.
 LEAST_ERROR = COMPUTE_ERROR / 2
 WIDEST_ERROR = 0.9  # of a range: below its low end there is still something
 
-_COMPUTING = (Constant.PRODUCTS, Constant.MEMORY, Constant.LAUNCH)
+COMPUTING = (Constant.PRODUCTS, Constant.ATTENTION, Constant.MEMORY, Constant.LAUNCH)
 
 
 def unit_times(cluster: ClusterProfile, dtype: str) -> dict[Constant, float]:
@@ -33,6 +34,10 @@ def unit_times(cluster: ClusterProfile, dtype: str) -> dict[Constant, float]:
         Constant.MEMORY: 1 / CALIBRATION.bandwidth_bytes_per_s(device),
         Constant.LAUNCH: device.launch_s.value,
     }
+    if device.kind != "cpu":  # there it is products like any other
+        half = peak_flop_per_s(device, "bfloat16").value
+        kernel = CALIBRATION.attention_share(device, AttentionKernel.FLASH2)
+        found[Constant.ATTENTION] = 1 / (half * kernel)
     for constant, link in _links(cluster):
         rates = [fit.busbw_bytes_per_s for fit in _fits(cluster, constant)]
         found[constant] = 1 / geometric_mean(rates or [link.bandwidth_bytes_per_s.value])
@@ -45,6 +50,7 @@ def own_errors(cluster: ClusterProfile, dtype: str) -> dict[Constant, float]:
     peak = peak_flop_per_s(device, dtype).relative_error
     found = {
         Constant.PRODUCTS: hypot(peak, device.matmul_fraction.relative_error),
+        Constant.ATTENTION: peak_flop_per_s(device, "bfloat16").relative_error,
         Constant.MEMORY: device.memory_bandwidth_bytes_per_s.relative_error,
         Constant.LAUNCH: device.launch_s.relative_error,
     }
@@ -65,7 +71,7 @@ def doubts(
     found = np.diag([max(own[constant], LEAST_ERROR) ** 2 for constant in constants])
     for i, one in enumerate(constants):
         for j, other in enumerate(constants):
-            if one in _COMPUTING and other in _COMPUTING:
+            if one in COMPUTING and other in COMPUTING:
                 found[i, j] += COMPUTE_ERROR**2
             elif i == j:
                 found[i, j] += COMMUNICATION_ERROR**2
@@ -112,6 +118,7 @@ def slowed(cluster: ClusterProfile, factors: Mapping[Constant, float]) -> Cluste
                     "matmul_fraction": fraction,
                     "memory_bandwidth_bytes_per_s": rate,
                     "launch_s": launch,
+                    "attention": device.attention / times(Constant.ATTENTION),
                 }
             ),
             "intra": cluster.intra and link(cluster.intra, inside),

@@ -7,8 +7,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import copysign, exp, hypot, log
 
-from advisor.anchor import LEFT, Anchor, Residual, Term, kind_of, on_cluster, with_constants
-from advisor.constants import WIDEST_ERROR, tier_of, unit_times
+from advisor.anchor import (
+    LEFT,
+    Anchor,
+    Links,
+    Residual,
+    Term,
+    kind_of,
+    on_cluster,
+    with_constants,
+)
+from advisor.constants import COMPUTING, WIDEST_ERROR, slowed, tier_of, unit_times
 from advisor.cost import Estimate, Time, estimate
 from advisor.cost.anchored import update_error
 from advisor.cost.communication import COMMUNICATION_ERROR
@@ -27,7 +36,8 @@ ROUNDS = 24  # of halving: to a part in 10^6
 # Peaks of two sizes differ by activations alone; a processor's resident set is known to some MiB.
 LEAST_DIFFERENCE_BYTES = 16 * 2**20
 
-_COMPUTING = (Constant.PRODUCTS, Constant.MEMORY, Constant.LAUNCH)
+_PRODUCTS = (Constant.PRODUCTS, Constant.ATTENTION)
+NUDGE = 1e-3  # by which products are slowed to see what rests on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +46,13 @@ class Measured:
 
     Attributes:
         step: of all ranks; None where one rank was run without the others.
-        alone: the same step of this rank without the others; None where that cannot be run. One
-            that took longer than all ranks together was disturbed: those are the bound.
+        alone: what this rank does itself in such a step, without waiting for others; None where
+            that is not known. One that took longer than all ranks together was disturbed: those are
+            the bound.
         update: the optimizer's part of either.
+        products_share: of forward and backward in `alone`, matrix products and attention; None
+            where they were not timed.
+        links: of all ranks, timed beside the step; None where they were not.
         peak_bytes: everything that the process held, as `profiles.memory` says; None: unknown.
         allocated_bytes: tensors alone; 0 where the device has no allocator that counts.
         smaller: samples of a smaller microbatch, and the peak at them (`allocated_bytes` where it
@@ -51,6 +65,8 @@ class Measured:
     peak_bytes: float | None = None
     allocated_bytes: float = 0.0
     smaller: tuple[int, float] | None = None
+    products_share: float | None = None
+    links: Links | None = None
 
 
 def anchor_of(plan: Plan, facts: Facts, found: Measured, machine: Machine) -> Anchor:
@@ -59,24 +75,30 @@ def anchor_of(plan: Plan, facts: Facts, found: Measured, machine: Machine) -> An
     Blocks of the model that were timed one by one are left out: constants would not explain them.
     """
     facts = facts.model_copy(update={"model": facts.model.model_copy(update={"times": ()})})
+    terms = terms_of(plan, facts, found)
+    if found.links is not None:
+        facts = on_cluster(facts, found.links.on(facts.cluster))
     before = estimate(plan, facts)
     corrected = _Corrected(facts, plan)
-    terms = terms_of(plan, facts, found)
     whole = found.alone or found.step
     assert whole is not None  # one of them was run
     is_told = found.alone is not None
-    slowed = _COMPUTING if is_told else (*_COMPUTING, *_tiers(before, facts.cluster))
-    corrected.slow(slowed, 1.0)  # as measured ones, which a calibration leaves as they are
-    then, update_s = corrected.estimate(), found.update.median_s
-    busy_s = then.time.compute_s + then.time.recompute_s + then.time.launch_s
-    predicted_s = busy_s if is_told else then.step_s - then.time.optimizer_s
+    every = COMPUTING if is_told else (*COMPUTING, *_tiers(before, facts.cluster))
+    corrected.slow(every, 1.0)  # as measured ones, which a calibration leaves as they are
+    update_s = found.update.median_s
     whole_s = min(each.median_s for each in (found.alone, found.step) if each is not None)
-    corrected.slow(slowed, (whole_s - update_s) / predicted_s)
+    if is_told:
+        _slow_products(corrected, found.products_share, whole_s - update_s)
+    then = corrected.estimate()
+    predicted_s = busy_s(then) if is_told else then.step_s - then.time.optimizer_s
+    corrected.slow_further(every, (whole_s - update_s) / predicted_s)
     then_s = corrected.estimate().time.optimizer_s
     if then_s and update_s:
         corrected.set(update=update_s / then_s)
     sending_error = None
-    if found.step is not None and _slow_links(corrected, before, found):
+    if found.step is not None and (
+        _waits(corrected, found) or _slow_links(corrected, before, found)
+    ):
         sending_error = hypot(found.step.relative_error, LEFT * COMMUNICATION_ERROR)
     computing_error = hypot(whole.relative_error, LEFT * COMPUTE_ERROR) if is_told else None
     corrected.set(
@@ -99,6 +121,7 @@ def anchor_of(plan: Plan, facts: Facts, found: Measured, machine: Machine) -> An
         tokens=facts.tokens_per_sample,
         terms=terms,
         constants=corrected.constants,
+        links=found.links,
         corrections=corrected.step,
         context_missed_bytes=missed_bytes,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -119,6 +142,11 @@ class _Corrected:
             if constant in self._units:
                 self.constants[constant] = factor * self._units[constant]
 
+    def slow_further(self, constants: Iterable[Constant], factor: float) -> None:
+        for constant in constants:
+            if constant in self.constants:
+                self.constants[constant] *= factor
+
     def set(self, **changes: float | None) -> None:
         self.step = self.step.model_copy(update=changes)
 
@@ -135,10 +163,50 @@ class _Corrected:
         return estimate(plan, facts)
 
 
+def busy_s(found: Estimate) -> float:
+    """Seconds that a rank computes, forward and backward."""
+    return found.time.compute_s + found.time.recompute_s + found.time.launch_s
+
+
+def products_s(plan: Plan, facts: Facts) -> float:
+    """Of these, matrix products and attention: what grows with their constants."""
+
+    def computed_s(cluster: ClusterProfile) -> float:
+        time = estimate(plan, on_cluster(facts, cluster)).time
+        return time.compute_s + time.recompute_s
+
+    nudged = slowed(facts.cluster, dict.fromkeys(_PRODUCTS, 1 + NUDGE))
+    return (computed_s(nudged) - computed_s(facts.cluster)) / NUDGE
+
+
+def _slow_products(corrected: _Corrected, share: float | None, whole_s: float) -> None:
+    """Give products, which are this share of computing, and the rest of it each its own multiple."""
+    whole = busy_s(corrected.estimate())
+    products = products_s(corrected.plan, corrected.facts)
+    if share is None or not 0 < share < 1 or not 0 < products < whole:
+        return
+    others = [constant for constant in COMPUTING if constant not in _PRODUCTS]
+    corrected.slow(_PRODUCTS, share * whole_s / products)
+    corrected.slow(others, (1 - share) * whole_s / (whole - products))
+
+
 def _tiers(found: Estimate, cluster: ClusterProfile) -> list[Constant]:
     """The links that a plan's collectives use; none of one between parts of a rank."""
     sent = {(item.group_size, item.stride) for item in found.traffic if item.stride > 0}
     return sorted({tier_of(cluster, size, stride) for size, stride in sent})
+
+
+def _waits(corrected: _Corrected, found: Measured) -> bool:
+    """Take for waiting what a step lasted beyond links that were timed; where it was shorter they
+    are faster in a step."""
+    if found.links is None or found.alone is None or found.step is None:
+        return False
+    now = corrected.estimate()
+    rest_s = found.step.median_s - now.step_s
+    if rest_s < 0:
+        return False
+    corrected.set(waiting=rest_s / busy_s(now))
+    return True
 
 
 def _slow_links(corrected: _Corrected, before: Estimate, found: Measured) -> bool:
@@ -223,6 +291,9 @@ def terms_of(plan: Plan, facts: Facts, found: Measured) -> dict[Term, Residual]:
         doubt = (before.compute_error * busy_s + before.launch_error * time.launch_s) / total_s
         scatter = found.alone.relative_error
         add(Term.COMPUTING, total_s, doubt, found.alone.median_s - update_s, scatter)
+        if found.products_share is not None:
+            measured_s = found.products_share * (found.alone.median_s - update_s)
+            add(Term.PRODUCTS, products_s(plan, facts), doubt, measured_s, scatter)
     doubt = update_error(facts.cluster, facts.precision.dtype)
     add(Term.UPDATE, time.optimizer_s, doubt, update_s, found.update.relative_error)
     if found.alone is not None and found.step is not None and plan.world_size > 1:

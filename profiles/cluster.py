@@ -120,6 +120,8 @@ class Device(Record):
         board_power_w: the vendor's maximum of the board alone; None where it is not known.
         host_link_bytes_per_s: of copies to and from page-locked main memory, the slower way, while
             all devices of a node copy; where a bench was run on GPUs.
+        attention: rate of attention kernels that keep no scores, over what was calibrated; as steps
+            that were run have it.
     """
 
     name: str
@@ -133,12 +135,14 @@ class Device(Record):
     matmul_efficiency: dict[PositiveInt, Quantity] = Field(default_factory=dict)
     board_power_w: Quantity | None = None
     host_link_bytes_per_s: Quantity | None = None
+    attention: PositiveFloat = 1.0
 
 
 class Constant(StrEnum):
     """What a step's time rests on, and runs can correct. Values are the report's words."""
 
     PRODUCTS = "matrix products"
+    ATTENTION = "attention kernels"
     MEMORY = "memory bandwidth"
     LAUNCH = "launching an operation"
     INTRA = "links in the node"
@@ -153,6 +157,7 @@ class Anchored(Record):
         compute_error, update_error, communication_error: half-widths of the ranges of other plans'
             times, as fractions; None where the step does not tell that time from others.
         update: seconds of the optimizer's step over what its traffic takes at memory bandwidth.
+        waiting: of each other and for a core, over the seconds that a rank computes.
         activations: bytes of activations and temporaries over those that were counted.
     """
 
@@ -161,6 +166,7 @@ class Anchored(Record):
     update_error: NonNegativeFloat | None = None
     communication_error: NonNegativeFloat | None = None
     update: PositiveFloat = 1.0
+    waiting: NonNegativeFloat = 0.0
     activations: PositiveFloat = 1.0
 
 

@@ -1,7 +1,7 @@
 """Terms of time and memory as a measured step of the model corrects them; see `advisor.anchor`.
 
 Constants of a cluster that the step corrected are in the cluster already. What is here belongs to
-no constant: the update, activations, and the ranges. Without such a step nothing changes.
+no constant: the update, waiting, activations, and the ranges. Without such a step nothing changes.
 """
 
 from __future__ import annotations
@@ -42,6 +42,13 @@ def update(counted: Upkeep, cluster: ClusterProfile) -> Upkeep:
         return counted
     moved_bytes, flop = step.update * counted.moved_bytes, step.update * counted.flop
     return replace(counted, moved_bytes=moved_bytes, flop=flop)
+
+
+def waiting_s(plan: Plan, cluster: ClusterProfile, *, computing_s: float) -> float:
+    """Seconds of a step that ranks wait for each other and for a core, beyond what is sent."""
+    step = _step(cluster)
+    alone = plan.world_size == 1 or not plan.updates_in_step
+    return 0.0 if step is None or alone else step.waiting * computing_s
 
 
 def compute_error(cluster: ClusterProfile, dtype: str) -> float:

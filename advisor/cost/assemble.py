@@ -39,6 +39,7 @@ def assemble(
     added: Slowdown = slowdown(facts.cluster.overlap, computing_s=busy.total, sent_s=sent_s)
     slowed = overlapped_s * added.middle
     straggling_s = straggling(plan, facts.workload, computing_s=busy.total)
+    straggling_s += anchored.waiting_s(plan, facts.cluster, computing_s=busy.total)
     # Both wait in the same queue, so what is exposed is shared out by their lengths.
     to_host = min(1.0, ledger.host_s / sent_s) if sent_s else 0.0
     time = Time(

@@ -131,11 +131,12 @@ class Calibration(Record):
     def attention_share(self, device: Device, kernel: AttentionKernel) -> float:
         """Share of the 16-bit peak that attention without scores reaches."""
         later = is_hopper_or_later(device)
+        share = self.flash2_on_hopper if later else self.flash2
         if kernel is AttentionKernel.FLASH1:
-            return self.flash1 * (self.flash2_on_hopper / self.flash2 if later else 1.0)
-        if kernel is AttentionKernel.FLASH3 and later:
-            return self.flash3
-        return self.flash2_on_hopper if later else self.flash2
+            share = self.flash1 * (self.flash2_on_hopper / self.flash2 if later else 1.0)
+        elif kernel is AttentionKernel.FLASH3 and later:
+            share = self.flash3
+        return share * device.attention
 
     def product_share(self, n: float, k: float, kind: ProductKind, device: Device) -> float:
         """Rate of a product with these sizes over that of large, aligned ones."""

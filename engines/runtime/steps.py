@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -32,8 +32,9 @@ _Lap = float | tuple[torch.cuda.Event, torch.cuda.Event]
 class Steps:
     """Times of the steps that a plan was made for: full batches, as long as its sample.
 
-    On a CPU by the clock. On CUDA by events in the stream, which are read only when they are over:
-    a launched step is not yet a finished one.
+    On a CPU by the clock, and by the processor time of the thread that trains: for the rest of the
+    step it waited, for other ranks, their messages or a core. On CUDA by events in the stream,
+    which are read only when they are over: a launched step is not yet a finished one.
     """
 
     def __init__(self, plan: Plan, profile: ModelProfile, world: World) -> None:
@@ -42,6 +43,7 @@ class Steps:
         self._device = world.device
         self.rank = world.rank
         self._laps: deque[_Lap] = deque(maxlen=MOST_STEPS)
+        self._busy: deque[_Lap] = deque(maxlen=MOST_STEPS)
         self._updates: deque[_Lap] = deque(maxlen=MOST_STEPS)
         self._seen = 0
         self._peak_before = 0
@@ -60,11 +62,14 @@ class Steps:
         if self._seen == 0:
             self._peak_before = peak_memory_bytes(self._device)
         laps: deque[_Lap] = deque()
-        with self._timed(laps):
+        computed_s = time.thread_time()
+        with self._timed(laps, time.perf_counter):
             yield
         self._seen += 1
         if self._seen > WARM_UP_STEPS:
             self._laps.extend(laps)
+            if self._device.type == "cpu":
+                self._busy.append(time.thread_time() - computed_s)
         elif self._seen == WARM_UP_STEPS:
             self._peak_after = peak_memory_bytes(self._device)
 
@@ -72,13 +77,14 @@ class Steps:
     def updating(self) -> Iterator[None]:
         """Around the update of one step."""
         laps: deque[_Lap] = deque()
-        with self._timed(laps):
+        with self._timed(laps, time.thread_time):
             yield
         if self._seen >= WARM_UP_STEPS:
             self._updates.extend(laps)
 
     @contextmanager
-    def _timed(self, laps: deque[_Lap]) -> Iterator[None]:
+    def _timed(self, laps: deque[_Lap], clock: Callable[[], float]) -> Iterator[None]:
+        """By events on CUDA, else by `clock`."""
         if self._device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
@@ -86,9 +92,9 @@ class Steps:
             last.record()
             laps.append((first, last))
         else:
-            began = time.perf_counter()
+            began = clock()
             yield
-            laps.append(time.perf_counter() - began)
+            laps.append(clock() - began)
 
     def _is_as_planned(self, batch: Batch) -> bool:
         try:
@@ -107,6 +113,10 @@ class Steps:
         """Times of the finished steps after the warm-up, 10th to 90th percentile; None where they
         are fewer than `fewest`."""
         return _timing(self._laps, fewest=fewest)
+
+    def busy_timing(self, *, fewest: int = 1) -> Timing | None:
+        """The same without what the rank waited for; None on CUDA, where nobody can tell."""
+        return _timing(self._busy, fewest=fewest)
 
     def update_timing(self, *, fewest: int = 1) -> Timing | None:
         """Times of the updates of these steps."""

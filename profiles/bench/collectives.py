@@ -33,6 +33,9 @@ FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
 # After a barrier the ranks wake up to a scheduler's tick apart, milliseconds where they share
 # cores. Calls in a row, as many as make this or this many, make that small beside them.
 IN_A_ROW_S, MOST_IN_A_ROW = 0.02, 16
+# A step computes between its collectives. On processors that costs them: threads that send find
+# their core taken, and ranks come at different times. Some milliseconds, as between layers.
+COMPUTED_EDGE = 512
 
 Tell = Callable[[str], None]
 """Called with what is being timed."""
@@ -162,22 +165,36 @@ class _Messages:
         self._job = job
         self._sent = torch.zeros(largest_bytes // 4, dtype=torch.float32, device=job.device)
         self._received = torch.zeros_like(self._sent)
+        self._left = torch.ones(COMPUTED_EDGE, COMPUTED_EDGE)
+        self._result = torch.empty_like(self._left)
 
     def time_once(self, kind: Collective, talk: Talk, count: int) -> None:
-        """Note the seconds of one message of `count` bytes after a barrier, the slowest rank's."""
+        """Note the seconds of one message of `count` bytes, the mean of what ranks spend on it."""
         call = self._call(kind, talk, count)
         # What the ranks know of one call, from smaller messages; the same on all.
         last_s = next((times[-1] for times in reversed(talk.seconds[kind].values())), 0.0)
         if count in talk.seconds[kind]:
             last_s = talk.seconds[kind][count][-1]
         repeats = max(1, min(MOST_IN_A_ROW, ceil(IN_A_ROW_S / max(last_s, 1e-6))))
+        computed_s = 0.0
         self._job.together()
         begin = time.perf_counter()
         for _ in range(repeats):
+            computed_s += self._compute()
             call()
         wait_for(self._job.device)
-        seconds = self._job.slowest([(time.perf_counter() - begin) / repeats])[0]
-        talk.seconds[kind].setdefault(count, []).append(seconds)
+        own_s = (time.perf_counter() - begin - computed_s) / repeats
+        # All end together; who computed longer waited less.
+        longest_s, shortest_s = self._job.slowest([own_s, -own_s])
+        talk.seconds[kind].setdefault(count, []).append((longest_s - shortest_s) / 2)
+
+    def _compute(self) -> float:
+        """Compute on a processor, as a step does between its collectives; the seconds of it."""
+        if self._job.device.type == "cuda":
+            return 0.0
+        begin = time.perf_counter()
+        torch.mm(self._left, self._left, out=self._result)
+        return time.perf_counter() - begin
 
     def _call(self, kind: Collective, talk: Talk, count: int) -> Callable[[], object]:
         """One collective whose whole tensor has `count` bytes."""

@@ -1,8 +1,7 @@
 """After an anchor at one plan the error of four others is at most half: two ranks, by the clock.
 
 All plans are trained in turns, a step of each at a time, in several rounds; other work on the
-machine then falls on all of them alike. In between, ranks make the steps of the anchor's plan
-without each other.
+machine then falls on all of them alike. In between, links are timed.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 
 from advisor.anchor import anchored
 from advisor.auto import auto_parallelize
+from advisor.check import links, products_share
 from advisor.cost import estimate
 from advisor.decision import Decision
 from advisor.demo.gpt import GPT, GPTConfig, loss
@@ -30,12 +30,11 @@ from profiles.cluster import ClusterProfile
 from profiles.probe import probe
 from profiles.provenance import Timing
 from profiles.runs import machine_of
-from profiles.torch_compat import forget_groups
 from tests.workers import Pool
 
 SHAPE = GPTConfig(vocab_size=512, context=64, num_layers=4, num_heads=4, width=256)
 BATCH, LENGTH, RANKS = 16, 64, 2
-STEPS, ROUNDS = 3, 3
+STEPS, ROUNDS = 5, 3
 ANCHOR = "dp_replicate=2"
 OTHERS = (
     "dp_shard=2",
@@ -43,8 +42,6 @@ OTHERS = (
     "tp=2",
     "dp_replicate=2 recompute=full microbatch_size=2",
 )
-# Medians of the step and of its update.
-Seconds = tuple[float, float]
 
 
 def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,8 +53,19 @@ def machines() -> dict[str, ClusterProfile]:
     return {"as assumed": probe(), "as timed": probe(measure=True)}
 
 
-def trained(cluster: ClusterProfile) -> tuple[dict[str, Seconds], dict[str, Plan], Facts]:
-    """A step of every plan in turn, on all ranks."""
+@dataclass(frozen=True)
+class Seconds:
+    """Medians of some steps of one plan."""
+
+    step: float
+    alone: float
+    update: float
+
+
+def trained(
+    cluster: ClusterProfile,
+) -> tuple[dict[str, Seconds], float, dict[str, Plan], Facts]:
+    """A step of every plan in turn, on all ranks; of the anchor's its products."""
     known = {
         text: auto_parallelize(
             GPT(SHAPE),
@@ -71,29 +79,12 @@ def trained(cluster: ClusterProfile) -> tuple[dict[str, Seconds], dict[str, Plan
         for text in (ANCHOR, *OTHERS)
     }
     seconds = _in_turns(known)
+    products = products_share(known[ANCHOR], batch(BATCH // RANKS), torch.device("cpu"))
+    assert products is not None
     plans = {text: parallel.plan for text, parallel in known.items()}
     decision = known[ANCHOR].decision
     assert isinstance(decision, Decision)
-    return seconds, plans, decision.facts
-
-
-def alone(facts: Facts, plan: Plan) -> Seconds:
-    """The same of the anchor's plan, every rank without the other."""
-    rank = torch.distributed.get_rank()
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    forget_groups()
-    with fake_world(rank, RANKS, torch.device("cpu")) as world:
-        parallel = apply_plan(
-            GPT(SHAPE),
-            plan,
-            profile=facts.model,
-            cluster=facts.cluster,
-            loss_fn=loss,
-            sample=batch(BATCH // RANKS),
-            world=world,
-        )
-        return _in_turns({ANCHOR: parallel})[ANCHOR]
+    return seconds, products, plans, decision.facts
 
 
 def _in_turns(known: dict[str, ParallelModel]) -> dict[str, Seconds]:
@@ -102,10 +93,12 @@ def _in_turns(known: dict[str, ParallelModel]) -> dict[str, Seconds]:
             parallel.train_step(batch(BATCH // parallel.data_world_size))
     found = {}
     for text, parallel in known.items():
-        step, update = parallel.steps.timing(), parallel.steps.update_timing()
+        notes = parallel.steps
+        step, alone, update = notes.timing(), notes.busy_timing(), notes.update_timing()
         assert step is not None
+        assert alone is not None
         assert update is not None
-        found[text] = step.median_s, update.median_s
+        found[text] = Seconds(step.median_s, alone.median_s, update.median_s)
     return found
 
 
@@ -129,28 +122,38 @@ class Steps:
     facts: dict[str, Facts]
     plans: dict[str, Plan]
     steps: dict[str, Timing]
-    alone: Timing
-    update: Timing
+    measured: Measured
 
 
 @pytest.fixture(scope="module")
 def steps(pool: Pool) -> Steps:
     clusters = pool.run(machines, world_size=RANKS)[0]
-    rounds, lonely = [], []
+    rounds, products = [], []
+    timed = None
     for _ in range(ROUNDS):
         found = pool.run(trained, clusters["as timed"], world_size=RANKS, timeout_s=300)[0]
-        seconds, plans, facts = found
+        seconds, product_s, plans, facts = found
         rounds.append(seconds)
-        lonely.append(pool.run(alone, facts, plans[ANCHOR], world_size=RANKS, timeout_s=120)[0])
+        products.append(product_s)
+        if timed is None:  # between the rounds
+            timed = pool.run(links, plans[ANCHOR], facts, world_size=RANKS)[0]
+    taken = {
+        text: timing([each[text].step for each in rounds]) for text in plans
+    }
     return Steps(
         facts={
             name: facts.model_copy(update={"cluster": cluster})
             for name, cluster in clusters.items()
         },
         plans=plans,
-        steps={text: timing([each[text][0] for each in rounds]) for text in plans},
-        alone=timing([step_s for step_s, _ in lonely]),
-        update=timing([each[ANCHOR][1] for each in rounds]),
+        steps=taken,
+        measured=Measured(
+            step=taken[ANCHOR],
+            alone=timing([each[ANCHOR].alone for each in rounds]),
+            update=timing([each[ANCHOR].update for each in rounds]),
+            products_share=statistics.median(products),
+            links=timed,
+        ),
     )
 
 
@@ -160,8 +163,7 @@ def test_after_a_step_of_one_plan_the_error_of_four_others_is_at_most_half(
     constants: str, steps: Steps
 ) -> None:
     known, plan = steps.facts[constants], steps.plans[ANCHOR]
-    found = Measured(step=steps.steps[ANCHOR], alone=steps.alone, update=steps.update)
-    anchor = anchor_of(plan, known, found, machine_of(known.cluster))
+    anchor = anchor_of(plan, known, steps.measured, machine_of(known.cluster))
 
     def errors(facts: Facts) -> dict[str, float]:
         return {
