@@ -92,7 +92,9 @@ class Links(Record):
 
     def on(self, cluster: ClusterProfile) -> ClusterProfile:
         """`cluster`, whose nodes have as many devices as the timed ones, with these links."""
-        known = {tier: link for tier, link in (("intra", self.intra), ("inter", self.inter)) if link}
+        known = {
+            tier: link for tier, link in (("intra", self.intra), ("inter", self.inter)) if link
+        }
         has = {tier: link for tier, link in known.items() if getattr(cluster, tier) is not None}
         return cluster.model_copy(update={**has, "axes": self.axes or cluster.axes})
 

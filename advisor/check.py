@@ -8,7 +8,6 @@ job one rank is run, in that way alone.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -258,7 +257,9 @@ def run(
         step=step,
         alone=parallel.steps.busy_timing() or step,
         update=update,
-        products_share=products_share(parallel, _batch(parallel, loaded, plan.microbatch_size), device),
+        products_share=products_share(
+            parallel, _batch(parallel, loaded, plan.microbatch_size), device
+        ),
         peak_bytes=peak,
         allocated_bytes=allocated,
         smaller=smaller,
@@ -276,17 +277,16 @@ def _batch(parallel: ParallelModel, loaded: LoadedModel, rows: int) -> Batch:
 
 
 def products_share(parallel: ParallelModel, batch: Batch, device: torch.device) -> float | None:
-    """Of the time that a step computes forward and backward, that of matrix products and attention,
-    the median of a few; all ranks call it. None where a step is not one thread's, or compiled."""
+    """Of the time that a step computes forward and backward, that of matrix products and attention;
+    all ranks call it. None where a step is not one thread's, or compiled."""
     if parallel.plan.compile or why_not_alone(parallel.plan):
         return None
-    shares = []
+    products = ProductTime(device)
     for _ in range(PRODUCT_STEPS):
-        with ProductTime(device) as products:
+        with products.noted():
             parallel.forward_backward(batch)
         parallel.optimizer.zero_grad(set_to_none=True)
-        shares.append(products.share)
-    return statistics.median(shares)
+    return products.share
 
 
 @contextmanager

@@ -180,7 +180,7 @@ def products_s(plan: Plan, facts: Facts) -> float:
 
 
 def _slow_products(corrected: _Corrected, share: float | None, whole_s: float) -> None:
-    """Give products, which are this share of computing, and the rest of it each its own multiple."""
+    """Give products, this share of computing, and the rest of it each their own multiple."""
     whole = busy_s(corrected.estimate())
     products = products_s(corrected.plan, corrected.facts)
     if share is None or not 0 < share < 1 or not 0 < products < whole:

@@ -3,63 +3,58 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from profiles.torch_compat import TorchDispatchMode
 
 _Mark = float | torch.cuda.Event
 
 
 class ProductTime(TorchDispatchMode):
-    """While it is entered: every operation whose FLOP torch counts, forward and backward.
+    """Times every operation whose FLOP torch counts, forward and backward, in what is `noted`.
 
     On a CPU by the processor time of the thread, on CUDA by events.
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._is_cuda = device.type == "cuda"
-        self._whole: list[_Mark] = []
-        self._products: list[_Mark] = []
+        self._whole: list[tuple[_Mark, _Mark]] = []
+        self._products: list[tuple[_Mark, _Mark]] = []
 
-    def __enter__(self) -> ProductTime:
-        self._whole.append(self._mark())
-        super().__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        self._whole.append(self._mark())
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around forwards and backwards."""
+        first = self._mark()
+        with self:
+            yield
+        self._whole.append((first, self._mark()))
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        operation: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not _is_product(func):
-            return func(*args, **(kwargs or {}))
-        self._products.append(self._mark())
-        result = func(*args, **(kwargs or {}))
-        self._products.append(self._mark())
+        if not _is_product(operation):
+            return operation(*args, **(kwargs or {}))
+        first = self._mark()
+        result = operation(*args, **(kwargs or {}))
+        self._products.append((first, self._mark()))
         return result
 
     @property
     def share(self) -> float:
-        """Of the time that was spent inside, 0 to 1; on CUDA it waits for the device."""
+        """Of all that was noted, 0 to 1; on CUDA it waits for the device."""
         if self._is_cuda:
             torch.cuda.synchronize()
-        return _between(self._products) / _between(self._whole)
+        return sum(map(_seconds, self._products)) / sum(map(_seconds, self._whole))
 
     def _mark(self) -> _Mark:
         if not self._is_cuda:
@@ -69,16 +64,16 @@ class ProductTime(TorchDispatchMode):
         return event
 
 
-def _between(marks: Sequence[_Mark]) -> float:
-    """Between the first and the second, the third and the fourth, ...: in one unit."""
-    spans = zip(marks[::2], marks[1::2], strict=True)
-    return sum(
-        last - first if isinstance(first, float) else first.elapsed_time(last)  # type: ignore[arg-type, operator]
-        for first, last in spans
-    )
+def _seconds(marks: tuple[_Mark, _Mark]) -> float:
+    first, last = marks
+    if isinstance(first, float) or isinstance(last, float):
+        assert isinstance(first, float)
+        assert isinstance(last, float)
+        return last - first
+    return float(first.elapsed_time(last)) * 1e-3  # milliseconds
 
 
-def _is_product(func: Any) -> bool:
-    packet = getattr(func, "overloadpacket", None)
+def _is_product(operation: Callable[..., object]) -> bool:
+    packet = getattr(operation, "overloadpacket", None)
     # Attention of processors is not in torch's table.
     return packet in flop_registry or "attention" in str(packet)

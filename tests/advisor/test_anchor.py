@@ -3,26 +3,28 @@ sheet and its model, is predicted exactly after one step of one plan."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from advisor.anchor import Anchor, Term, anchored, fits
+from advisor.anchor import Anchor, Links, Term, anchored, fits
 from advisor.candidates import searched
 from advisor.cost import CostModel, Estimate, estimate
 from advisor.facts import Facts
 from advisor.policy import Objective, Policy
-from advisor.residuals import Measured, anchor_of
+from advisor.residuals import Measured, anchor_of, busy_s, products_s
 from advisor.runs import anchor_here, keep_anchor
 from advisor.search.kept import Kept
 from engines.plan import Plan
-from profiles.cluster import ClusterProfile
+from profiles.cluster import AxisFits, ClusterProfile, Collective, LinkFit
 from profiles.errors import InputError
 from profiles.model import Affine, ModelProfile, Numerics
 from profiles.optimizers import OPTIMIZERS
 from profiles.provenance import Timing
 from profiles.runs import Machine, machine_of
 from profiles.stack import Stack
+from profiles.work import AttentionCall, attention_cost
 from tests.factories import chain, cpus, exact, facts, gpus, link, transformer
 
 HERE = Machine(
@@ -191,6 +193,126 @@ def test_one_rank_of_a_large_plan_says_nothing_of_links() -> None:
     assert after.peak_bytes == pytest.approx(before.peak_bytes, rel=1e-4)
     assert corrected.cluster.inter == known.cluster.inter
     assert after.communication_error == before.communication_error
+
+
+def with_attention(model: ModelProfile) -> ModelProfile:
+    """Every unit calls FlashAttention."""
+    call = AttentionCall(
+        heads=32, kv_heads=32, queries=8192, keys=8192, width=128, value_width=128, is_causal=True
+    )
+    work = attention_cost(call, call.kernel)
+    units = []
+    for unit in model.units:
+        cost = unit.cost(Numerics.AS_BUILT)
+        more = {
+            "attention": (call,),
+            "forward_flop": Affine(per_sample=cost.forward_flop.per_sample + work.forward_flop),
+            "backward_flop": Affine(per_sample=cost.backward_flop.per_sample + work.backward_flop),
+        }
+        units.append(
+            unit.model_copy(update={"costs": {Numerics.AS_BUILT: cost.model_copy(update=more)}})
+        )
+    return model.model_copy(update={"units": tuple(units)})
+
+
+def test_attention_takes_the_multiple_of_matrix_products() -> None:
+    plain, called = (
+        facts(model, gpus(1, 8), batch=8, precision="fp32")
+        for model in (transformer(), with_attention(transformer()))
+    )
+    plan = Plan.parse("dp_shard=8 microbatch_size=1")
+    before = estimate(plan, called)
+    # Much of it is attention.
+    assert before.time.compute_s > 1.5 * estimate(plan, plain).time.compute_s
+    busy = before.time.compute_s + before.time.recompute_s + before.time.launch_s
+    measured_update = took(before.time.optimizer_s)
+    found = Measured(
+        step=None, alone=took(1.4 * busy + before.time.optimizer_s), update=measured_update
+    )
+    kept = anchor_of(plan, called, found, HERE.model_copy(update={"device": "H100-like"}))
+    for known in (plain, called):
+        own = estimate(plan, known)
+        after = estimate(plan, anchored(known, kept))
+        assert after.time.compute_s == pytest.approx(1.4 * own.time.compute_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_products_and_other_operations_take_each_their_own_multiple(text: str) -> None:
+    known, plan = predicted(), Plan.parse(MEASURED)
+    device = known.cluster.device.model_copy(
+        update={
+            "matmul_fraction": exact(0.8 / 1.2),
+            "memory_bandwidth_bytes_per_s": exact(10e9 / 4),
+            "launch_s": exact(5e-6 * 4),
+        }
+    )
+    cluster = known.cluster.model_copy(update={"device": device})
+    slow = known.model_copy(update={"cluster": cluster})
+    before, truth = estimate(plan, known), estimate(plan, slow)
+    found = Measured(
+        step=took(truth.step_s),
+        alone=took(busy_s(truth) + truth.time.optimizer_s),
+        update=took(truth.time.optimizer_s),
+        products_share=1.2 * products_s(plan, known) / busy_s(truth),
+    )
+    assert busy_s(truth) / busy_s(before) > 1.3
+    other = Plan.parse(text)
+    after = estimate(other, anchored(known, anchor_of(plan, known, found, HERE)))
+    wanted = estimate(other, slow)
+    assert busy_s(after) == pytest.approx(busy_s(wanted), rel=1e-4)
+    assert after.step_s == pytest.approx(wanted.step_s, rel=1e-4)
+
+
+def timed_links(known: Facts, *, waiting: float) -> tuple[Facts, Measured]:
+    """A machine whose collectives differ, and whose ranks wait for so much of their computing."""
+    fits = {
+        kind: LinkFit(latency_s=1e-3 * (1 + number), busbw_bytes_per_s=1e9 / (1 + number))
+        for number, kind in enumerate(Collective)
+    }
+    intra = link("loopback", 1e9, 50e-6).model_copy(update={"fits": fits})
+    axes = (AxisFits(group_size=2, stride=1, fits=fits),)
+    slow = known.model_copy(
+        update={"cluster": known.cluster.model_copy(update={"intra": intra, "axes": axes})}
+    )
+    truth = estimate(Plan.parse(MEASURED), slow)
+    found = Measured(
+        step=took(truth.step_s + waiting * busy_s(truth)),
+        alone=took(busy_s(truth) + truth.time.optimizer_s),
+        update=took(truth.time.optimizer_s),
+        links=Links.of(slow.cluster),
+    )
+    return slow, found
+
+
+@pytest.mark.parametrize("text", OTHERS[:3])
+def test_links_that_were_timed_and_waiting_are_told_apart(text: str) -> None:
+    known, other = predicted(), Plan.parse(text)
+    slow, found = timed_links(known, waiting=0.2)
+    kept = anchor_of(Plan.parse(MEASURED), known, found, HERE)
+    assert kept.corrections.waiting == pytest.approx(0.2)
+    after, wanted = estimate(other, anchored(known, kept)), estimate(other, slow)
+    assert after.time.exposed_s == pytest.approx(wanted.time.exposed_s)
+    assert after.time.straggling_s == pytest.approx(0.2 * busy_s(wanted))
+    assert after.step_s == pytest.approx(wanted.step_s + 0.2 * busy_s(wanted))
+
+
+def test_links_that_were_timed_slower_than_in_the_step_are_as_fast_as_there() -> None:
+    known, plan = predicted(), Plan.parse(MEASURED)
+    slow, found = timed_links(known, waiting=0.0)
+    truth = estimate(plan, slow)
+    shorter_s = truth.step_s - truth.time.exposed_s / 2
+    kept = anchor_of(plan, known, replace(found, step=took(shorter_s)), HERE)
+    after = estimate(plan, anchored(known, kept))
+    assert kept.corrections.waiting == 0
+    assert after.time.exposed_s == pytest.approx(truth.time.exposed_s / 2, rel=1e-4)
+
+
+def test_links_of_other_nodes_are_left_as_they_are() -> None:
+    known = predicted()
+    _, found = timed_links(known, waiting=0.0)
+    kept = anchor_of(Plan.parse(MEASURED), known, found, HERE)
+    larger = known.model_copy(update={"cluster": cpus(4)})
+    assert anchored(larger, kept).cluster.intra == larger.cluster.intra
 
 
 def test_without_the_step_of_a_rank_alone_everything_takes_the_same_multiple() -> None:

@@ -137,9 +137,7 @@ def steps(pool: Pool) -> Steps:
         products.append(product_s)
         if timed is None:  # between the rounds
             timed = pool.run(links, plans[ANCHOR], facts, world_size=RANKS)[0]
-    taken = {
-        text: timing([each[text].step for each in rounds]) for text in plans
-    }
+    taken = {text: timing([each[text].step for each in rounds]) for text in plans}
     return Steps(
         facts={
             name: facts.model_copy(update={"cluster": cluster})

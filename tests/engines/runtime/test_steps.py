@@ -74,6 +74,22 @@ def test_batches_that_the_plan_is_not_for_are_not_noted(batch: object, clock: li
     assert found.timing() is None
 
 
+def test_what_a_step_waits_for_is_not_what_its_rank_does() -> None:
+    found = notes()
+    for _ in range(WARM_UP_STEPS + 3):
+        with found.noted(BATCH):
+            ends = time.thread_time() + 0.002
+            while time.thread_time() < ends:
+                pass
+            time.sleep(0.02)
+    step, busy = found.timing(), found.busy_timing()
+    assert step is not None
+    assert busy is not None
+    assert step.low_s >= 0.02
+    assert 0.002 <= busy.median_s < 0.01
+    assert found.busy_timing(fewest=4) is None
+
+
 def test_a_step_that_raises_is_not_noted(clock: list[float]) -> None:
     clock += [1.0] * 20
     found = notes()

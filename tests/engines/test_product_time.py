@@ -1,0 +1,41 @@
+"""What of a step is matrix products and attention: a sum of parts of a clock that is read here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from engines import product_time as module
+from engines.product_time import ProductTime
+
+CPU = torch.device("cpu")
+
+
+def test_products_and_attention_are_timed_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second passes with every look at the clock."""
+    looks = iter(range(1000))
+    monkeypatch.setattr(module.time, "thread_time", lambda: float(next(looks)))
+    left = torch.rand(4, 4, requires_grad=True)
+    heads = torch.rand(1, 2, 4, 8, requires_grad=True)
+    times = ProductTime(CPU)
+    with times.noted():
+        (left @ left).relu().sum().backward()  # one product, two of gradients
+        scaled_dot_product_attention(heads, heads, heads).sum().backward()
+    # Two looks around each of five, and those around all.
+    assert times.share == 5 / 11
+    times = ProductTime(CPU)
+    with times.noted():
+        left.exp().sum().backward()
+    assert times.share == 0
+
+
+def test_most_of_large_products_is_products() -> None:
+    matrix = torch.rand(512, 512)
+    times = ProductTime(CPU)
+    with times.noted():
+        for _ in range(5):
+            matrix @ matrix
+    assert 0.8 < times.share <= 1
