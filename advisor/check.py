@@ -283,9 +283,10 @@ def products_share(parallel: ParallelModel, batch: Batch, device: torch.device) 
         return None
     products = ProductTime(device)
     for _ in range(PRODUCT_STEPS):
-        with products.noted():
-            parallel.forward_backward(batch)
-        parallel.optimizer.zero_grad(set_to_none=True)
+        for watched in (products, products.whole()):  # in turns: a disturbance falls on both
+            with watched:
+                parallel.forward_backward(batch)
+            parallel.optimizer.zero_grad(set_to_none=True)
     return products.share
 
 

@@ -16,9 +16,10 @@ _Mark = float | torch.cuda.Event
 
 
 class ProductTime(TorchDispatchMode):
-    """Times every operation whose FLOP torch counts, forward and backward, in what is `noted`.
+    """While it is entered, times every operation whose FLOP torch counts, forward and backward.
 
-    On a CPU by the processor time of the thread, on CUDA by events.
+    It is asked about every operation, which takes time of its own; so the whole of a step is that
+    of another one, run in `whole`. On a CPU by the processor time of the thread, on CUDA by events.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,11 +29,10 @@ class ProductTime(TorchDispatchMode):
         self._products: list[tuple[_Mark, _Mark]] = []
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Around forwards and backwards."""
+    def whole(self) -> Iterator[None]:
+        """Around a step as those that products were timed in."""
         first = self._mark()
-        with self:
-            yield
+        yield
         self._whole.append((first, self._mark()))
 
     def __torch_dispatch__(
@@ -51,7 +51,7 @@ class ProductTime(TorchDispatchMode):
 
     @property
     def share(self) -> float:
-        """Of all that was noted, 0 to 1; on CUDA it waits for the device."""
+        """Of the steps in `whole`, as many as others; on CUDA it waits for the device."""
         if self._is_cuda:
             torch.cuda.synchronize()
         return sum(map(_seconds, self._products)) / sum(map(_seconds, self._whole))
