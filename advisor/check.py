@@ -35,7 +35,7 @@ from engines.runtime.product_time import ProductTime
 from engines.runtime.steps import WARM_UP_STEPS
 from engines.runtime.world import World, join_world, leave_world, rank_error_context
 from profiles.batch import Batch
-from profiles.bench import bench
+from profiles.bench import BUDGET_S, bench
 from profiles.cluster import ClusterProfile
 from profiles.errors import InputError, PlanError, UnknownNameError
 from profiles.memory import peak_memory_bytes, release_freed_memory, reset_peak_memory
@@ -46,7 +46,7 @@ STEPS = 10
 """After the warm-up; as often as `advise sweep --measure` times its plans."""
 # Batch norms want two rows, and a profile is taken at some batch; what is run is another.
 _ROWS_LOOKED_AT = 2
-LINKS_S = 10.0  # to time links: as the steps themselves, some seconds
+LINKS_S = BUDGET_S
 PRODUCT_STEPS = 3
 
 
