@@ -21,10 +21,8 @@ from advisor.decision import Decision
 from advisor.demo.gpt import GPT, GPTConfig, loss
 from advisor.facts import Facts
 from advisor.residuals import Measured, anchor_of
-from engines.apply import apply_plan
 from engines.parallel import ParallelModel
 from engines.plan import Plan
-from engines.runtime.fake_world import fake_world
 from engines.runtime.steps import WARM_UP_STEPS
 from profiles.cluster import ClusterProfile
 from profiles.probe import probe
