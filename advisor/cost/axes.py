@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from advisor.cost.tensor import TensorExchange
 from profiles.cluster import Collective
 from profiles.model import Shape, UnitCost, UnitProfile
+from profiles.work import ProductKind
 
 if TYPE_CHECKING:
     from advisor.cost.loads import UnitLoad
@@ -125,6 +126,7 @@ def over_experts(
     per_token: int | None,
     is_sharded: bool,
     shards: int = 0,
+    element_bytes: int = 2,
 ) -> UnitLoad:
     """A block whose experts `ep` ranks share: as much computing, for tokens of all of them.
 
@@ -136,6 +138,7 @@ def over_experts(
         per_token: experts that each token is sent to, where that is known.
         is_sharded: whether FSDP2 shards the rest.
         shards: over how many ranks; 0 where experts are no shards.
+        element_bytes: of what travels.
     """
     experts = expert_bytes(unit, ep=ep)
     if not experts:
@@ -145,7 +148,8 @@ def over_experts(
     if is_sharded:  # of the rank's own part a share is a shard like the rest of the block
         apart = experts * (1 - 1 / ep) / shards if shards else experts / ep
     each = per_token or EXPERTS_PER_TOKEN
-    travelling = 2 * each * load.output_bytes  # on their way out, and arrived
+    there, back = _travelling(load, each, element_bytes)
+    travelling = there + back  # on their way out, and arrived
     return replace(
         load,
         parameter_bytes=load.parameter_bytes - spared,
@@ -156,13 +160,25 @@ def over_experts(
         expert_bytes=0.0 if is_sharded and not shards else experts / ep,
         forward_transient_bytes=load.forward_transient_bytes + travelling,
         backward_transient_bytes=load.backward_transient_bytes + travelling,
-        exchanges=(*load.exchanges, *_travel(load, each)),
+        exchanges=(*load.exchanges, *_travel(there, back, each)),
     )
 
 
-def _travel(load: UnitLoad, per_token: int) -> Iterator[TensorExchange]:
-    payload = per_token * load.output_bytes
-    for purpose in ("tokens to experts", "tokens from experts"):
+def _travelling(load: UnitLoad, per_token: int, element_bytes: int) -> tuple[float, float]:
+    """Bytes of tokens on their way to experts and back: as wide as what experts take in and give,
+    which may be narrower than the block (latent experts); as the block where nobody noted that."""
+    grouped = [each for each in load.work.products if each.kind is ProductKind.GROUPED]
+    if not grouped:
+        return per_token * load.output_bytes, per_token * load.output_bytes
+    first, last = grouped[0], grouped[-1]
+    return (
+        element_bytes * first.m * first.repeats * first.k,
+        element_bytes * last.m * last.repeats * last.n,
+    )
+
+
+def _travel(there: float, back: float, per_token: int) -> Iterator[TensorExchange]:
+    for purpose, payload in (("tokens to experts", there), ("tokens from experts", back)):
         for in_forward in (True, False):
             yield TensorExchange(
                 Collective.ALL_TO_ALL, purpose, payload, in_forward, in_forward, "ep", per_token

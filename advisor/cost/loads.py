@@ -252,6 +252,7 @@ def loads_of(
                 per_token=model.experts_per_token,
                 is_sharded=is_sharded,
                 shards=expert_shards,
+                element_bytes=_element_bytes(model, numerics),
             )
             load = _over_expert_ranks(load, ep)
         if head is not None and run.unit.name == _loss_unit(model):

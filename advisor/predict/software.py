@@ -33,8 +33,8 @@ OWN_FSDP = 2025.0
 SELECTIVE_RECOMPUTE = 2022.35
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
-# NeMo's and Megatron-Bridge's recipes record graphs of what does not depend on where tokens go, on
-# Blackwell: cuda_graph_scope attn, mamba, moe_router and moe_preprocess, all of dense layers.
+# NeMo's and Megatron-Bridge's recipes record graphs of what does not depend on where tokens go where
+# hosts are Grace: cuda_graph_scope attn, mamba, moe_router and moe_preprocess, all of dense layers.
 GRAPHS, GRAPHED = 2025.7, 0.8
 # Values of the column `arch` that are networks on images. They are trained with SGD where no
 # optimizer is named, but those of attention.
@@ -190,7 +190,7 @@ def software_of(
     if family == "deepspeed" and (row.tp or 1) > 1:
         # Layers that DeepSpeed splits are Megatron-LM's (its `mpu`).
         change["host_work"] = stack_named("megatron-2020").host_work
-    if family == "nemo" and year >= GRAPHS and device.startswith(_BLACKWELL):
+    if family == "nemo" and year >= GRAPHS and device.startswith(_GRACE):
         change["cuda_graphs"] = GRAPHED
     change["product_dtype"] = None if dtype in ("bfloat16", "float32") else dtype
     stack = _changed(stack, change)
@@ -214,8 +214,8 @@ def folded(stack: Stack) -> Stack:
     return _changed(stack, {"folds_experts": True, "splits_experts": False})
 
 
-_BLACKWELL = ("B200", "B300", "GB")
 _STOCK = ("ddp", "fsdp", "tensorflow")
+_GRACE = ("GB200", "GB300")
 _MEGATRONS = ("megatron", "megatron-deepspeed", "nemo")
 
 
