@@ -13,6 +13,7 @@ from advisor.cost.calibration import (
     issue_per_s,
     tile_share,
 )
+from advisor.cost.waves import wave_share
 from advisor.cost.work import ELEMENT_BYTES, ProductLoad
 from profiles.cluster import Device
 from profiles.provenance import Quantity
@@ -141,6 +142,9 @@ class Rates:
         if product.kind is ProductKind.GROUPED:
             one *= product.repeats  # one kernel, whose tiles fill the device together
         share = product_efficiency(self.device, one, peak)
+        if self.device.kind != "cpu":
+            forward = flop == product.forward_flop
+            share = min(share, wave_share(self.device, product, forward=forward))
         share *= self.calibration.product_share(product.n, product.k, product.kind, self.device)
         share *= tile_share(product.m, product.kind)
         reached = peak * self._best_share() * share

@@ -33,7 +33,7 @@ OWN_FSDP = 2025.0
 SELECTIVE_RECOMPUTE = 2022.35
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
-# NeMo's and Megatron-Bridge's recipes record graphs of what does not depend on where tokens go where
+# NeMo's and Megatron-Bridge's recipes record graphs of what does not depend on where tokens go, if
 # hosts are Grace: cuda_graph_scope attn, mamba, moe_router and moe_preprocess, all of dense layers.
 GRAPHS, GRAPHED = 2025.7, 0.8
 # Values of the column `arch` that are networks on images. They are trained with SGD where no

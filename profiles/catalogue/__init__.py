@@ -95,6 +95,7 @@ class AcceleratorEntry(Record):
     memory: str | None = None
     memory_bandwidth: str
     board_power: str | None = None
+    multiprocessors: PositiveInt | None = None
     flop_rate: dict[str, str]
     matmul_fraction: NonNegativeFloat | None = None
     matmul_source: Source = Source.ASSUMED
@@ -195,6 +196,16 @@ def in_cluster(device: Device, intra: Link | None, *, world: int) -> Device:
     elif intra is not None and intra.name.startswith("PCIe"):
         context = CONTEXT_OVER_PCIE
     return device.model_copy(update={"context_bytes": context})
+
+
+def multiprocessors(name: str) -> int | None:
+    """Of the accelerator with just this catalogue name; None where there is none, or nobody says.
+
+    >>> multiprocessors("H200-SXM")
+    132
+    """
+    entry = accelerators().get(name)
+    return entry.multiprocessors if entry is not None else None
 
 
 def link(name: str, *, where: str | None = None) -> Link:

@@ -1,0 +1,47 @@
+"""Waves: how evenly the tiles of a product's result go over the multiprocessors of a device.
+
+A kernel computes a tile of the result on each multiprocessor at a time. Tiles at the edges are
+computed whole, and the last wave leaves multiprocessors idle (NVIDIA, Matrix Multiplication
+Background User's Guide, tile and wave quantization).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+
+from advisor.cost.work import ProductLoad
+from profiles.catalogue import multiprocessors
+from profiles.cluster import Device
+from profiles.work import ProductKind
+
+# Tiles that libraries choose from, and how fast each computes over the fastest: smaller ones read
+# more for every multiplication (the same guide, figure 6: 64 x 64 at about two thirds).
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.65))
+
+
+def wave_share(device: Device, product: ProductLoad, *, forward: bool) -> float:
+    """Rate of a product over that of one whose tiles fill every wave, up to 1.
+
+    A backward has two: (m, k), and (k, n), whose sums are over rows; libraries split the sums of
+    results with few tiles.
+    """
+    count = multiprocessors(device.name)
+    if count is None:
+        return 1.0
+    # Products of experts and of heads are one kernel.
+    batch = 1.0 if product.kind is ProductKind.LINEAR else product.repeats
+    columns = product.n if forward else product.k
+    share = _share(product.m, columns, batch, count)
+    return share if forward else 2 / (1 / share + 1)
+
+
+@lru_cache(maxsize=65536)
+def _share(rows: float, columns: float, batch: float, multiprocessors: int) -> float:
+    best = 0.0
+    for height, width, rate in TILES:
+        tiles = batch * ceil(rows / height) * ceil(columns / width)
+        waves = ceil(tiles / multiprocessors)
+        room = waves * multiprocessors * height * width
+        best = max(best, rate * batch * rows * columns / room)
+    return best
