@@ -66,26 +66,26 @@ class Calibration(Record):
         slack: what the allocator holds over what is allocated.
     """
 
-    sustained: PositiveFloat = 0.848
-    power_bound: PositiveFloat = 0.706
-    memory: PositiveFloat = 0.847
-    unaligned: PositiveFloat = 0.61
-    grouped: PositiveFloat = 0.732
+    sustained: PositiveFloat = 0.868
+    power_bound: PositiveFloat = 0.719
+    memory: PositiveFloat = 0.857
+    unaligned: PositiveFloat = 0.621
+    grouped: PositiveFloat = 0.761
     convolution: PositiveFloat = 0.887
     vector: PositiveFloat = 0.688
-    vector_slots: PositiveFloat = 1.57
-    winograd: PositiveFloat = 0.684
-    norm_slots: PositiveFloat = 56.8
-    flash1: PositiveFloat = 0.301
-    flash2: PositiveFloat = 0.559
-    flash2_on_hopper: PositiveFloat = 0.344
-    flash3: PositiveFloat = 0.541
-    collectives: PositiveFloat = 0.959
-    pcie: PositiveFloat = 0.68
-    shared_cards: PositiveFloat = 0.536
+    vector_slots: PositiveFloat = 1.61
+    winograd: PositiveFloat = 0.679
+    norm_slots: PositiveFloat = 57.2
+    flash1: PositiveFloat = 0.3
+    flash2: PositiveFloat = 0.562
+    flash2_on_hopper: PositiveFloat = 0.343
+    flash3: PositiveFloat = 0.54
+    collectives: PositiveFloat = 0.945
+    pcie: PositiveFloat = 0.685
+    shared_cards: PositiveFloat = 0.53
     launch: PositiveFloat = 1.0
     context_bytes: NonNegativeFloat = 0.0
-    slack: NonNegativeFloat = 0.184
+    slack: NonNegativeFloat = 0.198
 
     def bandwidth_bytes_per_s(self, device: Device) -> float:
         """What elementwise kernels reach in a step; a rate that was measured is taken as it is."""
