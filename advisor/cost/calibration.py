@@ -68,24 +68,24 @@ class Calibration(Record):
 
     sustained: PositiveFloat = 0.868
     power_bound: PositiveFloat = 0.719
-    memory: PositiveFloat = 0.857
+    memory: PositiveFloat = 0.859
     unaligned: PositiveFloat = 0.621
-    grouped: PositiveFloat = 0.761
+    grouped: PositiveFloat = 0.765
     convolution: PositiveFloat = 0.887
     vector: PositiveFloat = 0.688
-    vector_slots: PositiveFloat = 1.61
-    winograd: PositiveFloat = 0.679
-    norm_slots: PositiveFloat = 57.2
+    vector_slots: PositiveFloat = 1.59
+    winograd: PositiveFloat = 0.683
+    norm_slots: PositiveFloat = 56.9
     flash1: PositiveFloat = 0.3
-    flash2: PositiveFloat = 0.562
+    flash2: PositiveFloat = 0.561
     flash2_on_hopper: PositiveFloat = 0.343
     flash3: PositiveFloat = 0.54
-    collectives: PositiveFloat = 0.945
+    collectives: PositiveFloat = 0.936
     pcie: PositiveFloat = 0.685
-    shared_cards: PositiveFloat = 0.53
+    shared_cards: PositiveFloat = 0.529
     launch: PositiveFloat = 1.0
     context_bytes: NonNegativeFloat = 0.0
-    slack: NonNegativeFloat = 0.198
+    slack: NonNegativeFloat = 0.18
 
     def bandwidth_bytes_per_s(self, device: Device) -> float:
         """What elementwise kernels reach in a step; a rate that was measured is taken as it is."""

@@ -116,4 +116,4 @@ def _stages(row: Row, constants: Any) -> Stages:
 
 
 # Six settings of each of fifteen files: 36 fits without publishers take minutes, not an hour.
-MODEL = Model(_predict, CALIBRATION, _stack, _stages, most_settings=6)
+MODEL = Model(_predict, CALIBRATION, _stack, _stages, most_settings=12)
