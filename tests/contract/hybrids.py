@@ -263,7 +263,7 @@ def _kept(parallel: ParallelModel, batch: Batch) -> int:
     pipeline._round.pieces, pipeline._round.weights = [batch], [torch.ones(1)]
     number, found = torch.zeros(1, dtype=torch.int64), 0
     for stage in pipeline._stages(recording):
-        arrived = buffers(stage.part.received, recording, torch.device("cpu"))
+        arrived = buffers(stage.segment.received, recording, torch.device("cpu"))
         run = partial(stage, *arrived, microbatch=number)
         found += _left(run, known, arrived)
     return found

@@ -281,9 +281,9 @@ def test_a_disk_that_is_full_is_an_error_and_no_signal(tmp_path: Path) -> None:
         pytest.skip("no small disk can be mounted here")
     try:
         room = OffloadPool(CPU, tmp_path)
-        places = [room.take(16384) for _ in range(3)]
+        places = [room.allocate(16384) for _ in range(3)]
         with pytest.raises(InputError, match=r"a file of 32,768 bytes .* where 16,384 bytes are"):
-            room.take(32768)
+            room.allocate(32768)
         del places
     finally:
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)

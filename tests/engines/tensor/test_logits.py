@@ -71,7 +71,7 @@ def losses(names: list[str]) -> dict[str, tuple[float, float, bool]]:
         logits = VocabLogits.of(F.linear(ranks.copy(split), part), ranks, length=VOCABULARY)
         assert logits.shape == (2, 5, VOCABULARY)
         gathers: list[int] = []
-        logits.exchange = _Counting(ranks, gathers)
+        logits.collectives = _Counting(ranks, gathers)
         loss = LOSSES[name](logits, target)
         loss.backward()  # type: ignore[no-untyped-call]
         assert whole.grad is not None
