@@ -64,7 +64,7 @@ def test_where_it_fits_the_folder_stays_empty_and_the_plan_as_it_was(tmp_path: P
     plain = auto_parallelize(case.build(), cluster=cluster, **options)
     named = auto_parallelize(case.build(), cluster=cluster, offload_folder=tmp_path, **options)
     assert named.plan == plain.plan
-    assert named.away is None
+    assert named.offload_pool is None
 
 
 def test_a_plan_with_files_wants_its_folder() -> None:
