@@ -5,8 +5,8 @@ devices, plain SGD): 3.75 s on one, 4.02 s in turn, 2.51 s as a pipeline of 20 i
 best at 12. Its devices are not named; ratios are compared, on two V100 joined by PCIe.
 
     in turn over one device         tutorial +7.2 %        predicted +7.1 %
-    one device over the pipeline    tutorial 1.49          predicted 1.45
-    in turn over the pipeline       tutorial 1.60          predicted 1.55
+    one device over the pipeline    tutorial 1.49          predicted 1.43
+    in turn over the pipeline       tutorial 1.60          predicted 1.53
     best size of a split            tutorial 12            predicted 10; 8, 12, 20 within 5 %
 
 All lie within the stated ranges, which are +-30 % of a step. The tutorial's devices are slower (it
