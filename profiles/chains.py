@@ -102,6 +102,32 @@ Access = tuple[int | None, int]
 """A memory that an operation reads or writes, if it is followed, and the bytes."""
 
 
+class Fusing(NamedTuple):
+    """How an operation takes part in a chain that one kernel may run.
+
+    Attributes:
+        hint: the kind of chain that it is characteristic of.
+        is_softmax: over scores, where it lies between two products.
+        is_attention: what is done to queries and keys lies before it.
+        draws: random numbers.
+    """
+
+    is_fusible: bool = True
+    hint: FusibleKind | None = None
+    is_softmax: bool = False
+    is_attention: bool = False
+    draws: bool = False
+
+
+def kind_of_module(name: str) -> FusibleKind | None:
+    """Of all that a module runs, by the name of its class."""
+    if name.endswith("Norm"):
+        return FusibleKind.NORM
+    if "Rotary" in name:
+        return FusibleKind.ROTARY
+    return FusibleKind.ROUTER if name.endswith("Router") else None
+
+
 class Chains:
     """Follows which chain made and reads which memory."""
 
@@ -112,17 +138,26 @@ class Chains:
 
     def operation(
         self,
-        traffic: Traffic | None,
+        chain: Chain,
+        fusing: Fusing,
         reads: Sequence[Access],
         writes: Sequence[Access],
         *,
-        draws: bool,
         is_alive: IsKept | None,
     ) -> None:
-        """A kernel was launched; `traffic` is None for one that no chain holds.
+        """A kernel was launched in `chain`, or beside it where it cannot be fused.
 
         `is_alive` is asked in the backward, where memory lives until its last use.
         """
+        traffic = None
+        if fusing.is_fusible:
+            traffic = chain.forward if is_alive is None else chain.backward
+        if is_alive is None:
+            if fusing.hint is not None:
+                chain.hints.add(fusing.hint)
+            if fusing.is_attention:
+                chain.hints.add(FusibleKind.ROTARY)
+            chain.is_scores |= fusing.is_softmax
         if is_alive is not None and self._last is not traffic:
             self.pause(is_alive)
             self._last = traffic
@@ -150,7 +185,7 @@ class Chains:
             self._makers[memory] = traffic
             made[memory] = max(nbytes, made.get(memory, 0))
             traffic.sources.setdefault(memory, set()).update(sources - {memory})
-            if draws:
+            if fusing.draws:
                 traffic.drawn.add(memory)
 
     def hand_on(self, memories: Iterable[int | None]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from profiles.chains import Fusing
 from profiles.places import Attended
 from profiles.torch_compat import Operator, aten_operators, is_mutable, storage_of
 from profiles.work import FusibleKind
@@ -40,7 +41,7 @@ _ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 _GATHERS = ("embedding", "index", "index_select", "gather")
 # Compilers run these in one kernel with their neighbours, as they do all pointwise operators.
 _FUSIBLE = (
-    *("mean", "sum", "amax", "var", "var_mean", "_softmax", "_log_softmax"),
+    *("mean", "sum", "amax", "var", "var_mean", "_softmax", "_safe_softmax", "_log_softmax"),
     *("_softmax_backward_data", "_log_softmax_backward_data"),
     *("native_layer_norm", "native_layer_norm_backward"),
     *("_fused_rms_norm", "_fused_rms_norm_backward"),
@@ -48,6 +49,8 @@ _FUSIBLE = (
     *("_to_copy", "copy_", "cat", "stack", "slice_backward", "select_backward", "constant_pad_nd"),
     *("fill_", "zero_", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full"),
     *("full_like", "scalar_tensor", "arange", "index", "index_select", "gather"),
+    # Pointwise to a compiler, without torch's tag (2.13).
+    *("new_ones", "tril", "triu", "floor_divide", "masked_fill_"),
     *("leaky_relu_backward", "elu_backward"),
 )
 _ACTIVATIONS = (
@@ -132,23 +135,6 @@ def moved_bytes(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[
     return sum(read_bytes(operator, inputs, outputs)) + sum(map(occupied_bytes, outputs))
 
 
-class Fusing(NamedTuple):
-    """How an operator takes part in a chain that one kernel may run.
-
-    Attributes:
-        hint: the kind of chain that it is characteristic of.
-        is_softmax: over scores, where it lies between two products.
-        is_attention: what is done to queries and keys lies before it.
-        draws: random numbers.
-    """
-
-    is_fusible: bool
-    hint: FusibleKind | None
-    is_softmax: bool
-    is_attention: bool
-    draws: bool
-
-
 @functools.cache
 def fusing_of(operator: Operator) -> Fusing:
     """Of the operator, whatever it is called with."""
@@ -162,7 +148,7 @@ def fusing_of(operator: Operator) -> Fusing:
     return Fusing(
         is_fusible=torch.Tag.pointwise in operator.tags or name in _FUSIBLE,
         hint=hint,
-        is_softmax=name == "_softmax",
+        is_softmax=name in ("_softmax", "_safe_softmax"),
         is_attention=name in ("bmm", "baddbmm") or (name in _KEPT and "attention" in name),
         draws=torch.Tag.nondeterministic_seeded in operator.tags,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from profiles.chains import Chain, Chains
+from profiles.chains import Chain, Chains, kind_of_module
 from profiles.copy_trace import CopyTrace
 from profiles.flow_trace import FlowTrace, Trail
 from profiles.layer_trace import LayerTrace, Shapes
@@ -110,7 +110,7 @@ class Trace(Pretence):
             unit.module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
             self._layers.watch(unit, layers[unit.name])
         for module in model.modules():
-            kind = _kind(module)
+            kind = kind_of_module(type(module).__name__)
             if kind is not None:
                 module.register_forward_pre_hook(self._inside(kind))
                 module.register_forward_hook(self._outside, always_call=True, prepend=True)
@@ -344,36 +344,17 @@ class Trace(Pretence):
         """Bytes that a kernel moves, noted in its chain."""
         read, written = read_bytes(operator, inputs, outputs), list(map(occupied_bytes, outputs))
         fusing = fusing_of(operator)
-        traffic = None
-        if fusing.is_fusible:
-            traffic = chain.backward if self._in_backward else chain.forward
         memory_of = self.storages.memory_of
         self._chains.operation(
-            traffic,
+            chain,
+            fusing,
             [(memory_of(t), n) for t, n in zip(inputs, read, strict=True)],
             [(memory_of(t), n) for t, n in zip(outputs, written, strict=True)],
-            draws=fusing.draws,
             is_alive=self.storages.is_alive if self._in_backward else None,
         )
-        if not self._in_backward:
-            if fusing.hint is not None:
-                chain.hints.add(fusing.hint)
-            chain.is_scores |= fusing.is_softmax
-            if not fusing.is_fusible:
-                if fusing.is_attention:
-                    chain.hints.add(FusibleKind.ROTARY)
-                self._begin_chain()
+        if not self._in_backward and not fusing.is_fusible:
+            self._begin_chain()
         return sum(read) + sum(written)
-
-
-def _kind(module: nn.Module) -> FusibleKind | None:
-    """Of all that a module runs, by the name of its class."""
-    name = type(module).__name__
-    if name.endswith("Norm"):
-        return FusibleKind.NORM
-    if "Rotary" in name:
-        return FusibleKind.ROTARY
-    return FusibleKind.ROUTER if name.endswith("Router") else None
 
 
 def _flat(values: Iterable[object]) -> list[Tensor]:

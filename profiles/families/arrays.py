@@ -43,6 +43,7 @@ class Made:
 
     Attributes:
         number: its name in the timeline; None if it was there before the run.
+        memory: `number`, or one below zero.
         holders: units that hold this parameter, or one that this is a cast of.
         saved_by, kept_by: the first place whose backward needs it; and that would keep it if
             blocks were recomputed selectively.
@@ -52,6 +53,7 @@ class Made:
 
     number: int | None
     size_bytes: int
+    memory: int
     holders: frozenset[str] = frozenset()
     is_alive: bool = True
     saved_by: Place | None = None

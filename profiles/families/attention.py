@@ -13,6 +13,7 @@ from profiles.families import kernels
 from profiles.families import operations as ops
 from profiles.families.arrays import Array, DType, dense
 from profiles.families.network import Network, Unit
+from profiles.families.tape import ALONE, ATTENTION
 from profiles.places import Attended
 
 # Positions and masks
@@ -36,7 +37,7 @@ def look_for_packing(network: Network, position_ids: Array) -> None:
     padded = integers(length + 1, integers(1, ops.narrow(rows, 1, 1)), rows)
     shifted = ops.narrow(padded, 1, length)
     starts = tape.run([integers(length, shifted, shifted)], (batch, length), DType.BOOL)
-    integers(length, starts)
+    tape.run([starts], (batch, length), DType.INT64, fusing=ALONE)  # counted
 
 
 def causal_mask(network: Network, position_ids: Array, *, window: int | None) -> Array | None:
@@ -165,7 +166,7 @@ def _fused(
     shape = (*query.shape[:3], value.shape[3])
     out = tape.empty(shape, query.dtype, dense(shape, query.strides))
     weights = tape.empty((batch, count, length), DType.FLOAT32)
-    tape.launch(operands, [out, weights], flop=both, is_kept=True)
+    tape.launch(operands, [out, weights], flop=both, is_kept=True, fusing=ATTENTION)
     call = Attended(
         rows=batch, heads=count, kv_heads=key.shape[1], queries=length, keys=key.shape[2],
         width=width, value_width=value.shape[3], is_causal=is_causal and mask is None,

@@ -11,6 +11,7 @@ from profiles.families.attention import attend, heads
 from profiles.families.fields import Fields
 from profiles.families.layers import ACTIVATION_CLASSES, ACTIVATIONS, activate, token_loss
 from profiles.families.network import Family, Network, Unit
+from profiles.families.tape import ALONE, GATHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ def _counted(ids: Array) -> Array:
     """Positions counted over what is no padding, as RoBERTa does."""
     shape = ids.shape
     present = ops.cast(ids.tape.run([ids], shape, DType.BOOL), DType.INT32)
-    summed = ops.cast(ids.tape.run([present], shape, DType.INT64), DType.INT32)
+    summed = ops.cast(ids.tape.run([present], shape, DType.INT64, fusing=ALONE), DType.INT32)
     summed = ids.tape.run([summed], shape, DType.INT32)
     places = ops.cast(ids.tape.run([summed, present], shape, DType.INT32), DType.INT64)
     return ids.tape.run([places], shape, DType.INT64)
@@ -236,5 +237,4 @@ def _counted(ids: Array) -> Array:
 
 def _gathered(table: Array, index: Array) -> Array:
     """For each index one entry of its row."""
-    read = min(table.occupied_bytes, index.size_bytes) + index.occupied_bytes
-    return index.tape.run([table, index], index.shape, table.dtype, read_bytes=read)
+    return index.tape.run([table, index], index.shape, table.dtype, gathers=True, fusing=GATHER)

@@ -12,7 +12,7 @@ from profiles.families.fields import Fields
 from profiles.families.llama import Shape
 from profiles.families.moe import experts, top
 from profiles.families.network import Family, Unit
-from profiles.families.tape import Gradient
+from profiles.families.tape import ALONE, GATHER, Gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,8 @@ def _rotate_pairs(x: Array, cosine: Array, sine: Array) -> Array:
 
 
 def _mixture(unit: Unit, shape: Shape, mixture: Mixture, layer: int, hidden: Array) -> Array:
-    _logits, weights, places = _route(unit, shape, mixture, hidden)
+    with unit.module("Router"):
+        _logits, weights, places = _route(unit, shape, mixture, hidden)
     rows = ops.reshape(hidden, -1, hidden.shape[-1])
     rows = experts(unit, shape, rows, places, weights, count=mixture.experts, inner=mixture.inner)
     out = ops.reshape(rows, *hidden.shape)
@@ -195,7 +196,7 @@ def _route(unit: Unit, shape: Shape, mixture: Mixture, hidden: Array) -> tuple[A
     del grouped
     best = top(of_groups, mixture.kept_groups)[1]
     mask = tape.run([of_groups], of_groups.shape, of_groups.dtype)
-    tape.launch([mask, best], [mask])
+    tape.launch([mask, best], [mask], fusing=ALONE)
     each = mixture.experts // mixture.groups
     wide = ops.expand(ops.reshape(mask, *mask.shape, 1), *mask.shape, each)
     wide = ops.reshape(wide, -1, mixture.experts)
@@ -223,11 +224,11 @@ def _gathered(scores: Array, places: Array) -> Array:
     tape, before, dtype = scores.tape, scores.shape, scores.dtype
     saved = tape.save(places)
     out = tape.empty(places.shape, dtype)
-    tape.launch([scores, places], [out], read_bytes=out.size_bytes + places.occupied_bytes)
+    tape.launch([scores, places], [out], gathers=True, fusing=GATHER)
 
     def backward(g: Array) -> list[Gradient]:
         zeros = g.tape.run([g], before, dtype)
-        return [g.tape.run([zeros, saved, g], before, dtype)]
+        return [g.tape.run([zeros, saved, g], before, dtype, fusing=ALONE)]
 
     tape.record([out], [scores], backward)
     return out

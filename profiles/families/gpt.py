@@ -16,6 +16,7 @@ from profiles.families.attention import (
 from profiles.families.fields import Fields
 from profiles.families.layers import ACTIVATIONS, activate, head, next_token_loss
 from profiles.families.network import Family, Network, Unit
+from profiles.families.tape import ALONE
 from profiles.layers import LayerKind
 
 
@@ -185,7 +186,7 @@ def opt(fields: Fields) -> Family:
         """Which tokens are there, all, and their positions, counted over them."""
         shape = like.shape[:2]
         present = like.tape.run([], shape, DType.FLOAT32)
-        summed = like.tape.run([present], shape, DType.FLOAT32)
+        summed = like.tape.run([present], shape, DType.FLOAT32, fusing=ALONE)
         summed = like.tape.run([summed, present], shape, DType.FLOAT32)
         summed = like.tape.run([summed], shape, DType.FLOAT32)
         return present, ops.cast(summed, DType.INT64)

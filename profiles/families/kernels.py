@@ -9,7 +9,7 @@ import math
 
 from profiles.families.arrays import Array, DType
 from profiles.families.operations import cast, contiguous_copy, elementwise, reshape, transpose
-from profiles.families.tape import Gradient
+from profiles.families.tape import ALONE, ATTENTION, GATHER, Gradient
 from profiles.model import Numerics
 
 
@@ -37,9 +37,8 @@ def embedding(weight: Array, ids: Array) -> Array:
     tape, shape = weight.tape, weight.shape
     ids = tape.save(ids)
     out = tape.empty((*ids.shape, shape[1]), weight.dtype)
-    rows = min(weight.occupied_bytes, out.occupied_bytes)
-    tape.launch([weight, ids], [out], read_bytes=rows + ids.occupied_bytes)
-    tape.record([out], [weight], lambda g: [g.tape.run([g, ids], shape, g.dtype)])
+    tape.launch([weight, ids], [out], gathers=True, fusing=GATHER._replace(is_fusible=False))
+    tape.record([out], [weight], lambda g: [g.tape.run([g, ids], shape, g.dtype, fusing=ALONE)])
     return out
 
 
@@ -99,7 +98,7 @@ def bmm(a: Array, b: Array) -> Array:
     saved_b = tape.save(b) if a.needs_gradient else None
     saved_a = tape.save(a) if b.needs_gradient else None
     out = tape.empty((*a_shape[:2], b_shape[2]), dtype)
-    tape.launch([a, b], [out], flop=flop, is_kept=True)
+    tape.launch([a, b], [out], flop=flop, is_kept=True, fusing=ATTENTION)
 
     def backward(g: Array) -> list[Gradient]:
         for_b = saved_a and saved_a.tape.run([saved_a, g], b_shape, dtype, flop=flop)

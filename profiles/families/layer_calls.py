@@ -38,7 +38,7 @@ class LayerCalls:
         layer = layers[shape.path]
         layer.calls += 1
         layer.input_bytes += given.size_bytes
-        self._place.part = layer.own
+        self._place.begin_part(layer.own, 0)
         return layer
 
     def leave(self, layer: Layer, output: Array) -> None:
@@ -50,7 +50,7 @@ class LayerCalls:
         self._features.put(made.number, layer)
         if output.node is not None:
             output.node.layer = layer.number
-        self._place.part = layer.after
+        self._place.begin_part(layer.after, 0)
 
     def operation(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
         """An operation of the forward, views included."""

@@ -327,7 +327,8 @@ def _norm(unit: Unit, shape: Shape, x: Array, path: str) -> Array:
     if not shape.is_gemma:
         return unit.rms_norm(x, path)
     weight = unit.parameter(f"{path}.weight" if path else "weight", x.shape[-1])
-    exact = ops.cast(x, DType.FLOAT32)
-    scaled = ops.mul(exact, ops.rsqrt(ops.add_number(ops.mean_last(ops.power(exact)))))
-    scale = ops.add_number(ops.cast(weight, DType.FLOAT32))
-    return ops.cast(ops.mul(scaled, scale), x.dtype)
+    with unit.module("RMSNorm"):
+        exact = ops.cast(x, DType.FLOAT32)
+        scaled = ops.mul(exact, ops.rsqrt(ops.add_number(ops.mean_last(ops.power(exact)))))
+        scale = ops.add_number(ops.cast(weight, DType.FLOAT32))
+        return ops.cast(ops.mul(scaled, scale), x.dtype)

@@ -11,7 +11,7 @@ from profiles.families.fields import Fields
 from profiles.families.layers import activate
 from profiles.families.llama import Shape
 from profiles.families.network import Family, Unit
-from profiles.families.tape import Gradient
+from profiles.families.tape import ALONE, GATHER, Gradient
 
 
 def mixtral(fields: Fields) -> Family:
@@ -24,10 +24,11 @@ def mixtral(fields: Fields) -> Family:
 
     def feed_forward(unit: Unit, shape: Shape, layer: int, hidden: Array) -> Array:
         rows = ops.reshape(hidden, -1, hidden.shape[-1])
-        logits = kernels.linear(rows, unit.parameter("mlp.gate.weight", count, shape.hidden))
-        scores = ops.softmax(ops.cast(logits, DType.FLOAT32))
-        weights, places = top(scores, chosen)
-        weights = ops.div(weights, ops.sum_over(weights, -1, keep=True), in_place=True)
+        with unit.module("Router"):
+            logits = kernels.linear(rows, unit.parameter("mlp.gate.weight", count, shape.hidden))
+            scores = ops.softmax(ops.cast(logits, DType.FLOAT32))
+            weights, places = top(scores, chosen)
+            weights = ops.div(weights, ops.sum_over(weights, -1, keep=True), in_place=True)
         rows = experts(unit, shape, rows, places, weights, count=count, inner=shape.inner)
         return ops.reshape(rows, *hidden.shape)
 
@@ -53,12 +54,13 @@ def qwen3_moe(fields: Fields) -> Family:
         if not is_mixture(layer):
             return llama.gated(unit, shape, layer, hidden)
         rows = ops.reshape(hidden, -1, hidden.shape[-1])
-        logits = kernels.linear(rows, unit.parameter("mlp.gate.weight", count, shape.hidden))
-        scores = ops.softmax(logits, dtype=DType.FLOAT32)
-        weights, places = top(scores, chosen)
-        if is_normalised:
-            weights = ops.div(weights, ops.sum_over(weights, -1, keep=True), in_place=True)
-        weights = ops.cast(weights, logits.dtype)
+        with unit.module("Router"):
+            logits = kernels.linear(rows, unit.parameter("mlp.gate.weight", count, shape.hidden))
+            scores = ops.softmax(logits, dtype=DType.FLOAT32)
+            weights, places = top(scores, chosen)
+            if is_normalised:
+                weights = ops.div(weights, ops.sum_over(weights, -1, keep=True), in_place=True)
+            weights = ops.cast(weights, logits.dtype)
         rows = experts(unit, shape, rows, places, weights, count=count, inner=inner)
         return ops.reshape(rows, *hidden.shape)
 
@@ -71,12 +73,12 @@ def top(scores: Array, count: int) -> tuple[Array, Array]:
     tape, before, dtype = scores.tape, scores.shape, scores.dtype
     values = tape.empty((*before[:-1], count), dtype)
     places = tape.empty((*before[:-1], count), DType.INT64)
-    tape.launch([scores], [values, places])
+    tape.launch([scores], [values, places], fusing=ALONE)
     saved = tape.save(places)
 
     def backward(g: Array) -> list[Gradient]:
         zeros = g.tape.run([g], before, dtype)
-        return [g.tape.run([zeros, saved, g], before, dtype)]
+        return [g.tape.run([zeros, saved, g], before, dtype, fusing=ALONE)]
 
     tape.record([values], [scores], backward)
     return values, places
@@ -99,12 +101,12 @@ def experts(
     tape = rows.tape
     expert = tape.empty((pairs,), DType.INT64)
     order = tape.empty((pairs,), DType.INT64)
-    tape.launch([places], [expert, order])
+    tape.launch([places], [expert, order], fusing=ALONE)
     picked = _rows(rows, order.tape.run([order], (pairs,), DType.INT64))
     sorted_weights = _rows(weights, order)
     numbers = ops.cast(expert, DType.FLOAT32)
-    counts = expert.tape.run([numbers], (count,), DType.FLOAT32)
-    ends = counts.tape.run([counts], (count,), DType.INT32)
+    counts = expert.tape.run([numbers], (count,), DType.FLOAT32, fusing=ALONE)
+    ends = counts.tape.run([counts], (count,), DType.INT32, fusing=ALONE)
     up = unit.parameter("mlp.experts.gate_up_proj", count, 2 * inner, shape.hidden)
     gate, value = ops.split(_grouped(picked, up, ends), [inner, inner])
     out = ops.mul(activate(gate, shape.activation), value)
@@ -122,12 +124,11 @@ def _rows(table: Array, index: Array) -> Array:
     tape, before, dtype = table.tape, table.shape, table.dtype
     index = tape.save(index)
     out = tape.empty((*index.shape, *before[1:]), dtype)
-    read = min(table.occupied_bytes, out.size_bytes) + index.occupied_bytes
-    tape.launch([table, index], [out], read_bytes=read)
+    tape.launch([table, index], [out], gathers=True, fusing=GATHER)
 
     def backward(g: Array) -> list[Gradient]:
         zeros = g.tape.run([g], before, dtype)
-        return [g.tape.run([zeros, index, g], before, dtype)]
+        return [g.tape.run([zeros, index, g], before, dtype, fusing=ALONE)]
 
     tape.record([out], [table], backward)
     return out
@@ -137,7 +138,7 @@ def _inverse(order: Array) -> Array:
     """Where each pair went."""
     out = order.tape.empty(order.shape, DType.INT64)
     counted = order.tape.run([], order.shape, DType.INT64)
-    order.tape.launch([out, order, counted], [out])
+    order.tape.launch([out, order, counted], [out], fusing=ALONE)
     return out
 
 

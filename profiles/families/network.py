@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -167,7 +168,8 @@ class Unit:
         sources = self.network.wiring.sources(given)
         tape.enter(self.name, given, is_block=self.is_block)
         del given  # as the call has it, so that it is released with it
-        output = function(self, *inputs, **options)
+        with self.module(self.kind):
+            output = function(self, *inputs, **options)
         outputs = output if isinstance(output, tuple) else (output,)
         tape.leave(outputs)
         self.network.wiring.note(self.name, sources, outputs)
@@ -200,6 +202,10 @@ class Unit:
         array = self.network.tape.known(shape, dtype)
         self.buffer_bytes += array.size_bytes
         return array
+
+    def module(self, kind: str) -> AbstractContextManager[None]:
+        """A module of that class within the unit, for what runs in the context."""
+        return self.network.tape.module(kind)
 
     # Layers of torch.nn
 
@@ -281,18 +287,20 @@ class Unit:
         """nn.LayerNorm over the last dimension, with weight and bias."""
         prefix = f"{path}." if path else ""
         width = x.shape[-1]
-        return kernels.layer_norm(
-            x, self.parameter(f"{prefix}weight", width), self.parameter(f"{prefix}bias", width)
-        )
+        weight = self.parameter(f"{prefix}weight", width)
+        bias = self.parameter(f"{prefix}bias", width)
+        with self.module("LayerNorm"):
+            return kernels.layer_norm(x, weight, bias)
 
     def rms_norm(self, x: Array, path: str) -> Array:
         """The root-mean-square norm that transformers writes out, computed in fp32."""
         prefix = f"{path}." if path else ""
-        dtype = x.dtype
-        x = ops.cast(x, DType.FLOAT32)
-        variance = ops.mean_last(ops.power(x))
-        x = ops.mul(x, ops.rsqrt(ops.add_number(variance)))
-        return ops.mul(self.parameter(f"{prefix}weight", x.shape[-1]), ops.cast(x, dtype))
+        with self.module("RMSNorm"):
+            dtype = x.dtype
+            x = ops.cast(x, DType.FLOAT32)
+            variance = ops.mean_last(ops.power(x))
+            x = ops.mul(x, ops.rsqrt(ops.add_number(variance)))
+            return ops.mul(self.parameter(f"{prefix}weight", x.shape[-1]), ops.cast(x, dtype))
 
 
 def _joined(*parts: str) -> str:

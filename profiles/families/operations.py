@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from profiles.chains import Fusing
 from profiles.families.arrays import Array, DType, Shape, contiguous, dense, viewed
-from profiles.families.tape import Gradient
+from profiles.families.tape import ACTIVATION, DRAW, POINTWISE, SOFTMAX, Gradient
 from profiles.model import Numerics
 
 # Views: nothing is launched
@@ -267,14 +268,14 @@ def neg(x: Array) -> Array:
 def unary(x: Array) -> Array:
     """SiLU, GELU: one kernel forward, and one backward that reads the input."""
     saved = x.tape.save(x)
-    out = elementwise(x)
+    out = elementwise(x, fusing=ACTIVATION)
     x.tape.record([out], [x], lambda g: [elementwise(g, saved)])
     return out
 
 
 def unary_by_result(x: Array) -> Array:
     """ReLU, tanh, sigmoid: the backward reads the output."""
-    out = elementwise(x)
+    out = elementwise(x, fusing=ACTIVATION)
     saved = x.tape.save(out)
     x.tape.record([out], [x], lambda g: [elementwise(g, saved)])
     return out
@@ -286,7 +287,7 @@ def dropout(x: Array, probability: float) -> Array:
         return x
     tape = x.tape
     mask = tape.empty(x.shape, x.dtype, dense(x.shape, x.strides))
-    tape.launch([], [mask])  # bernoulli_ overwrites
+    tape.launch([], [mask], fusing=DRAW)  # bernoulli_ overwrites
     tape.launch([mask], [mask])  # div_ by what is kept
     return mul(x, mask)
 
@@ -313,7 +314,7 @@ def sum_over(x: Array, dim: int, *, keep: bool = False) -> Array:
 def softmax(x: Array, *, dtype: DType | None = None) -> Array:
     """Over the last dimension; with `dtype` torch casts first, in a kernel of its own."""
     x = cast(x, dtype) if dtype else x
-    out = x.tape.run([x], x.shape, x.dtype, dense(x.shape, x.strides))
+    out = x.tape.run([x], x.shape, x.dtype, dense(x.shape, x.strides), fusing=SOFTMAX)
     saved = x.tape.save(out)
     x.tape.record([out], [x], lambda g: [elementwise(g, saved)])
     return out
@@ -333,7 +334,7 @@ def adapt(gradient: Array, shape: Shape, dtype: DType) -> Array:
     return cast(gradient, dtype)
 
 
-def elementwise(*inputs: Array) -> Array:
+def elementwise(*inputs: Array, fusing: Fusing = POINTWISE) -> Array:
     """One kernel over operands that are expanded to each other; laid out as the first whole one."""
     first = inputs[0]
     if all(array.shape == first.shape for array in inputs):
@@ -342,7 +343,7 @@ def elementwise(*inputs: Array) -> Array:
         shape = _broadcast([array.shape for array in inputs])
         whole = next((array for array in inputs if array.shape == shape), first)
     strides = dense(shape, whole.strides) if whole.shape == shape else contiguous(shape)
-    return first.tape.run(inputs, shape, _promoted(inputs), strides)
+    return first.tape.run(inputs, shape, _promoted(inputs), strides, fusing=fusing)
 
 
 def _copy(x: Array) -> Array:

@@ -46,7 +46,7 @@ def profile_from_config(
     The forward of each family is written down operation by operation, as transformers 5 runs it,
     and followed on arrays that have shapes and no values; what torch launches, saves and releases
     for each operation is known. Two runs, at the batch and at twice it, tell what is fixed from
-    what grows, as in `capture`. Chains that one kernel may run (`fusible`) are not noted.
+    what grows, as in `capture`.
 
     It is assumed, as `capture` of such a model does: training mode, with dropout as the file says;
     attention by torch's `scaled_dot_product_attention` on a CPU (fused without dropout, written out

@@ -248,11 +248,12 @@ def _causal(bias: Array) -> Array:
 def _norm(unit: Unit, x: Array, path: str) -> Array:
     """The norm of T5: only the variance is computed in fp32."""
     weight = unit.parameter(f"{path}.weight" if path else "weight", x.shape[-1])
-    variance = ops.mean_last(ops.power(ops.cast(x, DType.FLOAT32)))
-    x = ops.mul(x, ops.rsqrt(ops.add_number(variance)))
-    if weight.dtype is DType.BFLOAT16:
-        x = ops.cast(x, weight.dtype)
-    return ops.mul(weight, x)
+    with unit.module("LayerNorm"):
+        variance = ops.mean_last(ops.power(ops.cast(x, DType.FLOAT32)))
+        x = ops.mul(x, ops.rsqrt(ops.add_number(variance)))
+        if weight.dtype is DType.BFLOAT16:
+            x = ops.cast(x, weight.dtype)
+        return ops.mul(weight, x)
 
 
 def _shifted(labels: Array) -> Array:

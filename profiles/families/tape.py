@@ -10,21 +10,33 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from profiles.chains import Chain, Chains, Fusing, kind_of_module
 from profiles.families.arrays import Array, DType, Made, Shape, Storage, contiguous
 from profiles.families.layer_calls import LayerCalls
 from profiles.model import GLUE, Numerics
 from profiles.places import Attended, Part, Place
 from profiles.tally import Kept
 from profiles.timeline import Timeline
+from profiles.work import FusibleKind
 
 Keeper = TypeVar("Keeper", bound=Hashable)
 Gradient = Array | None
 Backward = Callable[..., Sequence[Gradient]]
 """Gradients of a node's outputs to gradients of its inputs."""
+
+POINTWISE = Fusing()
+ACTIVATION = Fusing(hint=FusibleKind.GATE)
+GATHER = Fusing(hint=FusibleKind.ROUTER)
+SOFTMAX = Fusing(is_softmax=True)
+DRAW = Fusing(draws=True)
+ATTENTION = Fusing(is_fusible=False, is_attention=True)
+# What compilers leave to a kernel of its own: products, sorting, sums into places.
+ALONE = Fusing(is_fusible=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +50,7 @@ class Node:
         outputs: shape and dtype that gradients have to have.
         gradients: what has arrived, by output.
         waiting: how many gradients are yet to come.
-        part: of the place, that made it.
+        chain: that made it; None for a parameter.
         layer: number of the layer whose output this is.
     """
 
@@ -49,7 +61,7 @@ class Node:
     outputs: list[tuple[Shape, DType]]
     gradients: list[Gradient] = field(default_factory=list)
     waiting: int = 0
-    part: Part | None = None
+    chain: Chain | None = None
     layer: int | None = None
 
 
@@ -67,11 +79,15 @@ class Tape:
         self.places = [self.place]
         self.shared: set[str] = set()
         self.layers = LayerCalls(self.place)
-        self._part: Part | None = None  # of the backward
+        self._chain = self.place.chain  # of the backward
+        self._chains = Chains()
+        self._kinds: list[FusibleKind] = []  # of the modules that are being called
+        self._is_chain_over = False
         self._made: list[Made] = []
         self._gradient_bytes: dict[Made, int] = {}  # of trainable parameters
         self._in_backward = False
         self._sequence = itertools.count()
+        self._known = itertools.count(-1, -1)
         self._casts: dict[Node, Array] = {}
         self.timeline.open((self.place, False))
 
@@ -80,7 +96,8 @@ class Tape:
     def empty(self, shape: Shape, dtype: DType, strides: Shape | None = None) -> Array:
         """Memory for an array."""
         size_bytes = math.prod(shape) * dtype.size_bytes
-        made = Made(self.timeline.make(size_bytes), size_bytes, part=self._doing)
+        number = self.timeline.make(size_bytes)
+        made = Made(number, size_bytes, number, part=self._doing.part)
         self._made.append(made)
         storage = Storage(made, self.timeline)
         return Array(self, shape, strides or contiguous(shape), dtype, storage)
@@ -89,7 +106,8 @@ class Tape:
         self, shape: Shape, dtype: DType, *, holders: Iterable[str] = (), trainable: bool = False
     ) -> Array:
         """An array that is there before the run: a parameter, a buffer, the batch."""
-        made = Made(None, math.prod(shape) * dtype.size_bytes, holders=frozenset(holders))
+        size_bytes = math.prod(shape) * dtype.size_bytes
+        made = Made(None, size_bytes, next(self._known), holders=frozenset(holders))
         array = Array(self, shape, contiguous(shape), dtype, Storage(made, self.timeline))
         if trainable:
             self._gradient_bytes[made] = array.elements * DType.FLOAT32.size_bytes  # as built
@@ -117,8 +135,17 @@ class Tape:
         return Kept(_sum(saved), _sum(selective), _of_parts(saved), _of_parts(selective))
 
     @property
-    def _doing(self) -> Part | None:
-        return self._part if self._in_backward else self.place.part
+    def _doing(self) -> Chain:
+        return self._chain if self._in_backward else self.place.chain
+
+    def _is_alive(self, memory: int) -> bool:
+        return memory < 0 or self._made[memory].is_alive
+
+    def _is_kept(self, memory: int) -> bool:
+        return self._is_alive(memory) and (memory < 0 or self._made[memory].saved_by is not None)
+
+    def _is_saved(self, memory: int, place: Place) -> bool:
+        return self._made[memory].is_alive and self._made[memory].saved_by is place
 
     # Operations
 
@@ -130,11 +157,12 @@ class Tape:
         strides: Shape | None = None,
         *,
         flop: int = 0,
-        read_bytes: int | None = None,
+        gathers: bool = False,
+        fusing: Fusing = POINTWISE,
     ) -> Array:
         """One kernel with one output, outside the graph."""
         out = self.empty(shape, dtype, strides)
-        self.launch(inputs, [out], flop=flop, read_bytes=read_bytes)
+        self.launch(inputs, [out], flop=flop, gathers=gathers, fusing=fusing)
         return out
 
     def launch(
@@ -143,17 +171,34 @@ class Tape:
         outputs: Sequence[Array],
         *,
         flop: int = 0,
-        read_bytes: int | None = None,
+        gathers: bool = False,
         is_kept: bool = False,
+        fusing: Fusing = POINTWISE,
     ) -> None:
         """One kernel: reads its inputs, writes its outputs.
 
-        `is_kept`: an operation whose outputs selective recompute keeps.
+        Args:
+            flop: of a product, which is a kernel of its own.
+            gathers: of the first input only the rows that are asked for are read.
+            is_kept: an operation whose outputs selective recompute keeps.
         """
-        if read_bytes is None:
-            read_bytes = sum(array.occupied_bytes for array in inputs)
-        moved = read_bytes + sum(array.occupied_bytes for array in outputs)
-        part = self._doing
+        self._go_on()
+        read = [array.occupied_bytes for array in inputs]
+        written = [array.occupied_bytes for array in outputs]
+        if gathers:
+            read[0] = min(read[0], sum(written))
+        moved = sum(read) + sum(written)
+        chain = self._doing
+        part = chain.part
+        fusing = fusing._replace(is_fusible=fusing.is_fusible and not flop)
+        self._chains.operation(
+            chain,
+            fusing,
+            [(array.storage.made.memory, n) for array, n in zip(inputs, read, strict=True)],
+            [(array.storage.made.memory, n) for array, n in zip(outputs, written, strict=True)],
+            is_alive=self._is_alive if self._in_backward else None,
+        )
+        self._is_chain_over = not fusing.is_fusible and not self._in_backward
         for doer in (self.place, part) if part is not None else (self.place,):
             work = doer.backward if self._in_backward else doer.forward
             work.add(flop=flop, moved_bytes=moved)
@@ -171,11 +216,13 @@ class Tape:
 
     def attended(self, call: Attended) -> None:
         """The kernel that was launched is fused attention, forward or backward."""
-        calls = (self._doing or self.place).attention
+        calls = (self._doing.part or self.place).attention
         (calls.backward if self._in_backward else calls.forward).append(call)
 
     def record(self, outputs: Sequence[Array], inputs: Sequence[Array], backward: Backward) -> None:
         """Put an operation into the graph, if a gradient can pass it."""
+        chain = self.place.chain
+        self._go_on()
         if self._in_backward or all(array.node is None for array in inputs):
             return
         node = Node(
@@ -184,7 +231,7 @@ class Tape:
             backward,
             [(array.node, array.index) if array.node else None for array in inputs],
             [(array.shape, array.dtype) for array in outputs],
-            part=self.place.part,
+            chain=chain,
         )
         self.layers.operation(inputs, outputs)
         for index, array in enumerate(outputs):
@@ -205,6 +252,7 @@ class Tape:
 
     def enter(self, name: str, inputs: Sequence[Array], *, is_block: bool) -> None:
         """A unit is called with these inputs."""
+        self._hand_on(inputs)
         self.timeline.close((self.place, False))
         self._go_to(Place(name, is_block))
         self.place.input_bytes = self._take(inputs)
@@ -212,9 +260,35 @@ class Tape:
     def leave(self, outputs: Sequence[Array]) -> None:
         """The unit returns."""
         self.layers.finish(outputs)
+        self._hand_on(outputs)
         self.place.output_bytes += sum({id(a): a.size_bytes for a in outputs}.values())
         self.timeline.close((self.place, False))
         self._go_to(Place(GLUE))
+
+    @contextmanager
+    def module(self, name: str) -> Iterator[None]:
+        """What runs within is of a module of this class: a norm is a chain of its own."""
+        kind = kind_of_module(name)
+        if kind is None:
+            yield
+            return
+        self._kinds.append(kind)
+        self._begin_chain()
+        yield
+        self._kinds.pop()
+        self._begin_chain()
+
+    def _begin_chain(self) -> None:
+        self._is_chain_over = False
+        self.place.begin_chain(0, self._kinds[-1] if self._kinds else None)
+
+    def _go_on(self) -> None:
+        """The node of a kernel that is no part of a chain goes with the chain before it."""
+        if self._is_chain_over:
+            self._begin_chain()
+
+    def _hand_on(self, arrays: Iterable[Array]) -> None:
+        self._chains.hand_on(array.storage.made.memory for array in arrays)
 
     def _go_to(self, place: Place) -> None:
         self.place = place
@@ -244,8 +318,11 @@ class Tape:
         `adapt` brings a gradient to the shape and dtype of what it belongs to.
         """
         assert root.node is not None
+        self._hand_on([root])
+        self._chains.settle_forward(self._is_saved, self._is_kept)
         self.timeline.close((self.place, False))
         self.place = root.node.place
+        self._is_chain_over = False
         self._in_backward = True
         self.timeline.open((self.place, True))
         one = self.run([], (), root.dtype)
@@ -258,6 +335,7 @@ class Tape:
             node = heapq.heappop(ready)[1]
             self._run(node, ready, adapt)
         self.timeline.close((self.place, True))
+        self._chains.settle_backward(self._is_alive)
 
     def _run(
         self,
@@ -266,7 +344,10 @@ class Tape:
         adapt: Callable[[Array, Shape, DType], Array],
     ) -> None:
         assert node.backward is not None
-        self._part = node.part
+        assert node.chain is not None
+        if node.chain is not self._chain:
+            self._chains.pause(self._is_alive)
+        self._chain = node.chain
         if node.place is not self.place:
             self.timeline.close((self.place, True))
             self.place = node.place
