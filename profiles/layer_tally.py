@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from profiles.affine import Affine
 from profiles.chains import Saving, Savings, add_savings
 from profiles.layers import LayerCost, Stretch
-from profiles.places import Attended, Layer, Part
-from profiles.work import AttentionCall, AttentionKernel, Fusible
+from profiles.places import Attended, Grouped, Layer, Part, trained_products
+from profiles.work import AttentionCall, AttentionKernel, Fusible, Product, ProductKind
 
 Line = Callable[[int, int | None], Affine]
 """Through a figure at the batch and at twice it."""
@@ -30,6 +30,7 @@ class LayerSum:
     layer: Layer
     calls: int = 0
     figures: dict[str, int] = dataclasses.field(default_factory=dict)
+    products: tuple[Grouped, ...] = ()
     attention: tuple[Attended, ...] = ()
     fusible: Savings = dataclasses.field(default_factory=dict)
 
@@ -43,6 +44,7 @@ class LayerSum:
         """Its calls in one more place; `saved` and `selective` are what parts keep."""
         add_savings(self.fusible, fusible)
         self.calls += layer.calls
+        self.products += trained_products(layer.after.forward, layer.after.backward)
         self.attention += layer.after.attention.trained()
         found = {name: getattr(layer, name) for name in _OF_CALLS}
         for name, part in (("own", layer.own), ("after", layer.after)):
@@ -73,6 +75,7 @@ def layer_cost(one: LayerSum, two: LayerSum | None, line: Line, samples: int) ->
 
     pieces, heads = layer.parts
     calls = attention_calls(one.attention, None if two is None else two.attention, samples)
+    products = grouped_products(one.products, None if two is None else two.products, samples)
     return LayerCost(
         **dataclasses.asdict(shape),
         calls=one.calls,
@@ -86,6 +89,7 @@ def layer_cost(one: LayerSum, two: LayerSum | None, line: Line, samples: int) ->
         own=stretch("own", Part(layer.own.place)),  # the layer's own are told apart
         after=stretch("after", layer.after).model_copy(
             update={
+                "products": products,
                 "attention": calls,
                 "fusible": fusibles(one.fusible, None if two is None else two.fusible, line),
             }
@@ -119,6 +123,35 @@ def attention_calls(
         for call in one
         if call.rows % samples == 0
     )
+
+
+def grouped_products(
+    one: Sequence[Grouped], two: Sequence[Grouped] | None, samples: int
+) -> tuple[Product, ...]:
+    """Products of experts of one sample, which share its rows evenly; none where two runs over
+    `samples` and over twice as many differ in them."""
+    if two is not None and [call._replace(rows=2 * call.rows) for call in one] != list(two):
+        return ()
+    found = []
+    for call in one:
+        rows = call.rows / samples
+        moved = Affine(
+            fixed=float(call.element_bytes * call.experts * call.n * call.k),
+            per_sample=call.element_bytes * rows * (call.n + call.k),
+        )
+        found.append(
+            Product(
+                kind=ProductKind.GROUPED,
+                m=Affine(per_sample=rows / call.experts),
+                n=call.n,
+                k=call.k,
+                count=call.experts,
+                forward_bytes=moved,
+                backward_bytes=moved * (1.0 + call.needs_input_gradient),
+                needs_input_gradient=call.needs_input_gradient,
+            )
+        )
+    return tuple(found)
 
 
 def fusibles(one: Savings, two: Savings | None, line: Line) -> tuple[Fusible, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from profiles.chains import Fusing
-from profiles.places import Attended
+from profiles.places import Attended, Grouped
 from profiles.torch_compat import Operator, aten_operators, is_mutable, storage_of
 from profiles.work import FusibleKind
 
@@ -108,6 +108,14 @@ def attended(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any])
         is_causal=bool(causal),
         element_bytes=query.element_size(),
     )
+
+
+def multiplied(operator: Operator, args: Sequence[Any], result: Tensor) -> Grouped | None:
+    """The product of experts that this is, of a forward or a gradient of one."""
+    if operator.overloadpacket.__name__ != "_grouped_mm" or len(args) < 3 or args[2] is None:
+        return None
+    a, _, ends, *_ = args
+    return Grouped(a.shape[-2], ends.shape[0], result.shape[-1], a.shape[-1], a.element_size())
 
 
 def launches(operator: Operator, *, makes_storage: bool) -> bool:

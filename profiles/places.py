@@ -14,13 +14,25 @@ from profiles.layers import LayerKind
 from profiles.work import FusibleKind
 
 
+class Grouped(NamedTuple):
+    """A product of `rows` by the weights of their experts, (k, n) each, in one kernel."""
+
+    rows: int
+    experts: int
+    n: int
+    k: int
+    element_bytes: int
+    needs_input_gradient: bool = True
+
+
 @dataclass(slots=True)
 class Work:
-    """What was run: see `UnitCost`."""
+    """What was run: see `UnitCost`. `grouped` is of what lies outside parts."""
 
     flop: int = 0
     moved_bytes: int = 0
     kernels: int = 0
+    grouped: list[Grouped] = field(default_factory=list)
 
     def add(self, *, flop: int, moved_bytes: int) -> None:
         """One operation."""
@@ -204,6 +216,13 @@ class Layer:
     @property
     def _of_heads(self) -> tuple[int, int]:
         return self.heads, self.shape.outputs // self.heads
+
+
+def trained_products(forward: Work, backward: Work) -> tuple[Grouped, ...]:
+    """Grouped products of the forward; weights or rows without a gradient leave one product back
+    of each."""
+    both = len(backward.grouped) >= 2 * len(forward.grouped)
+    return tuple(product._replace(needs_input_gradient=both) for product in forward.grouped)
 
 
 _FUSED = (2, 3)

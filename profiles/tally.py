@@ -6,9 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
 from profiles.chains import Savings, add_savings, savings
-from profiles.layer_tally import LayerSum, attention_calls, fusibles, layer_cost
+from profiles.layer_tally import (
+    LayerSum,
+    attention_calls,
+    fusibles,
+    grouped_products,
+    layer_cost,
+)
 from profiles.model import LOSS, Affine, UnitCost
-from profiles.places import Attended, Part, Place
+from profiles.places import Attended, Grouped, Part, Place, trained_products
 
 
 @dataclass(slots=True)
@@ -28,6 +34,7 @@ class Cost:
     forward_transient_bytes: int = 0
     backward_transient_bytes: int = 0
     layers: dict[str, LayerSum] = field(default_factory=dict)
+    products: tuple[Grouped, ...] = ()
     attention: tuple[Attended, ...] = ()
     fusible: Savings = field(default_factory=dict)
 
@@ -66,6 +73,7 @@ def tally(places: Iterable[Place], kept: Kept, *, peaks: Mapping[object, int]) -
         forward, backward = peaks.get((place, False), 0), peaks.get((place, True), 0)
         cost.forward_transient_bytes = max(cost.forward_transient_bytes, forward)
         cost.backward_transient_bytes = max(cost.backward_transient_bytes, backward)
+        cost.products += trained_products(place.forward, place.backward)
         cost.attention += place.attention.trained()
         saved = savings(place.chains, is_loss=called.name == LOSS)
         add_savings(cost.fusible, saved.get(None, {}))
@@ -99,12 +107,15 @@ def _unit_cost(one: Cost, two: Cost | None, samples: int) -> UnitCost:
         value = getattr(one, name)
         if name.endswith("_kernels"):
             values[name] = value
-        elif name not in ("layers", "attention", "fusible"):
+        elif name not in ("layers", "products", "attention", "fusible"):
             values[name] = line(value, None if two is None else getattr(two, name))
     values["layers"] = [
         layer_cost(layer, two.layers.get(path) if two is not None else None, line, samples)
         for path, layer in one.layers.items()
     ]
+    values["products"] = grouped_products(
+        one.products, None if two is None else two.products, samples
+    )
     values["attention"] = attention_calls(
         one.attention, None if two is None else two.attention, samples
     )

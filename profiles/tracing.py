@@ -22,6 +22,7 @@ from profiles.operators import (
     fusing_of,
     kept_operators,
     launches,
+    multiplied,
     occupied_bytes,
     read_bytes,
 )
@@ -322,6 +323,10 @@ class Trace(Pretence):
         if call is not None:
             calls = (part or self.place).attention
             (calls.backward if self._in_backward else calls.forward).append(call)
+        grouped = multiplied(operator, args, outputs[0]) if flop else None
+        if grouped is not None:
+            here = part or self.place
+            (here.backward if self._in_backward else here.forward).grouped.append(grouped)
         if self._in_backward:
             return
         written = tensors_written(operator, args, kwargs) if is_mutable(operator) else []

@@ -12,6 +12,7 @@ from profiles.families.layers import activate
 from profiles.families.llama import Shape
 from profiles.families.network import Family, Unit
 from profiles.families.tape import ALONE, GATHER, Gradient
+from profiles.places import Grouped
 
 
 def mixtral(fields: Fields) -> Family:
@@ -151,12 +152,16 @@ def _grouped(rows: Array, weight: Array, ends: Array) -> Array:
     saved_rows, saved_weight, ends = tape.save(rows), tape.save(weight), tape.save(ends)
     out = tape.empty((rows.shape[0], wide), dtype)
     tape.launch([rows, weight, ends], [out], flop=flop, is_kept=True)
+    product = Grouped(rows.shape[0], weight.shape[0], wide, narrow, dtype.size_bytes)
+    tape.multiplied(product)
 
     def backward(g: Array) -> list[Gradient]:
         for_weight = tape.empty(saved_weight.shape, dtype)
         tape.launch([saved_rows, g, ends], [for_weight], flop=flop)
+        tape.multiplied(product)
         for_rows = tape.empty(saved_rows.shape, dtype)
         tape.launch([g, saved_weight, ends], [for_rows], flop=flop)
+        tape.multiplied(product)
         return [for_rows, for_weight]
 
     tape.record([out], [rows, weight], backward)

@@ -19,7 +19,7 @@ from profiles.chains import Chain, Chains, Fusing, kind_of_module
 from profiles.families.arrays import Array, DType, Made, Shape, Storage, contiguous
 from profiles.families.layer_calls import LayerCalls
 from profiles.model import GLUE, Numerics
-from profiles.places import Attended, Part, Place
+from profiles.places import Attended, Grouped, Part, Place
 from profiles.tally import Kept
 from profiles.timeline import Timeline
 from profiles.work import FusibleKind
@@ -218,6 +218,11 @@ class Tape:
         """The kernel that was launched is fused attention, forward or backward."""
         calls = (self._doing.part or self.place).attention
         (calls.backward if self._in_backward else calls.forward).append(call)
+
+    def multiplied(self, product: Grouped) -> None:
+        """The kernel that was launched is a grouped product, or a gradient of one."""
+        here = self._doing.part or self.place
+        (here.backward if self._in_backward else here.forward).grouped.append(product)
 
     def record(self, outputs: Sequence[Array], inputs: Sequence[Array], backward: Backward) -> None:
         """Put an operation into the graph, if a gradient can pass it."""
