@@ -13,7 +13,7 @@ from engines.tensor.split_proof import SplitProof, require_one_use
 from engines.tensor.styles import Kind, Style, as_pairs, without_numbers
 from engines.tensor.tied_weights import split_differently
 from engines.tensor.unit_copy import UnitCopy, UnitKind, copy_unit, unit_kinds
-from engines.tensor.unit_proof import prove_unit
+from engines.tensor.unit_proof import CallResult, prove_unit, run_whole
 from engines.tensor.variants import Styles, sequence_variants, variants
 from profiles.batch import Batch, map_batch
 from profiles.errors import ModelError, PlanError
@@ -202,6 +202,7 @@ class _Trial:
         self.why: dict[str, str] = {}
         self._rules = rules
         self._size = size
+        self._whole: CallResult | None = None
 
     def take_rules(self) -> None:
         """Take the styles of the rules, untried."""
@@ -214,11 +215,12 @@ class _Trial:
         refused = dict(self.why)
         styles, self.why = self._rules.with_pairs(pairs)
         self.why |= refused
-        for path, style in styles.items():
-            if path not in self.styles:
-                reason = self._try({path: (style,)})
-                if reason:
-                    self.why[path] = reason
+        left: Styles = {path: (s,) for path, s in styles.items() if path not in self.styles}
+        if len(left) > 1 and not self._try(left):  # most often right, and one trial for all
+            left = {}
+        for path, style in left.items():
+            if reason := self._try({path: style}):
+                self.why[path] = reason
         if by_tokens:
             self._split_tokens(pairs)
 
@@ -249,7 +251,8 @@ class _Trial:
     def _try(self, styles: Mapping[str, tuple[Style, ...]]) -> str:
         """Take `styles` if they are right; else returns the reason."""
         together = {**self.styles, **styles}
-        verdict = prove_unit(self.copy, together, size=self._size)
+        self._whole = self._whole or run_whole(self.copy)
+        verdict = prove_unit(self.copy, together, size=self._size, whole=self._whole)
         if not verdict.why_not:
             self.styles, self.partial = together, verdict.partial
         return verdict.why_not

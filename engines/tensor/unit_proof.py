@@ -40,7 +40,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class _CallResult:
+class CallResult:
     """The outputs of a call, and the gradients after its backward."""
 
     outputs: list[Tensor]
@@ -48,13 +48,28 @@ class _CallResult:
     of_parameters: dict[str, Tensor]
 
 
-def prove_unit(copy: UnitCopy, styles: Mapping[str, Sequence[Style]], *, size: int) -> Verdict:
-    """Prove that `copy`, split over `size` ranks by `styles` (paths in it), is the whole unit."""
-    whole = _run(copy.fresh(), copy)
+def run_whole(copy: UnitCopy) -> CallResult:
+    """Run the whole unit once: every split of it must give the same."""
+    return _run(copy.fresh(), copy)
+
+
+def prove_unit(
+    copy: UnitCopy,
+    styles: Mapping[str, Sequence[Style]],
+    *,
+    size: int,
+    whole: CallResult | None = None,
+) -> Verdict:
+    """Prove that `copy`, split over `size` ranks by `styles` (paths in it), is the whole unit.
+
+    Args:
+        whole: `run_whole(copy)`, where several splits of it are tried.
+    """
+    whole = whole or run_whole(copy)
     record = _Record()
     observed = copy.fresh(frozen=True)
     cuts: dict[str, Slice] = {}
-    runs: list[_CallResult] = []
+    runs: list[CallResult] = []
     try:
         split(observed, styles, record)
         _run(observed, copy)
@@ -251,7 +266,7 @@ def _same(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _run(unit: nn.Module, copy: UnitCopy) -> _CallResult:
+def _run(unit: nn.Module, copy: UnitCopy) -> CallResult:
     """One call and its backward from random gradients of the outputs."""
     args, kwargs, given = copy.inputs()
     outputs = copy.outputs(unit(*args, **kwargs))
@@ -263,10 +278,10 @@ def _run(unit: nn.Module, copy: UnitCopy) -> _CallResult:
     with torch.no_grad():
         again = copy.outputs(unit(*args, **kwargs))  # some modules take another path then
     gradients = {n: p.grad for n, p in unit.named_parameters() if p.grad is not None}
-    return _CallResult([t.detach() for t in [*outputs, *again]], [t.grad for t in given], gradients)
+    return CallResult([t.detach() for t in [*outputs, *again]], [t.grad for t in given], gradients)
 
 
-def _require_equal(run: _CallResult, whole: _CallResult) -> None:
+def _require_equal(run: CallResult, whole: CallResult) -> None:
     if len(run.outputs) != len(whole.outputs) or not all(map(_close, run.outputs, whole.outputs)):
         raise _UnitDiffers("an output differs from that of the whole unit")
     floor = _largest(whole.of_inputs)
@@ -278,7 +293,7 @@ def _require_equal(run: _CallResult, whole: _CallResult) -> None:
 
 
 def _partial(
-    runs: Sequence[_CallResult], whole: _CallResult, cuts: Mapping[str, Slice]
+    runs: Sequence[CallResult], whole: CallResult, cuts: Mapping[str, Slice]
 ) -> frozenset[str]:
     """The whole parameters whose gradients are parts of a sum."""
     floor = _largest(whole.of_parameters.values())
