@@ -15,7 +15,7 @@ from advisor.cost.ledger import disk_bytes_per_s
 from advisor.cost.memory import ALLOCATOR_SLACK
 from advisor.decide import Choice, decide
 from advisor.facts import Facts
-from advisor.fragmentation import MOST_SLACK
+from advisor.fragmentation import most_slack
 from advisor.levers import (
     LOSS_CHUNKS,
     TOKENS_STEP,
@@ -145,7 +145,8 @@ def _more_memory(
         return list(_verified(change, changed, tried, pins))
 
     # Pieces that are too small may take more than the usual share, but no more than they ever did.
-    yield from hint(least) or hint(least * (1 + MOST_SLACK) / (1 + ALLOCATOR_SLACK))
+    most = (1 + most_slack(facts.model)) / (1 + ALLOCATOR_SLACK)
+    yield from hint(least) or hint(least * most)
 
 
 def _main_memory(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:

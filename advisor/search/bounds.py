@@ -47,13 +47,14 @@ def bounds_of(space: Space, kept: Kept, policy: Policy) -> Bounds:
     usable = policy.usable_bytes(device)
     microbatches = Microbatches(space, kept)
     found = Bounds(np.zeros(count), np.zeros(count))
-    for is_whole, peak_bytes in ((True, whole_peak_bytes), (False, staged_peak_bytes)):
+    for is_whole in (True, False):
         rows = np.flatnonzero((space.pp == 1) == is_whole)
         if not len(rows):
             continue
         columns = Columns(space.part(rows), microbatches, for_memory=True)
         least = columns.of(lambda g: g.unit_bytes)
-        peak = np.maximum(peak_bytes(columns), upper_end(least, device))
+        peak = whole_peak_bytes(columns, usable) if is_whole else staged_peak_bytes(columns)
+        peak = np.maximum(peak, upper_end(least, device))
         found.peak_high_bytes[rows] = peak
         rows = rows[peak * (1 - ROUNDING) <= usable]
         if not len(rows):

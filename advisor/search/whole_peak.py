@@ -36,6 +36,8 @@ from profiles.stack import TORCH
 _SHARES_DIFFER = 5e-3
 # Sums in another order differ in their last digits.
 _ROUNDING = 1e-12
+# Times the usable memory: nobody asks how much exactly such plans miss.
+_FAR_TOO_MUCH = 2
 # So many ranks that nothing is left of a shard.
 _ENDLESS = 1 << 50
 _THREADS = KINDS.index(DataParallel.THREADS)
@@ -70,19 +72,21 @@ class StepMoments:
         )
 
 
-def whole_peak_bytes(columns: Columns) -> Floats:
+def whole_peak_bytes(columns: Columns, usable_bytes: float) -> Floats:
     """The upper end of the peak: for microbatches of one and two samples that of the estimate, for
-    others no more."""
+    others no more. Rows whose states alone are far too much are not looked at more closely."""
     peaks = _Peaks(columns)
     space, facts = columns.space, columns.costs.facts
     always, last, last_doubtful = peaks.beside_moments()
     total, doubtful, ahead = last.copy(), last_doubtful.copy(), np.zeros(len(space))
     several = (space.forwards > 1).astype(np.int64)
-    keys = np.stack([columns.group, peaks.kind, several])
+    is_open = np.flatnonzero(always + last <= _FAR_TOO_MUCH * usable_bytes)
+    keys = np.stack([columns.group, peaks.kind, several])[:, is_open]
     alike, which = np.unique(keys, axis=1, return_inverse=True)
-    order = np.argsort(which.ravel(), kind="stable")
+    order = is_open[np.argsort(which.ravel(), kind="stable")]
     ends = np.cumsum(np.bincount(which.ravel(), minlength=alike.shape[1]))
-    for (_, kind, again), rows in zip(alike.T, np.split(order, ends[:-1]), strict=True):
+    groups = np.split(order, ends[:-1]) if len(is_open) else []
+    for (_, kind, again), rows in zip(alike.T, groups, strict=True):
         found = peaks.moments(int(rows[0]), KINDS[kind], forwards=1 + int(again))
         shared = found.sharded / columns.shards[rows, None]
         every = np.column_stack([found.fixed + shared + peaks.own[rows, None], last[rows]])
@@ -98,8 +102,8 @@ def whole_peak_bytes(columns: Columns) -> Floats:
     allocated = always + total + batch.fixed + batch.per_sample * local + facts.model.buffer_bytes
     peak = upper_end(allocated, facts.cluster.device, doubtful=doubtful, ahead=ahead)
     # Threads keep the states of torch whatever else the stack does.
-    is_open = (space.kind == _THREADS) & (columns.costs.stack.states is not None)
-    return np.where(is_open, 0.0, peak)
+    is_unknown = (space.kind == _THREADS) & (columns.costs.stack.states is not None)
+    return np.where(is_unknown, 0.0, peak)
 
 
 class _Peaks:
