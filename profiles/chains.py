@@ -32,6 +32,7 @@ class Saving(NamedTuple):
     forward_kernels: int = 0
     backward_kernels: int = 0
     activation_bytes: int = 0
+    transient_bytes: int = 0
 
     def plus(self, other: Saving) -> Saving:
         return Saving(*(a + b for a, b in zip(self, other, strict=True)))
@@ -72,11 +73,12 @@ class Chain:
         part: of the place, that runs them; None before its first layer.
         kind: of all operations within a module; None where each operation says.
         hints: kinds of characteristic operations.
+        unmade: memory that one kernel never makes.
     """
 
     __slots__ = (
         "backward", "forward", "hints", "ingredients", "is_scores", "kind", "part", "place",
-        "remade", "saving",
+        "remade", "saving", "unmade",
     )  # fmt: skip
 
     def __init__(self, place: Place, part: Part | None, kind: FusibleKind | None) -> None:
@@ -85,6 +87,7 @@ class Chain:
         self.hints: set[FusibleKind] = set()
         self.is_scores = False  # softmax of scores: attention written out
         self.saving = Saving()
+        self.unmade: set[int] = set()
         self.remade: set[int] = set()  # memory that is made again in the backward
         self.ingredients: dict[int, int] = {}  # bytes of what that is made of, by memory
 
@@ -226,6 +229,12 @@ class Chains:
             if gain > 0:
                 chain.remade, chain.ingredients = remade, ingredients
                 chain.saving = chain.saving._replace(activation_bytes=gain)
+            chain.unmade |= {
+                memory
+                for memory in traffic.made
+                if self._is_inner(traffic, memory)
+                and (memory in chain.remade or not is_kept(memory))
+            }
         self._all.clear()
         self._last = None
 
@@ -244,6 +253,7 @@ class Chains:
             chain.saving = chain.saving._replace(
                 backward_moved_bytes=moved, backward_kernels=kernels
             )
+            chain.unmade |= {m for m in traffic.made if self._is_inner(traffic, m)}
         self._all.clear()
 
     def _saved(

@@ -119,11 +119,7 @@ def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: b
         looked_at = _looked_at(subject, trace)
         ignored = _gradient_numbers(found.values(), storages)
         return Look(
-            costs=tally(
-                trace.places,
-                kept,
-                peaks=storages.timeline.peaks(ignored=ignored),
-            ),
+            costs=tally(trace.places, kept, storages.timeline, ignored=ignored),
             shared=frozenset(trace.shared),
             unused=tuple(
                 subject.names[key][0]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from profiles.chains import Savings, add_savings, savings
+from profiles.chains import Saving, Savings, add_savings, savings
 from profiles.layer_tally import (
     LayerSum,
     attention_calls,
@@ -15,6 +15,8 @@ from profiles.layer_tally import (
 )
 from profiles.model import LOSS, Affine, UnitCost
 from profiles.places import Attended, Grouped, Part, Place, trained_products
+from profiles.timeline import Timeline
+from profiles.work import FusibleKind
 
 
 @dataclass(slots=True)
@@ -50,12 +52,15 @@ class Kept:
     selective_by_part: Mapping[Part, int]
 
 
-def tally(places: Iterable[Place], kept: Kept, *, peaks: Mapping[object, int]) -> dict[str, Cost]:
+def tally(
+    places: Sequence[Place], kept: Kept, timeline: Timeline, *, ignored: frozenset[int]
+) -> dict[str, Cost]:
     """All calls of a unit together, in the order of first calls; of transients the highest.
 
     Args:
-        peaks: of the windows (place, is_backward).
+        timeline: has the windows (place, is_backward); `ignored` allocations count nowhere.
     """
+    peaks = timeline.peaks(ignored=ignored)
     found: dict[str, Cost] = {}
     for called in places:
         cost = found.setdefault(called.name, Cost())
@@ -80,6 +85,13 @@ def tally(places: Iterable[Place], kept: Kept, *, peaks: Mapping[object, int]) -
         for path, layer in place.layers.items():
             total = cost.layers.setdefault(path, LayerSum(layer))
             total.add(layer, kept.by_part, kept.selective_by_part, saved.get(layer.after, {}))
+    losses = [place for place in places if place.name == LOSS]
+    unmade = {m for place in losses for chain in place.chains for m in chain.unmade}
+    if unmade and found[LOSS].fusible:
+        fused = timeline.peaks(ignored=ignored | unmade)
+        windows = [(place, is_backward) for place in losses for is_backward in (False, True)]
+        spared = max(peaks.get(window, 0) - fused.get(window, 0) for window in windows)
+        add_savings(found[LOSS].fusible, {FusibleKind.LOSS: Saving(transient_bytes=spared)})
     return found
 
 

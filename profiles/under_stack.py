@@ -73,7 +73,7 @@ def _unit_cost(cost: UnitCost, unit: UnitProfile, stack: Stack) -> UnitCost:
         change: _Change = {}
         for fusible in part.fusible:
             if _is_saved(fusible, stack):
-                _add(change, _saved(fusible, stack))
+                _add(change, _saved(fusible, stack, part.activation_bytes.per_sample))
                 kernels[0] -= fusible.forward_kernels
                 kernels[1] -= fusible.backward_kernels
         for call in part.attention:
@@ -110,9 +110,7 @@ def _unit_cost(cost: UnitCost, unit: UnitProfile, stack: Stack) -> UnitCost:
     inside = Stretch(**{name: _rest(cost, name) for name in _AMOUNTS}, fusible=cost.fusible,
                      attention=cost.attention)  # fmt: skip
     _add(total, changed(inside))
-    transient = sum(
-        _part_saved(f, stack) * f.transient_bytes for f in cost.fusible if _is_saved(f, stack)
-    )
+    spared = _transients_saved(cost, stack)
     update: dict[str, object] = {name: _moved(getattr(cost, name), total.get(name, 0.0))
                                  for name in _AMOUNTS}  # fmt: skip
     update |= {
@@ -121,8 +119,8 @@ def _unit_cost(cost: UnitCost, unit: UnitProfile, stack: Stack) -> UnitCost:
         "layers": tuple(layers),
         "attention": tuple(_by(call, stack) for call in cost.attention),
         "fusible": tuple(f for f in cost.fusible if not _is_saved(f, stack)),
-        "forward_transient_bytes": _moved(cost.forward_transient_bytes, -transient),
-        "backward_transient_bytes": _moved(cost.backward_transient_bytes, -transient),
+        "forward_transient_bytes": _moved(cost.forward_transient_bytes, -spared[0]),
+        "backward_transient_bytes": _moved(cost.backward_transient_bytes, -spared[1]),
     }
     return cost.model_copy(update=update)
 
@@ -142,16 +140,29 @@ def _is_saved(fusible: Fusible, stack: Stack) -> bool:
     return is_loss or stack.fuses(fusible.kind)
 
 
-def _part_saved(fusible: Fusible, stack: Stack) -> float:
-    """In place, the fp32 copy of the logits stays; the 16-bit ones, half as many bytes, do not."""
-    return 0.5 if fusible.kind is FusibleKind.LOSS and stack.loss is Loss.IN_PLACE else 1.0
+def _is_in_place(fusible: Fusible, stack: Stack) -> bool:
+    return fusible.kind is FusibleKind.LOSS and stack.loss is Loss.IN_PLACE
 
 
-def _saved(fusible: Fusible, stack: Stack) -> _Change:
+def _transients_saved(cost: UnitCost, stack: Stack) -> tuple[float, float]:
+    """Forward and backward. In place, the fp32 copy is made and then a gradient in 16 bits."""
+    done = [fusible for fusible in cost.fusible if _is_saved(fusible, stack)]
+    if any(_is_in_place(fusible, stack) for fusible in done):
+        there, back = cost.forward_transient_bytes, cost.backward_transient_bytes
+        kept = cost.activation_bytes.per_sample
+        return max(0.0, there.per_sample - kept), max(0.0, back.per_sample - kept / 2)
+    spared = sum(fusible.transient_bytes for fusible in done)
+    return spared, spared
+
+
+def _saved(fusible: Fusible, stack: Stack, kept: float) -> _Change:
+    """Of a part that keeps `kept` bytes. In place, the fp32 copy of the logits stays, and the
+    16-bit ones, half as many bytes, do not where they did."""
+    stays = kept / 2 if _is_in_place(fusible, stack) else 0.0
     return {
         "forward_moved_bytes": -fusible.forward_moved_bytes,
         "backward_moved_bytes": -fusible.backward_moved_bytes,
-        "activation_bytes": -_part_saved(fusible, stack) * fusible.activation_bytes,
+        "activation_bytes": -max(0.0, fusible.activation_bytes - stays),
     }
 
 
@@ -180,7 +191,8 @@ def _by(call: AttentionCall, stack: Stack) -> AttentionCall:
 
 
 def _moved(amount: Affine, delta: float) -> Affine:
-    return Affine(fixed=amount.fixed, per_sample=max(0.0, amount.per_sample + delta))
+    left = max(0.0, amount.per_sample + delta)
+    return Affine(fixed=max(amount.fixed, -left), per_sample=left)  # of one sample not below zero
 
 
 def _add(total: _Change, more: Mapping[str, float]) -> None:

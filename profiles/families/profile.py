@@ -153,7 +153,7 @@ def _costs(network: Network, family: Family) -> dict[str, Cost]:
     parameters = (p for unit in network.units.values() for p in unit.parameters.values())
     numbers = (gradient_number(parameter) for parameter in parameters)
     ignored = frozenset(number for number in numbers if number is not None)
-    return tally(tape.places, kept, peaks=tape.timeline.peaks(ignored=ignored))
+    return tally(tape.places, kept, tape.timeline, ignored=ignored)
 
 
 def _in_order(network: Network, costs: Mapping[str, UnitCost]) -> list[str]:

@@ -116,6 +116,18 @@ def test_layers_and_their_own_norm_have_nothing_to_fuse() -> None:
     assert sum(forward) == 0
 
 
+def test_a_loss_in_one_kernel_makes_nothing_beside_its_gradient() -> None:
+    """Operation by operation an fp32 copy lies beside its log-softmax, and two fp32 gradients side
+    by side in the backward; in place one fp32 copy, and a gradient in 16 bits."""
+    logits = SHAPE.length * SHAPE.vocab
+    loss = next(unit for unit in same_llama().units if unit.name == LOSS).cost(Numerics.BF16)
+    assert loss.fusible[0].transient_bytes == pytest.approx(2 * F32 * logits, rel=0.02)
+    for stack, there, back in (("megatron-core-0.12", F32, BF16), ("internevo", 0, 0)):
+        changed = under_stack(same_llama(), stack_named(stack)).units[-1].cost(Numerics.BF16)
+        assert changed.forward_transient_bytes.at(1) == pytest.approx(there * logits, rel=0.02)
+        assert changed.backward_transient_bytes.at(1) == pytest.approx(back * logits, rel=0.02)
+
+
 def parts(cost: UnitCost) -> list[Stretch]:
     return [part for layer in cost.layers for part in (layer.own, layer.after)]
 
