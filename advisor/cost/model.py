@@ -36,6 +36,7 @@ from advisor.cost.offload import filed_s, moved_s
 from advisor.cost.replay import replay
 from advisor.cost.runs import Run, runs_of
 from advisor.cost.small_collectives import apart_s, summed_s
+from advisor.cost.stage_memory import holds_outputs
 from advisor.cost.staged import Stage, staged
 from advisor.cost.stages import Stages
 from advisor.cost.tensor import Styled
@@ -298,6 +299,7 @@ class CostModel:
             plan.dp_shard,
             plan.recompute,
             plan.offload,
+            holds_outputs(plan, self.stack),
         )
         return self._stages.setdefault(key, {})
 
