@@ -110,3 +110,28 @@ def test_attention_on_the_cpu_counts_two_matmuls_forward_and_five_backward() -> 
     backward = formulas[aten._scaled_dot_product_flash_attention_for_cpu_backward]
     assert forward(q, k, k) == 2 * product
     assert backward(q, q, k, k) == 5 * product
+
+
+class Experts(nn.Module):
+    """16 rows of a sample shared out to four experts."""
+
+    def __init__(self, *, is_trained: bool) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.zeros(4, 8, 24), requires_grad=is_trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.zeros(4, dtype=torch.int32, device=x.device)
+        return torch._grouped_mm(self.before(x).reshape(-1, 8), self.weight, offs=ends)
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_products_of_experts_are_noted_with_the_rows_of_each(is_trained: bool) -> None:
+    """Two samples; frozen weights take one product back, and all FLOP are of these products."""
+    found = capture(Experts(is_trained=is_trained), torch.zeros(2, 16, 8))
+    (cost,) = (unit.cost(Numerics.AS_BUILT) for unit in found.units if unit.name == "(glue)")
+    (product,) = cost.products
+    assert (product.m.at(1), product.k, product.n, product.count) == (4, 8, 24, 4)
+    assert product.needs_input_gradient == is_trained
+    assert cost.forward_flop.at(1) == product.forward_flop(1)
+    assert cost.backward_flop.at(1) == (1 + is_trained) * product.forward_flop(1)
