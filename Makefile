@@ -35,7 +35,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@echo "== tests: about 22 minutes on 2 cores"
-	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 $(TESTS); \
+	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS); \
 	echo "== tests took $$((SECONDS - start)) s"
 
 matrix: $(STAMP)

@@ -12,6 +12,11 @@ from hypothesis import settings
 
 from tests.workers import Pool
 
+# Workers of xdist share the cores: threads of torch that wait for one another spin, and take many
+# times the time of one. No import above loads torch, which reads this once.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 # No test of what is right may fail because the machine has other work.
 settings.register_profile("shared machine", deadline=None)
