@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,13 +96,8 @@ def test_a_model_without_blocks_has_no_recompute() -> None:
     assert {p.recompute.value for p in legal_plans(whole, {})} == {"none"}
 
 
-def test_a_thousand_devices_are_planned_quickly(capsys: pytest.CaptureFixture[str]) -> None:
-    whole = facts(transformer(layers=126), gpus(128, 8), batch=8192)
-    start = time.perf_counter()
-    decision = choose(whole)
-    took = time.perf_counter() - start
-    with capsys.disabled():
-        sys.stdout.write(f"\n1,024 devices: {decision.weighed} plans weighed in {took:.2f} s\n")
+def test_a_thousand_devices_are_planned() -> None:
+    decision = choose(facts(transformer(layers=126), gpus(128, 8), batch=8192))
     assert decision.plan.world_size == 1024
     assert decision.weighed > 100
 
