@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -61,10 +62,10 @@ class Advise(click.Group):
                 say("interrupted")
             sys.exit(INTERRUPTED)
         except Exception as error:
-            _let_the_first_speak()
+            is_said = _is_first_to_speak()
             if "--debug" in words:
                 traceback.print_exception(error)
-            sys.exit(_report(error, colour="--no-color" not in words))
+            sys.exit(_report(error, colour="--no-color" not in words, is_said=is_said))
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -74,20 +75,32 @@ def local_rank() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _let_the_first_speak() -> None:
+def _is_first_to_speak() -> bool:
     """All ranks meet the same mistake in the same words: the first of a node says it.
 
-    torchrun ends the others as soon as it left. One that still lives then has a mistake of its own.
+    torchrun ends the others as soon as it left. One that still lives after some seconds may have a
+    mistake of its own, or the machine is slow: so the first leaves a mark in the folder that
+    torchrun makes for each attempt.
     """
     if rank := local_rank():
         try:
             time.sleep(FIRST_WORD_S + rank / 2)  # of those too, the first is enough
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
+    log = os.environ.get("TORCHELASTIC_ERROR_FILE")  # ATTEMPT/RANK/error.json
+    if log is None:
+        return True
+    try:
+        (Path(log).parents[1] / "advise-said").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except (OSError, IndexError):
+        return True
+    return True
 
 
-def _report(error: Exception, *, colour: bool) -> int:
-    """Say on stderr what went wrong; the exit code that it means."""
+def _report(error: Exception, *, colour: bool, is_said: bool) -> int:
+    """Say on stderr what went wrong, if `is_said`; the exit code that it means."""
     match error:
         case AdvisorError():
             shown = error
@@ -107,7 +120,8 @@ def _report(error: Exception, *, colour: bool) -> int:
             shown.exit_code = OUR_MISTAKE
     allowed = colour and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     label = click.style("error:", fg="red", bold=True) if allowed else "error:"
-    say(f"{label} {shown}")
+    if is_said:
+        say(f"{label} {shown}")
     return shown.exit_code
 
 

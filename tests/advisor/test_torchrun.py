@@ -176,6 +176,22 @@ def test_a_mistake_is_said_once_and_ends_the_job_at_once(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_mistake_that_another_rank_said_is_not_repeated_by_a_slow_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torchrun may take longer to end a rank than that one needs to find the mistake too."""
+    monkeypatch.setattr("advisor.command.FIRST_WORD_S", 0.0)
+    output = []
+    for rank in ("1", "0"):  # the second is the slow one
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
+        result = CliRunner().invoke(cli, ["gpt-10"])
+        assert result.exit_code == 2
+        output.append(result.stderr)
+    assert "error: unknown model `gpt-10`" in output[0]
+    assert output[1] == ""
+
+
 def test_a_mistake_of_one_rank_alone_is_said_by_it(
     second: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
