@@ -13,7 +13,6 @@ from advisor.candidates import refuse, searched
 from advisor.comparison import Kind, best_of, cuts_both_ways, kind
 from advisor.cost import CostModel
 from advisor.facts import Facts
-from advisor.fragmentation import fragments
 from advisor.outside import attempts, hopeless
 from advisor.policy import Objective, Policy
 from advisor.rules import Candidate, fastest_first, simplest_first, smallest_first, tie_limit_s
@@ -103,7 +102,7 @@ def decide(
     if not any(len(search.space) for search in searches):
         raise refuse(facts, pins)
     trace = walk(kept.costs, policy)
-    taken = _running(searches, kept.costs, policy, trace)
+    taken = _preferred(searches, policy, trace)
     if taken is None:
         taken, outside = _outside(kept, pins, policy, trace, styles=styles)
         searches += outside
@@ -178,7 +177,7 @@ def _outside(
             search.fastest(search.rows)
             if search.left_out["fits-host"]:
                 short.append(offload)
-        taken = _running(searches[first:], kept.costs, policy, trace)
+        taken = _preferred(searches[first:], policy, trace)
         if taken is not None:
             return taken, searches
     return None, searches
@@ -211,19 +210,6 @@ class _Taken:
 
     winner: Candidate
     fastest: Candidate
-
-
-def _running(
-    searches: Sequence[Search], costs: CostModel, policy: Policy, trace: Trace
-) -> _Taken | None:
-    """The preferred plan, and the fastest, that run when a step is replayed in the allocator."""
-    while (taken := _preferred(searches, policy, trace)) is not None:
-        finding = fragments(taken.winner, costs, policy)
-        if finding is None:
-            break
-        for search in searches:
-            search.refuse(taken.winner.plan, finding)
-    return taken
 
 
 def _preferred(searches: Sequence[Search], policy: Policy, trace: Trace) -> _Taken | None:

@@ -12,10 +12,8 @@ from advisor.candidates import searched
 from advisor.comparison import Shape, kind_words, nearest_miss, offloaded, shape, title
 from advisor.cost import CostModel
 from advisor.cost.ledger import disk_bytes_per_s
-from advisor.cost.memory import ALLOCATOR_SLACK
 from advisor.decide import Choice, decide
 from advisor.facts import Facts
-from advisor.fragmentation import most_slack
 from advisor.levers import (
     LOSS_CHUNKS,
     TOKENS_STEP,
@@ -137,16 +135,9 @@ def _more_memory(
     peaks = [c.estimate.peak_high_bytes for c in weighed if c.plan.offload is Offload.NONE]
     if not peaks:
         return
-    least = min(peaks) / (1 - tried.policy.headroom_fraction) * _ROUNDED_UP
-
-    def hint(needed: float) -> list[str]:
-        changed = varied(facts, Lever.MEMORY, needed)
-        change = f"take devices with {format_gib(needed)} of memory"
-        return list(_verified(change, changed, tried, pins))
-
-    # Pieces that are too small may take more than the usual share, but no more than they ever did.
-    most = (1 + most_slack(facts.model)) / (1 + ALLOCATOR_SLACK)
-    yield from hint(least) or hint(least * most)
+    needed = min(peaks) / (1 - tried.policy.headroom_fraction) * _ROUNDED_UP
+    changed = varied(facts, Lever.MEMORY, needed)
+    yield from _verified(f"take devices with {format_gib(needed)} of memory", changed, tried, pins)
 
 
 def _main_memory(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
+from profiles import catalogue
 from profiles.cluster import ClusterProfile, Collective, Device, HostBridge, Link, LinkFit
 from profiles.errors import InputError
 from profiles.provenance import Quantity
@@ -67,7 +68,9 @@ def slowest_of(
             "overlap": None,
         }
     )
-    return merged.model_copy(update={"notes": (*_said(profiles, merged, nodes), *notes)})
+    device = catalogue.in_cluster(merged.device, merged.intra, world=merged.world_size)
+    said = (*_said(profiles, merged, nodes), *notes)
+    return merged.model_copy(update={"device": device, "notes": said})
 
 
 def _require_alike(

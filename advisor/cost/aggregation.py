@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
-from advisor.cost.collective import ways
 from advisor.cost.ledger import Ledger
 from engines.optional.aggregation.rounds import Round, parts, rounds
 from engines.plan import Aggregation
@@ -88,13 +87,13 @@ def price(
     """
     if group_size < 2:
         return Price(0.0, 0.0, 0.0)
+    ledger = Ledger(cluster, {})
     if kind is Aggregation.BACKEND:
         reduced = Collective.ALL_REDUCE
-        found = ways(cluster, reduced, group_size=group_size, stride=stride)
         bus_bytes = reduced.bus_factor(group_size) * payload_bytes
-        return Price(min(way.seconds(payload_bytes) for way in found), bus_bytes, 0.0)
+        seconds = ledger.seconds(reduced, payload_bytes, group_size, stride)
+        return Price(seconds, bus_bytes, 0.0)
     per_node = cluster.ranks_per_node(group_size, stride)
-    ledger = Ledger(cluster, {})
     seconds = link_bytes = 0.0
     for step in steps(kind, group_size, per_node=per_node, devices=devices):
         one, load = slowest(step, payload_bytes, ledger, stride=stride)

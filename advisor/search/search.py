@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Any
 
@@ -19,7 +18,6 @@ from advisor.policy import Objective, Policy
 from advisor.rules import (
     NOT_ESTIMATED,
     Candidate,
-    Finding,
     fastest_first,
     fits_device,
     judged,
@@ -103,12 +101,6 @@ class Search:
                 self._weighed[index] = judged(plan, self._costs, self._policy)
                 self._failed.remove(index)
         return self._weighed.get(index)
-
-    def refuse(self, plan: Plan, finding: Finding) -> None:
-        """Leave out a plan that was weighed and of which more is known now."""
-        for index, candidate in self._weighed.items():
-            if candidate.plan == plan:
-                self._weighed[index] = replace(candidate, finding=finding)
 
     def kinds(self) -> list[tuple[Plan, Rows]]:
         """Rows that use the same axes and shard the same, with a plan that stands for them.

@@ -9,6 +9,7 @@ import pytest
 
 from advisor.cost import estimate
 from advisor.cost.aggregation import buffer_share, price, steps
+from advisor.cost.calibration import CALIBRATION
 from advisor.cost.collective import collective_s
 from engines.optional.aggregation.rounds import parts, rounds
 from engines.plan import Aggregation, Plan
@@ -18,7 +19,7 @@ from tests.factories import chain, cpus, facts, gpus
 
 KINDS = [kind for kind in Aggregation if kind is not Aggregation.BACKEND]
 S = 1e9  # bytes
-A, RATE = 5e-6, 360e9  # of links in a node of `gpus`
+A, RATE = 5e-6, CALIBRATION.collectives * 360e9  # of links in a node of `gpus`, inside a step
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
@@ -52,7 +53,8 @@ def test_a_parameter_device_is_the_bottleneck_that_a_ring_has_not() -> None:
 def test_a_ring_is_the_backends_all_reduce_where_that_is_a_ring() -> None:
     node = gpus(1, 8)
     ring = price(Aggregation.RING, S, node, group_size=8).seconds
-    assert ring == pytest.approx(collective_s(node, Collective.ALL_REDUCE, S, group_size=8))
+    payload = S / CALIBRATION.collectives  # as long as on links that nothing shares
+    assert ring == pytest.approx(collective_s(node, Collective.ALL_REDUCE, payload, group_size=8))
     own = price(Aggregation.BACKEND, S, node, group_size=8)
     assert own.seconds == pytest.approx(ring)
     assert own.link_bytes == pytest.approx(14 / 8 * S)
@@ -62,10 +64,11 @@ def test_between_two_slow_nodes_a_hierarchy_sends_what_trees_would() -> None:
     """By hand, 2 nodes of 8 at 10 GB/s: 7 + 7 rounds of S/8 inside, 2 of S/16 a rank between."""
     slow = gpus(2, 8, inter_bytes_per_s=10e9)
     found = price(Aggregation.HIERARCHICAL, S, slow, group_size=16).seconds
-    inside, between = 14 * (A + S / 8 / RATE), 2 * (10e-6 + S / 16 / (10e9 / 8))
+    rate = CALIBRATION.collectives * 10e9
+    inside, between = 14 * (A + S / 8 / RATE), 2 * (10e-6 + S / 16 / (rate / 8))
     assert found == pytest.approx(inside + between)
     ring = price(Aggregation.RING, S, slow, group_size=16).seconds
-    assert ring == pytest.approx(30 * (10e-6 + S / 16 / 10e9))
+    assert ring == pytest.approx(30 * (10e-6 + S / 16 / rate))
     assert ring > 1.7 * found
 
 

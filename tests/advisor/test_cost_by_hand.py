@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from advisor.choose import choose
 from advisor.cost import CostModel
+from advisor.cost.calibration import CALIBRATION
 from advisor.facts import Facts
 from advisor.parts import with_parts
 from advisor.sweep.points import Swept, sweep
@@ -69,7 +70,8 @@ def test_every_microbatch_waits_for_what_goes_and_for_what_comes_back() -> None:
     parted = CostModel(facts(machines(), model)).estimate(PLAN)
     whole = model.model_copy(update={"crossings": {}})
     together = CostModel(facts(machines(), whole)).estimate(PLAN)
-    waited = ROUNDS * 2 * (LATENCY_S + ROWS * ROW_BYTES / RATE)
+    rate = RATE * CALIBRATION.collectives  # inside a step
+    waited = ROUNDS * 2 * (LATENCY_S + ROWS * ROW_BYTES / rate)
     assert parted.step_s - together.step_s == pytest.approx(waited)
     assert parted.time.exposed_s == pytest.approx(waited)
     assert {t.purpose: (t.payload_bytes, t.count) for t in parted.traffic} == {

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from advisor import decide
 from advisor.choose import choose
 from advisor.cost import CostModel
-from advisor.cost.memory import ALLOCATOR_SLACK
-from advisor.cost.rank_step import can_replay, rank_step
+from advisor.cost.rank_step import rank_step
 from advisor.decision import Decision
 from advisor.facts import Facts
-from advisor.fragmentation import MOST_SLACK, fragments
-from advisor.policy import Policy
-from advisor.rules import Candidate, Finding
 from profiles.clusters import cluster_from_name
 from profiles.transformer import TransformerShape, transformer_profile
 from profiles.workload import Workload
@@ -62,7 +57,7 @@ def test_the_replay_allocates_what_the_estimate_adds_up(pins: dict[str, object])
     found = rank_step(costs, decision.plan, stages[0].rank if stages else 0).replay()
     allocated = decision.estimate.peak_bytes - decision.estimate.memory.context
     assert found.allocated_bytes == pytest.approx(allocated, rel=0.03)
-    assert found.reserved_bytes <= (1 + MOST_SLACK) * found.allocated_bytes
+    assert found.reserved_bytes <= 1.36 * found.allocated_bytes
 
 
 def test_every_microbatch_in_flight_is_there() -> None:
@@ -72,44 +67,3 @@ def test_every_microbatch_in_flight_is_there() -> None:
     ahead = [each.is_forward for each in first.order].index(False)
     assert ahead == 4
     assert [each.is_forward for each in last.order].index(False) == 1
-
-
-def with_room(decision: Decision, slack: float) -> tuple[CostModel, Candidate]:
-    """The plan on a device that has `slack` of what may be allocated beside it."""
-    device = decision.facts.cluster.device
-    context = device.context_bytes.high
-    allocated = (decision.estimate.peak_high_bytes - context) / (1 + ALLOCATOR_SLACK)
-    room = (allocated * (1 + slack) + context) / Policy().usable_bytes(device)
-    memory = device.memory_bytes.model_copy(update={"value": device.memory_bytes.value * room})
-    own = decision.facts.cluster.model_copy(
-        update={"device": device.model_copy(update={"memory_bytes": memory})}
-    )
-    found = decision.facts.model_copy(update={"cluster": own})
-    return CostModel(found), Candidate(decision.plan, decision.estimate)
-
-
-def test_a_plan_does_not_run_where_its_pieces_find_no_room() -> None:
-    _, decision = chosen({"dp_shard": 8, "microbatch_size": 2})
-    costs, candidate = with_room(decision, 0.0)
-    finding = fragments(candidate, costs, Policy())
-    assert finding is not None
-    assert "pieces" in finding.because
-    assert fragments(candidate, with_room(decision, MOST_SLACK)[0], Policy()) is None
-
-
-def test_what_is_refused_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = choose(facts())
-
-    def refuse(candidate: Candidate, costs: CostModel, policy: Policy) -> Finding | None:
-        said = Finding(rule="fits-device", because="said so", missing_bytes=1.0)
-        return said if candidate.plan == free.plan else None
-
-    monkeypatch.setattr(decide, "fragments", refuse)
-    assert choose(facts()).plan != free.plan
-
-
-def test_processors_have_no_caching_allocator() -> None:
-    found = facts()
-    cpu = found.cluster.device.model_copy(update={"kind": "cpu"})
-    on_cpu = found.model_copy(update={"cluster": found.cluster.model_copy(update={"device": cpu})})
-    assert not can_replay(CostModel(on_cpu), choose(found, pins=PLANS[0]).plan)

@@ -11,6 +11,7 @@ from torch import nn
 from advisor.auto import advise
 from advisor.choose import choose
 from advisor.cost import estimate
+from advisor.cost.calibration import CALIBRATION
 from advisor.decision import Decision
 from advisor.demo.resnet import ResNet
 from advisor.networks import network_profile
@@ -86,7 +87,7 @@ def test_what_loses_something_is_offered_with_its_gain_and_taken_when_allowed() 
 
 def test_the_way_that_loses_less_is_taken_on_a_tie() -> None:
     """At 8 GB/s PowerSGD is ahead of half of the bytes, by less than the margin."""
-    decision = decided(gpus(2, 2, inter_bytes_per_s=8e9))
+    decision = decided(gpus(2, 2, inter_bytes_per_s=8e9 / CALIBRATION.collectives))
     factors = {"compression": Compression.POWERSGD, "compression_rank": 4}
     faster = estimate(decision.plan.model_copy(update=factors), decision.facts)
     assert faster.step_s < decision.estimate.step_s < 1.05 * faster.step_s

@@ -162,7 +162,7 @@ class TestReport:
     def test_it_points_out_what_is_notable_and_no_more(self) -> None:
         (hint,) = levers.hint(decided(on()))
         assert hint.startswith("levers on this plan: ")
-        assert "CUDA graphs (-" in hint
+        assert "fp8 products (-" in hint
         assert "priced only, no engine of ours does it" in hint
         assert "offload" not in hint  # it takes longer and saves nothing that is needed
 
