@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engines import product_time as module
-from engines.product_time import ProductTime
+from engines.runtime import product_time as module
+from engines.runtime.product_time import ProductTime
 
 CPU = torch.device("cpu")
 
