@@ -144,9 +144,10 @@ class Rates:
         share = product_efficiency(self.device, one, peak)
         if self.device.kind != "cpu":
             forward = flop == product.forward_flop
-            share = min(share, wave_share(self.device, product, forward=forward))
+            waves = wave_share(self.device, product, forward=forward)
+            # Without a number of multiprocessors the rows of one expert still fill whole tiles.
+            share = min(share, waves) if waves else share * tile_share(product.m, product.kind)
         share *= self.calibration.product_share(product.n, product.k, product.kind, self.device)
-        share *= tile_share(product.m, product.kind)
         reached = peak * self._best_share() * share
         written = 0.0 if self.device.kind == "cpu" else min(moved_bytes, _written(product, flop))
         moved_bytes -= written

@@ -62,35 +62,37 @@ class Sharded:
         self, ledger: Ledger, nbytes: float, expert_bytes: float = 0.0, *, count: float = 1
     ) -> float:
         """Seconds to gather a unit of `nbytes` once, `expert_bytes` of them experts."""
-        kind, share = Collective.ALL_GATHER, self.compute_share
-        rest = (nbytes - expert_bytes) * share
-        return (
-            _charged(ledger, kind, "parameters", rest, self.shards, count)
-            + _charged(
-                ledger, kind, "parameters of experts", expert_bytes * share, self.experts, count
-            )
-            + self._host_s(ledger, nbytes, count)
-        )
+        parts = self.compute_share * (nbytes - expert_bytes), self.compute_share * expert_bytes
+        seconds = self._among_shards(ledger, Collective.ALL_GATHER, "parameters", parts, count)
+        return seconds + self._host_s(ledger, nbytes, count)
 
     def reduce_s(
         self, ledger: Ledger, nbytes: float, expert_bytes: float = 0.0, *, count: float = 1
     ) -> float:
         """Seconds to reduce the gradients of a unit once, each rank to its shard."""
-        kind, share = Collective.REDUCE_SCATTER, self.reduced_share
-        rest = (nbytes - expert_bytes) * share
-        return (
-            _charged(ledger, kind, "gradients", rest, self.shards, count)
-            + _charged(
-                ledger, kind, "gradients of experts", expert_bytes * share, self.experts, count
-            )
-            + self._host_s(ledger, share * nbytes, count)
-        )
+        parts = self.reduced_share * (nbytes - expert_bytes), self.reduced_share * expert_bytes
+        seconds = self._among_shards(ledger, Collective.REDUCE_SCATTER, "gradients", parts, count)
+        return seconds + self._host_s(ledger, self.reduced_share * nbytes, count)
 
     def replicate_s(self, ledger: Ledger, nbytes: float, *, count: float = 1) -> float:
         """Seconds to sum the gradient shards of a unit between replicas."""
         shard = self.reduced_share * nbytes / self.shards[0]
         kind, purpose = Collective.ALL_REDUCE, "gradient shards"
         return _charged(ledger, kind, purpose, shard, self.replicas, count)
+
+    def _among_shards(
+        self,
+        ledger: Ledger,
+        kind: Collective,
+        purpose: str,
+        parts: tuple[float, float],
+        count: float,
+    ) -> float:
+        """Of a unit's bytes without experts, and of its experts."""
+        rest, experts = parts
+        return _charged(ledger, kind, purpose, rest, self.shards, count) + _charged(
+            ledger, kind, f"{purpose} of experts", experts, self.experts, count
+        )
 
     def _host_s(self, ledger: Ledger, nbytes: float, count: float) -> float:
         return ledger.to_host(nbytes / self.shards[0], count=count) if self.to_host else 0.0

@@ -20,15 +20,17 @@ from profiles.work import ProductKind
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.65))
 
 
-def wave_share(device: Device, product: ProductLoad, *, forward: bool) -> float:
+def wave_share(device: Device, product: ProductLoad, *, forward: bool) -> float | None:
     """Rate of a product over that of one whose tiles fill every wave, up to 1.
 
-    A backward has two: (m, k), and (k, n), whose sums are over rows; libraries split the sums of
-    results with few tiles.
+    None for devices whose multiprocessors are unknown.
+
+    A backward has two: (m, k), and (k, n), whose sums are over rows: long ones, which libraries
+    split where tiles are few.
     """
     count = multiprocessors(device.name)
     if count is None:
-        return 1.0
+        return None
     # Products of experts and of heads are one kernel.
     batch = 1.0 if product.kind is ProductKind.LINEAR else product.repeats
     columns = product.n if forward else product.k
@@ -41,7 +43,9 @@ def _share(rows: float, columns: float, batch: float, multiprocessors: int) -> f
     best = 0.0
     for height, width, rate in TILES:
         tiles = batch * ceil(rows / height) * ceil(columns / width)
-        waves = ceil(tiles / multiprocessors)
-        room = waves * multiprocessors * height * width
+        # Fewer tiles than multiprocessors: each sum is split among several of them (split-k).
+        split = max(1, multiprocessors // ceil(tiles))
+        waves = ceil(tiles * split / multiprocessors)
+        room = waves * multiprocessors * height * width / split
         best = max(best, rate * batch * rows * columns / room)
     return best

@@ -71,7 +71,6 @@ _WORDS = (
 
 # A container's release, YY.MM (NVIDIA's), says what ran; `source_date` when its table was read.
 _RELEASE = re.compile(r"\b(?:container|nemo)[ -](2\d)\.(0[1-9]|1[0-2])\b", re.IGNORECASE)
-_RECIPES = re.compile(r"nemo|bridge", re.IGNORECASE)
 
 
 # Presets of each kind of program by the date from which they hold, the newest first.

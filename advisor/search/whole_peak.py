@@ -125,11 +125,9 @@ class _Peaks:
         self._stack = costs.stack if space.updates_in_step else TORCH
         # A worker's optimizer states are on servers.
         self._kept_share = 0.0 if space.carried.get("servers", 0) else 1.0
-        self._states: dict[tuple[int, ...], HeldStates | None] = {}
+        self._states: dict[tuple[int, ...], HeldStates] = {}
         self._keys = [space.tp, columns.shards, columns.sharded, self.kind]
-        self.own = np.zeros(len(space))
-        if self._stack.states is not None:
-            self.own = columns.each(self._keys, lambda *key: self._own(*key).gradients)
+        self.own = columns.each(self._keys, self._own_gradients)
 
     def beside_moments(self) -> tuple[Floats, Floats, Floats]:
         """What always lives; the optimizer's moment, and of that what is doubtful."""
@@ -225,22 +223,25 @@ class _Peaks:
         found = self._columns.upkeep(tp, shards, sharded)
         return found if self._kept_share == 1 else found.part(self._kept_share)
 
-    def _own(self, tp: int, shards: int, sharded: int, kind: int) -> HeldStates:
-        states = self._stack.states
-        assert states is not None
-        return held_states(
-            states,
-            self._plan(tp, shards, KINDS[kind]),
-            [self._loads(tp, sharded)],
-            update=self._upkeep(tp, shards, sharded),
-            degree=shards,
-            folds_experts=self._stack.folds_experts,
-        )
-
-    def _own_or_none(self, *key: int) -> HeldStates | None:
+    def _own(self, tp: int, shards: int, sharded: int, kind: int) -> HeldStates | None:
+        """The states of a stack that keeps its own."""
+        states, key = self._stack.states, (tp, shards, sharded, kind)
+        if states is None:
+            return None
         if key not in self._states:
-            self._states[key] = self._own(*key) if self._stack.states is not None else None
+            self._states[key] = held_states(
+                states,
+                self._plan(tp, shards, KINDS[kind]),
+                [self._loads(tp, sharded)],
+                update=self._upkeep(tp, shards, sharded),
+                degree=shards,
+                folds_experts=self._stack.folds_experts,
+            )
         return self._states[key]
+
+    def _own_gradients(self, *key: int) -> float:
+        own = self._own(*key)
+        return own.gradients if own is not None else 0.0
 
     def _always(self, tp: int, shards: int, sharded: int, kind: int) -> float:
         loads = self._loads(tp, sharded)
@@ -254,7 +255,7 @@ class _Peaks:
             batch_bytes=0.0,
             ahead=0.0,
             stack=self._stack,
-            own=self._own_or_none(tp, shards, sharded, kind),
+            own=self._own(tp, shards, sharded, kind),
         )
         return found.memory.total - found.memory.context
 
@@ -265,6 +266,6 @@ class _Peaks:
             self._upkeep(tp, shards, sharded),
             self._device,
             stack=self._stack,
-            own=self._own_or_none(tp, shards, sharded, kind),
+            own=self._own(tp, shards, sharded, kind),
         )
         return found or Moment("elsewhere")

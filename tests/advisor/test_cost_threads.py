@@ -53,9 +53,6 @@ def test_nothing_of_it_is_hidden(facts: Facts) -> None:
     assert found.time.exposed_s == pytest.approx(sum(t.seconds for t in found.traffic))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="one image keeps a V100 busy for longer than its faster host launches"
-)
 def test_one_interpreter_launches_for_all_devices(facts: Facts) -> None:
     """Of one image, too short for any device, it is its launches that a step takes; of seven one
     device hides all but a few of its own, of four times as many all, and not those of four devices.

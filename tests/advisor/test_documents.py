@@ -68,23 +68,17 @@ def test_a_pipeline_of_20_images_at_a_time_is_about_half_as_fast_again() -> None
     assert faster == pytest.approx(ONE_S / SPLIT_20_S - 1, abs=0.08)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="20 are predicted 0.7 % faster than 12: short kernels of small splits"
-)
 def test_about_12_images_at_a_time_are_best() -> None:
     best = min(SPLITS, key=two_devices)
     assert best in (10, 12)
 
 
-@pytest.mark.xfail(reason="predicted 0.46, published 0.54: short kernels of small splits")
+@pytest.mark.xfail(reason="predicted 0.45, published 0.54: short kernels of small splits")
 def test_a_pipeline_of_12_images_at_a_time_gains_what_was_published() -> None:
     faster = two_devices(120, stages=1) / two_devices(12) - 1
     assert faster == pytest.approx(ONE_S / SPLIT_12_S - 1, abs=0.08)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="60 at a time are predicted 1.198 times as slow as 20: the right arm is low"
-)
 def test_time_over_the_size_of_a_split_is_a_u() -> None:
     """Small splits leave kernels short and launches in view, large ones a device idle."""
     seconds = [two_devices(split) for split in SPLITS]
@@ -179,7 +173,7 @@ def thousand(n_gpus: int) -> Estimate:
     )
 
 
-@pytest.mark.xfail(reason="predicted 0.18 of the step, published a fifth")
+@pytest.mark.xfail(reason="predicted 0.19 of the step, published a fifth")
 def test_a_thousand_devices_spend_a_fifth_of_their_time_on_gradients() -> None:
     found = thousand(1024)
     assert found.time.exposed_s >= 0.2 * found.step_s
