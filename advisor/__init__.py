@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING
 from profiles.lazy import attach
 
 if TYPE_CHECKING:
-    from advisor.auto import advise as advise
-    from advisor.auto import auto_parallelize as auto_parallelize
-    from advisor.decision import Decision as Decision
-    from advisor.facts import Facts as Facts
-    from advisor.growing_batch import GrowingBatch as GrowingBatch
-    from advisor.held import memory_report as memory_report
-    from advisor.policy import Policy as Policy
-    from advisor.runs import keep_run as keep_run
+    from advisor.auto.growing_batch import GrowingBatch as GrowingBatch
+    from advisor.auto.parallelize import advise as advise
+    from advisor.auto.parallelize import auto_parallelize as auto_parallelize
+    from advisor.decide.decision import Decision as Decision
+    from advisor.inputs.facts import Facts as Facts
+    from advisor.inputs.policy import Policy as Policy
+    from advisor.learning.run_log import keep_run as keep_run
+    from advisor.report.memory_report import memory_report as memory_report
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "Decision": "advisor.decision",
-        "Facts": "advisor.facts",
-        "GrowingBatch": "advisor.growing_batch",
-        "Policy": "advisor.policy",
-        "advise": "advisor.auto",
-        "auto_parallelize": "advisor.auto",
-        "keep_run": "advisor.runs",
-        "memory_report": "advisor.held",
+        "Decision": "advisor.decide.decision",
+        "Facts": "advisor.inputs.facts",
+        "GrowingBatch": "advisor.auto.growing_batch",
+        "Policy": "advisor.inputs.policy",
+        "advise": "advisor.auto.parallelize",
+        "auto_parallelize": "advisor.auto.parallelize",
+        "keep_run": "advisor.learning.run_log",
+        "memory_report": "advisor.report.memory_report",
     },
 )

@@ -1,6 +1,6 @@
 """`python -m advisor`, which is how torchrun starts `advise`: `torchrun ... -m advisor probe`."""
 
-from advisor.cli import main
+from advisor.cli.main import main
 
 if __name__ == "__main__":
     main()

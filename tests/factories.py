@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from advisor.facts import Facts
-from profiles.cluster import ClusterProfile, Device, Link
-from profiles.families import profile_from_config
-from profiles.model import LOSS, Affine, ModelProfile, Numerics, UnitCost, UnitProfile
+from advisor.inputs.facts import Facts
+from profiles.closed_forms.families import profile_from_config
+from profiles.machine.cluster import ClusterProfile, Device, Link
+from profiles.model.profile import LOSS, Affine, ModelProfile, Numerics, UnitCost, UnitProfile
 from profiles.provenance import Quantity, Source
-from profiles.stack import TORCH, Stack
 from profiles.units import GIB
-from profiles.workload import Workload
+from profiles.workload.stack import TORCH, Stack
+from profiles.workload.workload import Workload
 
 ALL_NUMERICS = (Numerics.AS_BUILT, Numerics.BF16, Numerics.BF16_AUTOCAST)
 

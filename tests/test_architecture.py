@@ -15,44 +15,49 @@ LAYERS = ("profiles", "engines", "advisor")
 
 # Everything else must import without torch: planning a cluster needs none.
 WITH_TORCH = {
-    "profiles.batch",
-    "profiles.bench",
-    "profiles.by_hand",
-    "profiles.calls",
-    "profiles.capture",
-    "profiles.copy_trace",
-    "profiles.double",
-    "profiles.experts",
-    "profiles.fakes",
-    "profiles.flow_trace",
-    "profiles.gpus",
-    "profiles.laps",
-    "profiles.layer_trace",
-    "profiles.look",
-    "profiles.memory",
-    "profiles.operators",
-    "profiles.pretence",
-    "profiles.probe",
-    "profiles.repeats",
-    "profiles.state",
-    "profiles.stopwatch",
-    "profiles.storages",
-    "profiles.subject",
+    "profiles.capture.batch",
+    "profiles.machine.bench",
+    "profiles.capture.manual_placement",
+    "profiles.capture.calls",
+    "profiles.capture.capture",
+    "profiles.capture.copy_trace",
+    "profiles.capture.block_substitute",
+    "profiles.capture.experts",
+    "profiles.capture.fake_tensors",
+    "profiles.capture.flow_trace",
+    "profiles.machine.gpus",
+    "profiles.timing.block_timer",
+    "profiles.capture.layer_trace",
+    "profiles.capture.trace_step",
+    "profiles.allocator.process_peak",
+    "profiles.capture.operators",
+    "profiles.capture.fake_mode",
+    "profiles.machine.probe",
+    "profiles.capture.repeats",
+    "profiles.capture.module_state",
+    "profiles.timing.stopwatch",
+    "profiles.capture.storages",
+    "profiles.capture.subject",
     "profiles.torch_compat",
-    "profiles.torch_compat_attention",
-    "profiles.torch_compat_fsdp",
-    "advisor.auto",
-    "advisor.check",
-    "advisor.job",
-    "advisor.look",
-    "advisor.notebooks.noise",
-    "advisor.notebooks.pipelining",
-    "advisor.notebooks.splitting",
-    "advisor.notebooks.summing",
-    "advisor.notebooks.updating",
-    "advisor.sweep.measure",
+    "profiles.torch_compat.attention",
+    "profiles.torch_compat.fsdp",
+    "advisor.auto.parallelize",
+    "advisor.auto.check",
+    "advisor.auto.job",
+    "advisor.auto.facts_from_module",
+    "advisor.tutorial.notebooks.noise",
+    "advisor.tutorial.notebooks.pipelining",
+    "advisor.tutorial.notebooks.splitting",
+    "advisor.tutorial.notebooks.summing",
+    "advisor.tutorial.notebooks.updating",
+    "advisor.whatif.sweep.measure",
 }
-WITH_TORCH_PREFIXES = ("advisor.demo.", "profiles.bench.", "profiles.tracing", "profiles.modules")
+WITH_TORCH_PREFIXES = (
+    "advisor.tutorial.demo.",
+    "profiles.machine.bench.",
+    "profiles.capture.dispatch_modes",
+    "profiles.capture.modules",
+)
 # Packages of mechanisms, but for the tables that planning reads.
 WITH_TORCH_PACKAGES = (
     "engines.apply",
@@ -125,7 +130,7 @@ def test_every_public_name_can_be_imported_and_is_documented(layer: str) -> None
 def test_private_torch_names_live_in_the_compat_files() -> None:
     offenders = []
     for module in modules():
-        if module in ("profiles.torch_compat", "profiles.torch_compat_fsdp"):
+        if module in ("profiles.torch_compat", "profiles.torch_compat.fsdp"):
             continue
         path = ROOT / (module.replace(".", "/") + ".py")
         if not path.exists():

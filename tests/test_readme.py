@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from advisor.cli import cli
+from advisor.cli.main import cli
 from profiles import catalogue
 from tests.contract.hybrids import PLANS
 

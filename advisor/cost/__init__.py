@@ -5,7 +5,7 @@ from __future__ import annotations
 from advisor.cost.breakdown import Estimate, Memory, StageEstimate, Time, Traffic
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.model import CostModel
-from advisor.facts import Facts
+from advisor.inputs.facts import Facts
 from engines.plan import Plan
 
 __all__ = [

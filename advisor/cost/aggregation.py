@@ -28,7 +28,7 @@ from itertools import groupby
 from advisor.cost.ledger import Ledger
 from engines.optional.aggregation.rounds import Round, parts, rounds
 from engines.plan import Aggregation
-from profiles.cluster import ClusterProfile, Collective
+from profiles.machine.cluster import ClusterProfile, Collective
 
 # How far latency + bytes / bandwidth is from what was measured; and where every link has several
 # messages in and several out at once, whose flows disturb each other. Calibrated: gloo over 100

@@ -1,4 +1,5 @@
-"""Terms of time and memory as a measured step of the model corrects them; see `advisor.anchor`.
+"""Terms of time and memory as a measured step of the model corrects them; see
+`advisor.learning.anchor`.
 
 Constants of a cluster that the step corrected are in the cluster already. What is here belongs to
 no constant: the update, waiting, activations, and the ranges. Without such a step nothing changes.
@@ -11,8 +12,8 @@ from dataclasses import replace
 from advisor.cost import communication, compute
 from advisor.cost.loads import Loads
 from engines.plan import Plan
-from profiles.cluster import Anchored, ClusterProfile
-from profiles.optimizers import Upkeep
+from profiles.machine.cluster import Anchored, ClusterProfile
+from profiles.workload.optimizers import Upkeep
 
 
 def loads(counted: Loads, cluster: ClusterProfile) -> Loads:

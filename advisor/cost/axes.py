@@ -13,9 +13,9 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from advisor.cost.tensor import TensorExchange
-from profiles.cluster import Collective
-from profiles.model import Shape, UnitCost, UnitProfile
-from profiles.work import ProductKind
+from profiles.machine.cluster import Collective
+from profiles.model.profile import Shape, UnitCost, UnitProfile
+from profiles.model.work import ProductKind
 
 if TYPE_CHECKING:
     from advisor.cost.loads import UnitLoad

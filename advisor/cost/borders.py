@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from advisor.cost.ledger import Ledger
 from engines.plan import Plan
-from profiles.cluster import Collective
-from profiles.stack import Stack
+from profiles.machine.cluster import Collective
+from profiles.workload.stack import Stack
 
 if TYPE_CHECKING:
     from advisor.cost.model import CostModel

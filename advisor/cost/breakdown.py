@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from profiles.cluster import Collective
+from profiles.machine.cluster import Collective
 from profiles.record import Record
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from advisor.cost.loads import Loads, UnitLoad
 from advisor.cost.states import zero_level
 from engines.plan import DataParallel, Plan
-from profiles.stack import Stack
+from profiles.workload.stack import Stack
 
 # Gradients go in flat messages: the buckets of DistributedDataParallel (bucket_cap_mb=25, in the
 # MiB that it means), and those of the replicas of a stage (engines/data/replicas.py).

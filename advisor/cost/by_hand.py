@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from advisor.cost.ledger import Ledger
 from engines.plan import Plan
-from profiles.crossings import Crossing
-from profiles.model import ModelProfile, Numerics
+from profiles.model.crossings import Crossing
+from profiles.model.profile import ModelProfile, Numerics
 
 
 def crossed_s(plan: Plan, model: ModelProfile, numerics: Numerics, ledger: Ledger) -> float:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from profiles.cluster import ClusterProfile, Collective, Device
+from profiles.machine.cluster import ClusterProfile, Collective, Device
+from profiles.model.work import AttentionKernel, ProductKind
 from profiles.provenance import Source
 from profiles.record import Record
-from profiles.work import AttentionKernel, ProductKind
 
 # Watts of board power per TFLOP/s of 16-bit peak below which a board is bound by its power in long
 # products: A100 SXM 400 W for 312 (1.28) sustains what short benchmarks reach, H100 SXM 700 W for

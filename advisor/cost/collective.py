@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil, log2
 from typing import NamedTuple
 
-from profiles.cluster import ClusterProfile, Collective
+from profiles.machine.cluster import ClusterProfile, Collective
 
 
 class Way(NamedTuple):

@@ -14,8 +14,8 @@ from advisor.cost.loads import Loads, UnitLoad, ends_of
 from advisor.cost.memory import BUCKET_BYTES, KEEPS_PARAMETERS
 from advisor.cost.sharded import Sharded
 from engines.plan import Aggregation, DataParallel, Plan, Recompute, Schedule
-from profiles.cluster import ClusterProfile, Collective
-from profiles.stack import TORCH, Selective, Stack
+from profiles.machine.cluster import ClusterProfile, Collective
+from profiles.workload.stack import TORCH, Selective, Stack
 
 # DDP's first bucket is small, so that something is sent early (dist._DEFAULT_FIRST_BUCKET_BYTES).
 FIRST_BUCKET_BYTES = 2**20

@@ -15,8 +15,8 @@ from math import prod
 
 from advisor.cost.compute import matmul_fraction, peak_flop_per_s
 from engines.plan import Compression, Plan
-from profiles.cluster import Device
-from profiles.model import UnitProfile
+from profiles.machine.cluster import Device
+from profiles.model.profile import UnitProfile
 
 # `min_compression_rate` of torch's PowerSGDState: factors that spare less are not made.
 LEAST_RATE = 2

@@ -13,12 +13,12 @@ from advisor.cost.rates import peak_flop_per_s as peak_flop_per_s
 from advisor.cost.rates import product_efficiency as product_efficiency
 from advisor.cost.rates import size_efficiency as size_efficiency
 from engines.plan import Plan, Recompute
-from profiles.cluster import ClusterProfile, Device
-from profiles.model import ModelProfile, Numerics
-from profiles.optimizers import Upkeep
-from profiles.stack import TORCH, Selective, Stack
-from profiles.times import BlockTimes, UnitTiming
-from profiles.work import ProductKind
+from profiles.machine.cluster import ClusterProfile, Device
+from profiles.model.profile import ModelProfile, Numerics
+from profiles.model.times import BlockTimes, UnitTiming
+from profiles.model.work import ProductKind
+from profiles.workload.optimizers import Upkeep
+from profiles.workload.stack import TORCH, Selective, Stack
 
 # How far a roofline over unfused operations is from a real step, beside the errors of its inputs.
 # Assumed until runs of our own bound it: the same size as the error of published matmul rates.

@@ -7,7 +7,7 @@ from math import ceil
 
 from advisor.cost.buffers import shard_degree
 from engines.plan import DataParallel, Plan
-from profiles.stack import TORCH, Stack
+from profiles.workload.stack import TORCH, Stack
 
 
 def shard_group(plan: Plan) -> tuple[int, int]:

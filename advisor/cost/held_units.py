@@ -8,7 +8,7 @@ from advisor.cost.axes import split_experts, without_experts
 from advisor.cost.runs import Run
 from advisor.cost.tensor import Styled, cut_unit, is_split
 from engines.plan import Plan
-from profiles.model import ModelProfile, Numerics, UnitProfile
+from profiles.model.profile import ModelProfile, Numerics, UnitProfile
 
 
 def held_units(

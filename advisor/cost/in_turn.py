@@ -8,8 +8,8 @@ from dataclasses import replace
 from advisor.cost.communication import Exchange
 from advisor.cost.compute import Computing
 from engines.plan import DataParallel, Plan
-from profiles.optimizer_laws import FP32_BYTES
-from profiles.stack import Stack
+from profiles.workload.optimizer_states import FP32_BYTES
+from profiles.workload.stack import Stack
 
 
 def reduced_share(stack: Stack) -> float:

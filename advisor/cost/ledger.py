@@ -5,7 +5,7 @@ from __future__ import annotations
 from advisor.cost.breakdown import Traffic
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.collective import Way, ways
-from profiles.cluster import ClusterProfile, Collective
+from profiles.machine.cluster import ClusterProfile, Collective
 from profiles.provenance import Quantity, Source
 
 # A device's share of its own PCIe 4.0 x16 slot: 31 GB/s nominal (ml-engineering), of which eight

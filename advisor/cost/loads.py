@@ -11,10 +11,10 @@ from advisor.cost.runs import Run, divided, runs_of
 from advisor.cost.tensor import Styled, Styles, TensorExchange, cut, is_split, split_loss
 from advisor.cost.work import NO_WORK, UnitWork, over_expert_ranks, unit_work
 from engines.tensor.styles import Kind, Style
-from profiles.layers import LayerCost, LayerKind
-from profiles.model import GLUE, LOSS, ModelProfile, Numerics, UnitProfile
-from profiles.optimizer_laws import FP32_BYTES
-from profiles.stack import TORCH, Loss, Stack
+from profiles.model.layers import LayerCost, LayerKind
+from profiles.model.profile import GLUE, LOSS, ModelProfile, Numerics, UnitProfile
+from profiles.workload.optimizer_states import FP32_BYTES
+from profiles.workload.stack import TORCH, Loss, Stack
 
 # bfloat16 is 2 bytes, float32 is 4: what a cast leaves of a parameter.
 BF16_SHARE = 2 / 4

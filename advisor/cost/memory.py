@@ -37,11 +37,11 @@ from advisor.cost.offload import (
 )
 from advisor.cost.states import HeldStates, held_states, zero_level
 from engines.plan import OffloadTo, Plan, Recompute
-from profiles.cluster import Device
-from profiles.model import LOSS
-from profiles.optimizer_laws import FP32_BYTES
-from profiles.optimizers import Upkeep
-from profiles.stack import TORCH, Stack
+from profiles.machine.cluster import Device
+from profiles.model.profile import LOSS
+from profiles.workload.optimizer_states import FP32_BYTES
+from profiles.workload.optimizers import Upkeep
+from profiles.workload.stack import TORCH, Stack
 
 if TYPE_CHECKING:
     import numpy as np

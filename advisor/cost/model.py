@@ -43,15 +43,15 @@ from advisor.cost.tensor import Styled
 from advisor.cost.threads import threaded
 from advisor.cost.updates import updated
 from advisor.cost.work import convention
-from advisor.facts import Facts
+from advisor.inputs.facts import Facts
 from engines.legality import numerics
 from engines.plan import DataParallel, Plan
 from engines.tensor.rules import proposed_styles
+from profiles.allocator.host_memory import load_memory
 from profiles.errors import PlanError
-from profiles.loading import load_memory
-from profiles.model import Numerics, UnitProfile
-from profiles.optimizers import Upkeep, upkeep
-from profiles.stack import compiled
+from profiles.model.profile import Numerics, UnitProfile
+from profiles.workload.optimizers import Upkeep, upkeep
+from profiles.workload.stack import compiled
 
 
 class CostModel:

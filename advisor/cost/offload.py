@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 from advisor.cost.ledger import Ledger, disk_bytes_per_s, host_link_bytes_per_s
 from advisor.cost.loads import Loads
 from engines.plan import CHUNK_BYTES, DataParallel, OffloadTo, Plan
-from profiles.cluster import ClusterProfile, Device
-from profiles.optimizers import Upkeep
+from profiles.machine.cluster import ClusterProfile, Device
+from profiles.workload.optimizers import Upkeep
 
 if TYPE_CHECKING:
     import numpy as np

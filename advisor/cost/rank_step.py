@@ -18,10 +18,10 @@ from advisor.cost.memory import kept_bytes, workspace_bytes
 from advisor.cost.orders import ONE_STAGE, Kind, order_of
 from advisor.cost.staged import laid_out, received_bytes
 from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
-from profiles.model import UnitProfile
-from profiles.optimizers import Upkeep
-from profiles.step_replay import Pass, Replayed, Standing, UnitMemory, replay_stages
-from profiles.unit_memory import kept_tensors, parameter_tensors, scaled
+from profiles.allocator.step_replay import Pass, Replayed, Standing, UnitMemory, replay_stages
+from profiles.allocator.unit_memory import kept_tensors, parameter_tensors, scaled
+from profiles.model.profile import UnitProfile
+from profiles.workload.optimizers import Upkeep
 
 if TYPE_CHECKING:
     from advisor.cost.model import CostModel
@@ -32,7 +32,7 @@ MICROBATCHES = 2
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """What `profiles.step_replay` takes."""
+    """What `profiles.allocator.step_replay` takes."""
 
     stages: Sequence[Sequence[UnitMemory]]
     standing: Standing

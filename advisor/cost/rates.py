@@ -15,10 +15,10 @@ from advisor.cost.calibration import (
 )
 from advisor.cost.waves import wave_share
 from advisor.cost.work import ELEMENT_BYTES, ProductLoad
-from profiles.cluster import Device
+from profiles.machine.cluster import Device
+from profiles.model.work import ProductKind
 from profiles.provenance import Quantity
-from profiles.stack import Stack
-from profiles.work import ProductKind
+from profiles.workload.stack import Stack
 
 # Efficiency of a matrix product by its size, as a fraction of what large ones reach. Calculon,
 # systems/a100_80g.json: 0.95 from 128 GFLOP on, 0.9 at 16, 0.6 at 1, 0.1 at 0. Read as *time at

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from advisor.cost.communication import Exchange
 from advisor.cost.compute import UnitTime
 from engines.plan import DataParallel, Plan
-from profiles.cluster import Overlap
+from profiles.machine.cluster import Overlap
 from profiles.provenance import Quantity, Source
 
 # Computing and communication slow each other by 1.1 to 1.3 while they overlap (Galvatron), where

@@ -11,8 +11,8 @@ from advisor.cost.buffers import KEEPS_PARAMETERS, shard_degree
 from advisor.cost.offload import states_leave
 from advisor.cost.states import own_share, zero_level
 from engines.plan import DataParallel, Plan
-from profiles.cluster import Device
-from profiles.stack import TORCH, Stack
+from profiles.machine.cluster import Device
+from profiles.workload.stack import TORCH, Stack
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from profiles.model import ModelProfile, UnitProfile
+from profiles.model.profile import ModelProfile, UnitProfile
 
 
 @dataclass(frozen=True, slots=True)

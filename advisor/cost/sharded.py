@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from advisor.cost.groups import expert_copies, replica_group, shard_group
 from advisor.cost.ledger import Ledger
 from engines.plan import DataParallel, Plan
-from profiles.cluster import Collective
-from profiles.stack import TORCH, Stack
+from profiles.machine.cluster import Collective
+from profiles.workload.stack import TORCH, Stack
 
 Group = tuple[int, int]
 """Size of a group of ranks, and the stride between them."""

@@ -9,8 +9,8 @@ from advisor.cost.buffers import BUCKET_BYTES
 from advisor.cost.groups import expert_copies
 from advisor.cost.ledger import Ledger
 from engines.plan import Plan
-from profiles.cluster import Collective
-from profiles.model import ModelProfile
+from profiles.machine.cluster import Collective
+from profiles.model.profile import ModelProfile
 
 # What the ranks count is two fp64 numbers (samples, ranks that failed), and two more for every
 # replica that has several ranks (engines/data/microbatches.py); a loss is one fp32 number, and the

@@ -42,10 +42,10 @@ from advisor.cost.orders import Moment as InFlight
 from advisor.cost.round_shares import round_shares
 from advisor.cost.states import held_states
 from engines.plan import Plan, Schedule
-from profiles.cluster import Device
-from profiles.model import LOSS
-from profiles.optimizers import Upkeep
-from profiles.stack import TORCH, Stack
+from profiles.machine.cluster import Device
+from profiles.model.profile import LOSS
+from profiles.workload.optimizers import Upkeep
+from profiles.workload.stack import TORCH, Stack
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -25,7 +25,7 @@ from advisor.cost.stage_memory import Chunk, chunk_of, stage_peak
 from advisor.cost.stages import Tie, require_places
 from engines.plan import DataParallel, Plan, Schedule
 from profiles.errors import PlanError
-from profiles.optimizers import Upkeep
+from profiles.workload.optimizers import Upkeep
 
 if TYPE_CHECKING:
     from advisor.cost.model import CostModel

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from advisor.complete import even_cuts, even_stages
+from advisor.cost.complete import even_cuts, even_stages
 from advisor.cost.orders import ONE_STAGE, rank_of
 from advisor.cost.tensor import Styles, cut_share
 from engines.plan import Plan, Schedule
 from engines.tensor.styles import cutting
-from profiles.affine import Affine
-from profiles.cluster import ClusterProfile
 from profiles.errors import PlanError
-from profiles.flow import GLUE, LOSS, Edge
-from profiles.model import ModelProfile, Numerics, UnitProfile
+from profiles.machine.cluster import ClusterProfile
+from profiles.model.affine import Affine
+from profiles.model.flow import GLUE, LOSS, Edge
+from profiles.model.profile import ModelProfile, Numerics, UnitProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class Stages:
         return found
 
     def _evenly(self, plan: Plan) -> tuple[int, ...]:
-        """As `advisor.complete` fills them in; over all units where nobody knows the dataflow."""
+        """As `advisor.cost.complete` fills them in; over all units where nobody knows the
+        dataflow."""
         chunks = 1 if plan.schedule in (*ONE_STAGE, Schedule.ZERO_BUBBLE, None) else 2
         key = plan.pp, chunks
         if key not in self._even:

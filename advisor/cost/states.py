@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from advisor.cost.loads import Loads
 from engines.plan import DataParallel, Plan
-from profiles.optimizer_laws import FP32_BYTES
-from profiles.optimizers import Upkeep
-from profiles.stack import States
+from profiles.workload.optimizer_states import FP32_BYTES
+from profiles.workload.optimizers import Upkeep
+from profiles.workload.stack import States
 
 _LEVELS = {
     DataParallel.ZERO1: 1,

@@ -14,11 +14,11 @@ from math import ceil
 from typing import NamedTuple
 
 from engines.tensor.styles import Kind, Style, cutting, without_numbers
-from profiles.cluster import Collective
-from profiles.layers import LayerCost, LayerKind
-from profiles.model import Shape, UnitCost, UnitProfile
-from profiles.optimizer_laws import FP32_BYTES
-from profiles.stack import TORCH, Stack
+from profiles.machine.cluster import Collective
+from profiles.model.layers import LayerCost, LayerKind
+from profiles.model.profile import Shape, UnitCost, UnitProfile
+from profiles.workload.optimizer_states import FP32_BYTES
+from profiles.workload.stack import TORCH, Stack
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from advisor.cost.loads import Loads
 from advisor.cost.memory import peak
 from advisor.cost.updates import alone
 from engines.plan import Plan
-from profiles.cluster import Collective, Device
-from profiles.model import LOSS, ModelProfile, Numerics
+from profiles.machine.cluster import Collective, Device
+from profiles.model.profile import LOSS, ModelProfile, Numerics
 
 if TYPE_CHECKING:
     from advisor.cost.model import CostModel

@@ -16,9 +16,9 @@ from advisor.cost.compute import busy_s, optimizer_s
 from advisor.cost.ledger import Ledger
 from advisor.cost.memory import BUCKET_BYTES, Moment, Peak, peak, peak_at
 from engines.plan import DataParallel, Plan, Updates
-from profiles.cluster import ClusterProfile, Collective
-from profiles.optimizers import Upkeep
-from profiles.workload import Workload
+from profiles.machine.cluster import ClusterProfile, Collective
+from profiles.workload.optimizers import Upkeep
+from profiles.workload.workload import Workload
 
 if TYPE_CHECKING:
     from advisor.cost.model import CostModel

@@ -12,8 +12,8 @@ from math import ceil
 
 from advisor.cost.work import ProductLoad
 from profiles.catalogue import multiprocessors
-from profiles.cluster import Device
-from profiles.work import ProductKind
+from profiles.machine.cluster import Device
+from profiles.model.work import ProductKind
 
 # Tiles that libraries choose from, and how fast each computes over the fastest: smaller ones read
 # more for every multiplication (the same guide, figure 6: 64 x 64 at about two thirds).

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from advisor.cost.tensor import Styled, cut_share
 from engines.tensor.styles import Kind, cutting
-from profiles.layers import LayerCost, LayerKind, Stretch
-from profiles.model import UnitCost
-from profiles.work import AttentionKernel, Product, ProductKind, attention_cost
+from profiles.model.layers import LayerCost, LayerKind, Stretch
+from profiles.model.profile import UnitCost
+from profiles.model.work import AttentionKernel, Product, ProductKind, attention_cost
 
 # Of operands, where a profile does not say what a product reads and writes.
 ELEMENT_BYTES = 2.0

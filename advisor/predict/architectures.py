@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from advisor.predict.rows import Row
 from advisor.predict.software import family_of
-from profiles.transformer import TransformerShape as Shape
+from profiles.closed_forms.transformer import TransformerShape as Shape
 
 # What the public configuration files of these models say (config.json of each on its model hub);
 # tables of runs print a part of it at most. Looked up by the start of the name.

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from advisor.cost import CALIBRATION, Calibration, CostModel, Estimate
-from advisor.facts import Facts
+from advisor.inputs.facts import Facts
 from advisor.predict.networks import network_case
 from advisor.predict.setup import Layout, Setup
 from engines.plan import DataParallel, Plan, Precision, Recompute, Schedule
-from profiles.model import ModelProfile, Numerics
-from profiles.optimizers import OPTIMIZERS, OptimizerProfile
-from profiles.stack import Stack
-from profiles.transformer import TransformerShape, transformer_profile
-from profiles.under_stack import under_stack
-from profiles.workload import Workload
+from profiles.closed_forms.transformer import TransformerShape, transformer_profile
+from profiles.model.profile import ModelProfile, Numerics
+from profiles.workload.optimizers import OPTIMIZERS, OptimizerProfile
+from profiles.workload.stack import Stack
+from profiles.workload.under_stack import under_stack
+from profiles.workload.workload import Workload
 
 # Megatron pads the vocabulary to a multiple of this for each tensor rank
 # (--make-vocab-size-divisible-by).

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from advisor.cost import Estimate
 from advisor.predict.case import case_of, with_microbatch
 from advisor.predict.setup import Setup
-from profiles.cluster import Device
+from profiles.machine.cluster import Device
 
 # Of the allocator's slack, what it cannot give back in need: blocks that are used in part.
 NOT_GIVEN_BACK = 1 / 3

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 from advisor.predict.rows import Row
 from profiles import catalogue
-from profiles.cluster import ClusterProfile, HostBridge, Link
 from profiles.errors import InputError, UnknownNameError
+from profiles.machine.cluster import ClusterProfile, HostBridge, Link
 from profiles.provenance import Quantity, Source
 
 # One NVLink switch joins the 72 devices of a rack of compute trays with four each (NVL72).

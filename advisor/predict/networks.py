@@ -8,24 +8,24 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from advisor.complete import even_cuts
+from advisor.cost.complete import even_cuts
 from advisor.cost.compute import unit_times
 from advisor.cost.loads import loads_of
 from advisor.predict.setup import Setup
 from engines.plan import Precision, Recompute, Schedule
 from profiles import catalogue
-from profiles.affine import Affine
-from profiles.cluster import Device
-from profiles.convnets.costs import HALF
-from profiles.convnets.layers import Network
-from profiles.convnets.profile import profile_of
+from profiles.closed_forms.convnets.costs import HALF
+from profiles.closed_forms.convnets.layers import Network
+from profiles.closed_forms.convnets.profile import profile_of
 from profiles.errors import InputError
-from profiles.model import ModelProfile, Numerics, UnitProfile
-from profiles.optimizer_laws import FP32_BYTES
-from profiles.optimizers import OPTIMIZERS
-from profiles.stack import Stack
-from profiles.under_stack import under_stack
-from profiles.work import FusibleKind
+from profiles.machine.cluster import Device
+from profiles.model.affine import Affine
+from profiles.model.profile import ModelProfile, Numerics, UnitProfile
+from profiles.model.work import FusibleKind
+from profiles.workload.optimizer_states import FP32_BYTES
+from profiles.workload.optimizers import OPTIMIZERS
+from profiles.workload.stack import Stack
+from profiles.workload.under_stack import under_stack
 
 _HALF = ("float16", "bfloat16")
 # What the allocator holds over what is allocated: maps differ from block to block, so that what one

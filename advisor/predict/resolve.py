@@ -22,11 +22,11 @@ from advisor.predict.software import (
     software_of,
     year_of,
 )
-from profiles.cluster import ClusterProfile
-from profiles.convnets.layers import Network
-from profiles.convnets.registry import network_of
+from profiles.closed_forms.convnets.layers import Network
+from profiles.closed_forms.convnets.registry import network_of
+from profiles.closed_forms.transformer import TransformerShape as Shape
 from profiles.errors import InputError
-from profiles.transformer import TransformerShape as Shape
+from profiles.machine.cluster import ClusterProfile
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -140,7 +140,8 @@ def _resolve(row: Row) -> Setup:
 
 
 def _optimizer(row: Row, *, vision: bool, notes: list[str]) -> str:
-    """A name of `profiles.optimizers`, or LAMB; networks of convolutions train with momentum."""
+    """A name of `profiles.workload.optimizers`, or LAMB; networks of convolutions train with
+    momentum."""
     said = (row.optimizer or "").lower()
     if eight_bit(row):
         return "adamw-8bit"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from profiles.cluster import ClusterProfile
-from profiles.convnets.layers import Network
-from profiles.stack import Stack
-from profiles.transformer import TransformerShape
+from profiles.closed_forms.convnets.layers import Network
+from profiles.closed_forms.transformer import TransformerShape
+from profiles.machine.cluster import ClusterProfile
+from profiles.workload.stack import Stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Setup:
         dtype: of the matrix products: "bfloat16", "float16", "float32", "tfloat32",
             "float8_e4m3fn", "float4".
         assumed: what blank cells were taken to be, in words; the prediction's note.
-        optimizer: a name of `profiles.optimizers`.
+        optimizer: a name of `profiles.workload.optimizers`.
         filled: no batch was said, and it is what fits.
     """
 

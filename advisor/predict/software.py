@@ -24,9 +24,9 @@ from types import MappingProxyType
 
 from advisor.predict.rows import Row
 from advisor.predict.setup import Software
-from profiles.stack import Loss, Stack, States, stack_named, stacks
-from profiles.transformer import TransformerShape
-from profiles.work import AttentionKernel
+from profiles.closed_forms.transformer import TransformerShape
+from profiles.model.work import AttentionKernel
+from profiles.workload.stack import Loss, Stack, States, stack_named, stacks
 
 # Megatron-Core's own FSDP (0.11, early in 2025); before, who split its weights ran DeepSpeed on it.
 OWN_FSDP = 2025.0

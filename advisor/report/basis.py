@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from advisor import outside
-from advisor.allocator import allocator_hint
-from advisor.constants import tier_of
 from advisor.cost.communication import COMMUNICATION_ERROR
 from advisor.cost.compute import (
     COMPUTE_ERROR,
@@ -17,17 +14,19 @@ from advisor.cost.compute import (
 from advisor.cost.ledger import disk_bytes_per_s, host_link_bytes_per_s
 from advisor.cost.memory import ACTIVATION_ERROR, shard_degree
 from advisor.cost.replay import USUAL_OVERLAP
-from advisor.decision import Decision
-from advisor.rules import Loadable, load_bytes_per_node, loading
-from advisor.stacks import compiled, is_of_engines, is_preset, summary
+from advisor.decide import offload
+from advisor.decide.decision import Decision
+from advisor.decide.rules import Loadable, load_bytes_per_node, loading
+from advisor.learning.constants import tier_of
+from advisor.report.allocator import allocator_hint
+from advisor.report.stacks import compiled, is_of_engines, is_preset, summary
 from advisor.whatif import levers
 from engines.legality import numerics
 from engines.plan import Offload, OffloadTo, Plan
-from profiles.cluster import ClusterProfile, Constant, Learned, Link
-from profiles.loading import Loading, load_memory
+from profiles.allocator.host_memory import Loading, load_memory
+from profiles.machine.cluster import ClusterProfile, Constant, Learned, Link
 from profiles.provenance import Quantity, Source
 from profiles.record import Record
-from profiles.stack import TORCH
 from profiles.units import (
     format_bandwidth,
     format_flop_rate,
@@ -35,7 +34,8 @@ from profiles.units import (
     format_percent,
     format_seconds,
 )
-from profiles.workload import Workload
+from profiles.workload.stack import TORCH
+from profiles.workload.workload import Workload
 
 _ALL = 0.995  # the rest would be shown as 0 %
 
@@ -301,7 +301,7 @@ def hints(decision: Decision) -> Iterator[str]:
     yield from decision.suggestions
     yield from _too_large_to_load(decision)
     yield from allocator_hint(decision)
-    yield from outside.hint(decision.plan)
+    yield from offload.hint(decision.plan)
     yield from levers.hint(decision)
     if set(facts.cluster.sources.values()) - {Source.MEASURED, Source.USER}:
         yield (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from advisor.report.view import ReportView, view_of
 
 if TYPE_CHECKING:
-    from advisor.decision import Decision
+    from advisor.decide.decision import Decision
 
 
 def page(decision: Decision) -> str:

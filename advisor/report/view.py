@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from advisor.comparison import cuts, short_cuts, title
 from advisor.cost import Estimate
-from advisor.decision import Alternative, Decision
-from advisor.large_batch import batch_advice
-from advisor.policy import Objective
-from advisor.report.basis import Basis, basis, hints
-from advisor.rules import (
+from advisor.decide.comparison import cuts, short_cuts, title
+from advisor.decide.decision import Alternative, Decision
+from advisor.decide.rules import (
     SIMPLER_FIRST,
     Loadable,
     host_bytes_per_node,
     load_bytes_per_node,
     loading,
 )
+from advisor.inputs.policy import Objective
+from advisor.report.basis import Basis, basis, hints
+from advisor.whatif.large_batch import batch_advice
 from engines.plan import Plan
-from profiles.cluster import ClusterProfile
+from profiles.machine.cluster import ClusterProfile
 from profiles.record import Record
 from profiles.units import format_count, format_gib, format_percent, format_seconds
 

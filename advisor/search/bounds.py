@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from advisor.cost.memory import upper_end
-from advisor.policy import Policy
+from advisor.inputs.policy import Policy
+from advisor.search.cache import Kept
 from advisor.search.columns import Columns, Floats, Microbatches
-from advisor.search.kept import Kept
 from advisor.search.space import Space
 from advisor.search.staged import staged_peak_bytes, staged_step_s
 from advisor.search.whole import moved_s, whole_time

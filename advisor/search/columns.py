@@ -17,12 +17,12 @@ from advisor.cost.compression import Sent
 from advisor.cost.compute import optimizer_s
 from advisor.cost.sharded import Sharded
 from advisor.cost.small_collectives import experts_s
-from advisor.search.kept import Kept
+from advisor.search.cache import Kept
 from advisor.search.microbatch import Growing, Microbatch
 from advisor.search.space import KINDS, RECOMPUTES, Integers, Space
 from engines.plan import DataParallel, Plan
-from profiles.cluster import Collective
-from profiles.optimizers import Upkeep
+from profiles.machine.cluster import Collective
+from profiles.workload.optimizers import Upkeep
 
 Floats = NDArray[np.float64]
 

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from advisor.cost import CostModel
-from advisor.facts import Facts, captured
-from advisor.policy import Policy
+from advisor.inputs.facts import Facts, captured
+from advisor.inputs.policy import Policy
+from advisor.report.stacks import styles_under
 from advisor.search.space import (
     COLUMNS,
     KINDS,
@@ -29,15 +30,14 @@ from advisor.search.space import (
     factors,
     stages_per_rank,
 )
-from advisor.stacks import styles_under
 from engines.legality import problems
 from engines.legality.experts import experts
 from engines.legality.pipeline import pipeline, schedule_problems
 from engines.plan import DataParallel, Offload, Plan, Precision, Recompute, Schedule
 from engines.tensor.rules import proposed_styles
-from profiles.cluster import ClusterProfile
-from profiles.flow import GLUE, LOSS
-from profiles.model import ModelProfile
+from profiles.machine.cluster import ClusterProfile
+from profiles.model.flow import GLUE, LOSS
+from profiles.model.profile import ModelProfile
 
 Styles = Callable[[int], tuple[tuple[str, str], ...]]
 """How layers are split over a tp axis of this size; empty where they cannot be."""

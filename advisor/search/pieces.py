@@ -13,8 +13,8 @@ from advisor.cost.round_shares import round_shares
 from advisor.cost.states import zero_level
 from advisor.search.microbatch import Microbatch
 from engines.plan import Plan
-from profiles.cluster import Device
-from profiles.stack import TORCH, Stack
+from profiles.machine.cluster import Device
+from profiles.workload.stack import TORCH, Stack
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

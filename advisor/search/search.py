@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.policy import Objective, Policy
-from advisor.rules import (
+from advisor.decide.rules import (
     NOT_ESTIMATED,
     Candidate,
     fastest_first,
@@ -28,9 +27,10 @@ from advisor.rules import (
     smallest_first,
     tie_limit_s,
 )
+from advisor.inputs.policy import Objective, Policy
 from advisor.search.bounds import ROUNDING, Bounds, bounds_of
+from advisor.search.cache import Kept
 from advisor.search.columns import unique
-from advisor.search.kept import Kept
 from advisor.search.space import KINDS, SCHEDULES, Space
 from advisor.search.stages import Stages
 from engines.plan import Plan, Schedule
@@ -167,7 +167,7 @@ class Search:
         return self._least(rows, self._missing, _by_missing, fits=False, below=below_bytes)
 
     def preferred(self, rows: Rows) -> Candidate | None:
-        """What `advisor.rules.preferred` takes of all rows that fit; None if none does."""
+        """What `advisor.decide.rules.preferred` takes of all rows that fit; None if none does."""
         match self._policy.objective:
             case Objective.TIME:
                 return self.fastest(rows)

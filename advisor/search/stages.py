@@ -18,13 +18,13 @@ from advisor.cost.memory import room_bytes, workspace_bytes
 from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
 from advisor.cost.stage_memory import between_bytes, message_bytes
 from advisor.cost.staged import laid_out, peak_of_rank
-from advisor.policy import Policy
+from advisor.inputs.policy import Policy
 from advisor.search.borders import Matrix, cut, spans
-from advisor.search.kept import Kept
+from advisor.search.cache import Kept
 from advisor.search.pieces import Pieces, pieces_of
 from advisor.search.space import KINDS, SCHEDULES, Pins, Space
 from engines.plan import Plan, Schedule
-from profiles.cluster import Collective
+from profiles.machine.cluster import Collective
 
 # Ranks from each end of a pipeline that are asked for their peaks before all of them are.
 _FROM_EACH_END = 2

@@ -27,8 +27,8 @@ from advisor.cost.states import HeldStates, held_states
 from advisor.search.columns import SMALL, Columns, Floats
 from advisor.search.space import KINDS, RECOMPUTES
 from engines.plan import DataParallel, Plan
-from profiles.optimizers import Upkeep
-from profiles.stack import TORCH
+from profiles.workload.optimizers import Upkeep
+from profiles.workload.stack import TORCH
 
 # Temporaries of split layers go by the share that a rank keeps, which differs from size to size, by
 # 0.14 % in models of 128 channels: larger microbatches are taken to hold so much less than two

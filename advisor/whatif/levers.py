@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from advisor.cost import CostModel, Estimate
-from advisor.facts import Facts, captured
-from advisor.rules import Candidate, weigh
-from advisor.stacks import is_of_engines
+from advisor.decide.rules import Candidate, weigh
+from advisor.inputs.facts import Facts, captured
+from advisor.report.stacks import is_of_engines
 from engines.legality import problems
 from engines.plan import Offload, Plan, Recompute
-from profiles.lora import takes_lora, with_lora
-from profiles.losses import has_loss_after_head
 from profiles.record import Record
-from profiles.stack import Loss, Selective, States
 from profiles.units import format_gib, format_percent, format_seconds
+from profiles.workload.lora import takes_lora, with_lora
+from profiles.workload.losses import has_loss_after_head
+from profiles.workload.stack import Loss, Selective, States
 
 if TYPE_CHECKING:
-    from advisor.decision import Decision
+    from advisor.decide.decision import Decision
     from advisor.report.wrapped import Wrapped
 
 RANK = 16

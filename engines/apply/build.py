@@ -24,8 +24,8 @@ from engines.state.materialise import DeferredWeights
 from engines.state.optimizer import OptimizerFactory, ParameterNames
 from engines.tensor.split import TensorSplit
 from engines.tensor.split_proof import SplitProof
-from profiles.cluster import ClusterProfile
-from profiles.model import ModelProfile, Numerics
+from profiles.machine.cluster import ClusterProfile
+from profiles.model.profile import ModelProfile, Numerics
 
 if TYPE_CHECKING:
     from engines.pipeline.pipeline import Pipeline

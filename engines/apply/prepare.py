@@ -17,7 +17,7 @@ from engines.state.layout import Layout
 from engines.state.materialise import open_weights_of
 from engines.state.optimizer import names_of, send_from_first
 from engines.state.weights import Weights
-from profiles.batch import Batch
+from profiles.capture.batch import Batch
 
 
 def prepare(

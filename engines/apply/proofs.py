@@ -5,7 +5,7 @@ from __future__ import annotations
 from engines.apply.build import Build
 from engines.context.proof import SequenceProof, prove
 from engines.tensor.split_proof import SplitProof, prove_split
-from profiles.batch import Batch
+from profiles.capture.batch import Batch
 from profiles.errors import PlanError
 from profiles.record import Record
 

@@ -36,9 +36,9 @@ from engines.plan import Plan
 from engines.runtime.world import World, join_world, rank_error_context
 from engines.state.optimizer import OptimizerFactory
 from engines.state.weights import Weights
-from profiles.batch import Batch
-from profiles.cluster import ClusterProfile
-from profiles.model import ModelProfile
+from profiles.capture.batch import Batch
+from profiles.machine.cluster import ClusterProfile
+from profiles.model.profile import ModelProfile
 
 
 @rank_error_context("applying the plan")
@@ -70,7 +70,7 @@ def apply_plan(
     Args:
         model: any module; its class, names and code stay as they are. One on the meta device needs
             `weights`.
-        profile: of this model, from `profiles.capture`.
+        profile: of this model, from `profiles.capture.capture`.
         cluster: the devices of this job.
         loss_fn: loss_fn(output, target) for tuple batches, loss_fn(output, batch) for dicts; None
             where the model returns its loss.

@@ -12,7 +12,7 @@ from torch import nn
 from engines.blocks.recompute import holds_state
 from engines.plan import Plan, Recompute
 from profiles.errors import PlanError
-from profiles.model import ModelProfile
+from profiles.model.profile import ModelProfile
 
 
 def require_compilable(

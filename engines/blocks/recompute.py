@@ -16,9 +16,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective
 
 from engines.blocks.wrap import wrap_forward
 from engines.plan import Plan, Recompute
+from profiles.capture.operators import kept_operators
 from profiles.errors import ModelError
-from profiles.model import ModelProfile
-from profiles.operators import kept_operators
+from profiles.model.profile import ModelProfile
 from profiles.torch_compat import is_batch_norm, version_of
 
 # torch's words where the second run of a block differs from the first (torch/utils/checkpoint.py),

@@ -18,7 +18,7 @@ from engines.context.proof import LOSS, SequenceProof, require_equal_chunks, req
 from engines.context.ring import Ring
 from engines.context.tokens import joined, part
 from engines.runtime.mesh import Axis
-from profiles.batch import Batch, LossFn, call_model, loss_of
+from profiles.capture.batch import Batch, LossFn, call_model, loss_of
 from profiles.errors import ModelError
 from profiles.torch_compat import all_gather_single, map_tensors, tensors_in
 

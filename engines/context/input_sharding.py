@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engines.context.tokens import part, places
-from profiles.batch import Batch, batch_tensors, describe, map_batch
+from profiles.capture.batch import Batch, batch_tensors, describe, map_batch
 from profiles.errors import BatchError
 from profiles.record import Record
 

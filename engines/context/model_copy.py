@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.context.input_sharding import IGNORED, has_tokens, length_of
-from profiles.batch import Batch, map_batch, split_rows
+from profiles.capture.batch import Batch, map_batch, split_rows
 from profiles.torch_compat import tensors_in
 
 SEED = 20

@@ -27,10 +27,10 @@ from engines.context.attention import Counting, OwnTokens, require_plain
 from engines.context.input_sharding import InputSharding, length_of
 from engines.context.model_copy import copied, short
 from engines.context.tokens import part
-from profiles.batch import Batch, LossFn, call_model, find_loss, loss_of, map_batch
+from profiles.capture.batch import Batch, LossFn, call_model, find_loss, loss_of, map_batch
+from profiles.capture.fake_mode import Pretence
+from profiles.capture.fake_tensors import random_state_kept, stand_ins
 from profiles.errors import AdvisorError, BatchError, PlanError
-from profiles.fakes import random_state_kept, stand_ins
-from profiles.pretence import Pretence
 from profiles.record import Record
 from profiles.torch_compat import tensors_in, without_onednn
 

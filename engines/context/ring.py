@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.runtime.mesh import Axis
-from profiles.torch_compat_attention import attend, attend_backward
+from profiles.torch_compat.attention import attend, attend_backward
 
 _ALL = slice(None)
 # Of messages with keys and values, and of those with their gradients.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from profiles.errors import ModelError
-from profiles.model import ModelProfile
+from profiles.model.profile import ModelProfile
 from profiles.torch_compat import leave_to_others, without_buffer_sync
 
 

@@ -36,9 +36,9 @@ from torch.distributed.fsdp import (
 
 from engines.plan import DataParallel, OffloadTo, Plan
 from profiles.errors import PlanError
-from profiles.model import ModelProfile
+from profiles.model.profile import ModelProfile
 from profiles.torch_compat import is_view, map_tensors
-from profiles.torch_compat_fsdp import (
+from profiles.torch_compat.fsdp import (
     forget_step_underway,
     reduce_now,
     reduce_unused_parameters,

@@ -18,7 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from profiles.batch import Batch, batch_size, split_rows
+from profiles.capture.batch import Batch, batch_size, split_rows
 from profiles.errors import InputError
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from engines.data.loader import split_rows_evenly
 from engines.plan import Plan
 from engines.runtime.world import World, rank_error_context, sum_over_ranks
-from profiles.batch import Batch, batch_size, batch_tensors, describe, map_batch, split_rows
+from profiles.capture.batch import Batch, batch_size, batch_tensors, describe, map_batch, split_rows
 from profiles.errors import BatchError
-from profiles.model import ModelProfile
+from profiles.model.profile import ModelProfile
 
 Count = Callable[[Batch], float | Tensor]
 FINGERPRINT_ELEMENTS = 2**14  # of a tensor; batches that differ do so in every row

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from engines.data.replicas import local_part
 from engines.plan import Compression, DataParallel, Plan
 from profiles.errors import PlanError
-from profiles.torch_compat_fsdp import watch_reductions
+from profiles.torch_compat.fsdp import watch_reductions
 
 WINDOW_STEPS = 200
 """The mean is over all steps so far, and later as if over this many: a single step says little,

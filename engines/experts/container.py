@@ -1,4 +1,5 @@
-"""Modules that hold experts (by `profiles.experts`), and the test that these can be sharded."""
+"""Modules that hold experts (by `profiles.capture.experts`), and the test that these can be
+sharded."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from profiles.capture.experts import experts_of
+from profiles.capture.fake_tensors import random_state_kept
 from profiles.errors import PlanError
-from profiles.experts import experts_of
-from profiles.fakes import random_state_kept
 
 TOLERANCE = 1e-4
 """Relative; sums in another order differ by far less, other experts by the order of 1."""

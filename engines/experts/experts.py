@@ -16,8 +16,8 @@ from engines.experts.container import containers, counts_of, require_separable
 from engines.experts.token_dispatch import dispatch
 from engines.runtime.mesh import Axis
 from engines.state.slices import Slice
+from profiles.capture.experts import experts_of
 from profiles.errors import PlanError
-from profiles.experts import experts_of
 
 EXPERTS_FIRST = Slice(dim=0)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from engines.legality.problem import Problem
 from engines.plan import MODEL_AXES, DataParallel, Plan, Updates
-from profiles.cluster import ClusterProfile
-from profiles.model import ModelProfile
+from profiles.machine.cluster import ClusterProfile
+from profiles.model.profile import ModelProfile
 
 _WHOLE = (DataParallel.NONE, DataParallel.REPLICATE)
 

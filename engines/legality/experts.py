@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from engines.legality.problem import Problem
 from engines.plan import Offload, Plan
-from profiles.cluster import ClusterProfile
-from profiles.model import ModelProfile
+from profiles.machine.cluster import ClusterProfile
+from profiles.model.profile import ModelProfile
 
 
 def experts(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:

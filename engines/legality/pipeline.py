@@ -7,10 +7,10 @@ from itertools import pairwise
 
 from engines.legality.problem import Problem
 from engines.plan import Plan, Schedule
-from profiles.cluster import ClusterProfile
 from profiles.errors import near_misses
-from profiles.flow import GLUE, LOSS, Flow
-from profiles.model import ModelProfile
+from profiles.machine.cluster import ClusterProfile
+from profiles.model.flow import GLUE, LOSS, Flow
+from profiles.model.profile import ModelProfile
 
 _ONE_STAGE = (Schedule.NAIVE, Schedule.GPIPE, Schedule.ONE_F_ONE_B)
 

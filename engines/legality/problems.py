@@ -18,9 +18,9 @@ from engines.legality.pipeline import pipeline
 from engines.legality.problem import Problem as Problem
 from engines.legality.tensor import tensor
 from engines.plan import AXES, DataParallel, Plan, Precision, Recompute
-from profiles.cluster import ClusterProfile
 from profiles.errors import PlanError
-from profiles.model import ModelProfile, Numerics
+from profiles.machine.cluster import ClusterProfile
+from profiles.model.profile import ModelProfile, Numerics
 
 Rule = Callable[[Plan, ModelProfile, ClusterProfile], Iterator[Problem]]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from engines.legality.problem import Problem
 from engines.plan import Plan
 from engines.tensor.styles import Style
-from profiles.cluster import ClusterProfile
 from profiles.errors import UnknownNameError
-from profiles.model import ModelProfile
+from profiles.machine.cluster import ClusterProfile
+from profiles.model.profile import ModelProfile
 
 
 def tensor(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:

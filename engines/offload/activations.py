@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from engines.blocks.wrap import wrap_forward
 from engines.offload.pool import OffloadPool
-from profiles.model import ModelProfile
+from profiles.model.profile import ModelProfile
 from profiles.torch_compat import storage_of, version_of
 
 

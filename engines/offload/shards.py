@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from engines.data.replicas import local_part
 from engines.offload.pool import OffloadPool
 from profiles.torch_compat import move_to, storage_of
-from profiles.torch_compat_fsdp import move_shards
+from profiles.torch_compat.fsdp import move_shards
 
 
 def offload_shards(module: FSDPModule, pool: OffloadPool) -> None:

@@ -20,7 +20,7 @@ from engines.data.replicas import local_part
 from engines.offload.pool import OffloadPool
 from engines.plan import CHUNK_BYTES
 from engines.state.chunked_step import step_in_chunks
-from profiles.memory import release_freed_memory
+from profiles.allocator.process_peak import release_freed_memory
 from profiles.torch_compat import move_to, storage_of
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from engines.runtime.world import World
-from profiles.batch import Batch, LossFn, map_batch
-from profiles.by_hand import devices_of, is_by_hand
-from profiles.model import ModelProfile
+from profiles.capture.batch import Batch, LossFn, map_batch
+from profiles.capture.manual_placement import devices_of, is_by_hand
+from profiles.model.profile import ModelProfile
 
 
 def with_devices_of(profile: ModelProfile, model: nn.Module) -> ModelProfile:

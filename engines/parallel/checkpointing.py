@@ -16,7 +16,7 @@ from engines.state import checkpoint
 from engines.state.full_state import set_whole_state, whole_state
 from engines.state.layout import Layout
 from engines.state.optimizer import empty_optimizer, send_from_first
-from profiles.model import ModelProfile
+from profiles.model.profile import ModelProfile
 
 
 class CheckpointMixin:

@@ -38,9 +38,9 @@ from engines.runtime.steps import Steps
 from engines.runtime.world import World, rank_error_context
 from engines.state.layout import LayerSplit, Layout
 from engines.tensor.logits import whole_tensors
-from profiles.batch import Batch, call_model, loss_of
+from profiles.capture.batch import Batch, call_model, loss_of
 from profiles.errors import PlanError
-from profiles.model import ModelProfile
+from profiles.model.profile import ModelProfile
 from profiles.torch_compat import tensors_in
 
 if TYPE_CHECKING:

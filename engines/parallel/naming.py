@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from engines.pipeline.cuts import Cut, cuts
 from engines.plan import Plan
 from engines.state.layout import Layout
-from profiles.model import ModelProfile
+from profiles.model.profile import ModelProfile
 
 
 class NamingMixin:

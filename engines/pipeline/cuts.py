@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import NonNegativeInt
 
 from engines.plan import Plan
-from profiles.flow import Flow
+from profiles.model.flow import Flow
 from profiles.record import Record
 from profiles.units import format_gib
 

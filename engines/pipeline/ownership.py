@@ -9,7 +9,7 @@ from torch import nn
 
 from engines.pipeline.segments import Segment, rank_of_stage
 from engines.plan import Plan
-from profiles.flow import Flow
+from profiles.model.flow import Flow
 
 
 def owners_of(plan: Plan, segments: Sequence[Segment]) -> dict[str, tuple[int, ...]]:

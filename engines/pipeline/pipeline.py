@@ -26,9 +26,9 @@ from engines.pipeline.tied_parameters import sum_ties, ties_of
 from engines.plan import Plan, Schedule
 from engines.runtime.failures import abort_groups
 from engines.runtime.mesh import Mesh
-from profiles.batch import Batch, LossFn, batch_size, describe
+from profiles.capture.batch import Batch, LossFn, batch_size, describe
 from profiles.errors import BatchError
-from profiles.model import ModelProfile, Numerics
+from profiles.model.profile import ModelProfile, Numerics
 
 MOST_RECORDINGS = 16
 """Batches of other shapes are recorded anew; a data set has a few lengths, not hundreds."""

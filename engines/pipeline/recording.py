@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from engines.pipeline.segments import Key, unit_calls
-from profiles.batch import Batch, call_model, describe, map_batch
+from profiles.capture.batch import Batch, call_model, describe, map_batch
+from profiles.capture.fake_mode import Pretence
+from profiles.capture.fake_tensors import stand_ins
 from profiles.errors import ModelError
-from profiles.fakes import stand_ins
-from profiles.flow import Flow
-from profiles.model import Numerics
-from profiles.pretence import Pretence
+from profiles.model.flow import Flow
+from profiles.model.profile import Numerics
 from profiles.torch_compat import (
     CALL,
     Operator,

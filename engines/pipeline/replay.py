@@ -18,7 +18,7 @@ from engines.pipeline.recording import (
 )
 from engines.pipeline.segments import Key, Segment, unit_calls
 from profiles.errors import ModelError
-from profiles.flow import Flow
+from profiles.model.flow import Flow
 from profiles.torch_compat import flatten, tensors_in, unflatten
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import nn
 
 from engines.plan import Plan, Schedule
-from profiles.flow import GLUE, LOSS, Call, Flow
+from profiles.model.flow import GLUE, LOSS, Call, Flow
 
 Key = tuple[int, int]
 """(call, value): a tensor that a call of the flow returns."""

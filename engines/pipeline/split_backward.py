@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from engines.pipeline.segments import Segment, is_unit
-from profiles.flow import GLUE, Flow
+from profiles.model.flow import GLUE, Flow
 
 
 def can_split(segment: Segment, flow: Flow, model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from engines.blocks.autocast import as_fp32, autocast
 from engines.pipeline.recording import Recording
 from engines.pipeline.replay import Replay
 from engines.pipeline.segments import Key, Segment
-from profiles.batch import Batch, LossFn, call_model, loss_of
+from profiles.capture.batch import Batch, LossFn, call_model, loss_of
 from profiles.errors import ModelError
 from profiles.torch_compat import is_fake
 

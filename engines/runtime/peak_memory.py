@@ -7,13 +7,14 @@ from dataclasses import astuple, dataclass
 import torch
 
 from engines.runtime.world import World, sum_over_ranks
-from profiles.memory import peak_memory_bytes
+from profiles.allocator.process_peak import peak_memory_bytes
 from profiles.units import format_gib, format_percent
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Peak memory of one rank since `profiles.memory.reset_peak_memory`, or ever; bytes.
+    """Peak memory of one rank since `profiles.allocator.process_peak.reset_peak_memory`, or ever;
+    bytes.
 
     Attributes:
         peak_bytes: everything. CUDA: what was reserved, the context, libraries, process groups.

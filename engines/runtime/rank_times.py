@@ -27,8 +27,8 @@ from engines.plan import Plan
 from engines.runtime.steps import MOST_STEPS, WARM_UP_STEPS
 from engines.runtime.world import World, sum_over_ranks
 from profiles.errors import InputError, PlanError
-from profiles.model import ModelProfile
-from profiles.pace import EVEN, Pace
+from profiles.model.profile import ModelProfile
+from profiles.timing.straggler_stats import EVEN, Pace
 from profiles.units import format_seconds
 
 FEWEST_STEPS = 3

@@ -12,12 +12,12 @@ import torch
 
 from engines.plan import Plan
 from engines.runtime.world import World
-from profiles.batch import Batch, batch_tensors
+from profiles.allocator.process_peak import peak_memory_bytes
+from profiles.capture.batch import Batch, batch_tensors
 from profiles.errors import BatchError
-from profiles.memory import peak_memory_bytes
-from profiles.model import ModelProfile
-from profiles.pace import Pace
+from profiles.model.profile import ModelProfile
 from profiles.provenance import Timing
+from profiles.timing.straggler_stats import Pace
 
 # The first steps allocate, make optimizer states and communication buckets, and choose kernels.
 WARM_UP_STEPS = 3

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from engines.state.chunked_step import step_in_chunks
 from engines.state.optimizer import OptimizerFactory
+from profiles.capture.fake_tensors import Fakes
+from profiles.capture.operators import flop_formulas, launches, moved_bytes
 from profiles.errors import InputError
-from profiles.fakes import Fakes
-from profiles.model import GLUE
-from profiles.operators import flop_formulas, launches, moved_bytes
-from profiles.optimizers import OPTIMIZERS, OptimizerProfile, UnitUpkeep
+from profiles.model.profile import GLUE
 from profiles.torch_compat import (
     Operator,
     TorchDispatchMode,
@@ -33,6 +32,7 @@ from profiles.torch_compat import (
     tensors_written,
 )
 from profiles.units import format_percent
+from profiles.workload.optimizers import OPTIMIZERS, OptimizerProfile, UnitUpkeep
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from engines.state.slices import Slice
 from engines.tensor.styles import Kind, Style
-from profiles.transformers_compat import is_transposed_linear
+from profiles.capture.transformers_compat import is_transposed_linear
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

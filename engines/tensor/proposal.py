@@ -15,12 +15,12 @@ from engines.tensor.tied_weights import split_differently
 from engines.tensor.unit_copy import UnitCopy, UnitKind, copy_unit, unit_kinds
 from engines.tensor.unit_proof import CallResult, prove_unit, run_whole
 from engines.tensor.variants import Styles, sequence_variants, variants
-from profiles.batch import Batch, map_batch
+from profiles.capture.batch import Batch, map_batch
+from profiles.capture.fake_mode import Pretence
+from profiles.capture.fake_tensors import stand_ins
 from profiles.errors import ModelError, PlanError
-from profiles.fakes import stand_ins
-from profiles.flow import GLUE, LOSS, Flow
-from profiles.model import ModelProfile
-from profiles.pretence import Pretence
+from profiles.model.flow import GLUE, LOSS, Flow
+from profiles.model.profile import ModelProfile
 from profiles.record import Record
 from profiles.torch_compat import without_onednn
 

@@ -12,8 +12,8 @@ from math import isclose
 
 from engines.tensor.styles import Kind, Style, as_pairs, without_numbers
 from engines.tensor.tie_rules import joined, layers_of, leave_ties_whole
-from profiles.layers import INPUT, LayerCost, LayerKind
-from profiles.model import (
+from profiles.model.layers import INPUT, LayerCost, LayerKind
+from profiles.model.profile import (
     GLUE,
     LOSS,
     SMALLEST_SHARD_FRACTION,

@@ -21,8 +21,8 @@ from engines.tensor.layers import feature_dim, features, slices_of, with_bias, w
 from engines.tensor.logits import VocabLogits
 from engines.tensor.sequence_parallel import split_sequence
 from engines.tensor.styles import Kind, Style, cutting
+from profiles.capture.transformers_compat import is_transposed_linear
 from profiles.errors import PlanError
-from profiles.transformers_compat import is_transposed_linear
 
 _LAST = Slice(-1)
 

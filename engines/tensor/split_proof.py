@@ -16,10 +16,10 @@ from engines.tensor.tied_weights import split_differently
 from engines.tensor.unit_copy import UnitCopy, copy_unit, unit_kinds
 from engines.tensor.unit_proof import Verdict, prove_unit
 from engines.tensor.variants import Styles, variants
-from profiles.batch import Batch
+from profiles.capture.batch import Batch
 from profiles.errors import PlanError
-from profiles.flow import GLUE, LOSS, Flow
-from profiles.model import ModelProfile
+from profiles.model.flow import GLUE, LOSS, Flow
+from profiles.model.profile import ModelProfile
 from profiles.record import Record
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from engines.tensor.styles import Kind, Style
-from profiles.layers import LayerCost, LayerKind
-from profiles.model import GLUE, ModelProfile, Numerics, UnitCost, UnitProfile
+from profiles.model.layers import LayerCost, LayerKind
+from profiles.model.profile import GLUE, ModelProfile, Numerics, UnitCost, UnitProfile
 
 
 def leave_ties_whole(

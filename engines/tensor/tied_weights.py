@@ -9,7 +9,7 @@ from torch import nn
 
 from engines.tensor.layers import slices_of
 from engines.tensor.styles import Style, cutting
-from profiles.flow import GLUE, LOSS, Flow
+from profiles.model.flow import GLUE, LOSS, Flow
 
 Place = tuple[str, str]
 """(module path, name of its parameter)."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from engines.tensor.copy_tree import copy_tree
-from profiles.batch import Batch, call_model, map_batch, split_rows
+from profiles.capture.batch import Batch, call_model, map_batch, split_rows
+from profiles.capture.fake_mode import Pretence
+from profiles.capture.fake_tensors import random_state_kept, stand_ins
 from profiles.errors import AdvisorError, ModelError
-from profiles.fakes import random_state_kept, stand_ins
-from profiles.pretence import Pretence
 from profiles.torch_compat import (
     flatten,
     is_fake,

@@ -17,8 +17,8 @@ from typing import Literal, TypeVar
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from profiles.cluster import Device, Link
 from profiles.errors import InputError, UnknownNameError
+from profiles.machine.cluster import Device, Link
 from profiles.provenance import Quantity, Source
 from profiles.record import Record
 from profiles.units import (

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from advisor.cost.aggregation import price
 from engines.plan import Aggregation
-from profiles.cluster import ClusterProfile, Collective, Link, LinkFit
+from profiles.machine.cluster import ClusterProfile, Collective, Link, LinkFit
 from profiles.provenance import Quantity, Source
 from profiles.record import Document, Record
 from profiles.units import MIB

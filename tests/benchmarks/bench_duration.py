@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiles.clusters import load_cluster
-from profiles.host import machine_cores
+from profiles.machine.clusters import load_cluster
+from profiles.machine.host import machine_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = (2, 4)

@@ -36,7 +36,7 @@ def one(name: str) -> None:
     import torch
     import transformers
 
-    from profiles.capture import capture
+    from profiles.capture.capture import capture
 
     width, wide, layers, heads = SHAPES[name]
     config = transformers.LlamaConfig(

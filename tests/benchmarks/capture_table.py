@@ -11,10 +11,10 @@ import warnings
 
 import torch
 
-from profiles.capture import capture
+from profiles.capture.capture import capture
 from profiles.errors import AdvisorError
-from profiles.model import Numerics
-from tests.profiles.measured import measure
+from profiles.model.profile import Numerics
+from tests.profiles.capture.measured import measure
 from tests.zoo import ARCHITECTURES
 
 

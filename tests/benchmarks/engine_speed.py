@@ -116,7 +116,7 @@ def build(case: Case, *, ours: bool) -> Step:
     from engines.apply import apply_plan
     from engines.plan import Plan
     from engines.tensor.proposal import propose_styles
-    from profiles.capture import capture
+    from profiles.capture.capture import capture
     from tests.engines.cases import cpu_ranks
 
     plan, batch = Plan.parse(case.plan), (ids, targets)

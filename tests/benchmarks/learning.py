@@ -14,15 +14,15 @@ from unittest.mock import patch
 
 import torch
 
-from advisor.auto import auto_parallelize
+from advisor.auto.parallelize import auto_parallelize
 from advisor.cost import estimate
-from advisor.demo.gpt import GPT, GPTConfig, loss
-from advisor.learning import refit
-from advisor.runs import keep_run
+from advisor.learning.learning import refit
+from advisor.learning.run_log import keep_run
+from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
 from engines.parallel import ParallelModel
-from profiles.cluster import ClusterProfile
-from profiles.probe import probe
-from profiles.runs import Run
+from profiles.machine.cluster import ClusterProfile
+from profiles.machine.probe import probe
+from profiles.timing.runs import Run
 
 LENGTH, STEPS = 64, 15
 # Width, blocks, rows.

@@ -126,16 +126,16 @@ def _rank(path: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from advisor.auto import auto_parallelize
+    from advisor.auto.parallelize import auto_parallelize
     from advisor.cost import estimate
-    from advisor.decision import Decision
-    from advisor.demo.gpt import GPT, GPTConfig, loss
-    from advisor.demo.text import ByteWindows, reference_text
+    from advisor.decide.decision import Decision
+    from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
+    from advisor.tutorial.demo.text import ByteWindows, reference_text
     from engines.apply import apply_plan
     from engines.parallel import ParallelModel
     from engines.runtime.world import join_world, leave_world
-    from profiles.bench import bench
-    from profiles.probe import probe
+    from profiles.machine.bench import bench
+    from profiles.machine.probe import probe
 
     world = join_world(timeout_s=120.0)
     cluster = bench(probe(), budget_s=BENCH_S)

@@ -18,13 +18,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from advisor.choose import choose
-from advisor.facts import Facts
-from advisor.policy import Objective, Policy
-from profiles.clusters import resolve_cluster
-from profiles.families import profile_from_config
-from profiles.model import ModelProfile, Numerics
-from profiles.workload import Workload
+from advisor.decide.choose import choose
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Objective, Policy
+from profiles.closed_forms.families import profile_from_config
+from profiles.machine.clusters import resolve_cluster
+from profiles.model.profile import ModelProfile, Numerics
+from profiles.workload.workload import Workload
 
 # Llama 3 (arXiv:2407.21783, table 3).
 LLAMA_70B = {

@@ -132,14 +132,14 @@ def _rank(path: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from advisor.auto.facts_from_module import look
     from advisor.cost import Estimate, estimate
-    from advisor.demo.gpt import GPT, GPTConfig, loss
-    from advisor.facts import Facts
-    from advisor.look import look
+    from advisor.inputs.facts import Facts
+    from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
     from engines.apply import apply_plan
     from engines.runtime.world import join_world, leave_world
-    from profiles.bench import bench
-    from profiles.probe import probe
+    from profiles.machine.bench import bench
+    from profiles.machine.probe import probe
 
     world = join_world(timeout_s=60.0)
     cluster = bench(probe(), budget_s=BENCH_S)

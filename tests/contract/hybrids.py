@@ -19,10 +19,10 @@ from engines.pipeline.segments import stages_of_rank
 from engines.pipeline.stage import buffers
 from engines.plan import Plan, Precision, Recompute
 from engines.tensor.proposal import propose_styles
-from profiles.batch import Batch
-from profiles.capture import capture
-from profiles.cluster import Collective
-from profiles.model import ModelProfile, Numerics
+from profiles.capture.batch import Batch
+from profiles.capture.capture import capture
+from profiles.machine.cluster import Collective
+from profiles.model.profile import ModelProfile, Numerics
 from profiles.torch_compat import tensors_in
 from tests.contract.fake_world import fake_rank
 from tests.contract.subjects import Decoder, batch_of

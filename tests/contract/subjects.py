@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from profiles.batch import Batch
+from profiles.capture.batch import Batch
 
 HEAD = 8
 

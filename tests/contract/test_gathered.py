@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from advisor.cost.model import CostModel
-from profiles.cluster import Collective
+from profiles.machine.cluster import Collective
 from tests.contract.hybrids import ROWS, Subject, compared, subject_of
 from tests.contract.watch import facts_of
 

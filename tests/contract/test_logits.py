@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from advisor.demo.gpt import GPT, GPTConfig, loss
+from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
 from engines.plan import Plan
-from profiles.capture import capture
-from profiles.model import LOSS, ModelProfile, Numerics
+from profiles.capture.capture import capture
+from profiles.model.profile import LOSS, ModelProfile, Numerics
 from tests.contract.watch import Held, prediction
 
 ROWS, TOKENS = 4, 64

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from engines.apply import apply_plan
 from engines.plan import DataParallel, Plan
-from profiles.batch import Batch
-from profiles.capture import capture
-from profiles.model import ModelProfile, Numerics
+from profiles.capture.batch import Batch
+from profiles.capture.capture import capture
+from profiles.model.profile import ModelProfile, Numerics
 from tests.contract.watch import Held, gradients, local, optimizer_states, prediction
 from tests.engines.cases import TinyGPT, cpu_ranks, token_loss
 from tests.workers import Pool

@@ -17,9 +17,9 @@ from advisor.cost.aggregation import buffer_share
 from engines.apply import apply_plan
 from engines.optional.aggregation.aggregate import aggregate
 from engines.plan import Aggregation, Plan
-from profiles.capture import capture
-from profiles.cluster import Collective
-from profiles.model import ModelProfile, Numerics
+from profiles.capture.capture import capture
+from profiles.machine.cluster import Collective
+from profiles.model.profile import ModelProfile, Numerics
 from tests.contract.watch import Held, Messages, facts_of
 from tests.engines.cases import CASES, cpu_ranks
 from tests.workers import Pool

@@ -9,9 +9,9 @@ import pytest
 from advisor.cost.model import CostModel
 from engines.apply import apply_plan
 from engines.plan import Plan
-from profiles.capture import capture
-from profiles.cluster import Collective
-from profiles.model import ModelProfile
+from profiles.capture.capture import capture
+from profiles.machine.cluster import Collective
+from profiles.model.profile import ModelProfile
 from tests.contract.fake_world import fake_rank
 from tests.contract.hybrids import _states, charged
 from tests.contract.subjects import Decoder, batch_of

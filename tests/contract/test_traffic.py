@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from engines.apply import apply_plan
 from engines.plan import DataParallel, Plan
-from profiles.capture import capture
-from profiles.cluster import Collective
-from profiles.model import GLUE, ModelProfile, Numerics, UnitProfile
+from profiles.capture.capture import capture
+from profiles.machine.cluster import Collective
+from profiles.model.profile import GLUE, ModelProfile, Numerics, UnitProfile
 from tests.contract.watch import Calls, Collectives, prediction
 from tests.engines.cases import CASES, cpu_ranks
 from tests.workers import Pool

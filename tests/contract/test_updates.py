@@ -6,9 +6,9 @@ import pytest
 import torch.distributed as dist
 
 from advisor.cost import estimate
-from advisor.facts import Facts
+from advisor.inputs.facts import Facts
 from engines.plan import Plan
-from profiles.workload import Workload
+from profiles.workload.workload import Workload
 from tests.engines.cases import cpu_ranks, profile_of
 from tests.engines.optional.async_updates.ranks import GPT
 from tests.engines.parity import local_rows, spread

@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from advisor.cost import Estimate, estimate
-from advisor.facts import Facts
+from advisor.inputs.facts import Facts
 from engines.parallel import ParallelModel
 from engines.plan import Plan
-from profiles.cluster import Collective
-from profiles.model import ModelProfile
+from profiles.machine.cluster import Collective
+from profiles.model.profile import ModelProfile
 from profiles.provenance import Quantity, Source
-from profiles.workload import Workload
+from profiles.workload.workload import Workload
 from tests.engines.cases import cpu_ranks
 
 Calls = Counter[tuple[Collective, int]]

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from profiles.batch import Batch
-from profiles.capture import capture
-from profiles.cluster import ClusterProfile, Device, Link
-from profiles.model import ModelProfile
+from profiles.capture.batch import Batch
+from profiles.capture.capture import capture
+from profiles.machine.cluster import ClusterProfile, Device, Link
+from profiles.model.profile import ModelProfile
 from profiles.provenance import Quantity, Source
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from engines.apply import apply_plan
 from engines.plan import Plan
 from profiles.errors import InputError, ModelError, PlanError
-from profiles.model import ModelProfile
+from profiles.model.profile import ModelProfile
 from tests.engines.cases import CASES, cpu_ranks, profile_of
 from tests.engines.parity import alone, parallelize
 from tests.workers import Pool

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from profiles.batch import Batch
+from profiles.capture.batch import Batch
 from tests import zoo
 from tests.engines.cases import token_loss
 from tests.matrix import plain

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from engines.legality import problems
 from engines.plan import Plan, Schedule
-from profiles.flow import GLUE, LOSS
-from profiles.model import ModelProfile
+from profiles.model.flow import GLUE, LOSS
+from profiles.model.profile import ModelProfile
 from tests.engines.cases import cpu_ranks
 
 PLANS: dict[str, str] = {

@@ -11,9 +11,9 @@ import torch
 from engines.legality import problems
 from engines.plan import Plan
 from engines.tensor.proposal import propose_styles
-from profiles.capture import capture
+from profiles.capture.capture import capture
 from profiles.errors import PlanError
-from profiles.model import ModelProfile
+from profiles.model.profile import ModelProfile
 from tests.engines.cases import cpu_ranks
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.cell import TOLERANCE, Difference, difference

@@ -8,9 +8,9 @@ pytest.importorskip("transformers")
 
 from engines.legality import problems
 from engines.plan import Plan
-from profiles.affine import Affine
-from profiles.flow import Call, Edge, Flow, Value
-from profiles.model import ModelProfile, Numerics, UnitCost, UnitProfile
+from profiles.model.affine import Affine
+from profiles.model.flow import Call, Edge, Flow, Value
+from profiles.model.profile import ModelProfile, Numerics, UnitCost, UnitProfile
 from tests.engines.cases import cpu_ranks
 from tests.matrix.plans import PLANS, borders_for
 

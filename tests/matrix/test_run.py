@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 from engines.plan import Plan
-from profiles.model import ModelProfile
+from profiles.model.profile import ModelProfile
 from tests.engines.cases import cpu_ranks
 from tests.matrix import __main__ as command
 from tests.matrix import run

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from profiles.cluster import ClusterProfile
-from profiles.clusters import cluster_from_name
 from profiles.errors import FileError, InputError, UnknownNameError
+from profiles.machine.cluster import ClusterProfile
+from profiles.machine.clusters import cluster_from_name
 from profiles.record import read_text, require_writable, write_text
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from advisor.cost.calibration import Calibration
 from profiles.errors import InputError
-from profiles.stack import stacks
+from profiles.workload.stack import stacks
 from tests.scorecard.made_up import reading, rule, rules
 from tests.scorecard.rules import load
 

@@ -15,7 +15,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-from profiles.cluster import ClusterProfile, Collective
+from profiles.machine.cluster import ClusterProfile, Collective
 from profiles.record import Document, Record
 from tests.namespaces import torchrun, two_nodes
 from tests.validation.command import command
@@ -87,11 +87,11 @@ def row_of(cluster: ClusterProfile, line_bytes_per_s: float | None) -> Row:
     """The figures of a bench, and the decision for the demo's model on such machines."""
     import torch
 
-    from advisor.choose import choose
+    from advisor.auto.facts_from_module import look
     from advisor.cost import CostModel
-    from advisor.demo.gpt import GPT, SHAPES, loss
-    from advisor.look import look
-    from advisor.walk import given_bytes_per_s, needed_bytes_per_s
+    from advisor.decide.choose import choose
+    from advisor.decide.walk import given_bytes_per_s, needed_bytes_per_s
+    from advisor.tutorial.demo.gpt import GPT, SHAPES, loss
     from engines.plan import Plan, Recompute
 
     config = SHAPES["gpt-10m"]
@@ -182,8 +182,8 @@ def measure() -> Report:
 def _rank(path: str) -> None:
     """One rank of `bench_at`."""
     from engines.runtime.world import join_world, leave_world
-    from profiles.bench import bench
-    from profiles.probe import probe
+    from profiles.machine.bench import bench
+    from profiles.machine.probe import probe
 
     world = join_world(timeout_s=TIME_LIMIT_S)
     cluster = bench(probe(), budget_s=BENCH_S)

@@ -17,7 +17,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-from advisor.sweep.points import Sweep, Swept
+from advisor.whatif.sweep.points import Sweep, Swept
 from profiles.record import Document, read_text
 from tests.validation.command import command
 
@@ -70,11 +70,11 @@ def measured(part: str) -> Sweep:
 
 def _rank(path: str) -> None:
     """One rank of `measured`; the file's name says of which part."""
-    from advisor.sweep.measure import measured_sweep
+    from advisor.whatif.sweep.measure import measured_sweep
     from engines.plan import parse_settings
     from engines.runtime.world import join_world, leave_world
-    from profiles.bench import bench
-    from profiles.probe import probe
+    from profiles.machine.bench import bench
+    from profiles.machine.probe import probe
 
     is_plans = Path(path).stem == "plans"
     world = join_world(timeout_s=RANK_LATE_S)
@@ -113,7 +113,7 @@ def table(report: Report) -> str:
 
     from rich.console import Console
 
-    from advisor.sweep.table import sweep_table
+    from advisor.whatif.sweep.table import sweep_table
 
     console = Console(file=StringIO(), width=90)
     for sweep in (report.plans, report.sizes):

@@ -21,7 +21,7 @@ from engines.plan import Plan, Updates
 from engines.runtime.world import World
 from engines.state.optimizer import OptimizerFactory
 from profiles.errors import PlanError
-from profiles.model import ModelProfile
+from profiles.model.profile import ModelProfile
 
 
 def served_parameters(plan: Plan, model: nn.Module, world: World) -> frozenset[str] | None:

@@ -9,8 +9,8 @@ from advisor.predict.resolve import resolve
 from advisor.predict.rows import Row
 from advisor.predict.setup import Setup
 from engines.plan import Precision, Recompute, Schedule
-from profiles.model import Numerics
-from profiles.work import FusibleKind
+from profiles.model.profile import Numerics
+from profiles.model.work import FusibleKind
 
 
 def setup(**cells: object) -> Setup:

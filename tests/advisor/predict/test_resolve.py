@@ -8,7 +8,7 @@ from advisor.predict.machines import accelerator_of
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import row_of
 from advisor.predict.setup import Refusal, Setup
-from profiles.stack import Selective
+from profiles.workload.stack import Selective
 
 # GPT-3 175B on 64 nodes as tables print it.
 CELLS = {

@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.cost import CostModel
-from advisor.facts import Facts
-from advisor.policy import Policy
-from advisor.rules import preferred, weigh
+from advisor.decide.rules import preferred, weigh
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Policy
 from advisor.search.bounds import ROUNDING
-from advisor.search.kept import Kept
+from advisor.search.cache import Kept
 from advisor.search.legal import space_of, styles_of
 from advisor.search.search import Search
 from advisor.search.stages import Stages
 from engines.plan import Offload, Schedule
-from profiles.stack import Stack, States, stack_named
-from profiles.transformer import TransformerShape, transformer_profile
+from profiles.closed_forms.transformer import TransformerShape, transformer_profile
+from profiles.workload.stack import Stack, States, stack_named
 from tests.factories import facts, gpus
 
 STACKS = (

@@ -11,16 +11,16 @@ from itertools import permutations
 
 import pytest
 
-from advisor.candidates import legal_plans
 from advisor.cost import CostModel, Estimate
 from advisor.cost.ledger import Ledger
-from advisor.facts import Facts
-from advisor.policy import Policy
-from advisor.rules import tie_limit_s, weigh
+from advisor.decide.candidates import legal_plans
+from advisor.decide.rules import tie_limit_s, weigh
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Policy
 from engines.plan import AXES, Plan, Recompute, Schedule
-from profiles.cluster import ClusterProfile, Collective
-from profiles.families import profile_from_config
-from profiles.model import Numerics
+from profiles.closed_forms.families import profile_from_config
+from profiles.machine.cluster import ClusterProfile, Collective
+from profiles.model.profile import Numerics
 from tests.factories import facts, gpus
 
 CONFIG: dict[str, object] = {

@@ -8,20 +8,20 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.comparison import nearest_miss
 from advisor.cost import CostModel
-from advisor.facts import Facts
-from advisor.policy import Objective, Policy
-from advisor.rules import Candidate, preferred, simplicity, simplicity_columns, weigh
+from advisor.decide.comparison import nearest_miss
+from advisor.decide.rules import Candidate, preferred, simplicity, simplicity_columns, weigh
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Objective, Policy
 from advisor.search.bounds import ROUNDING
+from advisor.search.cache import Kept
 from advisor.search.columns import unique
-from advisor.search.kept import Kept
 from advisor.search.legal import space_of, styles_of
 from advisor.search.search import Search
 from advisor.search.stages import Stages
 from engines.plan import Offload, OffloadTo
-from profiles.families import profile_from_config
-from profiles.model import ModelProfile, Numerics
+from profiles.closed_forms.families import profile_from_config
+from profiles.model.profile import ModelProfile, Numerics
 from tests.factories import chain, cpus, facts, gpus, transformer
 
 MIDDLE = transformer(name="middle", layers=6, hidden=2048, ffn=5504, tokens=4096)

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from advisor.candidates import legal_plans
+from advisor.decide.candidates import legal_plans
 from advisor.search.space import divisors, stages_per_rank
 from engines.legality import problems
 from engines.plan import Schedule

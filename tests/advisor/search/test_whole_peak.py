@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from advisor.facts import Facts
-from advisor.policy import Policy
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Policy
 from engines.plan import Offload, OffloadTo
-from profiles.stack import stack_named
+from profiles.workload.stack import stack_named
 from tests.advisor.search.test_search import MIDDLE, llama, searched
 from tests.factories import cpus, facts, gpus
 

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from advisor.choose import choose
-from advisor.cli import cli
+from advisor.cli.main import cli
 from advisor.cost import CostModel
-from advisor.decision import Decision
-from advisor.facts import Facts
-from advisor.stacks import is_of_engines
+from advisor.decide.choose import choose
+from advisor.decide.decision import Decision
+from advisor.inputs.facts import Facts
+from advisor.report.stacks import is_of_engines
 from advisor.whatif import levers
 from engines.plan import parse_settings
-from profiles.clusters import cluster_from_name
-from profiles.stack import TORCH, Stack, stack_named
-from profiles.transformer import TransformerShape, transformer_profile
-from profiles.work import AttentionKernel
-from profiles.workload import Workload
+from profiles.closed_forms.transformer import TransformerShape, transformer_profile
+from profiles.machine.clusters import cluster_from_name
+from profiles.model.work import AttentionKernel
+from profiles.workload.stack import TORCH, Stack, stack_named
+from profiles.workload.workload import Workload
 from tests.factories import facts, gpus, transformer
 
 H, VOCAB, TOKENS, LAYERS = 1024, 32_000, 2048, 8

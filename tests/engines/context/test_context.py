@@ -21,10 +21,10 @@ from engines.parallel import ParallelModel
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import join_world
-from profiles.batch import Batch
-from profiles.capture import capture
+from profiles.capture.batch import Batch
+from profiles.capture.capture import capture
 from profiles.errors import AdvisorError, BatchError, ModelError, PlanError
-from profiles.torch_compat_attention import attend, attend_backward
+from profiles.torch_compat.attention import attend, attend_backward
 from tests.engines.cases import CASES, TinyGPT, cpu_ranks, profile_of, token_loss
 from tests.engines.parity import (
     gradient_error,
@@ -250,7 +250,7 @@ def test_clipping_evaluation_and_checkpoints_are_those_of_one_process(
 
 
 def split_error() -> float:
-    from advisor.auto import auto_parallelize
+    from advisor.auto.parallelize import auto_parallelize
 
     case = CASES["gpt"]
     torch.manual_seed(1)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.plan import Plan
-from profiles.batch import Batch, split_rows
+from profiles.capture.batch import Batch, split_rows
 from profiles.errors import BatchError
 from tests.engines.cases import CASES
 from tests.engines.parity import (

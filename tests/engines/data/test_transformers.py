@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from advisor.auto import auto_parallelize
+from advisor.auto.parallelize import auto_parallelize
 from engines.apply import apply_plan
 from engines.plan import Plan
-from profiles.batch import Batch, batch_size
-from profiles.capture import capture
+from profiles.capture.batch import Batch, batch_size
+from profiles.capture.capture import capture
 from tests.engines.cases import cpu_ranks
 from tests.engines.parity import local_rows
 from tests.workers import Pool

@@ -16,11 +16,11 @@ from engines.legality import problems
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import join_world
-from profiles.batch import Batch
-from profiles.capture import capture
+from profiles.capture.batch import Batch
+from profiles.capture.capture import capture
+from profiles.capture.experts import experts_of
 from profiles.errors import PlanError
-from profiles.experts import experts_of
-from profiles.model import ModelProfile, Numerics
+from profiles.model.profile import ModelProfile, Numerics
 from tests.engines.cases import cpu_ranks
 from tests.engines.parity import local_rows, relative, sgd, state_error
 from tests.workers import Pool
@@ -222,7 +222,7 @@ def test_a_checkpoint_holds_whole_experts_under_their_names(pool: Pool, tmp_path
 
 def by_settings() -> tuple[str, float]:
     """The plan that is made of "ep=2", and its loss against one process."""
-    from advisor.auto import auto_parallelize
+    from advisor.auto.parallelize import auto_parallelize
 
     model, batch = build("mixtral")
     wanted = copy.deepcopy(model)(**batch).loss.detach()

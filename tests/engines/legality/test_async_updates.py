@@ -6,8 +6,8 @@ import pytest
 
 from engines.legality import problems
 from engines.plan import Plan
-from profiles.flow import Flow
-from profiles.model import ModelProfile
+from profiles.model.flow import Flow
+from profiles.model.profile import ModelProfile
 from tests.engines.cases import cpu_ranks
 from tests.engines.legality.test_legality import model
 

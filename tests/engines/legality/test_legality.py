@@ -6,9 +6,9 @@ import pytest
 
 from engines.legality import numerics, problems, require_legal
 from engines.plan import Plan
-from profiles.cluster import ClusterProfile
 from profiles.errors import PlanError
-from profiles.model import ModelProfile, Numerics, UnitCost, UnitProfile
+from profiles.machine.cluster import ClusterProfile
+from profiles.model.profile import ModelProfile, Numerics, UnitCost, UnitProfile
 from profiles.provenance import Quantity, Source
 from tests.engines.cases import cpu_ranks
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from engines.legality import problems
 from engines.pipeline.recording import record
 from engines.plan import Plan
-from profiles.capture import capture
+from profiles.capture.capture import capture
 from profiles.errors import ModelError
 from tests.engines.cases import CASES, cpu_ranks, profile_of
 

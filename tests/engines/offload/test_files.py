@@ -20,7 +20,7 @@ from engines.legality import problems
 from engines.offload.pool import OffloadPool
 from engines.parallel import ParallelModel
 from engines.plan import Plan
-from profiles.capture import capture
+from profiles.capture.capture import capture
 from profiles.errors import InputError, RankError
 from profiles.torch_compat import move_to, storage_of
 from profiles.units import MIB

@@ -17,14 +17,14 @@ from engines.offload.pool import OffloadPool
 from engines.offload.states import OffloadedStates
 from engines.plan import Plan
 from engines.state.optimizer_footprint import why_not_chunked
-from profiles.capture import capture
+from profiles.capture.capture import capture
 from profiles.errors import InputError, PlanError
-from profiles.model import ModelProfile
+from profiles.model.profile import ModelProfile
 from profiles.torch_compat import storage_of
 from tests.engines.cases import CASES
 from tests.engines.data.test_parity import TOLERANCE
 from tests.engines.parity import Parity, alone, measure
-from tests.profiles.measured import peak_of_a_run
+from tests.profiles.capture.measured import peak_of_a_run
 from tests.workers import Pool
 
 CPU = torch.device("cpu")

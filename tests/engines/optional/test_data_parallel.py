@@ -11,9 +11,9 @@ from engines.legality import problems
 from engines.optional.data_parallel import data_parallel, one_process_plan
 from engines.plan import Plan
 from engines.runtime.world import World
-from profiles.capture import capture
-from profiles.clusters import cluster_from_name
+from profiles.capture.capture import capture
 from profiles.errors import PlanError
+from profiles.machine.clusters import cluster_from_name
 from tests.engines.cases import cpu_ranks
 
 FOUR = Plan.parse("data_parallel=threads dp_replicate=4 microbatch_size=2 accumulation=3")

@@ -13,18 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from advisor.decide import decide
-from advisor.facts import Facts
+from advisor.decide.decide import decide
+from advisor.inputs.facts import Facts
 from engines.apply import apply_plan
 from engines.data.ddp import replicate
 from engines.legality import problems
 from engines.plan import Plan
 from engines.runtime.world import join_world
-from profiles.by_hand import devices_of, is_by_hand
-from profiles.capture import capture
-from profiles.clusters import cluster_from_name
-from profiles.model import ModelProfile
-from profiles.workload import Workload
+from profiles.capture.capture import capture
+from profiles.capture.manual_placement import devices_of, is_by_hand
+from profiles.machine.clusters import cluster_from_name
+from profiles.model.profile import ModelProfile
+from profiles.workload.workload import Workload
 from tests.placed import put
 from tests.workers import Pool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from advisor.growing_batch import GrowingBatch
+from advisor.auto.growing_batch import GrowingBatch
 from profiles.errors import BatchError
 from tests.engines.parity import parallelize, reference_loss, relative
 

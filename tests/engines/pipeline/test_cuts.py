@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.pipeline.cuts import Cut, cuts
 from engines.plan import Plan
-from profiles.capture import capture
+from profiles.capture.capture import capture
 from tests.engines.cases import CASES, WIRINGS, profile_of
 from tests.engines.parity import parallelize
 from tests.workers import Pool

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engines.apply import apply_plan
 from engines.plan import Plan
-from profiles.capture import capture
+from profiles.capture.capture import capture
 from profiles.errors import ModelError, PlanError, RankError
 from tests.engines.cases import cpu_ranks
 from tests.engines.parity import gradient_error

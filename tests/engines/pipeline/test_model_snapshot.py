@@ -11,7 +11,7 @@ from engines.blocks.recompute import recompute_blocks
 from engines.pipeline.model_snapshot import ModelSnapshot
 from engines.pipeline.recording import Recording, record
 from engines.plan import Recompute
-from profiles.model import Numerics
+from profiles.model.profile import Numerics
 from tests.engines.cases import CASES, profile_of
 from tests.engines.parity import parallelize
 from tests.workers import Pool

@@ -12,7 +12,7 @@ from engines.plan import Plan
 from engines.runtime import steps as module
 from engines.runtime.steps import MOST_STEPS, WARM_UP_STEPS, Steps
 from engines.runtime.world import World
-from profiles.affine import Affine
+from profiles.model.affine import Affine
 from tests.factories import chain
 
 BATCH = torch.zeros(4, 8)  # 128 bytes

@@ -21,7 +21,7 @@ from engines.state import checkpoint
 from engines.state.full_state import set_whole_state, whole_state
 from engines.state.layout import Layout
 from engines.state.slices import Slice
-from profiles.capture import capture
+from profiles.capture.capture import capture
 from tests.workers import Pool
 
 SIZES = "tp=2 dp_replicate=2"

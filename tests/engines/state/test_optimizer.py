@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from engines.apply import apply_plan
 from engines.plan import Plan
 from profiles.errors import InputError
-from profiles.model import ModelProfile
+from profiles.model.profile import ModelProfile
 from tests.engines.cases import CASES, cpu_ranks, profile_of
 from tests.engines.parity import (
     KINDS,

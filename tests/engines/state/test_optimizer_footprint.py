@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from engines.state.optimizer_footprint import optimizer_footprint, whole_because
-from profiles.capture import capture
+from profiles.capture.capture import capture
 from profiles.errors import InputError
-from profiles.model import GLUE
-from profiles.optimizers import OPTIMIZERS, Law
+from profiles.model.profile import GLUE
+from profiles.workload.optimizers import OPTIMIZERS, Law
 from tests.contract.watch import Held
 from tests.engines.cases import TinyGPT
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from engines.tensor.proposal import Proposal, propose_styles
-from profiles.capture import capture
+from profiles.capture.capture import capture
 from profiles.errors import PlanError
 from tests.engines.tensor import units
 

@@ -15,7 +15,7 @@ from engines.plan import Recompute
 from engines.state.slices import Slice
 from engines.tensor.split import split
 from engines.tensor.styles import Style
-from profiles.capture import capture
+from profiles.capture.capture import capture
 from tests.engines.tensor import units
 
 

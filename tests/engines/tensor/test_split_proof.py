@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engines.tensor.proposal import propose_styles
 from engines.tensor.split_proof import SplitProof, prove_split
-from profiles.capture import capture
+from profiles.capture.capture import capture
 from profiles.errors import ModelError, PlanError, UnknownNameError
 from tests.engines.tensor import units
 

@@ -1,0 +1,327 @@
+"""Check: one plan run for some steps on this machine, for its estimate to be compared with.
+
+All ranks of a plan are run where the job has as many. On processors the time of a rank's own thread
+tells computing from sending in those very steps. On accelerators every rank makes the same steps
+once more without the others, through torch's fake process groups; of a plan that is larger than the
+job one rank is run, in that way alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from advisor.auto.facts_from_module import look
+from advisor.auto.job import machines_of
+from advisor.auto.parallelize import auto_parallelize, pins_of
+from advisor.cost import estimate
+from advisor.decide.choose import choose
+from advisor.decide.decision import Decision
+from advisor.inputs.facts import Facts
+from advisor.inputs.models import LoadedModel, load_model
+from advisor.learning.anchor import Links
+from advisor.learning.residuals import Measured
+from advisor.whatif.sweep.measure import OPTIMIZERS, repeated
+from engines.apply import apply_plan
+from engines.parallel import ParallelModel
+from engines.plan import Aggregation, Compression, DataParallel, Plan
+from engines.runtime.fake_world import fake_world
+from engines.runtime.product_time import ProductTime
+from engines.runtime.steps import WARM_UP_STEPS
+from engines.runtime.world import World, join_world, leave_world, rank_error_context
+from profiles.allocator.process_peak import (
+    peak_memory_bytes,
+    release_freed_memory,
+    reset_peak_memory,
+)
+from profiles.capture.batch import Batch
+from profiles.errors import InputError, PlanError, UnknownNameError
+from profiles.machine.bench import BUDGET_S, bench
+from profiles.machine.cluster import ClusterProfile
+from profiles.machine.probe import probe
+from profiles.torch_compat import forget_groups
+
+STEPS = 10
+"""After the warm-up; as often as `advise sweep --measure` times its plans."""
+# Batch norms want two rows, and a profile is taken at some batch; what is run is another.
+_ROWS_LOOKED_AT = 2
+LINKS_S = BUDGET_S
+PRODUCT_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is run.
+
+    Attributes:
+        model: MODEL of the command line, built anew for every run.
+        settings: of the plan, "tp=2 zero=1"; the rest is decided.
+        optimizer: one of `advisor.whatif.sweep.measure.OPTIMIZERS`.
+        times_links: of all ranks, after the steps.
+    """
+
+    model: str
+    settings: str = ""
+    global_batch_size: int | None = None
+    sequence_length: int | None = None
+    optimizer: str = "adamw"
+    precision: str | None = None
+    steps: int = STEPS
+    times_links: bool = False
+    timeout_s: float | None = None
+
+    def built(self) -> LoadedModel:
+        """The model, as it was before any run."""
+        return load_model(self.model, samples=_ROWS_LOOKED_AT, sequence_length=self.sequence_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A plan as it was predicted without any run, and what one rank measured of it."""
+
+    facts: Facts
+    plan: Plan
+    measured: Measured
+
+
+def check(asked: Asked, cluster: ClusterProfile | None = None) -> Checked:
+    """Run the plan that is asked for, or decided. All ranks of a job call it, and leave it by this.
+
+    Args:
+        cluster: that the plan is for, of devices as this machine has; None is this job.
+
+    Raises:
+        InputError: devices that this machine does not have, or an optimizer that cannot be run.
+        PlanError: fewer ranks than the plan has, and one of them cannot be run by itself.
+        NoPlanError: nothing fits. RankError: a rank did not come in time, and which.
+    """
+    if asked.optimizer not in OPTIMIZERS:
+        raise UnknownNameError("optimizer", asked.optimizer, OPTIMIZERS, where="advise check")
+    here = probe().device.name
+    if cluster is not None and cluster.device.name != here:
+        raise InputError(
+            f"the plan is for {cluster.device.name}, this machine has {here}",
+            where=f"cluster: {cluster.name}",
+            hints=["run `advise check` on one of its devices", "or leave `--cluster` out"],
+        )
+    world = join_world(timeout_s=asked.timeout_s)
+    machines = cluster or machines_of(asked.built().module, pins_of(asked.settings), world)
+    if world.size == machines.world_size:
+        return _with_all_ranks(asked, machines, world)
+    if world.size > 1:
+        raise PlanError(
+            f"the plan is for {machines.world_size} devices, this job has {world.size} ranks",
+            where=f"cluster: {machines.name}",
+            hints=[
+                f"start {machines.world_size} ranks: all are run",
+                "or start one, without torchrun: one rank of the plan is run",
+            ],
+        )
+    return _with_one_rank(asked, machines)
+
+
+def _with_all_ranks(asked: Asked, machines: ClusterProfile, world: World) -> Checked:
+    loaded = asked.built()
+    parallel = auto_parallelize(
+        loaded.module,
+        sample=loaded.sample,
+        loss_fn=loaded.loss_fn,
+        plan=asked.settings or None,
+        optimizer=OPTIMIZERS[asked.optimizer],
+        global_batch_size=asked.global_batch_size,
+        precision=asked.precision,
+        weights=_fill if _is_on_meta(loaded.module) else None,
+        cluster=machines,
+        learns=False,
+        timeout_s=asked.timeout_s,
+    )
+    decision = parallel.decision
+    assert isinstance(decision, Decision)
+    facts, plan = decision.facts, decision.plan
+    together = run(parallel, loaded, world.device, steps=asked.steps)
+    if asked.times_links and world.size > 1:
+        together = replace(together, links=links(plan, facts))
+    del parallel, loaded
+    if world.size == 1:
+        return Checked(facts, plan, replace(together, alone=together.step))
+    with rank_error_context("leaving the job"):
+        dist.barrier()
+    leave_world()
+    forget_groups()
+    alone = together
+    if why_not_alone(plan):
+        alone = replace(together, alone=None)
+    elif world.device.type == "cuda":
+        release_freed_memory()
+        alone = _alone(asked, facts, plan, rank=world.rank, device=world.device)
+    share = alone.products_share
+    return Checked(facts, plan, replace(together, alone=alone.alone, products_share=share))
+
+
+def _with_one_rank(asked: Asked, machines: ClusterProfile) -> Checked:
+    loaded, pins = asked.built(), pins_of(asked.settings)
+    facts = look(
+        loaded.module,
+        loaded.sample,
+        loss_fn=loaded.loss_fn,
+        cluster=machines,
+        global_batch_size=asked.global_batch_size,
+        optimizer=OPTIMIZERS[asked.optimizer],
+        precision=asked.precision,
+        pins=pins,
+    )
+    plan = choose(facts, pins=pins).plan
+    del loaded
+    problem = why_not_alone(plan)
+    if problem:
+        raise PlanError(
+            f"one of {plan.world_size} ranks cannot be run by itself: {problem}",
+            where=f"plan: {plan}",
+            hints=[
+                'fix a plan of which it can, as `--plan "pp=1"`: other plans carry its residuals',
+                f"or start {plan.world_size} ranks",
+            ],
+        )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    found = _alone(asked, facts, plan, rank=0, device=device)
+    return Checked(facts, plan, replace(found, step=None))
+
+
+def links(plan: Plan, facts: Facts) -> Links:
+    """All links, timed between computing, with messages up to those of the plan."""
+    largest = max((item.payload_bytes for item in estimate(plan, facts).traffic), default=0)
+    return Links.of(bench(facts.cluster, budget_s=LINKS_S, max_bytes=int(largest)))
+
+
+def why_not_alone(plan: Plan) -> str:
+    """Why one rank of the plan cannot make a step without the others; empty where it can."""
+    if plan.pp > 1:
+        return "stages of a pipeline work on what others send"
+    if plan.data_parallel is DataParallel.THREADS:
+        return "its replicas are threads of one process"
+    if not plan.updates_in_step:
+        return "ranks update at different times"
+    is_plain = plan.aggregation is Aggregation.BACKEND and plan.compression is Compression.NONE
+    return "" if is_plain else "gradients are not summed up by the backend"
+
+
+def _alone(asked: Asked, facts: Facts, plan: Plan, *, rank: int, device: torch.device) -> Measured:
+    """The steps of one rank without the others."""
+    loaded = asked.built()
+    with fake_world(rank, plan.world_size, device) as world:
+        parallel = apply_plan(
+            loaded.module,
+            plan,
+            profile=facts.model,
+            cluster=facts.cluster,
+            loss_fn=loaded.loss_fn,
+            optimizer=OPTIMIZERS[asked.optimizer],
+            sample=loaded.sample,
+            weights=_fill if _is_on_meta(loaded.module) else None,
+            world=world,
+        )
+        return run(parallel, loaded, world.device, steps=asked.steps)
+
+
+def run(
+    parallel: ParallelModel, loaded: LoadedModel, device: torch.device, *, steps: int = STEPS
+) -> Measured:
+    """Some steps of a plan on one batch: medians, and peaks at two sizes of the microbatch.
+
+    On CUDA steps are timed by events in the stream, and tensors are counted by the allocator.
+    """
+    plan = parallel.plan
+    assert plan.microbatch_size is not None
+    smaller = None
+    if plan.microbatch_size > 1:
+        rows = plan.microbatch_size // 2
+        with _peak_begun(device):
+            _step(parallel, loaded, rows, WARM_UP_STEPS)
+        with _peak_begun(device):
+            _step(parallel, loaded, rows, 1)
+        allocated = _allocated_bytes(device)
+        smaller = rows, float(allocated or peak_memory_bytes(device))
+    with _peak_begun(device):
+        _step(parallel, loaded, plan.microbatch_size, WARM_UP_STEPS)
+    peak, allocated = peak_memory_bytes(device), _allocated_bytes(device)
+    _step(parallel, loaded, plan.microbatch_size, steps)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # events are read when they are over
+    step, update = parallel.steps.timing(), parallel.steps.update_timing()
+    assert step is not None  # there were steps after the warm-up
+    assert update is not None
+    return Measured(
+        step=step,
+        alone=parallel.steps.busy_timing() or step,
+        update=update,
+        products_share=products_share(
+            parallel, _batch(parallel, loaded, plan.microbatch_size), device
+        ),
+        peak_bytes=peak,
+        allocated_bytes=allocated,
+        smaller=smaller,
+    )
+
+
+def _step(parallel: ParallelModel, loaded: LoadedModel, rows: int, count: int) -> None:
+    batch = _batch(parallel, loaded, rows)
+    for _ in range(count):
+        parallel.train_step(batch)
+
+
+def _batch(parallel: ParallelModel, loaded: LoadedModel, rows: int) -> Batch:
+    return repeated(loaded.sample, rows * parallel.plan.forwards)
+
+
+def products_share(parallel: ParallelModel, batch: Batch, device: torch.device) -> float | None:
+    """Of the time that a step computes forward and backward, that of matrix products and attention;
+    all ranks call it. None where a step is not one thread's, or compiled."""
+    if parallel.plan.compile or why_not_alone(parallel.plan):
+        return None
+    products = ProductTime(device)
+    for _ in range(PRODUCT_STEPS):
+        for watched in (products, products.whole()):  # in turns: a disturbance falls on both
+            with watched:
+                parallel.forward_backward(batch)
+            parallel.optimizer.zero_grad(set_to_none=True)
+    return products.share
+
+
+@contextmanager
+def _peak_begun(device: torch.device) -> Iterator[None]:
+    """From what is held now: freed memory is given back first, and no kernel is under way."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    release_freed_memory()
+    reset_peak_memory(device)
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _allocated_bytes(device: torch.device) -> float:
+    """The most that tensors took; 0 where nobody counts."""
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0
+
+
+def _is_on_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _fill(module: nn.Module) -> None:
+    """Values of usual sizes: a step takes as long with any."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+        else:
+            nn.init.ones_(parameter)
+    for buffer in module.buffers(recurse=False):
+        buffer.zero_()

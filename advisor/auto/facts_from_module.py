@@ -1,0 +1,196 @@
+"""The look: what there is to know of a model and its work, as facts."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from advisor.inputs.facts import Facts
+from advisor.inputs.manual_placement import with_parts
+from advisor.inputs.precision import MIXED, default_precision, has_bf16_units
+from advisor.learning.anchor import Anchor
+from advisor.learning.run_log import pace_of, with_anchor, with_runs
+from engines.plan import Precision
+from engines.state.optimizer import OptimizerFactory
+from engines.state.optimizer_footprint import optimizer_footprint
+from profiles.capture.batch import Batch, batch_size
+from profiles.capture.capture import capture
+from profiles.errors import InputError, ModelError
+from profiles.machine.cluster import ClusterProfile
+from profiles.machine.host import resident_bytes
+from profiles.machine.probe import probe
+from profiles.model.profile import ModelProfile, Numerics
+from profiles.provenance import Source
+from profiles.timing.stopwatch import with_times
+from profiles.workload.stack import TORCH, Stack
+from profiles.workload.workload import Workload
+
+log = logging.getLogger(__name__)
+
+# Kernels, threads and their heaps are set up at first use, after the look: 5 to 50 MiB were seen on
+# top of 370 to 420 MiB over runs of the demo.
+FIRST_USE_ERROR = 0.12
+
+LossFn = Callable[..., Tensor]
+Optimizer = torch.optim.Optimizer | OptimizerFactory
+_NO_PINS: Mapping[str, Any] = {}
+
+
+def look(
+    model: nn.Module,
+    sample: Batch,
+    *,
+    loss_fn: LossFn | None,
+    cluster: ClusterProfile,
+    global_batch_size: int | None = None,
+    optimizer: Optimizer | None = None,
+    precision: str | None = None,
+    samples: int | None = None,
+    critical_batch_size: float | None = None,
+    host_overhead_s: float = 0.0,
+    pins: Mapping[str, Any] = _NO_PINS,
+    timed: bool = False,
+    imbalance: float | None = None,
+    learns: bool = False,
+    anchor: Anchor | None = None,
+    stack: Stack = TORCH,
+    may_reduce: bool = False,
+) -> Facts:
+    """What there is to know before deciding.
+
+    Args:
+        learns: runs on this machine correct it, and a step of such a model that was measured here.
+        anchor: such a step, read from a file.
+        may_reduce: where no precision is named, bf16 is planned on devices that have units for it;
+            without it what the model is built in.
+    """
+    dtype = _dtype(model)
+    wanted = precision or pins.get("precision")
+    may_reduce = may_reduce and wanted is None and has_bf16_units(cluster.device)
+    is_reduced = (wanted == "bf16" or may_reduce) and dtype == "float32"
+    profile = _profile(model, sample, loss_fn, is_reduced=is_reduced, may_leave_out=may_reduce)
+    if wanted is None:
+        device = cluster.device if may_reduce else None
+        wanted = (default_precision(profile, device) or Precision.FP32).value
+    if timed:
+        profile = _with_times(model, sample, loss_fn, profile, cluster)
+    cluster = with_parts(_with_context(cluster, model), profile)
+    if learns:
+        cluster = with_runs(cluster, dtype=Precision(wanted).dtype)
+    batch = global_batch_size
+    if batch is None:
+        batch = _global_batch(sample, pins, cluster.world_size)
+    workload = Workload.build(
+        {
+            "global_batch_size": batch,
+            "tokens_per_sample": profile.tokens_per_sample,
+            "optimizer": optimizer_footprint(
+                optimizer,
+                model,
+                units=[unit.name for unit in profile.units],
+                device_kind=cluster.device.kind,
+            ),
+            "precision": wanted,
+            "dataset_samples": samples,
+            "critical_batch_size": critical_batch_size,
+            "host_overhead_s": host_overhead_s,
+            **pace_of(imbalance, cluster, profile, learns=learns),
+            "given": _given(
+                global_batch_size=global_batch_size,
+                optimizer=optimizer,
+                precision=precision,
+                host_overhead_s=host_overhead_s or None,
+                dataset_samples=samples,
+                critical_batch_size=critical_batch_size,
+                imbalance=imbalance,
+            ),
+        }
+    )
+    facts = Facts(model=profile, cluster=cluster, workload=workload, stack=stack)
+    return with_anchor(facts, anchor) if learns or anchor else facts
+
+
+def _profile(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFn | None,
+    *,
+    is_reduced: bool,
+    may_leave_out: bool,
+) -> ModelProfile:
+    """The model as it is built and, with `is_reduced`, in bf16; without that where it does not run
+    in it and `may_leave_out`."""
+    name = type(model).__name__
+    if is_reduced:
+        numerics = (Numerics.AS_BUILT, *MIXED)
+        try:
+            return capture(model, sample, loss_fn=loss_fn, numerics=numerics, name=name)
+        except ModelError as error:
+            if not may_leave_out:
+                raise
+            log.info("planned as built, the model does not run in bf16: %s", error.what)
+    return capture(model, sample, loss_fn=loss_fn, numerics=(Numerics.AS_BUILT,), name=name)
+
+
+def _with_times(
+    model: nn.Module,
+    sample: Batch,
+    loss_fn: LossFn | None,
+    profile: ModelProfile,
+    cluster: ClusterProfile,
+) -> ModelProfile:
+    here, wanted = probe().device.name, cluster.device.name
+    if here != wanted:
+        raise InputError(
+            f"blocks are timed on this machine's {here}, the cluster has {wanted}",
+            where="timed=True",
+            hints=["leave `timed` out, or run this on the cluster"],
+        )
+    return with_times(model, sample, profile, device_name=wanted, loss_fn=loss_fn)
+
+
+def _global_batch(sample: Batch, pins: Mapping[str, Any], ranks: int) -> int:
+    """One sample batch for each replica: ranks that hold parts of one model see the same rows."""
+    parts = math.prod(int(pins.get(axis, 1)) for axis in ("pp", "cp", "tp"))
+    beside = sum(int(pins.get(name, 0)) for name in ("servers", "backup_workers"))
+    return batch_size(sample) * max(1, (ranks - beside) // parts)
+
+
+def _given(**arguments: object) -> tuple[str, ...]:
+    """The fields of a workload that the caller named."""
+    return tuple(name for name, value in arguments.items() if value is not None)
+
+
+def _with_context(cluster: ClusterProfile, model: nn.Module) -> ClusterProfile:
+    """What this process holds besides the model, now that all libraries are loaded.
+
+    CPU ranks only: a GPU's context is not in main memory.
+    """
+    context = cluster.device.context_bytes
+    if cluster.device.kind != "cpu" or context.source is not Source.MEASURED:
+        return cluster
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == "cpu")
+    now = context.model_copy(
+        update={
+            "value": max(context.value, resident_bytes() - held),
+            "relative_error": FIRST_USE_ERROR,
+            "origin": "this process before its first step",
+        }
+    )
+    device = cluster.device.model_copy(update={"context_bytes": now})
+    return cluster.model_copy(update={"device": device})
+
+
+def _dtype(model: nn.Module) -> str:
+    """The dtype of most parameter elements, as torch names it."""
+    elements: dict[str, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            name = str(parameter.dtype).removeprefix("torch.")
+            elements[name] = elements.get(name, 0) + parameter.numel()
+    return max(elements, key=lambda name: elements[name], default="float32")

@@ -1,0 +1,76 @@
+"""The job that this process is of: its ranks, and the machines that they run on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from engines.optional.data_parallel import require_devices
+from engines.plan import AXES, DataParallel
+from engines.runtime.world import World
+from profiles.capture.manual_placement import accelerators_of
+from profiles.errors import PlanError
+from profiles.machine.bench import recall_or_bench
+from profiles.machine.cluster import ClusterProfile
+from profiles.machine.launcher import Launcher, launcher
+from profiles.machine.probe import probe
+
+_ALONE = Launcher("plain")
+
+
+def machines_of(model: nn.Module, pins: Mapping[str, Any], world: World) -> ClusterProfile:
+    """The machines of this job, timed or recalled: a device for each rank.
+
+    Alone: the devices that this process drives. That is one, but for the parts of a module that was
+    split by hand, and for the replicas that `pins` give to threads.
+
+    Raises:
+        InputError: this node cannot be described; see `probe`.
+    """
+    parts = len(accelerators_of(model))
+    if world.size > 1:
+        found = recall_or_bench(probe())
+        if parts > 1:
+            found = found.model_copy(update={"parts": probe(launcher=_ALONE, ranks=parts)})
+        return found
+    if launcher().world_size > 1:  # ranks that joined no job: a plan for them is refused later
+        return probe(measure=True)
+    drives = int(pins.get("dp_replicate", 0)) if is_by_threads(pins) else max(1, parts)
+    return probe(launcher=_ALONE, ranks=drives or None, measure=True)
+
+
+def is_by_threads(pins: Mapping[str, Any]) -> bool:
+    """Whether one process is to drive all replicas."""
+    return pins.get("data_parallel") == DataParallel.THREADS
+
+
+def require_ranks(pins: Mapping[str, Any], world: World) -> None:
+    """Before anything is timed: the degrees that are fixed can multiply to the number of ranks.
+
+    Raises:
+        PlanError: they cannot, or threads miss devices.
+    """
+    if is_by_threads(pins):
+        require_devices(int(pins.get("dp_replicate", 2)), world, where="data_parallel=threads")
+        return
+    degrees = {axis: int(pins[axis]) for axis in AXES if axis in pins}
+    needed = math.prod(degrees.values())
+    is_whole = len(degrees) == len(AXES)
+    beside = sum(int(pins.get(name, 0)) for name in ("servers", "backup_workers"))
+    left = world.size - beside
+    if beside and (left < 1 or left % needed or (is_whole and needed != left)):
+        raise PlanError(
+            f"beside {beside} servers and backup workers {left} of this job's {world.size} ranks"
+            f" are left, the degrees need {'' if is_whole else 'a multiple of '}{needed}",
+            hints=[f"start {needed + beside} ranks, or leave the degrees open"],
+        )
+    if not beside and (world.size % needed or (is_whole and needed != world.size)):
+        words = " ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+        raise PlanError(
+            f"{words or 'a plan of one device'} needs {'' if is_whole else 'a multiple of '}"
+            f"{needed} rank{'s' if needed > 1 else ''}, this job has {world.size}",
+            hints=[f"start {needed} ranks, or leave the degrees open"],
+        )

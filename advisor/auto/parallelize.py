@@ -1,0 +1,437 @@
+"""The whole way: look at the model and the machines, decide, apply.
+
+The only file of this package that touches modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from os import PathLike
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from advisor.auto.facts_from_module import LossFn, Optimizer, look
+from advisor.auto.job import machines_of, require_ranks
+from advisor.decide.decision import Decision
+from advisor.decide.offload import with_disk
+from advisor.decide.proved_splits import Pairs, choose_checked
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Policy
+from advisor.inputs.precision import hint as precision_hint
+from advisor.learning.anchor import Anchor
+from advisor.learning.run_log import keep_at_end
+from advisor.report.stacks import require_of_engines, stack_of, with_stack
+from advisor.whatif.suggestions import with_suggestions
+from engines.apply import Proofs, apply_plan
+from engines.context.proof import SequenceProof, prove
+from engines.parallel import ParallelModel
+from engines.plan import Plan, load_plan, parse_settings
+from engines.runtime.world import World, join_world, require_same
+from engines.state.optimizer import OptimizerFactory
+from engines.state.weights import Weights
+from engines.tensor.proposal import propose_styles
+from engines.tensor.split_proof import SplitProof
+from profiles.allocator.process_peak import release_freed_memory
+from profiles.capture.batch import Batch
+from profiles.errors import AdvisorError, InputError, RankError
+from profiles.machine.cluster import ClusterProfile
+from profiles.machine.clusters import resolve_cluster
+from profiles.machine.probe import probe
+from profiles.torch_compat import default_store
+from profiles.workload.stack import Stack
+
+log = logging.getLogger(__name__)
+
+PlanLike = Plan | str | PathLike[str] | None
+
+
+def advise(
+    model: nn.Module,
+    *,
+    sample: Batch,
+    loss_fn: LossFn | None = None,
+    cluster: ClusterProfile | str = "auto",
+    global_batch_size: int | None = None,
+    optimizer: Optimizer | None = None,
+    precision: str | None = None,
+    samples: int | None = None,
+    critical_batch_size: float | None = None,
+    host_overhead_s: float = 0.0,
+    plan: PlanLike = None,
+    objective: str = "tree",
+    timed: bool = False,
+    allow_lossy: bool = False,
+    imbalance: float | None = None,
+    allow_stale: bool = False,
+    anchor: Anchor | str | PathLike[str] | None = None,
+    stack: Stack | str | None = None,
+) -> Decision:
+    """How to spread `model`, and why. Looks, changes nothing, allocates nothing.
+
+    The result renders as a report in a terminal (`print`) and in a notebook.
+
+    Args:
+        model: any module, on any device, the meta device too.
+        sample: one local batch: a tensor, (inputs..., target) or a dict of keyword arguments; the
+            first dimension of every tensor is the batch.
+        loss_fn: loss_fn(output, target), for dicts loss_fn(output, batch); None where the model
+            returns its loss.
+        cluster: a profile, a name ("4x8xH100-SXM-80GB"), a cluster.toml, or "auto": this machine,
+            or the job that runs it.
+        global_batch_size: samples per optimizer step; by default one sample batch per device, or
+            per replica where `plan` fixes pp or tp.
+        optimizer: as for `auto_parallelize`; only its memory counts here.
+        precision: "fp32" or "bf16"; by default bf16 with fp32 masters on accelerators that have
+            units for it, else what the model is built in. `auto_parallelize` changes no numerics
+            unasked: give it the same.
+        samples: in the training set, for steps per epoch.
+        critical_batch_size: where it was measured (`ParallelModel.noise_scale`), in samples: a
+            larger global batch is warned of.
+        host_overhead_s: of a step in which devices wait for data or the host; none is assumed.
+        plan: settings that are fixed ("tp=2", a Plan, a file); the rest is decided.
+        objective: "tree", "time" or "memory".
+        timed: run the model's blocks on this machine, one at a time, and decide by their times in
+            place of the roofline; kept for the next time. Takes some ten seconds and memory.
+        allow_lossy: gradients may be sent rounded or in part where that is predicted faster: the
+            training is another then. A `compression` that `plan` names needs no such word.
+        imbalance: how much the ranks' times to compute a step scatter: standard deviation over
+            mean. By default what runs that were kept of such machines say, of a rank that is slower
+            in every step too; where there are none, none.
+        allow_stale: ranks may update apart from each other (local SGD, servers) where that is
+            predicted faster: the training is another then. What `plan` names needs no such word.
+        anchor: what a measured step of such a model says (`advise check --anchor`), a file or as it
+            was read; by default, for "auto", the one that was kept here.
+        stack: the software that will run it, a `profiles.workload.stack.Stack` or a preset's name
+            (`advise explain stacks`); our own engines on stock torch unless said.
+
+    Raises:
+        UnknownNameError: no such stack.
+        InputError: `timed`, and the cluster's devices are not this machine's.
+        NoPlanError: nothing fits.
+        PlanError: the fixed settings allow no legal plan.
+        ModelError: the model cannot be run on the sample.
+    """
+    machines = resolve_cluster(cluster) if isinstance(cluster, str) and cluster != "auto" else None
+    if isinstance(cluster, ClusterProfile):
+        machines = cluster
+    pins, software = pins_of(plan), stack_of(stack)
+    facts = look(
+        model,
+        sample,
+        loss_fn=loss_fn,
+        cluster=machines or probe(measure=True),
+        global_batch_size=global_batch_size,
+        optimizer=optimizer,
+        precision=precision,
+        samples=samples,
+        critical_batch_size=critical_batch_size,
+        host_overhead_s=host_overhead_s,
+        pins=pins,
+        timed=timed,
+        imbalance=imbalance,
+        learns=machines is None,
+        anchor=_read(anchor),
+        stack=software,
+        may_reduce=True,
+    )
+    decision, _ = _decided(
+        model,
+        sample,
+        facts,
+        policy=_policy(objective, allow_lossy, allow_stale),
+        pins=pins,
+        loss_fn=loss_fn,
+    )
+    return with_suggestions(decision)
+
+
+def auto_parallelize(
+    model: nn.Module,
+    *,
+    sample: Batch,
+    loss_fn: LossFn | None = None,
+    optimizer: Optimizer | None = None,
+    plan: PlanLike = None,
+    global_batch_size: int | None = None,
+    precision: str | None = None,
+    samples: int | None = None,
+    critical_batch_size: float | None = None,
+    host_overhead_s: float = 0.0,
+    count: Callable[[Batch], float | Tensor] | None = None,
+    max_grad_norm: float | None = None,
+    weights: Weights | None = None,
+    objective: str = "tree",
+    cluster: ClusterProfile | None = None,
+    timed: bool = False,
+    allow_lossy: bool = False,
+    imbalance: float | None = None,
+    allow_stale: bool = False,
+    outer_optimizer: OptimizerFactory | None = None,
+    learns: bool = True,
+    anchor: Anchor | str | PathLike[str] | None = None,
+    anchors: bool = False,
+    seed: int = 0,
+    measure_noise: bool = False,
+    timeout_s: float | None = None,
+    offload_folder: str | PathLike[str] | None = None,
+    stack: Stack | str | None = None,
+) -> ParallelModel:
+    """Decide how to spread `model` over the ranks of this job, and do it.
+
+    Start the script with `torchrun --nproc-per-node N`; alone it is a plan of one device. Rank 0
+    looks and decides, the others take its plan. Devices and links are timed for 20 seconds first,
+    unless an equal job did so before (see `profiles.machine.bench.cache`) or `cluster` says what
+    they are.
+
+    Args:
+        precision: "fp32" or "bf16" (with fp32 masters); by default what the model is built in, as a
+            training changes no numerics unasked. On accelerators that are faster in bf16 that is
+            said once.
+        model, sample, loss_fn, samples, critical_batch_size, host_overhead_s, objective, timed,
+            allow_lossy: as for `advise`; all ranks time their blocks at the same moment, as
+            they will train.
+        optimizer: a factory `lambda params: torch.optim.AdamW(params)`, or an optimizer already
+            built on the model, which is carried over; None is AdamW.
+        plan: None decides everything. A Plan, its file, or settings such as "dp_shard=4" fix what
+            they name ("pp=2 tp=2 zero=1": borders, microbatches and what is split are decided).
+        global_batch_size: samples per optimizer step over all ranks; by default the sample's for
+            every replica that `plan` names, or for every rank where it names no degree.
+        count: what a microbatch's mean loss is a mean over, where that is not its rows:
+            `lambda batch: (batch["labels"] != -100).sum()`.
+        max_grad_norm: clip gradients to this norm in `train_step`.
+        weights: of a model built on the meta device: an init function, a state dict or a path to
+            safetensors files; see `apply_plan`.
+        cluster: facts of this job's machines, where they are known.
+        learns: predict with constants as runs on such machines say they are, and keep how this one
+            went, for the next (see `advisor.learning.run_log`).
+        anchor: as for `advise`; by default, with `learns`, the one that was kept here.
+        anchors: keep how far each term of this training's steps was from its estimate, when it is
+            over, for later plans and sizes of such models here; from five steps on.
+        imbalance, allow_stale: as for `advise`.
+        outer_optimizer: a factory, for `updates=diloco`; None is the paper's Nesterov momentum.
+        seed: of the shuffling in `ParallelModel.shard`, and of an init function.
+        measure_noise: see `apply_plan`; `.noise_scale` then says from which batch on more samples
+            are wasted.
+        timeout_s: bound of every wait for another rank, ten minutes unless said: for the job, for
+            rank 0's decision, in each exchange of a step. Ranks that did not come are named.
+        offload_folder: see `apply_plan`. Where it is given, plans that keep something in its files
+            are weighed too, if nothing else fits.
+        stack: as for `advise`, one that our engines run: "torch" or "torch-compiled", which is
+            `plan="compile=true"`.
+
+    Returns:
+        A `ParallelModel`; `.decision` says why.
+
+    Raises:
+        as `advise`, InputError for the stack of other software, and PlanMismatchError or RankError
+            where ranks disagree or are missing.
+    """
+    software = stack_of(stack)
+    require_of_engines(software)
+    pins = with_stack(pins_of(plan), software)
+    known = _read(anchor)
+    world = join_world(timeout_s=timeout_s)
+    allowed = {"allow_lossy": allow_lossy, "allow_stale": allow_stale}
+    _require_same_request(pins, world, global_batch_size, precision, objective, allowed)
+    require_ranks(pins, world)
+    machines = cluster or machines_of(model, pins, world)
+    if offload_folder is not None:
+        machines = with_disk(machines, offload_folder)
+
+    def facts() -> Facts:
+        return look(
+            model,
+            sample,
+            loss_fn=loss_fn,
+            cluster=machines,
+            global_batch_size=global_batch_size,
+            optimizer=optimizer,
+            precision=precision,
+            samples=samples,
+            critical_batch_size=critical_batch_size,
+            host_overhead_s=host_overhead_s,
+            pins=pins,
+            timed=timed,
+            imbalance=imbalance,
+            learns=learns,
+            anchor=known,
+            stack=software,
+        )
+
+    def decide() -> tuple[Decision, Proofs]:
+        return _decided(
+            model,
+            sample,
+            facts(),
+            policy=_policy(objective, allow_lossy, allow_stale),
+            pins=pins,
+            loss_fn=loss_fn,
+        )
+
+    if timed and world.rank > 0:
+        with contextlib.suppress(AdvisorError):  # rank 0 meets it too, and tells all
+            facts()
+    decision, proofs = _from_rank_zero(decide, world)
+    parallel = apply_plan(
+        model,
+        decision.plan,
+        profile=decision.facts.model,
+        cluster=decision.facts.cluster,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        count=count,
+        max_grad_norm=max_grad_norm,
+        weights=weights,
+        outer_optimizer=outer_optimizer,
+        sample=sample,
+        world=world,
+        seed=seed,
+        measure_noise=measure_noise,
+        offload_folder=offload_folder,
+        proofs=proofs,
+    )
+    parallel.decision = decision
+    if world.rank == 0:
+        log.info("plan: %s", decision.plan)
+        faster = precision_hint(decision.facts)
+        if faster is not None:
+            log.warning("%s", faster)
+        if learns or anchors:
+            keep_at_end(parallel, learns=learns, anchors=anchors)
+    return parallel
+
+
+def _decided(
+    model: nn.Module,
+    sample: Batch,
+    facts: Facts,
+    *,
+    policy: Policy,
+    pins: Mapping[str, Any],
+    loss_fn: LossFn | None,
+) -> tuple[Decision, Proofs]:
+    """The decision, with layers split as the engine proves that they may be, and sequences shared
+    out where it proves that they can be; and the proofs.
+
+    What a decision takes is proved on the modules; where that finds another way, it is decided
+    again by it.
+    """
+    layers: dict[int, SplitProof | None] = {}
+
+    @functools.cache
+    def check(tp: int) -> Pairs:
+        proposal = propose_styles(
+            model, sample, size=tp, profile=facts.model, has_target=loss_fn is not None
+        )
+        release_freed_memory()
+        for note in proposal.notes:
+            log.info("tensor parallel: %s", note)
+        layers[tp] = proposal.proof
+        return proposal.styles
+
+    while True:
+        decision = choose_checked(facts, policy=policy, pins=pins, check=check)
+        cp, proof = decision.plan.cp, None
+        if cp > 1 and "cp" not in pins:
+            proof = _sequence_proof(model, sample, loss_fn, size=cp)
+            if proof is None:
+                pins = {**pins, "cp": 1}
+                continue
+        return decision, Proofs(layers=layers.get(decision.plan.tp), sequence=proof)
+
+
+def _sequence_proof(
+    model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int
+) -> SequenceProof | None:
+    """The engine's proof that the model's sequences can be shared out; None where it has none."""
+    try:
+        return prove(model, sample, loss_fn, size=size)
+    except InputError as error:
+        log.info("context parallel: %s", error.what)
+        return None
+    finally:
+        release_freed_memory()
+
+
+def _read(anchor: Anchor | str | PathLike[str] | None) -> Anchor | None:
+    return anchor if anchor is None or isinstance(anchor, Anchor) else Anchor.load(anchor)
+
+
+def pins_of(plan: PlanLike) -> Mapping[str, Any]:
+    """The settings that a plan, a file or a string fixes.
+
+    A whole plan fixes every setting; a string only what it names.
+    """
+    if plan is None:
+        return {}
+    if isinstance(plan, str) and not plan.endswith(".json"):
+        return parse_settings(plan)
+    whole = plan if isinstance(plan, Plan) else load_plan(plan)
+    settings = {name: getattr(whole, name) for name in Plan.model_fields}
+    del settings["schema_version"]
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _require_same_request(
+    pins: Mapping[str, Any],
+    world: World,
+    global_batch_size: int | None,
+    precision: str | None,
+    objective: str,
+    allowed: Mapping[str, bool],
+) -> None:
+    """Rank 0 decides for all; a rank that was asked for something else must not go unheard."""
+    asked = {
+        **pins,
+        "global_batch_size": global_batch_size,
+        "precision": precision,
+        "objective": objective,
+        **allowed,
+    }
+    words = " ".join(f"{key}={value}" for key, value in sorted(asked.items()) if value is not None)
+    require_same("settings", f"{hashlib.sha256(words.encode()).hexdigest()[:8]} {words}", world)
+
+
+def _from_rank_zero(
+    decide: Callable[[], tuple[Decision, Proofs]], world: World
+) -> tuple[Decision, Proofs]:
+    """Rank 0's decision and proofs, or its error, on all ranks; through the store, with a bound."""
+    if world.size == 1:
+        return decide()
+    store = default_store()
+    turn = store.add(f"advisor/decision/calls/{world.rank}", 1)
+    key = f"advisor/decision/{turn}"
+    if world.rank == 0:
+        try:
+            decision, proofs = decide()
+        except BaseException as error:
+            store.set(key, f"error {type(error).__name__}: {error}")
+            raise
+        store.set(key, f"plan {proofs.model_dump_json()}\n{decision.to_json()}")
+        return decision, proofs
+    try:
+        store.wait([key], timedelta(seconds=world.timeout_s))
+    except (dist.DistError, RuntimeError):
+        raise RankError(
+            f"rank 0 did not decide within {world.timeout_s:.0f} s",
+            where=f"rank {world.rank} of {world.size}",
+            hints=["look at the output of rank 0"],
+        ) from None
+    kind, _, text = store.get(key).decode().partition(" ")
+    if kind == "error":
+        first, *rest = text.splitlines()
+        raise InputError(f"rank 0 found no plan: {first}", where="\n".join(rest) or None)
+    known, _, decided = text.partition("\n")
+    return Decision.from_json(decided), Proofs.model_validate_json(known)
+
+
+def _policy(objective: str, allow_lossy: bool, allow_stale: bool) -> Policy:
+    allowed = {"allow_lossy": allow_lossy, "allow_stale": allow_stale}
+    return Policy.build({"objective": objective, **allowed}, where="objective")

@@ -1,0 +1,143 @@
+"""Facts from the options of a command: the model, the machines and the work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from advisor.cli.machines import resolve
+from advisor.inputs.console import progress, say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from advisor.inputs.facts import Facts
+    from advisor.inputs.models import LoadedModel
+    from profiles.model.profile import ModelProfile, Numerics
+
+
+def facts_of(
+    model: str,
+    *,
+    cluster: str,
+    bench: bool,
+    global_batch: int | None,
+    sequence_length: int | None,
+    optimizer: str,
+    precision: str | None,
+    samples: int | None,
+    critical_batch: int | None,
+    host_overhead_s: float = 0.0,
+    imbalance: float | None = None,
+    on_load: Callable[[LoadedModel], None] | None = None,
+    anchor: str | None = None,
+    uses_anchor: bool = True,
+    stack: str | None = None,
+) -> Facts:
+    """What is known, from the options; what is cheap to check comes first.
+
+    Args:
+        on_load: called with the module, where one is built.
+        anchor: a file of `advise check --anchor`; None is the one that was kept on this machine,
+            where `uses_anchor` and the cluster is this machine.
+    """
+    from advisor.learning.anchor import Anchor
+
+    progress(f"looking at {model} ...")
+    from advisor.inputs.facts import Facts
+    from advisor.inputs.manual_placement import with_parts
+    from advisor.inputs.models import require_model
+    from advisor.inputs.precision import MIXED, default_precision, has_bf16_units
+    from advisor.learning.run_log import pace_of, with_anchor, with_runs
+    from advisor.report.stacks import stack_of
+    from engines.plan import Precision
+    from profiles.workload.optimizers import optimizer_profile
+    from profiles.workload.workload import Workload
+
+    optimizer_facts, software = optimizer_profile(optimizer), stack_of(stack)
+    known = Anchor.load(anchor) if anchor is not None else None
+    if cluster == "auto":
+        require_model(model)  # before a job is timed for it
+    machines = resolve(cluster, bench=bench)
+    may_reduce = precision is None and has_bf16_units(machines.device)
+    reduced = MIXED if precision == "bf16" or may_reduce else ()
+    found = _profile(
+        model,
+        sequence_length,
+        reduced,
+        may_leave_out=may_reduce,
+        on_processor=machines.device.kind == "cpu",
+        on_load=on_load,
+    )
+    machines = with_parts(machines, found)
+    if global_batch is None:
+        global_batch = found.samples * machines.world_size
+        say(f"note: no `--global-batch`: {found.samples} per device, {global_batch} in all")
+    if precision is None:
+        precision = (default_precision(found, machines.device) or Precision.FP32).value
+    if cluster == "auto":
+        machines = with_runs(machines, dtype=Precision(precision).dtype)
+    workload = Workload(
+        global_batch_size=global_batch,
+        tokens_per_sample=found.tokens_per_sample,
+        optimizer=optimizer_facts,
+        precision=precision,
+        dataset_samples=samples,
+        critical_batch_size=critical_batch,
+        host_overhead_s=host_overhead_s,
+        given=_given(),
+        **pace_of(imbalance, machines, found, learns=cluster == "auto"),
+    )
+    facts = Facts(model=found, cluster=machines, workload=workload, stack=software)
+    if known is not None or (uses_anchor and cluster == "auto"):
+        return with_anchor(facts, known)
+    return facts
+
+
+def _profile(
+    model: str,
+    sequence_length: int | None,
+    numerics: Sequence[Numerics],
+    *,
+    may_leave_out: bool,
+    on_processor: bool,
+    on_load: Callable[[LoadedModel], None] | None,
+) -> ModelProfile:
+    """The profile with these numerics; as built alone where the model does not run in others and
+    nobody asked for them."""
+    from advisor.inputs.models import profile_model
+    from profiles.errors import ModelError
+
+    try:
+        return profile_model(
+            model,
+            samples=1,
+            sequence_length=sequence_length,
+            numerics=numerics,
+            on_processor=on_processor,
+            on_load=on_load,
+        )
+    except ModelError as error:
+        if not may_leave_out:
+            raise
+        found = profile_model(model, samples=1, sequence_length=sequence_length, on_load=on_load)
+        say(f"note: planned in {found.dtype}, as the model does not run in bf16: {error.what}")
+        return found
+
+
+def _given() -> tuple[str, ...]:
+    """The fields of the workload that were named on the command line."""
+    options = {
+        "global_batch_size": "global_batch",
+        "tokens_per_sample": "seq",
+        "optimizer": "optimizer",
+        "precision": "precision",
+        "host_overhead_s": "host_overhead",
+        "dataset_samples": "samples",
+        "critical_batch_size": "critical_batch",
+        "imbalance": "imbalance",
+    }
+    source_of = click.get_current_context().get_parameter_source
+    typed = click.core.ParameterSource.COMMANDLINE
+    return tuple(field for field, option in options.items() if source_of(option) is typed)

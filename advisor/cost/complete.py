@@ -1,0 +1,112 @@
+"""Settings as a whole plan, by rule: for what a search over plans cannot begin with.
+
+Settings that allow no legal plan are made whole so that legality says what is in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from typing import Any
+
+from engines.legality.pipeline import pipeline
+from engines.plan import Plan, Precision, Schedule
+from profiles.machine.cluster import ClusterProfile
+from profiles.model.flow import GLUE, LOSS
+from profiles.model.profile import ModelProfile
+
+Styles = Callable[[int], tuple[tuple[str, str], ...]]
+TWO_STAGES_A_RANK = (Schedule.INTERLEAVED, Schedule.ZBV)
+# A pipeline of p stages with m microbatches stands still for (p - 1) / (m + p - 1) of its time
+# (GPipe, arXiv:1811.06965, which finds m = 4 p good enough).
+MICROBATCHES_A_STAGE = 4
+
+
+def completed(
+    pins: Mapping[str, Any],
+    model: ModelProfile,
+    cluster: ClusterProfile,
+    *,
+    rows: int,
+    styles: Styles,
+) -> Plan:
+    """`pins` as a whole plan; whether it is legal is looked at later.
+
+    Devices that no degree uses hold replicas (DDP). A pipeline runs 1F1B; its stages share the FLOP
+    as evenly as borders between units allow, and a rank's part of the batch is cut into some four
+    microbatches a stage.
+
+    Args:
+        rows: of the batch of one replica.
+        styles: how layers are split over a tp axis of this size; asked if the pins do not say.
+    """
+    settings = dict(pins)
+    if not {"dp_replicate", "dp_shard"} & set(settings):
+        used = 1
+        for axis in ("pp", "cp", "tp"):
+            used *= int(settings.get(axis, 1))
+        beside = int(settings.get("servers", 0)) + int(settings.get("backup_workers", 0))
+        settings["dp_replicate"] = max(1, (cluster.world_size - beside) // used)
+    if "precision" not in settings:
+        same = [p.value for p in Precision if p.dtype == model.dtype]
+        settings |= {"precision": same[0]} if same else {}
+    if int(settings.get("pp", 1)) > 1:
+        settings.setdefault("schedule", Schedule.ONE_F_ONE_B)
+        if "microbatches" not in settings:
+            settings["microbatches"] = _microbatches(settings, rows)
+    plan = Plan.build(settings, where="plan")
+    update: dict[str, Any] = {}
+    if plan.pp > 1 and not plan.stages:
+        update["stages"] = even_stages(plan, model, cluster)
+    if plan.tp > 1 and not plan.tensor_styles:
+        update["tensor_styles"] = styles(plan.tp)
+    return plan.model_copy(update=update)
+
+
+def even_stages(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> tuple[str, ...]:
+    """The units that begin stages 1, 2, ...: the largest share of FLOP is as small as can be.
+
+    Exact, over all borders that are legal alone. Where those are too few, all are taken, so that
+    legality says what is in the way.
+    """
+    count = plan.pp * (2 if plan.schedule in TWO_STAGES_A_RANK else 1)
+    order = list(dict.fromkeys(c.unit for c in model.flow.calls if c.unit not in (GLUE, LOSS)))
+    flop = {unit.name: unit.flop(model.samples) for unit in model.units}
+    legal = [n for n in range(1, len(order)) if _is_border(order[n], model, cluster)]
+    places = legal if len(legal) >= count - 1 else list(range(1, len(order)))
+    ends = even_cuts([flop.get(unit, 0.0) for unit in order], places, count)
+    return tuple(order[n] for n in ends)
+
+
+def _is_border(unit: str, model: ModelProfile, cluster: ClusterProfile) -> bool:
+    alone = Plan(pp=2, schedule=Schedule.GPIPE, stages=(unit,))
+    return not any(pipeline(alone, model, cluster))
+
+
+def even_cuts(costs: Sequence[float], places: Sequence[int], count: int) -> list[int]:
+    """Where to cut `costs`, at `count` - 1 of `places`, so that the largest sum is least."""
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[n]: (largest share so far, cuts) with the last cut at n.
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for _ in range(count - 1):
+        further: dict[int, tuple[float, list[int]]] = {}
+        for here in places:
+            for before, (largest, cuts) in best.items():
+                share = max(largest, sums[here] - sums[before])
+                if before < here and share < further.get(here, (inf, []))[0]:
+                    further[here] = (share, [*cuts, here])
+        best = further or best
+    last = min(best, key=lambda n: max(best[n][0], sums[-1] - sums[n]))
+    return best[last][1]
+
+
+def _microbatches(settings: Mapping[str, Any], rows: int) -> int:
+    """The fewest equal parts from four a stage on, in multiples of pp; else the most there are."""
+    pp, rounds = int(settings["pp"]), int(settings.get("accumulation", 1))
+    if settings.get("schedule") == Schedule.NAIVE:
+        return 1
+    fitting = [n for n in range(pp, rows + 1, pp) if rows % (n * rounds) == 0]
+    enough = [n for n in fitting if n >= MICROBATCHES_A_STAGE * pp]
+    return enough[0] if enough else fitting[-1] if fitting else pp

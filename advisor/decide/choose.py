@@ -1,0 +1,143 @@
+"""choose: facts and policy in, decision out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from advisor.cost import CostModel
+from advisor.decide import async_updates, gradient_comm
+from advisor.decide.comparison import Kind, best_of, compare, cuts_both_ways, kind, shape, title
+from advisor.decide.decide import decide
+from advisor.decide.decision import Alternative, Decision, runner_up
+from advisor.decide.infeasible import no_plan
+from advisor.decide.reasons import reasons
+from advisor.decide.rules import Candidate, beats, fastest_first
+from advisor.decide.tree import Trace, in_leaf, names_hybrids
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Objective, Policy
+from advisor.report.stacks import with_stack
+from advisor.search.cache import Kept
+from advisor.search.legal import Styles
+from advisor.search.space import Pins
+from profiles.units import format_percent, format_seconds
+
+_DEFAULT = Policy()
+_NO_PINS: Pins = {}
+
+
+def choose(
+    facts: Facts,
+    *,
+    policy: Policy = _DEFAULT,
+    pins: Pins = _NO_PINS,
+    styles: Styles | None = None,
+) -> Decision:
+    """The plan for these facts, with the argument for it: see `decide`.
+
+    Raises:
+        PlanError: `pins` allow no legal plan, or contradict the stack.
+        NoPlanError: there are legal plans and none fits.
+    """
+    pins, kept = with_stack(pins, facts.stack), Kept(CostModel(facts))
+    choice = decide(facts, policy=policy, pins=pins, styles=styles, compares=True, kept=kept)
+    winner, weighed, trace = choice.winner, choice.weighed, choice.trace
+    if winner is None:
+        raise no_plan(facts, policy, pins, choice)
+    fastest_s = (choice.fastest or winner).estimate.step_s
+    others = _alternatives(weighed, winner, policy, trace, fastest_s)
+    second = runner_up(others)
+    return Decision(
+        plan=winner.plan,
+        estimate=winner.estimate,
+        facts=facts,
+        policy=policy,
+        pins=dict(pins),
+        reasons=tuple(
+            reasons(winner, choice.pool, kept.costs, policy, trace, pins, second, weighed)
+        ),
+        trace=trace,
+        fastest_s=fastest_s,
+        alternatives=_shown(others, second, policy, trace),
+        weighed=choice.total,
+        estimated=choice.estimated,
+        rejected=choice.rejected,
+        dissent=_dissent(winner, choice.fitting, policy, trace),
+        offers=tuple(_offer(found, winner) for found in choice.offered),
+    )
+
+
+def _offer(offered: Candidate, winner: Candidate) -> str:
+    """What a plan that needs the user's word would gain."""
+    if async_updates.settings(offered.plan):
+        return async_updates.offer(offered, winner)
+    return gradient_comm.offer(offered, winner)
+
+
+def _alternatives(
+    weighed: Sequence[Candidate],
+    winner: Candidate,
+    policy: Policy,
+    trace: Trace,
+    fastest_s: float,
+) -> list[Alternative]:
+    """The best plan of every other kind, and of the winner's kind with other degrees."""
+    kinds: dict[Kind, list[Candidate]] = {}
+    for candidate in weighed:
+        if shape(candidate.plan) != shape(winner.plan):
+            kinds.setdefault(kind(candidate.plan), []).append(candidate)
+    found = []
+    for group in kinds.values():
+        best = best_of(group, policy.by_numbers)
+        verdict, because = compare(best, winner, policy, trace, fastest_s=fastest_s)
+        found.append(
+            Alternative(
+                title=title(best.plan),
+                plan=best.plan,
+                verdict=verdict,
+                step_s=best.estimate.step_s if best.fits else None,
+                peak_bytes=best.estimate.peak_bytes,
+                peak_high_bytes=best.estimate.peak_high_bytes,
+                because=because,
+            )
+        )
+    is_memory = policy.objective is Objective.MEMORY
+    found.sort(
+        key=lambda a: (
+            a.step_s is None,
+            a.peak_high_bytes if is_memory or a.step_s is None else a.step_s,
+            a.title,
+        )
+    )
+    return found
+
+
+def _shown(
+    others: Sequence[Alternative], second: Alternative | None, policy: Policy, trace: Trace
+) -> tuple[Alternative, ...]:
+    """The first of them, as many as the policy shows; the runner-up and the best plan of stages
+    with split layers, where the tree names them, are among them."""
+    wanted = [second]
+    if names_hybrids(trace):
+        wanted += [next((other for other in others if cuts_both_ways(other.plan)), None)]
+    required = [other for other in others if other in wanted]
+    rest = [other for other in others if other not in required]
+    shown = required + rest[: max(0, policy.alternatives - len(required))]
+    return tuple(other for other in others if other in shown)
+
+
+def _dissent(
+    winner: Candidate, fitting: Sequence[Candidate], policy: Policy, trace: Trace
+) -> str | None:
+    """A plan that the tree passes over and that is faster by more than a tie."""
+    outside = [c for c in fitting if not in_leaf(c.plan, trace)]
+    if policy.objective is not Objective.TREE or not outside:
+        return None
+    fastest = min(outside, key=fastest_first)
+    if not beats(fastest, winner, policy):
+        return None
+    gain = winner.estimate.step_s - fastest.estimate.step_s
+    return (
+        f"{title(fastest.plan)} is predicted {format_percent(gain / winner.estimate.step_s)} faster"
+        f" ({format_seconds(fastest.estimate.step_s)}) although the tree passes it over:"
+        " `--objective time` takes it"
+    )

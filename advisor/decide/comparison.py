@@ -1,0 +1,302 @@
+"""Plans beside each other: what they are called, and how one stands against another, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from advisor.cost import Estimate
+from advisor.decide.rules import Candidate, preferred, simplicity, tie_limit_s
+from advisor.decide.tree import Trace, in_leaf
+from advisor.inputs.policy import Objective, Policy
+from engines.plan import (
+    Aggregation,
+    Compression,
+    DataParallel,
+    Offload,
+    OffloadTo,
+    Plan,
+    Recompute,
+    Schedule,
+    Updates,
+)
+from profiles.units import format_gib, format_percent, format_seconds
+
+
+class Verdict(StrEnum):
+    """How another plan stands against the one that was taken."""
+
+    CHOSEN = "chosen"
+    NOT_LEGAL = "not legal"
+    NO_FIT = "does not fit"
+    SLOWER = "slower"
+    LARGER = "more memory"
+    TIE = "tie"
+    OUTSIDE = "outside the tree's families"
+    RULED_OUT = "ruled out by the settings that were given"
+
+
+def title(plan: Plan) -> str:
+    """A plan's way of spreading, in words.
+
+    >>> title(Plan.parse("dp_replicate=2 dp_shard=8"))
+    'HSDP, shard 8 x replicate 2'
+    >>> title(Plan.parse("pp=4 tp=8 dp_replicate=2 zero=1"))
+    'PP over 4 + TP over 8 + ZeRO-1 over 2'
+    >>> title(Plan.parse("dp_replicate=8 updates=local sync_every=4"))
+    'local SGD over 8 every 4 steps'
+    >>> title(Plan.parse("dp_replicate=8 updates=local"))
+    'local SGD over 8 every step'
+    >>> title(Plan.parse("dp_replicate=6 servers=1 backup_workers=1"))
+    'servers over 6 + 1 workers, 1 serving'
+    """
+    words = [f"{axis.upper()} over {getattr(plan, axis)}" for axis in _cut_axes(plan)]
+    if not words or plan.data_parallel is not DataParallel.NONE:
+        words.append(_replicas(plan))
+    sent = [] if plan.aggregation is Aggregation.BACKEND else [f"{plan.aggregation} sums"]
+    sent += [_SENT[plan.compression]] if plan.compression is not Compression.NONE else []
+    offload = [offloaded(plan)] if plan.offload is not Offload.NONE else []
+    return ", ".join([" + ".join(words), *sent, *offload])
+
+
+def offloaded(plan: Plan) -> str:
+    """All states are what the word usually means."""
+    in_files = plan.offload_to is OffloadTo.DISK
+    if plan.offload is Offload.STATES:
+        return "disk offload" if in_files else "CPU offload"
+    named = plan.offload.value.replace(",", " and ")
+    return f"offloaded {named}{' to disk' if in_files else ''}"
+
+
+_SENT = {Compression.BF16: "bf16 gradients", Compression.POWERSGD: "PowerSGD"}
+
+
+def _replicas(plan: Plan) -> str:
+    """What the data-parallel ranks are, in words."""
+    replicate, shard = plan.dp_replicate, plan.dp_shard
+    words = {
+        DataParallel.NONE: "one device",
+        DataParallel.THREADS: "threads",
+        DataParallel.REPLICATE: "DDP",
+        DataParallel.ZERO1: "ZeRO-1",
+        DataParallel.ZERO2: "ZeRO-2",
+        DataParallel.FULL_SHARD: "FSDP",
+        DataParallel.HYBRID_SHARD: f"HSDP, shard {shard} x replicate {replicate}",
+    }[plan.data_parallel]
+    if not plan.updates_in_step:
+        words = _UPDATES[plan.updates]
+    if plan.data_degree > 1 and plan.data_parallel is not DataParallel.HYBRID_SHARD:
+        words += f" over {plan.data_degree}"
+    return words + _beside(plan)
+
+
+_UPDATES = {
+    Updates.SYNCHRONOUS: "servers",
+    Updates.ASYNCHRONOUS: "asynchronous servers",
+    Updates.LOCAL: "local SGD",
+    Updates.DILOCO: "DiLoCo",
+}
+
+
+def _beside(plan: Plan) -> str:
+    """What stands beside replicas that update apart."""
+    every = "step" if plan.sync_every == 1 else f"{plan.sync_every} steps"
+    words = [f" every {every}"] * plan.updates.is_periodic
+    words += [f" + {plan.backup_workers} workers"] * bool(plan.backup_workers)
+    words += [f", {plan.servers} serving"] * bool(plan.servers)
+    return "".join(words)
+
+
+def cuts(plan: Plan) -> str:
+    """How a replica's batch is cut and run, in words.
+
+    >>> cuts(Plan.parse("pp=2 microbatch_size=1 microbatches=8 schedule=1f1b stages=b"))
+    'microbatch 1 x 8 in 1F1B, fp32'
+    """
+    return f"microbatch {plan.microbatch_size}{_rounds(plan)}{_recomputed(plan)}, {plan.precision}"
+
+
+def short_cuts(plan: Plan) -> str:
+    """The same where there is little room; precision, which all plans share, is left out.
+
+    >>> short_cuts(Plan.parse("microbatch_size=1 accumulation=8 recompute=full"))
+    'mb 1 x 8, full recompute'
+    """
+    times = f" x {plan.forwards}" if plan.forwards > 1 else ""
+    schedule = f", {_SCHEDULES[plan.schedule]}" if plan.schedule else ""
+    return f"mb {plan.microbatch_size}{times}{schedule}{_recomputed(plan)}"
+
+
+_SCHEDULES = {
+    Schedule.NAIVE: "stages in turn",
+    Schedule.GPIPE: "GPipe",
+    Schedule.ONE_F_ONE_B: "1F1B",
+    Schedule.INTERLEAVED: "interleaved 1F1B",
+    Schedule.ZERO_BUBBLE: "zero bubble",
+    Schedule.ZBV: "ZB-V",
+}
+
+
+def _rounds(plan: Plan) -> str:
+    """How often a replica runs forward in a step, and how stages take turns."""
+    if plan.schedule is None:
+        return f" x {plan.forwards} accumulation" if plan.forwards > 1 else ""
+    words = f" x {plan.microbatches} in {_SCHEDULES[plan.schedule]}"
+    each = (len(plan.stages) + 1) // plan.pp
+    if each > 1:
+        words += f" with {each} stages a device"
+    return words + (f" x {plan.accumulation} accumulation" if plan.accumulation > 1 else "")
+
+
+def _recomputed(plan: Plan) -> str:
+    return f", {plan.recompute} recompute" if plan.recompute is not Recompute.NONE else ""
+
+
+def _cut_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes along which the model itself is cut."""
+    return tuple(axis for axis in ("pp", "cp", "tp", "ep") if getattr(plan, axis) > 1)
+
+
+Kind = tuple[tuple[str, ...], DataParallel, Offload, OffloadTo, Updates, bool]
+
+
+def kind(plan: Plan) -> Kind:
+    """Which axes a plan uses, what its replicas shard, what waits outside the device and where, and
+    how ranks update; no degrees."""
+    shards = plan.data_parallel, plan.offload, plan.offload_to
+    return _cut_axes(plan), *shards, plan.updates, plan.servers > 0
+
+
+def cuts_both_ways(plan: Plan) -> bool:
+    """Whether it has stages and split layers."""
+    return plan.pp > 1 and plan.tp > 1
+
+
+def kind_words(plan: Plan) -> str:
+    """`kind` in words.
+
+    >>> kind_words(Plan.parse("pp=4 tp=8 dp_replicate=2 zero=1"))
+    'PP + TP + ZeRO-1'
+    """
+    words = [axis.upper() for axis in _cut_axes(plan)]
+    if not words or plan.data_parallel is not DataParallel.NONE:
+        words.append(_replicas(plan).partition(",")[0].partition(" over")[0])
+    offload = [offloaded(plan)] if plan.offload is not Offload.NONE else []
+    return ", ".join([" + ".join(words), *offload])
+
+
+Shape = tuple[Kind, tuple[int, ...], str]
+
+
+def shape(plan: Plan) -> Shape:
+    """What two plans share that differ only in how the batch is cut and run."""
+    degrees = (plan.pp, plan.cp, plan.tp, plan.ep, plan.dp_replicate, plan.dp_shard)
+    return kind(plan), degrees, _beside(plan)
+
+
+def best_of(candidates: list[Candidate], policy: Policy) -> Candidate:
+    """The preferred plan that fits; where none does, the one that misses by least."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    return preferred(fitting, policy) if fitting else nearest_miss(candidates)
+
+
+def nearest_miss(candidates: Sequence[Candidate]) -> Candidate:
+    """The plan that needs least above what there is."""
+    return min(
+        candidates,
+        key=lambda c: (
+            c.finding.missing_bytes if c.finding else 0.0,
+            simplicity(c.plan),
+            str(c.plan),
+        ),
+    )
+
+
+def compare(
+    other: Candidate,
+    chosen: Candidate,
+    policy: Policy,
+    trace: Trace,
+    *,
+    fastest_s: float,
+    was_open: bool = True,
+) -> tuple[Verdict, str]:
+    """How `other` stands against the choice, with the numbers.
+
+    Args:
+        fastest_s: the step of the fastest plan that the choice was taken from; plans within the
+            policy's margin of it tie.
+        was_open: the choice was free to take it: no setting that was given stood against it.
+    """
+    if other.plan == chosen.plan:
+        return Verdict.CHOSEN, "it is the plan that was taken"
+    if other.finding is not None:
+        return Verdict.NO_FIT, other.finding.because
+    mine, theirs = chosen.estimate, other.estimate
+    if policy.objective is Objective.MEMORY:
+        more = theirs.peak_high_bytes - mine.peak_high_bytes
+        if more < 0:
+            return Verdict.RULED_OUT, f"needs {format_gib(-more)} less, but other settings are kept"
+        return Verdict.LARGER, f"needs {format_gib(more)} more"
+    difference = theirs.step_s - mine.step_s
+    by = signed_percent(difference / mine.step_s)
+    follows = policy.objective is Objective.TREE and in_leaf(chosen.plan, trace)
+    if theirs.step_s <= tie_limit_s(fastest_s, policy):
+        if follows and not in_leaf(other.plan, trace):
+            words = f"{by}, but" if difference <= 0 else f"tie: {by};"
+            return Verdict.OUTSIDE, f"{words} outside the tree's leaf"
+        if not was_open and theirs.step_s < fastest_s:
+            return Verdict.RULED_OUT, f"{by}, but other settings are kept"
+        simpler = simplicity(other.plan) < simplicity(chosen.plan)
+        ending = "" if simpler or policy.objective is not Objective.TREE else "; not simpler"
+        return Verdict.TIE, f"tie: {by}{ending}"
+    because = f"{by}, {format_seconds(difference)}: {causes(theirs, mine)}"
+    if difference <= tie_limit_s(mine.step_s, policy) - mine.step_s:
+        because += f"; {signed_percent(theirs.step_s / fastest_s - 1)} on the fastest plan"
+    return Verdict.SLOWER, because
+
+
+def signed_percent(fraction: float) -> str:
+    """With its sign, also where it is rounded to nothing.
+
+    >>> signed_percent(-0.014)
+    '-1.4%'
+    """
+    return ("-" if fraction < 0 else "+") + format_percent(abs(fraction))
+
+
+_PARTS = {
+    "compute_s": "computing",
+    "recompute_s": "recompute",
+    "optimizer_s": "optimizer",
+    "exposed_s": "exposed communication",
+    "host_s": "transfers to the host",
+    "launch_s": "launching",
+    "idle_s": "waiting for other stages",
+    "straggling_s": "waiting for the slowest rank",
+    "host_overhead_s": "data loading and host",
+}
+# Parts are named until less than this of a difference is left: about what rounding hides.
+_UNNAMED = 0.05
+# A nanosecond: less is shown as none.
+_SHOWN_S = 1e-9
+
+
+def causes(slower: Estimate, faster: Estimate) -> str:
+    """The parts of the step in which `slower` loses or gains, largest first.
+
+    What is left unnamed is less than 5 % of the difference, so that the numbers add up.
+    """
+    differences = {
+        name: getattr(slower.time, part) - getattr(faster.time, part)
+        for part, name in _PARTS.items()
+    }
+    rest = difference = slower.step_s - faster.step_s
+    said = []
+    for name in sorted(differences, key=lambda name: (-abs(differences[name]), name)):
+        change = differences[name]
+        if abs(rest) <= _UNNAMED * abs(difference) or abs(change) < _SHOWN_S:
+            break
+        said.append(f"{format_seconds(abs(change))} {'more' if change > 0 else 'less'} {name}")
+        rest -= change
+    return ", ".join(said)

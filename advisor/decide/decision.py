@@ -1,0 +1,233 @@
+"""Decision: the plan that was chosen, why, and why not another. A value that is saved and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+from pydantic import Field
+
+from advisor.cost import CostModel, Estimate
+from advisor.decide.candidates import nearest_settings, searched, why_illegal
+from advisor.decide.comparison import Verdict, compare
+from advisor.decide.decide import decide
+from advisor.decide.rules import Candidate, tie_limit_s
+from advisor.decide.tree import Trace
+from advisor.inputs.changed_facts import Lever
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Objective, Policy
+from advisor.search.cache import Kept
+from advisor.whatif.pareto import Point, front_of
+from advisor.whatif.sensitivity import Flip, flip
+from engines.plan import Plan, parse_settings
+from profiles.record import Document, Record
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from advisor.report.wrapped import Wrapped
+
+PinValue = bool | int | str | tuple[str, ...] | tuple[tuple[str, str], ...]
+
+
+class Alternative(Record):
+    """Another plan, and why it was not taken; no step time where it does not fit."""
+
+    title: str
+    plan: Plan
+    verdict: Verdict
+    step_s: float | None
+    peak_bytes: float
+    peak_high_bytes: float
+    because: str
+
+
+def runner_up(alternatives: Sequence[Alternative]) -> Alternative | None:
+    """The first of them that lost by numbers, and not because the tree passes it over."""
+    lost = (Verdict.TIE, Verdict.SLOWER, Verdict.LARGER)
+    return next((other for other in alternatives if other.verdict in lost), None)
+
+
+class WhyNot(Record):
+    """The answer to "why not this setting?": the best plan that has it, weighed against the choice.
+
+    `plan` and `estimate` are None where the setting is not legal.
+    """
+
+    settings: str
+    verdict: Verdict
+    because: str
+    plan: Plan | None = None
+    estimate: Estimate | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.settings}: {self.verdict}", f"  {self.because}"]
+        if self.plan is not None:
+            lines.append(f"  best plan with it: {self.plan}")
+        return "\n".join(lines)
+
+    def __rich__(self) -> Wrapped:
+        from advisor.report.wrapped import Wrapped
+
+        return Wrapped(str(self))
+
+
+class Decision(Document):
+    """What was decided for these facts under this policy.
+
+    Attributes:
+        plan, estimate: the plan that was taken and its predicted cost.
+        facts, policy, pins: all that it was decided from.
+        reasons: sentences with their numbers, in the order of the argument.
+        trace: the path through the decision tree.
+        fastest_s: the step of the fastest plan that it was taken from: plans within the policy's
+            margin of it tie. None in files of before.
+        alternatives: the best plan of other kinds, each with the reason against it.
+        weighed: plans that were weighed, most of them by lower bounds where there are many;
+            `estimated` of them exactly. `rejected` counts those left out, by rule.
+        dissent: where a plan outside the tree's leaf is faster by more than the range.
+        offers: what would be faster and needs the user's word, with its predicted gain.
+        suggestions: changes of the question that would pay, in decisions that were asked for them
+            (`advisor.whatif.suggestions`).
+        flipped: what would change the answer, in decisions that were asked to keep it.
+    """
+
+    plan: Plan
+    estimate: Estimate
+    facts: Facts
+    policy: Policy
+    pins: dict[str, PinValue] = Field(default_factory=dict)
+    reasons: tuple[str, ...]
+    trace: Trace
+    fastest_s: float | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    weighed: int
+    estimated: int | None = None
+    rejected: dict[str, int] = Field(default_factory=dict)
+    dissent: str | None = None
+    offers: tuple[str, ...] = ()
+    suggestions: tuple[str, ...] = ()
+    flipped: Flip | None = None
+
+    def flip(self, *levers: Lever) -> Flip:
+        """The smallest change that changes the answer: of links, memory, batch or sequence.
+
+        Dozens of decisions are made for it. `levers` asks for some of them alone, each followed to
+        where it turns if it does.
+        """
+        if self.flipped is not None and not levers:
+            return self.flipped
+
+        kept = Kept(CostModel(self.facts))
+
+        def answer(facts: Facts) -> Candidate | None:
+            beside = kept.beside(facts)
+            return decide(facts, policy=self.policy, pins=self.pins, kept=beside).winner
+
+        if not levers:
+            return flip(self.facts, answer)
+        found = [flip(self.facts, answer, levers=[lever]) for lever in levers]
+        return Flip(
+            turns=tuple(turn for each in found for turn in each.turns),
+            steady=tuple(item for each in found for item in each.steady),
+        )
+
+    def with_flip(self) -> Self:
+        """This decision, keeping the answer of `flip` in its file."""
+        return self.model_copy(update={"flipped": self.flip()})
+
+    def why_not(self, settings: str) -> WhyNot:
+        """Weigh `settings` ("tp=4", "zero=3 recompute=full") against the plan.
+
+        Raises:
+            UnknownNameError, PlanError: not settings of a plan.
+        """
+        asked = parse_settings(settings)
+        pins = _without_conflicts(self.pins, asked) | asked
+        search = searched(Kept(CostModel(self.facts)), pins, self.policy)
+        limit_s = tie_limit_s(self._fastest_s, self.policy)
+        tied = None
+        if self.policy.objective is Objective.TREE:
+            tied = search.simplest(search.rows, limit_s)
+        best = tied or search.strongest(search.rows)
+        if best is None:
+            found = [problem.what for problem in why_illegal(self.facts, pins)]
+            found += nearest_settings(self.facts, pins)
+            return WhyNot(settings=settings, verdict=Verdict.NOT_LEGAL, because="; ".join(found))
+        was_open = all(pins.get(key) == value for key, value in self.pins.items())
+        verdict, because = compare(
+            best,
+            self.chosen,
+            self.policy,
+            self.trace,
+            fastest_s=self._fastest_s,
+            was_open=was_open,
+        )
+        return WhyNot(
+            settings=settings,
+            verdict=verdict,
+            because=because,
+            plan=best.plan,
+            estimate=best.estimate,
+        )
+
+    def pareto(
+        self, *, devices: Sequence[int] = (), price_per_device_hour: float | None = None
+    ) -> tuple[Point, ...]:
+        """The plans that no other beats in step time, memory and device-seconds:
+        `advisor.whatif.pareto`.
+
+        Args:
+            devices: smaller numbers of devices to look at as well.
+            price_per_device_hour: for `Point.money`, in any currency.
+        """
+        return front_of(
+            self.facts,
+            policy=self.policy,
+            pins=self.pins,
+            devices=devices,
+            price_per_device_hour=price_per_device_hour,
+        )
+
+    @property
+    def chosen(self) -> Candidate:
+        """The plan with its estimate."""
+        return Candidate(self.plan, self.estimate)
+
+    @property
+    def _fastest_s(self) -> float:
+        return self.estimate.step_s if self.fastest_s is None else self.fastest_s
+
+    def __str__(self) -> str:
+        """The report as plain text, 80 columns."""
+        from advisor.report.terminal import text
+        from advisor.report.view import view_of
+
+        return text(view_of(self))
+
+    def __rich__(self) -> RenderableType:
+        from advisor.report.terminal import Report
+        from advisor.report.view import view_of
+
+        return Report(view_of(self))
+
+    def _repr_html_(self) -> str:
+        from advisor.report.html import fragment
+        from advisor.report.view import view_of
+
+        return fragment(view_of(self))
+
+
+_DEGREES = frozenset({"dp_replicate", "dp_shard", "zero", "data_parallel"})
+_CUTS = frozenset({"microbatch_size", "microbatches", "accumulation"})
+
+
+def _without_conflicts(
+    pins: dict[str, PinValue], asked: dict[str, object]
+) -> dict[str, PinValue | object]:
+    """What stays of the pins beside `asked`: a new degree or cut frees the others of its group."""
+    freed: set[str] = set()
+    for group in (_DEGREES | {"pp", "tp", "cp"}, _CUTS):
+        if group & set(asked):
+            freed |= group
+    return {key: value for key, value in pins.items() if key not in freed}

@@ -1,0 +1,85 @@
+"""choose, with layers split as the module's code allows.
+
+A profile does not show where code writes down how many features it works on, and cannot take a
+share of them. What a decision splits is checked on the module; where that finds another split, it
+is decided again by it, so that what is priced is what the engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from advisor.decide.choose import choose
+from advisor.decide.decision import Decision
+from advisor.inputs.console import say
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Policy
+from advisor.search.legal import styles_of
+from advisor.search.space import Pins
+from engines.tensor.styles import Kind, Style
+from profiles.errors import PlanError
+from profiles.model.profile import ModelProfile
+
+if TYPE_CHECKING:
+    from advisor.inputs.models import LoadedModel
+
+Pairs = tuple[tuple[str, str], ...]
+"""As `Plan.tensor_styles`."""
+Check = Callable[[int], Pairs]
+"""The styles that a module can have over so many ranks."""
+
+
+def choose_checked(facts: Facts, *, policy: Policy, pins: Pins, check: Check) -> Decision:
+    """`choose`, with the styles of `check` for the tp that is taken.
+
+    Raises:
+        PlanError, NoPlanError: as `choose`.
+    """
+    by_rules = styles_of(facts)
+    found: dict[int, Pairs] = {}
+    while True:
+        decision = choose(
+            facts,
+            policy=policy,
+            pins=pins,
+            styles=lambda tp: found[tp] if tp in found else by_rules(tp),
+        )
+        tp = decision.plan.tp
+        if tp == 1 or tp in found or "tensor_styles" in pins:
+            return decision
+        styles = check(tp)
+        if cuts(styles) == cuts(decision.plan.tensor_styles):
+            return decision
+        found[tp] = styles
+
+
+def cuts(pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[str, Style]]:
+    """The entries that cut layers. Counts of heads cost nothing, and `apply_plan` finds them."""
+    read = ((pattern, Style.parse(text)) for pattern, text in pairs)
+    return frozenset((pattern, style) for pattern, style in read if style.kind is not Kind.SIZES)
+
+
+def check_of(loaded: LoadedModel, profile: ModelProfile) -> Check:
+    """Try units on fake tensors, where a model is there to be looked at and not to be trained."""
+
+    def check(tp: int) -> Pairs:
+        from engines.tensor.proposal import propose_styles
+        from engines.tensor.rules import proposed_styles
+
+        try:
+            return propose_styles(
+                loaded.module,
+                loaded.sample,
+                size=tp,
+                profile=profile,
+                has_target=loaded.loss_fn is not None,
+                shapes_only=True,
+            ).styles
+        except PlanError:
+            return ()
+        except Exception as error:  # the model's own code
+            say(f"note: the split of layers over tp={tp} was not tried: {error}")
+            return proposed_styles(profile, tp)
+
+    return check

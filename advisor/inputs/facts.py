@@ -1,0 +1,145 @@
+"""Facts: the model, the machines and the work, bundled and checked against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engines.legality import numerics
+from engines.plan import DataParallel, Plan, Precision
+from profiles.errors import InputError, UnknownNameError
+from profiles.machine.cluster import ClusterProfile
+from profiles.model.profile import ModelProfile
+from profiles.model.work import AttentionKernel
+from profiles.record import Record
+from profiles.workload.stack import TORCH, Stack
+from profiles.workload.under_stack import calls_processor, under_stack
+from profiles.workload.workload import Workload
+
+# torch/optim/adam.py, `_fused_adam`: profiles/workload/optimizers.py counts the same.
+FUSED_ADAM_BYTES = 32
+
+
+class Facts(Record):
+    """All that a decision rests on; nothing else is looked at.
+
+    Attributes:
+        model: with the kernels of `stack`.
+        stack: the software that runs the step; stock torch under `engines` unless said.
+
+    Raises:
+        UnknownNameError: a precision that does not exist.
+        InputError: the parts do not fit each other.
+    """
+
+    model: ModelProfile
+    cluster: ClusterProfile
+    workload: Workload
+    stack: Stack = TORCH
+
+    def __init__(
+        self,
+        *,
+        model: ModelProfile,
+        cluster: ClusterProfile,
+        workload: Workload,
+        stack: Stack = TORCH,
+    ) -> None:
+        parts: dict[str, Any] = {"cluster": cluster, "stack": stack}
+        parts |= {"model": model, "workload": workload}
+        # Facts that are read from a file come as what JSON holds; they were changed when built.
+        if isinstance(model, ModelProfile) and isinstance(stack, Stack):
+            parts["model"] = under_stack(model, _on_device(stack, model, cluster))
+            parts["workload"] = _updated_by(stack, workload)
+            parts["stack"] = _with_moments(stack, workload)
+        super().__init__(**parts)
+        known = [precision.value for precision in Precision]
+        if self.workload.precision not in known:
+            raise UnknownNameError(
+                "precision", self.workload.precision, known, where="workload: precision"
+            )
+        _require_units(self.model)
+        _require_numerics(self.model, self.precision)
+
+    @property
+    def precision(self) -> Precision:
+        """In what forward and backward run."""
+        return Precision(self.workload.precision)
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """The workload's, else what the sample of the model had."""
+        return self.workload.tokens_per_sample or self.model.tokens_per_sample
+
+
+def _updated_by(stack: Stack, workload: Workload) -> Workload:
+    """With one kernel for the update where the stack has it: torch's `fused=True` reads parameter,
+    gradient and both moments and writes all but the gradient, 28 bytes and a weight's copy."""
+    optimizer = workload.optimizer
+    if not stack.fused_optimizer or optimizer.name not in ("adam", "adamw"):
+        return workload
+    fused = {"moved_bytes_per_element": FUSED_ADAM_BYTES, "list_copies": 0.0}
+    return workload.model_copy(update={"optimizer": optimizer.model_copy(update=fused)})
+
+
+def _on_device(stack: Stack, model: ModelProfile, cluster: ClusterProfile) -> Stack:
+    """With the kernel of attention that torch takes on accelerators, where a model was looked at on
+    a processor: kernels that keep no scores, which skip what a causal mask hides."""
+    is_cpu = isinstance(cluster, ClusterProfile) and cluster.device.kind == "cpu"
+    if is_cpu or stack.attention is not None or not calls_processor(model):
+        return stack
+    flash = {"attention": AttentionKernel.FLASH2, "name": f"{stack.name} with flash attention"}
+    return stack.model_copy(update=flash)
+
+
+def _with_moments(stack: Stack, workload: Workload) -> Stack:
+    """With the bytes of the optimizer's moments, where its states go by elements."""
+    states, optimizer = stack.states, workload.optimizer
+    if states is None or states.moments is not None or not optimizer.is_elementwise:
+        return stack
+    moments = {"moments": optimizer.state_bytes_per_element}
+    return stack.model_copy(update={"states": states.model_copy(update=moments)})
+
+
+def captured(plan: Plan, model: ModelProfile) -> bool:
+    """Whether the model was looked at under the numerics that `plan` runs in."""
+    return numerics(plan, model) in model.numerics
+
+
+def _require_units(model: ModelProfile) -> None:
+    if not model.units:
+        raise InputError(
+            f"the profile of {model.name} has no units: nothing was looked at",
+            hints=["profile it with a sample: `advise profile MODEL -o model.json`"],
+        )
+    if model.parameters == 0:
+        raise InputError(f"{model.name} has no parameters: there is nothing to spread")
+    if model.gradient_bytes == 0:
+        raise InputError(
+            f"{model.name} has no trainable parameter: there is nothing to train",
+            hints=["set requires_grad on the parameters that should learn"],
+        )
+
+
+def _require_numerics(model: ModelProfile, precision: Precision) -> None:
+    """A bf16 run of an fp32 model needs both ways to run it: cast by FSDP, and autocast by DDP."""
+    if precision.dtype != model.dtype and model.dtype != "float32":
+        raise InputError(
+            f"precision {precision} needs a model built in {precision.dtype} or float32,"
+            f" {model.name} is {model.dtype}",
+            where="workload: precision",
+            hints=[f"set the precision of the workload to match {model.dtype}"],
+        )
+    kinds = (DataParallel.REPLICATE, DataParallel.ZERO1)
+    wanted = {numerics(Plan(data_parallel=kind, precision=precision), model) for kind in kinds}
+    missing = sorted(wanted - set(model.numerics))
+    if missing:
+        raise InputError(
+            f"the profile of {model.name} was not looked at in {' and '.join(missing)};"
+            f" it has {', '.join(model.numerics)}",
+            where=f"workload: precision = {precision}",
+            hints=[
+                f"leave the precision out: {model.dtype}, as it was profiled",
+                "or profile the model itself with this precision among the numerics; networks on"
+                " images are bundled by their layers' shapes in fp32 alone",
+            ],
+        )

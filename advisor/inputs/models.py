@@ -1,0 +1,428 @@
+"""MODEL, as people write it on the command line, to a module, a sample and a loss.
+
+MODEL is a bundled name (of a GPT, or of a network on images: see `advisor.inputs.networks`),
+`pkg.module:factory`, a Hugging Face config.json, or a saved profile. A factory runs as it is, with
+the rights and the devices it takes; bundled and Hugging Face models are built on the meta device,
+where parameters take no memory (ResNets, which can be run, are not). A config of a kind that
+`profiles.closed_forms.families` knows is counted in closed form, without an import of torch or
+transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from pydantic import JsonValue
+
+from advisor.inputs import hugging_face, user_code
+from advisor.inputs.console import say
+from advisor.inputs.networks import build_network, is_network, network_profile
+from advisor.inputs.user_code import RETURN
+from profiles.errors import InputError, ModelError, UnknownNameError
+from profiles.model.profile import ModelProfile, Numerics
+from profiles.workload.under_stack import is_for_accelerators
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from advisor.tutorial.demo.gpt import GPTConfig
+    from profiles.capture.batch import Batch, LossFn
+
+CONFIG = "config.json"
+BUNDLED = "advisor.tutorial.demo.gpt"
+"""`model_type` of the shapes of bundled GPTs, as profiles keep them."""
+KINDS = "a bundled name, `pkg.module:factory`, a Hugging Face config.json, or a saved profile"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model to be looked at.
+
+    Attributes:
+        sample: one batch: a tensor, (inputs..., target) or a dict of keyword arguments.
+        loss_fn: loss_fn(output, target), or None where the model returns its loss.
+    """
+
+    module: nn.Module
+    sample: Batch
+    loss_fn: LossFn | None
+    name: str
+
+
+def profile_model(
+    text: str,
+    *,
+    samples: int,
+    sequence_length: int | None,
+    numerics: Sequence[Numerics] = (),
+    timed: bool = False,
+    on_processor: bool = False,
+    on_load: Callable[[LoadedModel], None] | None = None,
+) -> ModelProfile:
+    """What MODEL needs: read from a saved profile (no torch then), or looked at now.
+
+    Args:
+        samples, sequence_length: of the sample where it is made here; see `load_model`.
+        numerics: kinds to capture beside `AS_BUILT`; those that the model's dtype rules out are
+            left out.
+        timed: run its blocks on this machine too, and add their times.
+        on_processor: it trains there, where torch writes out attention with dropout; told of
+            configs that are counted in closed form.
+        on_load: called with the module, where one is built.
+
+    Raises:
+        InputError: a saved profile of another sequence length, or that is to be timed; else as
+            `load_model`.
+    """
+    path = _json_path(text)
+    if path is not None and "units" in hugging_face.read_object(path):
+        try:
+            profile = ModelProfile.load(path)
+        except InputError as error:
+            error.hints = (*error.hints, f"profile again: `advise profile MODEL -o {path}`")
+            raise
+        if sequence_length not in (None, profile.tokens_per_sample):
+            raise InputError(
+                f"`--seq {sequence_length}`, but the profile is of"
+                f" {profile.tokens_per_sample or 'no'} tokens",
+                where=str(path),
+                hints=[f"profile again: `advise profile MODEL --seq {sequence_length} -o {path}`"],
+            )
+        if timed:
+            raise InputError(
+                "a saved profile has no code to run",
+                where=str(path),
+                hints=[f"name the model itself: `advise profile MODEL --time -o {path}`"],
+            )
+        return profile
+    if is_network(text) and not timed:
+        _require_no_length(text, sequence_length)
+        return network_profile(text, samples=samples)
+    if path is not None and not timed:
+        profile_or_none = hugging_face.closed_form(
+            path,
+            samples=samples,
+            sequence_length=sequence_length,
+            numerics=(Numerics.AS_BUILT, *numerics),
+            on_processor=on_processor,
+        )
+        if profile_or_none is not None:
+            return profile_or_none
+    if path is not None and timed and (missing := hugging_face.missing_package()) is not None:
+        raise ModelError(
+            f"`{path}` cannot be timed: its blocks run only where {missing} is installed",
+            hints=["leave `--time` out: the closed form counts, and a roofline gives times"],
+        )
+    loaded = load_model(text, samples=samples, sequence_length=sequence_length)
+    if on_load is not None:
+        on_load(loaded)
+    profile = _captured(loaded, (Numerics.AS_BUILT, *numerics))
+    profile = profile.model_copy(update=_made_from(text))
+    return _timed(loaded, profile) if timed else profile
+
+
+def _captured(loaded: LoadedModel, numerics: Sequence[Numerics]) -> ModelProfile:
+    from profiles.capture.capture import capture
+
+    wanted = numerics if _has_float32(loaded.module) else (Numerics.AS_BUILT,)
+    try:
+        return capture(
+            loaded.module,
+            loaded.sample,
+            loss_fn=loaded.loss_fn,
+            numerics=tuple(dict.fromkeys(wanted)),
+            name=loaded.name,
+        )
+    except ModelError as error:
+        if ":" in loaded.name:
+            error.hints = (*error.hints, RETURN)
+        raise
+
+
+def _made_from(text: str) -> dict[str, object]:
+    """Fields of a profile that say how it can be counted again at another size."""
+    path = _json_path(text)
+    if path is not None:
+        return {"config": hugging_face.read_config(path)}
+    if ":" in text:
+        return {"factory": text}
+    if is_network(text):
+        return {}
+    return {"config": {"model_type": BUNDLED, **dataclasses.asdict(_shape(text))}}
+
+
+def profile_of_config(
+    config: Mapping[str, JsonValue], *, like: ModelProfile, sequence_length: int | None
+) -> ModelProfile:
+    """The model of `config` looked at in the way that `like` was, without a word.
+
+    Raises:
+        InputError: the model does not take such sequences, or cannot be built.
+    """
+    from profiles.closed_forms.families import family_of, profile_from_config
+
+    where, samples = f"config of {like.name}", like.samples
+    if config.get("model_type") == BUNDLED:
+        from advisor.tutorial.demo.gpt import GPTConfig
+
+        fields: dict[str, Any] = {k: v for k, v in config.items() if k != "model_type"}
+        loaded = _gpt(GPTConfig(**fields), like.name, samples, sequence_length)
+    else:
+        try:
+            family_of(config, where=where)
+        except InputError:
+            if hugging_face.missing_package() is not None:
+                raise
+        else:
+            return profile_from_config(
+                config,
+                samples=samples,
+                sequence_length=sequence_length,
+                name=like.name,
+                numerics=like.numerics,
+                on_processor=not is_for_accelerators(like),
+                where=where,
+            )
+        module, batch = hugging_face.build(
+            Path(where), samples=samples, sequence_length=sequence_length, content=config
+        )
+        loaded = LoadedModel(module, batch, None, like.name)
+    return _captured(loaded, like.numerics).model_copy(update={"config": dict(config)})
+
+
+def profile_of_factory(factory: str, *, like: ModelProfile, sequence_length: int) -> ModelProfile:
+    """The model that `factory` makes, looked at in the way that `like` was at another length.
+
+    In a sample that it brings every dimension as long as the sequence was becomes as long as this.
+
+    Raises:
+        ModelError: it cannot be made again, or does not take such sequences.
+    """
+    module, *rest = _made_again(factory)
+    if not rest:
+        loaded = _with_token_sample(factory, module, like.samples, sequence_length)
+    else:
+        sample = _resized(rest[0], like.tokens_per_sample, sequence_length)
+        loaded = LoadedModel(module, sample, rest[1] if len(rest) == 2 else None, factory)
+    found = _captured(loaded, like.numerics)
+    return found.model_copy(update={"name": like.name, "factory": factory})
+
+
+def _resized(sample: Batch, before: int | None, after: int) -> Batch:
+    """Its values play no part, and are taken over and over."""
+    import torch
+
+    from profiles.capture.batch import map_batch
+
+    def resized(tensor: Tensor) -> Tensor:
+        for dim in range(1, tensor.ndim):
+            if tensor.shape[dim] == before:
+                index = torch.arange(after, device=tensor.device) % before
+                tensor = tensor.index_select(dim, index)
+        return tensor
+
+    return map_batch(resized, sample)
+
+
+def require_model(text: str) -> None:
+    """Whether MODEL names anything, as far as that is known without running somebody's code.
+
+    Raises:
+        UnknownNameError, ModelError, FileError: as `load_model`.
+    """
+    path = _json_path(text)
+    if path is not None:
+        hugging_face.read_object(path)
+    elif ":" in text:
+        _factory_name(text)
+    elif not is_network(text):
+        _shape(text)
+
+
+def _require_no_length(text: str, sequence_length: int | None) -> None:
+    if sequence_length is not None:
+        raise InputError(
+            f"`--seq {sequence_length}`, but `{text}` takes images",
+            hints=["leave `--seq` out; the side of its images is in its name: `resnet50-224px`"],
+        )
+
+
+def _timed(loaded: LoadedModel, profile: ModelProfile) -> ModelProfile:
+    """With the times of its blocks on this machine's device, in all numerics of the profile."""
+    from profiles.machine.probe import probe
+    from profiles.timing.stopwatch import with_times
+
+    name = probe().device.name
+    say(f"timing the blocks of {loaded.name} on {name} ...")
+    return with_times(
+        loaded.module, loaded.sample, profile, device_name=name, loss_fn=loaded.loss_fn
+    )
+
+
+def load_model(text: str, *, samples: int, sequence_length: int | None) -> LoadedModel:
+    """Build the model that MODEL names.
+
+    Args:
+        samples: batch size of a sample that is made here.
+        sequence_length: tokens of it; None takes what the model says of itself.
+
+    Raises:
+        UnknownNameError: no bundled model, module, or name in the module is called so.
+        ModelError: the module does not import, the factory raises or returns something else.
+        FileError: a file that is neither a profile nor a Hugging Face config.
+    """
+    path = _json_path(text)
+    if path is not None:
+        module, batch = hugging_face.build(path, samples=samples, sequence_length=sequence_length)
+        return LoadedModel(module, batch, None, hugging_face.name_of(path))
+    if ":" in text:
+        return _from_factory(text, samples, sequence_length)
+    if is_network(text):
+        from torch.nn.functional import cross_entropy
+
+        _require_no_length(text, sequence_length)
+        return LoadedModel(*build_network(text, samples=samples), cross_entropy, text)
+    return _gpt(_shape(text), text, samples, sequence_length)
+
+
+def _gpt(shape: GPTConfig, name: str, samples: int, sequence_length: int | None) -> LoadedModel:
+    import torch
+
+    from advisor.tutorial.demo.gpt import GPT, loss
+
+    length = sequence_length or shape.context
+    # Learned positions: a longer sequence needs a longer table, nothing else changes.
+    config = dataclasses.replace(shape, context=max(length, shape.context))
+    with torch.device("meta"):
+        module = GPT(config)
+    ids = _ids(samples, length)
+    return LoadedModel(module, (ids, ids), loss, name)
+
+
+def _shape(name: str) -> GPTConfig:
+    from advisor.tutorial.demo.gpt import SHAPES
+
+    if name in SHAPES:
+        return SHAPES[name]
+    folder = Path(name)
+    inside = [f"did you mean `{folder / CONFIG}`?"] if (folder / CONFIG).is_file() else []
+    raise UnknownNameError("model", name, SHAPES, hints=[*inside, f"MODEL is {KINDS}"])
+
+
+def _factory_name(text: str) -> tuple[str, str]:
+    """Module and attribute of `pkg.module:factory`."""
+    module_name, _, attribute = text.partition(":")
+    if not module_name or not attribute:
+        raise ModelError(
+            f"`{text}` is not `pkg.module:factory`", hints=["for example `train:build_model`"]
+        )
+    if module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").replace("/", ".").strip(".")
+        raise ModelError(
+            f"`{module_name}` is a file, MODEL names a module",
+            hints=[f"did you mean `{dotted}:{attribute}`?"],
+        )
+    return module_name, attribute
+
+
+def _from_factory(text: str, samples: int, sequence_length: int | None) -> LoadedModel:
+    module, *rest = _made(text)
+    if not rest:
+        return _with_token_sample(text, module, samples, sequence_length)
+    if sequence_length is not None:
+        raise InputError(
+            f"`--seq {sequence_length}`, but `{text}` brings its own sample",
+            hints=["leave `--seq` out, or return the Module alone"],
+        )
+    return LoadedModel(module, rest[0], rest[1] if len(rest) == 2 else None, text)
+
+
+def _made(text: str) -> tuple[Any, ...]:
+    """What a factory returns: (module,), (module, sample) or (module, sample, loss_fn)."""
+    module_name, attribute = _factory_name(text)
+    found = user_code.attribute(user_code.import_module(module_name), attribute)
+    from torch import nn
+
+    made = user_code.call(text, found) if _is_factory(found, nn.Module) else found
+    parts = made if isinstance(made, tuple) and made else (made,)
+    if not isinstance(parts[0], nn.Module) or len(parts) > 3:
+        raise ModelError(f"`{text}` gives {_describe(made)}, not a torch.nn.Module", hints=[RETURN])
+    return parts
+
+
+# A question tries many lengths, for which the factory need not be called more than once.
+_made_again = lru_cache(maxsize=1)(_made)
+
+
+def _with_token_sample(
+    text: str, module: nn.Module, samples: int, sequence_length: int | None
+) -> LoadedModel:
+    """A batch of token ids for a model that came alone.
+
+    A model with `config.vocab_size`, or whose first parameters are an embedding's, takes token ids.
+    One that takes `labels` computes its loss; others are taken to return logits.
+    """
+    from torch import nn
+
+    from advisor.tutorial.demo.gpt import loss
+
+    config = getattr(module, "config", None)
+    owners = (m for m in module.modules() if next(m.parameters(recurse=False), None) is not None)
+    if not hasattr(config, "vocab_size") and not isinstance(next(owners, None), nn.Embedding):
+        raise ModelError(
+            f"`{text}` gives no sample, and the model does not begin with token ids",
+            hints=[RETURN],
+        )
+    lengths = (
+        sequence_length,
+        *(getattr(config, name, None) for name in ("context", "block_size")),
+    )
+    length = next((length for length in lengths if length), None)
+    if length is None:
+        raise InputError(
+            f"`{text}` gives no sample, and does not say how long a sequence is",
+            hints=["add `--seq 2048`", RETURN],
+        )
+    ids = _ids(samples, length)
+    if {"input_ids", "labels"} <= set(inspect.signature(module.forward).parameters):
+        return LoadedModel(module, {"input_ids": ids, "labels": ids}, None, text)
+    return LoadedModel(module, (ids, ids), loss, text)
+
+
+def _is_factory(found: object, module_class: type) -> TypeGuard[Callable[[], object]]:
+    return callable(found) and not isinstance(found, module_class)
+
+
+def _describe(made: object) -> str:
+    """What a factory returned, in few words."""
+    if isinstance(made, tuple):
+        return f"({', '.join(type(part).__name__ for part in made)})"
+    if made is None or isinstance(made, type):
+        return f"`{made!r}`"
+    kind = type(made).__name__
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
+def _ids(samples: int, length: int) -> Tensor:
+    import torch
+
+    return torch.zeros(samples, length, dtype=torch.long)
+
+
+def _has_float32(module: nn.Module) -> bool:
+    """Whether precision is open: other dtypes run as they were built."""
+    import torch
+
+    return any(p.dtype == torch.float32 for p in module.parameters())
+
+
+def _json_path(text: str) -> Path | None:
+    """The file that MODEL names; None where it is a name or a factory."""
+    path = Path(text)
+    return path if path.suffix == ".json" else None

@@ -1,0 +1,81 @@
+"""The same machines, more or fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from advisor.inputs.facts import Facts
+from profiles.errors import InputError
+from profiles.machine.cluster import ClusterProfile
+
+# A question about more devices than the largest published runs used is a mistake in the question:
+# Llama 3 405B took 16,384 (arXiv:2407.21783).
+MOST_DEVICES = 16_384
+
+
+def resized(cluster: ClusterProfile, devices: int) -> ClusterProfile:
+    """Some devices of one node, or several whole nodes, of the kind that `cluster` has.
+
+    What a bench measured stays where the same groups are there.
+
+    Raises:
+        InputError: part of a node beside whole ones; or several, and no network is known.
+    """
+    per_node = cluster.devices_per_node
+    name = f"{devices} of {cluster.name}"
+    if devices == cluster.world_size:
+        return cluster
+    if devices <= per_node:
+        inside = {"devices_per_node": devices, "num_nodes": 1, "inter": None, "name": name}
+        if devices == 1:
+            inside["intra"] = None
+        return cluster.model_copy(update=inside)
+    if devices % per_node:
+        nodes = devices // per_node
+        raise InputError(
+            f"{devices} devices are no whole nodes of {per_node}",
+            hints=[f"{nodes * per_node} or {(nodes + 1) * per_node} are"],
+        )
+    if cluster.inter is None:
+        raise InputError(
+            f"{devices} devices are {devices // per_node} nodes, and nothing is known of a network",
+            hints=["name two nodes or more, as `2x8xH100-SXM-80GB`, or give `inter` in a file"],
+        )
+    return cluster.model_copy(update={"num_nodes": devices // per_node, "name": name})
+
+
+def counts(cluster: ClusterProfile, most: int) -> Iterator[int]:
+    """Numbers of devices that such machines come in, ascending: of one node, then whole nodes."""
+    per_node = cluster.devices_per_node
+    yield from range(1, min(per_node, most) + 1)
+    if cluster.inter is not None:
+        yield from range(2 * per_node, most + 1, per_node)
+
+
+def on(facts: Facts, devices: int, *, batch: int | None = None) -> Facts:
+    """`facts` on so many devices, with another batch where it is given."""
+    workload = facts.workload
+    if batch is not None:
+        workload = workload.model_copy(update={"global_batch_size": batch})
+    return Facts(
+        model=facts.model,
+        cluster=resized(facts.cluster, devices),
+        workload=workload,
+        stack=facts.stack,
+    )
+
+
+def next_multiple(number: int, of: int) -> int:
+    """
+    >>> next_multiple(128, 12)
+    132
+    """
+    return -(-number // of) * of
+
+
+def devices_in_words(count: int) -> str:
+    """
+    >>> devices_in_words(1)
+    '1 device'
+    """
+    return f"{count} device" + ("s" if count != 1 else "")

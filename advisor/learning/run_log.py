@@ -1,0 +1,227 @@
+"""From a training to a run that is kept, and from runs that were kept to better constants."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from advisor.cost import estimate
+from advisor.decide.decision import Decision
+from advisor.inputs.facts import Facts
+from advisor.learning.anchor import Anchor, anchored, fits, kind_of
+from advisor.learning.learning import parts_of, refit
+from advisor.learning.residuals import Measured, anchor_of
+from profiles.cache import fingerprint, has_any, keep, kept_path, recall
+from profiles.errors import AdvisorError
+from profiles.provenance import Timing
+from profiles.timing import runs
+from profiles.timing.runs import Machine, Peak, Run
+from profiles.timing.straggler_stats import Pace, usual
+
+if TYPE_CHECKING:
+    from engines.parallel import ParallelModel
+    from engines.runtime.steps import Steps
+    from profiles.machine.cluster import ClusterProfile
+    from profiles.model.profile import ModelProfile
+
+log = logging.getLogger(__name__)
+
+# With fewer steps a median says little on a machine that others use too.
+FEWEST_STEPS = 5
+# Unasked, only a training is kept, not a trial of a few steps.
+FEWEST_UNASKED = 20
+
+
+def with_runs(cluster: ClusterProfile, *, dtype: str) -> ClusterProfile:
+    """`cluster`, which this process is part of, as runs that were kept here correct it."""
+    return refit(cluster, runs.runs_on(runs.machine_of(cluster)), dtype=dtype)
+
+
+def keep_anchor(anchor: Anchor) -> None:
+    """Keep it for `anchor_here`, in place of an earlier one of such a model on such machines."""
+    keep(_anchor_path(anchor.machine, anchor.kind, anchor.dtype), anchor)
+
+
+def anchor_here(facts: Facts) -> Anchor | None:
+    """The anchor that was kept of such a model on such machines; None where there is none."""
+    if not has_any("anchors"):
+        return None
+    path = _anchor_path(runs.machine_of(facts.cluster), kind_of(facts.model), facts.precision.dtype)
+    found = recall(path, Anchor)
+    return found if found is not None and fits(facts, found) else None
+
+
+def with_anchor(facts: Facts, anchor: Anchor | None = None) -> Facts:
+    """`facts`, whose devices this process is one of, as `anchor` or the one kept here says.
+
+    Raises:
+        InputError: `anchor` is of another kind of model, device or dtype.
+    """
+    known = anchor or anchor_here(facts)
+    return facts if known is None else anchored(facts, known)
+
+
+def _anchor_path(machine: Machine, kind: str, dtype: str) -> Path:
+    return kept_path("anchors", machine.model_dump(mode="json"), kind, dtype)
+
+
+def pace_here(cluster: ClusterProfile, model: ModelProfile) -> Pace | None:
+    """How the ranks of runs that were kept here differed: of this model where there are such, else
+    of all."""
+    known = [run for run in runs.runs_on(runs.machine_of(cluster)) if run.pace is not None]
+    mine = fingerprint_of(model)
+    of_model = [run for run in known if run.fingerprint == mine]
+    paces = [run.pace for run in of_model or known if run.pace is not None]
+    return usual(paces) if paces else None
+
+
+def pace_of(
+    imbalance: float | None, cluster: ClusterProfile, model: ModelProfile, *, learns: bool
+) -> dict[str, float | int | None]:
+    """Fields of a workload: what somebody said, else what runs say where they are asked."""
+    if imbalance is not None or not learns:
+        return {"imbalance": imbalance or 0.0}
+    pace = pace_here(cluster, model)
+    if pace is None or not (pace.scatter or pace.straggling):
+        return {"imbalance": 0.0}
+    return {
+        "imbalance": pace.scatter,
+        "straggling": pace.straggling,
+        "slow_rank": pace.slowest,
+        "pace_runs": pace.runs,
+    }
+
+
+def fingerprint_of(model: ModelProfile) -> str:
+    """By what a model is known again; how long its blocks took is none of it."""
+    plain = model.model_copy(update={"times": ()})
+    return fingerprint(plain.model_dump(mode="json"))
+
+
+def keep_run(parallel: ParallelModel, *, peak_bytes: float | None = None) -> Run | None:
+    """Keep what was predicted of `parallel`'s steps beside what they took, for the next estimate.
+
+    `auto_parallelize` does so by itself when the training is over; call this for runs that are
+    shorter, or where the peak of memory is known. Nothing is sent: rank 0 keeps what it saw, and a
+    step takes all ranks alike.
+
+    Args:
+        peak_bytes: of the fullest rank; by default what the first steps of rank 0 rose to.
+
+    Returns:
+        The run; None on the other ranks, for a plan that was not decided here, and after fewer than
+        five steps beside the warm-up.
+    """
+    decision = parallel.decision
+    if not isinstance(decision, Decision):
+        return None
+    steps, machine = parallel.steps, runs.machine_of(decision.facts.cluster)
+    return _keep(steps, decision, machine, fewest=FEWEST_STEPS, peak_bytes=peak_bytes)
+
+
+def keep_at_end(parallel: ParallelModel, *, learns: bool = True, anchors: bool = False) -> None:
+    """Keep the run when `parallel` is let go or the process ends, unless somebody did before; with
+    `anchors` the residual of each of its terms."""
+    decision = parallel.decision
+    if isinstance(decision, Decision):
+        machine = runs.machine_of(decision.facts.cluster)
+        seen = parallel.steps, decision, machine
+        if learns:
+            weakref.finalize(parallel, _keep_unasked, *seen)
+        if anchors:
+            weakref.finalize(parallel, _anchor_unasked, *seen)
+
+
+def run_of(
+    decision: Decision,
+    machine: Machine,
+    *,
+    step: Timing,
+    peak_bytes: float | None = None,
+    pace: Pace | None = None,
+) -> Run:
+    """What was predicted by `decision` beside what was measured."""
+    plan, predicted = decision.plan, decision.estimate
+    facts = _paced(decision.facts, None)
+    even_s = estimate(plan, facts).step_s
+    peak = None
+    if peak_bytes is not None:
+        context, learned = facts.cluster.device.context_bytes, facts.cluster.learned
+        width = predicted.peak_high_bytes - predicted.peak_low_bytes
+        peak = Peak(
+            # An accelerator is measured by what its allocator reserved.
+            predicted_bytes=max(predicted.reserved_bytes, predicted.peak_bytes),
+            measured_bytes=peak_bytes,
+            doubt_bytes=max(0.0, width - (context.high - context.low)) / 2,
+            offset_bytes=learned.context_offset_bytes if learned else 0.0,
+        )
+    return Run(
+        machine=machine,
+        model=facts.model.name,
+        fingerprint=fingerprint_of(facts.model),
+        plan=str(plan),
+        dtype=facts.precision.dtype,
+        predicted_s=even_s,
+        parts=parts_of(plan, facts),
+        step=step,
+        peak=peak,
+        pace=pace,
+        even_share=even_s / estimate(plan, _paced(facts, pace)).step_s,
+        ended_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _paced(facts: Facts, pace: Pace | None) -> Facts:
+    """`facts` with one rank as slow as that; None is none. What only scatters hardly shows in the
+    fast quartile, which a run is explained by."""
+    slow = {"imbalance": 0.0, "straggling": pace.known.straggling if pace else 0.0}
+    workload = facts.workload.model_copy(update=slow)
+    return Facts(model=facts.model, cluster=facts.cluster, workload=workload, stack=facts.stack)
+
+
+def _keep(
+    steps: Steps, decision: Decision, machine: Machine, *, fewest: int, peak_bytes: float | None
+) -> Run | None:
+    timing = steps.timing(fewest=fewest)
+    if steps.rank or timing is None:
+        return None
+    if peak_bytes is None and decision.plan.pp == 1:  # stages hold different things
+        peak_bytes = steps.peak_bytes
+    run = run_of(decision, machine, step=timing, peak_bytes=peak_bytes, pace=steps.pace)
+    runs.keep_run(run)
+    steps.is_kept = True
+    return run
+
+
+def _keep_unasked(steps: Steps, decision: Decision, machine: Machine) -> None:
+    """At the end of a process nothing of ours may be in the way."""
+    if steps.is_kept:
+        return
+    try:
+        _keep(steps, decision, machine, fewest=FEWEST_UNASKED, peak_bytes=None)
+    except (AdvisorError, RuntimeError) as error:
+        log.warning("the run is not kept: %s", error)
+
+
+def _anchor_unasked(steps: Steps, decision: Decision, machine: Machine) -> None:
+    try:
+        _anchor(steps, decision, machine)
+    except (AdvisorError, RuntimeError) as error:
+        log.warning("the anchor is not kept: %s", error)
+
+
+def _anchor(steps: Steps, decision: Decision, machine: Machine) -> None:
+    step, update = steps.timing(fewest=FEWEST_STEPS), steps.update_timing(fewest=FEWEST_STEPS)
+    if steps.rank or step is None or update is None:
+        return
+    plan = decision.plan
+    found = Measured(
+        step=step,
+        alone=step if plan.world_size == 1 else None,
+        update=update,
+        peak_bytes=steps.peak_bytes if plan.pp == 1 else None,
+    )
+    keep_anchor(anchor_of(plan, decision.facts, found, machine))

@@ -1,0 +1,54 @@
+"""What the devices of a training held, beside what was predicted of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from advisor.cost import Estimate
+from advisor.cost.memory import ALLOCATOR_SLACK
+from advisor.decide.decision import Decision
+from advisor.report.allocator import advice
+from advisor.report.reserved import reserved_bytes
+from profiles.errors import InputError
+from profiles.units import format_gib, format_percent
+
+if TYPE_CHECKING:
+    from engines.parallel import ParallelModel
+    from engines.runtime.peak_memory import PeakMemory
+
+
+def memory_report(parallel: ParallelModel) -> str:
+    """What the ranks of a training held, and what their allocators reserved beyond it, beside what
+    was predicted; a line each. All ranks call it, after some steps.
+
+    Raises:
+        InputError: the plan was not decided here, so nothing was predicted.
+    """
+    decision, found = parallel.decision, parallel.memory()
+    if not isinstance(decision, Decision):
+        raise InputError(
+            "nothing was predicted of this training: its plan was given to `apply_plan`",
+            hints=["`parallel.memory()` says what it held"],
+        )
+    return "\n".join(_beside(found, decision.estimate, reserved_bytes(decision)))
+
+
+def _beside(found: PeakMemory, own: Estimate, reserved: float) -> Iterator[str]:
+    most, slackest = found.ranks[found.fullest], found.ranks[found.slackest]
+    yield str(found)
+    expected = f"{format_gib(own.peak_low_bytes)} to {format_gib(own.peak_high_bytes)}"
+    yield f"predicted: {expected}, {format_gib(reserved)} with usual slack"
+    if most.peak_bytes > own.peak_high_bytes:
+        over = format_gib(most.peak_bytes - own.peak_high_bytes)
+        yield f"rank {found.fullest} held {over} more than the upper end"
+    if not slackest.allocated_bytes:
+        return
+    slack, allowed = format_percent(slackest.slack), format_percent(ALLOCATOR_SLACK)
+    if slackest.slack > ALLOCATOR_SLACK or slackest.retries:
+        yield (
+            f"rank {found.slackest} reserved {slack} more than its tensors, predictions allow for"
+            f" {allowed}: {advice()}"
+        )
+    else:
+        yield f"slack is within the {allowed} that predictions allow for: nothing to set"

@@ -1,0 +1,165 @@
+"""Stacks of software as a user names them: which ones our engines run, and all presets in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from profiles.errors import InputError, PlanError
+from profiles.workload.stack import COMPILED, TORCH, Loss, Selective, Stack, stack_named, stacks
+from profiles.workload.stack import compiled as compiled
+
+if TYPE_CHECKING:
+    from advisor.report.wrapped import Wrapped
+
+OF_ENGINES = (TORCH.name, COMPILED)
+"""Stacks that `engines` run."""
+_Settings = Mapping[str, Any]
+Styles = tuple[tuple[str, str], ...]
+
+
+def stack_of(wanted: Stack | str | None) -> Stack:
+    """A stack, or the preset of that name; stock torch where none is wanted.
+
+    Raises:
+        UnknownNameError: there is no such preset; near misses are named.
+    """
+    if wanted is None:
+        return TORCH
+    return stack_named(wanted) if isinstance(wanted, str) else wanted
+
+
+def is_preset(stack: Stack) -> bool:
+    """Whether it is as the catalogue has it, but for moments that the optimizer says."""
+    known = stacks().get(stack.name)
+    if known is not None and known.states is not None and known.states.moments is None:
+        known = known.model_copy(update={"states": stack.states})
+    return known == stack
+
+
+def is_of_engines(stack: Stack) -> bool:
+    """Whether our engines can run it: a preset of theirs, with nothing changed."""
+    return stack.name in OF_ENGINES and stack == stack_named(stack.name)
+
+
+def require_of_engines(stack: Stack, *, where: str = "stack") -> None:
+    """
+    Raises:
+        InputError: other software runs this stack.
+    """
+    if not is_of_engines(stack):
+        known = " and ".join(f"`{name}`" for name in OF_ENGINES)
+        raise InputError(
+            f"our engines run the stacks {known}, `{stack.name}` is other software",
+            where=where,
+            hints=[
+                f'leave `stack` out, or take stack="{COMPILED}"',
+                f'`advise(..., stack="{stack.name}")` predicts what it would do',
+            ],
+        )
+
+
+def styles_under(stack: Stack, styles: Styles) -> Styles:
+    """Styles of split layers, with regions split by tokens between the pairs of blocks where the
+    stack has those (arXiv:2205.05198)."""
+    if not stack.sequence_parallel:
+        return styles
+    columns = [path for path, style in styles if style.startswith("column") and "*" in path]
+    blocks = dict.fromkeys(f"{path.partition('*')[0]}*" for path in columns)
+    by_tokens = tuple((block, "sequence") for block in blocks)
+    return (*styles, *by_tokens, *((path, "joined") for path in columns))
+
+
+def with_stack(pins: _Settings, stack: Stack) -> _Settings:
+    """Settings of a plan, with those that the stack asks our engines for.
+
+    Raises:
+        PlanError: `pins` say otherwise.
+    """
+    if not is_of_engines(stack) or not stack.compiled:
+        return pins
+    if not pins.get("compile", True):
+        raise PlanError(
+            f"compile=false is not the stack `{stack.name}`, whose blocks are compiled",
+            where="plan: compile=false",
+            hints=["leave `compile=false` out, or the stack"],
+        )
+    return {**pins, "compile": True}
+
+
+def changes(stack: Stack) -> Iterator[str]:
+    """In words, everything in which a stack is not stock torch under our engines."""
+    if stack.attention is not None:
+        yield f"attention {stack.attention}"
+    if stack.compiled:
+        yield "compiled blocks"
+    if stack.fused:
+        yield f"one kernel each for {', '.join(stack.fused)}"
+    if stack.loss is not Loss.MATERIALISED:
+        yield f"loss {stack.loss}"
+    if stack.states is not None:
+        held = stack.states
+        moments = "" if held.moments is None else f", moments {held.moments:g}"
+        yield (
+            f"weight {held.weight:g}, gradient {held.gradient:g}, master {held.master:g}{moments}"
+            " bytes a parameter"
+        )
+    if stack.product_dtype is not None:
+        yield f"products in {stack.product_dtype}"
+    if stack.reduce_bytes is not None:
+        yield f"gradients sent in {stack.reduce_bytes:g} bytes"
+    if stack.bucket_bytes is not None:
+        yield f"buckets of {stack.bucket_bytes / 1e6:g} MB"
+    if stack.gather_bytes is not None:
+        yield f"weights gathered {stack.gather_bytes / 1e6:g} MB at a time"
+    flags = {
+        "pipeline's buffers keep outputs": stack.holds_outputs,
+        "fused optimizer": stack.fused_optimizer,
+        "CUDA graphs": stack.cuda_graphs > 0,
+        "waits for every kernel": stack.blocking_launches,
+        "gradients sent after the backward": not stack.overlap_gradients,
+        "parameters waited for": not stack.overlap_parameters,
+        "sequence parallel": stack.sequence_parallel,
+        "inputs gathered twice": not stack.keeps_gathered,
+        "gradients added up in products": stack.accumulates_in_product,
+        "a token sent once to a node": stack.sends_tokens_once,
+        "experts folded over the tp axis": stack.folds_experts,
+        "experts split over the tp axis": stack.splits_experts,
+        "recompute to the end of a forward": stack.recomputes_whole,
+        "recompute of attention's scores alone": stack.selective is Selective.CORE,
+    }
+    yield from (words for words, is_set in flags.items() if is_set)
+    if stack.host_work != 1:
+        yield f"{stack.host_work:g} times the host work of a plain module"
+    if stack.overlap_tensor:
+        yield f"{stack.overlap_tensor:.0%} of tensor-parallel traffic beside products"
+
+
+def summary(stack: Stack) -> str:
+    """The name, and what it changes.
+
+    >>> summary(stack_named("torch-compiled"))
+    'torch-compiled: compiled blocks'
+    """
+    words = "; ".join(changes(stack))
+    return f"{stack.name}: {words}" if words else f"{stack.name}: as our engines run it"
+
+
+class Presets:
+    """All presets, or one, with the source of every flag."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self._shown = [stack_named(name)] if name is not None else list(stacks().values())
+
+    def __str__(self) -> str:
+        lines = []
+        for stack in self._shown:
+            runs = "" if is_of_engines(stack) else " (priced only: other software runs it)"
+            lines.append(f"{summary(stack)}{runs}")
+            lines += [f"  {flag}: {source}" for flag, source in stack.sources]
+        return "\n".join(lines)
+
+    def __rich__(self) -> Wrapped:
+        from advisor.report.wrapped import Wrapped
+
+        return Wrapped(str(self))

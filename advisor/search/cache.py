@@ -1,0 +1,114 @@
+"""What searches of one model share: many decisions then cost little more than one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+from advisor.cost import CostModel
+from advisor.cost.memory import shard_degree
+from advisor.inputs.facts import Facts
+from advisor.search.legal import Styles, is_too_long, space_of, styles_of
+from advisor.search.microbatch import Crossing, Microbatch, crossing_of, microbatch
+from advisor.search.space import Pins, Space
+from engines.plan import Offload, Plan
+from profiles.machine.cluster import Collective
+from profiles.model.profile import Numerics
+
+if TYPE_CHECKING:
+    from advisor.search.whole_peak import StepMoments
+
+# What an axis along which layers are split may send.
+_SENT = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+_TRAVEL = (Collective.ALL_TO_ALL,)
+
+
+class Kept:
+    """The costs of some facts, the spaces that were written down and the microbatches added up.
+
+    `beside` says what of it holds for other facts.
+    """
+
+    def __init__(self, costs: CostModel) -> None:
+        self.costs = costs
+        self._compiled: Kept | None = None
+        self._spaces: dict[Hashable, Space] = {}
+        self._microbatches: dict[Hashable, Microbatch] = {}
+        self._crossing: dict[tuple[Numerics, tuple[int, ...]], Crossing] = {}
+        self.step_moments: dict[Hashable, StepMoments] = {}
+        self._styles_of: Styles = cache(styles_of(costs.facts))
+
+    def beside(self, facts: Facts) -> Kept:
+        """Of facts in which only links, memory or batch differ: all that does not hang on them."""
+        if not self.costs.is_beside(facts):
+            return Kept(CostModel(facts))
+        found = Kept(self.costs.beside(facts))
+        found._spaces = self._spaces
+        found._microbatches = self._microbatches
+        found._crossing = self._crossing
+        found.step_moments = self.step_moments
+        found._styles_of = self._styles_of
+        return found
+
+    def compiled(self) -> Kept:
+        """Of the same facts, with compiled blocks."""
+        costs = self.costs.compiled()
+        if costs is self.costs:
+            return self
+        if self._compiled is None:
+            self._compiled = Kept(costs)
+        return self._compiled
+
+    def is_too_long(self, pins: Pins, styles: Styles | None) -> bool:
+        """See `advisor.search.legal.is_too_long`; `styles` by default what the profile tells."""
+        split = styles or self._styles_of
+        return is_too_long(self.costs.facts, pins, split, costs=self.costs)
+
+    def space(
+        self, pins: Pins, *, offload: Offload, styles: Styles | None, is_long: bool | None = None
+    ) -> Space:
+        """See `advisor.search.legal.space_of`; `styles` by default what the profile tells."""
+        facts = self.costs.facts
+        if is_long is None:
+            is_long = "cp" not in pins and self.is_too_long(pins, styles)
+        batch = facts.workload.global_batch_size
+        key = (offload, batch, is_long, tuple(sorted(pins.items())))
+        if styles is None and key in self._spaces:
+            return self._spaces[key]
+        split = styles or self._styles_of
+        space = space_of(facts, pins, styles=split, offload=offload, is_long=is_long)
+        if styles is None:
+            self._spaces[key] = space
+        return space
+
+    def microbatch(self, plan: Plan, places: Sequence[int]) -> Microbatch:
+        """That of `plan`, of which only tp, cp and ep matter among the degrees.
+
+        Args:
+            places: of the units, but for the first, that may begin a stage.
+        """
+        costs = self.costs
+        numerics = costs.numerics(plan)
+        ledger = costs.ledger()
+        key = (
+            numerics,
+            plan.data_parallel.is_sharded,
+            plan.shards_experts and shard_degree(plan),
+            plan.tp,
+            plan.cp,
+            plan.ep,
+            plan.tensor_styles,
+            plan.microbatch_size,
+            plan.recompute,
+            tuple(places),
+            *(ledger.ways(kind, plan.tp, 1) for kind in _SENT),
+            *(ledger.ways(kind, plan.cp, plan.tp) for kind in _SENT if plan.cp > 1),
+            *(ledger.ways(kind, plan.ep, plan.cp * plan.tp) for kind in _TRAVEL if plan.ep > 1),
+        )
+        if key not in self._microbatches:
+            crossed = numerics, tuple(places)
+            if crossed not in self._crossing:
+                self._crossing[crossed] = crossing_of(costs, plan, places)
+            self._microbatches[key] = microbatch(costs, plan, self._crossing[crossed])
+        return self._microbatches[key]

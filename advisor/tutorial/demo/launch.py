@@ -1,0 +1,109 @@
+"""Start the demo's ranks on this machine, through torchrun, and wait for them with a bound."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from advisor.inputs.console import say
+from engines.plan import Plan, parse_settings
+from profiles.errors import InputError, PlanError, RankError
+from profiles.machine.host import machine_cores, machine_memory_bytes
+from profiles.units import GIB, format_gib
+
+GLOBAL_BATCH = 16
+TIME_LIMIT_S = 900.0  # a demo that is not done by then hangs
+# The fullest rank of 1 to 4 peaks at 0.6 to 0.8 GiB; half of it is the interpreter and torch.
+RANK_BYTES = 0.8 * GIB
+
+
+def run(*, ranks: int, plan: str, steps: int | None) -> int:
+    """Train on `ranks` local processes; the exit code of the job.
+
+    Raises:
+        InputError: this machine, or the batch, is too small for so many ranks.
+        PlanError: the plan needs another number of ranks, or there is no prediction for it.
+        RankError: the job did not end within `TIME_LIMIT_S`.
+    """
+    _require_room(ranks)
+    settings = parse_settings(plan)
+    degrees = {"pp", "tp", "cp", "dp_replicate", "dp_shard"} & settings.keys()
+    if degrees and Plan.build(settings, where="plan").world_size != ranks:
+        needed = Plan.build(settings).world_size
+        raise PlanError(
+            f"plan `{plan}` needs {needed} ranks, the demo starts {ranks}",
+            hints=[f"`advise demo --ranks {needed} --plan '{plan}'`"],
+        )
+    cores = machine_cores()
+    if ranks > cores:
+        say(f"note: {ranks} ranks on {cores} cores take turns: steps are slow, and vary")
+    with tempfile.TemporaryDirectory() as folder:
+        exit_code = Path(folder) / "exit-code"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks), "-m", "advisor.tutorial.demo.train"]
+        command += ["--exit-code", str(exit_code)]
+        command += ["--plan", plan] if plan else []
+        command += ["--steps", str(steps)] if steps is not None else []
+        # torchrun leaves files where TMPDIR points to; here they go with the folder.
+        threads = str(max(1, cores // ranks))
+        environment = {"OMP_NUM_THREADS": threads, **os.environ, "TMPDIR": folder}
+        failed = _wait(command, environment)
+        return int(exit_code.read_text()) if exit_code.exists() else failed
+
+
+def _require_room(ranks: int) -> None:
+    possible = [count for count in range(1, GLOBAL_BATCH + 1) if GLOBAL_BATCH % count == 0]
+    memory = machine_memory_bytes()
+    fitting = [count for count in possible if count * RANK_BYTES <= memory] or possible[:1]
+    hint = f"take {', '.join(map(str, fitting))}"
+    if ranks not in possible:
+        raise InputError(
+            f"the demo's batch of {GLOBAL_BATCH} samples does not divide over {ranks} ranks",
+            where="--ranks",
+            hints=[hint],
+        )
+    if ranks not in fitting:
+        raise InputError(
+            f"{ranks} ranks need {format_gib(ranks * RANK_BYTES)}, about"
+            f" {format_gib(RANK_BYTES)} each; this machine has {format_gib(memory)}",
+            where="--ranks",
+            hints=[hint],
+        )
+
+
+def _wait(command: list[str], environment: dict[str, str]) -> int:
+    """The exit code of `command`; whatever ends this process ends the command and its ranks."""
+    with _terminable():
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        try:
+            return process.wait(timeout=TIME_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise RankError(f"the demo did not end within {TIME_LIMIT_S:.0f} s") from None
+        finally:
+            # There is nothing to save: the launcher is ended at once. It has no time to end its
+            # ranks, they end by themselves when the folder is gone (see
+            # `advisor.tutorial.demo.train`).
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM leaves through the `finally` clauses, as an interrupt does."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)  # as shells count
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

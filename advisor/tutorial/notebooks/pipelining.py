@@ -1,0 +1,135 @@
+"""Pipelining: who works when under each schedule, and into how many pieces to cut a batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from advisor.cost.orders import SPLITS_BACKWARD
+from advisor.cost.pipeline import Span, StageTimes, sends_late, timeline
+from advisor.tutorial.demo.gpt import Block
+from advisor.tutorial.notebooks.splitting import BATCH, SHAPE, STEPS
+from advisor.whatif.sweep.measure import measured_sweep
+from advisor.whatif.sweep.points import Sweep, Swept
+from engines.plan import Schedule
+from profiles.machine.cluster import ClusterProfile
+from profiles.units import format_percent, format_seconds
+
+STAGES, MICROBATCHES = 4, 8
+SCHEDULES = (Schedule.NAIVE, Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE)
+REPEATS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTimes:
+    """Seconds of one block for one microbatch.
+
+    Attributes:
+        forward_s: of its forward.
+        input_s: of the half of its backward that the stage before waits for.
+        weight_s: of the other half, which nobody waits for.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+
+
+def time_block() -> BlockTimes:
+    """One block of the small GPT on this rank's cores: the shortest of several times each."""
+    block = Block(SHAPE)
+    x = torch.randn(BATCH // MICROBATCHES, SHAPE.context, SHAPE.width, requires_grad=True)
+    gradient = torch.ones_like(x)
+
+    def backward(wanted: Sequence[Tensor]) -> float:
+        out = block(x)
+        return _seconds(lambda: torch.autograd.grad(out, wanted, gradient))
+
+    turns = [
+        (_seconds(lambda: block(x)), backward([x]), backward([x, *block.parameters()]))
+        for _ in range(REPEATS)
+    ]
+    forward_s, input_s, whole_s = map(min, zip(*turns, strict=True))
+    return BlockTimes(forward_s, min(input_s, whole_s), max(0.0, whole_s - input_s))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A round of one schedule: what every rank does when, and the share of it that is idle."""
+
+    spans: tuple[Span, ...]
+    wall_s: float
+    bubble: float
+
+
+def play_all(block: BlockTimes) -> dict[Schedule, Drawn]:
+    """The round of every schedule, of equal stages of one block."""
+    return {schedule: _played(schedule, block) for schedule in SCHEDULES}
+
+
+def _played(schedule: Schedule, block: BlockTimes) -> Drawn:
+    splits = schedule in SPLITS_BACKWARD
+    times = StageTimes(
+        forward_s=(block.forward_s,) * STAGES,
+        backward_s=(block.input_s + (0.0 if splits else block.weight_s),) * STAGES,
+        weight_s=(block.weight_s if splits else 0.0,) * STAGES,
+        send_s=(0.0,) * (STAGES - 1),
+    )
+    spans = timeline(
+        schedule, times, ranks=STAGES, microbatches=MICROBATCHES, waits=sends_late(schedule)
+    )
+    wall_s = max(span.end_s for span in spans)
+    busy_s = sum(span.end_s - span.start_s for span in spans)
+    return Drawn(spans, wall_s, 1 - busy_s / (STAGES * wall_s))
+
+
+def sweep_split_sizes(sizes: Sequence[int], machine: ClusterProfile) -> Sweep:
+    """The small GPT as a pipeline over the ranks of this job, cut into pieces of each size."""
+    return measured_sweep(
+        "advisor.tutorial.notebooks.splitting:small_gpt",
+        Swept.SPLIT_SIZE,
+        [str(size) for size in sizes],
+        settings={"pp": machine.world_size, "schedule": "gpipe"},
+        global_batch_size=BATCH,
+        steps=STEPS,
+        cluster=machine,
+    )
+
+
+def seen_schedules(played: Mapping[Schedule, Drawn]) -> str:
+    """The picture in a sentence."""
+    shares = ", ".join(f"{name} {format_percent(drawn.bubble)}" for name, drawn in played.items())
+    longest = max(played, key=lambda name: played[name].wall_s)
+    shortest = min(played, key=lambda name: played[name].wall_s)
+    times = played[longest].wall_s / played[shortest].wall_s
+    return (
+        f"Of the time of {STAGES} stages is idle: {shares}. {MICROBATCHES} microbatches take"
+        f" {times:.1f} times as long under {longest} as under {shortest}."
+    )
+
+
+def seen_sizes(sweep: Sweep) -> str:
+    """The picture in a sentence."""
+    times = {point.label: point.measured.median_s for point in sweep.points if point.measured}
+    best = min(times, key=times.__getitem__)
+    ends = dict.fromkeys([min(times, key=int), max(times, key=int)])
+    said = " and ".join(
+        f"size {name} takes {format_percent(times[name] / times[best] - 1)} longer"
+        for name in ends
+        if name != best
+    )
+    predicted = min(sweep.points, key=lambda point: point.step_s).label
+    return (
+        f"Split size {best} is fastest here ({format_seconds(times[best])} a step), {said}; size"
+        f" {predicted} was predicted to be."
+    )

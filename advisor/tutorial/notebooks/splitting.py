@@ -1,0 +1,126 @@
+"""Data against model parallelism: one small GPT, trained on two ranks in several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from advisor.auto.parallelize import auto_parallelize
+from advisor.decide.decision import Decision
+from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
+from engines.data.replicas import local_part
+from engines.runtime.steps import WARM_UP_STEPS
+from profiles.capture.batch import LossFn
+from profiles.machine.bench import bench
+from profiles.machine.cluster import ClusterProfile
+from profiles.machine.probe import probe
+from profiles.provenance import Timing
+from profiles.units import format_bandwidth, format_flop_rate, format_percent, format_seconds
+
+# Steps of some 50 ms on a core, so that a lesson takes seconds.
+SHAPE = GPTConfig(vocab_size=256, context=32, num_layers=4, num_heads=4, width=192)
+BATCH = 16
+STEPS = 6
+BENCH_S = 2.0
+# Ways train alike where losses agree so far: fp32 sums in other orders differ by less.
+SAME_LOSS = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What one rank saw.
+
+    Attributes:
+        plan: all of it.
+        predicted_s, low_s, high_s: of a step, before the first one.
+        measured: of a step.
+        held_bytes: parameters on this rank.
+        sent_bytes: by each rank in a step, as the cost model counts them.
+        loss: of the last step.
+    """
+
+    plan: str
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured: Timing
+    held_bytes: int
+    sent_bytes: float
+    loss: float
+
+
+def this_machine() -> ClusterProfile:
+    """The ranks of this job as devices: their speed and their links, timed while all work."""
+    return bench(probe(), budget_s=BENCH_S)
+
+
+def seen_machine(machine: ClusterProfile) -> str:
+    """What was timed, in a sentence."""
+    device, link = machine.device, machine.intra
+    assert link is not None  # several ranks of one machine
+    return (
+        f"{machine.world_size} ranks on {machine.cores} cores: each does"
+        f" {format_flop_rate(device.flop_per_s['float32'].value)} in fp32, and sends"
+        f" {format_bandwidth(link.bandwidth_bytes_per_s.value)} to the other while both do so."
+    )
+
+
+def small_gpt() -> tuple[nn.Module, tuple[Tensor, Tensor], LossFn]:
+    """A model, a batch of random text, and the loss; the same every time."""
+    torch.manual_seed(0)
+    text = torch.randint(SHAPE.vocab_size, (BATCH, SHAPE.context + 1))
+    return GPT(SHAPE), (text[:, :-1], text[:, 1:]), loss
+
+
+def train(plan: str, machine: ClusterProfile) -> Trained:
+    """What every rank runs: the same lines whatever the plan says."""
+    model, batch, loss_fn = small_gpt()
+    parallel = auto_parallelize(
+        model,
+        sample=batch,
+        loss_fn=loss_fn,
+        plan=plan,
+        global_batch_size=BATCH,
+        cluster=machine,
+        learns=False,
+    )
+    for part in parallel.shard([batch] * (WARM_UP_STEPS + STEPS)):
+        value = parallel.train_step(part)
+
+    assert isinstance(parallel.decision, Decision)
+    predicted, measured = parallel.decision.estimate, parallel.steps.timing()
+    assert measured is not None
+    held = [p for group in parallel.optimizer.param_groups for p in group["params"]]
+    return Trained(
+        plan=str(parallel.plan),
+        predicted_s=predicted.step_s,
+        low_s=predicted.step_low_s,
+        high_s=predicted.step_high_s,
+        measured=measured,
+        held_bytes=sum(local_part(parameter).nbytes for parameter in held),
+        sent_bytes=sum(traffic.bus_bytes for traffic in predicted.traffic),
+        loss=float(value),
+    )
+
+
+def seen(ways: Mapping[str, list[Trained]]) -> str:
+    """The picture in a sentence; `ways` are the results of `train` on all ranks, by name."""
+    losses = [ranks[0].loss for ranks in ways.values()]
+    apart = max(losses) - min(losses)
+    same = "All train the same" if apart <= SAME_LOSS else "They do not train the same"
+    times = {name: ranks[0].measured.median_s for name, ranks in ways.items()}
+    fastest, slowest = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
+    inside = [
+        name
+        for name, ranks in ways.items()
+        if ranks[0].low_s <= ranks[0].measured.median_s <= ranks[0].high_s
+    ]
+    return (
+        f"{same} (losses differ by {apart:.1g}); fastest here is {fastest}"
+        f" ({format_seconds(times[fastest])} a step), {slowest} takes"
+        f" {format_percent(times[slowest] / times[fastest] - 1)} longer;"
+        f" {len(inside)} of {len(ways)} lie in the range that was predicted before the first step."
+    )

@@ -1,0 +1,26 @@
+"""Inverse questions: what is needed, or how large something may be, for a plan to fit or be done.
+
+Every answer was decided on, and so was its neighbour that fails.
+"""
+
+from advisor.whatif.sizing.answer import Answer
+from advisor.whatif.sizing.bandwidth import bandwidth_needed
+from advisor.whatif.sizing.budget import Budget, Span, budget
+from advisor.whatif.sizing.cheapest import Cheapest, Offer, cheapest_device
+from advisor.whatif.sizing.devices import fewest_devices
+from advisor.whatif.sizing.largest import largest_microbatch, largest_model, largest_sequence
+
+__all__ = [
+    "Answer",
+    "Budget",
+    "Cheapest",
+    "Offer",
+    "Span",
+    "bandwidth_needed",
+    "budget",
+    "cheapest_device",
+    "fewest_devices",
+    "largest_microbatch",
+    "largest_model",
+    "largest_sequence",
+]

@@ -1,0 +1,91 @@
+"""How fast a link must be for a strategy not to wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import sqrt
+
+from advisor.decide.decide import decide
+from advisor.decide.rules import Candidate
+from advisor.inputs.changed_facts import Lever, shown, value, varied
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Objective, Policy
+from advisor.search.space import Pins
+from advisor.whatif.sizing.answer import Answer
+from profiles.errors import NoPlanError
+from profiles.units import format_percent
+
+_DEFAULT = Policy()
+_NO_PINS: Pins = {}
+# A link that is this much faster than it is counts as one that takes no time.
+_ENDLESS = 2.0**20
+# A link this much slower, over which a strategy still loses nothing, is not used by it.
+_NOTHING = 2.0**-20
+_RESOLUTION = 0.01
+
+
+def bandwidth_needed(
+    facts: Facts,
+    link: Lever,
+    *,
+    policy: Policy = _DEFAULT,
+    pins: Pins = _NO_PINS,
+) -> Answer:
+    """The slowest `link` over which the best plan that keeps `pins` still runs unhindered.
+
+    Unhindered: its step takes no more than the policy's margin longer than over a link that takes
+    no time; latency stays. In the node per device, between nodes per node, as in `Link`.
+
+    Args:
+        link: `Lever.LINKS_IN_NODE` or `Lever.LINKS_BETWEEN_NODES`.
+        pins: the strategy, as `parse_settings` reads "dp_shard=8" or "pp=4 tp=2".
+
+    Raises:
+        InputError: there is no such link.
+        PlanError: `pins` allow no legal plan.
+        NoPlanError: no plan that keeps them fits.
+    """
+    now = value(facts, link)
+    fast = policy.model_copy(update={"objective": Objective.TIME})
+    known: dict[float, Candidate] = {}
+
+    def at(rate: float) -> Candidate:
+        if rate not in known:
+            winner = decide(varied(facts, link, rate), policy=fast, pins=pins).winner
+            if winner is None:
+                raise NoPlanError(f"nothing that keeps {dict(pins)} fits, over any link")
+            known[rate] = winner
+        return known[rate]
+
+    free = at(now * _ENDLESS).estimate.step_s
+    limit = (1 + policy.simplicity_margin) * free
+    slow, enough = now * _NOTHING, now * _ENDLESS
+    if at(slow).estimate.step_s <= limit:
+        slow, enough = 0.0, slow
+    while slow and enough / slow > 1 + _RESOLUTION:
+        middle = sqrt(slow * enough)
+        slow, enough = (slow, middle) if at(middle).estimate.step_s <= limit else (middle, enough)
+    best = at(enough)
+    found = enough if slow else 0.0
+    estimate = best.estimate
+    sent, computed = estimate.communication_error, estimate.compute_error
+    return Answer(
+        question=f"Bandwidth of {link} that it needs:",
+        value=found,
+        unit="bytes/s",
+        # Needed is bytes over the time that computing leaves for them: both may be off.
+        low=found * (1 - sent) / (1 + computed),
+        high=found * (1 + sent) / (1 - computed),
+        plan=best.plan,
+        step_s=estimate.step_s,
+        peak_high_bytes=estimate.peak_high_bytes,
+        verified=tuple(_verified(link, slow, at, free) if slow else ["it loses nothing over any"]),
+        notes=(f"here: {shown(link, now)}, {'enough' if now >= found else 'too slow'}",),
+    )
+
+
+def _verified(
+    link: Lever, slow: float, at: Callable[[float], Candidate], free: float
+) -> Iterator[str]:
+    lost = at(slow).estimate.step_s / free - 1
+    yield f"{shown(link, slow)}: {format_percent(lost)} slower than over a link that takes no time"

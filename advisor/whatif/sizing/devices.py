@@ -1,0 +1,119 @@
+"""How few devices a model trains on."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Policy
+from advisor.inputs.resize import MOST_DEVICES, counts, devices_in_words, next_multiple, on
+from advisor.search.space import Pins
+from advisor.whatif.sizing.answer import Answer, Trial, on_device, taken, trial
+from profiles.errors import NoPlanError, PlanError
+from profiles.units import format_gib
+from profiles.workload.optimizers import upkeep
+
+_DEFAULT = Policy()
+_NO_PINS: Pins = {}
+
+
+def fewest_devices(
+    facts: Facts,
+    *,
+    policy: Policy = _DEFAULT,
+    pins: Pins = _NO_PINS,
+    most: int = MOST_DEVICES,
+) -> Answer:
+    """The fewest devices of this kind, in nodes of this kind, on which a plan fits.
+
+    Every smaller number was tried, but for those on which the model states alone do not fit. States
+    stay on the devices unless `pins` say otherwise. Where the global batch lets no plan share it
+    out that fits, the next larger one that divides is taken, and a note says so.
+
+    Raises:
+        NoPlanError: `most` devices are not enough.
+        PlanError: `pins` allow no legal plan on any number.
+    """
+    pins = on_device(pins)
+    bound = _bound(facts, policy) if pins["offload"] == "none" else 1
+    before = may_fit = None
+    found: Trial | None = None
+    for count in counts(facts.cluster, most):
+        if count < bound:
+            continue
+        try:
+            tried = _tried(facts, count, policy, pins)
+        except PlanError as error:
+            before = count, error.what
+            continue
+        if may_fit is None and tried.may_fit:
+            may_fit = count
+        if tried.fits:
+            found = tried
+            break
+        before = count, tried.because
+    if found is None:
+        count, because = before or (most, f"the states alone need {bound}")
+        raise NoPlanError(
+            f"{devices_in_words(count)} of this kind are not enough: {because}",
+            hints=["raise `most`, name a network, or take devices with more memory"],
+        )
+    winner = taken(found.facts, policy, pins)
+    return Answer(
+        question=f"Fewest {facts.cluster.device.name} on which {facts.model.name} trains:",
+        value=winner.plan.world_size,
+        unit="devices",
+        low=may_fit or winner.plan.world_size,
+        high=winner.plan.world_size,
+        plan=winner.plan,
+        step_s=winner.estimate.step_s,
+        peak_high_bytes=winner.estimate.peak_high_bytes,
+        verified=tuple(_verified(facts, policy, bound, before, winner.plan.world_size)),
+        notes=tuple(_notes(facts, found.facts)),
+    )
+
+
+def _bound(facts: Facts, policy: Policy) -> int:
+    """No plan shares states among more than all devices: what one copy of them fills."""
+    return ceil(_states_bytes(facts) / policy.usable_bytes(facts.cluster.device))
+
+
+def _states_bytes(facts: Facts) -> float:
+    model = facts.model
+    states = upkeep(facts.workload.optimizer, model.units).state_bytes
+    return model.parameter_bytes + model.gradient_bytes + states
+
+
+def _tried(facts: Facts, count: int, policy: Policy, pins: Pins) -> Trial:
+    """With the batch that is asked for if that fits, else with one that so many devices share."""
+    batch = facts.workload.global_batch_size
+    wanted = next_multiple(batch, count)
+    try:
+        as_asked = trial(on(facts, count), policy, pins)
+    except PlanError:
+        if wanted == batch:
+            raise
+        return trial(on(facts, count, batch=wanted), policy, pins)
+    if as_asked.fits or wanted == batch:
+        return as_asked
+    return trial(on(facts, count, batch=wanted), policy, pins)
+
+
+def _verified(
+    facts: Facts, policy: Policy, bound: int, before: tuple[int, str] | None, value: int
+) -> list[str]:
+    if before is not None:
+        count, because = before
+        return [f"{devices_in_words(count)}: {because}"]
+    if value == 1:
+        return ["there is no smaller number"]
+    states = format_gib(_states_bytes(facts))
+    usable = format_gib(policy.usable_bytes(facts.cluster.device))
+    return [f"below {bound} devices the model states alone, {states}, do not fit ({usable} each)"]
+
+
+def _notes(facts: Facts, found: Facts) -> list[str]:
+    asked, used = facts.workload.global_batch_size, found.workload.global_batch_size
+    if asked == used:
+        return []
+    return [f"with a global batch of {used}: {asked} cannot be shared out among so many"]

@@ -1,0 +1,149 @@
+"""How large a microbatch, a sequence or a model may be."""
+
+from __future__ import annotations
+
+from advisor.inputs.changed_facts import Lever, step, value, varied
+from advisor.inputs.facts import Facts
+from advisor.inputs.model_sizes import SCALING, head_step, heads_of, scaled
+from advisor.inputs.policy import Policy
+from advisor.search.space import Pins
+from advisor.whatif.sizing.answer import Answer, Largest, Trial, largest, on_device, taken, trial
+from profiles.errors import NoPlanError
+from profiles.units import format_count
+
+_DEFAULT = Policy()
+_NO_PINS: Pins = {}
+# More is a mistake in the question: the bisection would end there.
+_MOST_SAMPLES = 2**20
+_MOST_TOKENS = 2**30
+# Parameters grow with the cube of the factor: more than the largest that was ever trained.
+_MOST_TIMES = 64
+
+
+def largest_microbatch(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Answer:
+    """The most samples of one forward on any plan that keeps `pins`.
+
+    The global batch follows: as many as the replicas then take, in as many microbatches as a
+    pipeline needs.
+
+    Raises:
+        NoPlanError: not even one sample fits.
+    """
+    pins = on_device(pins)
+    world = facts.cluster.world_size
+
+    def at(size: int) -> Facts:
+        workload = facts.workload.model_copy(update={"global_batch_size": size * world})
+        return facts.model_copy(update={"workload": workload})
+
+    def check(size: int) -> Trial:
+        return trial(at(size), policy, {**pins, "microbatch_size": size})
+
+    found = _found(largest(check, start=1, step=1, highest=_MOST_SAMPLES), "one sample")
+    kept = {**pins, "microbatch_size": found.value}
+    return _answer(
+        f"Largest microbatch of {facts.model.name}:",
+        found,
+        unit="samples",
+        policy=policy,
+        pins=kept,
+        notes=[f"with a global batch of {found.value * world}"],
+    )
+
+
+def largest_sequence(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Answer:
+    """The longest sequences, in steps of 128 tokens, on any plan that keeps `pins`.
+
+    The profile is counted anew at every length, so it must be of a config.json.
+
+    Raises:
+        InputError: the profile is known at one length only.
+        NoPlanError: not even the shortest fits.
+    """
+    pins = on_device(pins)
+    now, tokens = value(facts, Lever.SEQUENCE), step(facts, Lever.SEQUENCE)
+    assert tokens is not None  # tokens are counted
+
+    def check(length: int) -> Trial:
+        return trial(varied(facts, Lever.SEQUENCE, length), policy, pins)
+
+    found = _found(
+        largest(check, start=int(now), step=tokens, highest=_MOST_TOKENS), f"{tokens} tokens"
+    )
+    return _answer(
+        f"Longest sequence of {facts.model.name}:", found, unit="tokens", policy=policy, pins=pins
+    )
+
+
+def largest_model(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Answer:
+    """The most parameters of this family of models on any plan that keeps `pins`.
+
+    The model is scaled by the rule `advisor.inputs.model_sizes.SCALING`, head by head.
+
+    Raises:
+        InputError: the profile is not of a config.json that can be scaled.
+        NoPlanError: not even the smallest fits.
+    """
+    pins = on_device(pins)
+    heads, group = heads_of(facts.model), head_step(facts.model)
+
+    def check(count: int) -> Trial:
+        model = scaled(facts.model, count)
+        return trial(facts.model_copy(update={"model": model}), policy, pins)
+
+    found = _found(
+        largest(check, start=heads, step=group, highest=_MOST_TIMES * heads),
+        f"the model with {group} heads",
+    )
+    answer = _answer(
+        f"Largest model of the family of {facts.model.name}:",
+        found,
+        unit="heads",
+        policy=policy,
+        pins=pins,
+        notes=[SCALING],
+    )
+    model = found.fits.facts.model
+    return answer.model_copy(
+        update={
+            "value": model.parameters,
+            "unit": "parameters",
+            "low": model.parameters,
+            "high": scaled(facts.model, found.may_fit).parameters,
+            "notes": (
+                f"{format_count(model.parameters)} parameters: {found.value} heads, {heads} now",
+                *answer.notes,
+            ),
+        }
+    )
+
+
+def _found(result: Largest | Trial, smallest: str) -> Largest:
+    if isinstance(result, Largest):
+        return result
+    raise NoPlanError(f"{smallest} is too much: {result.because}")
+
+
+def _answer(
+    question: str,
+    found: Largest,
+    *,
+    unit: str,
+    policy: Policy,
+    pins: Pins,
+    notes: list[str] | None = None,
+) -> Answer:
+    winner = taken(found.fits.facts, policy, pins)
+    because = found.too_large.because if found.too_large else found.refused
+    return Answer(
+        question=question,
+        value=found.value,
+        unit=unit,
+        low=found.value,
+        high=max(found.value, found.may_fit),
+        plan=winner.plan,
+        step_s=winner.estimate.step_s,
+        peak_high_bytes=winner.estimate.peak_high_bytes,
+        verified=(f"{found.next} {unit}: {because}",),
+        notes=tuple(notes or ()),
+    )

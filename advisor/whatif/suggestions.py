@@ -1,0 +1,197 @@
+"""Changes of the question that would pay: precision, fewer devices, another batch, a plain lever.
+
+Each is tried on the cost model and said with its number. Few plans are estimated for it: whole
+decisions are made anew only where a bound says that they may pay, or little is to be searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from advisor.cost import CostModel
+from advisor.decide.comparison import signed_percent, title
+from advisor.decide.decide import decide
+from advisor.decide.decision import Decision
+from advisor.decide.rules import Candidate, beats, tie_limit_s, weigh
+from advisor.inputs import precision
+from advisor.inputs.changed_facts import with_8_bit_states, with_chunked_loss
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Objective
+from advisor.inputs.resize import devices_in_words, next_multiple, on
+from advisor.search.space import RECOMPUTES, Pins
+from engines.legality import problems
+from engines.plan import Offload, Plan, Recompute
+from profiles.errors import InputError
+from profiles.units import format_count, format_seconds
+
+# Weighing so many plans once more takes a fraction of a second; of more, one way of spreading is.
+_MANY_ROWS = 20_000
+
+
+def with_suggestions(decision: Decision) -> Decision:
+    """The decision with what its question might have been."""
+    return decision.model_copy(update={"suggestions": tuple(suggestions(decision))})
+
+
+def suggestions(decision: Decision) -> Iterator[str]:
+    """Sentences, each with what the change would gain."""
+    yield from _precision(decision)
+    if decision.policy.objective is Objective.MEMORY:
+        return  # what is faster was not asked for
+    yield from _another_batch(decision)
+    yield from _fewer_devices(decision)
+    yield from _levers(decision)
+
+
+def _precision(decision: Decision) -> Iterator[str]:
+    """What fp32 would cost, where bf16 was planned unasked; or that bf16 would be faster."""
+    facts = decision.facts
+    said = precision.hint(facts)
+    if said:
+        yield said
+    is_named = "precision" in facts.workload.given or "precision" in decision.pins
+    if is_named or facts.workload.precision != "bf16" or facts.model.dtype != "float32":
+        return
+    workload = facts.workload.model_copy(update={"precision": "fp32"})
+    words = "bf16 with fp32 masters, as no precision was named; "
+    changed = facts.model_copy(update={"workload": workload})
+    if decision.weighed > _MANY_ROWS:
+        winner = _winner(decision, changed, pins=_spread_as(decision))
+        missing = "this way of spreading does not fit"
+    else:
+        winner, missing = _winner(decision, changed), "nothing fits"
+    if winner is None:
+        yield f"{words}in fp32 {missing}"
+        return
+    times = winner.estimate.step_s / decision.estimate.step_s
+    yield (
+        f"{words}in fp32 a step takes {format_seconds(winner.estimate.step_s)} ({times:.1f} times"
+        f' as long) by {title(winner.plan)}: `--precision fp32` (`precision="fp32"`)'
+    )
+
+
+def _another_batch(decision: Decision) -> Iterator[str]:
+    """A batch that the devices share out evenly, where this one leaves some of them less to do."""
+    facts, world = decision.facts, decision.facts.cluster.world_size
+    batch = facts.workload.global_batch_size
+    wanted = next_multiple(batch, world)
+    if wanted == batch or wanted >= 2 * batch:
+        return  # twice the batch is another training
+    winner = _winner(decision, on(facts, world, batch=wanted), pins=_near(decision))
+    if winner is None:
+        return
+    here, there = decision.estimate.samples_per_s, winner.estimate.samples_per_s
+    if there > here * (1 + decision.policy.simplicity_margin):
+        yield (
+            f"a global batch of {wanted} in place of {batch} divides over {world} devices:"
+            f" {title(winner.plan)} does {_rate(there)} samples/s, here {_rate(here)}"
+        )
+
+
+def _fewer_devices(decision: Decision) -> Iterator[str]:
+    """The fewest devices that take no longer for the same batch, of a few numbers of them."""
+    facts, estimate = decision.facts, decision.estimate
+    cluster, world = facts.cluster, facts.cluster.world_size
+    batch = facts.workload.global_batch_size
+    sharing = next(n for n in range(world - 1 or 1, 0, -1) if batch % n == 0)
+    limit_s = tie_limit_s(estimate.step_s, decision.policy)
+    for count in sorted({1, cluster.devices_per_node, world // 2, sharing}):
+        # Fewer devices compute for longer, whatever else they save.
+        if not 0 < count < world or estimate.time.compute_s * world / count > limit_s:
+            continue
+        try:
+            part = on(facts, count)
+        except InputError:
+            continue  # part of a node beside whole ones
+        winner = _winner(decision, part, pins=_near(decision))
+        if winner is not None and winner.estimate.step_s <= limit_s:
+            yield (
+                f"{devices_in_words(count)} of {world} would be enough:"
+                f" {title(winner.plan)} takes {format_seconds(winner.estimate.step_s)} a step"
+                f" ({_gain(decision, winner)})"
+            )
+            return
+
+
+def _levers(decision: Decision) -> Iterator[str]:
+    """What smaller optimizer states or a smaller loss would spare: recompute, or the offload."""
+    plan = decision.plan
+    if plan.offload is Offload.NONE and plan.recompute is Recompute.NONE:
+        return
+    levers = (
+        ("8-bit AdamW (`--optimizer adamw-8bit`)", with_8_bit_states(decision.facts)),
+        (
+            "the loss in chunks of the tokens (priced only: in your code)",
+            with_chunked_loss(decision.facts),
+        ),
+    )
+    for words, changed in levers:
+        if changed is None:
+            continue
+        if plan.offload is not Offload.NONE:
+            winner = _winner(decision, changed)
+        else:
+            winner = _fastest_that_fits(decision, changed, _with_less_recompute(plan))
+        if winner is None or not beats(winner, decision.chosen, decision.policy):
+            continue
+        ending = "" if winner.plan.recompute is plan.recompute else _recomputed(winner.plan)
+        if winner.plan.offload is not plan.offload or title(winner.plan) != title(plan):
+            ending = f" by {title(winner.plan)}{ending}"
+        yield (
+            f"{words} would make a step {format_seconds(winner.estimate.step_s)}"
+            f" ({_gain(decision, winner)}){ending}"
+        )
+
+
+def _recomputed(plan: Plan) -> str:
+    return f" with {plan.recompute if plan.recompute is not Recompute.NONE else 'no'} recompute"
+
+
+def _with_less_recompute(plan: Plan) -> Iterator[Plan]:
+    for less in RECOMPUTES[: RECOMPUTES.index(plan.recompute)]:
+        yield plan.model_copy(update={"recompute": less})
+
+
+def _fastest_that_fits(
+    decision: Decision, changed: Facts, plans: Iterable[Plan]
+) -> Candidate | None:
+    legal = [plan for plan in plans if not problems(plan, changed.model, changed.cluster)]
+    try:
+        fitting = [c for c in weigh(legal, CostModel(changed), decision.policy) if c.fits]
+    except InputError:
+        return None  # states of 8 bits follow shapes, which not every profile has
+    return min(fitting, key=lambda c: c.estimate.step_s, default=None)
+
+
+def _spread_as(decision: Decision) -> Pins:
+    """The degrees of the plan that was taken; how its batch is cut stays open."""
+    plan = decision.plan
+    degrees = ("pp", "tp", "cp", "ep", "dp_replicate", "dp_shard", "data_parallel")
+    others = {key: value for key, value in decision.pins.items() if key != "zero"}
+    return others | {name: getattr(plan, name) for name in degrees}
+
+
+def _near(decision: Decision) -> Pins:
+    """The decision's own pins; where many plans were weighed, also how it cuts the model and what
+    it shards, so that a question beside it is answered in a fraction of the time."""
+    if decision.weighed <= _MANY_ROWS:
+        return decision.pins
+    same = ("pp", "tp", "cp", "ep", "data_parallel", "recompute")
+    return {name: getattr(decision.plan, name) for name in same} | decision.pins
+
+
+def _winner(decision: Decision, changed: Facts, *, pins: Pins | None = None) -> Candidate | None:
+    """What would be taken for other facts; None where nothing fits or is legal."""
+    pins = decision.pins if pins is None else pins
+    try:
+        return decide(changed, policy=decision.policy, pins=pins).winner
+    except InputError:
+        return None
+
+
+def _gain(decision: Decision, winner: Candidate) -> str:
+    return signed_percent(winner.estimate.step_s / decision.estimate.step_s - 1)
+
+
+def _rate(samples_per_s: float) -> str:
+    return format_count(samples_per_s) if samples_per_s >= 1000 else f"{samples_per_s:.1f}"

@@ -1,0 +1,312 @@
+"""A sweep on the ranks of this job: every plan is applied to the model built anew, and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from advisor.auto.facts_from_module import look
+from advisor.auto.job import is_by_threads, machines_of
+from advisor.auto.parallelize import auto_parallelize
+from advisor.decide.choose import choose
+from advisor.decide.decision import Decision
+from advisor.inputs.console import say
+from advisor.inputs.models import LoadedModel, load_model
+from advisor.inputs.resize import resized
+from advisor.whatif.sweep.points import Case, Point, Settings, Sweep, Swept, cases, sweep_of
+from engines.apply import apply_plan
+from engines.parallel import ParallelModel
+from engines.plan import format_setting, parse_settings
+from engines.runtime.steps import WARM_UP_STEPS
+from engines.runtime.world import World, join_world
+from engines.state.optimizer import OptimizerFactory
+from profiles.capture.batch import Batch, map_batch
+from profiles.errors import InputError, RankError, UnknownNameError
+from profiles.machine.cluster import ClusterProfile
+from profiles.machine.probe import probe
+from profiles.provenance import Timing
+from profiles.torch_compat import default_store
+
+STEPS = 10
+"""After the warm-up; as often as PyTorch's tutorial repeats its timings."""
+PATIENCE_S = 120.0
+"""For another rank: all do the same at the same time, so that one this late is gone."""
+# Batch norms want two rows, and a profile is taken at some batch; what is timed is another.
+_ROWS_LOOKED_AT = 2
+# Steps are small, so that the numbers stay what they are: a step takes as long at any rate.
+_RATE = 1e-6
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "sgd": partial(torch.optim.SGD, lr=_RATE),
+    "sgd-momentum": partial(torch.optim.SGD, lr=_RATE, momentum=0.9),
+    "adam": partial(torch.optim.Adam, lr=_RATE),
+    "adamw": partial(torch.optim.AdamW, lr=_RATE),
+    "adafactor": partial(torch.optim.Adafactor, lr=_RATE),
+}
+"""Those of `profiles.workload.optimizers` that torch has for parameters of any shape."""
+
+
+class Words:
+    """What rank 0 says through the rendezvous store while the others stand idle, in order.
+
+    A collective would keep them busy, and could not tell how far rank 0 is.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._count = 0
+        self._turn = 0
+        if world.size > 1:
+            self._turn = default_store().add(f"advisor/whatif/sweep/calls/{world.rank}", 1)
+
+    def say(self, text: str = "") -> None:
+        default_store().set(self._key(), text)
+
+    def heard(self) -> str:
+        """The next one.
+
+        Raises:
+            RankError: it did not come within the world's time limit.
+        """
+        key, world = self._key(), self._world
+        try:
+            default_store().wait([key], timedelta(seconds=world.timeout_s))
+        except (dist.DistError, RuntimeError):
+            raise RankError(
+                f"rank 0 did not answer within {world.timeout_s:.0f} s",
+                where=f"rank {world.rank} of {world.size}, standing idle while rank 0 runs",
+                hints=["look at the output of rank 0", "give a longer `--timeout`"],
+            ) from None
+        return default_store().get(key).decode()
+
+    def _key(self) -> str:
+        self._count += 1
+        return f"advisor/whatif/sweep/{self._turn}/{self._count}"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is timed, where, and how often.
+
+    Attributes:
+        cluster: of the job, with `devices` of them in a plan of all.
+        is_here: whether the model's blocks can be timed: its devices are those of this machine.
+    """
+
+    model: str
+    sequence_length: int | None
+    cluster: ClusterProfile
+    is_here: bool
+    devices: int
+    optimizer: OptimizerFactory
+    world: World
+    words: Words
+    steps: int
+
+    def built(self) -> LoadedModel:
+        return load_model(self.model, samples=_ROWS_LOOKED_AT, sequence_length=self.sequence_length)
+
+    def machines(self, case: Case) -> ClusterProfile:
+        """Of so many of the devices as the case has."""
+        count = case.facts.cluster.world_size
+        return self.cluster if count == self.devices else resized(self.cluster, count)
+
+
+def measured_sweep(
+    model: str,
+    swept: Swept,
+    values: Sequence[str],
+    *,
+    settings: Settings,
+    global_batch_size: int | None,
+    sequence_length: int | None = None,
+    optimizer: str = "adamw",
+    steps: int = STEPS,
+    timeout_s: float = PATIENCE_S,
+    cluster: ClusterProfile | None = None,
+) -> Sweep:
+    """`sweep` on this job's devices, with the steps of every plan timed beside. All ranks call it.
+
+    What is predicted rests on the model's blocks timed here first, at the rows of a split.
+    Plans of one device run on rank 0 while the others stand idle. A range is the 10th to the 90th
+    percentile of `steps` steps after a warm-up; data is one batch, over and over.
+
+    Args:
+        model: MODEL of the command line, built for every value anew.
+        optimizer: one of `OPTIMIZERS`.
+        timeout_s: bound of every wait for another rank.
+        cluster: of this job, where it is known; else it is timed, or recalled.
+
+    Raises:
+        InputError: a quantity that a job cannot vary, or plans of another number of devices.
+        PlanError: a value that allows no legal plan. NoPlanError: one at which nothing fits.
+        RankError: a rank did not come in time, and which.
+    """
+    if swept is Swept.BANDWIDTH:
+        raise InputError(
+            f"a job has the {swept} that it has: there is nothing to vary and to measure",
+            where="--measure",
+            hints=["leave `--measure` out, or start one job for each"],
+        )
+    if optimizer not in OPTIMIZERS:
+        raise UnknownNameError(
+            "optimizer",
+            optimizer,
+            OPTIMIZERS,
+            where="--measure",
+            hints=["leave `--measure` out: others are predicted"],
+        )
+    world = join_world(timeout_s=timeout_s)
+    loaded = load_model(model, samples=_ROWS_LOOKED_AT, sequence_length=sequence_length)
+    cluster = cluster or machines_of(loaded.module, _most_driven(swept, values, settings), world)
+    facts = look(
+        loaded.module,
+        loaded.sample,
+        loss_fn=loaded.loss_fn,
+        cluster=cluster,
+        global_batch_size=global_batch_size,
+        optimizer=OPTIMIZERS[optimizer],
+        pins=settings,
+    )
+    subject = Subject(
+        model=model,
+        sequence_length=sequence_length,
+        cluster=cluster,
+        is_here=cluster.device.name == probe().device.name,
+        devices=facts.cluster.world_size,
+        optimizer=OPTIMIZERS[optimizer],
+        world=world,
+        words=Words(world),
+        steps=steps,
+    )
+    wanted = list(cases(facts, swept, values, settings=settings))
+    for case in wanted:
+        _require_ranks(case, world)
+    facts = facts.model_copy(update={"model": facts.model.model_copy(update={"name": loaded.name})})
+    return sweep_of(facts, swept, tuple(_measured(case, subject) for case in wanted))
+
+
+def _most_driven(swept: Swept, values: Sequence[str], settings: Settings) -> Settings:
+    """Of the plans those whose threads drive most devices, if there are threads."""
+    plans = [parse_settings(text) for text in values] if swept is Swept.PLAN else [settings]
+    threads = [pins for pins in plans if is_by_threads(pins)]
+    return max(threads, key=lambda pins: int(pins.get("dp_replicate", 0)), default=settings)
+
+
+def _require_ranks(case: Case, world: World) -> None:
+    devices = case.facts.cluster.world_size
+    if devices in (1, world.size) or (world.size == 1 and is_by_threads(case.settings)):
+        return
+    raise InputError(
+        f"`{case.label}` is a plan of {devices} devices, this job has {world.size}",
+        where="--measure",
+        hints=[f"start {devices} ranks for it: `torchrun --nproc-per-node {devices} ...`"],
+    )
+
+
+def _measured(case: Case, subject: Subject) -> Point:
+    is_alone = case.facts.cluster.world_size == 1 < subject.world.size
+    loaded = subject.built()
+    loaded = replace(loaded, sample=repeated(loaded.sample, _rows(case)))
+    parallel = (_alone if is_alone else _together)(case, subject, loaded)
+    if is_alone and subject.world.rank > 0:
+        while not (text := subject.words.heard()):  # a word for each step
+            pass
+        return Point.model_validate_json(text)
+    decision = parallel.decision
+    assert isinstance(decision, Decision)
+    if subject.world.rank == 0:
+        say(f"timing {decision.plan} ...")
+    timing = _timed(parallel, loaded.sample, subject, is_alone=is_alone)
+    plan, estimate = decision.plan, decision.estimate
+    point = Point(
+        label=case.label,
+        value=case.value,
+        plan=plan,
+        devices=plan.world_size,
+        step_s=estimate.step_s,
+        low_s=estimate.step_low_s,
+        high_s=estimate.step_high_s,
+        peak_high_bytes=estimate.peak_high_bytes,
+        fits=True,
+        measured=timing,
+    )
+    if is_alone:
+        subject.words.say(point.model_dump_json())
+    return point
+
+
+def _rows(case: Case) -> int:
+    """Samples that blocks are timed at: of a microbatch, as far as the case says."""
+    most = case.facts.workload.global_batch_size
+    named = case.settings.get("microbatch_size")
+    return max(_ROWS_LOOKED_AT, named if isinstance(named, int) else most)
+
+
+def repeated(sample: Batch, rows: int) -> Batch:
+    """The rows of `sample` over and over."""
+    index = torch.arange(rows)
+    return map_batch(lambda tensor: tensor[index % len(tensor)], sample)
+
+
+def _together(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
+    words = (f"{name}={format_setting(value)}" for name, value in case.settings.items())
+    return auto_parallelize(
+        loaded.module,
+        sample=loaded.sample,
+        loss_fn=loaded.loss_fn,
+        plan=" ".join(words) or None,
+        optimizer=subject.optimizer,
+        global_batch_size=case.facts.workload.global_batch_size,
+        cluster=subject.machines(case),
+        timed=subject.is_here,
+        learns=False,
+        timeout_s=subject.world.timeout_s,
+    )
+
+
+def _alone(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
+    """Each rank by itself; all of them, as `apply_plan` wants it."""
+    facts = look(
+        loaded.module,
+        loaded.sample,
+        loss_fn=loaded.loss_fn,
+        cluster=subject.machines(case),
+        global_batch_size=case.facts.workload.global_batch_size,
+        optimizer=subject.optimizer,
+        pins=case.settings,
+        # The others stand idle, as they do when it trains.
+        timed=subject.is_here and subject.world.rank == 0,
+    )
+    decision = choose(facts, pins=case.settings)
+    parallel = apply_plan(
+        loaded.module,
+        decision.plan,
+        profile=facts.model,
+        cluster=facts.cluster,
+        loss_fn=loaded.loss_fn,
+        optimizer=subject.optimizer,
+        sample=loaded.sample,
+        world=replace(subject.world, rank=0, size=1),
+    )
+    parallel.decision = decision
+    return parallel
+
+
+def _timed(parallel: ParallelModel, sample: Batch, subject: Subject, *, is_alone: bool) -> Timing:
+    of_all = parallel.plan.global_batch_size
+    assert of_all is not None
+    batch = repeated(sample, of_all // parallel.data_world_size)
+    for _ in range(WARM_UP_STEPS + subject.steps):
+        parallel.train_step(batch)
+        if is_alone:
+            subject.words.say()
+    if subject.world.device.type == "cuda":
+        torch.cuda.synchronize()  # events are read when they are over
+    timing = parallel.steps.timing()
+    assert timing is not None  # there were steps after the warm-up
+    return timing

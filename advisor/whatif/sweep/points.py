@@ -1,0 +1,234 @@
+"""A sweep: the same facts with one quantity at several values, and the plan taken at each.
+
+A pure function of facts, settings and values; what is measured beside it comes from
+`advisor.whatif.sweep.measure`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from math import prod
+from typing import Any
+
+from pydantic import NonNegativeFloat, PositiveInt
+
+from advisor.decide.decide import decide
+from advisor.inputs.changed_facts import Lever, shown, value, varied
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Policy
+from advisor.inputs.resize import on
+from advisor.report.stacks import stack_of, with_stack
+from engines.plan import AXES, Plan, parse_settings
+from profiles.errors import InputError
+from profiles.provenance import Timing
+from profiles.record import Record
+from profiles.units import format_bandwidth, parse_bandwidth
+
+Settings = Mapping[str, Any]
+_DEFAULT = Policy()
+
+
+class Swept(StrEnum):
+    """What is given several values."""
+
+    SPLIT_SIZE = "split size"  # samples of a microbatch, as PyTorch's tutorial calls it
+    MICROBATCHES = "microbatches"
+    BANDWIDTH = "bandwidth"  # of the links between nodes; inside the node where there is one
+    DEVICES = "devices"
+    BATCH = "global batch"
+    STACK = "stack"  # software against software: bars
+    PLAN = "plan"  # settings against settings: bars, not a curve
+
+    @property
+    def is_number(self) -> bool:
+        return self not in (Swept.PLAN, Swept.STACK)
+
+
+class Point(Record):
+    """One value of a sweep.
+
+    Attributes:
+        label: the value as it is shown; `value` as a number, in base units, None for settings.
+        plan: what was taken there; the smallest one where nothing fits.
+        devices: that it runs on.
+        step_s, low_s, high_s: predicted seconds of an optimizer step, with their range.
+        peak_high_bytes: upper end of the fullest device's predicted peak.
+        fits: whether that is usable.
+        measured: seconds of a step, where the plan was run: median, 10th and 90th percentile.
+    """
+
+    label: str
+    value: float | None = None
+    plan: Plan
+    devices: PositiveInt
+    step_s: NonNegativeFloat
+    low_s: NonNegativeFloat
+    high_s: NonNegativeFloat
+    peak_high_bytes: NonNegativeFloat
+    fits: bool
+    measured: Timing | None = None
+
+
+class Sweep(Record):
+    """All points of one quantity, in the order that was asked for.
+
+    >>> Sweep(model="gpt", cluster="here", swept="devices", global_batch_size=8, points=()).best
+    """
+
+    model: str
+    cluster: str
+    swept: Swept
+    global_batch_size: PositiveInt
+    points: tuple[Point, ...]
+
+    @property
+    def best(self) -> Point | None:
+        """The fastest that fits; of batches, a sample."""
+        return min((p for p in self.points if p.fits), key=self.seconds, default=None)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether all that fits was run."""
+        return all(point.measured for point in self.points if point.fits)
+
+    def seconds(self, point: Point) -> float:
+        """What points are compared by: of a step, of larger and smaller ones a sample."""
+        timed = self.is_measured and point.measured
+        seconds = timed.median_s if timed else point.step_s
+        return seconds / point.value if self.swept is Swept.BATCH and point.value else seconds
+
+
+def sweep(
+    facts: Facts,
+    swept: Swept,
+    values: Sequence[str],
+    *,
+    settings: Settings,
+    policy: Policy = _DEFAULT,
+) -> Sweep:
+    """Predict the step of the plan that is taken at every value.
+
+    What `settings` leave open is decided anew at each value, so that a curve may go from one kind
+    of plan to another; settings that name all degrees keep it one. `Swept.PLAN` has its settings as
+    values, and each runs on as many devices as its degrees multiply to: the others stand idle.
+
+    Args:
+        values: as they are written: "12", "25 Gbit/s", "pp=2 schedule=naive", "torchtitan".
+        settings: fixed at every value.
+
+    Raises:
+        InputError: a value that is no such quantity, or there is nothing of its kind to vary.
+        PlanError: a value that allows no legal plan, as a split that does not divide the batch.
+    """
+    points = tuple(_point(case, policy) for case in cases(facts, swept, values, settings=settings))
+    return sweep_of(facts, swept, points)
+
+
+def sweep_of(facts: Facts, swept: Swept, points: tuple[Point, ...]) -> Sweep:
+    """`points` with what they are about."""
+    return Sweep(
+        model=facts.model.name,
+        cluster=facts.cluster.name,
+        swept=swept,
+        global_batch_size=facts.workload.global_batch_size,
+        points=points,
+    )
+
+
+class Case(Record):
+    """One value as facts and settings: what is decided on."""
+
+    label: str
+    value: float | None
+    facts: Facts
+    settings: dict[str, Any]
+
+
+def cases(
+    facts: Facts, swept: Swept, values: Sequence[str], *, settings: Settings
+) -> Iterator[Case]:
+    """The facts and settings of every value; raises as `sweep`."""
+    for text in values:
+        there, pins, label = facts, dict(settings), text
+        if swept is Swept.PLAN:
+            pins |= parse_settings(text)
+            there = on(facts, _devices(pins, facts))
+            yield Case(label=label, value=None, facts=there, settings=pins)
+            continue
+        if swept is Swept.STACK:
+            stack = stack_of(text)
+            there = Facts(
+                model=facts.model, cluster=facts.cluster, workload=facts.workload, stack=stack
+            )
+            pins = dict(with_stack(pins, stack))
+            yield Case(label=label, value=None, facts=there, settings=pins)
+            continue
+        number = _number(text, swept)
+        match swept:
+            case Swept.SPLIT_SIZE | Swept.MICROBATCHES:
+                name = "microbatch_size" if swept is Swept.SPLIT_SIZE else "microbatches"
+                pins[name] = round(number)
+                if int(pins.get("pp", 1)) > 1:
+                    # One round: what is split is the batch, as in the tutorial.
+                    pins.setdefault("accumulation", 1)
+            case Swept.BANDWIDTH:
+                there, label = varied(facts, _link(facts), number), format_bandwidth(number)
+            case Swept.DEVICES:
+                there = on(facts, round(number))
+            case Swept.BATCH:
+                there = varied(facts, Lever.BATCH, number)
+        yield Case(label=label, value=number, facts=there, settings=pins)
+
+
+def _point(case: Case, policy: Policy) -> Point:
+    choice = decide(case.facts, policy=policy, pins=case.settings)
+    taken = choice.winner or min(
+        choice.weighed, key=lambda candidate: candidate.estimate.peak_high_bytes
+    )
+    estimate = taken.estimate
+    return Point(
+        label=case.label,
+        value=case.value,
+        plan=taken.plan,
+        devices=taken.plan.world_size,
+        step_s=estimate.step_s,
+        low_s=estimate.step_low_s,
+        high_s=estimate.step_high_s,
+        peak_high_bytes=estimate.peak_high_bytes,
+        fits=choice.winner is not None,
+    )
+
+
+def _number(text: str, swept: Swept) -> float:
+    """A value in base units."""
+    if swept is Swept.BANDWIDTH:
+        return parse_bandwidth(text, where="--bandwidth")
+    if not text.isdecimal() or int(text) == 0:
+        raise InputError(
+            f"of {swept} a positive whole number is wanted, not `{text}`",
+            hints=["write 1 or more: `1,2,4`"],
+        )
+    return int(text)
+
+
+def _link(facts: Facts) -> Lever:
+    cluster = facts.cluster
+    if not (cluster.inter or cluster.intra or cluster.link_in_rank):
+        raise InputError(
+            f"{cluster.name} is one device, and has no links to vary",
+            hints=["name two devices or more, as `2xV100-PCIe-32GB`"],
+        )
+    return Lever.LINKS_BETWEEN_NODES if cluster.inter else Lever.LINKS_IN_NODE
+
+
+def _devices(settings: Settings, facts: Facts) -> int:
+    """As many as the degrees that are named multiply to; all of them where none is."""
+    named = [int(settings[axis]) for axis in AXES if axis in settings]
+    return prod(named) if named else facts.cluster.world_size
+
+
+def shown_link(facts: Facts) -> str:
+    """Which link a sweep over bandwidth varies, and what it is now."""
+    lever = _link(facts)
+    return f"{lever}, now {shown(lever, value(facts, lever))}"

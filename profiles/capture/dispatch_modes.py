@@ -1,0 +1,374 @@
+"""Who does what during one forward and backward: operations and calls, put down to units."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+from profiles.capture.copy_trace import CopyTrace
+from profiles.capture.fake_mode import Pretence
+from profiles.capture.flow_trace import FlowTrace, Trail
+from profiles.capture.layer_trace import LayerTrace, Shapes
+from profiles.capture.modules import Unit
+from profiles.capture.operators import (
+    attended,
+    flop_formulas,
+    fusing_of,
+    kept_operators,
+    launches,
+    multiplied,
+    occupied_bytes,
+    read_bytes,
+)
+from profiles.capture.storages import Storages
+from profiles.model.profile import GLUE
+from profiles.model.work import FusibleKind
+from profiles.torch_compat import (
+    Operator,
+    is_leaf_node,
+    is_mutable,
+    map_tensors,
+    next_sequence_number,
+    node_notes,
+    saving_hook,
+    sequence_number,
+    tensors_in,
+    tensors_written,
+)
+from profiles.trace.chains import Chain, Chains, kind_of_module
+from profiles.trace.places import Place
+
+_PLACE = "place"  # key among the notes of autograd nodes
+
+
+class Trace(Pretence):
+    """Watches operations below autograd, calls of units, and what autograd saves.
+
+    A forward operation belongs to the unit that is being called; a backward operation to the unit
+    whose forward made its autograd node. Everything else is glue, one `Place` per stretch.
+
+    Args:
+        storages: memory that was there before.
+        low_precision: dtype that floating inputs of units are cast to, as FSDP's mixed precision
+            does.
+        gradient_bytes: of the trainable parameters as built, by their first names.
+        placed: where the tensors of a module were put that was split by hand; see `CopyTrace`.
+    """
+
+    def __init__(
+        self,
+        storages: Storages,
+        *,
+        low_precision: torch.dtype | None,
+        gradient_bytes: Mapping[str, int],
+        placed: Mapping[int, str],
+    ) -> None:
+        super().__init__()
+        self.storages = storages
+        self.flow = FlowTrace(storages)
+        self.copies = CopyTrace(storages, placed) if placed else None
+        self.place = Place(GLUE)
+        self.places = [self.place]
+        self.shared: set[str] = set()
+        self.strangers: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._timeline = storages.timeline
+        self._timeline.open((self.place, False))
+        self._low_precision = low_precision
+        self._gradient_bytes = gradient_bytes
+        self._in_backward = False
+        self._callers: list[Place] = []
+        self._chain = self.place.chain  # of the backward
+        self._chains = Chains()
+        self._kinds: list[FusibleKind] = []  # of the modules that are being called
+        self._layers = LayerTrace(
+            storages,
+            lambda: None if self._in_backward else self.place,
+            lambda node: _PLACE in node_notes(node),
+        )
+        self._formulas = flop_formulas()
+        self._kept_operators = frozenset(kept_operators())
+
+        def pack(tensor: Tensor) -> Tensor:
+            if not self._in_backward:
+                self.storages.save(tensor, self.place)
+            return tensor
+
+        self._pack = pack
+
+    # Calls of units
+
+    def watch(self, model: nn.Module, units: Sequence[Unit], layers: Mapping[str, Shapes]) -> None:
+        """Hook the modules. Their attributes are copies that go, so the hooks go too."""
+        model.register_forward_pre_hook(self._lower, with_kwargs=True)
+        for unit in units:
+            unit.module.register_forward_pre_hook(self._before(unit), with_kwargs=True)
+            # Also after one that raises: a model may catch that and go on.
+            unit.module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+            self._layers.watch(unit, layers[unit.name])
+        for module in model.modules():
+            kind = kind_of_module(type(module).__name__)
+            if kind is not None:
+                module.register_forward_pre_hook(self._inside(kind))
+                module.register_forward_hook(self._outside, always_call=True, prepend=True)
+
+    def _inside(self, kind: FusibleKind) -> Callable[..., None]:
+        # No partial: `profiles.capture.module_state` knows the hooks of this package by their
+        # module.
+        def inside(*_: object) -> None:
+            if not self._in_backward:
+                self._kinds.append(kind)
+                self._begin_chain()
+
+        return inside
+
+    def _outside(self, *_: object) -> None:
+        if not self._in_backward:
+            self._kinds.pop()
+            self._begin_chain()
+
+    def _begin_chain(self) -> None:
+        self.place.begin_chain(next_sequence_number(), self._kinds[-1] if self._kinds else None)
+
+    def enter(self, place: Place, inputs: object) -> None:
+        """Begin a call with these inputs."""
+        self._mark(inputs)
+        self._chains.hand_on(map(self.storages.memory_of, tensors_in(inputs)))
+        is_outermost = not self._callers
+        if is_outermost:
+            self._timeline.close((self.place, False))
+            self.flow.begin(place.name, inputs)
+        else:
+            self.flow.begin_inside(place.name)
+        place.is_block = place.is_block or self.place.is_block
+        self._callers.append(self.place)
+        self._go_to(place)
+        place.input_bytes = self.storages.take(
+            inputs, place, is_recomputed=place.is_block and is_outermost
+        )
+
+    def leave(self, output: object) -> None:
+        """End the call; what follows belongs to the caller, or to a new stretch of glue."""
+        self._layers.leave(self.place, output)
+        self._mark(output)
+        self._chains.hand_on(map(self.storages.memory_of, tensors_in(output)))
+        self.place.output_bytes += sum({id(t): t.nbytes for t in tensors_in(output)}.values())
+        self._timeline.close((self.place, False))
+        caller = self._callers.pop()
+        if self._callers:
+            self.place = caller
+            self._begin_chain()
+        else:
+            self.flow.end(output)
+            self._go_to(Place(GLUE))
+
+    def stand_for(self, place: Place, trail: Trail) -> None:
+        """The call that is going on does what an earlier one did."""
+        self.place.stands_for = place
+        assert self.flow.current is not None
+        self.flow.current.uses_parameters = trail.uses_parameters
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether calls of units are recomputation."""
+        return self._in_backward
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether what autograd saves is noted now, and not handled by a hook of the model's own
+        (checkpoints, offloading)."""
+        return saving_hook() is self._pack
+
+    def as_float32(self, output: object) -> object:
+        """A model's output as the loss gets it: in float32 again if inputs were cast."""
+        dtype = self._low_precision
+        if dtype is None:
+            return output
+        return map_tensors(lambda t: t.float() if t.dtype == dtype else t, output)
+
+    def _before(self, unit: Unit) -> Callable[..., tuple[Any, dict[str, Any]]]:
+        def before(
+            module: nn.Module, args: Any, kwargs: dict[str, Any]
+        ) -> tuple[Any, dict[str, Any]]:
+            args, kwargs = self._lower(module, args, kwargs)
+            # In backward a recomputed unit is part of the call whose gradients are being computed.
+            if not self._in_backward:
+                self.enter(Place(unit.name, unit.is_block), (args, kwargs))
+            return args, kwargs
+
+        return before
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
+        if not self._in_backward:
+            self.leave(output)
+
+    def _lower(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        dtype = self._low_precision
+        if dtype is None:
+            return args, kwargs
+        return map_tensors(lambda t: t.to(dtype) if t.dtype == torch.float32 else t, (args, kwargs))
+
+    def _go_to(self, place: Place) -> None:
+        self.place = place
+        self.places.append(place)
+        self._timeline.open((place, False))
+
+    # Autograd
+
+    def saving(self) -> saved_tensors_hooks:
+        """A context in which what autograd saves is noted."""
+
+        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def begin_backward(self, roots: Sequence[Tensor]) -> None:
+        """The forward is over; autograd goes back from `roots`, beginning where they were made."""
+        self._mark(roots)
+        self._chains.hand_on(map(self.storages.memory_of, roots))
+        self._chains.settle_forward(self.storages.is_first_saved_by, self.storages.is_kept)
+        self._timeline.close((self.place, False))
+        node = roots[0].grad_fn if roots else None
+        self.place = node_notes(node)[_PLACE] if node is not None else self.place
+        self._in_backward = True
+        self._timeline.open((self.place, True))
+
+    def end_backward(self) -> None:
+        self._timeline.close((self.place, True))
+        self._chains.settle_backward(self.storages.is_alive)
+
+    def _mark(self, tree: object) -> None:
+        """Every autograd node behind these tensors that is not marked was made here."""
+        found: list[Node | None] = [tensor.grad_fn for tensor in tensors_in(tree)]
+        while found:
+            node = found.pop()
+            if node is None or _PLACE in node_notes(node):
+                continue
+            node_notes(node)[_PLACE] = self.place
+            if is_leaf_node(node):
+                self._meet(cast(Any, node).variable)
+                continue
+            chain = self.place.chain_at(sequence_number(node))
+            node.register_prehook(functools.partial(self._arrive, self.place, chain))
+            found.extend(parent for parent, _ in node.next_functions)
+
+    def _meet(self, leaf: Tensor) -> None:
+        """Remember the gradient of a leaf that is no stand-in, to be put back."""
+        if not self.storages.is_known(leaf):
+            self.strangers[id(leaf)] = (leaf, leaf.grad)
+
+    def sources_of(self, output: Tensor, taken: Sequence[object]) -> tuple[int, ...]:
+        """Which of the tensors that a call took its output has a gradient for, by position.
+
+        Asked before the call is left, while the nodes that it made have no mark.
+        """
+        ends: dict[tuple[object, int], int] = {}
+        for position, leaf in enumerate(taken):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                ends[leaf.grad_fn or id(leaf), leaf.output_nr] = position
+        found: set[int] = set()
+        seen: set[Node] = set()
+        nodes = [output.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen or _PLACE in node_notes(node):
+                continue
+            seen.add(node)
+            for parent, number in node.next_functions:
+                is_leaf = parent is not None and is_leaf_node(parent)
+                end = id(cast(Any, parent).variable) if is_leaf else parent
+                if (end, number) in ends:
+                    found.add(ends[end, number])
+                else:
+                    nodes.append(parent)
+        return tuple(sorted(found))
+
+    def _arrive(self, place: Place, chain: Chain, gradients: object) -> None:
+        # A gradient may also be asked for in the forward: then it is work of whoever asks.
+        if self._in_backward and chain is not self._chain:
+            # Gradients may also go to a call that another stands for, where nothing runs.
+            self._chains.pause(self.storages.is_alive)
+        self._chain = chain
+        if self._in_backward and place is not self.place:
+            self._timeline.close((self.place, True))
+            self.place = place
+            self._timeline.open((place, True))
+
+    # Operations
+
+    def note(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
+    ) -> None:
+        """Put an operation down to the place where it was run."""
+        inputs, outputs = _flat((args, tuple(kwargs.values()))), _flat((result,))
+        chain = self._chain if self._in_backward else self.place.chain
+        part = chain.part
+        makes_storage = self.storages.notice(operator, inputs, outputs, part)
+        if not self._in_backward:
+            self._layers.operation(inputs, outputs)
+            if self.copies is not None:
+                self.copies.operation(operator, inputs, outputs, self.asked)
+        if not launches(operator, makes_storage=makes_storage):
+            return
+        formula = self._formulas.get(operator.overloadpacket)
+        flop = formula(*args, **kwargs, out_val=result) if formula is not None else 0
+        moved = self._move(operator, chain, inputs, outputs)
+        for doer in (self.place, part) if part is not None else (self.place,):
+            work = doer.backward if self._in_backward else doer.forward
+            work.add(flop=flop, moved_bytes=moved)
+        call = attended(operator, args, kwargs)
+        if call is not None:
+            calls = (part or self.place).attention
+            (calls.backward if self._in_backward else calls.forward).append(call)
+        grouped = multiplied(operator, args, outputs[0]) if flop else None
+        if grouped is not None:
+            here = part or self.place
+            (here.backward if self._in_backward else here.forward).grouped.append(grouped)
+        if self._in_backward:
+            return
+        written = tensors_written(operator, args, kwargs) if is_mutable(operator) else []
+        draws = torch.Tag.nondeterministic_seeded in operator.tags
+        self.flow.operation(inputs, outputs, written, draws=draws)
+        for tensor in inputs:
+            holders = self.storages.holders_of(tensor)
+            if holders and part is not None:
+                name = self.storages.parameter_name(tensor)
+                part.parameters[name] = self._gradient_bytes.get(name, 0)
+            if holders and self.place.name not in holders:
+                self.shared |= holders  # used outside its own unit
+        if self.place.is_block and operator in self._kept_operators:
+            for tensor in outputs:
+                self.storages.keep(tensor, self.place)
+
+    def _move(
+        self, operator: Operator, chain: Chain, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> int:
+        """Bytes that a kernel moves, noted in its chain."""
+        read, written = read_bytes(operator, inputs, outputs), list(map(occupied_bytes, outputs))
+        fusing = fusing_of(operator)
+        memory_of = self.storages.memory_of
+        self._chains.operation(
+            chain,
+            fusing,
+            [(memory_of(t), n) for t, n in zip(inputs, read, strict=True)],
+            [(memory_of(t), n) for t, n in zip(outputs, written, strict=True)],
+            is_alive=self.storages.is_alive if self._in_backward else None,
+        )
+        if not self._in_backward and not fusing.is_fusible:
+            self._begin_chain()
+        return sum(read) + sum(written)
+
+
+def _flat(values: Iterable[object]) -> list[Tensor]:
+    """Tensors in nested tuples and lists; several times faster than a general tree walk."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found.extend(_flat(value))
+    return found

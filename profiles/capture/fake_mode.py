@@ -1,0 +1,91 @@
+"""What fake tensors cannot do by themselves, so that code runs on them as on real ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from profiles.capture.batch import Batch, batch_tensors
+from profiles.capture.operators import grouped_matmul
+from profiles.capture.transformers_compat import masks_of_a_real_run
+from profiles.torch_compat import (
+    Operator,
+    TorchDispatchMode,
+    device_of,
+    device_query,
+    is_fake,
+    is_mutable,
+    storage_of,
+    tensors_in,
+    tensors_written,
+)
+
+_STAND_IN = torch.device("cpu")
+_ONES = ("ones", "ones_like", "new_ones")
+
+
+class Pretence(TorchDispatchMode):
+    """Answers operations that fake tensors have no answer to, and passes on all others."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device_query = device_query()
+        self._ones: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # memory that is all ones
+        self.asked: torch.device | None = None  # the device that the operation's code names
+
+    @contextmanager
+    def on(self, batch: Batch) -> Iterator[None]:
+        """Inside, code runs on the stand-ins of `batch`, with the masks of a real run."""
+        given = {id(storage_of(tensor)) for tensor in batch_tensors(batch)}
+        masks = masks_of_a_real_run(
+            is_unpacked=lambda ids: is_fake(ids) and id(storage_of(ids)) not in given,
+            is_all_ones=self.is_all_ones,
+        )
+        with masks, self:
+            yield
+
+    def is_all_ones(self, tensor: Tensor) -> bool:
+        """Whether the run made it of ones, or cast it from such; what is given is not known."""
+        storage = storage_of(tensor)
+        made = self._ones.get(id(storage))
+        return made is not None and made() is storage
+
+    def note(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
+    ) -> None:
+        """What was run, for those who watch."""
+
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        self.asked = kwargs.get("device")
+        if self.asked is not None:
+            # Code that moves between devices by hand: here all stand in for one.
+            kwargs = {**kwargs, "device": _STAND_IN}
+        if func is self._device_query:
+            return device_of(args[0])
+        name = func.overloadpacket.__name__
+        if name == "rand" and args[0] == []:
+            # One random number decides whether a layer is dropped. A constant, so that code may
+            # look at it; in the middle, so that layers are kept.
+            return torch.tensor(0.5)
+        run = grouped_matmul if name == "_grouped_mm" else func
+        result = run(*args, **kwargs)
+        if name in _ONES or (name == "_to_copy" and self.is_all_ones(args[0])):
+            storages = filter(None, map(storage_of, tensors_in(result)))
+            self._ones |= {id(storage): weakref.ref(storage) for storage in storages}
+        elif self._ones and is_mutable(func):
+            for tensor in tensors_written(func, args, kwargs):
+                self._ones.pop(id(storage_of(tensor)), None)
+        self.note(func, args, kwargs, result)
+        return result

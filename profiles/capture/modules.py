@@ -1,0 +1,103 @@
+"""Which modules of a model are units: repeated blocks, and the modules around them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from profiles.model.profile import GLUE
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module treated as one piece. `is_block`: an element of a list that repeats its class."""
+
+    name: str
+    module: nn.Module
+    is_block: bool = False
+
+
+def find_units(model: nn.Module) -> tuple[Unit, ...]:
+    """Units in the order of the modules; every module is in one of them or only holds some.
+
+    Lists give their elements, and elements that repeat a class and have children are blocks.
+    Modules that hold such lists further down are opened. A block is not, so experts inside it stay
+    together; but stages (Swin, ResNet), which hold a list themselves and grow from one to the next,
+    are opened too. A model without children is one unit with the name "".
+    """
+    if not any(model.children()):
+        return (Unit("", model),)
+    return tuple(_units_in(model, "", {id(model)}))
+
+
+def owners(model: nn.Module, units: tuple[Unit, ...]) -> dict[int, str]:
+    """The unit of every module by id; `GLUE` where a module only holds units."""
+    found: dict[int, str] = {}
+    for unit in units:
+        for module in unit.module.modules():
+            found.setdefault(id(module), unit.name)
+    for module in model.modules():
+        found.setdefault(id(module), GLUE)
+    return found
+
+
+def _units_in(
+    parent: nn.Module, prefix: str, seen: set[int], *, in_stage: bool = False
+) -> Iterator[Unit]:
+    repeated = _repeated_classes(parent) if isinstance(parent, _LISTS) else frozenset()
+    holds_stages = bool(repeated) and not in_stage and _are_stages(parent)  # stages hold blocks
+    for name, child in parent.named_children():
+        if id(child) in seen:  # registered in two places: one unit, called from both
+            continue
+        seen.add(id(child))
+        path = f"{prefix}{name}"
+        if type(child) in repeated:
+            if _is_plain_list(child) and any(map(_is_composite, child.children())):
+                yield from _units_in(child, f"{path}.", seen, in_stage=in_stage)
+            elif holds_stages and any(map(_repeated_classes, _own_lists(child))):
+                yield from _units_in(child, f"{path}.", seen, in_stage=True)
+            else:
+                yield Unit(path, child, is_block=True)
+        elif _is_plain_list(child) or _holds_blocks(child):
+            yield from _units_in(child, f"{path}.", seen, in_stage=in_stage)
+        else:
+            yield Unit(path, child)
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+def _is_plain_list(module: nn.Module) -> bool:
+    """A list and nothing more; a subclass may have a forward of its own."""
+    return type(module) in _LISTS
+
+
+def _own_lists(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module.children() if isinstance(child, _LISTS)]
+
+
+def _repeated_classes(module: nn.Module) -> frozenset[type[nn.Module]]:
+    """Classes with two or more elements that have children."""
+    count = Counter(type(child) for child in module.children() if _is_composite(child))
+    return frozenset(kind for kind, number in count.items() if number >= 2)
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    return any(isinstance(part, _LISTS) and _repeated_classes(part) for part in module.modules())
+
+
+def _are_stages(parent: nn.Module) -> bool:
+    """Whether the elements of a list differ in width or depth, as stages do and blocks do not.
+
+    A mixture-of-experts block also holds a list of equal modules; its neighbours are like it. Most
+    shapes being different tells them apart.
+    """
+    elements = list(parent.children())
+    shapes = {tuple(tuple(p.shape) for p in element.parameters()) for element in elements}
+    return 2 * len(shapes) > len(elements)

@@ -1,0 +1,107 @@
+"""A model and its sample, about to be looked at: its units, and who holds which parameter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from profiles.capture.batch import Batch, LossFn, batch_tensors
+from profiles.capture.layer_trace import Shapes, layer_shapes
+from profiles.capture.manual_placement import devices_of, is_by_hand
+from profiles.capture.modules import Unit, find_units, owners
+from profiles.errors import ModelError
+
+
+@dataclass(slots=True)
+class Subject:
+    """What is looked at. Parameters are known by their ids, so that a tied one is one.
+
+    Attributes:
+        units: see `find_units`.
+        owners: unit of each module, by id.
+        parameters: each once, in the order of the modules.
+        names: all paths of a parameter.
+        holders: units that hold a parameter, the first one first.
+        layers: weight layers of each unit.
+        devices: where the parameters were put by hand; empty where they are on one device.
+    """
+
+    model: nn.Module
+    sample: Batch
+    loss_fn: LossFn | None
+    units: tuple[Unit, ...] = field(init=False)
+    owners: dict[int, str] = field(init=False)
+    parameters: dict[int, nn.Parameter] = field(default_factory=dict, init=False)
+    names: dict[int, list[str]] = field(default_factory=dict, init=False)
+    holders: dict[int, list[str]] = field(default_factory=dict, init=False)
+    layers: dict[str, Shapes] = field(init=False)
+    devices: tuple[str, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        _require_module(self.model)
+        if is_by_hand(self.model):
+            self.devices = tuple(map(str, devices_of(self.model)))
+        self.units = find_units(self.model)
+        self.owners = owners(self.model, self.units)
+        for path, parameter in self.model.named_parameters(remove_duplicate=False):
+            self.parameters[id(parameter)] = parameter
+            self.names.setdefault(id(parameter), []).append(path)
+        for module in self.model.modules():
+            for parameter in module.parameters(recurse=False):
+                holders = self.holders.setdefault(id(parameter), [])
+                if self.owners[id(module)] not in holders:
+                    holders.append(self.owners[id(module)])
+        first = {key: names[0] for key, names in self.names.items()}
+        self.layers = {unit.name: layer_shapes(unit, first) for unit in self.units}
+
+    def parameters_of(self, unit: str) -> list[nn.Parameter]:
+        """Those that count as the unit's: it is the first that holds them."""
+        return [p for key, p in self.parameters.items() if self.holders[key][0] == unit]
+
+    def buffer_bytes_of(self, unit: str) -> int:
+        """Of the buffers of the unit's modules, each once."""
+        found = {
+            id(buffer): buffer.nbytes
+            for module in self.model.modules()
+            if self.owners[id(module)] == unit
+            for buffer in module.buffers(recurse=False)
+        }
+        return sum(found.values())
+
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of names that are one parameter."""
+        return tuple(tuple(names) for names in self.names.values() if len(names) > 1)
+
+    def holders_of_tied(self) -> frozenset[str]:
+        """Units that hold a parameter together with another unit."""
+        return frozenset(u for units in self.holders.values() if len(units) > 1 for u in units)
+
+    def dtype(self) -> str:
+        """Of most parameter elements; of the first floating input where there are none."""
+        elements: Counter[str] = Counter()
+        for parameter in self.parameters.values():
+            elements[dtype_name(parameter)] += parameter.numel()
+        if elements:
+            return elements.most_common(1)[0][0]
+        floating = (t for t in batch_tensors(self.sample) if t.is_floating_point())
+        return next(map(dtype_name, floating), "float32")
+
+
+def dtype_name(tensor: nn.Parameter | object) -> str:
+    """As torch prints it, without its first word: "float32"."""
+    return str(getattr(tensor, "dtype", "")).removeprefix("torch.")
+
+
+def _require_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"a torch.nn.Module is wanted, this is a {type(model).__name__}")
+    lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+    lazy = lazy or next((name for name, b in model.named_buffers() if is_lazy(b)), None)
+    if lazy is not None:
+        raise ModelError(
+            f"`{lazy}` is lazy and not initialised: its shape is not known yet",
+            hints=["run the model once on a batch before it is looked at"],
+        )

@@ -1,0 +1,279 @@
+"""One look at a model: a forward and a backward on fake tensors, and what each unit took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from profiles.capture.batch import Batch, call_model, describe, find_loss, loss_of, map_batch
+from profiles.capture.copy_trace import Copy
+from profiles.capture.dispatch_modes import Trace
+from profiles.capture.fake_tensors import Fakes, stand_ins
+from profiles.capture.frames import summary, user_line
+from profiles.capture.repeats import Repeats
+from profiles.capture.storages import Storages
+from profiles.capture.subject import Subject
+from profiles.errors import AdvisorError, ModelError
+from profiles.model.flow import Flow
+from profiles.model.profile import LOSS, Numerics
+from profiles.torch_compat import data_dependent_errors, storage_of, tensors_in, without_onednn
+from profiles.trace.places import Place
+from profiles.trace.tally import Cost, Kept, tally
+from profiles.trace.timeline import Timeline
+
+
+@dataclass(slots=True)
+class Look:
+    """What one forward and backward showed.
+
+    Attributes:
+        costs: by unit, in the order of first calls.
+        shared: units with a parameter that code outside them uses.
+        unused, sparse_gradients: names of parameters without a gradient, and with a sparse one.
+        peak_bytes: most that was live at once beside parameters, their gradients, buffers, batch;
+            where every block ran.
+        flow: see `ModelProfile`.
+        copies: between devices, in the forward of a module that was split by hand.
+        timeline: every allocation.
+        gradients: those of them that are gradients of parameters.
+        is_sound: else equal blocks were not what they seemed; look at every one.
+    """
+
+    costs: dict[str, Cost]
+    shared: frozenset[str]
+    unused: tuple[str, ...]
+    sparse_gradients: tuple[str, ...]
+    has_loss: bool
+    peak_bytes: int
+    flow: Flow
+    copies: tuple[Copy, ...]
+    timeline: Timeline
+    gradients: frozenset[int]
+    is_sound: bool
+
+
+def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: bool = True) -> Look:
+    """Follow one forward and backward over the sample's rows, `times` times over.
+
+    Args:
+        every_block: run all blocks; else two of those that are equal, see `Repeats`.
+
+    Raises:
+        ModelError: see `profiles.capture.capture.capture`.
+    """
+    model, loss_fn = subject.model, subject.loss_fn
+    low_precision = torch.bfloat16 if numerics is Numerics.BF16 else None
+    is_autocast = numerics is Numerics.BF16_AUTOCAST
+    modules = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        fakes = stack.enter_context(stand_ins(modules, cast=low_precision))
+        # oneDNN's recurrent layers keep a workspace whose size only the kernel knows.
+        stack.enter_context(without_onednn())
+        batch = map_batch(lambda tensor: _rows(fakes.of(tensor), times), subject.sample)
+        before = (storage_of(t) for t in (*fakes.all(), *tensors_in(batch)))
+        held = {
+            storage: key
+            for key, parameter in subject.parameters.items()
+            if (storage := storage_of(fakes.of(parameter))) is not None
+        }
+        storages = Storages(
+            owned={storage: frozenset(subject.holders[key]) for storage, key in held.items()},
+            names={storage: subject.names[key][0] for storage, key in held.items()},
+            known=[storage for storage in before if storage is not None],
+            casts_are_parameters=is_autocast,
+        )
+        trace = Trace(
+            storages,
+            low_precision=low_precision,
+            gradient_bytes={
+                subject.names[key][0]: parameter.nbytes
+                for key, parameter in subject.parameters.items()
+                if parameter.requires_grad
+            },
+            placed=_placed(subject, fakes, batch, storages),
+        )
+        trace.watch(model, subject.units, subject.layers)
+        repeats = None if every_block else Repeats(trace, subject.units)
+        stack.enter_context(_gradients_put_back(trace))
+        with trace.on(batch):
+            with trace.saving(), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+                roots, has_loss = _forward(subject, batch, trace)
+            kept = Kept(
+                storages.saved_bytes(),
+                storages.selective_bytes(),
+                storages.saved_bytes_of_parts(),
+                storages.selective_bytes_of_parts(),
+            )
+            trace.begin_backward(roots)
+            with _explained(subject, f"backward of `{type(model).__name__}` fails"):
+                _backward(roots)
+            trace.end_backward()
+        found = {key: fakes.of(parameter) for key, parameter in subject.parameters.items()}
+        looked_at = _looked_at(subject, trace)
+        ignored = _gradient_numbers(found.values(), storages)
+        return Look(
+            costs=tally(trace.places, kept, storages.timeline, ignored=ignored),
+            shared=frozenset(trace.shared),
+            unused=tuple(
+                subject.names[key][0]
+                for key, fake in found.items()
+                if fake.requires_grad and found[looked_at.get(key, key)].grad is None
+            ),
+            sparse_gradients=tuple(
+                subject.names[key][0]
+                for key in found
+                if (gradient := found[looked_at.get(key, key)].grad) is not None
+                and gradient.layout != torch.strided
+            ),
+            has_loss=has_loss,
+            peak_bytes=storages.timeline.highest(ignored=ignored),
+            flow=trace.flow.flow(),
+            copies=tuple(trace.copies.copies) if trace.copies is not None else (),
+            timeline=storages.timeline,
+            gradients=ignored,
+            is_sound=repeats is None or repeats.is_sound(),
+        )
+
+
+def _placed(subject: Subject, fakes: Fakes, batch: Batch, storages: Storages) -> dict[int, str]:
+    """Devices by memory, where the module was split over several; the batch is on the first."""
+    if not subject.devices:
+        return {}
+    own = subject.parameters.values()
+    placed = {storages.memory_of(fakes.of(p)): str(p.device) for p in own if not p.is_meta}
+    placed |= {storages.memory_of(tensor): subject.devices[0] for tensor in tensors_in(batch)}
+    return {memory: device for memory, device in placed.items() if memory is not None}
+
+
+def _rows(fake: Tensor, times: int) -> Tensor:
+    """The rows of a stand-in, one after another, as a leaf."""
+    return torch.cat([fake.detach()] * times).requires_grad_(fake.requires_grad)
+
+
+def _forward(subject: Subject, batch: Batch, trace: Trace) -> tuple[list[Tensor], bool]:
+    """Run model and loss; the tensors that backward starts from, and whether they are a loss.
+
+    The output itself is let go on return, as in a training step.
+    """
+    model, loss_fn = subject.model, subject.loss_fn
+    with _explained(subject, f"`{type(model).__name__}` does not run on the sample"):
+        output = call_model(model, batch, has_target=loss_fn is not None)
+    if loss_fn is not None:
+        trace.enter(Place(LOSS), output)
+        with _explained(subject, "the loss does not take what the model returns"):
+            loss = loss_of(trace.as_float32(output), batch, loss_fn)
+        trace.leave(loss)
+        return [loss], True
+    output = trace.as_float32(output)
+    found = find_loss(output)
+    if found is not None:
+        trace.place.name = LOSS  # what the model does after its last unit makes the loss
+        loss = loss_of(output, batch, None)
+        trace.flow.begin(LOSS, loss)
+        trace.flow.end(loss)
+        return [loss], True
+    roots = [t for t in tensors_in(output) if t.requires_grad]
+    if not roots and any(p.requires_grad for p in subject.parameters.values()):
+        raise ModelError(
+            f"no gradient can flow back from the output of `{type(model).__name__}`"
+            f" (a {type(output).__name__})",
+            hints=["give loss_fn, or let the model return tensors, tuples or dicts of them"],
+        )
+    return roots, False
+
+
+def _backward(roots: list[Tensor]) -> None:
+    """As from the sum of the roots: every element's gradient is 1, in no memory of its own."""
+    roots = [root for root in roots if root.requires_grad]
+    if roots:
+        ones = [torch.ones((), dtype=root.dtype).expand_as(root) for root in roots]
+        torch.autograd.backward(roots, ones)
+
+
+@contextmanager
+def _gradients_put_back(trace: Trace) -> Iterator[None]:
+    """Leaves that are in no module (in closures, in plain objects) are real: theirs stay theirs."""
+    try:
+        yield
+    finally:
+        for leaf, gradient in trace.strangers.values():
+            leaf.grad = gradient
+
+
+def _gradient_numbers(parameters: Iterable[Tensor], storages: Storages) -> frozenset[int]:
+    """What the timeline is to leave out; the caller counts gradients by themselves."""
+    gradients = (p.grad for p in parameters)
+    numbers = (storages.number_of(g) for g in gradients if g is not None)
+    return frozenset(number for number in numbers if number is not None)
+
+
+def _looked_at(subject: Subject, trace: Trace) -> dict[int, int]:
+    """For parameters of blocks that others stood for, by id: the parameter in its place."""
+    stood_for = {place.name: place.stands_for.name for place in trace.places if place.stands_for}
+    keys = {name: key for key, names in subject.names.items() for name in names}
+    found = {}
+    for block, other in stood_for.items():
+        if all(place.stands_for for place in trace.places if place.name == block):
+            parts = {n.removeprefix(f"{block}.") for n in keys if n.startswith(f"{block}.")}
+            found.update({keys[f"{block}.{part}"]: keys[f"{other}.{part}"] for part in parts})
+    return found
+
+
+@contextmanager
+def _explained(subject: Subject, what: str) -> Iterator[None]:
+    """Turn whatever the model raises into a `ModelError` that says where and on what."""
+    try:
+        yield
+    except AdvisorError:
+        raise
+    except data_dependent_errors() as error:
+        raise ModelError(
+            f"{what}: it looks at values of tensors, which are not known here"
+            f" (`{getattr(error, 'func', error)}`)",
+            where=_where(subject, error),
+            hints=[
+                "take branches and sizes from shapes, not from values (.item(), nonzero, masks as"
+                " indices)"
+            ],
+        ) from error
+    except Exception as error:
+        raise ModelError(
+            f"{what}: {summary(error)}",
+            where=_where(subject, error),
+            hints=tuple(_way_out(subject, error)),
+        ) from error
+
+
+def _way_out(subject: Subject, error: Exception) -> Iterator[str]:
+    sample, has_loss = subject.sample, subject.loss_fn is not None
+    if isinstance(error, TypeError) and isinstance(sample, tuple | list) and not has_loss:
+        yield (
+            f"without a loss_fn all {len(sample)} elements of the sample are inputs; with one the"
+            " last is its target"
+        )
+
+
+def _where(subject: Subject, error: Exception) -> str:
+    """The line of the user's code, the innermost module of the traceback, and the sample."""
+    paths = {id(module): path for path, module in subject.model.named_modules()}
+    lines = [f"sample: {describe(subject.sample)}"]
+    innermost: object = None
+    trace = error.__traceback__
+    while trace is not None:
+        candidate = trace.tb_frame.f_locals.get("self")
+        innermost = candidate if id(candidate) in paths else innermost
+        trace = trace.tb_next
+    if innermost is not None:
+        path = paths[id(innermost)]
+        lines.insert(0, f"in `{path or '(the model itself)'}`, a {type(innermost).__name__}")
+    line = user_line(error)
+    if line is not None:
+        lines.insert(0, line)
+    return "\n".join(lines)

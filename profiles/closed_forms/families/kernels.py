@@ -1,0 +1,162 @@
+"""Kernels that torch has whole: norms, tables, losses and matrix products.
+
+Each is one launch forward; what it saves, and what its backward launches, are torch's.
+"""
+
+from __future__ import annotations
+
+import math
+
+from profiles.closed_forms.families.arrays import Array, DType
+from profiles.closed_forms.families.operations import (
+    cast,
+    contiguous_copy,
+    elementwise,
+    reshape,
+    transpose,
+)
+from profiles.closed_forms.families.tape import ALONE, ATTENTION, GATHER, Gradient
+from profiles.model.profile import Numerics
+
+
+def layer_norm(x: Array, weight: Array, bias: Array) -> Array:
+    """torch's fused kernel; means and deviations are kept in fp32."""
+    tape = x.tape
+    x = contiguous_copy(x)
+    saved = [tape.save(x), tape.save(weight), tape.save(bias)]
+    out = tape.empty(x.shape, x.dtype)
+    moments = [tape.empty((*x.shape[:-1], 1), x.dtype) for _ in range(2)]
+    tape.launch([x, weight, bias], [out, *moments])
+    saved += [tape.save(moment) for moment in moments]
+
+    def backward(g: Array) -> list[Gradient]:
+        gradients = [tape.empty(array.shape, array.dtype) for array in saved[:3]]
+        tape.launch([g, *saved], gradients)
+        return list(gradients)
+
+    tape.record([out], [x, weight, bias], backward)
+    return out
+
+
+def embedding(weight: Array, ids: Array) -> Array:
+    """Rows of a table; the gradient is a table again."""
+    tape, shape = weight.tape, weight.shape
+    ids = tape.save(ids)
+    out = tape.empty((*ids.shape, shape[1]), weight.dtype)
+    tape.launch([weight, ids], [out], gathers=True, fusing=GATHER._replace(is_fusible=False))
+    tape.record([out], [weight], lambda g: [g.tape.run([g, ids], shape, g.dtype, fusing=ALONE)])
+    return out
+
+
+def cross_entropy(logits: Array, targets: Array) -> Array:
+    """The mean over rows, of logits (rows, classes) and targets (rows,); in fp32 under autocast."""
+    tape = logits.tape
+    if tape.numerics is Numerics.BF16_AUTOCAST:
+        logits = cast(logits, DType.FLOAT32)
+    scores = logits.tape.run([logits], logits.shape, logits.dtype)
+    kept_scores = tape.save(scores)
+    tape.record([scores], [logits], lambda g: [elementwise(g, kept_scores)])
+    scores_in, targets = tape.save(scores), tape.save(targets)
+    loss, weight = tape.empty((), scores.dtype), tape.empty((), scores.dtype)
+    tape.launch([scores, targets], [loss, weight])
+    weight = tape.save(weight)
+    shape, dtype = scores.shape, scores.dtype
+    tape.record(
+        [loss], [scores], lambda g: [g.tape.run([g, scores_in, targets, weight], shape, dtype)]
+    )
+    return loss
+
+
+# Matrix products
+
+
+def mm(a: Array, b: Array, bias: Array | None = None) -> Array:
+    """(M, K) x (K, N), with a bias in the same kernel."""
+    tape, flop = a.tape, 2 * a.shape[0] * a.shape[1] * b.shape[1]
+    a_shape, b_shape, dtype = a.shape, b.shape, a.dtype
+    saved_a = tape.save(a) if b.needs_gradient else None
+    saved_b = tape.save(b) if a.needs_gradient else None
+    out = tape.empty((a_shape[0], b_shape[1]), dtype)
+    operands = [a, b] if bias is None else [bias, a, b]
+    tape.launch(operands, [out], flop=flop, is_kept=True)
+
+    def backward(g: Array) -> list[Gradient]:
+        def for_a() -> Gradient:
+            return saved_b and g.tape.run([g, saved_b], a_shape, dtype, flop=flop)
+
+        def for_b() -> Gradient:
+            return saved_a and saved_a.tape.run([saved_a, g], b_shape, dtype, flop=flop)
+
+        if bias_shape is None:
+            second, first = for_b(), for_a()
+            return [first, second]
+        return [g, for_a(), for_b()]
+
+    bias_shape = None if bias is None else bias.shape
+    tape.record([out], operands, backward)
+    return out
+
+
+def bmm(a: Array, b: Array) -> Array:
+    """(B, M, K) x (B, K, N)."""
+    tape, flop = a.tape, 2 * math.prod(a.shape) * b.shape[2]
+    a_shape, b_shape, dtype = a.shape, b.shape, a.dtype
+    saved_b = tape.save(b) if a.needs_gradient else None
+    saved_a = tape.save(a) if b.needs_gradient else None
+    out = tape.empty((*a_shape[:2], b_shape[2]), dtype)
+    tape.launch([a, b], [out], flop=flop, is_kept=True, fusing=ATTENTION)
+
+    def backward(g: Array) -> list[Gradient]:
+        for_b = saved_a and saved_a.tape.run([saved_a, g], b_shape, dtype, flop=flop)
+        for_a = saved_b and g.tape.run([g, saved_b], a_shape, dtype, flop=flop)
+        return [for_a, for_b]
+
+    tape.record([out], [a, b], backward)
+    return out
+
+
+def batched(a: Array, b: Array) -> Array:
+    """A matrix product over all leading dimensions, which are equal."""
+    leading = a.shape[:-2]
+    flat = bmm(reshape(a, -1, *a.shape[-2:]), reshape(b, -1, *b.shape[-2:]))
+    return reshape(flat, *leading, *flat.shape[1:])
+
+
+def linear(
+    x: Array, weight: Array, bias: Array | None = None, *, is_transposed: bool = False
+) -> Array:
+    """x (..., in) by weight (out, in); `is_transposed`: weight (in, out), as `addmm` takes it."""
+    lower = x.tape.lowered
+    # Autocast takes the last argument first: of linear(x, weight, bias), of addmm(bias, x, weight).
+    if not is_transposed:
+        bias = bias and lower(bias, cast)
+    weight, x = lower(weight, cast), lower(x, cast)
+    bias = bias and lower(bias, cast)
+    weight = weight if is_transposed else transpose(weight, 0, 1)
+    out = mm(reshape(x, -1, x.shape[-1]), weight, bias)
+    return reshape(out, *x.shape[:-1], out.shape[-1])
+
+
+def patches(images: Array, weight: Array, bias: Array) -> Array:
+    """nn.Conv2d whose stride is its kernel: (B, C, H, W) by (N, C, k, k) to (B, N, H/k, W/k).
+
+    Images need no gradient.
+    """
+    tape = images.tape
+    bias, weight, images = (tape.lowered(x, cast) for x in (bias, weight, images))
+    width, _, height, side = weight.shape
+    saved = [tape.save(images), tape.save(weight)]
+    shape = (images.shape[0], width, images.shape[2] // height, images.shape[3] // side)
+    flop = 2 * math.prod(shape) * math.prod(weight.shape[1:])
+    out = tape.empty(shape, images.dtype)
+    tape.launch([images, weight, bias], [out], flop=flop, is_kept=True)
+    bias_shape, dtype = bias.shape, bias.dtype
+
+    def backward(g: Array) -> list[Gradient]:
+        for_weight, for_bias = tape.empty(weight_shape, dtype), tape.empty(bias_shape, dtype)
+        tape.launch([g, *saved], [for_weight, for_bias], flop=flop)
+        return [for_weight, for_bias]
+
+    weight_shape = weight.shape
+    tape.record([out], [weight, bias], backward)
+    return out

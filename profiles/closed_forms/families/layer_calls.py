@@ -1,0 +1,91 @@
+"""The weight layers that a unit goes through: what `profiles.capture.layer_trace` notes of
+torch's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from profiles.closed_forms.families.arrays import Array
+from profiles.model.layers import INPUT
+from profiles.trace.places import Features, Layer, LayerShape, Part, Place
+
+if TYPE_CHECKING:
+    from profiles.closed_forms.families.tape import Node
+
+
+class LayerCalls:
+    """Notes the layers of the place that is called; made anew for every call."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._features = Features()
+        self._inputs: list[weakref.ref[Array]] = []
+
+    def enter(self, shape: LayerShape, given: Array) -> Layer:
+        """A layer is called; what runs now is its own."""
+        layers = self._place.layers
+        if shape.path not in layers:
+            layers[shape.path] = Layer(
+                shape=shape,
+                number=len(layers),
+                own=Part(self._place),
+                after=Part(self._place),
+                same_input=self._same_input(given),
+                sources=self._sources([given]),
+                needs_input_gradient=given.needs_gradient,
+            )
+        layer = layers[shape.path]
+        layer.calls += 1
+        layer.input_bytes += given.size_bytes
+        self._place.begin_part(layer.own, 0)
+        return layer
+
+    def leave(self, layer: Layer, output: Array) -> None:
+        """It returns; what follows comes after it."""
+        made = output.storage.made
+        layer.output_bytes += output.size_bytes
+        if made.part is layer.own:
+            made.part = layer.after
+        self._features.put(made.number, layer)
+        if output.node is not None:
+            output.node.layer = layer.number
+        self._place.begin_part(layer.after, 0)
+
+    def operation(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+        """An operation of the forward, views included."""
+        self._features.operation(
+            ((x.storage.made.number, x.shape) for x in inputs),
+            [(x.storage.made.number, x.shape) for x in outputs],
+        )
+
+    def finish(self, outputs: Sequence[Array]) -> None:
+        """The call is over."""
+        layers = list(self._place.layers.values())
+        for number in self._sources(outputs) if layers else ():
+            if number != INPUT:
+                layers[number].reaches_output = True
+
+    def _same_input(self, given: Array) -> int:
+        known = enumerate(self._inputs)
+        number = next((n for n, ref in known if ref() is given), len(self._inputs))
+        self._inputs.append(weakref.ref(given))
+        return number
+
+    def _sources(self, arrays: Iterable[Array]) -> tuple[int, ...]:
+        return tuple(sorted(set(self._reached([a.node for a in arrays if a.node is not None]))))
+
+    def _reached(self, left: list[Node]) -> Iterator[int]:
+        seen: set[Node] = set()
+        while left:
+            node = left.pop()
+            if node in seen or node.backward is None:  # parameters are no sources
+                continue
+            seen.add(node)
+            if node.place is not self._place:
+                yield INPUT
+            elif node.layer is not None:
+                yield node.layer
+            else:
+                left += [parent[0] for parent in node.parents if parent is not None]

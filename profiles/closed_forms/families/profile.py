@@ -1,0 +1,216 @@
+"""A Hugging Face config.json to a `ModelProfile`, without torch and without transformers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from pydantic import JsonValue
+
+from profiles.closed_forms.families import operations as ops
+from profiles.closed_forms.families.arrays import DType
+from profiles.closed_forms.families.network import Family, Network, Unit
+from profiles.closed_forms.families.registry import family_of
+from profiles.closed_forms.families.tape import gradient_number
+from profiles.closed_forms.families.wiring import flow_of
+from profiles.errors import InputError
+from profiles.model.flow import Flow
+from profiles.model.profile import (
+    GLUE,
+    LOSS,
+    Affine,
+    ModelProfile,
+    Numerics,
+    Shape,
+    UnitCost,
+    UnitProfile,
+)
+from profiles.trace.tally import Cost, fitted, tally
+
+
+def profile_from_config(
+    config: Mapping[str, object],
+    *,
+    samples: int,
+    sequence_length: int | None,
+    name: str,
+    numerics: Sequence[Numerics] = (Numerics.AS_BUILT,),
+    on_processor: bool = True,
+    where: str = "config.json",
+) -> ModelProfile:
+    """The profile that `profiles.capture.capture.capture` gives for the model that transformers
+    builds.
+
+    The forward of each family is written down operation by operation, as transformers 5 runs it,
+    and followed on arrays that have shapes and no values; what torch launches, saves and releases
+    for each operation is known. Two runs, at the batch and at twice it, tell what is fixed from
+    what grows, as in `capture`.
+
+    It is assumed, as `capture` of such a model does: training mode, with dropout as the file says;
+    attention by torch's `scaled_dot_product_attention` on a CPU (fused without dropout, written out
+    with), or as accelerators run it; `use_cache` off; parameters built in fp32 whatever dtype the
+    file names; no attention mask and no positions in the batch, so that rows are full and of one
+    sequence each; the loss computed by the model from `labels`; experts as one grouped matrix
+    product. Rotary positions are those of the plain kind: other kinds (Llama 3's, YaRN) change
+    frequencies and no size; the dozen launches by which LongRoPE chooses between two sets of them
+    are not counted.
+
+    Args:
+        config: the content of the file.
+        samples, sequence_length: of the batch; the length is None where it is images.
+        on_processor: else attention is fused also where scores are dropped or values are of another
+            width, which only the kernels for accelerators do.
+        where: the file, for messages.
+
+    Raises:
+        FileError: a field that the shape needs is missing.
+        UnknownNameError: an unknown `model_type`, architecture or activation; near misses named.
+        InputError: a field has a value that has no closed form here.
+    """
+    family = family_of(config, where=where)
+    _check_length(family, sequence_length, where)
+    runs = {
+        kind: _run_twice(family, kind, samples, sequence_length, on_processor=on_processor)
+        for kind in numerics
+    }
+    network = next(iter(runs.values())).network
+    shared = network.tied_units().union(*(run.network.tape.shared for run in runs.values()))
+    return ModelProfile(
+        name=name,
+        units=tuple(_unit_profiles(network, {k: run.costs for k, run in runs.items()}, shared)),
+        dtype="float32",
+        samples=samples,
+        tokens_per_sample=sequence_length,
+        batch_bytes=Affine(per_sample=network.batch_bytes / samples),
+        tied=tuple(tuple(names) for names in network.ties.values()),
+        unused=network.unused(),
+        has_loss=True,
+        flow=next(iter(runs.values())).flow,
+        experts_per_token=family.experts_per_token,
+        config=_as_json(config),
+    )
+
+
+def _as_json(config: Mapping[str, object]) -> dict[str, JsonValue]:
+    """What a file holds of it: the same whether it was read from one or written in Python."""
+    return cast("dict[str, JsonValue]", json.loads(json.dumps(config)))
+
+
+def _check_length(family: Family, sequence_length: int | None, where: str) -> None:
+    if family.takes_tokens and sequence_length is None:
+        raise InputError(f"`{family.kind}` takes tokens: how many in a sequence?", where=where)
+    if not family.takes_tokens and sequence_length is not None:
+        raise InputError(
+            f"`{family.kind}` takes images, no sequence of {sequence_length} tokens", where=where
+        )
+    if family.longest is not None and (sequence_length or 0) > family.longest:
+        raise InputError(
+            f"{sequence_length} tokens, but the positions of this model go to {family.longest}",
+            where=where,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The network as it was run at the batch itself, what its units cost and what feeds them."""
+
+    network: Network
+    costs: Mapping[str, UnitCost]
+    flow: Flow
+
+
+def _run_twice(
+    family: Family,
+    numerics: Numerics,
+    samples: int,
+    sequence_length: int | None,
+    *,
+    on_processor: bool,
+) -> _Run:
+    length = sequence_length or 0
+    once, twice = (
+        Network(
+            family.kind,
+            numerics,
+            samples=count * samples,
+            length=length,
+            on_processor=on_processor,
+        )
+        for count in (1, 2)
+    )
+    costs = fitted(_costs(once, family), _costs(twice, family), samples)
+    return _Run(once, costs, flow_of(once.wiring, twice.wiring, samples))
+
+
+def _costs(network: Network, family: Family) -> dict[str, Cost]:
+    """Forward and backward, and what each unit took."""
+    tape = network.tape
+    loss = network.finish(*family.run(network))
+    kept = tape.kept()
+    tape.backward(loss, ops.adapt)
+    parameters = (p for unit in network.units.values() for p in unit.parameters.values())
+    numbers = (gradient_number(parameter) for parameter in parameters)
+    ignored = frozenset(number for number in numbers if number is not None)
+    return tally(tape.places, kept, tape.timeline, ignored=ignored)
+
+
+def _in_order(network: Network, costs: Mapping[str, UnitCost]) -> list[str]:
+    """Units in the order of their first call, then those never called; the loss last."""
+    called = [name for name in network.order if network.twin(name) in costs]
+    never = [name for name in network.order if network.twin(name) not in costs]
+    glue = [GLUE] if costs[GLUE] != UnitCost() else []
+    return [*glue, *called, *never, LOSS]
+
+
+def _unit_profiles(
+    network: Network,
+    costs: Mapping[Numerics, Mapping[str, UnitCost]],
+    shared: Collection[str],
+) -> Iterator[UnitProfile]:
+    """Of all units in order; layers that were not run differ from their twin in the name alone."""
+    known: dict[str, UnitProfile] = {}
+    for name in _in_order(network, next(iter(costs.values()))):
+        twin = network.twin(name)
+        if twin not in known:
+            known[twin] = _unit_profile(network, twin, costs, shared)
+        yield known[twin] if name == twin else known[twin].model_copy(update={"name": name})
+
+
+def _unit_profile(
+    network: Network,
+    name: str,
+    costs: Mapping[Numerics, Mapping[str, UnitCost]],
+    shared: Collection[str],
+) -> UnitProfile:
+    unit = network.units.get(name)
+    parameters = sum(p.elements for p in unit.parameters.values()) if unit else 0
+    return UnitProfile(
+        name=name,
+        kind=unit.kind if unit else network.kind if name == GLUE else "loss",
+        is_block=unit is not None and unit.is_block,
+        parameters=parameters,
+        trainable_parameters=parameters,
+        parameter_bytes=parameters * DType.FLOAT32.size_bytes,
+        gradient_bytes=parameters * DType.FLOAT32.size_bytes,
+        buffer_bytes=unit.buffer_bytes if unit else 0,
+        dtypes=("float32",) if parameters else (),
+        shapes=tuple(_shapes(unit)) if unit else (),
+        experts=_experts(unit) if unit else (),
+        is_shared=name in shared,
+        costs={kind: by_name.get(name, UnitCost()) for kind, by_name in costs.items()},
+    )
+
+
+def _shapes(unit: Unit) -> Iterator[Shape]:
+    counts = Counter(parameter.shape for parameter in unit.parameters.values())
+    for sizes, count in sorted(counts.items()):
+        yield Shape(sizes=sizes, element_bytes=DType.FLOAT32.size_bytes, count=count)
+
+
+def _experts(unit: Unit) -> tuple[int, ...]:
+    """Of parameters that are a matrix for each of several experts: no family has others of three
+    sizes."""
+    return tuple(sorted({p.shape[0] for p in unit.parameters.values() if len(p.shape) == 3}))

@@ -1,0 +1,433 @@
+"""One forward and backward on arrays without values: torch's autograd in small.
+
+It does what `profiles.capture.dispatch_modes` and `profiles.capture.storages` watch torch do:
+operations read, write and launch, nodes save what their backward needs, gradients flow in
+autograd's order, memory is released when the last reference goes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from profiles.closed_forms.families.arrays import Array, DType, Made, Shape, Storage, contiguous
+from profiles.closed_forms.families.layer_calls import LayerCalls
+from profiles.model.profile import GLUE, Numerics
+from profiles.model.work import FusibleKind
+from profiles.trace.chains import Chain, Chains, Fusing, kind_of_module
+from profiles.trace.places import Attended, Grouped, Part, Place
+from profiles.trace.tally import Kept
+from profiles.trace.timeline import Timeline
+
+Keeper = TypeVar("Keeper", bound=Hashable)
+Gradient = Array | None
+Backward = Callable[..., Sequence[Gradient]]
+"""Gradients of a node's outputs to gradients of its inputs."""
+
+POINTWISE = Fusing()
+ACTIVATION = Fusing(hint=FusibleKind.GATE)
+GATHER = Fusing(hint=FusibleKind.ROUTER)
+SOFTMAX = Fusing(is_softmax=True)
+DRAW = Fusing(draws=True)
+ATTENTION = Fusing(is_fusible=False, is_attention=True)
+# What compilers leave to a kernel of its own: products, sorting, sums into places.
+ALONE = Fusing(is_fusible=False)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """An operation of the forward that gradients pass, or a parameter where they end.
+
+    Attributes:
+        sequence: of two nodes whose gradients are complete the later goes first.
+        backward: None for a parameter.
+        parents: for each input the node and output it came from.
+        outputs: shape and dtype that gradients have to have.
+        gradients: what has arrived, by output.
+        waiting: how many gradients are yet to come.
+        chain: that made it; None for a parameter.
+        layer: number of the layer whose output this is.
+    """
+
+    sequence: float
+    place: Place
+    backward: Backward | None
+    parents: list[tuple[Node, int] | None]
+    outputs: list[tuple[Shape, DType]]
+    gradients: list[Gradient] = field(default_factory=list)
+    waiting: int = 0
+    chain: Chain | None = None
+    layer: int | None = None
+
+
+class Tape:
+    """What a run does, put down to places: see `profiles.capture.dispatch_modes.Trace`.
+
+    `on_processor`: attention is by torch's kernels for processors, else by those for accelerators.
+    """
+
+    def __init__(self, numerics: Numerics, *, on_processor: bool = True) -> None:
+        self.numerics = numerics
+        self.on_processor = on_processor
+        self.timeline = Timeline()
+        self.place = Place(GLUE)
+        self.places = [self.place]
+        self.shared: set[str] = set()
+        self.layers = LayerCalls(self.place)
+        self._chain = self.place.chain  # of the backward
+        self._chains = Chains()
+        self._kinds: list[FusibleKind] = []  # of the modules that are being called
+        self._is_chain_over = False
+        self._made: list[Made] = []
+        self._gradient_bytes: dict[Made, int] = {}  # of trainable parameters
+        self._in_backward = False
+        self._sequence = itertools.count()
+        self._known = itertools.count(-1, -1)
+        self._casts: dict[Node, Array] = {}
+        self.timeline.open((self.place, False))
+
+    # Memory
+
+    def empty(self, shape: Shape, dtype: DType, strides: Shape | None = None) -> Array:
+        """Memory for an array."""
+        size_bytes = math.prod(shape) * dtype.size_bytes
+        number = self.timeline.make(size_bytes)
+        made = Made(number, size_bytes, number, part=self._doing.part)
+        self._made.append(made)
+        storage = Storage(made, self.timeline)
+        return Array(self, shape, strides or contiguous(shape), dtype, storage)
+
+    def known(
+        self, shape: Shape, dtype: DType, *, holders: Iterable[str] = (), trainable: bool = False
+    ) -> Array:
+        """An array that is there before the run: a parameter, a buffer, the batch."""
+        size_bytes = math.prod(shape) * dtype.size_bytes
+        made = Made(None, size_bytes, next(self._known), holders=frozenset(holders))
+        array = Array(self, shape, contiguous(shape), dtype, Storage(made, self.timeline))
+        if trainable:
+            self._gradient_bytes[made] = array.elements * DType.FLOAT32.size_bytes  # as built
+            array.node = Node(float("inf"), self.place, None, [], [(shape, dtype)])
+        return array
+
+    def save(self, array: Array) -> Array:
+        """What autograd keeps for backward; recompute would too outside blocks."""
+        made = array.storage.made
+        if made.number is not None and not self._in_backward:
+            made.saved_by = made.saved_by or self.place
+            if not self.place.is_block:
+                made.kept_by = made.kept_by or self.place
+        return array.detached()
+
+    def kept(self) -> Kept:
+        """What is kept now, by the first place that saved it; and what would be if blocks kept only
+        their inputs and what matrix products gave."""
+        saved = [(made.saved_by, made) for made in self._made if made.is_alive]
+        selective = [
+            (made.kept_by, made)
+            for made in self._made
+            if made.is_alive or (made.kept_by is not None and made.kept_by.is_block)
+        ]
+        return Kept(_sum(saved), _sum(selective), _of_parts(saved), _of_parts(selective))
+
+    @property
+    def _doing(self) -> Chain:
+        return self._chain if self._in_backward else self.place.chain
+
+    def _is_alive(self, memory: int) -> bool:
+        return memory < 0 or self._made[memory].is_alive
+
+    def _is_kept(self, memory: int) -> bool:
+        return self._is_alive(memory) and (memory < 0 or self._made[memory].saved_by is not None)
+
+    def _is_saved(self, memory: int, place: Place) -> bool:
+        return self._made[memory].is_alive and self._made[memory].saved_by is place
+
+    # Operations
+
+    def run(
+        self,
+        inputs: Sequence[Array],
+        shape: Shape,
+        dtype: DType,
+        strides: Shape | None = None,
+        *,
+        flop: int = 0,
+        gathers: bool = False,
+        fusing: Fusing = POINTWISE,
+    ) -> Array:
+        """One kernel with one output, outside the graph."""
+        out = self.empty(shape, dtype, strides)
+        self.launch(inputs, [out], flop=flop, gathers=gathers, fusing=fusing)
+        return out
+
+    def launch(
+        self,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        *,
+        flop: int = 0,
+        gathers: bool = False,
+        is_kept: bool = False,
+        fusing: Fusing = POINTWISE,
+    ) -> None:
+        """One kernel: reads its inputs, writes its outputs.
+
+        Args:
+            flop: of a product, which is a kernel of its own.
+            gathers: of the first input only the rows that are asked for are read.
+            is_kept: an operation whose outputs selective recompute keeps.
+        """
+        self._go_on()
+        read = [array.occupied_bytes for array in inputs]
+        written = [array.occupied_bytes for array in outputs]
+        if gathers:
+            read[0] = min(read[0], sum(written))
+        moved = sum(read) + sum(written)
+        chain = self._doing
+        part = chain.part
+        fusing = fusing._replace(is_fusible=fusing.is_fusible and not flop)
+        self._chains.operation(
+            chain,
+            fusing,
+            [(array.storage.made.memory, n) for array, n in zip(inputs, read, strict=True)],
+            [(array.storage.made.memory, n) for array, n in zip(outputs, written, strict=True)],
+            is_alive=self._is_alive if self._in_backward else None,
+        )
+        self._is_chain_over = not fusing.is_fusible and not self._in_backward
+        for doer in (self.place, part) if part is not None else (self.place,):
+            work = doer.backward if self._in_backward else doer.forward
+            work.add(flop=flop, moved_bytes=moved)
+        if self._in_backward:
+            return
+        for array in inputs:
+            made, holders = array.storage.made, array.storage.made.holders
+            if part is not None and made in self._gradient_bytes:
+                part.parameters[made] = self._gradient_bytes[made]
+            if holders and self.place.name not in holders:
+                self.shared |= holders
+        if is_kept and self.place.is_block:
+            for array in outputs:
+                array.storage.made.kept_by = array.storage.made.kept_by or self.place
+
+    def attended(self, call: Attended) -> None:
+        """The kernel that was launched is fused attention, forward or backward."""
+        calls = (self._doing.part or self.place).attention
+        (calls.backward if self._in_backward else calls.forward).append(call)
+
+    def multiplied(self, product: Grouped) -> None:
+        """The kernel that was launched is a grouped product, or a gradient of one."""
+        here = self._doing.part or self.place
+        (here.backward if self._in_backward else here.forward).grouped.append(product)
+
+    def record(self, outputs: Sequence[Array], inputs: Sequence[Array], backward: Backward) -> None:
+        """Put an operation into the graph, if a gradient can pass it."""
+        chain = self.place.chain
+        self._go_on()
+        if self._in_backward or all(array.node is None for array in inputs):
+            return
+        node = Node(
+            next(self._sequence),
+            self.place,
+            backward,
+            [(array.node, array.index) if array.node else None for array in inputs],
+            [(array.shape, array.dtype) for array in outputs],
+            chain=chain,
+        )
+        self.layers.operation(inputs, outputs)
+        for index, array in enumerate(outputs):
+            array.node, array.index = node, index
+
+    def lowered(self, array: Array, cast: Callable[[Array, DType], Array]) -> Array:
+        """`array` as autocast gives it to a matrix product; parameters are cast once."""
+        if self.numerics is not Numerics.BF16_AUTOCAST or array.dtype is not DType.FLOAT32:
+            return array
+        node = array.node
+        if node is None or node.backward is not None:
+            return cast(array, DType.BFLOAT16)
+        if node not in self._casts:
+            self._casts[node] = cast(array, DType.BFLOAT16)
+        return self._casts[node]
+
+    # Calls
+
+    def enter(self, name: str, inputs: Sequence[Array], *, is_block: bool) -> None:
+        """A unit is called with these inputs."""
+        self._hand_on(inputs)
+        self.timeline.close((self.place, False))
+        self._go_to(Place(name, is_block))
+        self.place.input_bytes = self._take(inputs)
+
+    def leave(self, outputs: Sequence[Array]) -> None:
+        """The unit returns."""
+        self.layers.finish(outputs)
+        self._hand_on(outputs)
+        self.place.output_bytes += sum({id(a): a.size_bytes for a in outputs}.values())
+        self.timeline.close((self.place, False))
+        self._go_to(Place(GLUE))
+
+    @contextmanager
+    def module(self, name: str) -> Iterator[None]:
+        """What runs within is of a module of this class: a norm is a chain of its own."""
+        kind = kind_of_module(name)
+        if kind is None:
+            yield
+            return
+        self._kinds.append(kind)
+        self._begin_chain()
+        yield
+        self._kinds.pop()
+        self._begin_chain()
+
+    def _begin_chain(self) -> None:
+        self._is_chain_over = False
+        self.place.begin_chain(0, self._kinds[-1] if self._kinds else None)
+
+    def _go_on(self) -> None:
+        """The node of a kernel that is no part of a chain goes with the chain before it."""
+        if self._is_chain_over:
+            self._begin_chain()
+
+    def _hand_on(self, arrays: Iterable[Array]) -> None:
+        self._chains.hand_on(array.storage.made.memory for array in arrays)
+
+    def _go_to(self, place: Place) -> None:
+        self.place = place
+        self.layers = LayerCalls(place)
+        self.places.append(place)
+        self.timeline.open((place, False))
+
+    def _take(self, inputs: Sequence[Array]) -> int:
+        """Bytes of a call's inputs; what several blocks take is counted in the first."""
+        total = 0
+        for array in {id(array.storage): array for array in inputs}.values():
+            made = array.storage.made
+            if made.number is None:
+                total += array.size_bytes * (array.dtype.is_floating and not made.holders)
+            elif not (self.place.is_block and made.is_taken):
+                total += made.size_bytes
+            if made.number is not None and self.place.is_block:
+                made.is_taken = True
+                made.kept_by = made.kept_by or self.place
+        return total
+
+    # Backward
+
+    def backward(self, root: Array, adapt: Callable[[Array, Shape, DType], Array]) -> None:
+        """Gradients of the scalar `root`, down to the parameters.
+
+        `adapt` brings a gradient to the shape and dtype of what it belongs to.
+        """
+        assert root.node is not None
+        self._hand_on([root])
+        self._chains.settle_forward(self._is_saved, self._is_kept)
+        self.timeline.close((self.place, False))
+        self.place = root.node.place
+        self._is_chain_over = False
+        self._in_backward = True
+        self.timeline.open((self.place, True))
+        one = self.run([], (), root.dtype)
+        node = root.node
+        _prepare(node)
+        node.gradients[root.index] = one
+        del root
+        ready = [(-node.sequence, node)]
+        while ready:
+            node = heapq.heappop(ready)[1]
+            self._run(node, ready, adapt)
+        self.timeline.close((self.place, True))
+        self._chains.settle_backward(self._is_alive)
+
+    def _run(
+        self,
+        node: Node,
+        ready: list[tuple[float, Node]],
+        adapt: Callable[[Array, Shape, DType], Array],
+    ) -> None:
+        assert node.backward is not None
+        assert node.chain is not None
+        if node.chain is not self._chain:
+            self._chains.pause(self._is_alive)
+        self._chain = node.chain
+        if node.place is not self.place:
+            self.timeline.close((self.place, True))
+            self.place = node.place
+            self.timeline.open((self.place, True))
+        arrived, node.gradients = node.gradients, []
+        gradients = list(node.backward(*arrived))
+        for index, (gradient, parent) in enumerate(zip(gradients, node.parents, strict=True)):
+            if gradient is not None and parent is not None:
+                gradients[index] = adapt(gradient, *parent[0].outputs[parent[1]])
+        gradient = None
+        arrived.clear()
+        node.backward = None  # what it saved goes
+        twice = {id(g) for g in gradients if gradients.count(g) > 1}
+        for index, parent in enumerate(node.parents):
+            if parent is None:
+                continue
+            (target, output), gradient = parent, gradients[index]
+            gradients[index] = None
+            if gradient is not None and target.backward is None and id(gradient) in twice:
+                # A parameter's gradient is its own: what another node holds is copied.
+                gradient = self.run([gradient], gradient.shape, gradient.dtype)
+            if gradient is not None:
+                self._add(target, output, gradient)
+            gradient = None
+            target.waiting -= 1
+            if not target.waiting and target.backward is not None:
+                heapq.heappush(ready, (-target.sequence, target))
+        node.parents = []
+
+    def _add(self, node: Node, output: int, gradient: Array) -> None:
+        before = node.gradients[output]
+        if before is not None:
+            gradient = self.run([before, gradient], before.shape, before.dtype, before.strides)
+        node.gradients[output] = gradient
+
+
+def has_gradient(parameter: Array) -> bool:
+    """Whether a gradient arrived at a parameter."""
+    return parameter.node is not None and any(parameter.node.gradients)
+
+
+def gradient_number(parameter: Array) -> int | None:
+    """What a parameter's gradient is called in the timeline, after backward."""
+    gradients = parameter.node.gradients if parameter.node else []
+    gradient = gradients[0] if gradients else None
+    return None if gradient is None else gradient.storage.made.number
+
+
+def _prepare(root: Node) -> None:
+    """Make room for gradients and count those to come, in every node behind `root`."""
+    root.gradients = [None] * len(root.outputs)
+    seen, found = {root}, [root]
+    while found:
+        for parent in found.pop().parents:
+            if parent is None:
+                continue
+            node = parent[0]
+            if node not in seen:
+                seen.add(node)
+                found.append(node)
+                node.gradients = [None] * len(node.outputs)
+            node.waiting += 1
+
+
+def _sum(found: Iterable[tuple[Keeper | None, Made]]) -> dict[Keeper, int]:
+    total: dict[Keeper, int] = {}
+    for keeper, made in found:
+        if keeper is not None:
+            total[keeper] = total.get(keeper, 0) + made.size_bytes
+    return total
+
+
+def _of_parts(found: Iterable[tuple[Place | None, Made]]) -> dict[Part, int]:
+    """Of what places keep, the parts of them that made it."""
+    return _sum(
+        (made.part if made.part is not None and made.part.place is place else None, made)
+        for place, made in found
+    )

@@ -1,0 +1,230 @@
+"""Timings of collectives over message sizes, on every mesh axis, all groups of an axis at once."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+import torch.distributed as dist
+
+from profiles.machine.bench.axes import Axis
+from profiles.machine.bench.device import rounded, wait_for
+from profiles.machine.bench.job import Job
+from profiles.machine.cluster import Collective, LinkFit
+from profiles.machine.link_fit import fit
+from profiles.torch_compat import all_gather_single, reduce_scatter_single
+from profiles.units import KIB, MIB
+
+TIMED = tuple(Collective)
+SMALLEST_BYTES = KIB
+# Four-fold steps: two a decade are enough for a line through latency and bandwidth.
+STEP = 4
+# Timed whatever the budget: below it a slow machine's jitter hides the bandwidth.
+ALWAYS_BYTES = MIB
+# A GPU's links are not full before some hundred MiB (nccl-tests' published curves).
+CPU_LARGEST_BYTES, GPU_LARGEST_BYTES = 64 * MIB, 1024 * MIB
+# A median needs three; more only where the budget allows.
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
+# After a barrier the ranks wake up to a scheduler's tick apart, milliseconds where they share
+# cores. Calls in a row, as many as make this or this many, make that small beside them.
+IN_A_ROW_S, MOST_IN_A_ROW = 0.02, 16
+# A step computes between its collectives. On processors that costs them: threads that send find
+# their core taken, and ranks come at different times. Some milliseconds, as between layers.
+COMPUTED_EDGE = 512
+
+Tell = Callable[[str], None]
+"""Called with what is being timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """This rank's group of an axis, and the seconds of its messages: by collective and size."""
+
+    axis: Axis
+    group: dist.ProcessGroup
+    seconds: dict[Collective, dict[int, list[float]]]
+
+    def sizes(self) -> list[int]:
+        """Those that have been timed."""
+        return list(self.seconds[TIMED[0]])
+
+    def forget(self) -> None:
+        """Begin anew."""
+        for by_size in self.seconds.values():
+            by_size.clear()
+
+    def fits(self) -> dict[Collective, LinkFit]:
+        """The line through the medians, for each collective."""
+        return {kind: self._fit(kind) for kind in self.seconds}
+
+    def _fit(self, kind: Collective) -> LinkFit:
+        factor = kind.bus_factor(self.axis.size)
+        points = [(factor * n, statistics.median(s)) for n, s in self.seconds[kind].items()]
+        exact = fit(points)
+        return LinkFit(
+            latency_s=rounded(exact.latency_s),
+            busbw_bytes_per_s=rounded(exact.busbw_bytes_per_s),
+            relative_residual=rounded(exact.relative_residual),
+        )
+
+
+def axis_fits(
+    job: Job, axes: Sequence[Axis], *, budget_s: float, largest_bytes: int, tell: Tell
+) -> Mapping[Axis, dict[Collective, LinkFit]]:
+    """Time every collective on every axis, and fit each.
+
+    Rounds interleave axes, sizes and collectives, so that a disturbance of a second touches one
+    sample of many. The first round climbs from size to size; an axis stops before one that would
+    not be seen three times, so slow axes get smaller messages than fast ones.
+    """
+    if not axes:
+        return {}
+    largest = max(largest_bytes, ALWAYS_BYTES)
+    messages = _Messages(job, largest)
+    began = time.perf_counter()
+
+    def spent_s() -> float:
+        return job.slowest([time.perf_counter() - began])[0]
+
+    with _groups(job, axes) as talks:
+        tell("connections")
+        for talk in talks:  # they are made on first use
+            for kind in TIMED:
+                messages.time_once(kind, talk, SMALLEST_BYTES)
+            talk.forget()
+        _climb(talks, messages, spent_s, budget_s=budget_s, largest_bytes=largest, tell=tell)
+        first_s = used_s = spent_s()
+        for done in range(1, MOST_ROUNDS):
+            if done >= FEWEST_ROUNDS and used_s + (used_s - first_s) / (done - 1) > budget_s:
+                break
+            for talk in talks:
+                tell(f"{talk.axis}, round {done + 1}")
+                for count in talk.sizes():
+                    for kind in TIMED:
+                        messages.time_once(kind, talk, count)
+            used_s = spent_s()
+        return {talk.axis: talk.fits() for talk in talks}
+
+
+def _climb(
+    talks: Sequence[Talk],
+    messages: _Messages,
+    spent_s: Callable[[], float],
+    *,
+    budget_s: float,
+    largest_bytes: int,
+    tell: Tell,
+) -> None:
+    """The first round: sizes as large as can be seen three times in `budget_s`."""
+    climbing, count = list(talks), SMALLEST_BYTES
+    while climbing and count <= largest_bytes:
+        took_s: dict[Axis, float] = {}
+        for talk in climbing:
+            tell(f"{talk.axis}, {count // KIB} KiB")
+            before_s = spent_s()
+            for kind in TIMED:
+                messages.time_once(kind, talk, count)
+            took_s[talk.axis] = spent_s() - before_s
+        count *= STEP
+        if count <= ALWAYS_BYTES:
+            continue
+        # Fast axes first: a slow one must not keep them from the sizes that fill them.
+        planned_s, going_on = spent_s(), []
+        for talk in sorted(climbing, key=lambda talk: took_s[talk.axis]):
+            planned_s += STEP * took_s[talk.axis]
+            if FEWEST_ROUNDS * planned_s <= budget_s:
+                going_on.append(talk)
+        climbing = going_on
+
+
+@contextmanager
+def _groups(job: Job, axes: Sequence[Axis]) -> Iterator[list[Talk]]:
+    """This rank's group of each axis, for as long as the body runs."""
+    talks: list[Talk] = []
+    try:
+        for axis in axes:
+            for ranks in axis.groups(job.ranks):  # every rank takes part in making every group
+                group = dist.new_group(ranks, timeout=job.patience)
+                if job.rank in ranks:
+                    talks.append(Talk(axis, group, {kind: {} for kind in TIMED}))
+        yield talks
+    finally:
+        for talk in talks:
+            dist.destroy_process_group(talk.group)
+
+
+class _Messages:
+    """The tensors that are sent and received, and the clock."""
+
+    def __init__(self, job: Job, largest_bytes: int) -> None:
+        self._job = job
+        self._sent = torch.zeros(largest_bytes // 4, dtype=torch.float32, device=job.device)
+        self._received = torch.zeros_like(self._sent)
+        self._left = torch.ones(COMPUTED_EDGE, COMPUTED_EDGE)
+        self._result = torch.empty_like(self._left)
+
+    def time_once(self, kind: Collective, talk: Talk, count: int) -> None:
+        """Note the seconds of one message of `count` bytes, the mean of what ranks spend on it."""
+        call = self._call(kind, talk, count)
+        # What the ranks know of one call, from smaller messages; the same on all.
+        last_s = next((times[-1] for times in reversed(talk.seconds[kind].values())), 0.0)
+        if count in talk.seconds[kind]:
+            last_s = talk.seconds[kind][count][-1]
+        repeats = max(1, min(MOST_IN_A_ROW, ceil(IN_A_ROW_S / max(last_s, 1e-6))))
+        computed_s = 0.0
+        self._job.together()
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            computed_s += self._compute()
+            call()
+        wait_for(self._job.device)
+        own_s = (time.perf_counter() - begin - computed_s) / repeats
+        # All end together; who computed longer waited less.
+        longest_s, shortest_s = self._job.slowest([own_s, -own_s])
+        talk.seconds[kind].setdefault(count, []).append((longest_s - shortest_s) / 2)
+
+    def _compute(self) -> float:
+        """Compute on a processor, as a step does between its collectives; the seconds of it."""
+        if self._job.device.type == "cuda":
+            return 0.0
+        begin = time.perf_counter()
+        torch.mm(self._left, self._left, out=self._result)
+        return time.perf_counter() - begin
+
+    def _call(self, kind: Collective, talk: Talk, count: int) -> Callable[[], object]:
+        """One collective whose whole tensor has `count` bytes."""
+        size, group = talk.axis.size, talk.group
+        elements = max(size, count // 4 // size * size)
+        whole, other = self._sent[:elements], self._received[:elements]
+        part = other[: elements // size]
+        match kind:
+            case Collective.ALL_REDUCE:
+                return lambda: dist.all_reduce(whole, group=group)
+            case Collective.ALL_GATHER:
+                return lambda: all_gather_single(whole, part, group=group)
+            case Collective.REDUCE_SCATTER:
+                return lambda: reduce_scatter_single(part, whole, group=group)
+            case Collective.ALL_TO_ALL:
+                return lambda: dist.all_to_all_single(other, whole, group=group)
+            case Collective.SEND_RECV:
+                return lambda: _pass_on(whole, other, group, size)
+
+
+def _pass_on(
+    sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, size: int
+) -> None:
+    """Every rank sends to the next one and receives from the one before, as pipelines do."""
+    mine = dist.get_group_rank(group, dist.get_rank())
+    after = dist.get_global_rank(group, (mine + 1) % size)
+    before = dist.get_global_rank(group, (mine - 1) % size)
+    pair = [
+        dist.P2POp(dist.isend, sent, after, group=group),
+        dist.P2POp(dist.irecv, received, before, group=group),
+    ]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()

@@ -1,0 +1,192 @@
+"""Timings of the device: matrix products by size, memory, and what launching costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from math import ceil
+
+import torch
+
+from profiles.machine.bench.job import Job
+from profiles.machine.cluster import Device
+from profiles.provenance import Quantity, Source, Timing
+from profiles.units import MIB
+
+LAUNCHES = 200  # small operations timed in a row: a clock reads no finer
+# Ranks that share a core take turns of a few milliseconds. A sample that is shorter than a turn is
+# run in a turn of its own or stopped by another's, and a median never sees the stops; one of ten
+# turns sees what a step will see. Measured, 4 ranks on 2 cores: of small operations that took
+# 6.8 us each in the long run, medians of samples of a millisecond told 2.1 us, of these 6.2 us.
+SAMPLE_S = 0.04
+FEWEST_SAMPLES = 3
+# Edges of the products beside the large one: from what is all overhead to nearly as good.
+CPU_EDGES, GPU_EDGES = (64, 128, 256, 512), (512, 1024, 2048, 4096)
+# Beside a GPU: more than any cache, and little to lock into memory for every rank of a node.
+HOST_COPY_BYTES = 256 * MIB
+# A range that begins at 0 says nothing; a rate of 0 is not possible.
+LARGEST_ERROR = 0.95
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.15) -> float:
+    """FLOP/s of a large square matrix product, median of at least three samples."""
+    edge = large_edge(device)
+    return 2 * edge**3 / matmul_timing(device, dtype, edge, seconds=seconds).median_s
+
+
+def matmul_timing(
+    device: torch.device, dtype: torch.dtype, edge: int, *, seconds: float = 0.15
+) -> Timing:
+    """Seconds of a product of two `edge` x `edge` matrices."""
+    left = torch.ones(edge, edge, device=device, dtype=dtype)
+    result = torch.empty_like(left)
+    return _timing(lambda: torch.mm(left, left, out=result), device, seconds)
+
+
+def large_edge(device: torch.device) -> int:
+    """Of the product whose rate stands for all large ones."""
+    return 8192 if device.type == "cuda" else 768
+
+
+def copy_rate(device: torch.device, *, seconds: float = 0.15) -> float:
+    """Bytes read and written per second by a copy that no cache holds, median of three or more."""
+    return 2 * _copy_bytes(device) / copy_timing(device, seconds=seconds).median_s
+
+
+def copy_timing(device: torch.device, *, seconds: float = 0.15) -> Timing:
+    """Seconds of a copy that no cache holds."""
+    origin = torch.zeros(_copy_bytes(device), device=device, dtype=torch.uint8)
+    target = torch.zeros_like(origin)  # written once: no page is first touched in the timing
+    return _timing(lambda: target.copy_(origin), device, seconds)
+
+
+def host_copy_timing(device: torch.device, *, seconds: float = 0.15) -> Timing:
+    """Seconds of the slower way of a copy between a GPU and page-locked main memory."""
+    host = torch.zeros(HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = host.to(device)
+    ways = (
+        _timing(lambda: there.copy_(host, non_blocking=True), device, seconds / 2),
+        _timing(lambda: host.copy_(there, non_blocking=True), device, seconds / 2),
+    )
+    return max(ways, key=lambda timing: timing.median_s)
+
+
+def _copy_bytes(device: torch.device) -> int:
+    return (1024 if device.type == "cuda" else 64) * MIB
+
+
+def launch_time(device: torch.device, *, seconds: float = 0.15) -> float:
+    """Seconds of one small operation among many: what launching costs."""
+    return launch_timing(device, seconds=seconds).median_s / LAUNCHES
+
+
+def launch_timing(device: torch.device, *, seconds: float = 0.15) -> Timing:
+    """Seconds of `LAUNCHES` small operations in a row."""
+    tensor = torch.zeros(16, device=device)
+
+    def many() -> None:
+        for _ in range(LAUNCHES):
+            tensor.add_(1)
+
+    return _timing(many, device, seconds)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has done what this thread asked of it; other streams go on."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _timing(work: Callable[[], object], device: torch.device, seconds: float) -> Timing:
+    """Seconds of `work`, run for about `seconds`: three samples at least, of `SAMPLE_S` or one run.
+
+    The range is the 10th to the 90th percentile of the samples.
+    """
+    work()
+    wait_for(device)
+    begin = time.perf_counter()
+    work()
+    wait_for(device)
+    runs = ceil(SAMPLE_S / max(time.perf_counter() - begin, 1e-6))
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < FEWEST_SAMPLES or time.perf_counter() < end:
+        begin = time.perf_counter()
+        for _ in range(runs):
+            work()
+        wait_for(device)
+        times.append((time.perf_counter() - begin) / runs)
+    times.sort()
+    tenth = len(times) // 10
+    return Timing(
+        median_s=statistics.median(times),
+        low_s=times[tenth],
+        high_s=times[-1 - tenth],
+        repeats=len(times),
+    )
+
+
+def timed_device(job: Job, device: Device, *, budget_s: float) -> Device:
+    """The device as the slowest rank sees it while all work.
+
+    The range holds the ranks' medians and the 10th to 90th percentile within each rank. A GPU keeps
+    its printed peaks, for utilisation is quoted against them, and gets the share that was reached;
+    elsewhere the measured rate is the peak, and its share 1.
+    """
+    here, large = job.device, large_edge(job.device)
+    dtypes = [torch.float32, torch.bfloat16]
+    edges = GPU_EDGES if here.type == "cuda" else CPU_EDGES
+    usual = torch.bfloat16 if here.type == "cuda" else torch.float32
+    share_s = budget_s / (len(dtypes) + len(edges) + 2 + (here.type == "cuda"))
+    job.together()
+    timings = [matmul_timing(here, dtype, large, seconds=share_s) for dtype in dtypes]
+    timings += [copy_timing(here, seconds=share_s), launch_timing(here, seconds=share_s)]
+    timings += [matmul_timing(here, usual, edge, seconds=share_s) for edge in edges]
+    if here.type == "cuda":  # last, so that the places of the others stay
+        timings.append(host_copy_timing(here, seconds=share_s))
+    medians = job.slowest([timing.median_s for timing in timings])
+    slow = job.slowest([timing.high_s for timing in timings])
+    fast = job.fastest([timing.low_s for timing in timings])
+    errors = [(high - low) / (high + low) for high, low in zip(slow, fast, strict=True)]
+
+    flop = 2 * large**3
+    rates = {
+        str(dtype).removeprefix("torch."): measured(flop / medians[index], errors[index])
+        for index, dtype in enumerate(dtypes)
+    }
+    best = rates[str(usual).removeprefix("torch.")].value
+    efficiency = {
+        edge: measured(min(1.0, 2 * edge**3 / median / best), error)
+        for edge, median, error in zip(edges, medians[4:], errors[4:], strict=False)
+    }
+    update: dict[str, object] = {
+        "memory_bandwidth_bytes_per_s": measured(2 * _copy_bytes(here) / medians[2], errors[2]),
+        "launch_s": measured(medians[3] / LAUNCHES, errors[3]),
+        "matmul_efficiency": {**efficiency, large: measured(1.0, 0.0)},
+    }
+    if here.type == "cuda":
+        update["host_link_bytes_per_s"] = measured(HOST_COPY_BYTES / medians[-1], errors[-1])
+    if here.type == "cuda" and "bfloat16" in device.flop_per_s:
+        rate = rates["bfloat16"]
+        share = rate.value / (device.flop_per_s["bfloat16"].value)
+        update["matmul_fraction"] = measured(share, rate.relative_error)
+    else:
+        update["flop_per_s"] = device.flop_per_s | rates
+        update["matmul_fraction"] = Quantity(value=1.0, source=Source.MEASURED, origin="bench")
+    return device.model_copy(update=update)
+
+
+def measured(value: float, relative_error: float) -> Quantity:
+    """A number that this bench timed."""
+    return Quantity(
+        value=rounded(value),
+        source=Source.MEASURED,
+        relative_error=rounded(min(relative_error, LARGEST_ERROR)),
+        origin="bench",
+    )
+
+
+def rounded(value: float) -> float:
+    """Four digits: more than a timing has, and a file that people read."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,84 @@
+"""The tables and keys of a cluster file; numbers are read with their units."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from profiles.machine import quantities
+from profiles.record import Record
+
+
+class FitTable(Record):
+    latency: quantities.PlainTime
+    bandwidth: quantities.PlainBandwidth
+    relative_residual: NonNegativeFloat = 0.0
+
+
+class AxisTable(Record):
+    group_size: Annotated[int, Field(ge=2)]
+    stride: PositiveInt
+    fits: dict[str, FitTable] = Field(default_factory=dict)
+
+
+class OverlapTable(Record):
+    computing: quantities.Factor
+    communication: quantities.Factor
+
+
+class LinkTable(Record):
+    link: str | None = None
+    name: str | None = None
+    bandwidth: quantities.Bandwidth = None
+    latency: quantities.Time = None
+    fits: dict[str, FitTable] = Field(default_factory=dict)
+    wiring: Literal["switch", "mesh"] | None = None
+
+
+class BridgeTable(LinkTable):
+    devices: PositiveInt | None = None
+    peer_to_peer: bool = True
+
+
+class DeviceTable(Record):
+    name: str | None = None
+    kind: Literal["cuda", "cpu"] | None = None
+    memory: quantities.Capacity = None
+    memory_bandwidth: quantities.Bandwidth = None
+    flop_rate: dict[str, quantities.FlopRate] | None = None
+    matmul_fraction: quantities.Fraction = None
+    launch: quantities.Time = None
+    context: quantities.Memory = None
+    board_power: quantities.Power = None
+    host_link: quantities.Bandwidth = None
+    matmul_efficiency: dict[PositiveInt, quantities.Factor] | None = None
+
+
+class ClusterTable(Record):
+    """The keys of a cluster file."""
+
+    name: str | None = None
+    system: str | None = None
+    accelerator: str | None = None
+    nodes: PositiveInt = 1
+    count: PositiveInt | None = None  # of nodes, in a table `[[node]]`
+    node: list[ClusterTable] = Field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    devices_per_node: PositiveInt | None = None
+    nodes_per_domain: PositiveInt | None = None
+    network_cards: PositiveInt | None = None
+    oversubscription: Annotated[float, Field(ge=1)] = 1.0
+    nodes_per_switch: PositiveInt | None = None
+    pair: LinkTable | None = None
+    host_bridge: BridgeTable | None = None
+    host_memory: quantities.Memory = None
+    cores: PositiveInt | None = None
+    disk_write: quantities.Bandwidth = None
+    disk_read: quantities.Bandwidth = None
+    disk_free: quantities.Memory = None
+    device: DeviceTable | None = None
+    intra: LinkTable | None = None
+    inter: LinkTable | None = None
+    overlap: OverlapTable | None = None
+    axes: list[AxisTable] = Field(default_factory=list)

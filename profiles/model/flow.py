@@ -1,0 +1,161 @@
+"""Dataflow between units: which outputs feed which later calls, and what crosses a cut."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pydantic import NonNegativeInt
+
+from profiles.errors import InputError
+from profiles.model.affine import Affine
+from profiles.record import Record
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+GLUE = "(glue)"
+"""The pseudo-unit of operations that run outside every unit: residual sums, views, masks."""
+LOSS = "(loss)"
+"""The pseudo-unit of the loss function."""
+
+# Viewers of mermaid stop at 500 edges by default (its `maxEdges`).
+EDGES_DRAWN = 500
+
+
+class Value(Record):
+    """A tensor that a call hands on.
+
+    Attributes:
+        shape: at the sample's batch size.
+        bytes: of the tensor; one that is the same for every batch has nothing per sample.
+        is_overwritten: later code changes it in place (an in-place ReLU on a residual).
+        needs_gradient: a gradient comes back for it.
+        depends_on_parameters: or on random numbers that its call draws; else it follows from the
+            batch alone (rotary tables, masks).
+        is_returned: else the call left it behind in an attribute, a buffer or an argument.
+    """
+
+    shape: tuple[NonNegativeInt, ...]
+    dtype: str
+    bytes: Affine
+    is_overwritten: bool = False
+    needs_gradient: bool = True
+    depends_on_parameters: bool = True
+    is_returned: bool = True
+
+
+class Call(Record):
+    """One call of a unit, in the order of the forward.
+
+    Its values are the tensors that it returns, in order, then what it left behind for later code.
+    A unit that is called by another one is part of that one's call. `GLUE` stands for code between
+    units that uses parameters; its values are those parameters.
+
+    Attributes:
+        parameters: names of parameters that it uses and its unit does not hold; those of `GLUE`
+            are named in the order of its values.
+    """
+
+    unit: str
+    values: tuple[Value, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+
+class Edge(Record):
+    """Value `value` of call `source` is taken by call `target`, itself or through glue."""
+
+    source: NonNegativeInt
+    value: NonNegativeInt
+    target: NonNegativeInt
+
+
+class Flow(Record):
+    """Calls in forward order, and edges from earlier to later ones.
+
+    Attributes:
+        inside: (unit, caller): units that were called within a call of another unit.
+        written: names of parameters that the forward itself changes.
+    """
+
+    calls: tuple[Call, ...] = ()
+    edges: tuple[Edge, ...] = ()
+    inside: tuple[tuple[str, str], ...] = ()
+    written: tuple[str, ...] = ()
+
+    def value(self, edge: Edge) -> Value:
+        return self.calls[edge.source].values[edge.value]
+
+    @property
+    def hidden(self) -> tuple[tuple[int, int], ...]:
+        """(source, target): calls that take what an earlier one left behind. No cut fits."""
+        found = {(e.source, e.target) for e in self.edges if not self.value(e).is_returned}
+        return tuple(sorted(found))
+
+    def first_call(self, unit: str) -> int | None:
+        """Number of the first call of `unit`; None if it is not called by itself."""
+        return next((n for n, call in enumerate(self.calls) if call.unit == unit), None)
+
+    def crossing(self, position: int) -> tuple[Value, ...]:
+        """What crosses a cut before call `position`: each value once, however many take it.
+
+        Parameters that glue uses do not cross, whoever needs one keeps a copy; nor does what
+        depends on no parameter, it is made anew on the other side.
+        """
+        found = self.crossing_keys(position)
+        return tuple(self.calls[source].values[value] for source, value in found)
+
+    def crossing_keys(self, position: int) -> tuple[tuple[int, int], ...]:
+        """(call, value) of each tensor in `crossing`, in the same order."""
+        found = {
+            (edge.source, edge.value)
+            for edge in self.edges
+            if edge.source < position <= edge.target
+            and self.calls[edge.source].unit != GLUE
+            and self.value(edge).depends_on_parameters
+        }
+        return tuple(sorted(found))
+
+    def called_again(self) -> tuple[str, ...]:
+        """Units with more than one call, in the order of their first."""
+        names = [call.unit for call in self.calls if call.unit != GLUE]
+        names += [unit for unit, _ in self.inside]
+        return tuple(name for name, count in Counter(names).items() if count > 1)
+
+    def graph(self, *, samples: float = 1) -> nx.DiGraph:
+        """Units as nodes (`calls`: how many), edges with the `bytes` of `samples`.
+
+        Calls of a unit are one node, so a unit that is called again may lie on a cycle.
+        """
+        import networkx as nx
+
+        drawn = nx.DiGraph()
+        for call in self.calls:
+            drawn.add_node(call.unit)
+            drawn.nodes[call.unit].setdefault("calls", 0)
+            drawn.nodes[call.unit]["calls"] += 1
+        for edge in self.edges:
+            ends = self.calls[edge.source].unit, self.calls[edge.target].unit
+            before = drawn.edges[ends]["bytes"] if drawn.has_edge(*ends) else 0
+            drawn.add_edge(*ends, bytes=before + round(self.value(edge).bytes.at(samples)))
+        return drawn
+
+    def mermaid(self, *, samples: float = 1) -> str:
+        """`graph` as a flow chart for READMEs and notebooks.
+
+        Raises:
+            InputError: more edges than viewers draw.
+        """
+        graph = self.graph(samples=samples)
+        if graph.number_of_edges() > EDGES_DRAWN:
+            raise InputError(
+                f"{graph.number_of_edges()} edges are too many to draw, viewers stop at"
+                f" {EDGES_DRAWN}",
+                hints=["draw a model with fewer layers, or read the flow in `--json`"],
+            )
+        numbers = {unit: f"u{number}" for number, unit in enumerate(graph)}
+        lines = ["flowchart TD"]
+        lines += [f'    {numbers[unit]}["{unit or "(model)"}"]' for unit in graph]
+        for source, target, size in graph.edges(data="bytes"):
+            lines.append(f'    {numbers[source]} -->|"{size:,} B"| {numbers[target]}')
+        return "\n".join(lines)

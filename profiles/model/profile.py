@@ -1,0 +1,253 @@
+"""What is known of a model: parameters, FLOP, activations and traffic, unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from math import prod
+
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
+
+from profiles.model.affine import Affine as Affine
+from profiles.model.crossings import Crossing
+from profiles.model.flow import GLUE as GLUE
+from profiles.model.flow import LOSS as LOSS
+from profiles.model.flow import Flow
+from profiles.model.layers import LayerCost
+from profiles.model.times import BlockTimes
+from profiles.model.work import AttentionCall, Fusible, Product
+from profiles.record import Document, Record
+
+# A unit smaller than this share of the largest one is not sharded on its own: its gather would cost
+# a full latency and free next to nothing. It stays with the root group.
+SMALLEST_SHARD_FRACTION = 1 / 64
+# Beside blocks that come and go, other units count for less: what they would free is there only as
+# long as the root group is. A quarter of a block is a choice, not a measurement.
+SMALLEST_BESIDE_BLOCKS = 1 / 4
+
+
+class Numerics(StrEnum):
+    """How the numbers of a forward pass are held."""
+
+    AS_BUILT = "as_built"  # parameters and inputs as the user made them
+    BF16 = "bf16"  # parameters and inputs cast to bfloat16 for forward and backward (FSDP)
+    BF16_AUTOCAST = "bf16_autocast"  # torch.autocast chooses per operation (DDP)
+
+
+class UnitCost(Record):
+    """What one forward and backward of a unit costs on one device, for one kind of numerics.
+
+    Bytes and FLOP are for the whole unit, all its calls of one microbatch together.
+
+    Attributes:
+        forward_flop, backward_flop: matrix multiplications, convolutions and attention; 2 FLOP per
+            multiply-add, as `torch.utils.flop_counter` counts.
+        forward_moved_bytes, backward_moved_bytes: bytes that the operations read and write in
+            device memory, one operation after another, nothing fused.
+        forward_kernels, backward_kernels: operations launched.
+        activation_bytes: kept from forward to backward, parameters and the batch not counted.
+        selective_activation_bytes: the same under selective recompute (matmul and attention
+            outputs are kept, all else is computed again); of units that are no blocks what they
+            keep then.
+        input_bytes: the unit's floating inputs and masks; what full recompute keeps. A tensor that
+            several blocks take is counted in the first of them.
+        output_bytes: the unit's tensors handed on.
+        forward_transient_bytes: highest moment of live tensors within the unit's forward, above
+            what was live when it began.
+        backward_transient_bytes: the same for its backward, gradients of parameters not counted.
+        layers: in the order of their first calls. What the unit takes and they do not account for
+            comes before the first of them, or from outside the unit: it is whole on every rank.
+        products, attention, fusible: of what lies outside the stretches of `layers`; see `Stretch`.
+    """
+
+    forward_flop: Affine = Affine()
+    backward_flop: Affine = Affine()
+    forward_moved_bytes: Affine = Affine()
+    backward_moved_bytes: Affine = Affine()
+    forward_kernels: NonNegativeInt = 0
+    backward_kernels: NonNegativeInt = 0
+    activation_bytes: Affine = Affine()
+    selective_activation_bytes: Affine = Affine()
+    input_bytes: Affine = Affine()
+    output_bytes: Affine = Affine()
+    forward_transient_bytes: Affine = Affine()
+    backward_transient_bytes: Affine = Affine()
+    layers: tuple[LayerCost, ...] = ()
+    products: tuple[Product, ...] = ()
+    attention: tuple[AttentionCall, ...] = ()
+    fusible: tuple[Fusible, ...] = ()
+
+    def calls(self) -> Iterator[AttentionCall]:
+        """Every call of attention that was noted."""
+        yield from self.attention
+        for layer in self.layers:
+            yield from layer.own.attention
+            yield from layer.after.attention
+
+
+class Shape(Record):
+    """Trainable parameters of one shape: what an optimizer may make its states from."""
+
+    sizes: tuple[NonNegativeInt, ...]
+    element_bytes: PositiveInt
+    count: PositiveInt = 1
+
+    @property
+    def elements(self) -> int:
+        """Of one of them."""
+        return prod(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of one of them."""
+        return self.elements * self.element_bytes
+
+
+class UnitProfile(Record):
+    """A module treated as one piece: an element of a repeated list of blocks, or a module outside.
+
+    Attributes:
+        name: module path in the model, or `GLUE` or `LOSS`.
+        kind: class name.
+        is_block: element of a repeated list; recompute and sharding work on blocks.
+        parameters, trainable_parameters: element counts; a tied tensor is counted in the first
+            unit that holds it.
+        parameter_bytes: of those parameters as built.
+        gradient_bytes: of the trainable ones, as built.
+        dtypes: the parameters' dtypes, sorted.
+        shapes: of the trainable parameters, equal ones together; empty where they are not known.
+        experts: how many a module in it holds as weights with a dimension of their own; ascending.
+        is_shared: a parameter of the unit is tied to, or used by code of, another place; the unit
+            cannot be gathered and released on its own.
+        costs: per kind of numerics that was captured.
+    """
+
+    name: str
+    kind: str
+    is_block: bool = False
+    parameters: NonNegativeInt = 0
+    trainable_parameters: NonNegativeInt = 0
+    parameter_bytes: NonNegativeInt = 0
+    gradient_bytes: NonNegativeInt = 0
+    buffer_bytes: NonNegativeInt = 0
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[Shape, ...] = ()
+    experts: tuple[PositiveInt, ...] = ()
+    is_shared: bool = False
+    costs: dict[Numerics, UnitCost]
+
+    def cost(self, numerics: Numerics) -> UnitCost:
+        return self.costs[numerics]
+
+    def flop(self, samples: float, numerics: Numerics = Numerics.AS_BUILT) -> float:
+        """Model FLOP of one forward and backward over `samples`, without recompute."""
+        cost = self.cost(numerics)
+        return cost.forward_flop.at(samples) + cost.backward_flop.at(samples)
+
+
+class ModelProfile(Document):
+    """A model and one sample, looked at on fake tensors; nothing was allocated or run.
+
+    Attributes:
+        units: in the order of their first call; the loss last.
+        dtype: of most parameters ("float32"); what `Numerics.AS_BUILT` runs in.
+        samples: batch size of the sample that was looked at.
+        tokens_per_sample: sequence length where the sample is token ids, else None.
+        batch_bytes: the sample itself.
+        tied: groups of parameter names that are one tensor.
+        unused: trainable parameters that got no gradient from the sample.
+        sparse_gradients: parameters whose gradients are sparse.
+        batch_norms: batch normalisation modules, in whatever mode they are.
+        has_loss: whether the loss was part of what was looked at.
+        times: measured times of the units, by device, numerics and microbatch.
+        is_proportional: the model did not run at twice the sample's batch; costs are taken to grow
+            with the batch, nothing is taken to be fixed.
+        flow: which calls feed which, `AS_BUILT`.
+        experts_per_token: of a mixture of experts, how many a token is sent to; None where there is
+            no mixture, or its configuration does not say.
+        devices: that the parts of the module were put on by hand; empty where it is in one place.
+        crossings: between those devices, per kind of numerics.
+        config: the content of the config.json that it was made from, or the shape of a bundled
+            model: it can be counted again at another size (`advisor.inputs.model_sizes`); else
+            None.
+        factory: `pkg.module:factory` that it was captured from, which can be called again; else
+            None.
+        stack: the software whose kernels the costs are of, where it is not what was captured.
+    """
+
+    name: str
+    units: tuple[UnitProfile, ...]
+    dtype: str
+    samples: PositiveInt
+    tokens_per_sample: PositiveInt | None = None
+    batch_bytes: Affine = Affine()
+    tied: tuple[tuple[str, ...], ...] = ()
+    unused: tuple[str, ...] = ()
+    sparse_gradients: tuple[str, ...] = ()
+    batch_norms: tuple[str, ...] = ()
+    has_loss: bool = False
+    times: tuple[BlockTimes, ...] = ()
+    is_proportional: bool = False
+    flow: Flow = Flow()
+    experts_per_token: PositiveInt | None = None
+    devices: tuple[str, ...] = ()
+    crossings: dict[Numerics, tuple[Crossing, ...]] = Field(default_factory=dict)
+    config: dict[str, JsonValue] | None = None
+    factory: str | None = None
+    stack: str = ""
+
+    @property
+    def parameters(self) -> int:
+        return sum(unit.parameters for unit in self.units)
+
+    @property
+    def trainable_parameters(self) -> int:
+        return sum(unit.trainable_parameters for unit in self.units)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(unit.parameter_bytes for unit in self.units)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(unit.gradient_bytes for unit in self.units)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(unit.buffer_bytes for unit in self.units)
+
+    @property
+    def numerics(self) -> tuple[Numerics, ...]:
+        """The kinds of numerics that were captured."""
+        return tuple(self.units[0].costs)
+
+    @property
+    def largest_unit(self) -> UnitProfile:
+        """The unit with the most parameter bytes: what must fit a device whole without TP."""
+        return max(self.units, key=lambda unit: unit.parameter_bytes)
+
+    def blocks(self) -> Iterator[UnitProfile]:
+        """The repeated blocks, in call order."""
+        return (unit for unit in self.units if unit.is_block)
+
+    def shard_units(self) -> tuple[UnitProfile, ...]:
+        """The units that are sharded, gathered and released on their own under FSDP.
+
+        The rest of the parameters (small units, and units whose parameters are used elsewhere too)
+        form the root group, which stays gathered from the first forward to the last backward.
+        """
+        smallest = self.largest_unit.parameter_bytes * SMALLEST_SHARD_FRACTION
+        block = max((unit.parameter_bytes for unit in self.blocks()), default=0)
+        beside = max(smallest, block * SMALLEST_BESIDE_BLOCKS)
+        return tuple(
+            unit
+            for unit in self.units
+            if unit.parameter_bytes > 0
+            and unit.parameter_bytes >= (smallest if unit.is_block else beside)
+            and not unit.is_shared
+            and unit.name not in (GLUE, LOSS)
+        )
+
+    def flop(self, samples: float, numerics: Numerics = Numerics.AS_BUILT) -> float:
+        """Model FLOP of one forward and backward over `samples`, without recompute."""
+        return sum(unit.flop(samples, numerics) for unit in self.units)

@@ -1,0 +1,346 @@
+"""Chains of elementwise operations in a run that is followed, and what one kernel for each saves.
+
+A chain is a longest run of operations of one unit without a weight layer, a product, attention or
+the border of a norm's module between them. A gate's activation and its product with what another
+layer returns are two chains around that layer; one kernel runs both where nothing else reads what
+the first hands to the second. One kernel reads what comes from outside, and writes what code
+outside reads; what an operation in the middle saved for its backward is made again from that.
+
+Approximate: a chain counts as one kernel, also where a compiler needs two (sums over rows beside
+sums over columns), and the kind of a chain is that of its characteristic operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from profiles.model.work import FusibleKind
+
+if TYPE_CHECKING:
+    from profiles.trace.places import Part, Place
+
+IsKept = Callable[[int], bool]
+
+
+class Saving(NamedTuple):
+    """What one kernel saves at one batch size; the fields of `Fusible`."""
+
+    forward_moved_bytes: int = 0
+    backward_moved_bytes: int = 0
+    forward_kernels: int = 0
+    backward_kernels: int = 0
+    activation_bytes: int = 0
+    transient_bytes: int = 0
+
+    def plus(self, other: Saving) -> Saving:
+        return Saving(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+Savings = dict[FusibleKind, Saving]
+
+
+@dataclass(slots=True, eq=False)
+class Traffic:
+    """What the operations of a chain move in one direction; memory is known by its number.
+
+    Attributes:
+        read: bytes of memory that other code made.
+        written: bytes of it that were overwritten.
+        made: bytes of memory that these operations made, and by `sources` of what.
+        drawn: memory that random numbers were written to, which cannot be made again.
+        readers: who reads what was made, besides these operations; None is no chain.
+        handed_on: what was made and lives on beyond these operations.
+    """
+
+    chain: Chain
+    kernels: int = 0
+    moved_bytes: int = 0
+    read: dict[int, int] = field(default_factory=dict)
+    written: dict[int, int] = field(default_factory=dict)
+    made: dict[int, int] = field(default_factory=dict)
+    sources: dict[int, set[int]] = field(default_factory=dict)
+    drawn: set[int] = field(default_factory=set)
+    readers: dict[int, set[Traffic | None]] = field(default_factory=dict)
+    handed_on: set[int] = field(default_factory=set)
+
+
+class Chain:
+    """Operations that may be one kernel.
+
+    Attributes:
+        part: of the place, that runs them; None before its first layer.
+        kind: of all operations within a module; None where each operation says.
+        hints: kinds of characteristic operations.
+        unmade: memory that one kernel never makes.
+    """
+
+    __slots__ = (
+        "backward", "forward", "hints", "ingredients", "is_scores", "kind", "part", "place",
+        "remade", "saving", "unmade",
+    )  # fmt: skip
+
+    def __init__(self, place: Place, part: Part | None, kind: FusibleKind | None) -> None:
+        self.place, self.part, self.kind = place, part, kind
+        self.forward, self.backward = Traffic(self), Traffic(self)
+        self.hints: set[FusibleKind] = set()
+        self.is_scores = False  # softmax of scores: attention written out
+        self.saving = Saving()
+        self.unmade: set[int] = set()
+        self.remade: set[int] = set()  # memory that is made again in the backward
+        self.ingredients: dict[int, int] = {}  # bytes of what that is made of, by memory
+
+    def named(self, *, is_loss: bool) -> FusibleKind | None:
+        """Its kind; None for what belongs to attention."""
+        if is_loss:
+            return FusibleKind.LOSS
+        if self.kind is not None or self.is_scores:
+            return self.kind
+        order = (FusibleKind.ROUTER, FusibleKind.GATE, FusibleKind.ROTARY)
+        return next((kind for kind in order if kind in self.hints), FusibleKind.RESIDUAL)
+
+
+Access = tuple[int | None, int]
+"""A memory that an operation reads or writes, if it is followed, and the bytes."""
+
+
+class Fusing(NamedTuple):
+    """How an operation takes part in a chain that one kernel may run.
+
+    Attributes:
+        hint: the kind of chain that it is characteristic of.
+        is_softmax: over scores, where it lies between two products.
+        is_attention: what is done to queries and keys lies before it.
+        draws: random numbers.
+    """
+
+    is_fusible: bool = True
+    hint: FusibleKind | None = None
+    is_softmax: bool = False
+    is_attention: bool = False
+    draws: bool = False
+
+
+def kind_of_module(name: str) -> FusibleKind | None:
+    """Of all that a module runs, by the name of its class."""
+    if name.endswith("Norm"):
+        return FusibleKind.NORM
+    if "Rotary" in name:
+        return FusibleKind.ROTARY
+    return FusibleKind.ROUTER if name.endswith("Router") else None
+
+
+class Chains:
+    """Follows which chain made and reads which memory."""
+
+    def __init__(self) -> None:
+        self._makers: dict[int, Traffic] = {}
+        self._all: list[Traffic] = []
+        self._last: Traffic | None = None
+
+    def operation(
+        self,
+        chain: Chain,
+        fusing: Fusing,
+        reads: Sequence[Access],
+        writes: Sequence[Access],
+        *,
+        is_alive: IsKept | None,
+    ) -> None:
+        """A kernel was launched in `chain`, or beside it where it cannot be fused.
+
+        `is_alive` is asked in the backward, where memory lives until its last use.
+        """
+        traffic = None
+        if fusing.is_fusible:
+            traffic = chain.forward if is_alive is None else chain.backward
+        if is_alive is None:
+            if fusing.hint is not None:
+                chain.hints.add(fusing.hint)
+            if fusing.is_attention:
+                chain.hints.add(FusibleKind.ROTARY)
+            chain.is_scores |= fusing.is_softmax
+        if is_alive is not None and self._last is not traffic:
+            self.pause(is_alive)
+            self._last = traffic
+        for memory, _ in reads:
+            if memory in self._makers and self._makers[memory] is not traffic:
+                self._makers[memory].readers.setdefault(memory, set()).add(traffic)
+        if traffic is None:
+            return
+        if not traffic.kernels:
+            self._all.append(traffic)
+        traffic.kernels += 1
+        made = traffic.made
+        for memory, nbytes in reads:
+            traffic.moved_bytes += nbytes
+            if memory is not None and memory not in made and nbytes:
+                traffic.read[memory] = max(nbytes, traffic.read.get(memory, 0))
+        sources = {memory for memory, _ in reads if memory is not None}
+        for memory, nbytes in writes:
+            traffic.moved_bytes += nbytes
+            if memory is None:
+                continue
+            if memory not in made and (memory < 0 or memory in self._makers):
+                traffic.written[memory] = max(nbytes, traffic.written.get(memory, 0))
+                continue
+            self._makers[memory] = traffic
+            made[memory] = max(nbytes, made.get(memory, 0))
+            traffic.sources.setdefault(memory, set()).update(sources - {memory})
+            if fusing.draws:
+                traffic.drawn.add(memory)
+
+    def hand_on(self, memories: Iterable[int | None]) -> None:
+        """Code outside takes these."""
+        for memory in memories:
+            if memory in self._makers:
+                self._makers[memory].handed_on.add(memory)
+
+    def pause(self, is_alive: IsKept) -> None:
+        """Other code runs now in the backward: what is alive is for others."""
+        if self._last is not None:
+            self._last.handed_on.update(filter(is_alive, self._last.made))
+        self._last = None
+
+    def settle_forward(self, is_saved: Callable[[int, Place], bool], is_kept: IsKept) -> None:
+        """The forward is over: what it saves, and what need not be kept.
+
+        Args:
+            is_saved: memory is kept, and this place kept it first.
+            is_kept: memory is kept, or there all the time.
+        """
+        for traffic in self._all:
+            chain = traffic.chain
+            moved, kernels = self._saved(traffic, skipped=set(), added={})
+            chain.saving = Saving(forward_moved_bytes=moved, forward_kernels=kernels)
+            if not kernels and not moved:
+                continue
+            remade = {
+                memory
+                for memory in traffic.made
+                if self._is_inner(traffic, memory)
+                and memory not in traffic.drawn
+                and is_saved(memory, chain.place)
+            }
+            ingredients = _ingredients(traffic, remade)
+            gain = sum(traffic.made[memory] for memory in remade)
+            gain -= sum(n for memory, n in ingredients.items() if not is_kept(memory))
+            if gain > 0:
+                chain.remade, chain.ingredients = remade, ingredients
+                chain.saving = chain.saving._replace(activation_bytes=gain)
+            chain.unmade |= {
+                memory
+                for memory in traffic.made
+                if self._is_inner(traffic, memory)
+                and (memory in chain.remade or not is_kept(memory))
+            }
+        self._all.clear()
+        self._last = None
+
+    def settle_backward(self, is_alive: IsKept) -> None:
+        """The backward is over, too."""
+        self.pause(is_alive)
+        remade: dict[Place, set[int]] = {traffic.chain.place: set() for traffic in self._all}
+        for chain in {maker.chain for maker in self._makers.values()}:
+            if chain.place in remade:
+                remade[chain.place] |= chain.remade
+        for traffic in self._all:
+            chain = traffic.chain
+            moved, kernels = self._saved(
+                traffic, skipped=remade[chain.place], added=chain.ingredients
+            )
+            chain.saving = chain.saving._replace(
+                backward_moved_bytes=moved, backward_kernels=kernels
+            )
+            chain.unmade |= {m for m in traffic.made if self._is_inner(traffic, m)}
+        self._all.clear()
+
+    def _saved(
+        self, traffic: Traffic, *, skipped: set[int], added: dict[int, int]
+    ) -> tuple[int, int]:
+        """Bytes and kernels that one kernel saves.
+
+        Args:
+            skipped: memory that is made again, not read.
+            added: what is read to that end.
+        """
+        goes_on = [m for m in traffic.made if self._joined(traffic, m)]
+        comes_in = [m for m in traffic.read if self._comes_in(traffic, m)]
+        for memory in goes_on:
+            for reader in traffic.readers[memory]:
+                if reader is not None:
+                    reader.chain.hints.add(FusibleKind.GATE)
+                    traffic.chain.hints.add(FusibleKind.GATE)
+        if traffic.kernels < 2 and not goes_on and not comes_in:
+            return 0, 0
+        reads = {m: n for m, n in traffic.read.items() if m not in skipped} | {
+            m: max(n, traffic.read.get(m, 0)) for m, n in added.items() if m not in traffic.made
+        }
+        moved = sum(n for m, n in reads.items() if m not in comes_in)
+        moved += sum(traffic.written.values())
+        moved += sum(n for m, n in traffic.made.items() if not self._is_inner(traffic, m))
+        kernels = traffic.kernels - (0 if goes_on else 1)
+        return max(0, traffic.moved_bytes - moved), kernels
+
+    def _is_inner(self, traffic: Traffic, memory: int) -> bool:
+        """Nothing outside needs what was made."""
+        if self._joined(traffic, memory):
+            return True
+        return memory not in traffic.handed_on and not traffic.readers.get(memory)
+
+    def _joined(self, traffic: Traffic, memory: int) -> bool:
+        """Another chain alone reads it, and one kernel can run both."""
+        readers = traffic.readers.get(memory, ())
+        if len(readers) != 1:
+            return False
+        (reader,) = readers
+        return reader is not None and _can_join(traffic.chain, reader.chain)
+
+    def _comes_in(self, traffic: Traffic, memory: int) -> bool:
+        maker = self._makers.get(memory)
+        return (
+            maker is not None
+            and maker.readers.get(memory) == {traffic}
+            and _can_join(maker.chain, traffic.chain)
+        )
+
+
+def _can_join(one: Chain, other: Chain) -> bool:
+    """Chains of one call whose kinds their operations say: those of a gate."""
+    plain = one.kind is None and other.kind is None and not (one.is_scores or other.is_scores)
+    gate = FusibleKind.GATE in one.hints or FusibleKind.GATE in other.hints
+    return plain and gate and one is not other and one.place is other.place
+
+
+def _ingredients(traffic: Traffic, wanted: set[int]) -> dict[int, int]:
+    """Memory that these are made of, from outside or handed on, with its bytes."""
+    found: dict[int, int] = {}
+    left, seen = list(wanted), set(wanted)
+    while left:
+        for source in traffic.sources[left.pop()]:
+            if source in seen:
+                continue
+            seen.add(source)
+            inner = source in traffic.made and source not in traffic.drawn
+            if inner and not traffic.readers.get(source) and source not in traffic.handed_on:
+                left.append(source)
+            else:
+                found[source] = traffic.made.get(source) or traffic.read.get(source, 0)
+    return found
+
+
+def savings(chains: Iterable[Chain], *, is_loss: bool) -> dict[Part | None, Savings]:
+    """Of all chains of a call, by the part that runs them and by kind."""
+    found: dict[Part | None, Savings] = {}
+    for chain in chains:
+        kind = chain.named(is_loss=is_loss)
+        if kind is not None and chain.saving != Saving():
+            add_savings(found.setdefault(chain.part, {}), {kind: chain.saving})
+    return found
+
+
+def add_savings(total: Savings, more: Savings) -> None:
+    """Put `more` into `total`."""
+    for kind, saving in more.items():
+        total[kind] = total.get(kind, Saving()).plus(saving)

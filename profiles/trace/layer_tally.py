@@ -1,0 +1,172 @@
+"""The layers of a unit, all its calls together; and two runs fitted to costs that grow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from profiles.model.affine import Affine
+from profiles.model.layers import LayerCost, Stretch
+from profiles.model.work import AttentionCall, AttentionKernel, Fusible, Product, ProductKind
+from profiles.trace.chains import Saving, Savings, add_savings
+from profiles.trace.places import Attended, Grouped, Layer, Part, trained_products
+
+Line = Callable[[int, int | None], Affine]
+"""Through a figure at the batch and at twice it."""
+
+_OF_STRETCH = tuple(
+    n
+    for n, field in Stretch.model_fields.items()
+    if field.annotation is Affine and n != "core_bytes"
+)
+_OF_CALLS = ("input_bytes", "output_bytes")
+
+
+@dataclass(slots=True)
+class LayerSum:
+    """A layer as its first call found it, and the figures of all calls, by field."""
+
+    layer: Layer
+    calls: int = 0
+    figures: dict[str, int] = dataclasses.field(default_factory=dict)
+    products: tuple[Grouped, ...] = ()
+    attention: tuple[Attended, ...] = ()
+    fusible: Savings = dataclasses.field(default_factory=dict)
+
+    def add(
+        self,
+        layer: Layer,
+        saved: Mapping[Part, int],
+        selective: Mapping[Part, int],
+        fusible: Savings,
+    ) -> None:
+        """Its calls in one more place; `saved` and `selective` are what parts keep."""
+        add_savings(self.fusible, fusible)
+        self.calls += layer.calls
+        self.products += trained_products(layer.after.forward, layer.after.backward)
+        self.attention += layer.after.attention.trained()
+        found = {name: getattr(layer, name) for name in _OF_CALLS}
+        for name, part in (("own", layer.own), ("after", layer.after)):
+            figures = (
+                part.forward.flop,
+                part.backward.flop,
+                part.forward.moved_bytes,
+                part.backward.moved_bytes,
+                saved.get(part, 0),
+                selective.get(part, 0),
+            )
+            found |= {f"{name}.{f}": n for f, n in zip(_OF_STRETCH, figures, strict=True)}
+        for name, figure in found.items():
+            self.figures[name] = self.figures.get(name, 0) + figure
+
+
+def layer_cost(one: LayerSum, two: LayerSum | None, line: Line, samples: int) -> LayerCost:
+    """From a run over the sample, and one over twice as many if there is one."""
+    layer, shape = one.layer, one.layer.shape
+
+    def affine(name: str) -> Affine:
+        return line(one.figures[name], two.figures[name] if two is not None else None)
+
+    def stretch(name: str, part: Part) -> Stretch:
+        figures = {field: affine(f"{name}.{field}") for field in _OF_STRETCH}
+        trained = tuple(nbytes for nbytes in part.parameters.values() if nbytes)
+        return Stretch(**figures, parameter_gradient_bytes=trained)
+
+    pieces, heads = layer.parts
+    calls = attention_calls(one.attention, None if two is None else two.attention, samples)
+    products = grouped_products(one.products, None if two is None else two.products, samples)
+    return LayerCost(
+        **dataclasses.asdict(shape),
+        calls=one.calls,
+        **{name: affine(name) for name in _OF_CALLS},
+        needs_input_gradient=layer.needs_input_gradient,
+        same_input=layer.same_input,
+        sources=layer.sources,
+        reaches_output=layer.reaches_output,
+        pieces=pieces,
+        heads=heads,
+        own=stretch("own", Part(layer.own.place)),  # the layer's own are told apart
+        after=stretch("after", layer.after).model_copy(
+            update={
+                "products": products,
+                "attention": calls,
+                "fusible": fusibles(one.fusible, None if two is None else two.fusible, line),
+            }
+        ),
+    )
+
+
+def attention_calls(
+    one: Sequence[Attended], two: Sequence[Attended] | None, samples: int
+) -> tuple[AttentionCall, ...]:
+    """Calls of one sample, from those over `samples` and over twice as many.
+
+    Windows of an image are heads of their own. Calls whose rows do not grow with the samples are
+    left out, and so are all where the two runs differ in their calls: their costs stay as they are.
+    """
+    if two is not None and [call._replace(rows=2 * call.rows) for call in one] != list(two):
+        return ()
+    return tuple(
+        AttentionCall(
+            heads=call.heads * (call.rows // samples),
+            kv_heads=call.kv_heads * (call.rows // samples),
+            queries=call.queries,
+            keys=call.keys,
+            width=call.width,
+            value_width=call.value_width,
+            is_causal=call.is_causal,
+            dropout=call.dropout,
+            element_bytes=call.element_bytes,
+            kernel=AttentionKernel.CPU,
+        )
+        for call in one
+        if call.rows % samples == 0
+    )
+
+
+def grouped_products(
+    one: Sequence[Grouped], two: Sequence[Grouped] | None, samples: int
+) -> tuple[Product, ...]:
+    """Products of experts of one sample, which share its rows evenly; none where two runs over
+    `samples` and over twice as many differ in them."""
+    if two is not None and [call._replace(rows=2 * call.rows) for call in one] != list(two):
+        return ()
+    found = []
+    for call in one:
+        rows = call.rows / samples
+        moved = Affine(
+            fixed=float(call.element_bytes * call.experts * call.n * call.k),
+            per_sample=call.element_bytes * rows * (call.n + call.k),
+        )
+        found.append(
+            Product(
+                kind=ProductKind.GROUPED,
+                m=Affine(per_sample=rows / call.experts),
+                n=call.n,
+                k=call.k,
+                count=call.experts,
+                forward_bytes=moved,
+                backward_bytes=moved * (1.0 + call.needs_input_gradient),
+                needs_input_gradient=call.needs_input_gradient,
+            )
+        )
+    return tuple(found)
+
+
+def fusibles(one: Savings, two: Savings | None, line: Line) -> tuple[Fusible, ...]:
+    """What fused kernels save of one sample, by kind, from runs over the sample and twice it."""
+    found = []
+    for kind in sorted(one):
+        twice = Saving() if two is None else two.get(kind, Saving())
+        growing = {
+            name: max(
+                0.0,
+                line(getattr(one[kind], name), getattr(twice, name) if two else None).per_sample,
+            )
+            for name in Saving._fields
+            if not name.endswith("kernels")
+        }
+        kernels = {n: getattr(one[kind], n) for n in ("forward_kernels", "backward_kernels")}
+        found.append(Fusible(kind=kind, **growing, **kernels))
+    return tuple(found)

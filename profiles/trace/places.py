@@ -1,0 +1,261 @@
+"""Where in a model something happened, and what was run there."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from profiles.model.layers import LayerKind
+from profiles.model.work import FusibleKind
+from profiles.trace.chains import Chain
+
+
+class Grouped(NamedTuple):
+    """A product of `rows` by the weights of their experts, (k, n) each, in one kernel."""
+
+    rows: int
+    experts: int
+    n: int
+    k: int
+    element_bytes: int
+    needs_input_gradient: bool = True
+
+
+@dataclass(slots=True)
+class Work:
+    """What was run: see `UnitCost`. `grouped` is of what lies outside parts."""
+
+    flop: int = 0
+    moved_bytes: int = 0
+    kernels: int = 0
+    grouped: list[Grouped] = field(default_factory=list)
+
+    def add(self, *, flop: int, moved_bytes: int) -> None:
+        """One operation."""
+        self.flop += flop
+        self.moved_bytes += moved_bytes
+        self.kernels += 1
+
+
+class Attended(NamedTuple):
+    """A call of fused attention over `rows` samples: see `AttentionCall`."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+    is_causal: bool
+    element_bytes: int
+    dropout: bool = False
+
+
+@dataclass(slots=True)
+class Attention:
+    """Calls of attention in the order of the forward; `backward`: those that gradients passed."""
+
+    forward: list[Attended] = field(default_factory=list)
+    backward: list[Attended] = field(default_factory=list)
+
+    def trained(self) -> tuple[Attended, ...]:
+        """Calls with a forward and a backward."""
+        left = Counter(self.backward)
+        found = []
+        for call in self.forward:
+            if left[call]:
+                left[call] -= 1
+                found.append(call)
+        return tuple(found)
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One call of a unit, or a stretch of code between two calls.
+
+    Attributes:
+        is_block: true inside a block, also for units that it calls.
+        stands_for: an equal call that ran in full; what was run here is what was run there.
+        layers: those that were called here, by their paths in the unit.
+        part: what runs now in the forward; None before the first layer.
+        attention: calls of it outside the parts.
+        chains: of elementwise operations, in the order of the forward.
+    """
+
+    name: str
+    is_block: bool = False
+    forward: Work = field(default_factory=Work)
+    backward: Work = field(default_factory=Work)
+    input_bytes: int = 0
+    output_bytes: int = 0
+    stands_for: Place | None = None
+    layers: dict[str, Layer] = field(default_factory=dict)
+    part: Part | None = None
+    attention: Attention = field(default_factory=Attention)
+    chains: list[Chain] = field(default_factory=list)
+    _starts: list[float] = field(default_factory=lambda: [-1])
+
+    def __post_init__(self) -> None:
+        self.chains.append(Chain(self, None, None))
+
+    @property
+    def chain(self) -> Chain:
+        """What runs now in the forward."""
+        return self.chains[-1]
+
+    def begin_part(self, part: Part, sequence: float) -> None:
+        """From now on this part runs; autograd's nodes are numbered from `sequence` on."""
+        self.part = part
+        self.begin_chain(sequence, self.chain.kind)
+
+    def begin_chain(self, sequence: float, kind: FusibleKind | None) -> None:
+        """A new chain of operations begins, in the part that runs."""
+        self.chains.append(Chain(self, self.part, kind))
+        self._starts.append(sequence)
+
+    def chain_at(self, sequence: float) -> Chain:
+        """The chain whose forward made the autograd node of this number."""
+        return self.chains[bisect.bisect_right(self._starts, sequence) - 1]
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A layer's own code, or what follows it up to the next layer: see `profiles.model.layers`.
+
+    `parameters`: gradient bytes of those that it uses, by what they are known by.
+    """
+
+    place: Place
+    forward: Work = field(default_factory=Work)
+    backward: Work = field(default_factory=Work)
+    parameters: dict[Hashable, int] = field(default_factory=dict)
+    attention: Attention = field(default_factory=Attention)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What a weight layer is before it is called: see `LayerCost`."""
+
+    path: str
+    kind: LayerKind
+    inputs: int
+    outputs: int
+    weight_bytes: int
+    bias_bytes: int
+    weight_gradient_bytes: int
+    bias_gradient_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Layer:
+    """A weight layer that was called in a place: see `LayerCost`. `number`: its position there."""
+
+    shape: LayerShape
+    number: int
+    own: Part
+    after: Part
+    same_input: int
+    sources: tuple[int, ...]
+    needs_input_gradient: bool
+    reaches_output: bool = False
+    calls: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    pieces: list[int] = field(default_factory=list)
+    heads: int = 1
+    some_heads: list[int] = field(default_factory=list)
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], int]:
+        """`LayerCost.pieces` and the heads of each, or of the first of unequal ones."""
+        whole = self.shape.outputs
+        if self.some_heads and not self.pieces:
+            each = whole // self.heads
+            rest = self.heads - sum(self.some_heads)
+            counts = [*self.some_heads, rest] if rest > 0 else self.some_heads
+            if sum(counts) == self.heads:
+                return tuple(count * each for count in counts), counts[0]
+        is_whole = sum(self.pieces) == whole and len(self.pieces) > 1
+        return tuple(self.pieces) if is_whole else (), self.heads
+
+    def look(self, before: Sequence[int], after: Sequence[int]) -> None:
+        """Its outputs, of shape `before`, are seen in another shape."""
+        width, whole = before[-1], self.shape.outputs
+        if self._takes_heads(before, after):
+            self.some_heads.append(after[-2])
+            return
+        if width == whole and before[:-1] == after[:-1]:
+            self.pieces.append(after[-1])
+        if width != whole and width not in self.pieces:
+            return
+        inner: list[int] = []
+        for size in reversed(after):
+            inner.insert(0, size)
+            if math.prod(inner) >= width:
+                break
+        if self.heads > 1 or math.prod(inner) != width or len(inner) < 2:
+            return
+        # (tensors, heads, features): two or three lie side by side, heads are more
+        if len(inner) == 3 and inner[0] in _FUSED and not self.pieces:
+            self.pieces = [width // inner[0]] * inner[0]
+            inner.pop(0)
+        self.heads = inner[0]
+
+    def _takes_heads(self, before: Sequence[int], after: Sequence[int]) -> bool:
+        """Whether some of the heads are taken: queries out of a fused query, key and value, say."""
+        if self.heads < 2 or len(before) < 2 or tuple(before[-2:]) != self._of_heads:
+            return False
+        same = before[:-2] == after[:-2] and before[-1] == after[-1]
+        return same and len(after) == len(before) and 0 < after[-2] < self.heads
+
+    @property
+    def _of_heads(self) -> tuple[int, int]:
+        return self.heads, self.shape.outputs // self.heads
+
+
+def trained_products(forward: Work, backward: Work) -> tuple[Grouped, ...]:
+    """Grouped products of the forward; weights or rows without a gradient leave one product back
+    of each."""
+    both = len(backward.grouped) >= 2 * len(forward.grouped)
+    return tuple(product._replace(needs_input_gradient=both) for product in forward.grouped)
+
+
+_FUSED = (2, 3)
+
+
+class Features:
+    """In which memory the outputs of layers lie, and how later code sees their features.
+
+    Memory is known by its number. What has the shape of a layer's outputs and is made of them
+    (scaled, normed) stands for them.
+    """
+
+    def __init__(self) -> None:
+        self._layers: dict[int, Layer] = {}
+
+    def put(self, number: int | None, layer: Layer) -> None:
+        """The layer's outputs are in this memory."""
+        if number is not None:
+            self._layers[number] = layer
+
+    def operation(
+        self,
+        inputs: Iterable[tuple[int | None, Sequence[int]]],
+        outputs: Sequence[tuple[int | None, Sequence[int]]],
+    ) -> None:
+        """An operation of the forward: memories and shapes of what it takes and gives."""
+        for number, shape in inputs:
+            layer = self._layers.get(number) if number is not None else None
+            if layer is None or not shape:
+                continue
+            for other, seen in outputs:
+                if tuple(seen) == tuple(shape):
+                    if other is not None:
+                        self._layers.setdefault(other, layer)
+                elif other == number:
+                    layer.look(shape, seen)

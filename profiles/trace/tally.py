@@ -1,0 +1,155 @@
+"""What places took, put together by unit; and two runs fitted to costs that grow with the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from profiles.model.profile import LOSS, Affine, UnitCost
+from profiles.model.work import FusibleKind
+from profiles.trace.chains import Saving, Savings, add_savings, savings
+from profiles.trace.layer_tally import (
+    LayerSum,
+    attention_calls,
+    fusibles,
+    grouped_products,
+    layer_cost,
+)
+from profiles.trace.places import Attended, Grouped, Part, Place, trained_products
+from profiles.trace.timeline import Timeline
+
+
+@dataclass(slots=True)
+class Cost:
+    """Of one unit at one batch size; the fields of `UnitCost`."""
+
+    forward_flop: int = 0
+    backward_flop: int = 0
+    forward_moved_bytes: int = 0
+    backward_moved_bytes: int = 0
+    forward_kernels: int = 0
+    backward_kernels: int = 0
+    activation_bytes: int = 0
+    selective_activation_bytes: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    forward_transient_bytes: int = 0
+    backward_transient_bytes: int = 0
+    layers: dict[str, LayerSum] = field(default_factory=dict)
+    products: tuple[Grouped, ...] = ()
+    attention: tuple[Attended, ...] = ()
+    fusible: Savings = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes kept for backward, by the place that keeps them and of those by the part of it that
+    made them; `selective`: under selective recompute."""
+
+    by_place: Mapping[Place, int]
+    selective_by_place: Mapping[Place, int]
+    by_part: Mapping[Part, int]
+    selective_by_part: Mapping[Part, int]
+
+
+def tally(
+    places: Sequence[Place], kept: Kept, timeline: Timeline, *, ignored: frozenset[int]
+) -> dict[str, Cost]:
+    """All calls of a unit together, in the order of first calls; of transients the highest.
+
+    Args:
+        timeline: has the windows (place, is_backward); `ignored` allocations count nowhere.
+    """
+    peaks = timeline.peaks(ignored=ignored)
+    found: dict[str, Cost] = {}
+    for called in places:
+        cost = found.setdefault(called.name, Cost())
+        place = called.stands_for or called
+        cost.forward_flop += place.forward.flop
+        cost.backward_flop += place.backward.flop
+        cost.forward_moved_bytes += place.forward.moved_bytes
+        cost.backward_moved_bytes += place.backward.moved_bytes
+        cost.forward_kernels += place.forward.kernels
+        cost.backward_kernels += place.backward.kernels
+        cost.activation_bytes += kept.by_place.get(place, 0)
+        cost.selective_activation_bytes += kept.selective_by_place.get(place, 0)
+        cost.input_bytes += place.input_bytes
+        cost.output_bytes += place.output_bytes
+        forward, backward = peaks.get((place, False), 0), peaks.get((place, True), 0)
+        cost.forward_transient_bytes = max(cost.forward_transient_bytes, forward)
+        cost.backward_transient_bytes = max(cost.backward_transient_bytes, backward)
+        cost.products += trained_products(place.forward, place.backward)
+        cost.attention += place.attention.trained()
+        saved = savings(place.chains, is_loss=called.name == LOSS)
+        add_savings(cost.fusible, saved.get(None, {}))
+        for path, layer in place.layers.items():
+            total = cost.layers.setdefault(path, LayerSum(layer))
+            total.add(layer, kept.by_part, kept.selective_by_part, saved.get(layer.after, {}))
+    losses = [place for place in places if place.name == LOSS]
+    unmade = {m for place in losses for chain in place.chains for m in chain.unmade}
+    if unmade and found[LOSS].fusible:
+        fused = timeline.peaks(ignored=ignored | unmade)
+        windows = [(place, is_backward) for place in losses for is_backward in (False, True)]
+        spared = max(peaks.get(window, 0) - fused.get(window, 0) for window in windows)
+        add_savings(found[LOSS].fusible, {FusibleKind.LOSS: Saving(transient_bytes=spared)})
+    return found
+
+
+def fitted(
+    once: Mapping[str, Cost], twice: Mapping[str, Cost] | None, samples: int
+) -> dict[str, UnitCost]:
+    """Costs by unit from a run over `samples`, and one over twice as many if there is one."""
+    found: dict[str, UnitCost] = {}
+    last: tuple[Cost, Cost | None] | None = None
+    unit_cost = UnitCost()
+    for name, cost in once.items():
+        pair = cost, None if twice is None else twice.get(name, Cost())
+        if pair != last:  # of repeated blocks all but the ends cost the same
+            last, unit_cost = pair, _unit_cost(*pair, samples)
+        found[name] = unit_cost
+    return found
+
+
+def _unit_cost(one: Cost, two: Cost | None, samples: int) -> UnitCost:
+    def line(once: int, twice: int | None) -> Affine:
+        return affine(once, twice, samples)
+
+    values: dict[str, object] = {}
+    for name in (f.name for f in fields(Cost)):
+        value = getattr(one, name)
+        if name.endswith("_kernels"):
+            values[name] = value
+        elif name not in ("layers", "products", "attention", "fusible"):
+            values[name] = line(value, None if two is None else getattr(two, name))
+    values["layers"] = [
+        layer_cost(layer, two.layers.get(path) if two is not None else None, line, samples)
+        for path, layer in one.layers.items()
+    ]
+    values["products"] = grouped_products(
+        one.products, None if two is None else two.products, samples
+    )
+    values["attention"] = attention_calls(
+        one.attention, None if two is None else two.attention, samples
+    )
+    values["fusible"] = fusibles(one.fusible, None if two is None else two.fusible, line)
+    return UnitCost.model_validate(values)
+
+
+def affine(one: int, two: int | None, samples: int) -> Affine:
+    """The line through `one` at `samples` and `two` at twice as many; never below zero.
+
+    Without a second point, and where the line would be negative at one sample, it is proportional
+    (to the larger batch, which is the larger figure per sample then). What shrinks counts as fixed.
+
+    >>> affine(30, 50, samples=2)
+    Affine(fixed=10.0, per_sample=10.0)
+    """
+    if two is None:
+        return Affine(per_sample=one / samples)
+    if two < one:
+        return Affine(fixed=one)
+    per_sample = (two - one) / samples
+    fixed = 2 * one - two
+    if fixed + per_sample < 0:
+        return Affine(per_sample=two / (2 * samples))
+    return Affine(fixed=fixed, per_sample=per_sample)

@@ -1,9 +1,0 @@
-"""Closed form of transformer shapes: a `ModelProfile` from sizes alone, without a module.
-
-Lives here: what a block of a shape multiplies, moves and keeps, operation by operation, with what
-fused kernels would save of it. Not here: configs of transformers (`profiles.families`), anything
-that a plan decides.
-"""
-
-from profiles.transformer.profile import transformer_profile as transformer_profile
-from profiles.transformer.shape import TransformerShape as TransformerShape

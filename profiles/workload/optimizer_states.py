@@ -1,0 +1,173 @@
+"""What optimizers keep beside one tensor, and what a step of it takes: the laws they follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+from pydantic import NonNegativeFloat
+
+from profiles.model.profile import Shape
+from profiles.record import Record
+
+FP32_BYTES = 4
+# bitsandbytes, optim/optimizer.py (`init_state`) and torchao, optim/adam.py (`_new_buffer`): one
+# fp32 scale for 256 elements of each moment; tensors under 4,096 elements keep fp32 moments.
+BLOCK_ELEMENTS, SMALLEST_8BIT = 256, 4096
+# torchao keeps both 256-entry fp32 tables of codes with every tensor (optim/subclass_8bit.py);
+# bitsandbytes shares them among all.
+TABLE_BYTES = 2 * 256 * FP32_BYTES
+# torch/optim/_muon.py: five Newton-Schulz iterations in bf16.
+NEWTON_SCHULZ_STEPS = 5
+
+
+class Law(StrEnum):
+    """How the state follows from a parameter's shape."""
+
+    ELEMENTWISE = "elementwise"  # so many bytes an element, in the parameter's dtype
+    FACTORED = "factored"  # torch.optim.Adafactor: rows and columns of a matrix
+    ORTHOGONAL = "orthogonal"  # torch.optim.Muon for matrices of blocks, AdamW for all else
+    BLOCKS = "blocks"  # bitsandbytes: 8-bit moments with scales
+    WHOLE_BLOCKS = "whole_blocks"  # torchao: the same where blocks divide the tensor
+
+
+class UnitUpkeep(Record):
+    """What was measured of one unit's parameters."""
+
+    state_bytes: NonNegativeFloat
+    moved_bytes: NonNegativeFloat
+    flop: NonNegativeFloat = 0.0
+
+
+class OptimizerProfile(Record):
+    """What an optimizer keeps and moves.
+
+    AdamW on fp32 parameters keeps two fp32 moments: 8 bytes an element beside the parameter and its
+    gradient. Parameters of another dtype count in proportion, as torch makes states in the dtype of
+    the parameter.
+
+    Attributes:
+        state_bytes_per_element: of fp32 parameters that `law` does not treat apart.
+        moved_bytes_per_element: read and written in device memory by one step, of the same.
+        law: what the state follows.
+        loop_copies, lingering_copies: temporaries of a step that goes tensor by tensor, in copies
+            of the tensor in work, and of the one before it, whose last temporary a Python loop
+            holds until the next takes its name.
+        list_copies: temporaries of torch's foreach steps, in copies of all parameters; None where
+            there is no such step, or not by default.
+        units: measured, by unit; they take precedence over the law.
+        working_bytes: measured temporaries of a step over all parameters, likewise.
+        whole_because: why the step on shards is not the step on whole matrices; empty if it is.
+    """
+
+    name: str
+    state_bytes_per_element: NonNegativeFloat
+    moved_bytes_per_element: NonNegativeFloat
+    law: Law = Law.ELEMENTWISE
+    loop_copies: NonNegativeFloat = 0.0
+    lingering_copies: NonNegativeFloat = 0.0
+    list_copies: NonNegativeFloat | None = None
+    units: dict[str, UnitUpkeep] | None = None
+    working_bytes: NonNegativeFloat | None = None
+    whole_because: str = ""
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether its states are as large as gradients are, whatever their shapes."""
+        return self.law is Law.ELEMENTWISE and self.units is None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Of one tensor. `list_bytes` None: stepped by itself everywhere."""
+
+    state_bytes: float
+    moved_bytes: float
+    flop: float = 0.0
+    loop_bytes: float = 0.0
+    lingering_bytes: float = 0.0
+    list_bytes: float | None = None
+
+
+def step_of(optimizer: OptimizerProfile, shape: Shape, *, is_hidden: bool) -> Step:
+    """Of a tensor of this shape; `is_hidden`: it belongs to a block."""
+    is_matrix = len(shape.sizes) >= 2
+    match optimizer.law:
+        case Law.FACTORED if is_matrix:
+            return _factored(shape)
+        case Law.ORTHOGONAL if is_hidden and len(shape.sizes) == 2:
+            return _orthogonal(shape)
+        case Law.BLOCKS if shape.elements >= SMALLEST_8BIT:
+            return _blocks(optimizer, shape, table_bytes=0)
+        case Law.WHOLE_BLOCKS if (
+            shape.elements >= SMALLEST_8BIT and shape.elements % BLOCK_ELEMENTS == 0
+        ):
+            return _blocks(optimizer, shape, table_bytes=TABLE_BYTES)
+    plain = plain_step(optimizer, shape.nbytes)
+    if optimizer.law is not Law.BLOCKS:
+        return plain
+    # bitsandbytes keeps fp32 moments whatever the parameter is (`get_state_buffer`).
+    whole = shape.elements * optimizer.state_bytes_per_element
+    return Step(state_bytes=whole, moved_bytes=plain.moved_bytes)
+
+
+def plain_step(optimizer: OptimizerProfile, size_bytes: float) -> Step:
+    """Where so many bytes an element are all that counts."""
+    elements = size_bytes / FP32_BYTES
+    copies = optimizer.list_copies
+    return Step(
+        state_bytes=elements * optimizer.state_bytes_per_element,
+        moved_bytes=elements * optimizer.moved_bytes_per_element,
+        loop_bytes=size_bytes * optimizer.loop_copies,
+        lingering_bytes=size_bytes * optimizer.lingering_copies,
+        list_bytes=None if copies is None else size_bytes * copies,
+    )
+
+
+def _factored(shape: Shape) -> Step:
+    """torch/optim/_adafactor.py: a row and a column of variances for every matrix of the last two
+    dimensions; the estimate that they make is as large as the parameter."""
+    *leading, rows, columns = shape.sizes
+    lines = prod(leading) * (rows + columns) * shape.element_bytes
+    return Step(
+        state_bytes=lines,
+        # Norm of the parameter, of rows, of columns: 3 reads. Product: a write; its division, clamp
+        # and root: 6; times the gradient: 3; its norm: 1; into the parameter: 3. Lines: 8 passes
+        # over each, means of the rows and the product's inputs.
+        moved_bytes=17 * shape.nbytes,
+        loop_bytes=shape.nbytes + lines,
+        lingering_bytes=shape.nbytes,
+    )
+
+
+def _orthogonal(shape: Shape) -> Step:
+    """torch/optim/_muon.py: one momentum; the update in bf16 from its products with itself.
+
+    With n elements and a smaller side m, each Newton-Schulz step multiplies (m x m) out of n, m x m
+    by itself, and m x m by n.
+    """
+    n, m = shape.elements, min(shape.sizes)
+    size, half = shape.element_bytes, 2
+    # Momentum and its look-ahead: 3 passes each. Cast, norm, division. Then the steps; at the end
+    # decay (2 passes) and the update, added to the parameter.
+    moved = 6 * size * n + (size + half) * n + 3 * half * n
+    moved += NEWTON_SCHULZ_STEPS * half * (5 * n + 6 * m * m)
+    moved += 2 * size * n + (2 * size + half) * n
+    return Step(
+        state_bytes=shape.nbytes,
+        moved_bytes=moved,
+        flop=NEWTON_SCHULZ_STEPS * (4.0 * m * n + 2.0 * m**3),
+        # The look-ahead, the update before and after a step, and two m x m.
+        loop_bytes=size * n + 2 * half * n + 2 * half * m * m,
+    )
+
+
+def _blocks(optimizer: OptimizerProfile, shape: Shape, *, table_bytes: int) -> Step:
+    """Two moments of a byte an element, and a scale for every block of each."""
+    scales = 2 * FP32_BYTES * -(-shape.elements // BLOCK_ELEMENTS)
+    return Step(
+        state_bytes=2 * shape.elements + scales + table_bytes,
+        moved_bytes=3 * shape.nbytes + 2 * (2 * shape.elements + scales) + table_bytes,
+        loop_bytes=optimizer.loop_copies * FP32_BYTES * shape.elements,
+    )

@@ -1,0 +1,222 @@
+"""What an optimizer keeps beside a parameter and its gradient, and what its step takes.
+
+Most optimizers keep so many bytes for every element. Some look at shapes: Adafactor keeps a number
+for every row and column of a matrix, Muon steps the matrices of blocks alone, 8-bit Adam keeps
+scales for blocks of elements and leaves small tensors in fp32. Named ones are described here, from
+torch's own source and that of the libraries; any other is measured by
+`engines.state.optimizer_footprint`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from profiles.errors import InputError, UnknownNameError
+from profiles.model.profile import Shape, UnitProfile
+from profiles.workload.optimizer_states import FP32_BYTES, Step, plain_step, step_of
+from profiles.workload.optimizer_states import Law as Law
+from profiles.workload.optimizer_states import OptimizerProfile as OptimizerProfile
+from profiles.workload.optimizer_states import UnitUpkeep as UnitUpkeep
+
+
+@dataclass(frozen=True, slots=True)
+class Upkeep:
+    """Of some units: what is kept, and what one step moves, computes and holds for a moment.
+
+    Attributes:
+        name: of the optimizer.
+        flop: matrix products, in bf16.
+        loop_bytes: temporaries of a step tensor by tensor, as on CPUs.
+        list_bytes: of the step that torch takes on accelerators: foreach where there is one.
+    """
+
+    name: str
+    state_bytes: float
+    moved_bytes: float
+    flop: float
+    loop_bytes: float
+    list_bytes: float
+
+    def part(self, share: float) -> Upkeep:
+        """Of a share of the parameters, where all goes by elements."""
+        return Upkeep(
+            name=self.name,
+            state_bytes=share * self.state_bytes,
+            moved_bytes=share * self.moved_bytes,
+            flop=share * self.flop,
+            loop_bytes=share * self.loop_bytes,
+            list_bytes=share * self.list_bytes,
+        )
+
+
+_ADAM = {"loop_copies": 2.0, "lingering_copies": 1.0, "list_copies": 1.0}
+_WHOLE = "{} looks at a whole matrix at a time, and a shard holds some of its rows"
+
+# State: as torch documents it (exp_avg and exp_avg_sq, momentum_buffer). Moved: what torch's
+# default implementations read and write, pass by pass, nothing fused. Copies: the temporaries of
+# the same code. `engines.state.optimizer_footprint` counts all of them, and a test compares.
+# `fused=True` moves 32
+# for AdamW and has no temporaries. 8-bit: parameter, gradient and moments once each, in one kernel;
+# torchao's compiled step holds the moment that it quantises in fp32 (`single_param_adam`).
+OPTIMIZERS = {
+    profile.name: profile
+    for profile in (
+        OptimizerProfile(
+            name="sgd", state_bytes_per_element=0, moved_bytes_per_element=12, list_copies=0.0
+        ),
+        OptimizerProfile(
+            name="sgd-momentum",
+            state_bytes_per_element=4,
+            moved_bytes_per_element=32,
+            list_copies=0.0,
+        ),
+        OptimizerProfile(
+            name="adam", state_bytes_per_element=8, moved_bytes_per_element=76, **_ADAM
+        ),
+        OptimizerProfile(
+            name="adamw", state_bytes_per_element=8, moved_bytes_per_element=84, **_ADAM
+        ),
+        OptimizerProfile(
+            name="adafactor",
+            state_bytes_per_element=4,
+            moved_bytes_per_element=84,
+            law=Law.FACTORED,
+            loop_copies=2.0,
+            lingering_copies=2.0,
+            whole_because=_WHOLE.format("Adafactor"),
+        ),
+        OptimizerProfile(
+            name="muon",
+            state_bytes_per_element=8,
+            moved_bytes_per_element=84,
+            law=Law.ORTHOGONAL,
+            whole_because=_WHOLE.format("Muon"),
+            **_ADAM,
+        ),
+        OptimizerProfile(
+            name="adamw-8bit",
+            state_bytes_per_element=8,
+            moved_bytes_per_element=28,
+            law=Law.BLOCKS,
+        ),
+        OptimizerProfile(
+            name="adamw-8bit-torchao",
+            state_bytes_per_element=8,
+            moved_bytes_per_element=28,
+            law=Law.WHOLE_BLOCKS,
+            loop_copies=2.0,
+        ),
+    )
+}
+
+
+def optimizer_profile(name: str) -> OptimizerProfile:
+    """Look an optimizer up by name.
+
+    Raises:
+        UnknownNameError: not in the table; the near miss is named.
+    """
+    try:
+        return OPTIMIZERS[name.lower()]
+    except KeyError:
+        raise UnknownNameError("optimizer", name, OPTIMIZERS) from None
+
+
+def upkeep(optimizer: OptimizerProfile, units: Iterable[UnitProfile], *, shards: int = 1) -> Upkeep:
+    """What `optimizer` keeps for the trainable parameters of `units`, and what its step takes.
+
+    With `shards` ranks: of one of them. FSDP2 cuts every parameter along its first dimension.
+
+    Raises:
+        InputError: the state follows shapes, and the profile of the model has none.
+    """
+    units = [unit for unit in units if unit.trainable_parameters]
+    if optimizer.units is not None:
+        found = [optimizer.units[unit.name] for unit in units if unit.name in optimizer.units]
+        working = (optimizer.working_bytes or 0.0) / shards
+        return Upkeep(
+            name=optimizer.name,
+            state_bytes=sum(unit.state_bytes for unit in found) / shards,
+            moved_bytes=sum(unit.moved_bytes for unit in found) / shards,
+            flop=sum(unit.flop for unit in found) / shards,
+            loop_bytes=working,
+            list_bytes=working,
+        )
+    if optimizer.law is Law.ELEMENTWISE:
+        return _elementwise(optimizer, units, shards)
+    steps = [
+        (step, shape.count)
+        for unit in units
+        for shape in _shapes(optimizer, unit)
+        for step in [step_of(optimizer, _cut(shape, shards), is_hidden=unit.is_block)]
+    ]
+    listed = [(step, count) for step, count in steps if step.list_bytes is not None]
+    looped = [(step, count) for step, count in steps if step.list_bytes is None]
+    return Upkeep(
+        name=optimizer.name,
+        state_bytes=sum(count * step.state_bytes for step, count in steps),
+        moved_bytes=sum(count * step.moved_bytes for step, count in steps),
+        flop=sum(count * step.flop for step, count in steps),
+        loop_bytes=_loop_bytes(steps),
+        list_bytes=max(
+            _loop_bytes(looped), sum(count * (step.list_bytes or 0.0) for step, count in listed)
+        ),
+    )
+
+
+def _elementwise(optimizer: OptimizerProfile, units: Sequence[UnitProfile], shards: int) -> Upkeep:
+    """Bytes of the parameters are all that counts: gradients have as many."""
+    total = sum(unit.gradient_bytes for unit in units) / shards
+    sizes: Counter[float] = Counter()
+    for unit in units:
+        for size_bytes, count in _tensor_bytes(unit):
+            sizes[size_bytes] += count
+    loop = _loop_bytes([(plain_step(optimizer, n / shards), count) for n, count in sizes.items()])
+    copies = optimizer.list_copies
+    return Upkeep(
+        name=optimizer.name,
+        state_bytes=total / FP32_BYTES * optimizer.state_bytes_per_element,
+        moved_bytes=total / FP32_BYTES * optimizer.moved_bytes_per_element,
+        flop=0.0,
+        loop_bytes=loop,
+        list_bytes=loop if copies is None else copies * total,
+    )
+
+
+def _tensor_bytes(unit: UnitProfile) -> Iterator[tuple[float, int]]:
+    """Sizes of a unit's tensors; where shapes are not known it is taken as one."""
+    if unit.shapes:
+        yield from ((float(shape.nbytes), shape.count) for shape in unit.shapes)
+    else:
+        yield float(unit.gradient_bytes), 1
+
+
+def _loop_bytes(steps: Sequence[tuple[Step, int]]) -> float:
+    """The tensor that takes most, after another one that left most: the order is not known."""
+    if not steps:
+        return 0.0
+    largest, count = max(steps, key=lambda step: step[0].loop_bytes)
+    others = [step.lingering_bytes for step, _ in steps if step is not largest]
+    if count > 1:
+        others.append(largest.lingering_bytes)
+    return largest.loop_bytes + max(others, default=0.0)
+
+
+def _shapes(optimizer: OptimizerProfile, unit: UnitProfile) -> tuple[Shape, ...]:
+    if not unit.shapes:
+        raise InputError(
+            f"what {optimizer.name} keeps follows the shapes of parameters, and the profile has"
+            f" none for `{unit.name}`",
+            hints=["profile the model again: `advise profile MODEL -o model.json`"],
+        )
+    return unit.shapes
+
+
+def _cut(shape: Shape, shards: int) -> Shape:
+    """The first rank's part, which is the largest."""
+    if shards == 1 or not shape.sizes:
+        return shape
+    first, *rest = shape.sizes
+    return shape.model_copy(update={"sizes": (-(-first // shards), *rest)})

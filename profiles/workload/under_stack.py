@@ -1,0 +1,200 @@
+"""A model's costs under another software stack: other attention, fused chains, another loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from profiles.model.affine import Affine
+from profiles.model.layers import LayerCost, Stretch
+from profiles.model.profile import ModelProfile, UnitCost, UnitProfile
+from profiles.model.work import AttentionCall, AttentionKernel, Fusible, FusibleKind, attention_cost
+from profiles.workload.losses import with_loss
+from profiles.workload.stack import Loss, Selective, Stack
+
+_AMOUNTS = (
+    "forward_flop",
+    "backward_flop",
+    "forward_moved_bytes",
+    "backward_moved_bytes",
+    "activation_bytes",
+    "selective_activation_bytes",
+)
+_Change = dict[str, float]
+
+
+def under_stack(model: ModelProfile, stack: Stack) -> ModelProfile:
+    """`model` with the kernels of `stack`. Costs of what was not noted by kind stay as they are.
+
+    Idempotent: a profile that was counted for a stack says so and is returned unchanged.
+    """
+    if stack.name == model.stack or not _changes_kernels(stack):
+        return model
+    done: dict[int, dict[object, UnitCost]] = {}
+    units = []
+    for unit in model.units:
+        # Equal blocks share their costs: change them once.
+        key = id(unit.costs)
+        if key not in done:
+            done[key] = {kind: _unit_cost(cost, unit, stack) for kind, cost in unit.costs.items()}
+        units.append(unit.model_copy(update={"costs": done[key]}))
+    changed = with_loss(units, stack.loss)
+    return model.model_copy(update={"units": changed, "stack": stack.name})
+
+
+def calls_processor(model: ModelProfile) -> bool:
+    """Whether attention was counted as torch's kernel for processors runs it."""
+    costs = (cost for unit in model.units for cost in unit.costs.values())
+    return any(call.kernel is AttentionKernel.CPU for cost in costs for call in cost.calls())
+
+
+def is_for_accelerators(model: ModelProfile) -> bool:
+    """Whether a call of attention was counted as fused that torch's kernel for processors is not
+    made for: with dropout, or values of another width."""
+    costs = (cost for unit in model.units for cost in unit.costs.values())
+    calls = (call for cost in costs for call in cost.calls())
+    return any(call.dropout or call.width != call.value_width for call in calls)
+
+
+def _changes_kernels(stack: Stack) -> bool:
+    return bool(
+        stack.attention
+        or stack.fused
+        or stack.compiled
+        or stack.loss is not Loss.MATERIALISED
+        or stack.selective is not Selective.OPERATORS
+    )
+
+
+def _unit_cost(cost: UnitCost, unit: UnitProfile, stack: Stack) -> UnitCost:
+    total: _Change = {}
+    kernels = [0, 0]
+
+    def changed(part: Stretch | UnitCost) -> _Change:
+        change: _Change = {}
+        for fusible in part.fusible:
+            if _is_saved(fusible, stack):
+                _add(change, _saved(fusible, stack, part.activation_bytes.per_sample))
+                kernels[0] -= fusible.forward_kernels
+                kernels[1] -= fusible.backward_kernels
+        for call in part.attention:
+            wanted = attention_cost(call, stack.attention or call.kernel)
+            was = attention_cost(call, call.kernel)
+            for field in ("forward_flop", "backward_flop", "forward_moved_bytes",
+                          "backward_moved_bytes"):  # fmt: skip
+                _add(change, {field: getattr(wanted, field) - getattr(was, field)})
+            kernels[0] += wanted.forward_kernels - was.forward_kernels
+            kernels[1] += wanted.backward_kernels - was.backward_kernels
+            core = wanted.core_bytes - was.core_bytes
+            _add(change, {"activation_bytes": core, "selective_activation_bytes": core})
+        if stack.selective is Selective.CORE:
+            # All is kept but scores; kernels without scores keep their few sums.
+            kept = part.activation_bytes.per_sample + change.get("activation_bytes", 0.0)
+            core = sum(
+                attention_cost(call, stack.attention or call.kernel).core_bytes
+                for call in part.attention
+            )
+            wanted_bytes = kept - core
+            if isinstance(part, Stretch):
+                wanted_bytes -= part.core_bytes.per_sample
+            change["selective_activation_bytes"] = (
+                wanted_bytes - part.selective_activation_bytes.per_sample
+            )
+        return change
+
+    layers = []
+    for layer in cost.layers:
+        own, after = changed(layer.own), changed(layer.after)
+        _add(total, own)
+        _add(total, after)
+        layers.append(_layer(layer, own, after, stack))
+    inside = Stretch(**{name: _rest(cost, name) for name in _AMOUNTS}, fusible=cost.fusible,
+                     attention=cost.attention)  # fmt: skip
+    _add(total, changed(inside))
+    spared = _transients_saved(cost, stack)
+    update: dict[str, object] = {name: _moved(getattr(cost, name), total.get(name, 0.0))
+                                 for name in _AMOUNTS}  # fmt: skip
+    update |= {
+        "forward_kernels": max(0, cost.forward_kernels + kernels[0]),
+        "backward_kernels": max(0, cost.backward_kernels + kernels[1]),
+        "layers": tuple(layers),
+        "attention": tuple(_by(call, stack) for call in cost.attention),
+        "fusible": tuple(f for f in cost.fusible if not _is_saved(f, stack)),
+        "forward_transient_bytes": _moved(cost.forward_transient_bytes, -spared[0]),
+        "backward_transient_bytes": _moved(cost.backward_transient_bytes, -spared[1]),
+    }
+    return cost.model_copy(update=update)
+
+
+def _rest(cost: UnitCost, name: str) -> Affine:
+    """Of the unit, what no stretch of a layer counts."""
+    whole: Affine = getattr(cost, name)
+    inside = [getattr(part, name) for layer in cost.layers for part in (layer.own, layer.after)]
+    return Affine(
+        fixed=whole.fixed - sum(part.fixed for part in inside),
+        per_sample=whole.per_sample - sum(part.per_sample for part in inside),
+    )
+
+
+def _is_saved(fusible: Fusible, stack: Stack) -> bool:
+    is_loss = fusible.kind is FusibleKind.LOSS and stack.loss is not Loss.MATERIALISED
+    return is_loss or stack.fuses(fusible.kind)
+
+
+def _is_in_place(fusible: Fusible, stack: Stack) -> bool:
+    return fusible.kind is FusibleKind.LOSS and stack.loss is Loss.IN_PLACE
+
+
+def _transients_saved(cost: UnitCost, stack: Stack) -> tuple[float, float]:
+    """Forward and backward. In place, the fp32 copy is made and then a gradient in 16 bits."""
+    done = [fusible for fusible in cost.fusible if _is_saved(fusible, stack)]
+    if any(_is_in_place(fusible, stack) for fusible in done):
+        there, back = cost.forward_transient_bytes, cost.backward_transient_bytes
+        kept = cost.activation_bytes.per_sample
+        return max(0.0, there.per_sample - kept), max(0.0, back.per_sample - kept / 2)
+    spared = sum(fusible.transient_bytes for fusible in done)
+    return spared, spared
+
+
+def _saved(fusible: Fusible, stack: Stack, kept: float) -> _Change:
+    """Of a part that keeps `kept` bytes. In place, the fp32 copy of the logits stays, and the
+    16-bit ones, half as many bytes, do not where they did."""
+    stays = kept / 2 if _is_in_place(fusible, stack) else 0.0
+    return {
+        "forward_moved_bytes": -fusible.forward_moved_bytes,
+        "backward_moved_bytes": -fusible.backward_moved_bytes,
+        "activation_bytes": -max(0.0, fusible.activation_bytes - stays),
+    }
+
+
+def _layer(layer: LayerCost, own: _Change, after: _Change, stack: Stack) -> LayerCost:
+    if not own and not after:
+        return layer
+    return layer.model_copy(
+        update={
+            "own": _stretch(layer.own, own, stack),
+            "after": _stretch(layer.after, after, stack),
+        }
+    )
+
+
+def _stretch(stretch: Stretch, change: _Change, stack: Stack) -> Stretch:
+    update: dict[str, object] = {
+        name: _moved(getattr(stretch, name), delta) for name, delta in change.items()
+    }
+    update["attention"] = tuple(_by(call, stack) for call in stretch.attention)
+    update["fusible"] = tuple(f for f in stretch.fusible if not _is_saved(f, stack))
+    return stretch.model_copy(update=update)
+
+
+def _by(call: AttentionCall, stack: Stack) -> AttentionCall:
+    return call.model_copy(update={"kernel": stack.attention or call.kernel})
+
+
+def _moved(amount: Affine, delta: float) -> Affine:
+    left = max(0.0, amount.per_sample + delta)
+    return Affine(fixed=max(amount.fixed, -left), per_sample=left)  # of one sample not below zero
+
+
+def _add(total: _Change, more: Mapping[str, float]) -> None:
+    for name, value in more.items():
+        total[name] = total.get(name, 0.0) + value

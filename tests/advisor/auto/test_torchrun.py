@@ -1,0 +1,201 @@
+"""The `advise` command started by torchrun: all ranks time the job, rank 0 answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from click.testing import CliRunner
+
+from advisor.cli.main import cli
+from profiles.machine.cluster import ClusterProfile
+from profiles.machine.clusters import resolve_cluster
+from profiles.provenance import Source
+
+# One command; a shorter bench than a user's.
+PROGRAM = """
+import os, sys
+from advisor.cli.main import cli
+from profiles.machine.bench import bench
+
+bench.__kwdefaults__.update(budget_s=2.0, max_bytes=2**20)
+place, *words = sys.argv[1:]
+rank = os.environ["RANK"]
+with open(os.path.dirname(place) + f"/{rank}.pid", "w") as pid:
+    pid.write(str(os.getpid()))
+place += rank
+with open(place + ".out", "w") as out, open(place + ".err", "w") as err:
+    sys.stdout, sys.stderr = out, err
+    try:
+        cli(words)
+    except SystemExit as end:
+        print(end.code, file=err)
+"""
+PLAN = ["gpt-10m", "--cluster", "auto", "--global-batch", "4", "--json"]
+
+
+class Said(NamedTuple):
+    """What a rank printed; what it said beside, with its exit code at the end."""
+
+    out: str
+    err: str
+
+
+def said(folder: Path, name: str, rank: int = 0) -> Said:
+    return Said(*((folder / f"{name}{rank}.{kind}").read_text() for kind in ("out", "err")))
+
+
+def torchrun(folder: Path, name: str, words: list[str]) -> None:
+    """Run `advise WORDS` on two ranks; what they say is in files named `name`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(folder / "program.py"), str(folder / name), *words]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
+    launcher = subprocess.Popen(
+        command,
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = launcher.communicate(timeout=180)
+    finally:
+        for rank in range(2) if launcher.poll() is None else ():
+            if (pid := folder / f"{rank}.pid").exists():
+                os.kill(int(pid.read_text()), signal.SIGKILL)
+        launcher.kill()
+        launcher.wait()
+    assert launcher.returncode == 0, output
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("torchrun")
+    (folder / "program.py").write_text(PROGRAM)
+    torchrun(folder, "first", PLAN)
+    for bench in (folder / "cache/parallel-advisor").iterdir():
+        bench.unlink()
+    torchrun(folder, "bench", ["probe", "--bench"])
+    torchrun(folder, "kept", PLAN)
+    return folder
+
+
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of a job's second rank."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+
+
+@pytest.mark.parametrize("name", ["bench", "first", "kept"])
+def test_only_rank_0_answers_and_all_end_well(ran: Path, name: str) -> None:
+    assert said(ran, name).out
+    assert said(ran, name).err.endswith("0\n")
+    assert said(ran, name, rank=1) == ("", "0\n")
+
+
+def test_a_bench_is_a_cluster_file(ran: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(said(ran, "bench").out)
+    cluster = resolve_cluster(str(path))
+    assert set(cluster.sources.values()) == {Source.MEASURED}
+    assert cluster.overlap is not None
+    assert [axis.group_size for axis in cluster.axes] == [2]
+
+
+def test_a_plan_times_the_job_and_recalls_what_was_timed_before(ran: Path, tmp_path: Path) -> None:
+    first, kept = (
+        json.loads(said(ran, name).out)["facts"]["cluster"] for name in ("first", "kept")
+    )
+    assert [axis["group_size"] for axis in first["axes"]] == [2]
+    (tmp_path / "cluster.toml").write_text(said(ran, "bench").out)
+    timed = resolve_cluster(str(tmp_path / "cluster.toml"))
+    recalled = ClusterProfile.build(kept)
+    assert (recalled.axes, recalled.overlap, recalled.intra) == (
+        timed.axes,
+        timed.overlap,
+        timed.intra,
+    )
+    assert "speeds as timed on" not in said(ran, "first").err
+    assert "note: speeds as timed on 20" in said(ran, "kept").err
+    assert len(list((ran / "cache/parallel-advisor").iterdir())) == 1
+
+
+def test_without_a_bench_nobody_is_waited_for_and_links_are_assumed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The variables of a job whose other rank never came."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(cli, [*PLAN, "--no-bench"])
+    cluster = json.loads(result.stdout)["facts"]["cluster"]
+    assert cluster["devices_per_node"] == 2
+    assert cluster["axes"] == []
+    assert cluster["intra"]["bandwidth_bytes_per_s"]["source"] == "assumed"
+    monkeypatch.setenv("RANK", "1")
+    silent = CliRunner().invoke(cli, [*PLAN, "--no-bench"])
+    assert (silent.exit_code, silent.output) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["tree"], ["show", "plan.json"], ["gpt-10m", "--cluster", "8xh200"]],
+    ids=["tree", "show", "plan for other machines"],
+)
+def test_what_every_rank_would_answer_alike_is_not_repeated(words: list[str], second: None) -> None:
+    silent = CliRunner().invoke(cli, words)
+    assert (silent.exit_code, silent.output) == (0, "")
+
+
+def test_a_mistake_is_said_once_and_ends_the_job_at_once(tmp_path: Path) -> None:
+    """The model is looked for before the job is timed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", "-m", "advisor", "gpt-10", "--cluster", "auto"]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert ended.returncode == 1  # torchrun's own
+    assert ended.stderr.count("error: unknown model `gpt-10`") == 1
+    assert ended.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_that_another_rank_said_is_not_repeated_by_a_slow_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torchrun may take longer to end a rank than that one needs to find the mistake too."""
+    monkeypatch.setattr("advisor.cli.command.FIRST_WORD_S", 0.0)
+    output = []
+    for rank in ("1", "0"):  # the second is the slow one
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
+        result = CliRunner().invoke(cli, ["gpt-10"])
+        assert result.exit_code == 2
+        output.append(result.stderr)
+    assert "error: unknown model `gpt-10`" in output[0]
+    assert output[1] == ""
+
+
+def test_a_mistake_of_one_rank_alone_is_said_by_it(
+    second: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("advisor.cli.command.FIRST_WORD_S", 0.01)
+    result = CliRunner().invoke(cli, ["probe", "-o", "no/such/folder.toml"])
+    assert result.exit_code == 2
+    assert "error: cannot write `no/such/folder.toml`" in result.stderr

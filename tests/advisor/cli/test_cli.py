@@ -1,0 +1,342 @@
+"""The `advise` command: start-up, options, streams, exit codes."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from advisor.cli.main import cli
+from tests.factories import transformer
+
+# Every option there is. A new one has to earn its line here: about fifteen, all else is in files.
+OPTIONS = {
+    "--allow-lossy",
+    "--allow-stale",
+    "--anchor",
+    "--bandwidth",
+    "--batch",
+    "--bench",
+    "--cluster",
+    "--critical-batch",
+    "--debug",
+    "--devices",
+    "--disk",
+    "--format",
+    "--global-batch",
+    "--host-overhead",
+    "--imbalance",
+    "--json",
+    "--measure",
+    "--microbatches",
+    "--nccl-tests",
+    "--no-anchor",
+    "--no-bench",
+    "--no-color",
+    "--objective",
+    "--optimizer",
+    "--output",
+    "--plan",
+    "--png",
+    "--precision",
+    "--ranks",
+    "--samples",
+    "--seq",
+    "--split-size",
+    "--stack",
+    "--steps",
+    "--time",
+    "--timeout",
+    "--version",
+    "--why-not",
+}
+EIGHT = ("--cluster", "8xH100-SXM-80GB")
+COMMANDS = ["check", "demo", "explain", "plan", "probe", "profile", "show", "sweep", "tree"]
+
+IMPORTED = """
+import sys
+import advisor.cli.main
+print([name for name in ("torch", "networkx", "jinja2", "rich") if name in sys.modules])
+"""
+
+
+def advise(*args: str) -> Result:
+    return CliRunner().invoke(cli, list(args))
+
+
+def options() -> Iterator[str]:
+    for command in (cli, *cli.commands.values()):
+        for param in command.params:
+            if isinstance(param, click.Option):
+                yield from (name for name in param.opts if name.startswith("--"))
+
+
+class TestStartUp:
+    def test_importing_the_command_imports_nothing_heavy(self) -> None:
+        run = subprocess.run(
+            [sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True
+        )
+        assert run.stdout == "[]\n"
+
+    def test_help_answers_at_once(self) -> None:
+        code = (
+            "import time; start = time.process_time()\n"
+            "from advisor.cli.main import cli\n"
+            "try: cli(['--help'])\n"
+            "except SystemExit: pass\n"
+            "import sys; sys.stderr.write(str(time.process_time() - start))"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        assert float(run.stderr) < 0.3  # 0.03 s on two shared cores
+
+
+class TestHelp:
+    def test_options_are_those_listed(self) -> None:
+        assert set(options()) == OPTIONS
+
+    def test_commands_are_those_listed(self) -> None:
+        assert sorted(cli.commands) == COMMANDS
+
+    def test_examples_come_before_the_options(self) -> None:
+        text = advise("--help").stdout
+        assert text.count("\n    advise ") == 2
+        assert text.index("    advise ") < text.index("Options:")
+
+    def test_no_arguments_is_the_help(self) -> None:
+        assert (advise().exit_code, advise().stdout) == (0, advise("--help").stdout)
+
+    def test_the_bundled_models_are_named(self) -> None:
+        from advisor.tutorial.demo.gpt import SHAPES
+
+        text = advise("plan", "--help").stdout
+        assert [name for name in SHAPES if name not in text] == []
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_every_command_and_option_has_a_sentence(self, command: str) -> None:
+        found = cli.commands[command]
+        assert found.help
+        assert [p.name for p in found.params if isinstance(p, click.Option) and not p.help] == []
+
+    def test_version(self) -> None:
+        from importlib.metadata import version
+
+        assert advise("--version").stdout == f"advise, version {version('parallel-advisor')}\n"
+
+
+class TestDefaultCommand:
+    def test_a_model_without_a_command_is_planned(self) -> None:
+        short, long = advise("gtp-7b", *EIGHT), advise("plan", "gtp-7b", *EIGHT)
+        assert (short.exit_code, short.stderr) == (long.exit_code, long.stderr)
+        assert "did you mean `gpt-7b`" in short.stderr
+
+    def test_options_may_come_before_the_model(self) -> None:
+        assert advise(*EIGHT, "gtp-7b").stderr == advise("gtp-7b", *EIGHT).stderr
+
+    def test_a_file_named_like_a_command_is_a_model(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert "unknown command" in advise("demo.json").stderr
+        (tmp_path / "demo.json").write_text("{}")
+        assert "neither a model profile" in advise("demo.json", *EIGHT).stderr
+
+
+class TestColour:
+    def stderr(self, *args: str, terminal: bool, **variables: str) -> bytes:
+        """What a wrong call writes to stderr, which is a terminal or a pipe."""
+        reader, writer = os.openpty() if terminal else os.pipe()
+        environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
+        environment |= {"TERM": "xterm", **variables}
+        code = "from advisor.cli.main import main; main()"
+        words = [sys.executable, "-c", code, "expalin", *args]
+        subprocess.run(words, stderr=writer, env=environment, check=False)
+        os.close(writer)
+        written = os.read(reader, 4096)
+        os.close(reader)
+        return written
+
+    def test_is_used_on_a_terminal(self) -> None:
+        assert b"\x1b[" in self.stderr(terminal=True)
+
+    def test_is_not_used_in_a_pipe(self) -> None:
+        assert self.stderr(terminal=False).startswith(b"error: unknown command")
+
+    @pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+    def test_is_not_used_where_the_environment_says_so(self, variables: dict[str, str]) -> None:
+        assert self.stderr(terminal=True, **variables).startswith(b"error: unknown command")
+
+    def test_is_not_used_when_told(self) -> None:
+        assert self.stderr("--no-color", terminal=True).startswith(b"error: unknown command")
+
+
+class TestPlan:
+    @pytest.fixture(autouse=True)
+    def saved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        transformer().save("model.json")
+
+    def plan(self, *args: str, exit_code: int = 0) -> Result:
+        batch = ("--global-batch", "256")
+        result = advise("model.json", "--cluster", "4x8xH100-SXM-80GB", *batch, *args)
+        assert result.exit_code == exit_code, result.stderr
+        return result
+
+    def test_prints_the_report_in_80_columns_without_escape_codes(self) -> None:
+        text = self.plan().stdout
+        assert text.startswith("advise: ")
+        assert max(map(len, text.splitlines())) <= 80
+        assert "\x1b" not in text
+
+    def test_json_is_one_object_and_the_saved_file(self) -> None:
+        result = self.plan("--json", "-o", "plan.json")
+        assert json.loads(result.stdout)["plan"]
+        assert result.stdout == Path("plan.json").read_text()
+        assert result.stderr == "wrote plan.json\n"
+
+    def test_does_not_import_torch_for_a_saved_profile(self) -> None:
+        code = (
+            "import sys; from advisor.cli.main import cli\n"
+            "try: cli(['model.json', '--cluster', '8xH100-SXM-80GB', '--global-batch', '64'])\n"
+            "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+        )
+        words = [sys.executable, "-c", code]
+        run = subprocess.run(words, capture_output=True, text=True, check=True)
+        assert run.stdout.splitlines()[-1] == "0 False"
+
+    def test_what_was_not_typed_is_a_default(self) -> None:
+        given = json.loads(self.plan("--json").stdout)["facts"]["workload"]["given"]
+        assert given == ["global_batch_size"]
+        typed = self.plan("--json", "--optimizer", "adamw", "--precision", "bf16").stdout
+        found = json.loads(typed)["facts"]["workload"]["given"]
+        assert found == ["global_batch_size", "optimizer", "precision"]
+
+    def test_an_explanation_in_a_pipe_is_not_broken(self) -> None:
+        plan = json.loads(self.plan("--json", "-o", "plan.json").stdout)
+        shown = advise("explain", "plan.json").stdout.splitlines()
+        for step in plan["trace"]["steps"]:
+            assert f"  {step['because']}" in shown
+
+    def test_pins_are_kept(self) -> None:
+        plan = json.loads(self.plan("--json", "--plan", "dp_replicate=2 dp_shard=16").stdout)[
+            "plan"
+        ]
+        assert (plan["dp_replicate"], plan["dp_shard"]) == (2, 16)
+
+    def test_the_objective_is_followed(self) -> None:
+        chosen = json.loads(self.plan("--json", "--objective", "memory").stdout)
+        assert chosen["policy"]["objective"] == "memory"
+
+    def test_the_optimizer_and_precision_reach_the_workload(self) -> None:
+        given = ("--optimizer", "sgd", "--precision", "bf16")
+        workload = json.loads(self.plan("--json", *given).stdout)["facts"]["workload"]
+        assert (workload["optimizer"]["name"], workload["precision"]) == ("sgd", "bf16")
+
+    def test_time_that_devices_wait_for_data_is_added_to_the_step_and_named(self) -> None:
+        without = json.loads(self.plan("--json").stdout)["estimate"]
+        waiting = self.plan("--host-overhead", "0.25", "--json").stdout
+        estimate = json.loads(waiting)["estimate"]
+        added = estimate["step_s"] - without["step_s"]
+        assert added == pytest.approx(0.25, rel=1e-3)
+        report = self.plan("--host-overhead", "0.25").stdout
+        assert re.search(r"250 ms a step for data and host +you", report)
+
+    @pytest.mark.parametrize("wrong", ["-1", "soon", "nan", "inf"])
+    def test_a_waiting_time_is_seconds(self, wrong: str) -> None:
+        result = self.plan("--host-overhead", wrong, exit_code=2)
+        assert "`--host-overhead` wants seconds, zero or more" in result.stderr
+
+    def test_ranks_that_scatter_are_waited_for_and_what_helps_needs_a_word(self) -> None:
+        small = ("gpt-125m", *EIGHT, "--global-batch", "64", "--imbalance", "0.4")
+        report = " ".join(advise(*small).stdout.split())
+        assert "ranks' computing times scatter by 40% you" in report
+        assert "waiting for the slowest rank" in report
+        assert "only `--allow-stale`" in report
+        taken = json.loads(advise(*small, "--allow-stale", "--json").stdout)
+        assert taken["plan"]["updates"] == "diloco"
+        result = self.plan("--imbalance", "-0.1", exit_code=2)
+        assert "`--imbalance` wants a fraction, zero or more" in result.stderr
+
+    def test_the_batch_is_one_sample_per_device_unless_given_and_said(self) -> None:
+        result = advise("model.json", "--cluster", "4x8xH100-SXM-80GB", "--json")
+        assert json.loads(result.stdout)["facts"]["workload"]["global_batch_size"] == 32
+        assert result.stderr == "note: no `--global-batch`: 1 per device, 32 in all\n"
+
+    def test_nothing_fits_is_an_answer_with_exit_code_1(self) -> None:
+        one = ("--cluster", "H100-SXM-80GB", "--global-batch", "1", "--plan", "offload=none")
+        result = advise("model.json", *one)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr.startswith("error: ")
+
+    def test_show_prints_the_same_report_again(self) -> None:
+        report = self.plan("-o", "plan.json").stdout
+        assert advise("show", "plan.json").stdout == report
+
+    def test_show_gives_the_same_json_again(self) -> None:
+        report = self.plan("--json", "-o", "plan.json").stdout
+        assert advise("show", "plan.json", "--format", "json").stdout == report
+
+    def test_show_writes_a_page(self) -> None:
+        verdict = self.plan("-o", "plan.json").stdout.removeprefix("advise: ").split("   ")[0]
+        result = advise("show", "plan.json", "--format", "html", "-o", "report.html")
+        page = Path("report.html").read_text()
+        assert (result.stdout, result.stderr) == ("", "wrote report.html\n")
+        assert page.lower().startswith("<!doctype html>")
+        assert verdict in html.unescape(page)
+
+    def test_explain_shows_each_question_and_the_leaf(self) -> None:
+        trace = json.loads(self.plan("--json", "-o", "plan.json").stdout)["trace"]
+        text = " ".join(advise("explain", "plan.json").stdout.split())
+        for step in trace["steps"]:
+            assert f"{step['question']} {step['answer']} {step['because']}" in text
+        assert f"-> {trace['advice']}" in text
+
+    def test_explain_weighs_another_plan(self) -> None:
+        self.plan("-o", "plan.json")
+        text = advise("explain", "plan.json", "--why-not", "dp_replicate=32").stdout
+        assert text.startswith("dp_replicate=32: ")
+
+    def test_explain_names_a_misspelt_setting(self) -> None:
+        self.plan("-o", "plan.json")
+        result = advise("explain", "plan.json", "--why-not", "dp_shrad=32")
+        assert result.exit_code == 2
+        assert "did you mean `dp_shard`" in result.stderr
+
+
+class TestTree:
+    def test_ends_in_families(self) -> None:
+        assert "[DDP, ZeRO (FSDP)]" in advise("tree").stdout
+
+    def test_is_drawn_by_mermaid(self) -> None:
+        assert advise("tree", "--format", "mermaid").stdout.startswith("flowchart TD\n")
+
+
+class TestDemo:
+    @pytest.fixture
+    def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+        seen: list[dict[str, object]] = []
+
+        def run(**settings: object) -> int:
+            seen.append(settings)
+            return 3
+
+        monkeypatch.setattr("advisor.tutorial.demo.launch.run", run)
+        return seen
+
+    def test_starts_two_ranks_and_decides_itself(self, calls: list[dict[str, object]]) -> None:
+        assert advise("demo").exit_code == 3  # what the job said
+        assert calls == [{"ranks": 2, "plan": "", "steps": None}]
+
+    def test_forces_a_plan(self, calls: list[dict[str, object]]) -> None:
+        advise("demo", "--ranks", "4", "--plan", "dp_shard=4", "--steps", "5")
+        assert calls == [{"ranks": 4, "plan": "dp_shard=4", "steps": 5}]

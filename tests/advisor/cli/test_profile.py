@@ -1,0 +1,128 @@
+"""`advise profile`: a model unit by unit, from its file or looked at, and its blocks timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from advisor.cli.main import cli
+from profiles.model.affine import Affine
+from profiles.model.flow import Call, Edge, Flow, Value
+from profiles.model.profile import ModelProfile
+from tests.factories import chain
+
+
+def advise(*args: str) -> Result:
+    return CliRunner().invoke(cli, list(args))
+
+
+class TestProfile:
+    """A saved profile is shown, so that nothing has to be looked at.
+
+    Three linear units of 10^6 parameters, 512 tokens of width 1000: each 2 x 512 x 10^6 FLOP
+    forward and twice that backward, 512 x 1000 x 4 bytes kept.
+    """
+
+    PROFILE = chain(units=3, parameters=1_000_000, tokens=512, width=1000)
+
+    @pytest.fixture
+    def saved(self, tmp_path: Path) -> str:
+        self.PROFILE.save(tmp_path / "model.json")
+        return str(tmp_path / "model.json")
+
+    def test_shows_equal_units_on_one_line_and_the_totals(self, saved: str) -> None:
+        lines = advise("profile", saved).stdout.splitlines()
+        assert lines[0] == "chain: 3.00 M parameters in float32 (11.4 MiB)"
+        numbers = ["3.00", "M", "9.22", "B", "5.86", "MiB"]
+        assert lines[-4].split() == ["layers.0", "...", "layers.2", "3", "x", "Linear", *numbers]
+        assert lines[-3].split() == ["all", *numbers]
+
+    def test_explains_what_is_no_module_of_the_model(self, saved: str, tmp_path: Path) -> None:
+        assert "(glue)" not in advise("profile", saved).stdout
+        first, *rest = self.PROFILE.units
+        glue = first.model_copy(update={"name": "(glue)", "is_block": False})
+        self.PROFILE.model_copy(update={"units": (glue, *rest)}).save(tmp_path / "glue.json")
+        shown = advise("profile", str(tmp_path / "glue.json")).stdout
+        assert "(glue): operations of the model outside all units" in shown
+
+    def test_names_are_not_markup(self, tmp_path: Path) -> None:
+        units = [unit.model_copy(update={"name": "[bold]wte"}) for unit in self.PROFILE.units]
+        path = tmp_path / "model.json"
+        self.PROFILE.model_copy(update={"units": tuple(units)}).save(path)
+        assert "[bold]wte" in advise("profile", str(path)).stdout
+
+    def test_json_is_the_profile_and_nothing_else(self, saved: str) -> None:
+        assert ModelProfile.from_json(advise("profile", saved, "--json").stdout) == self.PROFILE
+
+    def test_mermaid_draws_which_unit_feeds_which(self, tmp_path: Path) -> None:
+        value = Value(shape=(1, 8), dtype="float32", bytes=Affine(per_sample=32))
+        calls = (Call(unit="wte", values=(value,)), Call(unit="head"))
+        flow = Flow(calls=calls, edges=(Edge(source=0, value=0, target=1),))
+        self.PROFILE.model_copy(update={"flow": flow}).save(tmp_path / "wired.json")
+        shown = advise("profile", str(tmp_path / "wired.json"), "--format", "mermaid").stdout
+        assert shown.splitlines()[1:] == [
+            '    u0["wte"]',
+            '    u1["head"]',
+            '    u0 -->|"32 B"| u1',
+        ]
+
+    def test_two_forms_at_once_are_refused(self, saved: str) -> None:
+        result = advise("profile", saved, "--json", "--format", "mermaid")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "both want stdout" in result.stderr
+
+    def test_is_written_where_asked_and_said_on_stderr(self, saved: str, tmp_path: Path) -> None:
+        result = advise("profile", saved, "--json", "-o", str(tmp_path / "copy.json"))
+        assert ModelProfile.load(tmp_path / "copy.json") == self.PROFILE
+        assert result.stderr == f"wrote {tmp_path / 'copy.json'}\n"
+
+
+class TestTimedProfile:
+    @pytest.fixture(autouse=True)
+    def place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def test_blocks_are_timed_shown_and_saved_with_the_profile(self) -> None:
+        result = advise("profile", "gpt-10m", "--seq", "16", "--time", "-o", "model.json")
+        assert result.exit_code == 0, result.stderr
+        assert "timing the blocks of gpt-10m on" in result.stderr
+        found = ModelProfile.load("model.json")
+        assert [times.numerics for times in found.times] == list(found.numerics)
+        blocks = {times.units["blocks.0"] for times in found.times}
+        assert len(blocks) == len(found.times)
+        assert f"measured on {found.times[0].device} (" in result.stdout
+        rows = [line for line in result.stdout.splitlines() if " +-" in line]
+        assert sum("blocks.0 ... blocks.5" in row for row in rows) == len(found.times)
+        assert max(map(len, result.stdout.splitlines())) <= 80
+        (times, *_) = (Path("cache") / "parallel-advisor").iterdir()
+        assert times.name.startswith("times-")
+
+    def test_a_saved_profile_cannot_be_timed(self) -> None:
+        chain().save("model.json")
+        result = advise("profile", "model.json", "--time")
+        assert result.exit_code == 2
+        assert "a saved profile has no code to run" in result.stderr
+        assert "advise profile MODEL --time -o model.json" in result.stderr
+
+    def test_an_optimizer_of_shapes_works_on_a_saved_profile(self) -> None:
+        advise("profile", "gpt-125m", "--seq", "64", "-o", "model.json")
+        words = ("model.json", "--cluster", "H100-SXM-80GB", "--global-batch", "1", "--json")
+        held = {}
+        for name in ("adamw", "adafactor", "muon", "adamw-8bit"):
+            found = json.loads(advise(*words, "--optimizer", name).stdout)["estimate"]["memory"]
+            held[name] = found["optimizer"]
+        # Rows and columns beside two moments; one moment in blocks; a byte for each, with scales.
+        assert held["adafactor"] < 0.01 * held["adamw"]
+        assert 0.5 * held["adamw"] < held["muon"] < held["adamw"]
+        assert held["adamw-8bit"] == pytest.approx(held["adamw"] * (2 + 8 / 256) / 8, rel=0.01)
+
+    def test_an_optimizer_of_shapes_asks_an_old_profile_for_them(self) -> None:
+        chain().save("model.json")
+        words = ("model.json", "--cluster", "H100-SXM-80GB", "--global-batch", "1")
+        result = advise(*words, "--optimizer", "adafactor")
+        assert result.exit_code == 2
+        assert "follows the shapes of parameters" in result.stderr

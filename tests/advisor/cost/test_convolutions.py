@@ -1,0 +1,79 @@
+"""Seconds of convolutions and norms of images against hand computation."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.cost.calibration import CALIBRATION
+from advisor.cost.compute import unit_times
+from advisor.cost.loads import loads_of
+from engines.plan import Recompute
+from profiles import catalogue
+from profiles.closed_forms.convnets.draft import Draft
+from profiles.closed_forms.convnets.profile import profile_of
+from profiles.model.profile import Numerics
+from profiles.model.work import FusibleKind
+from profiles.workload.stack import Stack
+from profiles.workload.under_stack import under_stack
+
+PLAIN = Stack(name="plain", fused=(FusibleKind.LAYOUT,))
+SAMPLES = 64
+
+
+def seconds(draft: Draft, device: str, dtype: str, stack: Stack = PLAIN) -> tuple[float, float]:
+    """Forward and backward of the last block."""
+    model = under_stack(profile_of(draft.network("n"), samples=1), stack)
+    kind = Numerics.AS_BUILT if dtype.endswith("32") else Numerics.BF16_AUTOCAST
+    time = unit_times(
+        loads_of(model, numerics=kind, samples=SAMPLES),
+        recompute=Recompute.NONE,
+        device=catalogue.accelerator(device),
+        dtype=dtype,
+        stack=stack,
+    )[-1]
+    return time.forward_s, time.backward_s
+
+
+def convolution(kernel: int, *, groups: int = 1, width: int = 256) -> Draft:
+    draft = Draft(56, channels=width)
+    with draft.block("first", draft.image):
+        x = draft.convolution(draft.image, width, 1)
+    with draft.block("one", x):
+        draft.convolution(x, width, kernel, groups=groups)
+    return draft
+
+
+def test_a_large_convolution_takes_its_flop_over_the_share_of_the_peak() -> None:
+    """1x1 on 256 channels of 56 x 56, in fp32 on a V100: 15.7 TFLOP/s, 52 GFLOP are large."""
+    flop = SAMPLES * 2 * 56**2 * 256 * 256
+    forward, backward = seconds(convolution(1), "V100-SXM2-16GB", "float32")
+    assert forward == pytest.approx(flop / (15.7e12 * CALIBRATION.vector), rel=0.02)
+    assert backward == pytest.approx(2 * forward, rel=0.02)
+
+
+def test_winograd_saves_multiplications_of_3x3_on_plain_units_alone() -> None:
+    """36 multiplications become 16, of which `winograd` is reached."""
+    whole = seconds(convolution(5), "V100-SXM2-16GB", "float32")[0] * 9 / 25
+    saved = seconds(convolution(3), "V100-SXM2-16GB", "float32")[0]
+    assert whole / saved == pytest.approx(CALIBRATION.winograd * 36 / 16, rel=0.02)
+    whole = seconds(convolution(5), "A100-SXM-40GB", "tfloat32")[0] * 9 / 25
+    assert seconds(convolution(3), "A100-SXM-40GB", "tfloat32")[0] == pytest.approx(whole, rel=0.02)
+
+
+def test_a_depthwise_convolution_is_bound_by_what_it_moves() -> None:
+    """Each map of 256 x 56 x 56 is read once and written once."""
+    device = catalogue.accelerator("A100-SXM-40GB")
+    moved = SAMPLES * 2 * 256 * 56**2 * 4
+    least = moved / (device.memory_bandwidth_bytes_per_s.value * CALIBRATION.memory)
+    found = seconds(convolution(3, groups=256), "A100-SXM-40GB", "tfloat32")[0]
+    assert found == pytest.approx(least, rel=0.02)
+
+
+def test_maps_are_turned_unless_channels_lie_last() -> None:
+    """In 16 bits on an A100: two thirds of what a 1x1 convolution takes and gives, moved twice."""
+    device = catalogue.accelerator("A100-SXM-40GB")
+    bandwidth = device.memory_bandwidth_bytes_per_s.value * CALIBRATION.memory
+    turned = seconds(convolution(1), "A100-SXM-40GB", "bfloat16", Stack())[0]
+    last = seconds(convolution(1), "A100-SXM-40GB", "bfloat16")[0]
+    moved = SAMPLES * 2 * 256 * 56**2 * 2
+    assert turned - last == pytest.approx(2 * 2 / 3 * moved / bandwidth, rel=1e-6)

@@ -1,0 +1,123 @@
+"""nn.DataParallel priced: what meets at the first device, counted by hand for ResNet-50."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.cost import CostModel, Estimate
+from advisor.decide.choose import choose
+from advisor.decide.comparison import Verdict
+from advisor.inputs.facts import Facts
+from advisor.inputs.models import profile_model
+from engines.plan import Plan
+from profiles.machine.clusters import cluster_from_name
+from profiles.model.profile import Numerics
+from profiles.workload.workload import Workload
+from tests.factories import facts as make_facts
+from tests.factories import gpus, transformer
+
+PARAMETERS_BYTES = 4 * 25_557_032
+IMAGE_BYTES, LOGITS_BYTES = 4 * 3 * 128 * 128, 4 * 1000
+TENSORS = 161
+DEVICES, IMAGES, ROUNDS = 4, 16, 2
+
+
+@pytest.fixture(scope="module")
+def facts() -> Facts:
+    return Facts(
+        model=profile_model("resnet50-128px", samples=1, sequence_length=None),
+        cluster=cluster_from_name(f"{DEVICES}xV100-SXM2-16GB"),
+        workload=Workload(global_batch_size=DEVICES * IMAGES * ROUNDS),
+    )
+
+
+def estimate(facts: Facts, kind: str) -> Estimate:
+    words = f"data_parallel={kind} dp_replicate={DEVICES} microbatch_size={IMAGES}"
+    return CostModel(facts).estimate(Plan.parse(f"{words} accumulation={ROUNDS}"))
+
+
+def test_every_forward_sends_what_meets_at_the_first_device(facts: Facts) -> None:
+    found = {t.purpose: t.payload_bytes * t.count for t in estimate(facts, "threads").traffic}
+    others = DEVICES - 1
+    assert found == {
+        "scattered inputs": others * ROUNDS * IMAGES * IMAGE_BYTES,
+        "parameters of replicas": ROUNDS * PARAMETERS_BYTES,
+        "outputs and their gradients": 2 * others * ROUNDS * IMAGES * LOGITS_BYTES,
+        "gradients of replicas": ROUNDS * PARAMETERS_BYTES,
+    }
+
+
+def test_nothing_of_it_is_hidden(facts: Facts) -> None:
+    found = estimate(facts, "threads")
+    assert found.time.overlapped_s == 0
+    assert found.time.exposed_s == pytest.approx(sum(t.seconds for t in found.traffic))
+
+
+def test_one_interpreter_launches_for_all_devices(facts: Facts) -> None:
+    """Of one image, too short for any device, it is its launches that a step takes; of seven one
+    device hides all but a few of its own, of four times as many all, and not those of four devices.
+    Gradients are added to those before on the first device only, one launch a tensor."""
+    model, launch_s = facts.model, facts.cluster.device.launch_s.value
+    costs = [unit.cost(Numerics.AS_BUILT) for unit in model.units]
+    launches = sum(cost.forward_kernels + cost.backward_kernels for cost in costs)
+    for images in (1, 7):
+        words = f"dp_replicate={DEVICES} microbatch_size={images} accumulation={ROUNDS}"
+        ours, ddp = (
+            CostModel(facts).estimate(Plan.parse(f"data_parallel={kind} {words}")).time
+            for kind in ("threads", "replicate")
+        )
+        once = ROUNDS * launches * launch_s
+        adding = (ROUNDS - 1) * TENSORS * launch_s
+        assert ours.compute_s + ours.launch_s == pytest.approx(DEVICES * once + adding)
+        if images == 7:
+            assert ddp.launch_s < adding  # of the additions alone
+            alone = Plan.parse(f"dp_replicate={DEVICES} microbatch_size={4 * images}")
+            assert CostModel(facts).estimate(alone).time.launch_s == 0
+            assert ddp.compute_s > once
+
+
+def test_the_first_device_holds_the_batch_and_the_outputs_of_all(facts: Facts) -> None:
+    ours, ddp = estimate(facts, "threads"), estimate(facts, "replicate")
+    others = DEVICES - 1
+    assert ours.memory.batch - ddp.memory.batch == others * ROUNDS * IMAGES * IMAGE_BYTES
+    # Beside its own gradients the sum of all replicas', and the logits of the others.
+    more = PARAMETERS_BYTES + others * IMAGES * LOGITS_BYTES
+    assert ours.memory.gathered >= more
+
+
+def test_the_loss_of_all_outputs_is_the_first_devices() -> None:
+    """A vocabulary of 32,000 and 128 tokens: the loss keeps the logits once, works in two more of
+    them, and moves seven (`tests.factories.transformer`)."""
+    model = transformer(layers=2, hidden=256, ffn=512, vocab=32_000, tokens=128)
+    machines = gpus(1, DEVICES)
+    costs = CostModel(make_facts(model, machines, batch=8 * DEVICES, precision="fp32"))
+    ours, ddp = (
+        costs.estimate(Plan.parse(f"data_parallel={kind} dp_replicate={DEVICES} microbatch_size=8"))
+        for kind in ("threads", "replicate")
+    )
+    others, logits = DEVICES - 1, 8 * 128 * 32_000 * 4
+    gradients = 4 * model.parameters
+    assert ours.memory.gathered == pytest.approx(others * (1 + 1 + 2) * logits + gradients)
+    seconds = others * 7 * logits / machines.device.memory_bandwidth_bytes_per_s.value
+    assert ours.time.compute_s - ddp.time.compute_s == pytest.approx(seconds)
+
+
+def test_it_is_weighed_where_it_is_asked_for_and_loses_to_ddp(facts: Facts) -> None:
+    batch = facts.workload.model_copy(update={"global_batch_size": DEVICES * 4})
+    small = Facts(model=facts.model, cluster=facts.cluster, workload=batch)
+    decision = choose(small, pins={"zero": 0})
+    assert decision.plan.dp_replicate == DEVICES
+    answer = decision.why_not("data_parallel=threads")
+    assert answer.verdict is Verdict.SLOWER
+    assert answer.estimate is not None
+    assert answer.estimate.step_s > decision.estimate.step_s
+    assert "more exposed communication" in answer.because
+
+
+def test_across_nodes_it_is_no_choice(facts: Facts) -> None:
+    cluster = cluster_from_name("2x4xV100-SXM2-16GB")
+    batch = facts.workload.model_copy(update={"global_batch_size": 256})
+    decision = choose(Facts(model=facts.model, cluster=cluster, workload=batch))
+    answer = decision.why_not("data_parallel=threads dp_replicate=8")
+    assert answer.verdict is Verdict.NOT_LEGAL
+    assert "threads of one process reach the 4 devices of its node" in answer.because

@@ -1,0 +1,175 @@
+"""Prices of ranks that update apart from each other, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from advisor.cost import CostModel, Estimate, estimate
+from advisor.cost.updates import Served, waiting_s
+from advisor.decide.candidates import searched
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Policy
+from advisor.search.cache import Kept
+from engines.plan import Plan
+from profiles.machine.cluster import ClusterProfile
+from tests.factories import chain, cpus, facts, gpus
+
+# Four layers of a million parameters: 16 MB of gradients.
+PAYLOAD = 4 * 4_000_000
+RATE = 1e9  # bytes/s in one direction, of a link between CPU ranks of the factory
+LATENCY = 50e-6
+MEMORY_RATE = 10e9
+
+
+def small(ranks: int = 4, *, batch: int = 12, imbalance: float = 0.0) -> Facts:
+    found = facts(chain(), cpus(ranks), batch=batch, precision="fp32")
+    workload = found.workload.model_copy(update={"imbalance": imbalance})
+    return found.model_copy(update={"workload": workload})
+
+
+def priced(text: str, known: Facts) -> Estimate:
+    return estimate(Plan.parse(text), known)
+
+
+def test_local_steps_send_as_much_as_ddp_every_so_many_steps() -> None:
+    known = small()
+    ddp = priced("dp_replicate=4 microbatch_size=3", known)
+    (gradients,) = [t for t in ddp.traffic if t.purpose == "gradients" and t.payload_bytes > 2**20]
+    for every in (1, 4, 16):
+        plan = f"dp_replicate=4 microbatch_size=3 updates=local sync_every={every}"
+        found = priced(plan, known)
+        (sent,) = found.traffic
+        assert sent.bus_bytes * every == 2 * 3 / 4 * PAYLOAD  # of an all-reduce over four
+        assert sent.kind is gradients.kind
+        one = LATENCY * 2 * 3 + 2 * 3 / 4 * PAYLOAD / RATE
+        assert found.time.exposed_s == pytest.approx(one / every, rel=0.01)
+        assert found.time.compute_s == ddp.time.compute_s
+
+
+def test_diloco_takes_memory_and_a_pass_over_it() -> None:
+    """A copy of the parameters and the outer momentum; fourteen passes a meeting."""
+    known = small()
+    local, diloco = (
+        priced(f"dp_replicate=4 microbatch_size=3 updates={kind} sync_every=10", known)
+        for kind in ("local", "diloco")
+    )
+    assert diloco.states_bytes - local.states_bytes == 2 * PAYLOAD
+    more = diloco.time.exposed_s - local.time.exposed_s
+    assert more == pytest.approx(14 * PAYLOAD / MEMORY_RATE / 10)
+
+
+def test_a_server_s_link_is_what_a_step_waits_for() -> None:
+    """Three workers give 16 MB each to one server, and take as much: 48 ms there and 48 ms back; it
+    adds three gradients up in passes of 10 GB/s, two reads and a write each."""
+    found = priced("dp_replicate=3 servers=1 microbatch_size=4", small())
+    adding = 3 * 3 * PAYLOAD / MEMORY_RATE
+    by_hand = 2 * 3 * PAYLOAD / RATE + adding + 4 * LATENCY
+    assert found.time.exposed_s == pytest.approx(by_hand)
+    assert {t.purpose: t.payload_bytes * t.count for t in found.traffic} == {
+        "gradients to servers": PAYLOAD,
+        "parameters from servers": PAYLOAD,
+    }
+
+
+def test_servers_share_the_traffic_and_the_update() -> None:
+    """Two of them, for two workers: each gets half of 2 x 16 MB, as much as a worker sends."""
+    one = priced("dp_replicate=3 servers=1 microbatch_size=4", small())
+    two = priced("dp_replicate=2 servers=2 microbatch_size=6", small())
+    adding = 2 * 3 * PAYLOAD / 2 / MEMORY_RATE
+    assert two.time.exposed_s == pytest.approx(2 * PAYLOAD / RATE + adding + 4 * LATENCY)
+    assert two.time.optimizer_s == pytest.approx(one.time.optimizer_s / 2)
+    served = Served.of(Plan.parse("dp_replicate=2 servers=2"), cpus(4), payload_bytes=PAYLOAD)
+    assert (served.part_bytes, served.passed_bytes) == (PAYLOAD / 2, PAYLOAD)
+
+
+def test_asynchronous_workers_are_as_fast_as_they_compute_until_the_server_is_full() -> None:
+    """What comes and what goes use a link's two directions at once, but all come in no order: of
+    two links that are passed in turn, s seconds each, N workers keep one busy for N s of (N + 1) s
+    (the closed form of a balanced network); what takes much longer than all else is always busy."""
+    few = priced("dp_replicate=1 servers=1 updates=asynchronous microbatch_size=12", small(2))
+    turn = 2 * PAYLOAD / RATE + 3 * PAYLOAD / MEMORY_RATE + 4 * LATENCY
+    assert few.time.exposed_s == pytest.approx(turn)
+    crowd, plan = cpus(33), "dp_replicate=32 servers=1 updates=asynchronous microbatch_size=1"
+    full = priced(plan, facts(chain(), crowd, batch=32, precision="fp32"))
+    # AdamW's passes over the parameters take longer than their messages.
+    busy = 32 * (full.time.optimizer_s + 3 * PAYLOAD / MEMORY_RATE)
+    assert full.step_s == pytest.approx(busy)
+    memory = crowd.device.memory_bandwidth_bytes_per_s.model_copy(update={"value": 1e12})
+    device = crowd.device.model_copy(update={"memory_bandwidth_bytes_per_s": memory})
+    quick = crowd.model_copy(update={"device": device})
+    passed = priced(plan, facts(chain(), quick, batch=32, precision="fp32"))
+    assert passed.step_s == pytest.approx(33 * PAYLOAD / RATE, rel=0.05)
+
+
+def test_between_nodes_it_is_the_cards_of_the_server_s_node() -> None:
+    """Eight cards of 50 GB/s: one server reaches 50, and fifteen workers, eight of them away, give
+    it 16 MB each; those beside it come over 360 GB/s."""
+    machines = gpus(2, 8)
+    plan = Plan.parse("dp_replicate=15 servers=1")
+    served = Served.of(plan, machines, payload_bytes=PAYLOAD)
+    assert served.in_s == pytest.approx(8 * PAYLOAD / 50e9)
+    whole_node = Served.of(Plan.parse("dp_replicate=8 servers=8"), machines, payload_bytes=PAYLOAD)
+    assert whole_node.in_s == pytest.approx(8 * 8 * PAYLOAD / 8 / 400e9)
+
+
+@pytest.mark.parametrize(
+    ("plan", "needed", "given"),
+    [
+        ("dp_replicate=8", 8, 8),
+        ("dp_replicate=6 backup_workers=1 servers=1", 6, 7),
+        ("dp_replicate=4 backup_workers=3 servers=1", 4, 7),
+    ],
+)
+def test_waiting_for_the_slowest_is_what_dice_say(plan: str, needed: int, given: int) -> None:
+    """Draw the ranks' times, sort them, and take the one that is waited for."""
+    drawn = np.random.default_rng(1).normal(1.0, 0.1, (200_000, given))
+    expected = np.sort(drawn, axis=1)[:, needed - 1].mean() - 1.0
+    found = waiting_s(Plan.parse(plan), computing_s=1.0, imbalance=0.1)
+    assert found == pytest.approx(max(0.0, expected), abs=2e-3)
+
+
+def test_replicas_that_meet_rarely_wait_less_and_asynchronous_ones_not_at_all() -> None:
+    every_step = waiting_s(Plan.parse("dp_replicate=8"), computing_s=1.0, imbalance=0.1)
+    rarely = Plan.parse("dp_replicate=8 updates=local sync_every=16")
+    assert waiting_s(rarely, computing_s=1.0, imbalance=0.1) == pytest.approx(every_step / 4)
+    never = Plan.parse("dp_replicate=7 servers=1 updates=asynchronous")
+    assert waiting_s(never, computing_s=1.0, imbalance=0.1) == 0
+    known = small(imbalance=0.1)
+    found = priced("dp_replicate=4 microbatch_size=3", known)
+    plain = priced("dp_replicate=4 microbatch_size=3", small())
+    assert found.step_s - plain.step_s == pytest.approx(found.time.straggling_s)
+    computing = found.time.compute_s + found.time.launch_s
+    assert found.time.straggling_s == waiting_s(
+        Plan.parse("dp_replicate=4"), computing_s=computing, imbalance=0.1
+    )
+
+
+PINS = [
+    {"updates": "local", "sync_every": 4},
+    {"updates": "diloco", "sync_every": 4},
+    {"servers": 1},
+    {"servers": 1, "backup_workers": 1},
+    {"servers": 2, "updates": "asynchronous"},
+    {"servers": 2, "updates": "asynchronous", "max_staleness": 1},
+]
+
+
+@pytest.mark.parametrize("pins", PINS)
+@pytest.mark.parametrize("cluster", [gpus(2, 4), cpus(4)])
+def test_no_estimate_is_below_the_bounds_that_a_search_rests_on(
+    pins: dict[str, object], cluster: ClusterProfile
+) -> None:
+    known = facts(chain(), cluster, batch=24, precision="fp32")
+    search = searched(Kept(CostModel(known)), pins, Policy())
+    space = search.space
+    beside = int(str(pins.get("servers", 0))) + int(str(pins.get("backup_workers", 0)))
+    assert (len(space) > 0) == (24 % (cluster.world_size - beside) == 0)
+    for index in range(len(space)):
+        candidate = search.candidate(index)
+        plan = candidate.plan
+        assert not plan.updates_in_step
+        assert plan.world_size == cluster.world_size
+        found = candidate.estimate
+        assert search.bounds.step_s[index] <= found.step_s * (1 + 1e-9)
+        assert search.bounds.peak_high_bytes[index] <= found.peak_high_bytes * (1 + 1e-9)

@@ -1,0 +1,161 @@
+"""Ranks that update apart from each other: when they are weighed, offered and taken."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from advisor.cost import estimate
+from advisor.decide.async_updates import offer, risk, settings
+from advisor.decide.choose import choose
+from advisor.decide.decision import Decision
+from advisor.decide.tree import Family, belongs
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Objective, Policy
+from engines.plan import Plan, Updates, parse_settings
+from profiles.errors import PlanError
+from tests.factories import facts, gpus, transformer
+
+MIDDLE = transformer(name="middle", layers=8, hidden=2048, ffn=5504, tokens=4096)
+ALLOWED = Policy(allow_stale=True)
+
+
+def slow(batch: int = 64, *, inter: float = 5e8) -> Facts:
+    """Two nodes of four behind half a gigabyte a second; the model fits a device."""
+    return facts(MIDDLE, gpus(2, 4, inter_bytes_per_s=inter), batch=batch)
+
+
+def uneven(imbalance: float) -> Facts:
+    """One node of eight whose ranks' times scatter."""
+    found = facts(MIDDLE, gpus(1, 8), batch=168)
+    workload = found.workload.model_copy(update={"imbalance": imbalance})
+    return found.model_copy(update={"workload": workload})
+
+
+def told(decision: Decision) -> str:
+    return " ".join(str(decision).split())
+
+
+def test_behind_slow_links_it_is_offered_with_its_gain_and_risk_and_not_taken() -> None:
+    decision = choose(slow())
+    assert decision.plan.updates_in_step
+    (said,) = (offer for offer in decision.offers if "--allow-stale" in offer)
+    assert said in told(decision)
+    offered = Plan.parse(str(decision.plan) + " updates=diloco sync_every=500")
+    gain = decision.estimate.step_s / estimate(offered, decision.facts).step_s
+    assert said.startswith(f"updates=diloco sync_every=500 is predicted {gain:.1f} times as fast")
+    assert gain > 5
+    assert "the training is another" in said
+    assert said.endswith("only `--allow-stale` (`allow_stale=True`) takes it")
+
+
+def test_the_user_s_word_takes_it_and_the_report_states_the_risk() -> None:
+    decision = choose(slow(), policy=ALLOWED)
+    plan = decision.plan
+    assert (plan.updates, plan.sync_every, plan.dp_replicate) == (Updates.DILOCO, 500, 8)
+    assert decision.offers == ()
+    report = told(decision)
+    assert "DiLoCo over 8 every 500 steps" in report
+    assert "replicas go apart for 500 steps, so the training is another" in report
+    assert "language models on 8 workers lost nothing at 500 (Douillard et al. 2023)" in report
+    assert "not weighed yet" not in report
+
+
+def test_of_those_that_are_as_fast_the_one_that_goes_apart_least_is_taken() -> None:
+    """At ten times the rate a hundred steps hide it as well as five hundred do, at sixty times
+    sixteen do."""
+    assert choose(slow(inter=5e9), policy=ALLOWED).plan.sync_every == 100
+    taken = choose(slow(inter=30e9), policy=ALLOWED).plan
+    assert taken.updates_in_step or taken.sync_every <= 16
+
+
+def test_links_that_hide_everything_leave_nothing_to_offer() -> None:
+    assert choose(facts(MIDDLE, gpus(2, 4), batch=64)).offers == ()
+    assert choose(facts(MIDDLE, gpus(1, 8), batch=64), policy=ALLOWED).plan.updates_in_step
+
+
+def test_stragglers_that_were_measured_are_a_reason_too() -> None:
+    """Of eight ranks the slowest is 1.42 deviations late: with 40 % that is more than half a step.
+    One that is not waited for helps, and so do local steps, whose sums scatter less."""
+    assert choose(uneven(0.0)).offers == ()
+    decision = choose(uneven(0.4))
+    (said,) = decision.offers
+    assert "waiting for the slowest rank" in told(decision)
+    assert said.startswith(("updates=", "servers="))
+    taken = choose(uneven(0.4), policy=ALLOWED)
+    assert not taken.plan.updates_in_step
+    assert taken.estimate.time.straggling_s < decision.estimate.time.straggling_s / 1.9
+    assert "that ranks update apart from each other was allowed" in told(taken)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "updates=local sync_every=8",
+        "updates=diloco sync_every=64",
+        "updates=asynchronous servers=4",
+        "servers=4",
+    ],
+)
+def test_what_is_named_needs_no_other_word(words: str) -> None:
+    decision = choose(slow(), pins=parse_settings(words))
+    assert settings(decision.plan) == words
+    assert decision.plan.world_size == 8
+    assert risk(decision.plan) in told(decision)
+    assert decision.offers == ()
+
+
+@pytest.mark.parametrize(("words", "delay"), [("dp_replicate=2", 1), ("dp_replicate=8", 7)])
+def test_the_risk_of_stale_gradients_is_the_step_at_which_descent_breaks(
+    words: str, delay: int
+) -> None:
+    """x <- x - a x, of so many updates ago: a root of z^(d+1) - z^d + a leaves the unit circle at
+    the largest stable a; of fresh gradients that is 2."""
+    plan = Plan.parse(f"{words} servers=1 updates=asynchronous")
+    said = risk(plan)
+    assert f"a gradient is some {delay} updates old" in said
+    share = float(said.rpartition("learning rate is ")[2].split()[0])
+
+    def largest_root(step: float) -> float:
+        return float(abs(np.roots([1.0, -1.0, *[0.0] * (delay - 1), step])).max())
+
+    # Said in two digits.
+    assert largest_root(2 * 0.95 * share) < 1 < largest_root(2 * 1.05 * share)
+
+
+def test_why_not_local_steps_is_answered_with_numbers() -> None:
+    answer = choose(slow()).why_not("updates=local sync_every=16")
+    assert answer.plan is not None
+    assert answer.plan.updates is Updates.LOCAL
+    assert answer.estimate is not None
+
+
+def test_what_is_impossible_says_so() -> None:
+    with pytest.raises(PlanError) as caught:
+        choose(slow(), pins={"updates": "asynchronous"})
+    assert "asynchronous updates need a server that applies them" in str(caught.value)
+    with pytest.raises(PlanError) as caught:
+        choose(slow(), pins={"updates": "local", "sync_every": 4, "zero": 1})
+    assert "needs the whole model on every rank" in str(caught.value)
+    with pytest.raises(PlanError) as caught:
+        choose(slow(batch=64), pins={"servers": 1})
+    assert "does not divide over 7 replicas" in str(caught.value)
+
+
+def test_the_smallest_plan_is_none_of_them() -> None:
+    policy = Policy(allow_stale=True, objective=Objective.MEMORY)
+    assert choose(slow(), policy=policy).plan.updates_in_step
+
+
+def test_the_family_of_the_leaf_is_about_replicas_that_meet() -> None:
+    local = Plan.parse("dp_replicate=8 updates=local sync_every=8")
+    served = Plan.parse("dp_replicate=7 servers=1")
+    assert {f for f in Family if belongs(local, f)} == {Family.LOCAL_SGD}
+    assert {f for f in Family if belongs(served, f)} == set()
+
+
+def test_a_decision_that_was_saved_still_offers_it() -> None:
+    decision = choose(slow())
+    again = Decision.from_json(decision.to_json())
+    assert again.offers == decision.offers
+    assert offer(decision.chosen, decision.chosen).count("1.0 times as fast") == 1

@@ -1,0 +1,114 @@
+"""Precision where none was named: by the device's units, never under a user's training."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from advisor import advise
+from advisor.auto.facts_from_module import look
+from advisor.cli.main import cli
+from advisor.decide.decision import Decision
+from advisor.inputs.precision import has_bf16_units
+from profiles import catalogue
+from profiles.machine.clusters import resolve_cluster
+from tests.factories import exact, gpu
+
+
+def plan(model: str, cluster: str, *options: str) -> Decision:
+    asked = ["plan", model, "--cluster", cluster, "--global-batch", "64", *options, "--json"]
+    run = CliRunner().invoke(cli, asked)
+    assert run.exit_code == 0, run.stderr
+    return Decision.from_json(run.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_units"),
+    [
+        ("H100-SXM-80GB", True),
+        ("A100-SXM-40GB", True),
+        ("RTX-3090-24GB", True),
+        ("MI300X", True),
+        # Compute capability 7.0 and 7.5: bfloat16 is emulated.
+        ("V100-SXM2-16GB", False),
+        ("T4-16GB", False),
+        ("P40-24GB", False),
+        # AMX multiplies bfloat16 faster, but a processor's model stays as it is built.
+        ("Xeon-8488C-CPU", False),
+    ],
+)
+def test_units_for_bf16_are_those_of_the_data_sheets(name: str, has_units: bool) -> None:
+    assert has_bf16_units(catalogue.accelerator(name)) == has_units
+
+
+def test_a_timed_device_that_emulates_bf16_has_no_units_for_it() -> None:
+    emulated = {"float32": exact(14e12), "bfloat16": exact(9e12)}
+    device = gpu().model_copy(update={"flop_per_s": emulated})
+    assert not has_bf16_units(device)
+
+
+def test_bf16_is_planned_where_the_device_has_units_and_fp32_is_priced() -> None:
+    decision = plan("gpt-125m", "1x8xH100-SXM-80GB")
+    assert decision.plan.precision == "bf16"
+    assert "precision" not in decision.facts.workload.given
+    (line,) = [s for s in decision.suggestions if "as no precision was named" in s]
+    plain = plan("gpt-125m", "1x8xH100-SXM-80GB", "--precision", "fp32")
+    times = plain.estimate.step_s / decision.estimate.step_s
+    # 989 against 67 TFLOP/s; what is bound by memory or launches gains less.
+    assert 2 < times < 989 / 67
+    assert f"({times:.1f} times as long)" in line
+    assert not [s for s in plain.suggestions if "fp32" in s]
+
+
+@pytest.mark.parametrize("cluster", ["1x8xV100-SXM2-32GB", "1x4xT4-16GB", "1x2xXeon-8488C-CPU"])
+def test_without_units_for_bf16_a_model_is_planned_as_it_is_built(cluster: str) -> None:
+    decision = plan("gpt-125m", cluster)
+    assert decision.plan.precision == "fp32"
+    assert not [s for s in decision.suggestions if "bf16" in s]
+
+
+class NoBf16(nn.Module):
+    """Its weight must be float32, and its author says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.layer.weight.dtype is not torch.float32:
+            raise TypeError("float32 alone")
+        return self.layer(x)
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.float() - target).square().mean()
+
+
+def test_advise_plans_bf16_and_a_training_stays_as_it_is_built() -> None:
+    module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    sample = (torch.zeros(8, 256), torch.zeros(8, 256))
+    cluster = resolve_cluster("1x8xH100-SXM-80GB")
+    assert advise(module, sample=sample, loss_fn=loss, cluster=cluster).plan.precision == "bf16"
+    # What `auto_parallelize` decides from.
+    assert look(module, sample, loss_fn=loss, cluster=cluster).workload.precision == "fp32"
+    named = advise(module, sample=sample, loss_fn=loss, cluster=cluster, precision="fp32")
+    assert named.plan.precision == "fp32"
+    pinned = advise(module, sample=sample, loss_fn=loss, cluster=cluster, plan="precision=fp32")
+    assert pinned.plan.precision == "fp32"
+
+
+def test_a_model_that_does_not_run_in_bf16_is_planned_as_built() -> None:
+    sample = (torch.zeros(8, 8), torch.zeros(8, 8))
+    decision = advise(NoBf16(), sample=sample, loss_fn=loss, cluster="1x8xH100-SXM-80GB")
+    assert decision.plan.precision == "fp32"
+    assert any("planned in fp32" in line for line in decision.suggestions)
+
+
+def test_the_json_of_the_command_keeps_the_suggestions() -> None:
+    asked = ["plan", "gpt-125m", "--cluster", "1x8xH100-SXM-80GB", "--global-batch", "64", "--json"]
+    saved = json.loads(CliRunner().invoke(cli, asked).stdout)
+    assert any("--precision fp32" in line for line in saved["suggestions"])

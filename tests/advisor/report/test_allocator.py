@@ -1,0 +1,93 @@
+"""Advice on the allocator: by the name that torch reads, and set beside what was measured."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from advisor import memory_report
+from advisor.decide.choose import choose
+from advisor.decide.decision import Decision
+from advisor.report.allocator import advice, variable
+from engines.parallel import ParallelModel
+from engines.runtime.peak_memory import PeakMemory, RankMemory
+from profiles.errors import InputError
+from profiles.units import GIB
+from tests.factories import facts, gpus, transformer
+
+MIDDLE = transformer(name="middle", layers=8, hidden=2048, ffn=5504, tokens=4096)
+HEADER = Path(torch.__file__).parent / "include" / "c10" / "cuda" / "CUDAAllocatorConfig.h"
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        ("2.9.1", "PYTORCH_CUDA_ALLOC_CONF"),
+        ("2.11.0", "PYTORCH_ALLOC_CONF"),
+        ("2.13.0+cpu", "PYTORCH_ALLOC_CONF"),
+        ("2.15.0a0+git1234", "PYTORCH_ALLOC_CONF"),
+        (None, "PYTORCH_ALLOC_CONF"),
+    ],
+)
+def test_the_name_goes_with_torch(version: str | None, name: str) -> None:
+    assert variable(version) == name
+    if version is not None:
+        assert f"`expandable_segments:True` in {name} avoids" in advice(version)
+
+
+def test_the_installed_torch_reads_that_name_and_the_other_one_before_it() -> None:
+    if not HEADER.exists():
+        pytest.skip("this torch came without its headers")
+    read = re.findall(r'get_env\("(PYTORCH_\w*ALLOC_CONF)"\)', HEADER.read_text())
+    assert variable(metadata.version("torch")) in read
+    assert read.index("PYTORCH_CUDA_ALLOC_CONF") < read.index("PYTORCH_ALLOC_CONF")
+    assert "(PYTORCH_CUDA_ALLOC_CONF takes precedence where it is set)" in advice()
+
+
+def rank(allocated: float, reserved: float, *, retries: int = 0) -> RankMemory:
+    """In bytes, with a context of half a GiB."""
+    context = GIB // 2
+    return RankMemory(int(reserved) + context, int(allocated), int(reserved), retries)
+
+
+@pytest.fixture(scope="module")
+def decision() -> Decision:
+    return choose(facts(MIDDLE, gpus(1, 2), batch=8))
+
+
+def reported(decision: object, *ranks: RankMemory) -> list[str]:
+    parallel = SimpleNamespace(decision=decision, memory=lambda: PeakMemory(ranks))
+    return memory_report(cast("ParallelModel", parallel)).splitlines()
+
+
+def test_what_was_held_stands_beside_what_was_predicted(decision: Decision) -> None:
+    allocated = decision.estimate.peak_bytes - 0.5 * GIB
+    lines = reported(decision, rank(allocated, 1.09 * allocated), rank(allocated, allocated))
+    assert lines[0].startswith("rank 0 has the highest peak: ")
+    assert lines[1].startswith("predicted: ")
+    assert lines[2:] == ["slack is within the 10% that predictions allow for: nothing to set"]
+
+
+def test_more_slack_than_predictions_allow_for_brings_the_advice(decision: Decision) -> None:
+    lines = reported(decision, rank(4 * GIB, 4 * GIB), rank(2 * GIB, 2.5 * GIB))
+    assert lines[-1].startswith("rank 1 reserved 25% more than its tensors, predictions allow for")
+    assert "expandable_segments:True" in lines[-1]
+    lines = reported(decision, rank(4 * GIB, 4 * GIB, retries=1))
+    assert "expandable_segments:True" in lines[-1]  # it ran out, in pieces or not
+
+
+def test_a_peak_above_the_prediction_is_said(decision: Decision) -> None:
+    high = decision.estimate.peak_high_bytes
+    lines = reported(decision, rank(high, high + 2 * GIB))
+    assert "rank 0 held 2.50 GiB more than the upper end" in lines
+
+
+def test_without_a_decision_nothing_was_predicted() -> None:
+    with pytest.raises(InputError, match="nothing was predicted"):
+        reported(None, rank(GIB, GIB))

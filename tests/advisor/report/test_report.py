@@ -1,0 +1,340 @@
+"""The report: 80 columns, the same words everywhere, no speed for what does not fit."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from advisor.decide.choose import choose
+from advisor.decide.decision import Decision, WhyNot
+from advisor.report.html import page
+from advisor.report.terminal import WIDTH, lines
+from advisor.report.view import view_of
+from profiles.model.profile import ModelProfile
+from tests.factories import chain, cpus, exact, facts, gpus, transformer
+from tests.golden import check
+
+MIDDLE = transformer(name="middle", layers=8, hidden=2048, ffn=5504, tokens=4096)
+
+
+def decisions() -> dict[str, Decision]:
+    unused = chain().model_copy(update={"batch_norms": ("layers.0.norm",)})
+    return {
+        "7b_2x8": choose(facts()),
+        "middle_1x8": choose(facts(MIDDLE, gpus(1, 8), batch=64)),
+        "middle_slow_network": choose(
+            facts(MIDDLE, gpus(2, 4, memory_gib=18, inter_bytes_per_s=4e9), batch=64)
+        ),
+        "offload_1": choose(facts(MIDDLE, gpus(1, 1, memory_gib=10), batch=8)),
+        "chain_cpu": choose(
+            facts(unused, cpus(2), batch=8, precision="fp32"), pins={"microbatch_size": 1}
+        ),
+    }
+
+
+DECISIONS = decisions()
+each = pytest.mark.parametrize("name", DECISIONS)
+
+
+@each
+def test_the_report_is_as_it_was(name: str) -> None:
+    check(f"report_{name}.txt", f"{DECISIONS[name]}\n")
+
+
+@each
+def test_no_line_is_wider_than_80_columns(name: str) -> None:
+    assert max(map(len, str(DECISIONS[name]).splitlines())) <= WIDTH
+
+
+def printed(decision: Decision | WhyNot, *, columns: int = 80, **options: object) -> str:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=str(options.pop("encoding", "utf-8")))
+    console = Console(file=stream, width=columns, highlight=False, **options)  # type: ignore[arg-type]
+    console.print(decision, crop=False)
+    stream.flush()
+    stream.seek(0)
+    return stream.read()
+
+
+@each
+def test_a_pipe_gets_the_same_words_without_escape_codes(name: str) -> None:
+    text = printed(DECISIONS[name])
+    assert "\x1b" not in text
+    plain = str.maketrans({"█": "#", "░": "-"})
+    assert [line.rstrip() for line in text.translate(plain).splitlines()] == str(
+        DECISIONS[name]
+    ).splitlines()
+
+
+def test_colour_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    decision = DECISIONS["7b_2x8"]
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[32m" in printed(decision, force_terminal=True, color_system="standard")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[32m" not in printed(decision, force_terminal=True, color_system="standard")
+
+
+def test_an_ascii_stream_gets_ascii() -> None:
+    named = MIDDLE.model_copy(update={"name": "modèle"})
+    text = printed(choose(facts(named, gpus(1, 8), batch=64)), encoding="ascii")
+    assert text.isascii()
+    assert "####" in text
+    assert "mod?le" in text
+
+
+@each
+def test_a_plan_that_does_not_fit_shows_no_speed(name: str) -> None:
+    decision = DECISIONS[name]
+    view = view_of(decision)
+    for row, other in zip(view.others, decision.alternatives, strict=True):
+        assert (row.step == "-") == row.why.startswith("does not fit")
+        assert (row.step == "-") == (other.peak_high_bytes > usable(decision))
+
+
+def usable(decision: Decision) -> float:
+    return decision.policy.usable_bytes(decision.facts.cluster.device)
+
+
+def words_of(markup: str) -> str:
+    without = re.sub(r"<(style|svg)\b.*?</\1>", " ", markup, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", without)).split())
+
+
+@each
+def test_the_page_says_what_the_terminal_says(name: str) -> None:
+    view, found = view_of(DECISIONS[name]), words_of(page(DECISIONS[name]))
+    shown = " ".join(str(DECISIONS[name]).split())
+    said = [view.step, view.rate, view.memory, view.memory_title, view.weighed, view.next_command]
+    said += [*view.reasons, *view.hints, *view.plan, *view.batch, view.devices]
+    said += [part.value for part in (*view.memory_parts, *view.time_parts)]
+    said += filter(None, (*view.main_memory, view.memory_note, view.ties))
+    for sentence in said:
+        sentence = " ".join(sentence.split())
+        assert sentence in found
+        assert sentence in shown
+    for row in view.others:
+        assert " ".join((row.title, row.cut, row.step, row.memory, row.why)) in found
+
+
+def test_the_notebook_gets_the_same_body_as_the_page() -> None:
+    decision = DECISIONS["7b_2x8"]
+    fragment = decision._repr_html_()
+    assert fragment.strip() in page(decision)
+    assert "<html" not in fragment
+
+
+def test_the_page_needs_no_script_and_no_network_and_is_small() -> None:
+    text = page(DECISIONS["7b_2x8"])
+    assert "<script" not in text
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert len(text.encode()) < 300_000
+
+
+def hostile() -> ModelProfile:
+    """A model whose modules are named by somebody unkind."""
+    model = transformer()
+    first, *rest = model.units
+    last = rest[-3].model_copy(update={"name": "<script>alert(1)</script>\x1b[31m"})
+    return model.model_copy(
+        update={"name": "<b>bold</b>", "units": (first, *rest[:-3], last, *rest[-2:])}
+    )
+
+
+def gib(words: str) -> float:
+    number, unit = words.split()
+    return float(number) * {"GiB": 1.0, "MiB": 2**-10, "KiB": 2**-20}[unit]
+
+
+def seconds(words: str) -> float:
+    number, unit = words.split()
+    return float(number) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[unit]
+
+
+AMOUNT = r"[\d.]+ (?:GiB|MiB|KiB)"
+SPAN = r"[\d.]+ (?:s|ms|us|ns)\b"
+
+
+@each
+def test_states_in_the_sentence_are_the_states_in_the_table(name: str) -> None:
+    view = view_of(DECISIONS[name])
+    if "wait" in view.reasons[0]:
+        said = re.search(rf"holds ({AMOUNT}) of gradients", view.reasons[0])
+    else:
+        said = re.search(rf"({AMOUNT}) at the step's peak", view.reasons[0])
+        said = said or re.search(rf"holds ({AMOUNT}) of them$", view.reasons[0])
+    assert said is not None
+    states = ("parameters", "gradients", "optimizer")
+    table = sum(gib(part.value) for part in view.memory_parts if part.name in states)
+    assert gib(said[1]) == pytest.approx(table, rel=0.01)
+
+
+@each
+def test_the_parts_that_a_plan_loses_add_up_to_its_step(name: str) -> None:
+    decision = DECISIONS[name]
+    for row in view_of(decision).others:
+        if not row.why.startswith("+"):
+            continue
+        lost = seconds(row.step) - decision.estimate.step_s
+        total = re.match(rf"\+[\d.]+%, ({SPAN}):", row.why)
+        assert total is not None
+        signs = {"more": 1, "less": -1}
+        parts = re.findall(rf"({SPAN}) (more|less)", row.why)
+        assert seconds(total[1]) == pytest.approx(lost, abs=0.006 * seconds(row.step))
+        added = sum(signs[sign] * seconds(part) for part, sign in parts)
+        assert added == pytest.approx(seconds(total[1]), rel=0.06)
+
+
+@each
+@pytest.mark.parametrize("width", [40, 60, 71, 72])
+def test_a_narrow_terminal_gets_the_same_words_in_its_width(name: str, width: int) -> None:
+    view = view_of(DECISIONS[name])
+    narrow = [line.text for line in lines(view, blocks=False, width=width)]
+    assert max(map(len, narrow)) <= width
+    assert set("".join(str(DECISIONS[name]).split())) - {"#"} <= set("".join(narrow))
+    words = " ".join(" ".join(narrow).split())
+    for sentence in (*view.reasons, *view.hints, view.weighed, view.rate):
+        assert " ".join(sentence.split()) in words
+    if width < 72:
+        for row in view.others:
+            assert " ".join(row.why.split()) in words
+
+
+def test_a_pipe_gets_plans_in_one_piece_and_a_terminal_whole_words() -> None:
+    answer = DECISIONS["7b_2x8"].why_not("zero=0")
+    assert answer.plan is not None
+    line = f"  best plan with it: {answer.plan}"
+    assert line in printed(answer, columns=50).splitlines()
+    narrow = printed(answer, columns=50, force_terminal=True).splitlines()
+    assert max(map(len, narrow)) <= 50
+    assert set(str(answer.plan).split()) <= set(" ".join(narrow).split())
+
+
+def test_offloaded_states_are_weighed_against_main_memory_and_their_way_has_a_name() -> None:
+    text = str(DECISIONS["offload_1"])
+    # 16 bytes for each of 0.54 B parameters; a third of 2,048 GiB is left free.
+    needed = 16 * MIDDLE.parameters / 2**30
+    assert f"main memory per node: {needed:.2f} GiB of 1365.3 GiB usable" in text
+    assert "transfers to the host 1" in text
+    assert "communication" not in text
+
+
+def test_loading_is_weighed_against_main_memory_with_the_way_out() -> None:
+    assert "main memory a node to load 8 copies: 16.0 GiB of 1365.3 GiB usable" in str(
+        DECISIONS["middle_1x8"]
+    )
+    whole = MIDDLE.parameter_bytes
+    # Two thirds are usable: room for three of eight copies.
+    cluster = gpus(1, 8).model_copy(update={"host_memory_bytes": exact(3.5 * whole * 3 / 2)})
+    (hint,) = [h for h in view_of(choose(facts(MIDDLE, cluster, batch=64))).hints if "load" in h]
+    assert "8 ranks build the whole model, 16.0 GiB of 6.99 GiB usable" in hint
+    assert "start 3 ranks a node" in hint
+    assert f"take nodes with {8 * whole * 1.5 / 2**30:.1f} GiB" in hint
+    enough = cluster.model_copy(update={"host_memory_bytes": exact(8 * whole * 3 / 2 + 8)})
+    assert not any("load" in h for h in view_of(choose(facts(MIDDLE, enough, batch=64))).hints)
+
+
+def test_the_logits_are_named_where_they_are_a_part_of_the_peak() -> None:
+    decision = DECISIONS["middle_1x8"]
+    note = view_of(decision).memory_note
+    assert decision.estimate.phase == "forward of the loss"
+    assert note is not None
+    # MIDDLE's loss takes bf16 logits of 32,000 words and makes two copies in fp32.
+    logits = (decision.plan.microbatch_size or 0) * 4096 * 32000 * 4
+    assert f"the loss holds {2.5 * logits / 2**30:.2f} GiB: copies of the logits" in note
+    assert view_of(DECISIONS["7b_2x8"]).memory_note is None
+
+
+def test_the_other_plans_say_how_they_cut_the_batch() -> None:
+    decision = DECISIONS["middle_slow_network"]
+    for row, other in zip(view_of(decision).others, decision.alternatives, strict=True):
+        size, trick = other.plan.microbatch_size, other.plan.recompute
+        assert row.cut.startswith(f"mb {size}")
+        assert row.cut.endswith(f", {trick} recompute") == (trick != "none")
+
+
+def test_small_numbers_are_not_rounded_to_nothing() -> None:
+    tiny = transformer(name="tiny", layers=2, hidden=64, ffn=128, vocab=100, tokens=16)
+    text = str(choose(facts(tiny, gpus(1, 2), batch=2)))
+    assert not re.search(r"\b0\.0+ (GiB|MiB|KiB|us|ms|s)\b", text)
+    assert re.search(r"parameters [\d.]+ (KiB|MiB)", text)
+
+
+def test_only_what_was_said_is_called_yours() -> None:
+    said = {basis.source: basis.what for basis in view_of(DECISIONS["7b_2x8"]).basis}
+    assert said["you"] == "global batch 128, bf16"
+    assert said["the model's sample"] == "4096 tokens a sample"
+    assert said["default"] == "adamw"
+
+
+def test_more_ranks_than_cores_are_pointed_out() -> None:
+    crowded = cpus(4).model_copy(update={"cores": 2})
+    text = " ".join(str(choose(facts(chain(), crowded, batch=8, precision="fp32"))).split())
+    assert "4 ranks take turns on 2 cores" in text
+    roomy = cpus(4).model_copy(update={"cores": 4})
+    assert "take turns" not in str(choose(facts(chain(), roomy, batch=8, precision="fp32")))
+
+
+def test_names_of_modules_are_text_and_nothing_else() -> None:
+    # The fullest moment is in the unit with that name, so the report speaks of it.
+    decision = choose(facts(hostile()), pins={"zero": 1})
+    assert "<script>" in decision.estimate.phase
+    text = page(decision)
+    assert "<script>" not in text
+    assert "&lt;script&gt;alert(1)" in text
+    assert "<b>bold" not in text
+    assert "\x1b" not in str(decision)
+    assert "[31m" in str(decision)
+
+
+def test_measured_machines_need_no_hint_to_measure() -> None:
+    cluster = cpus(2)
+    assert cluster.intra is not None
+    link = cluster.intra.model_copy(update={"bandwidth_bytes_per_s": exact(1e9)})
+    measured = cluster.model_copy(update={"intra": link})
+    decision = choose(facts(chain(), measured, batch=8, precision="fp32"))
+    assert "advise probe" not in str(decision)
+
+
+def test_families_without_an_engine_are_named() -> None:
+    """There is none left; a decision of before says what it said then."""
+    assert view_of(DECISIONS["7b_2x8"]).not_weighed is None
+    decision = DECISIONS["middle_slow_network"]
+    assert view_of(decision).not_weighed is None
+    trace = decision.trace.model_copy(update={"not_weighed": ("local SGD",)})
+    before = decision.model_copy(update={"trace": trace})
+    assert view_of(before).not_weighed == "not weighed yet: local SGD"
+
+
+def test_what_the_user_s_word_would_allow_is_a_hint() -> None:
+    """Gradients that lose something, and ranks that update apart: each needs a word of its own."""
+    lossy, stale = DECISIONS["middle_slow_network"].offers
+    assert "--allow-lossy" in lossy
+    assert "--allow-stale" in stale
+    assert {lossy, stale} <= set(view_of(DECISIONS["middle_slow_network"]).hints)
+    assert DECISIONS["7b_2x8"].offers == ()
+
+
+def test_batch_norms_in_microbatches_are_pointed_out() -> None:
+    assert "its statistics are of microbatches of 1" in " ".join(
+        str(DECISIONS["chain_cpu"]).split()
+    )
+
+
+def test_notes_on_the_machines_are_in_every_form() -> None:
+    said = "nodes differ: the slowest counts & <is> said"
+    noted = gpus(1, 8).model_copy(update={"notes": (said,)})
+    decision = choose(facts(MIDDLE, noted, batch=64))
+    assert f"note: {said}\n" in str(decision)
+    assert f"<p>note: {html.escape(said)}</p>" in page(decision)
+    assert Decision.from_json(decision.to_json()).facts.cluster.notes == (said,)
+
+
+def test_what_changes_the_training_is_in_the_plan_as_a_user_would_write_it() -> None:
+    pins = {"updates": "asynchronous", "servers": 1, "max_staleness": 4}
+    apart = choose(facts(chain(), gpus(2, 4), batch=7, precision="fp32"), pins=pins)
+    degrees, beside, _ = view_of(apart).plan
+    assert (degrees, beside) == ("dp_replicate=7", "updates=asynchronous servers=1 max_staleness=4")
+    assert len(view_of(DECISIONS["7b_2x8"]).plan) == 2  # nothing of the kind: no line

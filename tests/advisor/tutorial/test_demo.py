@@ -1,0 +1,150 @@
+"""The demo as users start it, short: decide, train, compare, save; and a plan that is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from advisor.tutorial.demo import launch
+from profiles.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def demo(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    with start(folder, *options) as process:
+        out, err = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@contextlib.contextmanager
+def start(folder: Path, *options: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, running; killed at the end where it still does."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from advisor.cli.main import main; main()", "demo", *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_the_demo_decides_trains_compares_and_saves(tmp_path: Path) -> None:
+    run = demo(tmp_path, "--steps", "8")
+    assert run.returncode == 0, run.stderr
+    for words in ("why", "it fits", "step time", "peak memory", "held out"):
+        assert words in run.stdout
+    first, last = (float(part.split()[0]) for part in _learnt(run.stdout))
+    assert last < first - 1  # nats per byte of text it never saw
+    assert (tmp_path / "runs" / "demo" / ".metadata").is_file()
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_the_demo_refuses_a_plan_that_cannot_be_with_the_reason_and_no_traceback(
+    tmp_path: Path,
+) -> None:
+    run = demo(tmp_path, "--plan", "ep=2")
+    assert run.returncode == 2, run.stderr
+    assert "ep=2 shards experts, and no block of" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    run = demo(tmp_path, "--plan", "dp_shard=4")
+    assert run.returncode == 2
+    assert "plan `dp_shard=4` needs 4 ranks, the demo starts 2" in run.stderr
+    assert "advise demo --ranks 4 --plan 'dp_shard=4'" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ("3", "the demo's batch of 16 samples does not divide over 3 ranks"),
+        ("200", "the demo's batch of 16 samples does not divide over 200 ranks"),
+    ],
+)
+def test_more_ranks_than_the_batch_divides_over_are_refused_with_the_choices(
+    tmp_path: Path, ranks: str, words: str
+) -> None:
+    run = demo(tmp_path, "--ranks", ranks)
+    assert run.returncode == 2
+    assert words in run.stderr
+    assert "hint: take 1, 2" in run.stderr
+
+
+def test_more_ranks_than_the_memory_holds_are_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "machine_memory_bytes", lambda: 4 * 2**30)
+    with pytest.raises(InputError, match=r"16 ranks need 12.8 GiB.* machine has 4.00 GiB") as error:
+        launch.run(ranks=16, plan="", steps=None)
+    assert error.value.hints == ("take 1, 2, 4",)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_a_demo_that_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
+    mark = f"PARALLEL_ADVISOR_TEST={tmp_path}"
+    with start(tmp_path, "--steps", "500", PARALLEL_ADVISOR_TEST=str(tmp_path)) as process:
+        wait_until(lambda: len(processes_with(mark)) >= 4)  # the command, torchrun, two ranks
+        if number is signal.SIGKILL:
+            (torchrun,) = children_of(process.pid)
+            os.kill(torchrun, number)
+        else:
+            process.send_signal(number)
+        said = process.communicate(timeout=180)[1]
+    assert process.returncode != 0
+    assert "Traceback" not in said
+    wait_until(lambda: not processes_with(mark))
+
+
+def wait_until(happened: Callable[[], bool], *, limit_s: float = 60.0) -> None:
+    end = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+
+
+def processes_with(setting: str) -> list[int]:
+    """Processes that were started with an environment variable; dead ones have none."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if setting.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(path.parent.name))
+    return found
+
+
+def _learnt(text: str) -> tuple[str, str]:
+    line = next(line for line in text.splitlines() if "held out" in line)
+    before, after = line.split("held out")[1].split(" at first, ")
+    return before.strip(), after.strip()

@@ -1,0 +1,288 @@
+"""The notebook: kept without outputs, and run from top to bottom, with facts that are known."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import struct
+import sys
+import time
+import uuid
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.polynomial import Polynomial
+
+from advisor.tutorial.notebooks import noise, splitting, updating
+from engines.runtime.steps import WARM_UP_STEPS
+
+nbformat = pytest.importorskip("nbformat", reason="pip install 'parallel-advisor[test]'")
+pytest.importorskip("ipykernel", reason="pip install 'parallel-advisor[test]'")
+pytest.importorskip("matplotlib", reason="pip install 'parallel-advisor[plots]'")
+
+ROOT = Path(__file__).resolve().parents[3]
+NOTEBOOK = ROOT / "advisor" / "notebooks" / "parallel_training.ipynb"
+CELL_S, WHOLE_S = 150.0, 300.0  # it takes 50 s; a machine that is busy may take longer
+LEAVING_S = 10.0
+LONGEST_CELL = 20  # lines; more belongs into a lesson's module
+Found = dict[str, Any]
+
+
+def test_it_is_kept_without_outputs_and_with_tidy_metadata() -> None:
+    """What a run leaves behind is one reader's numbers, and a difference in every commit."""
+    found = nbformat.read(NOTEBOOK, as_version=nbformat.NO_CONVERT)
+    nbformat.validate(found)
+    assert found.metadata == {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for cell in found.cells:
+        assert cell.metadata == {}
+        assert len(cell.source.splitlines()) <= LONGEST_CELL, cell.id
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None
+
+
+@pytest.mark.slow
+def test_it_runs_and_what_it_finds_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = uuid.uuid4().hex
+    found, pictures, streams = _run(tmp_path, monkeypatch, marker)
+    assert found["python"] == sys.executable
+    assert found["ranks of the machine"] == 2
+    the_way_of_splitting_does_not_change_the_training(found["ways"])
+    what_a_rank_holds_and_sends_is_its_share(found["ways"])
+    every_rank_ends_with_the_whole_sum(found["ring"])
+    the_busiest_link_carries_what_the_formulas_say(found["carried"])
+    bubbles_are_those_of_the_papers(found)
+    split_sizes_cut_the_batch_into_as_many_pieces(found["split sizes"])
+    stale_descent_ends_where_the_roots_leave_the_circle(found["limits"], found["curves"])
+    waiting_keeps_gradients_fresh(found)
+    meeting_more_rarely_sends_less_by_as_much(found["local"])
+    the_noise_scale_is_the_true_one_and_means_what_it_says(found)
+    assert found["devices"] == [2, 16]
+    a_rank_that_fails_is_named(*found["failures"])
+    assert len(pictures) == 9
+    assert all(width >= 1000 and height >= 250 for width, height in map(_size, pictures))
+    # The first picture of an environment may have matplotlib say that it looks at fonts.
+    assert not [text for name, text in streams if name == "stderr" and "font cache" not in text]
+    assert found["left"] == []
+    assert _left_in_the_end(marker) == []
+
+
+def the_way_of_splitting_does_not_change_the_training(ways: Found) -> None:
+    """Beside a plain loop without anything of ours."""
+    torch.manual_seed(0)
+    model, (tokens, targets), loss_fn = splitting.small_gpt()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(WARM_UP_STEPS + splitting.STEPS):
+        optimizer.zero_grad()
+        loss = loss_fn(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+    for name, way in ways.items():
+        assert way["losses"] == pytest.approx([loss.item()] * 2, abs=1e-4), name
+        assert way["steps"] == splitting.STEPS
+        assert all(one <= other for one, other in pairwise([0.0, *way["range"]]))
+
+
+def what_a_rank_holds_and_sends_is_its_share(ways: Found) -> None:
+    """The tied head is on the first and on the last stage."""
+    shape = splitting.SHAPE
+    whole, tied = 4 * shape.parameters, 4 * shape.vocab_size * shape.width
+    assert ways["data"]["held"] == [whole, whole]
+    assert ways["data"]["sent"] == pytest.approx(2 * (2 - 1) / 2 * whole, rel=1e-3)
+    for name in ("pipeline, one at a time", "pipeline, 1F1B"):
+        assert sum(ways[name]["held"]) == whole + tied
+    assert sum(ways["tensor"]["held"]) < 1.1 * whole
+
+
+def every_rank_ends_with_the_whole_sum(ring: list[list[list[int]]]) -> None:
+    """A round adds one rank's number or copies the sum; 2 (n - 1) of them."""
+    for rank, moments in enumerate(ring):
+        assert len(moments) == 1 + 2 * (4 - 1)
+        assert moments[0] == [10**rank] * 4
+        assert moments[-1] == [1111] * 4
+        for number, (before, after) in enumerate(pairwise(moments), start=1):
+            (changed,) = [part for part in range(4) if before[part] != after[part]]
+            assert str(after[changed]).count("1") == min(1 + number, 4)
+
+
+def the_busiest_link_carries_what_the_formulas_say(carried: dict[str, list[float]]) -> None:
+    assert carried["ring"] == [2 * (n - 1) / n for n in range(2, 9)]
+    assert carried["parameter device"] == [2 * (n - 1) for n in range(2, 9)]
+
+
+def bubbles_are_those_of_the_papers(found: Found) -> None:
+    """Whatever a block takes: 1 - 1/p, and (p - 1) / (m + p - 1). Zero-bubble's round is that of
+    ZB-H1 (arXiv:2401.10241, table 1) where the half for weights is the shorter one."""
+    bubbles, (forward_s, input_s, weight_s) = found["bubbles"], found["block"]
+    assert bubbles["naive"] == pytest.approx(1 - 1 / 4)
+    assert bubbles["gpipe"] == pytest.approx(3 / (8 + 3))
+    assert bubbles["1f1b"] == pytest.approx(3 / (8 + 3))
+    assert 0 < bubbles["zero_bubble"] <= bubbles["1f1b"] * (1 + 1e-9)
+    if 0 < weight_s <= min(forward_s, input_s):
+        idle_s = 3 * (forward_s + input_s - weight_s)
+        busy_s = 8 * (forward_s + input_s + weight_s)
+        assert found["walls"]["zero_bubble"] == pytest.approx(busy_s + idle_s)
+
+
+def split_sizes_cut_the_batch_into_as_many_pieces(points: list[list[float]]) -> None:
+    assert all(size * pieces == splitting.BATCH for size, pieces, _ in points)
+    assert all(seconds > 0 for *_, seconds in points)
+
+
+def stale_descent_ends_where_the_roots_leave_the_circle(
+    limits: list[float], curves: list[list[float]]
+) -> None:
+    """x' = x - a x(-d): the roots of z^(d+1) - z^d + a are inside the unit circle below the rate
+    that was found and outside above it."""
+
+    def radius(rate: float, age: int) -> float:
+        coefficients = [rate, *[0.0] * age, 1.0]
+        coefficients[age] -= 1.0
+        return float(abs(Polynomial(coefficients).roots()).max())
+
+    for age, limit in enumerate(limits):
+        assert radius(limit - 0.015, age) < 1 < radius(limit + 0.015, age)
+    fresh, _, stale = curves
+    assert fresh == pytest.approx([0.5 * 0.7 ** (2 * n) for n in range(61)])
+    assert max(stale[-20:]) > 10 * max(stale[:20]) / 2
+
+
+def waiting_keeps_gradients_fresh(found: Found) -> None:
+    """Three workers of 48 steps each; a step that all wait for is as long as the pause at least."""
+    (updates, oldest), (others, stale) = found["ages"]
+    assert updates == others == 3 * updating.STEPS
+    assert oldest == 0 < stale
+    assert found["worker's seconds"] >= updating.STEPS * 0.02
+    assert max(found["worker's losses"]) < updating.above_optimum(torch.zeros(16)) / 10
+
+
+def meeting_more_rarely_sends_less_by_as_much(local: dict[str, list[float]]) -> None:
+    """16 weights in fp32, handed in at every meeting; the loss falls in any case."""
+    for every, (sent, loss) in local.items():
+        assert sent == updating.STEPS // int(every) * 16 * 4
+        assert loss < updating.above_optimum(torch.zeros(16)) / 10
+
+
+def the_noise_scale_is_the_true_one_and_means_what_it_says(found: Found) -> None:
+    """Steps to the target beside those of the exact recursion for mean and variance: x' = (1 - a l)
+    x and v' = (1 - a l)^2 v + a^2 s / B. The fewest are those of an endless batch; at the critical
+    batch they are twice that (McCandlish et al. 2018, section 2.2)."""
+    measured = found["critical batch"]
+    assert measured == pytest.approx(noise.TRUE_CRITICAL_BATCH, rel=0.1)
+
+    def steps(batch: float) -> int:
+        rate = 1 / (1 + measured / batch)
+        curvature = np.logspace(0, 1, noise.DIMENSIONS, base=noise.FLATTEST)
+        mean, variance = 1 / curvature, np.zeros(noise.DIMENSIONS)
+        start = float((curvature * mean**2).sum())
+        for taken in range(1, noise.MOST_STEPS):
+            keep = 1 - rate * curvature
+            mean, variance = keep * mean, keep**2 * variance
+            variance += rate**2 * noise.TRUE_CRITICAL_BATCH / batch
+            if (curvature * (mean**2 + variance)).sum() <= noise.TARGET * start:
+                return taken
+        raise AssertionError("it does not get there")
+
+    for size, taken in found["steps"].items():
+        assert taken == pytest.approx(steps(float(size)), rel=0.2)
+    assert found["steps"]["32"] == pytest.approx(2 * steps(1e9), rel=0.2)
+
+
+def a_rank_that_fails_is_named(raised: str, died: str, slept: str) -> None:
+    assert raised.startswith("rank 1 failed")
+    assert "ValueError: this rank has had enough" in raised
+    assert died.startswith("rank 0 failed")
+    assert "rank 0: a last word" in died
+    # The other one waits for it, and may give up first.
+    waited, *_ = slept.splitlines()
+    assert waited in (
+        "rank 0 failed, rank 1 did not end within 3 s",
+        "ranks 0, 1 did not end within 3 s",
+    )
+
+
+def _run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, marker: str
+) -> tuple[Found, list[bytes], list[tuple[str, str]]]:
+    """The facts, the pictures, and what was printed. The kernel is this environment's Python: none
+    that is installed elsewhere is looked for."""
+    from jupyter_client.kernelspec import KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder))
+    book = nbformat.read(NOTEBOOK, as_version=4)
+    book.cells.append(
+        nbformat.v4.new_code_cell(
+            "import json\n"
+            "from tests.advisor.tutorial.facts import facts\n"
+            "print(json.dumps(facts(globals())))"
+        )
+    )
+    manager = AsyncKernelManager(
+        kernel_name="python3",
+        kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
+        transport="ipc",
+        ip=str(folder / "kernel"),
+    )
+    client = NotebookClient(
+        book, km=manager, timeout=CELL_S, resources={"metadata": {"path": str(folder)}}
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "IPYTHONDIR": str(folder),
+        "NOTEBOOK_TEST": marker,
+    }
+
+    async def run() -> None:
+        await asyncio.wait_for(client.async_execute(cleanup_kc=True, env=environment), WHOLE_S)
+
+    asyncio.run(run())
+    outputs = [output for cell in book.cells for output in cell.get("outputs", ())]
+    streams = [(o.name, o.text) for o in outputs if o.output_type == "stream"]
+    pictures = [
+        base64.b64decode(o.data["image/png"])
+        for o in outputs
+        if o.output_type == "display_data" and "image/png" in o.data
+    ]
+    return json.loads(streams[-1][1]), pictures, streams
+
+
+def _size(png: bytes) -> tuple[int, int]:
+    """Width and height, from the header."""
+    assert png.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", png[16:24])
+    return width, height
+
+
+def _left_in_the_end(marker: str) -> list[str]:
+    """Those that see that the kernel is gone end a moment later."""
+    deadline = time.monotonic() + LEAVING_S
+    while (found := _left(marker)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def _left(marker: str) -> list[str]:
+    """Processes that have the marker in their environment: what the kernel started and left."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if marker.encode() in environment:
+            found.append(folder.name)
+    return found

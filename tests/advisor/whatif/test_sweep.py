@@ -1,0 +1,440 @@
+"""Sweeps: one quantity against the time of a step.
+
+The figures of PyTorch's tutorial on model parallelism (ResNet-50, 120 images of 128 x 128, two
+devices, plain SGD): 3.75 s on one, 4.02 s in turn, 2.51 s as a pipeline of 20 images at a time,
+best at 12. Its devices are not named; ratios are compared, on two V100 joined by PCIe.
+
+    in turn over one device         tutorial +7.2 %        predicted +7.1 %
+    one device over the pipeline    tutorial 1.49          predicted 1.43
+    in turn over the pipeline       tutorial 1.60          predicted 1.53
+    best size of a split            tutorial 12            predicted 10; 8, 12, 20 within 5 %
+
+All lie within the stated ranges, which are +-30 % of a step. The tutorial's devices are slower (it
+times three batches, so a step on one takes 1.25 s, here 0.15); on two T4 and on two P40 10 or 12 is
+predicted best.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from matplotlib.axes import Axes
+from matplotlib.container import BarContainer, ErrorbarContainer
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from advisor.cli.main import cli
+from advisor.inputs.facts import Facts
+from advisor.inputs.models import load_model, profile_model
+from advisor.whatif.sweep.measure import measured_sweep
+from advisor.whatif.sweep.picture import picture
+from advisor.whatif.sweep.points import Point, Sweep, Swept, sweep
+from advisor.whatif.sweep.table import sweep_csv
+from engines.plan import parse_settings
+from profiles.capture.capture import capture
+from profiles.errors import InputError, PlanError, RankError
+from profiles.machine.clusters import cluster_from_name
+from profiles.provenance import Timing
+from profiles.workload.workload import Workload
+from tests.workers import Pool
+
+ONE_S, IN_TURN_S, PIPELINED_S = 3.75, 4.02, 2.51
+STEP = ("sweep", "resnet50-128px", "--global-batch", "120", "--optimizer", "sgd")
+TUTORIAL = (*STEP, "--cluster", "2xV100-PCIe-32GB")
+SIZES = "1,3,5,8,10,12,20,40,60"
+CUT = "pp=2 schedule=gpipe stages=layer3.0"
+IN_TURN = "pp=2 schedule=naive stages=layer3.0"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def advise(*words: str) -> Result:
+    return CliRunner().invoke(cli, list(words))
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def images(cluster: str = "8xV100-PCIe-32GB", batch: int = 64) -> Facts:
+    return Facts(
+        model=profile_model("resnet50-128px", samples=1, sequence_length=None),
+        cluster=cluster_from_name(cluster),
+        workload=Workload(global_batch_size=batch),
+    )
+
+
+def seconds(found: Sweep) -> list[float]:
+    return [point.step_s for point in found.points]
+
+
+class TestTheTutorial:
+    def test_split_sizes_are_a_u_that_is_flat_around_twelve_images(self, tmp_path: Path) -> None:
+        table, drawn = tmp_path / "u.csv", tmp_path / "u.png"
+        asked = ("--plan", CUT, "--split-size", SIZES, "-o", str(table), "--png", str(drawn))
+        result = advise(*TUTORIAL, *asked)
+        assert result.exit_code == 0, result.stderr
+        found = {int(row["value"]): float(row["predicted_s"]) for row in rows(table)}
+        assert ",".join(map(str, found)) == SIZES
+        curve = list(found.values())
+        lowest = curve.index(min(curve))
+        assert all(a > b for a, b in pairwise(curve[: lowest + 1]))
+        assert all(a < b for a, b in pairwise(curve[lowest:]))
+        assert found[12] < 1.05 * min(curve)
+        assert "Equally fast, within 5.0%: 8, 12, 20" in result.stdout
+        assert drawn.read_bytes().startswith(PNG)
+
+    @pytest.mark.parametrize(
+        "device",
+        [
+            "T4-16GB",
+            pytest.param("P40-24GB", marks=pytest.mark.xfail(reason="10 is predicted, by 1 %")),
+        ],
+    )
+    def test_on_slower_devices_splits_of_twelve_are_best(self, device: str, tmp_path: Path) -> None:
+        table = tmp_path / "u.csv"
+        asked = ("--cluster", f"2x{device}", "--plan", CUT, "--split-size", SIZES)
+        result = advise(*STEP, *asked, "-o", str(table))
+        assert result.exit_code == 0, result.stderr
+        assert "Fastest, as predicted: split size 12" in result.stdout
+
+    def test_bars_of_one_device_and_of_two_in_turn_and_pipelined(self, tmp_path: Path) -> None:
+        table, drawn = tmp_path / "bars.csv", tmp_path / "bars.png"
+        plans = ("dp_replicate=1", IN_TURN, f"{CUT} microbatch_size=20")
+        words = [word for plan in plans for word in ("--plan", plan)]
+        result = advise(*TUTORIAL, *words, "-o", str(table), "--png", str(drawn))
+        assert result.exit_code == 0, result.stderr
+        one, in_turn, pipelined = (float(row["predicted_s"]) for row in rows(table))
+        assert [row["devices"] for row in rows(table)] == ["1", "2", "2"]
+        # The tolerances of `test_documents`; the table at the top has two digits.
+        assert in_turn / one - 1 == pytest.approx(IN_TURN_S / ONE_S - 1, abs=0.04)
+        assert one / pipelined - 1 == pytest.approx(ONE_S / PIPELINED_S - 1, abs=0.12)
+        said = (round(in_turn / one, 3), round(one / pipelined, 2), round(in_turn / pipelined, 2))
+        assert said == (1.071, 1.44, 1.54)
+        for row, published in zip(rows(table), (ONE_S, IN_TURN_S, PIPELINED_S), strict=True):
+            # Of slower devices: in seconds of this one, by the time of its own single step.
+            here = published / ONE_S * one
+            assert float(row["predicted_low_s"]) <= here <= float(row["predicted_high_s"])
+        assert "2: pp=2 schedule=naive stages=layer3.0" in result.stdout
+        assert "Fastest, as predicted: plan 3; 2 takes" in result.stdout
+        assert drawn.read_bytes().startswith(PNG)
+
+
+class TestTheBundledNetwork:
+    def test_it_is_the_published_one_and_counts_as_the_closed_form(self) -> None:
+        loaded = load_model("resnet50-64px", samples=2, sequence_length=None)
+        looked_at = capture(loaded.module, loaded.sample, loss_fn=loaded.loss_fn)
+        counted = profile_model("resnet50-64px", samples=1, sequence_length=None)
+        # As torchvision's table of weights has it.
+        assert looked_at.parameters == counted.parameters == 25_557_032
+        assert looked_at.flop(1) == counted.flop(1)
+        assert "layer3.0" in {unit.name for unit in looked_at.units}  # where the tutorial cuts
+
+    def test_networks_without_code_are_not_run(self) -> None:
+        with pytest.raises(InputError, match="no code of it to run"):
+            load_model("vgg16", samples=2, sequence_length=None)
+
+    def test_images_have_no_sequence_length(self) -> None:
+        with pytest.raises(InputError, match="takes images"):
+            profile_model("vgg16", samples=2, sequence_length=128)
+
+
+class TestQuantities:
+    def test_where_links_decide_half_the_bandwidth_adds_twice_as_much(self) -> None:
+        """Step = computing + bytes / rate - what is hidden: 1/r - 1/2r is twice 1/2r - 1/4r."""
+        rates = ["0.25 GB/s", "0.5 GB/s", "1 GB/s"]
+        found = sweep(images(), Swept.BANDWIDTH, rates, settings=parse_settings("dp_replicate=8"))
+        slow, twice, fourfold = seconds(found)
+        assert (slow - twice) / (twice - fourfold) == pytest.approx(2, rel=0.02)
+        assert [point.value for point in found.points] == [0.25e9, 0.5e9, 1e9]
+
+    def test_more_devices_share_the_same_batch(self) -> None:
+        found = sweep(images(), Swept.DEVICES, ["1", "2", "4", "8"], settings={})
+        assert [point.devices for point in found.points] == [1, 2, 4, 8]
+        assert seconds(found) == sorted(seconds(found), reverse=True)
+
+    def test_a_larger_batch_takes_longer(self) -> None:
+        found = sweep(images(), Swept.BATCH, ["8", "64"], settings={})
+        assert {p.label: p.plan.global_batch_size for p in found.points} == {"8": 8, "64": 64}
+        assert seconds(found)[0] < seconds(found)[1]
+
+    def test_microbatches_shorten_the_bubble(self) -> None:
+        pins = parse_settings("pp=2 dp_replicate=1 schedule=gpipe")
+        facts = images("2xV100-PCIe-32GB")
+        found = sweep(facts, Swept.MICROBATCHES, ["1", "2", "4"], settings=pins)
+        assert [point.plan.microbatches for point in found.points] == [1, 2, 4]
+        assert seconds(found) == sorted(seconds(found), reverse=True)
+
+    def test_what_does_not_fit_is_shown_and_never_the_best(self) -> None:
+        pins = parse_settings("dp_replicate=8 recompute=none")
+        found = sweep(images(batch=65_536), Swept.SPLIT_SIZE, ["8192", "8"], settings=pins)
+        large, small = found.points
+        assert not large.fits
+        assert small.fits
+        assert found.best is small
+        assert [row.endswith("True") for row in sweep_csv(found).splitlines()[1:]] == [False, True]
+
+    def test_a_split_that_does_not_divide_the_batch_is_refused(self) -> None:
+        with pytest.raises(PlanError, match="microbatch_size=7"):
+            sweep(images(), Swept.SPLIT_SIZE, ["7"], settings={})
+
+
+MEASURED_S = (0.9, 0.5, 0.7)
+RANGES_S = (0.81, 1.08, 0.45, 0.6, 0.63, 0.84)
+
+
+def measured(point: Point, median_s: float) -> Point:
+    """`point` as it were after a run: from a tenth less to a fifth more."""
+    low_s, high_s = 0.9 * median_s, 1.2 * median_s
+    timing = Timing(median_s=median_s, low_s=low_s, high_s=high_s, repeats=10)
+    return point.model_copy(update={"measured": timing})
+
+
+class TestWhatIsShown:
+    """Of three points the last is the fastest as predicted, the middle one as measured."""
+
+    @pytest.fixture
+    def predicted(self) -> Sweep:
+        return sweep(images("1xV100-PCIe-32GB"), Swept.SPLIT_SIZE, ["1", "8", "64"], settings={})
+
+    @pytest.fixture
+    def timed(self, predicted: Sweep) -> Sweep:
+        points = zip(predicted.points, MEASURED_S, strict=True)
+        return predicted.model_copy(update={"points": tuple(measured(*each) for each in points)})
+
+    def test_what_was_measured_decides_where_all_was(self, predicted: Sweep, timed: Sweep) -> None:
+        assert predicted.best is predicted.points[2]
+        assert timed.best is timed.points[1]
+        partly = (*timed.points[:2], predicted.points[2])
+        assert predicted.model_copy(update={"points": partly}).best is predicted.points[2]
+
+    def test_a_file_has_both_ranges(self, timed: Sweep) -> None:
+        found = csv.DictReader(sweep_csv(timed).splitlines())
+        for row, point in zip(found, timed.points, strict=True):
+            assert point.measured is not None
+            wanted = {
+                "predicted_s": point.step_s,
+                "predicted_low_s": point.low_s,
+                "predicted_high_s": point.high_s,
+                "measured_s": point.measured.median_s,
+                "measured_low_s": point.measured.low_s,
+                "measured_high_s": point.measured.high_s,
+                "measured_steps": 10,
+            }
+            assert {name: float(row[name]) for name in wanted} == wanted
+
+    def test_a_curve_goes_through_its_points_with_what_was_measured_as_error_bars(
+        self, timed: Sweep, drawn: list[Axes]
+    ) -> None:
+        picture(timed)
+        (axes,) = drawn
+        line = axes.get_lines()[0]
+        assert list(line.get_xdata()) == [1, 8, 64]
+        assert list(line.get_ydata()) == [point.step_s for point in timed.points]
+        assert axes.get_xscale() == "log"
+        (errors,) = axes.containers
+        assert reaches(errors) == pytest.approx(RANGES_S)
+
+    def test_bars_of_plans_have_their_ranges(self, timed: Sweep, drawn: list[Axes]) -> None:
+        plans = timed.model_copy(update={"swept": Swept.PLAN})
+        picture(plans)
+        (axes,) = drawn
+        bars = [found for found in axes.containers if isinstance(found, BarContainer)]
+        heights = [[bar.get_height() for bar in group] for group in bars]
+        assert heights == [[point.step_s for point in plans.points], list(MEASURED_S)]
+        predicted = [end for point in plans.points for end in (point.low_s, point.high_s)]
+        assert reaches(bars[0].errorbar) == pytest.approx(predicted)
+        assert reaches(bars[1].errorbar) == pytest.approx(RANGES_S)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
+    """The axes of every picture that is written."""
+    found: list[Axes] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: found.extend(figure.axes))
+    return found
+
+
+def reaches(errors: ErrorbarContainer) -> list[float]:
+    """From where to where each error bar goes."""
+    (lines,) = errors.lines[2]
+    return [end for (_, low), (_, high) in lines.get_segments() for end in (low, high)]
+
+
+class TestTheCommand:
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ((), "no quantity to sweep over"),
+            (("--batch", "8", "--devices", "2"), "one quantity is swept at a time"),
+            (("--split-size", "1,,3"), "no list of values"),
+            (("--split-size", "1,x"), "positive whole number is wanted, not `x`"),
+            (("--split-size", "1", "--measure"), "`--measure` runs on this job's devices"),
+            (("--plan", "pp=2", "--plan", "tp=2", "--batch", "8"), "over several plans"),
+            (("--split-size", "12", "--steps", "5"), "`--steps 5` is about runs"),
+            (("--devices", "3"), "3 devices are no whole nodes of 2"),
+            (("--bandwidth", "10"), "`10` has no unit"),
+            (("--split-size", "7", "--plan", "pp=2"), "`microbatch_size` may be 1, 2, 3, 4, 5"),
+        ],
+    )
+    def test_questions_that_are_none(self, words: tuple[str, ...], said: str) -> None:
+        result = advise(*TUTORIAL, *words)
+        assert result.exit_code == 2
+        assert said in result.stderr
+
+    @pytest.mark.parametrize("option", ["--devices", "--batch", "--microbatches", "--split-size"])
+    def test_what_is_wrong_with_a_value_says_of_which_option(self, option: str) -> None:
+        result = advise(*TUTORIAL, option, "0")
+        assert result.exit_code == 2
+        assert f"\n  {option}\n" in result.stderr
+        assert "hint: write 1 or more" in result.stderr
+
+    def test_one_device_has_no_links(self) -> None:
+        asked = ("--cluster", "T4", "--bandwidth", "10 GB/s")
+        result = advise("sweep", "resnet50-64px", "--global-batch", "8", *asked)
+        assert result.exit_code == 2
+        assert "is one device, and has no links to vary" in result.stderr
+        assert "name two devices or more" in result.stderr
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (("--bandwidth", "1 GB/s"), "a job has the bandwidth that it has"),
+            (("--split-size", "1", "--optimizer", "muon"), "unknown optimizer `muon`"),
+        ],
+    )
+    def test_what_cannot_be_measured_is_said_before_anything_runs(
+        self, words: tuple[str, ...], said: str
+    ) -> None:
+        asked = ("sweep", "resnet50-64px", "--global-batch", "8", "--measure")
+        result = advise(*asked, *words)
+        assert result.exit_code == 2
+        assert said in result.stderr
+        assert "leave `--measure` out" in result.stderr
+
+    def test_batches_are_compared_a_sample(self, tmp_path: Path) -> None:
+        table = tmp_path / "batches.csv"
+        result = advise(*TUTORIAL, "--batch", "8,256", "-o", str(table))
+        assert result.exit_code == 0, result.stderr
+        small, large = (float(row["predicted_s"]) for row in rows(table))
+        assert small < large
+        assert small / 8 > large / 256
+        assert "Fastest a sample, as predicted: global batch 256" in result.stdout
+
+    def test_a_picture_without_matplotlib_names_the_extra(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        result = advise(*TUTORIAL, "--split-size", "12", "--png", str(tmp_path / "u.png"))
+        assert result.exit_code == 2
+        assert "pip install 'parallel-advisor[plots]'" in result.stderr
+        assert list(tmp_path.iterdir()) == []
+
+
+NAP_S = 0.03
+LATE_S = 6.0
+
+
+class Napping(nn.Module):
+    """Takes NAP_S a forward, however many rows there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(NAP_S)
+        out: Tensor = self.layer(x)
+        return out
+
+
+def napping() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
+    return Napping(), (torch.zeros(2, 4), torch.zeros(2, 4)), nn.functional.mse_loss
+
+
+def on_ranks(
+    values: list[str], swept: Swept, plan: str, late: int = 0, timeout_s: float = 60.0
+) -> Sweep | str:
+    """`late`: the rank that comes later than it is waited for, if there is a time limit."""
+    if timeout_s < LATE_S and torch.distributed.get_rank() == late:
+        time.sleep(LATE_S)
+    cluster = cluster_from_name("2xA100-SXM-80GB")  # what it predicts is of no interest here
+    try:
+        return measured_sweep(
+            f"{__name__}:napping",
+            swept,
+            values,
+            settings=parse_settings(plan),
+            global_batch_size=8,
+            optimizer="sgd",
+            steps=3,
+            timeout_s=timeout_s,
+            cluster=cluster,
+        )
+    except RankError as error:
+        return error.what
+
+
+@pytest.mark.dist
+class TestMeasured:
+    def test_steps_take_as_many_naps_as_the_batch_has_splits(self, pool: Pool) -> None:
+        found = pool.run(on_ranks, ["1", "4"], Swept.SPLIT_SIZE, "dp_replicate=2", world_size=2)[0]
+        for point, naps in zip(found.points, (4, 1), strict=True):
+            assert point.measured.repeats == 3
+            assert naps * NAP_S <= point.measured.median_s < (naps + 3) * NAP_S
+        assert found.best.label == "4"
+        assert picture(found).startswith(PNG)
+
+    def test_a_plan_of_one_device_runs_while_the_other_rank_stands_idle(self, pool: Pool) -> None:
+        plans = ["dp_replicate=1 microbatch_size=2", "dp_replicate=2 microbatch_size=4"]
+        found, other = pool.run(on_ranks, plans, Swept.PLAN, "", world_size=2)
+        assert found.points[0] == other.points[0]
+        assert [point.devices for point in found.points] == [1, 2]
+        one, two = (point.measured.median_s for point in found.points)
+        assert one >= 4 * NAP_S
+        assert NAP_S <= two < one
+        assert picture(found).startswith(PNG)
+
+    def test_the_same_batch_on_one_device_and_on_two(self, pool: Pool) -> None:
+        found = pool.run(on_ranks, ["1", "2"], Swept.DEVICES, "microbatch_size=2", world_size=2)[0]
+        assert [point.devices for point in found.points] == [1, 2]
+        for point, naps in zip(found.points, (4, 2), strict=True):
+            assert naps * NAP_S <= point.measured.median_s < (naps + 2) * NAP_S
+
+    def test_a_rank_that_does_not_come_is_named_when_the_time_is_up(self, pool: Pool) -> None:
+        asked = (["1"], Swept.SPLIT_SIZE, "dp_replicate=2", 1, 2.0)
+        first, _ = pool.run(on_ranks, *asked, world_size=2)
+        assert first == "rank 1 did not answer within 2 s"
+
+    def test_so_is_one_that_the_others_stand_idle_for(self, pool: Pool) -> None:
+        _, second = pool.run(on_ranks, ["1"], Swept.DEVICES, "", 0, 2.0, world_size=2)
+        assert second == "rank 0 did not answer within 2 s"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch would use the GPUs")
+def test_alone_the_plans_of_one_device_and_of_threads_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where there are no GPUs nn.DataParallel calls the module itself, on the whole batch."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = measured_sweep(
+        f"{__name__}:napping",
+        Swept.PLAN,
+        ["dp_replicate=1 microbatch_size=2", "data_parallel=threads dp_replicate=2"],
+        settings={},
+        global_batch_size=8,
+        steps=3,
+        cluster=cluster_from_name("2xA100-SXM-80GB"),
+    )
+    assert [point.devices for point in found.points] == [1, 2]
+    for point, naps in zip(found.points, (4, 1), strict=True):
+        assert point.measured is not None
+        assert naps * NAP_S <= point.measured.median_s < (naps + 2) * NAP_S

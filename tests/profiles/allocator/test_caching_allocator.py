@@ -1,0 +1,246 @@
+"""Sequences worked out by hand from CUDACachingAllocator.cpp, and what always holds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from profiles.allocator.caching_allocator import (
+    CachingAllocator,
+    OutOfMemoryError,
+    next_division,
+    rounded_bytes,
+    segment_bytes,
+)
+from profiles.units import GIB, KIB, MIB
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "block"),
+    [(1, 512), (512, 512), (513, 1024), (MIB - 1, MIB), (MIB + 1, MIB + 512)],
+)
+def test_blocks_are_multiples_of_512_bytes(nbytes: int, block: int) -> None:
+    assert rounded_bytes(nbytes) == block
+
+
+@pytest.mark.parametrize(
+    ("block", "segment"),
+    [
+        (512, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB, 12 * MIB),
+        (25 * MIB, 26 * MIB),
+    ],
+)
+def test_segments_are_2_mib_20_mib_or_for_one_request(block: int, segment: int) -> None:
+    assert segment_bytes(block) == segment
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "divisions", "rounded"),
+    [
+        (1200, 4, 1280),  # the example in the C++ source
+        (1280, 4, 1280),
+        (2048, 4, 2048),
+        (2047, 1, 2048),
+        (5, 8, 8),  # no whole step: the power of two above
+    ],
+)
+def test_rounding_to_divisions_of_powers_of_two(nbytes: int, divisions: int, rounded: int) -> None:
+    assert next_division(nbytes, divisions) == rounded
+
+
+def test_divisions_are_for_sizes_above_a_block_for_each() -> None:
+    assert rounded_bytes(4 * 512, 4) == 2048
+    assert rounded_bytes(5 * MIB, 4) == 5 * MIB
+    assert rounded_bytes(5 * MIB + 1, 4) == 6 * MIB
+    assert rounded_bytes(5 * MIB + 1, 1) == 5 * MIB + 512
+
+
+def test_small_requests_share_segments_of_2_mib() -> None:
+    allocator = CachingAllocator()
+    for _ in range(4):
+        allocator.allocate(512 * KIB)
+    assert allocator.reserved_bytes == 2 * MIB
+    allocator.allocate(1)
+    assert allocator.reserved_bytes == 4 * MIB
+    assert allocator.allocated_bytes == 2 * MIB + 512
+
+
+def test_a_rest_of_at_most_1_mib_stays_with_a_large_block() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(19 * MIB))  # a segment of 20 MiB
+    whole = allocator.allocate(19 * MIB)
+    assert allocator.block_bytes(whole) == 20 * MIB
+    allocator.free(whole)
+    part = allocator.allocate(19 * MIB - 512)  # a rest of 1 MiB and 512 bytes is split off
+    assert allocator.block_bytes(part) == 19 * MIB - 512
+    assert allocator.reserved_bytes == 20 * MIB
+
+
+def test_the_best_fit_is_the_smallest_block_that_is_large_enough() -> None:
+    allocator = CachingAllocator()
+    sizes = (40, 12, 24)
+    first = {size: allocator.allocate(size * MIB) for size in sizes}
+    for address in first.values():
+        allocator.free(address)
+    assert allocator.allocate(20 * MIB) == first[24]
+    assert allocator.allocate(20 * MIB) == first[40]
+    assert allocator.allocate(20 * MIB) == first[40] + 20 * MIB  # its rest
+    assert allocator.reserved_bytes == sum(sizes) * MIB
+
+
+def test_a_kept_block_in_the_middle_forces_a_new_segment() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(100 * MIB))
+    left, middle, right = (allocator.allocate(size * MIB) for size in (40, 20, 40))
+    allocator.free(left)
+    allocator.free(right)
+    allocator.allocate(60 * MIB)  # 80 MiB are free, in two pieces
+    assert allocator.reserved_bytes == 160 * MIB
+    allocator.free(middle)
+    allocator.allocate(100 * MIB)  # the neighbours became one
+    assert allocator.reserved_bytes == 160 * MIB
+
+
+def test_expandable_segments_grow_by_20_mib_and_leave_no_gaps() -> None:
+    allocator = CachingAllocator(expandable_segments=True)
+    first = allocator.allocate(30 * MIB)
+    assert allocator.reserved_bytes == 40 * MIB
+    second = allocator.allocate(30 * MIB)
+    assert (second, allocator.reserved_bytes) == (first + 30 * MIB, 60 * MIB)
+    allocator.free(second)
+    assert allocator.allocate(70 * MIB) == second  # the free end of the segment grew
+    assert allocator.reserved_bytes == 100 * MIB
+    allocator.allocate(10)
+    assert allocator.reserved_bytes == 102 * MIB  # small blocks: steps of 2 MiB
+
+
+def test_expandable_segments_give_whole_steps_back() -> None:
+    allocator = CachingAllocator(expandable_segments=True)
+    low = allocator.allocate(30 * MIB)
+    high = allocator.allocate(30 * MIB)
+    allocator.free(high)
+    allocator.release_cached()  # of 20 MiB steps, low lies in two and high alone in the third
+    assert allocator.reserved_bytes == 40 * MIB
+    allocator.free(low)
+    allocator.release_cached()
+    assert allocator.reserved_bytes == 0
+
+
+def test_cached_segments_go_back_before_memory_is_out() -> None:
+    allocator = CachingAllocator(limit_bytes=100 * MIB)
+    kept = allocator.allocate(40 * MIB)
+    allocator.free(allocator.allocate(50 * MIB))
+    allocator.allocate(60 * MIB)
+    assert allocator.reserved_bytes == 100 * MIB
+    with pytest.raises(
+        OutOfMemoryError, match=r"no room for 1\.00 MiB on a device with 100\.* MiB"
+    ):
+        allocator.allocate(MIB)
+    allocator.free(kept)
+    allocator.allocate(MIB)
+
+
+def test_a_limit_can_be_too_small_for_the_pieces_though_not_for_the_sum() -> None:
+    allocator = CachingAllocator(limit_bytes=100 * MIB)
+    whole = allocator.allocate(100 * MIB)
+    allocator.free(whole)
+    pieces = [allocator.allocate(25 * MIB) for _ in range(4)]
+    allocator.free(pieces[0])
+    allocator.free(pieces[2])
+    with pytest.raises(OutOfMemoryError):
+        allocator.allocate(50 * MIB)
+
+
+def test_nothing_takes_nothing() -> None:
+    allocator = CachingAllocator()
+    address = allocator.allocate(0)
+    allocator.free(address)
+    assert (address, allocator.reserved_bytes) == (0, 0)
+
+
+# A number takes so many bytes; None frees one of those that live, by the position beside it.
+_STEPS = st.lists(
+    st.tuples(
+        st.one_of(st.none(), st.integers(1, 64 * MIB), st.integers(1, 2 * MIB)), st.integers(0, 99)
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=_STEPS,
+    expandable=st.booleans(),
+    divisions=st.sampled_from([0, 4]),
+    limit=st.sampled_from([None, 256 * MIB, 4 * GIB]),
+)
+def test_what_always_holds(
+    steps: list[tuple[int | None, int]], expandable: bool, divisions: int, limit: int | None
+) -> None:
+    def run() -> tuple[CachingAllocator, dict[int, int], list[tuple[int, int]]]:
+        allocator = CachingAllocator(
+            limit, expandable_segments=expandable, power2_divisions=divisions
+        )
+        live: dict[int, int] = {}
+        history = []
+        for nbytes, position in steps:
+            if nbytes is None:
+                if live:
+                    address = list(live)[position % len(live)]
+                    allocator.free(address)
+                    del live[address]
+            else:
+                try:
+                    live[allocator.allocate(nbytes)] = nbytes
+                except OutOfMemoryError:
+                    assert limit is not None
+            ends = sorted((address, address + allocator.block_bytes(address)) for address in live)
+            assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+            assert all(allocator.block_bytes(a) >= n for a, n in live.items())
+            assert allocator.allocated_bytes == sum(map(allocator.block_bytes, live))
+            assert allocator.allocated_bytes <= allocator.reserved_bytes
+            assert allocator.reserved_bytes <= (limit or allocator.reserved_bytes)
+            history.append((allocator.allocated_bytes, allocator.reserved_bytes))
+        return allocator, live, history
+
+    allocator, live, history = run()
+    assert run()[2] == history  # the same again
+    assert allocator.peak_reserved_bytes >= max((r for _, r in history), default=0)
+    assert allocator.peak_allocated_bytes == max((a for a, _ in history), default=0)
+    for address in live:
+        allocator.free(address)
+    allocator.release_cached()
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("seed", range(5))
+def test_it_reserves_what_cuda_reserves(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    simulated = CachingAllocator()
+    live: list[tuple[int, torch.Tensor]] = []
+    for _ in range(300):
+        if live and torch.rand((), generator=draw) < 0.45:
+            number = int(torch.randint(len(live), (), generator=draw))
+            address, _tensor = live.pop(number)
+            del _tensor
+            simulated.free(address)
+        else:
+            nbytes = int(2 ** (8 + 18 * torch.rand((), generator=draw).item()))
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+            live.append((simulated.allocate(nbytes), tensor))
+        now = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        assert now[0] - before[0] == simulated.allocated_bytes
+        assert now[1] - before[1] == simulated.reserved_bytes

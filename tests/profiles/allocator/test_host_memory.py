@@ -1,0 +1,58 @@
+"""Main memory to load: closed forms, and storages of a real model and its file."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from profiles.allocator.host_memory import Loading, load_memory
+from profiles.capture.capture import capture
+from tests.contract.watch import Held
+from tests.factories import chain
+
+
+def test_every_rank_of_a_node_builds_the_whole_model() -> None:
+    model = chain(units=4, parameters=1_000_000)  # 16 MB of fp32
+    found = load_memory(model, ranks_per_node=8)
+    assert (found.per_rank_bytes, found.per_node_bytes) == (16_000_000, 128_000_000)
+    assert load_memory(model, Loading.FILE, ranks_per_node=8).per_node_bytes == 256_000_000
+
+
+def test_shards_take_their_part_and_the_largest_tensor() -> None:
+    model = capture(nn.Sequential(nn.Linear(100, 300), nn.Linear(300, 10)), torch.zeros(2, 100))
+    whole = 4 * (100 * 300 + 300 + 300 * 10 + 10)
+    found = load_memory(model, Loading.SHARDS, ranks_per_node=4, shards=8)
+    assert found.per_rank_bytes == whole / 8 + 4 * 100 * 300
+    assert found.per_node_bytes == 4 * found.per_rank_bytes
+
+
+def test_buffers_are_whole_on_every_rank() -> None:
+    model = capture(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.zeros(4, 8))
+    buffers = 8 * 4 + 8 * 4 + 8  # mean, variance, an int64 counter
+    linear = 4 * (64 + 8)
+    for way, parameters in (
+        (Loading.WHOLE, linear + 4 * 16),
+        (Loading.SHARDS, (linear + 4 * 16) / 2 + 4 * 64),
+    ):
+        found = load_memory(model, way, ranks_per_node=1, shards=2)
+        assert found.per_rank_bytes == parameters + buffers
+
+
+@pytest.mark.parametrize("way", [Loading.WHOLE, Loading.FILE])
+def test_what_is_said_is_what_building_and_reading_hold(way: Loading) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+
+    said = load_memory(capture(build(), torch.zeros(2, 256)), way, ranks_per_node=1)
+    file = io.BytesIO()
+    torch.save(build().state_dict(), file)
+    file.seek(0)
+    watched = Held([])
+    with watched:
+        model = build()
+        if way is Loading.FILE:
+            model.load_state_dict(torch.load(file, weights_only=True))
+    assert watched.peak_bytes == pytest.approx(said.per_rank_bytes, rel=0.02)

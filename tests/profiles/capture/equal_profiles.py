@@ -1,0 +1,71 @@
+"""When a profile in closed form is that of a capture."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+
+from profiles.model.profile import ModelProfile, UnitCost
+
+# All counts are those of the captured run to the last byte. The highest moment of memory within a
+# unit also depends on when Python and C++ let go of what they no longer need, expression by
+# expression; most are exact too, and none may be off by more than this.
+TRANSIENT_TOLERANCE = 0.02
+
+# The closed forms hold for the kernels of torch 2.13, to the byte. Other versions move a little
+# more or less, all else being the same: 2.11 0.03 % less in the backward of experts, 2.15 8 bytes
+# less where T5 shifts its labels.
+EXACT_IN = "2.13."
+MOVED_TOLERANCE, MOVED_BYTES = 0.001, 16
+
+
+def without_transients(profile: ModelProfile) -> ModelProfile:
+    none = {name: UnitCost().forward_flop for name in UnitCost.model_fields if "transient" in name}
+    units = tuple(
+        unit.model_copy(
+            update={
+                "costs": {kind: c.model_copy(update=none) for kind, c in unit.costs.items()},
+            }
+        )
+        for unit in profile.units
+    )
+    return profile.model_copy(update={"units": units})
+
+
+def with_moved_of(found: ModelProfile, expected: ModelProfile) -> ModelProfile:
+    """`found` with the moved bytes of `expected`, after a check that they are about the same."""
+    units = []
+    for ours, theirs in zip(found.units, expected.units, strict=True):
+        costs = {}
+        for kind, cost in ours.costs.items():
+            names = ("forward_moved_bytes", "backward_moved_bytes")
+            moved = {name: getattr(theirs.costs[kind], name) for name in names}
+            for name, wanted in moved.items():
+                close = pytest.approx(
+                    wanted.at(expected.samples), rel=MOVED_TOLERANCE, abs=MOVED_BYTES
+                )
+                assert getattr(cost, name).at(found.samples) == close, (ours.name, kind, name)
+            costs[kind] = cost.model_copy(update=moved)
+        units.append(ours.model_copy(update={"costs": costs}))
+    return found.model_copy(update={"units": tuple(units)})
+
+
+def assert_equal(found: ModelProfile, expected: ModelProfile) -> None:
+    """All that is noted, chains that one kernel may run among it."""
+    if not version("torch").startswith(EXACT_IN):
+        found = with_moved_of(found, expected)
+    plain, wanted = without_transients(found), without_transients(expected)
+    for ours, theirs in zip(plain.units, wanted.units, strict=True):
+        assert ours == theirs
+    # What a border cuts of the flow is compared below; what file it is of, only we know.
+    apart = {"units", "flow", "config"}
+    assert plain.model_dump(exclude=apart) == wanted.model_dump(exclude=apart)
+    for ours, theirs in zip(found.units, expected.units, strict=True):
+        for kind, cost in theirs.costs.items():
+            for name in ("forward_transient_bytes", "backward_transient_bytes"):
+                peak = getattr(cost, name).at(expected.samples)
+                close = pytest.approx(peak, rel=TRANSIENT_TOLERANCE, abs=0)
+                assert getattr(ours.costs[kind], name).at(found.samples) == close, (
+                    f"{ours.name}, {kind}, {name}"
+                )

@@ -1,0 +1,119 @@
+"""What a real run of a small model takes: the oracle for what `capture` predicts."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from profiles.capture.batch import Batch, LossFn, batch_tensors, call_model, loss_of
+from profiles.torch_compat import without_onednn
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one forward and backward on real tensors.
+
+    Attributes:
+        saved_bytes: storages that autograd holds after the forward, each once, without those of
+            parameters, buffers and the batch.
+        gradient_bytes: held at the end.
+    """
+
+    flop: int
+    saved_bytes: int
+    gradient_bytes: int
+
+
+def measure(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None) -> Measured:
+    """Run `model` once and count."""
+    with _step_by_step(model):
+        flop, saved_bytes = _count(model, batch, loss_fn)
+    gradient_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    model.zero_grad(set_to_none=True)
+    return Measured(flop, saved_bytes, gradient_bytes)
+
+
+def peak_of_a_run(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None) -> int:
+    """Most bytes that the CPU allocator held at once above what it held before.
+
+    Under torch's profiler, which takes longer than the run itself.
+    """
+    with _step_by_step(model):
+        peak_bytes = _allocations(model, batch, loss_fn)
+    model.zero_grad(set_to_none=True)
+    return peak_bytes
+
+
+def _step_by_step(model: nn.Module) -> AbstractContextManager[None]:
+    """Recurrent layers run step by step, without oneDNN's workspace; convolutions do not use
+    torch's own CPU kernel, which unfolds its input into a buffer nine times as large."""
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    return without_onednn() if is_recurrent else nullcontext()
+
+
+def _loss(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> Tensor:
+    return loss_of(call_model(model, batch, has_target=loss_fn is not None), batch, loss_fn)
+
+
+def _count(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> tuple[int, int]:
+    before = [*model.parameters(), *model.buffers(), *batch_tensors(batch)]
+    pointers = {tensor.untyped_storage().data_ptr() for tensor in before}
+    saved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in pointers:
+            saved[id(storage)] = weakref.ref(storage)
+        return tensor
+
+    with FlopCounterMode(display=False, custom_mapping=missing_formulas()) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = _loss(model, batch, loss_fn)
+        alive = [storage for ref in saved.values() if (storage := ref()) is not None]
+        saved_bytes = sum(storage.nbytes() for storage in alive)
+        del alive
+        loss.backward()
+    return counter.get_total_flops(), saved_bytes
+
+
+def missing_formulas() -> dict[object, object]:
+    """torch's counter knows attention on GPUs only, and no grouped matmuls."""
+    aten = torch.ops.aten
+
+    def each(q: torch.Size, shape: torch.Size) -> torch.Size:  # grouped queries, torch 2.11
+        return torch.Size((*q[:-2], *shape[-2:]))
+
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu: (
+            lambda q, k, v, *a, out_shape=None, **kw: sdpa_flop_count(q, each(q, k), each(q, v))
+        ),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda g, q, k, v, *a, out_shape=None, **kw: sdpa_backward_flop_count(
+                g, q, each(q, k), each(q, v)
+            )
+        ),
+        aten._grouped_mm: lambda x, y, *a, out_shape=None, **kw: 2 * x[-2] * x[-1] * y[-1],
+    }
+
+
+def _allocations(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> int:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
+        _loss(model, batch, loss_fn).backward()
+    live = highest = 0
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            highest = max(highest, live)
+    return highest

@@ -1,0 +1,134 @@
+"""Looking changes nothing and allocates nothing."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from profiles.allocator.process_peak import peak_memory_bytes, reset_peak_memory
+from profiles.capture.capture import capture
+from profiles.model.profile import Numerics
+from profiles.units import MIB
+from tests.engines.cases import CASES, TinyGPT, token_loss
+
+
+class Careless(nn.Module):
+    """A forward that changes everything it can reach, and holds tensors that nobody registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.lstm = nn.LSTM(4, 4)
+        self.register_buffer("steps", torch.zeros(()))
+        self.cache: list[Tensor] = []
+        self.table = {"scale": torch.full((4,), 2.0)}
+        self.hidden = [nn.Linear(4, 4)]  # not a submodule
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.last = x
+        self.cache.append(x)
+        self.register_buffer("late", x.detach())
+        random.random(), np.random.rand(), torch.rand(3)
+        x = self.norm(self.hidden[0](self.linear(x))) * self.table["scale"]
+        return self.lstm(F.dropout(x))[0]
+
+
+def state_of(model: nn.Module) -> list[object]:
+    """Everything one can see of a model, with identities."""
+    found: list[object] = []
+    for name, module in model.named_modules():
+        found += [name, id(module), module.training, sorted(module.__dict__), id(module.__dict__)]
+        found += [len(module._forward_hooks), len(module._forward_pre_hooks)]
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        gradient = None if tensor.grad is None else (id(tensor.grad), tensor.grad.tolist())
+        found += [
+            name,
+            id(tensor),
+            tensor._version,
+            tensor.tolist(),
+            tensor.requires_grad,
+            gradient,
+        ]
+    return found
+
+
+def random_state() -> tuple[object, ...]:
+    array = np.random.get_state()
+    return random.getstate(), array[1].tolist(), array[2], torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("kind", Numerics)
+def test_the_model_and_all_randomness_are_as_they_were(kind: Numerics) -> None:
+    model = Careless()
+    model(torch.randn(3, 4)).sum().backward()
+    model.cache.clear()
+    hidden = [p.grad for p in model.hidden[0].parameters()]
+    before, sample = state_of(model), torch.randn(3, 4)
+    random_before = random_state()
+    table = model.table["scale"]
+    capture(model, sample, numerics=(kind,))
+    assert random_state() == random_before
+    assert state_of(model) == before
+    assert model.cache == []
+    assert model.table["scale"] is table
+    assert all(p.grad is g for p, g in zip(model.hidden[0].parameters(), hidden, strict=True))
+
+
+def test_a_meta_model_of_seven_billion_parameters_takes_no_memory() -> None:
+    capture(nn.Linear(2, 2), torch.zeros(1, 2))  # imports are not what is measured
+    with torch.device("meta"):
+        model = TinyGPT(vocabulary=128_000, width=4096, layers=32)
+        model.position = nn.Parameter(torch.empty(2048, 4096))
+    ids = torch.zeros(2, 2048, dtype=torch.long)
+    cpu = torch.device("cpu")
+    reset_peak_memory(cpu)
+    before = peak_memory_bytes(cpu)
+    profile = capture(model, (ids, ids), loss_fn=token_loss)
+    assert profile.parameters > 7e9
+    assert peak_memory_bytes(cpu) - before < 100 * MIB
+
+
+def test_a_model_that_recomputes_by_itself_keeps_only_the_inputs_of_its_blocks() -> None:
+    class Recomputed(TinyGPT):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids) + self.position[: ids.shape[1]]
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(self.norm(x))
+
+    case = CASES["gpt"]
+    plain = capture(TinyGPT(), case.batch(2), loss_fn=token_loss)
+    recomputed = capture(Recomputed(), case.batch(2), loss_fn=token_loss)
+    for before, after in zip(plain.blocks(), recomputed.blocks(), strict=True):
+        one, other = before.cost(Numerics.AS_BUILT), after.cost(Numerics.AS_BUILT)
+        assert other.activation_bytes == one.activation_bytes.model_copy(update={"per_sample": 0.0})
+        # Its backward runs the forward again, up to the last tensor that is needed: the input of
+        # the MLP's second matmul (4 widths squared; 2 samples of 12 tokens, width 32).
+        again = other.backward_flop.at(2) - one.backward_flop.at(2)
+        assert again == one.forward_flop.at(2) - 2 * (2 * 12) * 4 * 32**2
+
+
+def test_looking_works_where_gradients_are_switched_off() -> None:
+    case = CASES["gpt"]
+    expected = capture(TinyGPT(), case.batch(2), loss_fn=token_loss)
+    with torch.no_grad():
+        assert capture(TinyGPT(), case.batch(2), loss_fn=token_loss) == expected
+    with torch.inference_mode():
+        assert capture(TinyGPT(), case.batch(2), loss_fn=token_loss) == expected
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # raised by torch.compile
+def test_a_compiled_model_is_followed_as_eager_code() -> None:
+    case = CASES["gpt"]
+    plain = capture(TinyGPT(), case.batch(2), loss_fn=token_loss)
+    compiled = capture(torch.compile(TinyGPT()), case.batch(2), loss_fn=token_loss)
+    assert [u.costs for u in compiled.units] == [u.costs for u in plain.units]
+    assert [u.name for u in compiled.blocks()] == [f"_orig_mod.blocks.{i}" for i in range(3)]

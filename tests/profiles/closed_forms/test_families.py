@@ -1,0 +1,138 @@
+"""Profiles in closed form against captures of what transformers builds."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from advisor.inputs.hugging_face import SIZES
+from profiles.closed_forms.families import profile_from_config
+from profiles.closed_forms.families.known_fields import FIELDS, OWN_NAMES
+from profiles.closed_forms.families.registry import FAMILIES
+from profiles.model.profile import ModelProfile, Numerics
+from tests.profiles.capture.equal_profiles import assert_equal
+from tests.profiles.closed_forms.family_configs import (
+    CONFIGS,
+    LLAMA_3_8B,
+    TOKENS,
+    Config,
+    tokens_of,
+)
+
+SAMPLES = 2
+FIELDS_OF = "5.23."  # the transformers that the table of fields is of
+# Of layers that are alike two and the last are run in closed form; the deeper ones have more.
+ONE_OF_EACH = (
+    "llama",
+    "llama, grouped, with dropout",
+    "mistral, a window shorter than the sequence",
+    "gpt2",
+    "bert",
+    "t5",
+    "vit",
+    "mixtral",
+    "deepseek_v3",
+)
+
+
+def captured(config: Config, samples: int, numerics: tuple[Numerics, ...]) -> ModelProfile:
+    """The profile of the model that transformers builds, in training mode."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from profiles.capture.capture import capture
+
+    content = dict(config)
+    named = content.pop("architectures", [None])
+    built = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
+    built.use_cache = False
+    model_class = (
+        getattr(transformers, named[0])  # type: ignore[index]
+        if named[0]  # type: ignore[index]
+        else transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
+    )
+    with torch.device("meta"):
+        model = model_class(built)
+    if tokens_of(config) is None:
+        images = torch.zeros(samples, 3, built.image_size, built.image_size)
+        batch = {"pixel_values": images, "labels": torch.zeros(samples, dtype=torch.long)}
+    else:
+        ids = torch.zeros(samples, TOKENS, dtype=torch.long)
+        batch = {"input_ids": ids, "labels": ids}
+    return capture(model.train(), batch, numerics=numerics, name="model")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_gives_what_capture_of_its_model_gives(name: str) -> None:
+    config = CONFIGS[name]
+    numerics = tuple(Numerics) if name in ONE_OF_EACH else (Numerics.AS_BUILT,)
+    found = profile_from_config(
+        config,
+        samples=SAMPLES,
+        sequence_length=tokens_of(config),
+        name="model",
+        numerics=numerics,
+    )
+    assert_equal(found, captured(config, SAMPLES, numerics))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "vit"])
+def test_one_sample_whose_rows_need_no_sum_is_like_it_too(name: str) -> None:
+    config = CONFIGS[name]
+    found = profile_from_config(config, samples=1, sequence_length=tokens_of(config), name="model")
+    assert_equal(found, captured(config, 1, (Numerics.AS_BUILT,)))
+
+
+def test_every_family_is_held_against_a_capture() -> None:
+    assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)
+
+
+def test_the_fields_of_each_kind_are_those_of_its_configuration_class() -> None:
+    transformers = pytest.importorskip("transformers")
+    if not transformers.__version__.startswith(FIELDS_OF):
+        pytest.skip(f"fields are those of transformers {FIELDS_OF}")
+    for kind in FAMILIES:
+        of_kind = transformers.CONFIG_MAPPING[kind]
+        assert FIELDS[kind] == set(inspect.signature(of_kind).parameters), kind
+        own = {n: m for n, m in of_kind.attribute_map.items() if n in SIZES}
+        assert OWN_NAMES.get(kind, {}) == own, kind
+
+
+def test_at_full_size_a_profile_is_that_of_the_capture() -> None:
+    """Llama-3-8B at 2,048 tokens; 24 of the captured layers are not run in closed form."""
+    pytest.importorskip("transformers")
+    import torch
+    import transformers
+
+    from profiles.capture.capture import capture
+
+    config = transformers.LlamaConfig(
+        **{k: v for k, v in LLAMA_3_8B.items() if k not in ("model_type", "torch_dtype")}
+    )
+    config.use_cache = False
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.zeros(1, 2048, dtype=torch.long)
+    expected = capture(model, {"input_ids": ids, "labels": ids}, name="full")
+    found = profile_from_config(LLAMA_3_8B, samples=1, sequence_length=2048, name="full")
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama, deeper", "t5", "bert", "vit", "mixtral", "deepseek_v3"]
+)
+def test_what_crosses_a_border_between_units_is_what_a_capture_sees(name: str) -> None:
+    """Where gradients go back: the closed form follows nothing else (T5 hands on a mask, too)."""
+    config = CONFIGS[name]
+    found = profile_from_config(
+        config, samples=SAMPLES, sequence_length=tokens_of(config), name="model"
+    ).flow
+    expected = captured(config, SAMPLES, (Numerics.AS_BUILT,)).flow
+    ours = [call.unit for call in found.calls]
+    assert ours == [call.unit for call in expected.calls]
+    for position in range(1, len(ours)):
+        crossing, wanted = (
+            [(v.shape, v.dtype, v.bytes) for v in flow.crossing(position) if v.needs_gradient]
+            for flow in (found, expected)
+        )
+        assert crossing == wanted, ours[position]

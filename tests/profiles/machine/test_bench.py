@@ -1,0 +1,393 @@
+"""The line through timings, against known lines and published curves; a real two-rank bench."""
+
+from __future__ import annotations
+
+import csv
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from profiles.errors import InputError
+from profiles.machine.bench import bench, copy_rate, matmul_rate
+from profiles.machine.bench.axes import MOST_GROUPS, Axis, mesh_axes
+from profiles.machine.bench.cache import keep, recall
+from profiles.machine.cluster import ClusterProfile, Collective
+from profiles.machine.launcher import Launcher
+from profiles.machine.link_fit import fit
+from profiles.machine.probe import probe
+from profiles.provenance import Source
+from profiles.units import KIB, MIB
+
+SIZES = [KIB * 4**power for power in range(9)]  # 1 KiB to 64 MiB
+
+
+@pytest.mark.parametrize(("latency_s", "bandwidth"), [(20e-6, 40e9), (3e-3, 1e8), (0.0, 5e9)])
+def test_an_exact_line_is_found(latency_s: float, bandwidth: float) -> None:
+    found = fit([(float(size), latency_s + size / bandwidth) for size in SIZES])
+    assert found.latency_s == pytest.approx(latency_s, abs=1e-12, rel=1e-6)
+    assert found.busbw_bytes_per_s == pytest.approx(bandwidth, rel=1e-6)
+    assert found.relative_residual == pytest.approx(0, abs=1e-6)
+
+
+def test_noise_and_two_disturbed_sizes_move_the_line_little() -> None:
+    noise = random.Random(7)
+    points = [
+        (float(size), (300e-6 + size / 1e9) * noise.uniform(0.95, 1.05))
+        for size in (KIB * 2**power for power in range(17))
+    ]
+    for spoiled in (3, 9):  # another process took the cores
+        size, seconds = points[spoiled]
+        points[spoiled] = (size, 6 * seconds)
+    found = fit(points)
+    assert found.latency_s == pytest.approx(300e-6, rel=0.1)
+    assert found.busbw_bytes_per_s == pytest.approx(1e9, rel=0.1)
+    assert found.relative_residual < 0.1  # 15 of 17 sizes are within 5 % of the true line
+
+
+def test_times_that_fall_with_size_still_give_a_bandwidth() -> None:
+    found = fit([(1024.0, 2e-3), (4096.0, 1.5e-3), (16384.0, 1e-3)])
+    assert found.latency_s == 0
+    assert found.busbw_bytes_per_s == pytest.approx(16384 / 1e-3)
+
+
+@pytest.mark.parametrize(
+    "points", [[], [(1.0, 1.0)], [(1.0, 1.0), (1.0, 2.0)], [(1.0, 0.0), (2.0, 1.0)]]
+)
+def test_one_size_or_no_time_has_no_line(points: list[tuple[float, float]]) -> None:
+    with pytest.raises(ValueError, match="two sizes"):
+        fit(points)
+
+
+def test_published_curves_are_fitted_to_their_plateaus(shared: Path) -> None:
+    curves: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    with (shared / "data/hardware/interconnect_measured.csv").open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            if row["collective"] in list(Collective) and row["payload_bytes"]:
+                key = (row["system"], row["collective"], row["algo"], row["n_gpus"])
+                point = (float(row["payload_bytes"]), float(row["busbw_GBps"]) * 1e9)
+                curves.setdefault(key, []).append(point)
+    checked = 0
+    for (system, kind, _, ranks), curve in curves.items():
+        factor = Collective(kind).bus_factor(int(ranks)) if ranks else 0.0
+        timings = [(size * factor, size * factor / busbw) for size, busbw in curve]
+        if len(curve) < 8:
+            continue
+        found = fit(timings)
+        largest, plateau = max(curve)
+        # All that the cost model asks of a fit: the time of a large message.
+        predicted = found.latency_s + largest * factor / found.busbw_bytes_per_s
+        assert predicted == pytest.approx(largest * factor / plateau, rel=0.15), (system, kind)
+        if found.latency_s < 0.02 * predicted:  # the curve has levelled off
+            assert found.busbw_bytes_per_s == pytest.approx(plateau, rel=0.1), (system, kind)
+            checked += 1
+    assert checked >= 10  # all NVSwitch nodes, most of the network and MI200 curves
+
+
+def test_axes_are_those_of_every_mesh_of_two() -> None:
+    # By hand for 12 ranks: every divisor as the inner axis, what is left as the outer one.
+    inner = {(2, 1), (3, 1), (4, 1), (6, 1), (12, 1)}
+    outer = {(6, 2), (4, 3), (3, 4), (2, 6)}
+    found = mesh_axes(num_nodes=3, devices_per_node=4)
+    assert {(axis.size, axis.stride) for axis in found} == inner | outer
+    assert found[:3] == [Axis(4, 1), Axis(3, 4), Axis(12, 1)]  # the tiers and the world first
+    for axis in found:
+        ranks = sorted(rank for group in axis.groups(12) for rank in group)
+        assert ranks == list(range(12))
+
+
+def test_a_large_job_times_what_its_groups_allow_but_always_the_tiers() -> None:
+    found = mesh_axes(num_nodes=512, devices_per_node=8)
+    assert {Axis(8, 1), Axis(512, 8), Axis(4096, 1)} <= set(found)
+    others = set(found) - {Axis(8, 1), Axis(512, 8), Axis(4096, 1)}
+    assert sum(4096 // axis.size for axis in others) <= MOST_GROUPS
+
+
+@pytest.mark.timed
+def test_rates_are_those_of_an_independent_count() -> None:
+    """A product of n x n is n^2 sums of n multiply-adds; a copy reads and writes each byte."""
+    size = 768
+    left, result = torch.ones(size, size), torch.empty(size, size)
+    times = []
+    for _ in range(9):
+        begin = time.perf_counter()
+        torch.mm(left, left, out=result)
+        times.append(time.perf_counter() - begin)
+    by_hand = size * size * (2 * size) / min(times)
+    assert 0.2 * by_hand < matmul_rate(torch.device("cpu"), torch.float32) < 1.5 * by_hand
+    source = torch.zeros(64 * MIB, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - begin)
+    by_hand = 2 * 64 * MIB / min(times)
+    assert 0.2 * by_hand < copy_rate(torch.device("cpu")) < 1.5 * by_hand
+
+
+def test_without_a_process_group_the_bench_says_how_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # whatever ran in this process
+    with pytest.raises(InputError) as caught:
+        bench(probe(launcher=Launcher("plain"), ranks=2))
+    assert "the bench needs a process group" in str(caught.value)
+    assert "torchrun --nproc-per-node" in str(caught.value)
+
+
+RANK_PROGRAM = """
+import sys, warnings
+from datetime import timedelta
+from pathlib import Path
+warnings.simplefilter("error")
+import torch, torch.distributed as dist
+from profiles.machine.bench import bench
+from profiles.machine.bench.cache import keep, recall, recall_or_bench
+from profiles.errors import InputError
+from profiles.machine.probe import probe
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+torch.manual_seed(0)
+rank, folder = dist.get_rank(), Path(sys.argv[1])
+cluster = probe()
+# The four ranks of this machine as two nodes of two: both tiers, and groups across them.
+cluster = cluster.model_copy(
+    update={"num_nodes": 2, "devices_per_node": 2, "inter": cluster.intra}
+)
+told = []
+(folder / f"before{rank}.json").write_text(cluster.to_json())
+timed = bench(cluster, budget_s=4, max_bytes=4 * 2**20, tell=told.append)
+(folder / f"{rank}.json").write_text(timed.to_json())
+(folder / f"told{rank}.txt").write_text("\\n".join(told))
+try:
+    bench(cluster.model_copy(update={"num_nodes": 3}))
+except InputError as error:
+    (folder / f"refused{rank}.txt").write_text(str(error))
+
+# Only rank 0 has the folder in which benches are kept; all have to take the same way.
+mine = folder / "kept" if rank == 0 else folder / "nowhere"
+states = [recall(cluster, folder=mine) is None]
+keep(timed, folder=mine)
+states.append(recall(cluster, folder=mine).cluster == timed)
+notes = []
+again = recall_or_bench(cluster, folder=mine, note=notes.append)
+states += [again == timed, len(notes) == 1 and notes[0].startswith("speeds as timed on 20")]
+less = cluster.device.model_copy(update={"memory_bytes": timed.device.launch_s})
+states.append(
+    recall(cluster.model_copy(update={"device": less}), folder=mine).cluster.device.memory_bytes
+    == timed.device.launch_s
+)
+if rank == 0:
+    path, = mine.iterdir()
+    path.write_text(path.read_text()[:1000])  # cut in half
+states.append(recall(cluster, folder=mine) is None)
+keep(timed, folder=mine)
+torch.set_num_threads(3)  # another job
+states.append(recall(cluster, folder=mine) is None)
+(folder / f"states{rank}.txt").write_text(repr(states))
+dist.destroy_process_group()
+"""
+
+
+def run_ranks(folder: Path, program: str, ranks: int) -> None:
+    """One launch of gloo ranks that leave what they found in `folder`."""
+    (folder / "program.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), str(folder / "program.py"), str(folder)]
+    root = Path(__file__).parents[3]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    process = subprocess.Popen(
+        command,
+        env=env,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 0, output
+    (folder / "output.txt").write_text(output)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    run_ranks(folder, RANK_PROGRAM, 4)
+    return folder
+
+
+def loaded(folder: Path, name: str) -> ClusterProfile:
+    return ClusterProfile.load(folder / f"{name}.json")
+
+
+def test_every_rank_returns_the_same_profile(ran: Path) -> None:
+    assert len({(ran / f"{rank}.json").read_bytes() for rank in range(4)}) == 1
+
+
+def test_every_axis_of_a_mesh_of_two_is_measured_in_every_collective(ran: Path) -> None:
+    cluster = loaded(ran, "0")
+    # Meshes of four ranks: 4; 2 x 2, whose inner axis has neighbours and whose outer one has not.
+    assert [(axis.group_size, axis.stride) for axis in cluster.axes] == [(2, 1), (2, 2), (4, 1)]
+    for axis in cluster.axes:
+        assert set(axis.fits) == set(Collective)
+        for fit_ in axis.fits.values():
+            # Shared memory of one machine: between a bad network and the memory's own bandwidth.
+            assert 1e6 < fit_.busbw_bytes_per_s < 200e9
+            assert fit_.latency_s < 0.5
+
+
+def test_the_tiers_are_those_of_their_axes(ran: Path) -> None:
+    cluster = loaded(ran, "0")
+    assert cluster.intra is not None
+    assert cluster.inter is not None
+    rings = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    # A node's cards were shared by the two groups that went through them.
+    for link, stride, groups in ((cluster.intra, 1, 1), (cluster.inter, 2, 2)):
+        for kind, found in link.fits.items():
+            measured = cluster.measured(kind, 2, stride)
+            assert measured is not None
+            assert found.busbw_bytes_per_s == pytest.approx(groups * measured.busbw_bytes_per_s)
+        rates = [link.fits[kind].busbw_bytes_per_s for kind in rings]
+        bandwidth = link.bandwidth_bytes_per_s
+        assert bandwidth.source is Source.MEASURED
+        assert bandwidth.value == pytest.approx(max(rates), rel=1e-3)
+        assert 0 < bandwidth.low <= max(min(rates), 0.05 * max(rates)) * 1.001
+
+
+def test_the_devices_are_timed_and_the_rest_is_kept(ran: Path) -> None:
+    before, after = loaded(ran, "before0"), loaded(ran, "0")
+    device = after.device
+    assert device.matmul_fraction.value == 1.0
+    for quantity in (
+        device.flop_per_s["float32"],
+        device.flop_per_s["bfloat16"],
+        device.memory_bandwidth_bytes_per_s,
+        device.launch_s,
+    ):
+        assert quantity.source is Source.MEASURED
+        assert 0 < quantity.low <= quantity.value
+    assert list(device.matmul_efficiency) == [64, 128, 256, 512, 768]
+    assert all(0 < share.value <= 1 for share in device.matmul_efficiency.values())
+    assert device.memory_bytes == before.device.memory_bytes
+    assert (after.name, after.cores) == (before.name, before.cores)
+
+
+def test_what_computing_and_communication_do_to_each_other_is_told_as_factors(ran: Path) -> None:
+    overlap = loaded(ran, "0").overlap
+    assert overlap is not None
+    assert 1 <= overlap.computing.value < 50
+    assert 1 <= overlap.communication.value < 50
+    assert overlap.computing.source is overlap.communication.source is Source.MEASURED
+
+
+@pytest.mark.timed
+@pytest.mark.skipif((os.cpu_count() or 1) > 4, reason="four ranks have a core each")
+def test_computing_and_communication_slow_each_other_on_shared_cores(ran: Path) -> None:
+    overlap = loaded(ran, "0").overlap
+    assert overlap is not None
+    assert overlap.computing.value + overlap.communication.value > 2.2
+
+
+def test_what_is_timed_is_told(ran: Path) -> None:
+    told = (ran / "told0.txt").read_text()
+    assert told.startswith("matrix products and memory\ncomputing and communication at once\n")
+    assert "groups of 2 ranks, 2 apart, 1 KiB" in told
+    assert "groups of 4 ranks, round 3" in told
+
+
+def test_a_cluster_of_another_size_is_refused(ran: Path) -> None:
+    text = (ran / "refused1.txt").read_text()
+    assert text.startswith("the cluster has 6 devices, this job 4 ranks")
+
+
+def test_a_kept_bench_is_recalled_by_all_ranks_or_by_none(ran: Path) -> None:
+    for rank in range(4):
+        assert (ran / f"states{rank}.txt").read_text() == repr([True] * 7)
+    output = (ran / "output.txt").read_text()
+    assert output.count("will be written anew: not JSON") == 1
+
+
+def test_a_folder_that_cannot_be_written_costs_the_cache_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    alone = probe(launcher=Launcher("plain"), ranks=1)
+    keep(alone, folder=tmp_path / "file")
+    assert "nothing is kept for the next run: " in caplog.text
+    assert recall(alone, folder=tmp_path / "file") is None
+
+
+def test_one_rank_without_a_process_group_times_its_device() -> None:
+    alone = bench(probe(launcher=Launcher("plain"), ranks=1), budget_s=1)
+    assert alone.device.flop_per_s["float32"].source is Source.MEASURED
+    assert (alone.axes, alone.overlap, alone.intra) == ((), None, None)
+
+
+DYING_PROGRAM = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from profiles.machine.bench import bench, measure
+from profiles.errors import RankError
+from profiles.machine.probe import probe
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+if dist.get_rank() == 2:
+    measure.contention = lambda *_, **__: os._exit(3)
+try:
+    bench(probe(), budget_s=0.5, max_bytes=2**18)
+except RankError as error:
+    print(error)
+    sys.stdout.flush()
+    time.sleep(4)  # the others have had time to look
+    os._exit(error.exit_code)
+"""
+
+
+def test_a_rank_that_dies_is_named_on_the_others_and_nobody_hangs(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(DYING_PROGRAM)
+    with socket.socket() as probe_socket:
+        probe_socket.bind(("127.0.0.1", 0))
+        port = probe_socket.getsockname()[1]
+    env = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "3",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "program.py")],
+            env=env | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [2, 2, 3]
+    for survivor in range(2):
+        first, where, *_ = outputs[survivor].splitlines()
+        assert first.startswith("the bench broke off after ")
+        assert first.endswith(" s: rank 2 went silent")
+        assert where.startswith(f"  rank {survivor} of 3: ")

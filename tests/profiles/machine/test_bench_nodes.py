@@ -1,0 +1,47 @@
+"""Nodes of a running job that are not alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from profiles.errors import InputError
+from profiles.machine.bench.job import joined
+from profiles.machine.bench.nodes import of_all_nodes
+from profiles.machine.cluster import ClusterProfile
+from profiles.machine.clusters import cluster_from_name
+from tests.workers import Pool
+
+
+def _seen(*names: str) -> tuple[str, ClusterProfile | None]:
+    """What two nodes of two ranks agree on, where each sees a job of its own kind of node."""
+    mine = cluster_from_name(names[dist.get_rank() // 2])
+    with joined(patience_s=20) as job:
+        try:
+            return "", of_all_nodes(job, mine)
+        except InputError as error:
+            return str(error), None
+
+
+@pytest.mark.dist
+def test_equal_nodes_are_as_rank_0_sees_them(pool: Pool) -> None:
+    name = "2x2xH100-SXM-80GB"
+    assert pool.run(_seen, name, name, world_size=4) == [("", cluster_from_name(name))] * 4
+
+
+@pytest.mark.dist
+def test_of_different_nodes_the_slowest_counts_on_every_rank_and_it_says_so(pool: Pool) -> None:
+    found = pool.run(_seen, "2x2xH100-SXM-80GB", "2x2xA100-SXM-80GB", world_size=4)
+    assert len({profile.to_json() for _, profile in found if profile}) == 1
+    profile = found[0][1]
+    assert profile is not None
+    slower = cluster_from_name("2x2xA100-SXM-80GB")
+    assert profile.num_nodes == 2
+    assert profile.device.flop_per_s["bfloat16"] == slower.device.flop_per_s["bfloat16"]
+    assert any("A100" in note and "H100" in note for note in profile.notes)
+
+
+@pytest.mark.dist
+def test_devices_that_cannot_be_in_one_job_are_refused_on_every_rank(pool: Pool) -> None:
+    found = pool.run(_seen, "2x2xH100-SXM-80GB", "2x2xcpu", world_size=4)
+    assert all(profile is None and "kind of device" in text for text, profile in found)
