@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from advisor.cli.main import cli
-from profiles import catalogue
+from profiles.machine import catalogue
 from tests.contract.hybrids import PLANS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,6 +18,7 @@ from torch import nn
 
 from advisor.auto.facts_from_module import look
 from advisor.auto.job import machines_of
+from advisor.auto.measure import OPTIMIZERS, repeated
 from advisor.auto.parallelize import auto_parallelize, pins_of
 from advisor.cost import estimate
 from advisor.decide.choose import choose
@@ -26,7 +27,6 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.models import LoadedModel, load_model
 from advisor.learning.anchor import Links
 from advisor.learning.residuals import Measured
-from advisor.whatif.sweep.measure import OPTIMIZERS, repeated
 from engines.apply import apply_plan
 from engines.parallel import ParallelModel
 from engines.plan import Aggregation, Compression, DataParallel, Plan
@@ -61,7 +61,7 @@ class Asked:
     Attributes:
         model: MODEL of the command line, built anew for every run.
         settings: of the plan, "tp=2 zero=1"; the rest is decided.
-        optimizer: one of `advisor.whatif.sweep.measure.OPTIMIZERS`.
+        optimizer: one of `advisor.auto.measure.OPTIMIZERS`.
         times_links: of all ranks, after the steps.
     """
 

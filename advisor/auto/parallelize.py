@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from advisor.auto.facts_from_module import LossFn, Optimizer, look
 from advisor.auto.job import machines_of, require_ranks
+from advisor.auto.proved_splits import Pairs, choose_checked
 from advisor.decide.decision import Decision
 from advisor.decide.offload import with_disk
-from advisor.decide.proved_splits import Pairs, choose_checked
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.inputs.precision import hint as precision_hint
+from advisor.inputs.stacks import require_of_engines, stack_of, with_stack
 from advisor.learning.anchor import Anchor
 from advisor.learning.run_log import keep_at_end
-from advisor.report.stacks import require_of_engines, stack_of, with_stack
 from advisor.whatif.suggestions import with_suggestions
 from engines.apply import Proofs, apply_plan
 from engines.context.proof import SequenceProof, prove

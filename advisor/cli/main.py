@@ -16,8 +16,8 @@ from advisor.cli.check import check
 from advisor.cli.command import Advise, Command, common_options, count, fraction, one_of, seconds
 from advisor.cli.machines import look, only_first_rank, timed_here
 from advisor.cli.options import facts_of
+from advisor.cli.sweep import sweep
 from advisor.inputs.console import progress, show_on_screen, writable, write
-from advisor.whatif.sweep.command import sweep
 from profiles.errors import InputError
 
 if TYPE_CHECKING:
@@ -213,8 +213,8 @@ def plan(
         uses_anchor=not no_anchor,
         stack=stack,
     )
+    from advisor.auto.proved_splits import check_of, choose_checked
     from advisor.decide.choose import choose
-    from advisor.decide.proved_splits import check_of, choose_checked
     from advisor.inputs.policy import Objective, Policy
     from advisor.whatif.suggestions import with_suggestions
 
@@ -298,7 +298,7 @@ def explain(words: tuple[str, ...], why_not: str | None, no_color: bool) -> None
 
         decision = Decision.load(words[-1])
     if decision is not None and term == "levers":
-        from advisor.whatif.levers import Levers
+        from advisor.decide.levers import Levers
 
         show_on_screen(Levers(decision), no_color=no_color)
         return
@@ -307,7 +307,7 @@ def explain(words: tuple[str, ...], why_not: str | None, no_color: bool) -> None
         show_on_screen(asked, no_color=no_color)
         return
     if term.split()[:1] in (["stacks"], ["stack"]):
-        from advisor.report.stacks import Presets
+        from advisor.inputs.stacks import Presets
 
         show_on_screen(Presets(term.partition(" ")[2] or None), no_color=no_color)
         return

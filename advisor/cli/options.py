@@ -49,8 +49,8 @@ def facts_of(
     from advisor.inputs.manual_placement import with_parts
     from advisor.inputs.models import require_model
     from advisor.inputs.precision import MIXED, default_precision, has_bf16_units
+    from advisor.inputs.stacks import stack_of
     from advisor.learning.run_log import pace_of, with_anchor, with_runs
-    from advisor.report.stacks import stack_of
     from engines.plan import Precision
     from profiles.workload.optimizers import optimizer_profile
     from profiles.workload.workload import Workload

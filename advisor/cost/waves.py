@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import ceil
 
 from advisor.cost.work import ProductLoad
-from profiles.catalogue import multiprocessors
+from profiles.machine.catalogue import multiprocessors
 from profiles.machine.cluster import Device
 from profiles.model.work import ProductKind
 

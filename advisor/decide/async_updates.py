@@ -14,10 +14,10 @@ from typing import Any
 
 from advisor.cost import CostModel
 from advisor.cost.updates import Served
-from advisor.decide.rules import Candidate, first_of_fastest
 from advisor.decide.tree import Trace
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
+from advisor.search.ranking import Candidate, first_of_fastest
 from advisor.search.space import Pins
 from engines.legality import problems
 from engines.plan import Plan, Updates

@@ -11,13 +11,13 @@ from advisor.decide.decide import decide
 from advisor.decide.decision import Alternative, Decision, runner_up
 from advisor.decide.infeasible import no_plan
 from advisor.decide.reasons import reasons
-from advisor.decide.rules import Candidate, beats, fastest_first
 from advisor.decide.tree import Trace, in_leaf, names_hybrids
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
-from advisor.report.stacks import with_stack
+from advisor.inputs.stacks import with_stack
 from advisor.search.cache import Kept
 from advisor.search.legal import Styles
+from advisor.search.ranking import Candidate, beats, fastest_first
 from advisor.search.space import Pins
 from profiles.units import format_percent, format_seconds
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from advisor.cost import Estimate
-from advisor.decide.rules import Candidate, preferred, simplicity, tie_limit_s
 from advisor.decide.tree import Trace, in_leaf
 from advisor.inputs.policy import Objective, Policy
+from advisor.search.ranking import Candidate, preferred, simplicity, tie_limit_s
 from engines.plan import (
     Aggregation,
     Compression,

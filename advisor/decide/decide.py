@@ -14,19 +14,19 @@ from advisor.decide.candidates import refuse, searched
 from advisor.decide.comparison import Kind, best_of, cuts_both_ways, kind
 from advisor.decide.gradient_comm import sending
 from advisor.decide.offload import attempts, hopeless
-from advisor.decide.rules import (
-    Candidate,
-    fastest_first,
-    simplest_first,
-    smallest_first,
-    tie_limit_s,
-)
 from advisor.decide.tree import Family, Trace, belongs, in_leaf, names_hybrids
 from advisor.decide.walk import walk
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.cache import Kept
 from advisor.search.legal import Styles, expert_degrees
+from advisor.search.ranking import (
+    Candidate,
+    fastest_first,
+    simplest_first,
+    smallest_first,
+    tie_limit_s,
+)
 from advisor.search.search import Rows, Search
 from advisor.search.space import Pins
 from engines.plan import DataParallel, Offload, OffloadTo, Plan, Schedule

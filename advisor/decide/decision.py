@@ -11,21 +11,21 @@ from advisor.cost import CostModel, Estimate
 from advisor.decide.candidates import nearest_settings, searched, why_illegal
 from advisor.decide.comparison import Verdict, compare
 from advisor.decide.decide import decide
-from advisor.decide.rules import Candidate, tie_limit_s
+from advisor.decide.sensitivity import Flip, flip
 from advisor.decide.tree import Trace
 from advisor.inputs.changed_facts import Lever
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.cache import Kept
-from advisor.whatif.pareto import Point, front_of
-from advisor.whatif.sensitivity import Flip, flip
+from advisor.search.ranking import Candidate, tie_limit_s
 from engines.plan import Plan, parse_settings
 from profiles.record import Document, Record
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from advisor.report.wrapped import Wrapped
+    from advisor.inputs.wrapped import Wrapped
+    from advisor.whatif.pareto import Point
 
 PinValue = bool | int | str | tuple[str, ...] | tuple[tuple[str, str], ...]
 
@@ -67,7 +67,7 @@ class WhyNot(Record):
         return "\n".join(lines)
 
     def __rich__(self) -> Wrapped:
-        from advisor.report.wrapped import Wrapped
+        from advisor.inputs.wrapped import Wrapped
 
         return Wrapped(str(self))
 
@@ -181,6 +181,8 @@ class Decision(Document):
             devices: smaller numbers of devices to look at as well.
             price_per_device_hour: for `Point.money`, in any currency.
         """
+        from advisor.whatif.pareto import front_of
+
         return front_of(
             self.facts,
             policy=self.policy,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from advisor.cost import CostModel
-from advisor.decide.rules import Candidate, first_of_fastest
 from advisor.inputs.policy import Objective, Policy
+from advisor.search.ranking import Candidate, first_of_fastest
 from advisor.search.space import Pins
 from engines.legality import problems
 from engines.plan import Aggregation, Compression, Plan

@@ -9,11 +9,12 @@ from typing import Any
 
 from advisor.cost import CostModel
 from advisor.cost.ledger import disk_bytes_per_s
+from advisor.decide.allocator import advice, slack_decides, without_slack
 from advisor.decide.candidates import searched
 from advisor.decide.comparison import Shape, kind_words, nearest_miss, offloaded, shape, title
 from advisor.decide.decide import Choice, decide
+from advisor.decide.levers import RANK, lora, qlora
 from advisor.decide.offload import with_disk
-from advisor.decide.rules import Candidate, host_bytes_per_node, preferred
 from advisor.inputs.changed_facts import (
     LOSS_CHUNKS,
     TOKENS_STEP,
@@ -25,10 +26,9 @@ from advisor.inputs.changed_facts import (
 )
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
-from advisor.report.allocator import advice, slack_decides, without_slack
 from advisor.search.cache import Kept
+from advisor.search.ranking import Candidate, host_bytes_per_node, preferred
 from advisor.search.space import Pins
-from advisor.whatif.levers import RANK, lora, qlora
 from engines.plan import Offload, OffloadTo, Plan
 from profiles.errors import InputError, NoPlanError
 from profiles.model.profile import Numerics

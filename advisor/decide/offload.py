@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 from advisor.cost.ledger import disk_bytes_per_s
 from advisor.decide.comparison import nearest_miss, title
-from advisor.decide.rules import Candidate, fits_device
 from advisor.inputs.facts import Facts
+from advisor.search.ranking import Candidate, fits_device
 from advisor.search.space import Pins
 from engines.plan import Offload, OffloadTo, Plan
 from profiles.machine.cluster import ClusterProfile

@@ -9,11 +9,11 @@ from advisor.cost.by_hand import crossed_s
 from advisor.decide import async_updates, gradient_comm, offload
 from advisor.decide.comparison import Verdict, causes, title
 from advisor.decide.decision import Alternative
-from advisor.decide.rules import Candidate, fastest_first
 from advisor.decide.tree import Family, Trace, belongs, in_leaf
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.legal import one_sample_bytes
+from advisor.search.ranking import Candidate, fastest_first
 from advisor.search.space import Pins
 from engines.legality import numerics
 from engines.plan import DataParallel, Recompute

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from advisor.decide.rules import SIMPLER_FIRST
+from advisor.search.ranking import SIMPLER_FIRST
 from engines.plan import DataParallel, Offload, Plan
 from profiles.record import Record
 
 if TYPE_CHECKING:
     import networkx as nx
 
-    from advisor.report.wrapped import Wrapped
+    from advisor.inputs.wrapped import Wrapped
 
 
 class Family(StrEnum):
@@ -162,7 +162,7 @@ class Trace(Record):
         return "\n".join(lines)
 
     def __rich__(self) -> Wrapped:
-        from advisor.report.wrapped import Wrapped
+        from advisor.inputs.wrapped import Wrapped
 
         return Wrapped(str(self))
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from advisor.cost import CostModel, Estimate
 from advisor.decide.candidates import legal_plans
-from advisor.decide.rules import Candidate, weigh
 from advisor.decide.tree import EDGES, LEAVES, NOT_WEIGHED, QUESTIONS, ROOT, Trace, TraceStep
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
+from advisor.search.ranking import Candidate, weigh
 from engines.plan import DataParallel, Recompute
 from profiles.machine.cluster import ClusterProfile, Collective, Link
 from profiles.model.profile import UnitProfile

@@ -31,11 +31,11 @@ from profiles.workload.under_stack import is_for_accelerators
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from advisor.tutorial.demo.gpt import GPTConfig
+    from advisor.inputs.bundled.gpt import GPTConfig
     from profiles.capture.batch import Batch, LossFn
 
 CONFIG = "config.json"
-BUNDLED = "advisor.tutorial.demo.gpt"
+BUNDLED = "advisor.inputs.bundled.gpt"
 """`model_type` of the shapes of bundled GPTs, as profiles keep them."""
 KINDS = "a bundled name, `pkg.module:factory`, a Hugging Face config.json, or a saved profile"
 
@@ -169,7 +169,7 @@ def profile_of_config(
 
     where, samples = f"config of {like.name}", like.samples
     if config.get("model_type") == BUNDLED:
-        from advisor.tutorial.demo.gpt import GPTConfig
+        from advisor.inputs.bundled.gpt import GPTConfig
 
         fields: dict[str, Any] = {k: v for k, v in config.items() if k != "model_type"}
         loaded = _gpt(GPTConfig(**fields), like.name, samples, sequence_length)
@@ -294,7 +294,7 @@ def load_model(text: str, *, samples: int, sequence_length: int | None) -> Loade
 def _gpt(shape: GPTConfig, name: str, samples: int, sequence_length: int | None) -> LoadedModel:
     import torch
 
-    from advisor.tutorial.demo.gpt import GPT, loss
+    from advisor.inputs.bundled.gpt import GPT, loss
 
     length = sequence_length or shape.context
     # Learned positions: a longer sequence needs a longer table, nothing else changes.
@@ -306,7 +306,7 @@ def _gpt(shape: GPTConfig, name: str, samples: int, sequence_length: int | None)
 
 
 def _shape(name: str) -> GPTConfig:
-    from advisor.tutorial.demo.gpt import SHAPES
+    from advisor.inputs.bundled.gpt import SHAPES
 
     if name in SHAPES:
         return SHAPES[name]
@@ -370,7 +370,7 @@ def _with_token_sample(
     """
     from torch import nn
 
-    from advisor.tutorial.demo.gpt import loss
+    from advisor.inputs.bundled.gpt import loss
 
     config = getattr(module, "config", None)
     owners = (m for m in module.modules() if next(m.parameters(recurse=False), None) is not None)

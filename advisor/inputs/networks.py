@@ -55,7 +55,7 @@ def build_network(name: str, *, samples: int) -> tuple[nn.Module, Batch]:
         )
     import torch
 
-    from advisor.tutorial.demo.resnet import CLASSES, ResNet
+    from advisor.inputs.bundled.resnet import CLASSES, ResNet
 
     pixels = network_of(name)[0].pixels
     draw = torch.Generator().manual_seed(0)

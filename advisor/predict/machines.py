@@ -10,8 +10,8 @@ import re
 from functools import lru_cache
 
 from advisor.predict.rows import Row
-from profiles import catalogue
 from profiles.errors import InputError, UnknownNameError
+from profiles.machine import catalogue
 from profiles.machine.cluster import ClusterProfile, HostBridge, Link
 from profiles.provenance import Quantity, Source
 

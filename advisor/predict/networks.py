@@ -13,11 +13,11 @@ from advisor.cost.compute import unit_times
 from advisor.cost.loads import loads_of
 from advisor.predict.setup import Setup
 from engines.plan import Precision, Recompute, Schedule
-from profiles import catalogue
 from profiles.closed_forms.convnets.costs import HALF
 from profiles.closed_forms.convnets.layers import Network
 from profiles.closed_forms.convnets.profile import profile_of
 from profiles.errors import InputError
+from profiles.machine import catalogue
 from profiles.machine.cluster import Device
 from profiles.model.affine import Affine
 from profiles.model.profile import ModelProfile, Numerics, UnitProfile

@@ -1,6 +1,6 @@
 """Software: the stack that a row ran with.
 
-A row's `stack` column names a preset of `profiles/catalogue/stacks.toml`. Without one, the
+A row's `stack` column names a preset of `profiles/workload/stacks.toml`. Without one, the
 framework that the row names (in `framework`, `source` or `source_ref`) and the date of its release
 choose one from `PRESETS`; where no framework is named, what only some programs do says what kind it
 is, the preset is marked generic, and the range is wider. What a row says of attention, compilation,

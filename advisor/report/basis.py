@@ -14,13 +14,12 @@ from advisor.cost.compute import (
 from advisor.cost.ledger import disk_bytes_per_s, host_link_bytes_per_s
 from advisor.cost.memory import ACTIVATION_ERROR, shard_degree
 from advisor.cost.replay import USUAL_OVERLAP
-from advisor.decide import offload
+from advisor.decide import levers, offload
+from advisor.decide.allocator import allocator_hint
 from advisor.decide.decision import Decision
-from advisor.decide.rules import Loadable, load_bytes_per_node, loading
+from advisor.inputs.stacks import compiled, is_of_engines, is_preset, summary
 from advisor.learning.constants import tier_of
-from advisor.report.allocator import allocator_hint
-from advisor.report.stacks import compiled, is_of_engines, is_preset, summary
-from advisor.whatif import levers
+from advisor.search.ranking import Loadable, load_bytes_per_node, loading
 from engines.legality import numerics
 from engines.plan import Offload, OffloadTo, Plan
 from profiles.allocator.host_memory import Loading, load_memory

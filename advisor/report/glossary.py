@@ -16,7 +16,7 @@ from profiles.errors import InputError, UnknownNameError, near_misses
 
 if TYPE_CHECKING:
     from advisor.decide.decision import Decision
-    from advisor.report.wrapped import Wrapped
+    from advisor.inputs.wrapped import Wrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Explanation:
         return "\n".join(lines)
 
     def __rich__(self) -> Wrapped:
-        from advisor.report.wrapped import Wrapped
+        from advisor.inputs.wrapped import Wrapped
 
         return Wrapped(str(self))
 
@@ -88,7 +88,7 @@ class Listing:
         return "\n".join([*lines, "", "`advise explain TERM`, `advise explain TERM plan.json`"])
 
     def __rich__(self) -> Wrapped:
-        from advisor.report.wrapped import Wrapped
+        from advisor.inputs.wrapped import Wrapped
 
         return Wrapped(str(self))
 

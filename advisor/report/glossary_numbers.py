@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from advisor.decide.comparison import cuts, kind_words, title
 from advisor.decide.decision import Decision
-from advisor.report.reserved import reserved_bytes
-from advisor.whatif.large_batch import LATE_LOSS, batch_advice, critical_tokens, noise_scale
+from advisor.decide.large_batch import LATE_LOSS, batch_advice, critical_tokens, noise_scale
+from advisor.decide.reserved import reserved_bytes
 from engines.plan import AXES, DataParallel, Offload, Plan, Updates, format_setting
 from profiles.machine.cluster import Collective, Link
 from profiles.units import (

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from advisor.cost import Estimate
 from advisor.decide.comparison import cuts, short_cuts, title
 from advisor.decide.decision import Alternative, Decision
-from advisor.decide.rules import (
+from advisor.decide.large_batch import batch_advice
+from advisor.inputs.policy import Objective
+from advisor.report.basis import Basis, basis, hints
+from advisor.search.ranking import (
     SIMPLER_FIRST,
     Loadable,
     host_bytes_per_node,
     load_bytes_per_node,
     loading,
 )
-from advisor.inputs.policy import Objective
-from advisor.report.basis import Basis, basis, hints
-from advisor.whatif.large_batch import batch_advice
 from engines.plan import Plan
 from profiles.machine.cluster import ClusterProfile
 from profiles.record import Record

@@ -17,7 +17,7 @@ import numpy as np
 from advisor.cost import CostModel
 from advisor.inputs.facts import Facts, captured
 from advisor.inputs.policy import Policy
-from advisor.report.stacks import styles_under
+from advisor.inputs.stacks import styles_under
 from advisor.search.space import (
     COLUMNS,
     KINDS,

@@ -14,7 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.decide.rules import (
+from advisor.inputs.policy import Objective, Policy
+from advisor.search.bounds import ROUNDING, Bounds, bounds_of
+from advisor.search.cache import Kept
+from advisor.search.columns import unique
+from advisor.search.ranking import (
     NOT_ESTIMATED,
     Candidate,
     fastest_first,
@@ -27,10 +31,6 @@ from advisor.decide.rules import (
     smallest_first,
     tie_limit_s,
 )
-from advisor.inputs.policy import Objective, Policy
-from advisor.search.bounds import ROUNDING, Bounds, bounds_of
-from advisor.search.cache import Kept
-from advisor.search.columns import unique
 from advisor.search.space import KINDS, SCHEDULES, Space
 from advisor.search.stages import Stages
 from engines.plan import Plan, Schedule
@@ -167,7 +167,7 @@ class Search:
         return self._least(rows, self._missing, _by_missing, fits=False, below=below_bytes)
 
     def preferred(self, rows: Rows) -> Candidate | None:
-        """What `advisor.decide.rules.preferred` takes of all rows that fit; None if none does."""
+        """What `advisor.search.ranking.preferred` takes of all rows that fit; None if none does."""
         match self._policy.objective:
             case Objective.TIME:
                 return self.fastest(rows)

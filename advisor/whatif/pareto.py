@@ -15,12 +15,12 @@ from pydantic import NonNegativeFloat
 from advisor.cost import CostModel
 from advisor.decide.candidates import searched
 from advisor.decide.comparison import short_cuts, title
-from advisor.decide.rules import Candidate, simplicity
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.inputs.resize import on
 from advisor.search.bounds import ROUNDING
 from advisor.search.cache import Kept
+from advisor.search.ranking import Candidate, simplicity
 from advisor.search.search import Search
 from advisor.search.space import Pins
 from engines.plan import Plan

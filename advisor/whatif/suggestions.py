@@ -12,12 +12,12 @@ from advisor.cost import CostModel
 from advisor.decide.comparison import signed_percent, title
 from advisor.decide.decide import decide
 from advisor.decide.decision import Decision
-from advisor.decide.rules import Candidate, beats, tie_limit_s, weigh
 from advisor.inputs import precision
 from advisor.inputs.changed_facts import with_8_bit_states, with_chunked_loss
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective
 from advisor.inputs.resize import devices_in_words, next_multiple, on
+from advisor.search.ranking import Candidate, beats, tie_limit_s, weigh
 from advisor.search.space import RECOMPUTES, Pins
 from engines.legality import problems
 from engines.plan import Offload, Plan, Recompute

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from profiles import catalogue
 from profiles.errors import InputError, UnknownNameError, near_misses
+from profiles.machine import catalogue
 
 EXAMPLES = 'write "4x8xH100-SXM-80GB" (nodes x devices x accelerator), "2xdgx-h100" or a file'
 

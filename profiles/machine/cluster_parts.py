@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from profiles import catalogue
 from profiles.errors import InputError, UnknownNameError
+from profiles.machine import catalogue
 from profiles.machine.cluster import Collective, Device, HostBridge, Link, LinkFit
 from profiles.machine.cluster_tables import BridgeTable, DeviceTable, FitTable, LinkTable
 from profiles.provenance import Quantity, Source

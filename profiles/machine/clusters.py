@@ -38,8 +38,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from profiles import catalogue
 from profiles.errors import FileError, InputError, UnknownNameError
+from profiles.machine import catalogue
 from profiles.machine.cluster import (
     AxisFits,
     ClusterProfile,

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import torch
 
-from profiles import catalogue
+from profiles.machine import catalogue
 from profiles.machine.bench import copy_rate, matmul_rate
 from profiles.machine.cluster import Device, HostBridge, Link
 from profiles.machine.nvml import Ancestor, NvLink, Nvml

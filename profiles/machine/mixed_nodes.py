@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
-from profiles import catalogue
 from profiles.errors import InputError
+from profiles.machine import catalogue
 from profiles.machine.cluster import ClusterProfile, Collective, Device, HostBridge, Link, LinkFit
 from profiles.provenance import Quantity
 from profiles.units import format_bandwidth, format_flop_rate, format_gib

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiles import catalogue
 from profiles.errors import FileError, InputError
+from profiles.machine import catalogue
 from profiles.machine.cluster import AxisFits, ClusterProfile, Collective, Link, LinkFit
 from profiles.machine.clusters import cluster_from_name
 from profiles.machine.link_fit import fit

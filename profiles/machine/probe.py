@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from profiles import catalogue
 from profiles.errors import InputError
+from profiles.machine import catalogue
 from profiles.machine.bench import copy_rate, launch_time, matmul_rate
 from profiles.machine.cluster import ClusterProfile, Device, Link
 from profiles.machine.gpus import QUICK_TIMING_ERROR, NodeLinks, gpu_count, gpu_device, gpu_links

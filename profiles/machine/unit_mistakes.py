@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from profiles import catalogue
 from profiles.errors import UnitError
+from profiles.machine import catalogue
 from profiles.units import format_bandwidth, format_gib, parse_bandwidth, parse_bytes
 
 # No link gives more than it is rated for. Published bus bandwidths exceed the cards' rate by up to

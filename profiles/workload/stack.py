@@ -2,7 +2,7 @@
 
 One model on one machine takes half or twice the time and the memory under another program: whether
 attention keeps its scores, whether norms are one kernel, how many bytes a gradient has, what runs
-beside what. Presets by name are in `profiles/catalogue/stacks.toml`, each flag with its source.
+beside what. Presets by name are in `profiles/workload/stacks.toml`, each flag with its source.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ COMPILED = "torch-compiled"
 @functools.cache
 def stacks() -> Mapping[str, Stack]:
     """The presets of the catalogue by name, the default among them."""
-    text = resources.files("profiles.catalogue").joinpath("stacks.toml").read_text("utf-8")
+    text = resources.files("profiles.workload").joinpath("stacks.toml").read_text("utf-8")
     tables = tomllib.loads(text)
     known = {TORCH.name: TORCH}
     for name, table in tables.items():

@@ -16,9 +16,9 @@ import torch
 
 from advisor.auto.parallelize import auto_parallelize
 from advisor.cost import estimate
+from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from advisor.learning.learning import refit
 from advisor.learning.run_log import keep_run
-from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
 from engines.parallel import ParallelModel
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.probe import probe

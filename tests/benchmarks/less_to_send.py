@@ -129,7 +129,7 @@ def _rank(path: str) -> None:
     from advisor.auto.parallelize import auto_parallelize
     from advisor.cost import estimate
     from advisor.decide.decision import Decision
-    from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
+    from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
     from advisor.tutorial.demo.text import ByteWindows, reference_text
     from engines.apply import apply_plan
     from engines.parallel import ParallelModel

@@ -134,8 +134,8 @@ def _rank(path: str) -> None:
 
     from advisor.auto.facts_from_module import look
     from advisor.cost import Estimate, estimate
+    from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
     from advisor.inputs.facts import Facts
-    from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
     from engines.apply import apply_plan
     from engines.runtime.world import join_world, leave_world
     from profiles.machine.bench import bench

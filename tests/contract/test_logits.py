@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
+from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from engines.plan import Plan
 from profiles.capture.capture import capture
 from profiles.model.profile import LOSS, ModelProfile, Numerics

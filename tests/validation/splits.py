@@ -70,7 +70,7 @@ def measured(part: str) -> Sweep:
 
 def _rank(path: str) -> None:
     """One rank of `measured`; the file's name says of which part."""
-    from advisor.whatif.sweep.measure import measured_sweep
+    from advisor.auto.measure import measured_sweep
     from engines.plan import parse_settings
     from engines.runtime.world import join_world, leave_world
     from profiles.machine.bench import bench

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, Subset
 from advisor.auto.parallelize import advise, auto_parallelize
 from advisor.cost.breakdown import Estimate
 from advisor.decide.decision import Decision
+from advisor.inputs.bundled.gpt import GPT, SHAPES, loss
 from advisor.inputs.console import COLUMNS, show_on_screen
 from advisor.learning.run_log import keep_run
-from advisor.tutorial.demo.gpt import GPT, SHAPES, loss
 from advisor.tutorial.demo.launch import GLOBAL_BATCH
 from advisor.tutorial.demo.text import ByteWindows, reference_text
 from engines.parallel import ParallelModel

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from advisor.auto.measure import measured_sweep
 from advisor.cost.orders import SPLITS_BACKWARD
 from advisor.cost.pipeline import Span, StageTimes, sends_late, timeline
-from advisor.tutorial.demo.gpt import Block
+from advisor.inputs.bundled.gpt import Block
 from advisor.tutorial.notebooks.splitting import BATCH, SHAPE, STEPS
-from advisor.whatif.sweep.measure import measured_sweep
 from advisor.whatif.sweep.points import Sweep, Swept
 from engines.plan import Schedule
 from profiles.machine.cluster import ClusterProfile

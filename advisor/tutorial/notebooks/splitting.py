@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from advisor.auto.parallelize import auto_parallelize
 from advisor.decide.decision import Decision
-from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
+from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from engines.data.replicas import local_part
 from engines.runtime.steps import WARM_UP_STEPS
 from profiles.capture.batch import LossFn

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from advisor.decide.comparison import nearest_miss, title
 from advisor.decide.decide import decide
-from advisor.decide.rules import Candidate
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
+from advisor.search.ranking import Candidate
 from advisor.search.space import Pins
 from engines.plan import Plan
 from profiles.errors import InputError

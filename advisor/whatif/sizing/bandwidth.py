@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from math import sqrt
 
 from advisor.decide.decide import decide
-from advisor.decide.rules import Candidate
 from advisor.inputs.changed_facts import Lever, shown, value, varied
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
+from advisor.search.ranking import Candidate
 from advisor.search.space import Pins
 from advisor.whatif.sizing.answer import Answer
 from profiles.errors import NoPlanError

@@ -1,7 +1,7 @@
 """A sweep: the same facts with one quantity at several values, and the plan taken at each.
 
 A pure function of facts, settings and values; what is measured beside it comes from
-`advisor.whatif.sweep.measure`.
+`advisor.auto.measure`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from advisor.inputs.changed_facts import Lever, shown, value, varied
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.inputs.resize import on
-from advisor.report.stacks import stack_of, with_stack
+from advisor.inputs.stacks import stack_of, with_stack
 from engines.plan import AXES, Plan, parse_settings
 from profiles.errors import InputError
 from profiles.provenance import Timing

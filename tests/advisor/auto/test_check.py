@@ -16,11 +16,11 @@ from advisor.auto.check import Asked, Checked, check
 from advisor.cli.main import cli
 from advisor.cost import estimate
 from advisor.decide.decision import Decision
+from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from advisor.inputs.facts import Facts
 from advisor.learning.anchor import Anchor, Term, anchored
 from advisor.learning.residuals import Measured, anchor_of, terms_of
 from advisor.learning.run_log import keep_anchor
-from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
 from engines.plan import Plan
 from profiles.errors import InputError, PlanError, UnknownNameError
 from profiles.machine.cluster import Collective

@@ -20,7 +20,7 @@ from profiles.machine.cluster import ClusterProfile
 from profiles.machine.clusters import cluster_from_name
 from profiles.model.profile import ModelProfile, Numerics
 from tests.factories import facts
-from tests.profiles import family_configs
+from tests.profiles.closed_forms import family_configs
 
 CONFIGS = {
     "gpt2": family_configs.GPT2,

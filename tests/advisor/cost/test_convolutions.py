@@ -8,9 +8,9 @@ from advisor.cost.calibration import CALIBRATION
 from advisor.cost.compute import unit_times
 from advisor.cost.loads import loads_of
 from engines.plan import Recompute
-from profiles import catalogue
 from profiles.closed_forms.convnets.draft import Draft
 from profiles.closed_forms.convnets.profile import profile_of
+from profiles.machine import catalogue
 from profiles.model.profile import Numerics
 from profiles.model.work import FusibleKind
 from profiles.workload.stack import Stack

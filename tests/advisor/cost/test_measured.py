@@ -12,8 +12,8 @@ from advisor.auto.parallelize import advise
 from advisor.cost import Estimate, estimate
 from advisor.cost.compute import COMPUTE_ERROR, MEASURED_ERROR, SCALED_ERROR
 from advisor.decide.choose import choose
+from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from advisor.report.view import view_of
-from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
 from engines.apply import apply_plan
 from engines.plan import Plan
 from profiles.errors import InputError

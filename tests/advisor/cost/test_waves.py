@@ -9,7 +9,7 @@ from advisor.cost.in_turn import gathers_s
 from advisor.cost.rates import Rates
 from advisor.cost.waves import wave_share
 from advisor.cost.work import ProductLoad, UnitWork, over_expert_ranks
-from profiles import catalogue
+from profiles.machine import catalogue
 from profiles.model.work import ProductKind
 from profiles.workload.stack import TORCH, stack_named
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from advisor.decide.decision import Decision
-from advisor.tutorial.demo.gpt import GPT, SHAPES, GPTConfig, loss
+from advisor.inputs.bundled.gpt import GPT, SHAPES, GPTConfig, loss
 from engines.apply import apply_plan
 from engines.plan import load_plan
 from profiles.capture.batch import Batch, LossFn, call_model, loss_of
-from tests.advisor import fixed_heads
+from tests.advisor.decide import fixed_heads
 from tests.engines.cases import cpu_ranks
 from tests.matrix.cell import relative_errors
 

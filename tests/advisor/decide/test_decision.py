@@ -14,9 +14,9 @@ from advisor.cost import Time, estimate
 from advisor.decide.choose import choose
 from advisor.decide.comparison import Verdict, compare
 from advisor.decide.decision import Decision
-from advisor.decide.rules import Candidate, preferred, tie_limit_s
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
+from advisor.search.ranking import Candidate, preferred, tie_limit_s
 from engines.plan import DataParallel, Offload, Plan, load_plan
 from profiles.errors import InputError, NoPlanError, PlanError, UnknownNameError
 from profiles.model.profile import Numerics

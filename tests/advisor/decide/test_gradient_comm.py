@@ -13,9 +13,9 @@ from advisor.cost import estimate
 from advisor.cost.calibration import CALIBRATION
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
+from advisor.inputs.bundled.resnet import ResNet
 from advisor.inputs.networks import network_profile
 from advisor.inputs.policy import Policy
-from advisor.tutorial.demo.resnet import ResNet
 from engines.plan import Aggregation, Compression, Plan
 from profiles.errors import PlanError
 from profiles.machine.cluster import ClusterProfile, Collective, LinkFit

@@ -6,10 +6,10 @@ import pytest
 
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
-from advisor.decide.rules import Loadable, loading
 from advisor.inputs.facts import Facts
 from advisor.report.html import page
 from advisor.report.view import view_of
+from advisor.search.ranking import Loadable, loading
 from profiles.units import GIB
 from tests.factories import exact, facts, gpus, small_llama, transformer
 

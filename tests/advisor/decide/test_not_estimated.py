@@ -9,9 +9,9 @@ import pytest
 
 from advisor.cost import CostModel, Estimate
 from advisor.decide.choose import choose
-from advisor.decide.rules import Candidate
 from advisor.report.view import view_of
 from advisor.search import search
+from advisor.search.ranking import Candidate
 from engines.plan import DataParallel, Plan
 from profiles.errors import InputError
 from tests.factories import facts, gpus, small_llama, transformer

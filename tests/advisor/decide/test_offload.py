@@ -12,9 +12,9 @@ from advisor.decide.candidates import legal_plans
 from advisor.decide.choose import choose
 from advisor.decide.comparison import Verdict
 from advisor.decide.offload import attempts, with_disk
-from advisor.decide.rules import weigh
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
+from advisor.search.ranking import weigh
 from engines.plan import Offload, OffloadTo, Plan
 from profiles.errors import NoPlanError
 from profiles.machine.cluster import ClusterProfile

@@ -7,10 +7,10 @@ import pytest
 from advisor.cost import CostModel
 from advisor.decide.candidates import legal_plans
 from advisor.decide.choose import choose
-from advisor.decide.rules import weigh
 from advisor.decide.tree import Family, in_leaf
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
+from advisor.search.ranking import weigh
 from profiles.closed_forms.families import profile_from_config
 from tests.factories import ALL_NUMERICS, facts, gpus
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from advisor.cli.main import cli
 from advisor.cost import estimate
 from advisor.decide.decision import Decision
-from advisor.tutorial.demo import gpt
+from advisor.inputs.bundled import gpt
 from engines.plan import load_plan
 from engines.tensor.rules import proposed_styles
 from tests.advisor.decide.saved import FIXED_HEADS, TOKENS, cut_down, worst_difference

@@ -6,12 +6,12 @@ import pytest
 
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
-from advisor.decide.rules import beats
+from advisor.decide.sensitivity import Flip
 from advisor.decide.tree import Family, belongs
 from advisor.inputs.changed_facts import Lever
 from advisor.inputs.policy import Objective, Policy
 from advisor.report.view import view_of
-from advisor.whatif.sensitivity import Flip
+from advisor.search.ranking import beats
 from tests.factories import facts, gpus, small_llama
 
 SMALL = small_llama()

@@ -13,8 +13,8 @@ from advisor.predict.resolve import resolve
 from advisor.predict.rows import row_of
 from advisor.predict.setup import Setup
 from engines.plan import Plan, Precision
-from profiles import catalogue
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
+from profiles.machine import catalogue
 from profiles.machine.clusters import cluster_from_name
 from profiles.model.profile import Numerics
 from profiles.workload.stack import stack_named

@@ -10,11 +10,11 @@ from advisor.decide.candidates import legal_plans
 from advisor.decide.choose import choose
 from advisor.decide.comparison import Verdict
 from advisor.decide.decision import Alternative, Decision
-from advisor.decide.rules import Candidate, simplicity, weigh
 from advisor.decide.tree import in_leaf
 from advisor.inputs.facts import Facts
 from advisor.inputs.models import profile_model
 from advisor.inputs.policy import Policy
+from advisor.search.ranking import Candidate, simplicity, weigh
 from profiles.errors import NoPlanError
 from profiles.machine.clusters import resolve_cluster
 from profiles.model.profile import Numerics

@@ -16,7 +16,7 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.models import profile_model
 from advisor.inputs.policy import Policy
 from engines.plan import Plan
-from profiles.catalogue import link
+from profiles.machine.catalogue import link
 from profiles.machine.cluster import AxisFits, Collective, LinkFit
 from profiles.machine.clusters import resolve_cluster
 from profiles.workload.workload import Workload

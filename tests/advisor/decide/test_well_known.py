@@ -21,19 +21,19 @@ from advisor.cost import CostModel
 from advisor.decide.candidates import searched, why_illegal
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
-from advisor.decide.rules import Candidate
 from advisor.decide.tree import in_leaf
 from advisor.decide.walk import walk
 from advisor.inputs.facts import Facts
 from advisor.inputs.models import profile_model
 from advisor.inputs.policy import Policy
 from advisor.inputs.precision import MIXED
+from advisor.inputs.stacks import stack_of
 from advisor.predict.case import Case, case_of
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import Row
 from advisor.predict.setup import Setup
-from advisor.report.stacks import stack_of
 from advisor.search.cache import Kept
+from advisor.search.ranking import Candidate
 from engines.plan import DataParallel, parse_settings
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.errors import NoPlanError

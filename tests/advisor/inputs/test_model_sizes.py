@@ -11,9 +11,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+from advisor.inputs.bundled.gpt import SHAPES
 from advisor.inputs.model_sizes import at_length, head_step, scaled
 from advisor.inputs.models import profile_model
-from advisor.tutorial.demo.gpt import SHAPES
 from profiles.capture.capture import capture
 from profiles.closed_forms.families import profile_from_config
 from profiles.errors import InputError

@@ -14,7 +14,7 @@ from advisor.auto.facts_from_module import look
 from advisor.cli.main import cli
 from advisor.decide.decision import Decision
 from advisor.inputs.precision import has_bf16_units
-from profiles import catalogue
+from profiles.machine import catalogue
 from profiles.machine.clusters import resolve_cluster
 from tests.factories import exact, gpu
 

@@ -17,10 +17,10 @@ from advisor.auto.check import links, products_share
 from advisor.auto.parallelize import auto_parallelize
 from advisor.cost import estimate
 from advisor.decide.decision import Decision
+from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from advisor.inputs.facts import Facts
 from advisor.learning.anchor import anchored
 from advisor.learning.residuals import Measured, anchor_of
-from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
 from engines.parallel import ParallelModel
 from engines.plan import Plan
 from engines.runtime.steps import WARM_UP_STEPS

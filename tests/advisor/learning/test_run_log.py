@@ -18,9 +18,9 @@ import torch
 from advisor import auto_parallelize
 from advisor.cost import estimate
 from advisor.decide.decision import Decision
+from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from advisor.learning.learning import refit
 from advisor.learning.run_log import keep_run, with_runs
-from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
 from engines.parallel import ParallelModel
 from profiles.machine.cluster import ClusterProfile, Constant
 from profiles.machine.probe import probe
@@ -75,7 +75,7 @@ def test_a_training_is_kept_when_it_is_over_and_the_next_one_is_predicted_by_it(
 PROGRAM = """
 import torch
 from advisor import auto_parallelize
-from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
+from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from tests.factories import cpus
 
 ids = torch.randint(0, 64, (4, 16))

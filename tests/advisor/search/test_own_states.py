@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.cost import CostModel
-from advisor.decide.rules import preferred, weigh
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.search.bounds import ROUNDING
 from advisor.search.cache import Kept
 from advisor.search.legal import space_of, styles_of
+from advisor.search.ranking import preferred, weigh
 from advisor.search.search import Search
 from advisor.search.stages import Stages
 from engines.plan import Offload, Schedule

@@ -14,9 +14,9 @@ import pytest
 from advisor.cost import CostModel, Estimate
 from advisor.cost.ledger import Ledger
 from advisor.decide.candidates import legal_plans
-from advisor.decide.rules import tie_limit_s, weigh
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
+from advisor.search.ranking import tie_limit_s, weigh
 from engines.plan import AXES, Plan, Recompute, Schedule
 from profiles.closed_forms.families import profile_from_config
 from profiles.machine.cluster import ClusterProfile, Collective

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from advisor.cost import CostModel
 from advisor.decide.comparison import nearest_miss
-from advisor.decide.rules import Candidate, preferred, simplicity, simplicity_columns, weigh
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.bounds import ROUNDING
 from advisor.search.cache import Kept
 from advisor.search.columns import unique
 from advisor.search.legal import space_of, styles_of
+from advisor.search.ranking import Candidate, preferred, simplicity, simplicity_columns, weigh
 from advisor.search.search import Search
 from advisor.search.stages import Stages
 from engines.plan import Offload, OffloadTo

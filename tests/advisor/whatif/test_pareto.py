@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from advisor.cost import CostModel, Estimate
 from advisor.decide.candidates import legal_plans
 from advisor.decide.choose import choose
-from advisor.decide.rules import Candidate, Finding, weigh
 from advisor.inputs.policy import Policy
 from advisor.inputs.resize import on
+from advisor.search.ranking import Candidate, Finding, weigh
 from advisor.whatif.pareto import HOUR_S, front
 from engines.plan import Plan
 from tests.factories import facts, gpus, transformer

@@ -9,12 +9,12 @@ import pytest
 from advisor.cost import CostModel
 from advisor.decide.candidates import legal_plans
 from advisor.decide.choose import choose
-from advisor.decide.rules import Candidate, weigh
 from advisor.inputs.changed_facts import Lever, varied
 from advisor.inputs.facts import Facts
 from advisor.inputs.model_sizes import scaled
 from advisor.inputs.policy import Policy
 from advisor.inputs.resize import counts, resized
+from advisor.search.ranking import Candidate, weigh
 from advisor.whatif.sizing import (
     bandwidth_needed,
     budget,

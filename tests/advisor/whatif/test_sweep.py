@@ -30,10 +30,10 @@ from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from advisor.auto.measure import measured_sweep
 from advisor.cli.main import cli
 from advisor.inputs.facts import Facts
 from advisor.inputs.models import load_model, profile_model
-from advisor.whatif.sweep.measure import measured_sweep
 from advisor.whatif.sweep.picture import picture
 from advisor.whatif.sweep.points import Point, Sweep, Swept, sweep
 from advisor.whatif.sweep.table import sweep_csv

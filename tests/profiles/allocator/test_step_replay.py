@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
-from advisor.tutorial.demo.resnet import ResNet
+from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
+from advisor.inputs.bundled.resnet import ResNet
 from profiles.allocator.caching_allocator import OutOfMemoryError
 from profiles.allocator.step_replay import (
     Pass,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from profiles.capture.capture import capture
+from tests.profiles.capture.odd import modes, states, streams
 from tests.profiles.capture.odd.chain import ROWS, WIDTH
-from tests.profiles.odd import modes, states, streams
 
 
 def _cases() -> Iterator[tuple[str, Callable[[], nn.Module]]]:

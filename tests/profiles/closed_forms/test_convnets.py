@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from advisor.tutorial.demo.resnet import ResNet
+from advisor.inputs.bundled.resnet import ResNet
 from profiles.capture.capture import capture
 from profiles.closed_forms.convnets.draft import Draft
 from profiles.closed_forms.convnets.layers import Kind, Network

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from profiles import catalogue
 from profiles.errors import UnknownNameError
+from profiles.machine import catalogue
 from profiles.machine.cluster import (
     Collective,
     HostBridge,

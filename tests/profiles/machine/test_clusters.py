@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from profiles import catalogue
 from profiles.errors import FileError, InputError
+from profiles.machine import catalogue
 from profiles.machine.clusters import cluster_from_name, resolve_cluster
 from profiles.provenance import Source
 from profiles.units import GIB

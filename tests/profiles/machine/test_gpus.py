@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from profiles import catalogue
+from profiles.machine import catalogue
 from profiles.machine.cluster import ClusterProfile, HostBridge
 from profiles.machine.gpus import gpu_links, links_between
 from profiles.machine.launcher import Launcher

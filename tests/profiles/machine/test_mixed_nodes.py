@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from advisor.decide.choose import choose
-from profiles import catalogue
 from profiles.errors import InputError
+from profiles.machine import catalogue
 from profiles.machine.cluster import Collective, HostBridge, LinkFit
 from profiles.machine.clusters import cluster_from_name, load_cluster, to_toml
 from profiles.machine.mixed_nodes import slowest_of

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from profiles import catalogue, gpus
 from profiles.errors import InputError
+from profiles.machine import catalogue, gpus
 from profiles.machine.host import machine_cores, machine_memory_bytes
 from profiles.machine.launcher import Launcher
 from profiles.machine.probe import probe

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from profiles import catalogue
 from profiles.errors import InputError, UnitError
+from profiles.machine import catalogue
 from profiles.machine.clusters import cluster_from_name, load_cluster, to_toml
 from profiles.provenance import Source
 from profiles.units import GIB

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from advisor.tutorial.demo.gpt import GPT, GPTConfig, loss
+from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from profiles.capture.batch import Batch, LossFn
 from profiles.capture.calls import calls_of
 from profiles.capture.capture import capture

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from profiles import catalogue
-from profiles.catalogue import accelerator, accelerator_from_runtime, find_name, link
 from profiles.errors import InputError, UnknownNameError
+from profiles.machine import catalogue
+from profiles.machine.catalogue import accelerator, accelerator_from_runtime, find_name, link
 from profiles.machine.clusters import cluster_from_name
 from profiles.provenance import Quantity, Source
 from profiles.units import GIB, parse_bandwidth, parse_bytes
@@ -307,7 +307,7 @@ def test_a_power_that_was_not_looked_up_is_unknown() -> None:
 
 def test_the_catalogue_needs_no_torch() -> None:
     code = (
-        "import sys; from profiles.catalogue import accelerator; accelerator('h200');"
+        "import sys; from profiles.machine.catalogue import accelerator; accelerator('h200');"
         "import profiles.machine.clusters; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

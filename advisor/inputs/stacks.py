@@ -10,7 +10,7 @@ from profiles.workload.stack import COMPILED, TORCH, Loss, Selective, Stack, sta
 from profiles.workload.stack import compiled as compiled
 
 if TYPE_CHECKING:
-    from advisor.report.wrapped import Wrapped
+    from advisor.inputs.wrapped import Wrapped
 
 OF_ENGINES = (TORCH.name, COMPILED)
 """Stacks that `engines` run."""
@@ -160,6 +160,6 @@ class Presets:
         return "\n".join(lines)
 
     def __rich__(self) -> Wrapped:
-        from advisor.report.wrapped import Wrapped
+        from advisor.inputs.wrapped import Wrapped
 
         return Wrapped(str(self))

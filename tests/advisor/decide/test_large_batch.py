@@ -10,13 +10,13 @@ from click.testing import CliRunner
 from advisor.auto.growing_batch import GrowingBatch
 from advisor.cli.main import cli
 from advisor.decide.choose import choose
-from advisor.inputs.facts import Facts
-from advisor.whatif.large_batch import (
+from advisor.decide.large_batch import (
     batch_advice,
     critical_tokens,
     noise_scale,
     steps_ratio,
 )
+from advisor.inputs.facts import Facts
 from engines.runtime.learning_rate import ScalingRule
 from profiles.errors import InputError
 from profiles.workload.optimizers import OPTIMIZERS

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from math import exp2, log2, sqrt
 
 from advisor.decide.comparison import kind, kind_words, title
-from advisor.decide.rules import Candidate
 from advisor.inputs.changed_facts import Lever, shown, step, value, varied
 from advisor.inputs.facts import Facts
+from advisor.search.ranking import Candidate
 from engines.plan import Plan
 from profiles.errors import InputError
 from profiles.record import Record

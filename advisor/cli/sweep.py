@@ -212,7 +212,7 @@ def _measured(asking: Asking, cluster: str, *, steps: int | None, timeout_s: flo
             where="--cluster",
             hints=["leave `--cluster` out, or `--measure`"],
         )
-    from advisor.whatif.sweep.measure import PATIENCE_S, STEPS, measured_sweep
+    from advisor.auto.measure import PATIENCE_S, STEPS, measured_sweep
     from engines.runtime.world import leave_world
 
     try:

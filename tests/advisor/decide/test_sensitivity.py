@@ -10,10 +10,10 @@ from advisor.cost import CostModel
 from advisor.decide.choose import choose
 from advisor.decide.comparison import kind
 from advisor.decide.decision import Decision
-from advisor.decide.rules import Candidate
+from advisor.decide.sensitivity import OCTAVES, RESOLUTION, Flip, flip
 from advisor.inputs.changed_facts import Lever, value, varied
 from advisor.inputs.facts import Facts
-from advisor.whatif.sensitivity import OCTAVES, RESOLUTION, Flip, flip
+from advisor.search.ranking import Candidate
 from engines.plan import Plan
 from profiles.machine.cluster import AxisFits, Collective, LinkFit
 from profiles.units import GIB

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from advisor.cost import Estimate
 from advisor.cost.memory import ALLOCATOR_SLACK
+from advisor.decide.allocator import advice
 from advisor.decide.decision import Decision
-from advisor.report.allocator import advice
-from advisor.report.reserved import reserved_bytes
+from advisor.decide.reserved import reserved_bytes
 from profiles.errors import InputError
 from profiles.units import format_gib, format_percent
 

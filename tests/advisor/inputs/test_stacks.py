@@ -12,7 +12,7 @@ from advisor.cli.main import cli
 from advisor.cost import CostModel
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
-from advisor.report.stacks import OF_ENGINES, compiled, is_of_engines, is_preset
+from advisor.inputs.stacks import OF_ENGINES, compiled, is_of_engines, is_preset
 from advisor.search.legal import styles_of
 from advisor.whatif.sweep.points import Swept, sweep
 from engines.plan import Plan

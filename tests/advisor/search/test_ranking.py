@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from advisor.decide.comparison import cuts, kind, kind_words, shape, short_cuts, title
-from advisor.decide.rules import simplicity
+from advisor.search.ranking import simplicity
 from engines.plan import Plan
 
 # Simpler plans first, one step of SIMPLER_FIRST after the other.

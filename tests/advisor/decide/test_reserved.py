@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from advisor.decide.choose import choose
+from advisor.decide.reserved import reserved_bytes
 from advisor.inputs.facts import Facts
-from advisor.report.reserved import reserved_bytes
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.machine.clusters import cluster_from_name
 from profiles.workload.stack import stack_named

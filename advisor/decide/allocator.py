@@ -8,8 +8,8 @@ from importlib import metadata
 from advisor.cost.memory import ALLOCATOR_SLACK
 from advisor.decide.comparison import Verdict
 from advisor.decide.decision import Decision
+from advisor.decide.reserved import reserved_bytes
 from advisor.inputs.policy import Policy
-from advisor.report.reserved import reserved_bytes
 from profiles.machine.cluster import Device
 from profiles.units import format_gib
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from advisor.cost import CostModel, Estimate
-from advisor.decide.rules import Candidate, weigh
 from advisor.inputs.facts import Facts, captured
-from advisor.report.stacks import is_of_engines
+from advisor.inputs.stacks import is_of_engines
+from advisor.search.ranking import Candidate, weigh
 from engines.legality import problems
 from engines.plan import Offload, Plan, Recompute
 from profiles.record import Record
@@ -25,7 +25,7 @@ from profiles.workload.stack import Loss, Selective, States
 
 if TYPE_CHECKING:
     from advisor.decide.decision import Decision
-    from advisor.report.wrapped import Wrapped
+    from advisor.inputs.wrapped import Wrapped
 
 RANK = 16
 _SHOWN = 0.0005
@@ -363,6 +363,6 @@ class Levers:
         return "\n".join(lines)
 
     def __rich__(self) -> Wrapped:
-        from advisor.report.wrapped import Wrapped
+        from advisor.inputs.wrapped import Wrapped
 
         return Wrapped(str(self))

@@ -9,11 +9,11 @@ from click.testing import CliRunner
 
 from advisor.cli.main import cli
 from advisor.cost import CostModel
+from advisor.decide import levers
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts
-from advisor.report.stacks import is_of_engines
-from advisor.whatif import levers
+from advisor.inputs.stacks import is_of_engines
 from engines.plan import parse_settings
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.machine.clusters import cluster_from_name

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from advisor import memory_report
+from advisor.decide.allocator import advice, variable
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
-from advisor.report.allocator import advice, variable
 from engines.parallel import ParallelModel
 from engines.runtime.peak_memory import PeakMemory, RankMemory
 from profiles.errors import InputError
