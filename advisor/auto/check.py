@@ -19,7 +19,7 @@ from torch import nn
 from advisor.auto.facts_from_module import look
 from advisor.auto.job import machines_of
 from advisor.auto.measure import OPTIMIZERS, repeated
-from advisor.auto.parallelize import auto_parallelize, pins_of
+from advisor.auto.parallelize import auto_parallelize, partial_plan_of
 from advisor.cost import estimate
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
@@ -110,7 +110,7 @@ def check(asked: Asked, cluster: ClusterProfile | None = None) -> Checked:
             hints=["run `advise check` on one of its devices", "or leave `--cluster` out"],
         )
     world = join_world(timeout_s=asked.timeout_s)
-    machines = cluster or machines_of(asked.built().module, pins_of(asked.settings), world)
+    machines = cluster or machines_of(asked.built().module, partial_plan_of(asked.settings), world)
     if world.size == machines.world_size:
         return _with_all_ranks(asked, machines, world)
     if world.size > 1:
@@ -164,7 +164,7 @@ def _with_all_ranks(asked: Asked, machines: ClusterProfile, world: World) -> Che
 
 
 def _with_one_rank(asked: Asked, machines: ClusterProfile) -> Checked:
-    loaded, pins = asked.built(), pins_of(asked.settings)
+    loaded, partial = asked.built(), partial_plan_of(asked.settings)
     facts = look(
         loaded.module,
         loaded.sample,
@@ -173,9 +173,9 @@ def _with_one_rank(asked: Asked, machines: ClusterProfile) -> Checked:
         global_batch_size=asked.global_batch_size,
         optimizer=OPTIMIZERS[asked.optimizer],
         precision=asked.precision,
-        pins=pins,
+        partial=partial,
     )
-    plan = choose(facts, pins=pins).plan
+    plan = choose(facts, partial=partial).plan
     del loaded
     problem = why_not_alone(plan)
     if problem:

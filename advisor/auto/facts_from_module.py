@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +13,7 @@ from advisor.inputs.manual_placement import with_parts
 from advisor.inputs.precision import MIXED, default_precision, has_bf16_units
 from advisor.learning.anchor import Anchor
 from advisor.learning.run_log import pace_of, with_anchor, with_runs
-from engines.plan import Precision
+from engines.plan import PartialPlan, Precision
 from engines.state.optimizer import OptimizerFactory
 from engines.state.optimizer_footprint import optimizer_footprint
 from profiles.capture.batch import Batch, batch_size
@@ -38,7 +36,7 @@ FIRST_USE_ERROR = 0.12
 
 LossFn = Callable[..., Tensor]
 Optimizer = torch.optim.Optimizer | OptimizerFactory
-_NO_PINS: Mapping[str, Any] = {}
+_ALL_OPEN = PartialPlan()
 
 
 def look(
@@ -53,7 +51,7 @@ def look(
     samples: int | None = None,
     critical_batch_size: float | None = None,
     host_overhead_s: float = 0.0,
-    pins: Mapping[str, Any] = _NO_PINS,
+    partial: PartialPlan = _ALL_OPEN,
     timed: bool = False,
     imbalance: float | None = None,
     learns: bool = False,
@@ -70,7 +68,7 @@ def look(
             without it what the model is built in.
     """
     dtype = _dtype(model)
-    wanted = precision or pins.get("precision")
+    wanted = precision or partial.precision
     may_reduce = may_reduce and wanted is None and has_bf16_units(cluster.device)
     is_reduced = (wanted == "bf16" or may_reduce) and dtype == "float32"
     profile = _profile(model, sample, loss_fn, is_reduced=is_reduced, may_leave_out=may_reduce)
@@ -84,7 +82,7 @@ def look(
         cluster = with_runs(cluster, dtype=Precision(wanted).dtype)
     batch = global_batch_size
     if batch is None:
-        batch = _global_batch(sample, pins, cluster.world_size)
+        batch = _global_batch(sample, partial, cluster.world_size)
     workload = Workload.build(
         {
             "global_batch_size": batch,
@@ -154,11 +152,9 @@ def _with_times(
     return with_times(model, sample, profile, device_name=wanted, loss_fn=loss_fn)
 
 
-def _global_batch(sample: Batch, pins: Mapping[str, Any], ranks: int) -> int:
+def _global_batch(sample: Batch, partial: PartialPlan, ranks: int) -> int:
     """One sample batch for each replica: ranks that hold parts of one model see the same rows."""
-    parts = math.prod(int(pins.get(axis, 1)) for axis in ("pp", "cp", "tp"))
-    beside = sum(int(pins.get(name, 0)) for name in ("servers", "backup_workers"))
-    return batch_size(sample) * max(1, (ranks - beside) // parts)
+    return batch_size(sample) * max(1, (ranks - partial.extra_ranks) // partial.model_ranks)
 
 
 def _given(**arguments: object) -> tuple[str, ...]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
 from engines.optional.data_parallel import require_devices
-from engines.plan import AXES, DataParallel
+from engines.plan import AXES, DataParallel, PartialPlan
 from engines.runtime.world import World
 from profiles.capture.manual_placement import accelerators_of
 from profiles.errors import PlanError
@@ -21,11 +19,11 @@ from profiles.machine.probe import probe
 _ALONE = Launcher("plain")
 
 
-def machines_of(model: nn.Module, pins: Mapping[str, Any], world: World) -> ClusterProfile:
+def machines_of(model: nn.Module, partial: PartialPlan, world: World) -> ClusterProfile:
     """The machines of this job, timed or recalled: a device for each rank.
 
     Alone: the devices that this process drives. That is one, but for the parts of a module that was
-    split by hand, and for the replicas that `pins` give to threads.
+    split by hand, and for the replicas that `partial` gives to threads.
 
     Raises:
         InputError: this node cannot be described; see `probe`.
@@ -38,28 +36,28 @@ def machines_of(model: nn.Module, pins: Mapping[str, Any], world: World) -> Clus
         return found
     if launcher().world_size > 1:  # ranks that joined no job: a plan for them is refused later
         return probe(measure=True)
-    drives = int(pins.get("dp_replicate", 0)) if is_by_threads(pins) else max(1, parts)
+    drives = (partial.dp_replicate or 0) if is_by_threads(partial) else max(1, parts)
     return probe(launcher=_ALONE, ranks=drives or None, measure=True)
 
 
-def is_by_threads(pins: Mapping[str, Any]) -> bool:
+def is_by_threads(partial: PartialPlan) -> bool:
     """Whether one process is to drive all replicas."""
-    return pins.get("data_parallel") == DataParallel.THREADS
+    return partial.data_parallel is DataParallel.THREADS
 
 
-def require_ranks(pins: Mapping[str, Any], world: World) -> None:
+def require_ranks(partial: PartialPlan, world: World) -> None:
     """Before anything is timed: the degrees that are fixed can multiply to the number of ranks.
 
     Raises:
         PlanError: they cannot, or threads miss devices.
     """
-    if is_by_threads(pins):
-        require_devices(int(pins.get("dp_replicate", 2)), world, where="data_parallel=threads")
+    if is_by_threads(partial):
+        require_devices((partial.dp_replicate or 2), world, where="data_parallel=threads")
         return
-    degrees = {axis: int(pins[axis]) for axis in AXES if axis in pins}
+    degrees = partial.only(*AXES).fixed
     needed = math.prod(degrees.values())
     is_whole = len(degrees) == len(AXES)
-    beside = sum(int(pins.get(name, 0)) for name in ("servers", "backup_workers"))
+    beside = partial.extra_ranks
     left = world.size - beside
     if beside and (left < 1 or left % needed or (is_whole and needed != left)):
         raise PlanError(

@@ -18,10 +18,10 @@ from advisor.decide.decision import Decision
 from advisor.inputs.console import say
 from advisor.inputs.models import LoadedModel, load_model
 from advisor.inputs.resize import resized
-from advisor.whatif.sweep.points import Case, Point, Settings, Sweep, Swept, cases, sweep_of
+from advisor.whatif.sweep.points import Case, Point, Sweep, Swept, cases, sweep_of
 from engines.apply import apply_plan
 from engines.parallel import ParallelModel
-from engines.plan import format_setting, parse_settings
+from engines.plan import PartialPlan
 from engines.runtime.steps import WARM_UP_STEPS
 from engines.runtime.world import World, join_world
 from engines.state.optimizer import OptimizerFactory
@@ -121,7 +121,7 @@ def measured_sweep(
     swept: Swept,
     values: Sequence[str],
     *,
-    settings: Settings,
+    settings: PartialPlan,
     global_batch_size: int | None,
     sequence_length: int | None = None,
     optimizer: str = "adamw",
@@ -170,7 +170,7 @@ def measured_sweep(
         cluster=cluster,
         global_batch_size=global_batch_size,
         optimizer=OPTIMIZERS[optimizer],
-        pins=settings,
+        partial=settings,
     )
     subject = Subject(
         model=model,
@@ -190,11 +190,11 @@ def measured_sweep(
     return sweep_of(facts, swept, tuple(_measured(case, subject) for case in wanted))
 
 
-def _most_driven(swept: Swept, values: Sequence[str], settings: Settings) -> Settings:
+def _most_driven(swept: Swept, values: Sequence[str], settings: PartialPlan) -> PartialPlan:
     """Of the plans those whose threads drive most devices, if there are threads."""
-    plans = [parse_settings(text) for text in values] if swept is Swept.PLAN else [settings]
-    threads = [pins for pins in plans if is_by_threads(pins)]
-    return max(threads, key=lambda pins: int(pins.get("dp_replicate", 0)), default=settings)
+    plans = [PartialPlan.parse(text) for text in values] if swept is Swept.PLAN else [settings]
+    threads = [partial for partial in plans if is_by_threads(partial)]
+    return max(threads, key=lambda partial: partial.dp_replicate or 0, default=settings)
 
 
 def _require_ranks(case: Case, world: World) -> None:
@@ -243,8 +243,8 @@ def _measured(case: Case, subject: Subject) -> Point:
 def _rows(case: Case) -> int:
     """Samples that blocks are timed at: of a microbatch, as far as the case says."""
     most = case.facts.workload.global_batch_size
-    named = case.settings.get("microbatch_size")
-    return max(_ROWS_LOOKED_AT, named if isinstance(named, int) else most)
+    named = case.settings.microbatch_size
+    return max(_ROWS_LOOKED_AT, named or most)
 
 
 def repeated(sample: Batch, rows: int) -> Batch:
@@ -254,12 +254,11 @@ def repeated(sample: Batch, rows: int) -> Batch:
 
 
 def _together(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
-    words = (f"{name}={format_setting(value)}" for name, value in case.settings.items())
     return auto_parallelize(
         loaded.module,
         sample=loaded.sample,
         loss_fn=loaded.loss_fn,
-        plan=" ".join(words) or None,
+        plan=case.settings,
         optimizer=subject.optimizer,
         global_batch_size=case.facts.workload.global_batch_size,
         cluster=subject.machines(case),
@@ -278,11 +277,11 @@ def _alone(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
         cluster=subject.machines(case),
         global_batch_size=case.facts.workload.global_batch_size,
         optimizer=subject.optimizer,
-        pins=case.settings,
+        partial=case.settings,
         # The others stand idle, as they do when it trains.
         timed=subject.is_here and subject.world.rank == 0,
     )
-    decision = choose(facts, pins=case.settings)
+    decision = choose(facts, partial=case.settings)
     parallel = apply_plan(
         loaded.module,
         decision.plan,

@@ -32,7 +32,7 @@ from advisor.whatif.suggestions import with_suggestions
 from engines.apply import Proofs, apply_plan
 from engines.context.proof import SequenceProof, prove
 from engines.parallel import ParallelModel
-from engines.plan import Plan, load_plan, parse_settings
+from engines.plan import PartialPlan, Plan, load_plan
 from engines.runtime.world import World, join_world, require_same
 from engines.state.optimizer import OptimizerFactory
 from engines.state.weights import Weights
@@ -49,7 +49,7 @@ from profiles.workload.stack import Stack
 
 log = logging.getLogger(__name__)
 
-PlanLike = Plan | str | PathLike[str] | None
+PlanLike = Plan | PartialPlan | Mapping[str, Any] | str | PathLike[str] | None
 
 
 def advise(
@@ -95,7 +95,7 @@ def advise(
         critical_batch_size: where it was measured (`ParallelModel.noise_scale`), in samples: a
             larger global batch is warned of.
         host_overhead_s: of a step in which devices wait for data or the host; none is assumed.
-        plan: settings that are fixed ("tp=2", a Plan, a file); the rest is decided.
+        plan: settings that are fixed ("tp=2", {"tp": 2}, a Plan, a file); the rest is decided.
         objective: "tree", "time" or "memory".
         timed: run the model's blocks on this machine, one at a time, and decide by their times in
             place of the roofline; kept for the next time. Takes some ten seconds and memory.
@@ -121,7 +121,7 @@ def advise(
     machines = resolve_cluster(cluster) if isinstance(cluster, str) and cluster != "auto" else None
     if isinstance(cluster, ClusterProfile):
         machines = cluster
-    pins, software = pins_of(plan), stack_of(stack)
+    partial, software = partial_plan_of(plan), stack_of(stack)
     facts = look(
         model,
         sample,
@@ -133,7 +133,7 @@ def advise(
         samples=samples,
         critical_batch_size=critical_batch_size,
         host_overhead_s=host_overhead_s,
-        pins=pins,
+        partial=partial,
         timed=timed,
         imbalance=imbalance,
         learns=machines is None,
@@ -146,7 +146,7 @@ def advise(
         sample,
         facts,
         policy=_policy(objective, allow_lossy, allow_stale),
-        pins=pins,
+        partial=partial,
         loss_fn=loss_fn,
     )
     return with_suggestions(decision)
@@ -235,13 +235,13 @@ def auto_parallelize(
     """
     software = stack_of(stack)
     require_of_engines(software)
-    pins = with_stack(pins_of(plan), software)
+    partial = with_stack(partial_plan_of(plan), software)
     known = _read(anchor)
     world = join_world(timeout_s=timeout_s)
     allowed = {"allow_lossy": allow_lossy, "allow_stale": allow_stale}
-    _require_same_request(pins, world, global_batch_size, precision, objective, allowed)
-    require_ranks(pins, world)
-    machines = cluster or machines_of(model, pins, world)
+    _require_same_request(partial, world, global_batch_size, precision, objective, allowed)
+    require_ranks(partial, world)
+    machines = cluster or machines_of(model, partial, world)
     if offload_folder is not None:
         machines = with_disk(machines, offload_folder)
 
@@ -257,7 +257,7 @@ def auto_parallelize(
             samples=samples,
             critical_batch_size=critical_batch_size,
             host_overhead_s=host_overhead_s,
-            pins=pins,
+            partial=partial,
             timed=timed,
             imbalance=imbalance,
             learns=learns,
@@ -271,7 +271,7 @@ def auto_parallelize(
             sample,
             facts(),
             policy=_policy(objective, allow_lossy, allow_stale),
-            pins=pins,
+            partial=partial,
             loss_fn=loss_fn,
         )
 
@@ -314,7 +314,7 @@ def _decided(
     facts: Facts,
     *,
     policy: Policy,
-    pins: Mapping[str, Any],
+    partial: PartialPlan,
     loss_fn: LossFn | None,
 ) -> tuple[Decision, Proofs]:
     """The decision, with layers split as the engine proves that they may be, and sequences shared
@@ -337,12 +337,12 @@ def _decided(
         return proposal.styles
 
     while True:
-        decision = choose_checked(facts, policy=policy, pins=pins, check=check)
+        decision = choose_checked(facts, policy=policy, partial=partial, check=check)
         cp, proof = decision.plan.cp, None
-        if cp > 1 and "cp" not in pins:
+        if cp > 1 and not partial.fixes("cp"):
             proof = _sequence_proof(model, sample, loss_fn, size=cp)
             if proof is None:
-                pins = {**pins, "cp": 1}
+                partial = partial.fixing(cp=1)
                 continue
         return decision, Proofs(layers=layers.get(decision.plan.tp), sequence=proof)
 
@@ -364,23 +364,27 @@ def _read(anchor: Anchor | str | PathLike[str] | None) -> Anchor | None:
     return anchor if anchor is None or isinstance(anchor, Anchor) else Anchor.load(anchor)
 
 
-def pins_of(plan: PlanLike) -> Mapping[str, Any]:
-    """The settings that a plan, a file or a string fixes.
+def partial_plan_of(plan: PlanLike) -> PartialPlan:
+    """The settings that a plan, a file, a string or a mapping fixes.
 
-    A whole plan fixes every setting; a string only what it names.
+    A whole plan fixes every setting; a string and a mapping only what they name.
     """
-    if plan is None:
-        return {}
-    if isinstance(plan, str) and not plan.endswith(".json"):
-        return parse_settings(plan)
-    whole = plan if isinstance(plan, Plan) else load_plan(plan)
-    settings = {name: getattr(whole, name) for name in Plan.model_fields}
-    del settings["schema_version"]
-    return {name: value for name, value in settings.items() if value is not None}
+    match plan:
+        case None:
+            return PartialPlan()
+        case PartialPlan():
+            return plan
+        case Plan():
+            return plan.as_partial()
+        case Mapping():
+            return PartialPlan.build(dict(plan), where="plan")
+        case str() if not plan.endswith(".json"):
+            return PartialPlan.parse(plan)
+    return load_plan(plan).as_partial()
 
 
 def _require_same_request(
-    pins: Mapping[str, Any],
+    partial: PartialPlan,
     world: World,
     global_batch_size: int | None,
     precision: str | None,
@@ -389,7 +393,7 @@ def _require_same_request(
 ) -> None:
     """Rank 0 decides for all; a rank that was asked for something else must not go unheard."""
     asked = {
-        **pins,
+        **partial.fixed,
         "global_batch_size": global_batch_size,
         "precision": precision,
         "objective": objective,

@@ -16,7 +16,7 @@ from advisor.inputs.console import say
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.search.legal import styles_of
-from advisor.search.space import Pins
+from engines.plan import PartialPlan
 from engines.tensor.styles import Kind, Style
 from profiles.errors import PlanError
 from profiles.model.profile import ModelProfile
@@ -30,7 +30,7 @@ Check = Callable[[int], Pairs]
 """The styles that a module can have over so many ranks."""
 
 
-def choose_checked(facts: Facts, *, policy: Policy, pins: Pins, check: Check) -> Decision:
+def choose_checked(facts: Facts, *, policy: Policy, partial: PartialPlan, check: Check) -> Decision:
     """`choose`, with the styles of `check` for the tp that is taken.
 
     Raises:
@@ -42,11 +42,11 @@ def choose_checked(facts: Facts, *, policy: Policy, pins: Pins, check: Check) ->
         decision = choose(
             facts,
             policy=policy,
-            pins=pins,
+            partial=partial,
             styles=lambda tp: found[tp] if tp in found else by_rules(tp),
         )
         tp = decision.plan.tp
-        if tp == 1 or tp in found or "tensor_styles" in pins:
+        if tp == 1 or tp in found or partial.fixes("tensor_styles"):
             return decision
         styles = check(tp)
         if cuts(styles) == cuts(decision.plan.tensor_styles):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     metavar="NAME|FILE|auto",
     help="Machines that the plan is for, with devices as this one has; auto is this job.",
 )
-@click.option("--plan", "pins", metavar="SETTINGS", default="", help="Settings that are fixed.")
+@click.option("--plan", "partial", metavar="SETTINGS", default="", help="Settings that are fixed.")
 @click.option("--global-batch", callback=count, metavar="SAMPLES", help="Samples per step.")
 @click.option("--seq", callback=count, metavar="TOKENS", help="Tokens per sample.")
 @click.option("--optimizer", default="adamw", show_default=True, metavar="NAME", help="Is run too.")
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def check(
     model: str,
     cluster: str,
-    pins: str,
+    partial: str,
     global_batch: int | None,
     seq: int | None,
     optimizer: str,
@@ -81,7 +81,7 @@ def check(
 
     asked = Asked(
         model=model,
-        settings=pins,
+        settings=partial,
         global_batch_size=global_batch,
         sequence_length=seq,
         optimizer=optimizer,

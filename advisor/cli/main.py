@@ -35,7 +35,7 @@ sequence_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 pins_option = click.option(
     "--plan",
-    "pins",
+    "partial",
     metavar="SETTINGS",
     default="",
     help='Settings that are fixed, as in "dp_shard=4 recompute=full"; the rest is decided.',
@@ -164,7 +164,7 @@ def plan(
     samples: int | None,
     critical_batch: int | None,
     host_overhead: float | None,
-    pins: str,
+    partial: str,
     objective: str,
     allow_lossy: bool,
     imbalance: float | None,
@@ -185,7 +185,7 @@ def plan(
     devices and links are timed for 20 seconds, once (see `advise probe --bench`), and rank 0
     answers.
     """
-    from engines.plan import parse_settings
+    from engines.plan import PartialPlan
 
     if anchor is not None and no_anchor:
         raise InputError(
@@ -193,7 +193,7 @@ def plan(
             where="advise plan",
             hints=["leave one of them out"],
         )
-    settings = parse_settings(pins)
+    settings = PartialPlan.parse(partial)
     writable(output)
     loaded: list[LoadedModel] = []
     facts = facts_of(
@@ -203,7 +203,7 @@ def plan(
         global_batch=global_batch,
         sequence_length=seq,
         optimizer=optimizer,
-        precision=precision or settings.get("precision"),
+        precision=precision or settings.precision,
         samples=samples,
         critical_batch=critical_batch,
         host_overhead_s=host_overhead or 0.0,
@@ -224,9 +224,9 @@ def plan(
     )
     if loaded:
         check = check_of(loaded[0], facts.model)
-        decision = choose_checked(facts, policy=policy, pins=settings, check=check)
+        decision = choose_checked(facts, policy=policy, partial=settings, check=check)
     else:
-        decision = choose(facts, policy=policy, pins=settings)
+        decision = choose(facts, policy=policy, partial=settings)
     decision = with_suggestions(decision)
     if as_json:
         click.echo(decision.to_json(), nl=False)
@@ -418,11 +418,11 @@ def tree(form: str, no_color: bool) -> None:
 @pins_option
 @click.option("--steps", callback=count, metavar="N", help="Optimizer steps to train.")
 @common_options
-def demo(ranks: int, pins: str, steps: int | None, no_color: bool) -> None:
+def demo(ranks: int, partial: str, steps: int | None, no_color: bool) -> None:
     """Decide for this machine, train a small GPT as decided, compare with what was predicted."""
     from advisor.tutorial.demo.launch import run
 
-    sys.exit(run(ranks=ranks, plan=pins, steps=steps))
+    sys.exit(run(ranks=ranks, plan=partial, steps=steps))
 
 
 cli.add_command(check)

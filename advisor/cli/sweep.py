@@ -14,7 +14,8 @@ from advisor.inputs.console import say, show_on_screen, writable, write
 from profiles.errors import InputError
 
 if TYPE_CHECKING:
-    from advisor.whatif.sweep.points import Settings, Sweep, Swept
+    from advisor.whatif.sweep.points import Sweep, Swept
+    from engines.plan import PartialPlan
 
 # The option of each quantity; the values are those of `Swept`, which is imported when it is needed.
 QUANTITIES = {
@@ -98,14 +99,14 @@ def sweep(
     many devices as its degrees multiply to.
     """
     from advisor.whatif.sweep.points import Swept
-    from engines.plan import parse_settings
+    from engines.plan import PartialPlan
 
     asked = {name: text for name, text in quantities.items() if text is not None}
     if stack is not None and ("," in stack or not (asked or len(plans) > 1)):
         asked["stack"], stack = stack, None
     option, texts = _one_quantity(asked, plans)
     swept = Swept(QUANTITIES[option]) if option else Swept.PLAN
-    settings = parse_settings(plans[0]) if option and plans else {}
+    settings = PartialPlan.parse(plans[0]) if option and plans else PartialPlan()
     for name, given in {"--steps": steps, "--timeout": timeout}.items():
         if given is not None and not measure:
             raise InputError(
@@ -172,7 +173,7 @@ class Asking:
     model: str
     swept: Swept
     values: list[str]
-    settings: Settings
+    settings: PartialPlan
     batch: int | None
     seq: int | None
     optimizer: str
@@ -190,7 +191,7 @@ def _predicted(asking: Asking, cluster: str) -> Sweep:
         global_batch=asking.batch,
         sequence_length=asking.seq,
         optimizer=asking.optimizer,
-        precision=_precision(asking.settings),
+        precision=asking.settings.precision,
         samples=None,
         critical_batch=None,
         stack=asking.stack,
@@ -198,11 +199,6 @@ def _predicted(asking: Asking, cluster: str) -> Sweep:
     if asking.swept == QUANTITIES["bandwidth"]:
         say(f"note: {shown_link(facts)}")
     return predict(facts, asking.swept, asking.values, settings=asking.settings)
-
-
-def _precision(settings: Settings) -> str | None:
-    found = settings.get("precision")
-    return None if found is None else str(found)
 
 
 def _measured(asking: Asking, cluster: str, *, steps: int | None, timeout_s: float | None) -> Sweep:

@@ -5,12 +5,12 @@ Settings that allow no legal plan are made whole so that legality says what is i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
 from engines.legality.pipeline import pipeline
-from engines.plan import Plan, Precision, Schedule
+from engines.plan import PartialPlan, Plan, Precision, Schedule
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.flow import GLUE, LOSS
 from profiles.model.profile import ModelProfile
@@ -23,14 +23,14 @@ MICROBATCHES_A_STAGE = 4
 
 
 def completed(
-    pins: Mapping[str, Any],
+    partial: PartialPlan,
     model: ModelProfile,
     cluster: ClusterProfile,
     *,
     rows: int,
     styles: Styles,
 ) -> Plan:
-    """`pins` as a whole plan; whether it is legal is looked at later.
+    """`partial` as a whole plan; whether it is legal is looked at later.
 
     Devices that no degree uses hold replicas (DDP). A pipeline runs 1F1B; its stages share the FLOP
     as evenly as borders between units allow, and a rank's part of the batch is cut into some four
@@ -38,22 +38,18 @@ def completed(
 
     Args:
         rows: of the batch of one replica.
-        styles: how layers are split over a tp axis of this size; asked if the pins do not say.
+        styles: how layers are split over a tp axis of this size; asked if `partial` does not say.
     """
-    settings = dict(pins)
-    if not {"dp_replicate", "dp_shard"} & set(settings):
-        used = 1
-        for axis in ("pp", "cp", "tp"):
-            used *= int(settings.get(axis, 1))
-        beside = int(settings.get("servers", 0)) + int(settings.get("backup_workers", 0))
-        settings["dp_replicate"] = max(1, (cluster.world_size - beside) // used)
-    if "precision" not in settings:
-        same = [p.value for p in Precision if p.dtype == model.dtype]
+    settings = partial.fixed
+    if not partial.fixes("dp_replicate", "dp_shard"):
+        left = cluster.world_size - partial.extra_ranks
+        settings["dp_replicate"] = max(1, left // partial.model_ranks)
+    if partial.precision is None:
+        same = [p for p in Precision if p.dtype == model.dtype]
         settings |= {"precision": same[0]} if same else {}
-    if int(settings.get("pp", 1)) > 1:
+    if (partial.pp or 1) > 1:
         settings.setdefault("schedule", Schedule.ONE_F_ONE_B)
-        if "microbatches" not in settings:
-            settings["microbatches"] = _microbatches(settings, rows)
+        settings.setdefault("microbatches", _microbatches(partial, rows))
     plan = Plan.build(settings, where="plan")
     update: dict[str, Any] = {}
     if plan.pp > 1 and not plan.stages:
@@ -102,10 +98,10 @@ def even_cuts(costs: Sequence[float], places: Sequence[int], count: int) -> list
     return best[last][1]
 
 
-def _microbatches(settings: Mapping[str, Any], rows: int) -> int:
+def _microbatches(partial: PartialPlan, rows: int) -> int:
     """The fewest equal parts from four a stage on, in multiples of pp; else the most there are."""
-    pp, rounds = int(settings["pp"]), int(settings.get("accumulation", 1))
-    if settings.get("schedule") == Schedule.NAIVE:
+    pp, rounds = partial.pp or 1, partial.accumulation or 1
+    if partial.schedule is Schedule.NAIVE:
         return 1
     fitting = [n for n in range(pp, rows + 1, pp) if rows % (n * rounds) == 0]
     enough = [n for n in fitting if n >= MICROBATCHES_A_STAGE * pp]

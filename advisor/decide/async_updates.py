@@ -18,9 +18,8 @@ from advisor.decide.tree import Trace
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.ranking import Candidate, first_of_fastest
-from advisor.search.space import Pins
 from engines.legality import problems
-from engines.plan import Plan, Updates
+from engines.plan import PartialPlan, Plan, Updates
 from profiles.units import format_gib, format_seconds
 
 # Steps between two meetings that are tried. Local SGD trained image classifiers as well as large
@@ -46,14 +45,14 @@ def apart(
     costs: CostModel,
     policy: Policy,
     trace: Trace,
-    pins: Pins,
+    partial: PartialPlan,
 ) -> Apart:
     """The winner, or `replicas` updating apart where that is faster beyond the margin.
 
     Args:
         replicas: the fastest DDP plan that may be taken, if there is one.
     """
-    if replicas is None or policy.objective is Objective.MEMORY or set(_SETTINGS) & set(pins):
+    if replicas is None or policy.objective is Objective.MEMORY or partial.fixes(*_SETTINGS):
         return Apart(winner)
     workload = costs.facts.workload
     is_uneven = workload.imbalance > 0 or workload.straggling > 0

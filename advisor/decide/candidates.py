@@ -9,39 +9,38 @@ from advisor.cost.complete import completed
 from advisor.inputs.facts import Facts, captured
 from advisor.inputs.policy import Policy
 from advisor.search.cache import Kept
-from advisor.search.legal import Styles, expert_degrees, kinds, space_of, styles_of
+from advisor.search.legal import Styles, expert_degrees, space_of, styles_of
 from advisor.search.search import Search
 from advisor.search.space import KINDS, RECOMPUTES, SCHEDULES, Space
-from advisor.search.space import Pins as Pins
 from advisor.search.stages import Stages
 from engines.legality import Problem, problems
-from engines.plan import DataParallel, Offload, Plan, Precision, format_setting
+from engines.plan import DataParallel, Offload, PartialPlan, Plan
 from profiles.errors import InputError, PlanError
 
 
 def legal_plans(
     facts: Facts,
-    pins: Pins,
+    partial: PartialPlan,
     *,
     offload: Offload = Offload.NONE,
     styles: Styles | None = None,
     costs: CostModel | None = None,
 ) -> list[Plan]:
-    """Every legal plan that keeps `pins`, one by one: for few devices (see `advisor.search`).
+    """Every legal plan that keeps `partial`, one by one: for few devices (see `advisor.search`).
 
     Precision is the workload's and never searched; states go to the host only where `offload` or a
     pin says so. In a fixed order: simpler degrees and kinds first, larger microbatches first.
     """
     costs = costs or CostModel(facts)
     styles = styles or styles_of(facts)
-    space = space_of(facts, pins, styles=styles, offload=offload, costs=costs)
-    stages = Stages(Kept(costs), pins, Policy())
+    space = space_of(facts, partial, styles=styles, offload=offload, costs=costs)
+    stages = Stages(Kept(costs), partial, Policy())
     return [stages.plan(space, index) for index in range(len(space))]
 
 
 def searched(
     kept: Kept,
-    pins: Pins,
+    partial: PartialPlan,
     policy: Policy,
     *,
     offload: Offload = Offload.NONE,
@@ -49,19 +48,21 @@ def searched(
     is_long: bool | None = None,
 ) -> Search:
     """A search over the same plans, of the facts that `kept` is of."""
-    if pins.get("compile"):
+    if partial.compile:
         kept = kept.compiled()
-    space = kept.space(pins, offload=offload, styles=styles, is_long=is_long)
-    return Search(kept, policy, space, Stages(kept, pins, policy))
+    space = kept.space(partial, offload=offload, styles=styles, is_long=is_long)
+    return Search(kept, policy, space, Stages(kept, partial, policy))
 
 
-def why_illegal(facts: Facts, pins: Pins, *, styles: Styles | None = None) -> list[Problem]:
-    """What stands in the way of every plan that keeps `pins`; empty where there is a legal one."""
+def why_illegal(
+    facts: Facts, partial: PartialPlan, *, styles: Styles | None = None
+) -> list[Problem]:
+    """Rules that every plan with `partial` breaks; empty where a plan is legal."""
     styles = styles or styles_of(facts)
-    if len(space_of(facts, pins, styles=styles)):
+    if len(space_of(facts, partial, styles=styles)):
         return []
     try:
-        plan = _filled(facts, pins, styles)
+        plan = _filled(facts, partial, styles)
     except InputError as error:
         return [Problem(rule="settings", what=error.what, hint=" ".join(error.hints))]
     whole_because = facts.workload.optimizer.whole_because
@@ -74,27 +75,26 @@ def why_illegal(facts: Facts, pins: Pins, *, styles: Styles | None = None) -> li
                 hint="profile the model with this precision",
             )
         )
-    return found or [_batch_problem(facts, pins, plan)]
+    return found or [_batch_problem(facts, partial, plan)]
 
 
-def refuse(facts: Facts, pins: Pins) -> PlanError:
-    """The error for pins that allow no legal plan: the problems and the nearest legal settings."""
-    found = why_illegal(facts, pins)
-    asked = " ".join(f"{key}={format_setting(value)}" for key, value in pins.items())
-    where = [f"plan: {asked}"] if asked else []
+def refuse(facts: Facts, partial: PartialPlan) -> PlanError:
+    """The error for settings that allow no legal plan: the problems, the nearest legal settings."""
+    found = why_illegal(facts, partial)
+    where = [f"plan: {partial}"] if partial.fixes() else []
     where += [f"also: {problem.what}" for problem in found[1:]]
-    hints = list(nearest_settings(facts, pins))
+    hints = list(nearest_settings(facts, partial))
     hints += [problem.hint for problem in found if problem.hint and problem.hint not in hints]
     return PlanError(found[0].what, where="\n".join(where) or None, hints=hints)
 
 
-def nearest_settings(facts: Facts, pins: Pins) -> Iterator[str]:
-    """For each pin, the values that it may have if the other pins stay."""
-    for key, value in pins.items():
-        others = {name: kept for name, kept in pins.items() if name != key}
+def nearest_settings(facts: Facts, partial: PartialPlan) -> Iterator[str]:
+    """For each fixed setting, the values that it may have if the others stay."""
+    for key, value in partial.fixed.items():
+        others = partial.leaving(key)
         wanted = [others]
         if key == "ep":  # a space has one degree of it
-            wanted = [{**others, "ep": degree} for degree in expert_degrees(facts, others)]
+            wanted = [others.fixing(ep=degree) for degree in expert_degrees(facts, others)]
         spaces = [space_of(facts, each, styles=styles_of(facts)) for each in wanted]
         values = {found for space in spaces for found in _values(space, key)}
         values.discard(value)
@@ -132,22 +132,19 @@ def _zero(kind: DataParallel) -> int:
     return order.get(kind, 3 if kind.is_sharded else 0)
 
 
-def _filled(facts: Facts, pins: Pins, styles: Styles) -> Plan:
-    """`pins` as a plan: what they leave open of the degrees goes where they point."""
-    settings = {"precision": Precision(pins.get("precision", facts.precision)), **pins}
-    used = 1
-    for axis in ("pp", "cp", "tp"):
-        used *= int(pins.get(axis, 1))
-    beside = int(pins.get("servers", 0)) + int(pins.get("backup_workers", 0))
-    replicas = max(1, (facts.cluster.world_size - beside) // used)
-    if not {"dp_replicate", "dp_shard"} & set(pins):
-        is_sharded = DataParallel.FULL_SHARD in (kinds(pins) or ())
-        settings["dp_shard" if is_sharded else "dp_replicate"] = replicas
+def _filled(facts: Facts, partial: PartialPlan, styles: Styles) -> Plan:
+    """`partial` as a plan: what it leaves open of the degrees goes where it points."""
+    partial = partial.fixing(precision=partial.precision or facts.precision)
+    left = facts.cluster.world_size - partial.extra_ranks
+    replicas = max(1, left // partial.model_ranks)
+    if not partial.fixes("dp_replicate", "dp_shard"):
+        is_sharded = DataParallel.FULL_SHARD in (partial.kinds or ())
+        partial = partial.fixing(**{"dp_shard" if is_sharded else "dp_replicate": replicas})
     rows = facts.workload.global_batch_size // replicas
-    return completed(settings, facts.model, facts.cluster, rows=rows, styles=styles)
+    return completed(partial, facts.model, facts.cluster, rows=rows, styles=styles)
 
 
-def _batch_problem(facts: Facts, pins: Pins, plan: Plan) -> Problem:
+def _batch_problem(facts: Facts, partial: PartialPlan, plan: Plan) -> Problem:
     batch, replicas = facts.workload.global_batch_size, plan.data_degree
     if batch % replicas:
         lower, higher = batch // replicas * replicas, (batch // replicas + 1) * replicas
@@ -159,14 +156,10 @@ def _batch_problem(facts: Facts, pins: Pins, plan: Plan) -> Problem:
             hint=f"set the global batch to {near}",
         )
     local = batch // replicas
-    named = [
-        f"{key}={pins[key]}"
-        for key in ("microbatch_size", "microbatches", "accumulation")
-        if key in pins
-    ]
+    named = partial.only("microbatch_size", "microbatches", "accumulation")
     return Problem(
         rule="batch",
-        what=f"{' '.join(named)} does not cut the {local} samples of a replica evenly",
+        what=f"{named} does not cut the {local} samples of a replica evenly",
         hint="microbatch_size x microbatches x accumulation is the batch of a replica:"
         f" {batch} / {replicas} = {local}",
     )

@@ -18,31 +18,31 @@ from advisor.inputs.stacks import with_stack
 from advisor.search.cache import Kept
 from advisor.search.legal import Styles
 from advisor.search.ranking import Candidate, beats, fastest_first
-from advisor.search.space import Pins
+from engines.plan import PartialPlan
 from profiles.units import format_percent, format_seconds
 
 _DEFAULT = Policy()
-_NO_PINS: Pins = {}
+_ALL_OPEN = PartialPlan()
 
 
 def choose(
     facts: Facts,
     *,
     policy: Policy = _DEFAULT,
-    pins: Pins = _NO_PINS,
+    partial: PartialPlan = _ALL_OPEN,
     styles: Styles | None = None,
 ) -> Decision:
     """The plan for these facts, with the argument for it: see `decide`.
 
     Raises:
-        PlanError: `pins` allow no legal plan, or contradict the stack.
+        PlanError: `partial` allows no legal plan, or contradict the stack.
         NoPlanError: there are legal plans and none fits.
     """
-    pins, kept = with_stack(pins, facts.stack), Kept(CostModel(facts))
-    choice = decide(facts, policy=policy, pins=pins, styles=styles, compares=True, kept=kept)
+    partial, kept = with_stack(partial, facts.stack), Kept(CostModel(facts))
+    choice = decide(facts, policy=policy, partial=partial, styles=styles, compares=True, kept=kept)
     winner, weighed, trace = choice.winner, choice.weighed, choice.trace
     if winner is None:
-        raise no_plan(facts, policy, pins, choice)
+        raise no_plan(facts, policy, partial, choice)
     fastest_s = (choice.fastest or winner).estimate.step_s
     others = _alternatives(weighed, winner, policy, trace, fastest_s)
     second = runner_up(others)
@@ -51,9 +51,9 @@ def choose(
         estimate=winner.estimate,
         facts=facts,
         policy=policy,
-        pins=dict(pins),
+        partial=partial,
         reasons=tuple(
-            reasons(winner, choice.pool, kept.costs, policy, trace, pins, second, weighed)
+            reasons(winner, choice.pool, kept.costs, policy, trace, partial, second, weighed)
         ),
         trace=trace,
         fastest_s=fastest_s,

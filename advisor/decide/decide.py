@@ -28,11 +28,10 @@ from advisor.search.ranking import (
     tie_limit_s,
 )
 from advisor.search.search import Rows, Search
-from advisor.search.space import Pins
-from engines.plan import DataParallel, Offload, OffloadTo, Plan, Schedule
+from engines.plan import DataParallel, Offload, OffloadTo, PartialPlan, Plan, Schedule
 
 _DEFAULT = Policy()
-_NO_PINS: Pins = {}
+_ALL_OPEN = PartialPlan()
 # So many plans are all estimated, a fraction of a second: then what is said of them is complete.
 _FEW_ROWS = 256
 # Plans of one kind that are estimated to find its best: another kind is shown for comparison, and
@@ -80,7 +79,7 @@ def decide(
     facts: Facts,
     *,
     policy: Policy = _DEFAULT,
-    pins: Pins = _NO_PINS,
+    partial: PartialPlan = _ALL_OPEN,
     styles: Styles | None = None,
     compares: bool = False,
     kept: Kept | None = None,
@@ -99,19 +98,19 @@ def decide(
         kept: of these facts, where others were decided on before.
 
     Raises:
-        PlanError: `pins` allow no legal plan.
+        PlanError: `partial` allows no legal plan.
     """
     kept = kept or Kept(CostModel(facts))
-    spaces = [{**pins, "ep": ep} if ep > 1 else pins for ep in expert_degrees(facts, pins)]
+    spaces = [partial.fixing(ep=ep) if ep > 1 else partial for ep in expert_degrees(facts, partial)]
     # One answer for all degrees of experts: where some of them spare cp, the others need none.
-    is_long = "cp" not in pins and kept.is_too_long(pins, styles)
+    is_long = not partial.fixes("cp") and kept.is_too_long(partial, styles)
     searches = [searched(kept, each, policy, styles=styles, is_long=is_long) for each in spaces]
     if not any(len(search.space) for search in searches):
-        raise refuse(facts, pins)
+        raise refuse(facts, partial)
     trace = walk(kept.costs, policy)
     taken = _preferred(searches, policy, trace)
     if taken is None:
-        taken, outside = _outside(kept, pins, policy, trace, styles=styles)
+        taken, outside = _outside(kept, partial, policy, trace, styles=styles)
         searches += outside
     winner = taken.winner if taken else None
     fastest = taken.fastest if taken else None
@@ -131,7 +130,7 @@ def decide(
     left_open -= {kind(each.plan) for each in (winner, fastest) if each}
     weighed = [c for search in searches for c in search.weighed if kind(c.plan) not in left_open]
     if winner is not None:
-        found, offered = _refined(searches[-1], winner, kept.costs, policy, trace, pins)
+        found, offered = _refined(searches[-1], winner, kept.costs, policy, trace, partial)
         if found is not winner and fastest is not None:
             weighed += [found]
             fastest = min(fastest, found, key=fastest_first)
@@ -167,18 +166,18 @@ def _nearest(searches: Sequence[Search]) -> None:
 
 
 def _outside(
-    kept: Kept, pins: Pins, policy: Policy, trace: Trace, *, styles: Styles | None
+    kept: Kept, partial: PartialPlan, policy: Policy, trace: Trace, *, styles: Styles | None
 ) -> tuple[_Taken | None, list[Search]]:
     """The best plan of the first attempt to keep something outside the device of which one fits,
     and all that was searched for it."""
     searches: list[Search] = []
     short: list[Offload] = []
-    for attempt in attempts(kept.costs.facts, pins):
+    for attempt in attempts(kept.costs.facts, partial):
         first = len(searches)
         for offload in attempt.kinds:
             if attempt.to is OffloadTo.HOST and hopeless(offload, short):
                 continue
-            wanted = attempt.pins(pins)
+            wanted = attempt.partial(partial)
             search = searched(kept, wanted, policy, styles=styles, offload=offload)
             searches.append(search)
             search.fastest(search.rows)
@@ -196,7 +195,7 @@ def _refined(
     costs: CostModel,
     policy: Policy,
     trace: Trace,
-    pins: Pins,
+    partial: PartialPlan,
 ) -> tuple[Candidate, tuple[Candidate, ...]]:
     """The winner, or the fastest DDP plan with another way for its gradients to go or with ranks
     that update apart; and what would be faster still, but needs the user's word."""
@@ -204,8 +203,8 @@ def _refined(
     replicas = search.fastest(np.concatenate(of_ddp)) if of_ddp else None
     follows = policy.objective is Objective.TREE and in_leaf(winner.plan, trace)
     may_send = replicas is None or not follows or in_leaf(replicas.plan, trace)
-    sent = sending(winner, replicas if may_send else None, costs, policy, pins)
-    updates = apart(sent.winner, replicas, costs, policy, trace, pins)
+    sent = sending(winner, replicas if may_send else None, costs, policy, partial)
+    updates = apart(sent.winner, replicas, costs, policy, trace, partial)
     fastest_s = updates.winner.estimate.step_s
     offers = [offer for offer in (sent.offered, updates.offered) if offer is not None]
     return updates.winner, tuple(o for o in offers if o.estimate.step_s < fastest_s)

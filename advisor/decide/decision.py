@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from advisor.cost import CostModel, Estimate
 from advisor.decide.candidates import nearest_settings, searched, why_illegal
@@ -18,7 +18,7 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.cache import Kept
 from advisor.search.ranking import Candidate, tie_limit_s
-from engines.plan import Plan, parse_settings
+from engines.plan import PartialPlan, Plan
 from profiles.record import Document, Record
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from advisor.inputs.wrapped import Wrapped
     from advisor.whatif.pareto import Point
-
-PinValue = bool | int | str | tuple[str, ...] | tuple[tuple[str, str], ...]
 
 
 class Alternative(Record):
@@ -77,7 +75,7 @@ class Decision(Document):
 
     Attributes:
         plan, estimate: the plan that was taken and its predicted cost.
-        facts, policy, pins: all that it was decided from.
+        facts, policy, partial: all that it was decided from.
         reasons: sentences with their numbers, in the order of the argument.
         trace: the path through the decision tree.
         fastest_s: the step of the fastest plan that it was taken from: plans within the policy's
@@ -96,7 +94,10 @@ class Decision(Document):
     estimate: Estimate
     facts: Facts
     policy: Policy
-    pins: dict[str, PinValue] = Field(default_factory=dict)
+    # `pins` in files of earlier releases.
+    partial: PartialPlan = Field(
+        default=PartialPlan(), validation_alias=AliasChoices("partial", "pins")
+    )
     reasons: tuple[str, ...]
     trace: Trace
     fastest_s: float | None = None
@@ -122,7 +123,7 @@ class Decision(Document):
 
         def answer(facts: Facts) -> Candidate | None:
             beside = kept.beside(facts)
-            return decide(facts, policy=self.policy, pins=self.pins, kept=beside).winner
+            return decide(facts, policy=self.policy, partial=self.partial, kept=beside).winner
 
         if not levers:
             return flip(self.facts, answer)
@@ -142,19 +143,19 @@ class Decision(Document):
         Raises:
             UnknownNameError, PlanError: not settings of a plan.
         """
-        asked = parse_settings(settings)
-        pins = _without_conflicts(self.pins, asked) | asked
-        search = searched(Kept(CostModel(self.facts)), pins, self.policy)
+        asked = PartialPlan.parse(settings)
+        partial = _without_conflicts(self.partial, asked).fixing(**asked.fixed)
+        search = searched(Kept(CostModel(self.facts)), partial, self.policy)
         limit_s = tie_limit_s(self._fastest_s, self.policy)
         tied = None
         if self.policy.objective is Objective.TREE:
             tied = search.simplest(search.rows, limit_s)
         best = tied or search.strongest(search.rows)
         if best is None:
-            found = [problem.what for problem in why_illegal(self.facts, pins)]
-            found += nearest_settings(self.facts, pins)
+            found = [problem.what for problem in why_illegal(self.facts, partial)]
+            found += nearest_settings(self.facts, partial)
             return WhyNot(settings=settings, verdict=Verdict.NOT_LEGAL, because="; ".join(found))
-        was_open = all(pins.get(key) == value for key, value in self.pins.items())
+        was_open = all(getattr(partial, key) == value for key, value in self.partial.fixed.items())
         verdict, because = compare(
             best,
             self.chosen,
@@ -186,7 +187,7 @@ class Decision(Document):
         return front_of(
             self.facts,
             policy=self.policy,
-            pins=self.pins,
+            partial=self.partial,
             devices=devices,
             price_per_device_hour=price_per_device_hour,
         )
@@ -224,12 +225,7 @@ _DEGREES = frozenset({"dp_replicate", "dp_shard", "zero", "data_parallel"})
 _CUTS = frozenset({"microbatch_size", "microbatches", "accumulation"})
 
 
-def _without_conflicts(
-    pins: dict[str, PinValue], asked: dict[str, object]
-) -> dict[str, PinValue | object]:
-    """What stays of the pins beside `asked`: a new degree or cut frees the others of its group."""
-    freed: set[str] = set()
-    for group in (_DEGREES | {"pp", "tp", "cp"}, _CUTS):
-        if group & set(asked):
-            freed |= group
-    return {key: value for key, value in pins.items() if key not in freed}
+def _without_conflicts(partial: PartialPlan, asked: PartialPlan) -> PartialPlan:
+    """`partial`, where a new degree or cut in `asked` leaves the others of its group open."""
+    groups = (_DEGREES | {"pp", "tp", "cp"}, _CUTS)
+    return partial.leaving(*(name for group in groups if asked.fixes(*group) for name in group))

@@ -13,9 +13,8 @@ from typing import Any
 from advisor.cost import CostModel
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.ranking import Candidate, first_of_fastest
-from advisor.search.space import Pins
 from engines.legality import problems
-from engines.plan import Aggregation, Compression, Plan
+from engines.plan import Aggregation, Compression, PartialPlan, Plan
 from profiles.units import format_seconds
 
 # Of PowerSGD, where none is given: what trained a language model as well as whole gradients did
@@ -42,14 +41,18 @@ class Sending:
 
 
 def sending(
-    winner: Candidate, replicas: Candidate | None, costs: CostModel, policy: Policy, pins: Pins
+    winner: Candidate,
+    replicas: Candidate | None,
+    costs: CostModel,
+    policy: Policy,
+    partial: PartialPlan,
 ) -> Sending:
     """The winner, or `replicas` in another way of sending where that is faster beyond the margin.
 
     Args:
         replicas: the fastest DDP plan that may be taken, if there is one.
     """
-    if replicas is None or policy.objective is Objective.MEMORY or set(_SETTINGS) & set(pins):
+    if replicas is None or policy.objective is Objective.MEMORY or partial.fixes(*_SETTINGS):
         return Sending(winner)
     if replicas.estimate.time.exposed_s <= policy.simplicity_margin * replicas.estimate.step_s:
         return Sending(winner)  # there is nothing to gain

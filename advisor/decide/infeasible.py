@@ -28,8 +28,7 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.search.cache import Kept
 from advisor.search.ranking import Candidate, host_bytes_per_node, preferred
-from advisor.search.space import Pins
-from engines.plan import Offload, OffloadTo, Plan
+from engines.plan import Offload, OffloadTo, PartialPlan, Plan
 from profiles.errors import InputError, NoPlanError
 from profiles.model.profile import Numerics
 from profiles.provenance import Quantity, Source
@@ -48,7 +47,7 @@ _ENDLESS_BYTES = 2.0**60
 _ROUNDED_UP = 1 + 1e-6
 
 
-def no_plan(facts: Facts, policy: Policy, pins: Pins, choice: Choice) -> NoPlanError:
+def no_plan(facts: Facts, policy: Policy, partial: PartialPlan, choice: Choice) -> NoPlanError:
     """What was tried, the nearest miss, and changes with which a plan was seen to fit."""
     counts = ", ".join(f"{count} by `{rule}`" for rule, count in choice.rejected.items())
     nearest = nearest_miss(choice.weighed)
@@ -60,7 +59,7 @@ def no_plan(facts: Facts, policy: Policy, pins: Pins, choice: Choice) -> NoPlanE
         kinds += f"; where possible also with {', '.join(dict.fromkeys(away))}"
     near = _nearest_spreads(choice) if choice.total > _MANY_PLANS else ()
     tried = _Tried(policy, near)
-    changes = list(islice(_changes(facts, tried, pins, choice.weighed), _CHANGES_SHOWN))
+    changes = list(islice(_changes(facts, tried, partial, choice.weighed), _CHANGES_SHOWN))
     device, high = facts.cluster.device, nearest.estimate.peak_high_bytes
     if slack_decides(high, device, policy):
         least = format_gib(without_slack(high, device))
@@ -76,33 +75,33 @@ def no_plan(facts: Facts, policy: Policy, pins: Pins, choice: Choice) -> NoPlanE
 
 
 def _changes(
-    facts: Facts, tried: _Tried, pins: Pins, weighed: Sequence[Candidate]
+    facts: Facts, tried: _Tried, partial: PartialPlan, weighed: Sequence[Candidate]
 ) -> Iterator[str]:
     """Changes that make something fit, cheapest first, each tried."""
-    for key, setting in pins.items():
-        others = {name: kept for name, kept in pins.items() if name != key}
+    for key in partial.fixed:
         whole = _Tried(tried.policy, ())
-        yield from _verified(f"leave `{key}={setting}` open", facts, whole, others)
+        change = f"leave `{partial.only(key)}` open"
+        yield from _verified(change, facts, whole, partial.leaving(key))
     if facts.workload.precision == "fp32" and Numerics.BF16 in facts.model.numerics:
         changed = _with(facts, workload=facts.workload.model_copy(update={"precision": "bf16"}))
-        yield from _verified("compute in bf16 (`--precision bf16`)", changed, tried, pins)
+        yield from _verified("compute in bf16 (`--precision bf16`)", changed, tried, partial)
     if facts.workload.optimizer.whole_because:
         workload = facts.workload.model_copy(update={"optimizer": OPTIMIZERS["adamw"]})
         name = facts.workload.optimizer.name
         words = f"step with AdamW, which can be sharded, in place of {name}"
-        yield from _verified(words, _with(facts, workload=workload), tried, pins)
-    yield from _smaller_states(facts, tried, pins)
-    yield from _smaller_loss(facts, tried, pins)
-    yield from _adapters(facts, tried, pins)
+        yield from _verified(words, _with(facts, workload=workload), tried, partial)
+    yield from _smaller_states(facts, tried, partial)
+    yield from _smaller_loss(facts, tried, partial)
+    yield from _adapters(facts, tried, partial)
     # Where nothing but main memory is in the way, that is said before anything larger.
-    yield from _main_memory(facts, tried, pins)
-    yield from _disk(facts, tried, pins)
-    yield from _more_devices(facts, tried, pins)
-    yield from _more_memory(facts, tried, pins, weighed)
-    yield from _shorter_sequences(facts, tried, pins)
+    yield from _main_memory(facts, tried, partial)
+    yield from _disk(facts, tried, partial)
+    yield from _more_devices(facts, tried, partial)
+    yield from _more_memory(facts, tried, partial, weighed)
+    yield from _shorter_sequences(facts, tried, partial)
 
 
-def _more_devices(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
+def _more_devices(facts: Facts, tried: _Tried, partial: PartialPlan) -> Iterator[str]:
     """The first multiple of nodes (or of devices, where nothing is known of a network) that is
     enough; the batch grows where it must, to divide."""
     cluster, batch = facts.cluster, facts.workload.global_batch_size
@@ -122,14 +121,14 @@ def _more_devices(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
         workload = facts.workload.model_copy(update={"global_batch_size": wanted})
         changed = Facts(model=facts.model, cluster=larger, workload=workload, stack=facts.stack)
         grows = f" and a global batch of {wanted}" if wanted != batch else ""
-        found = list(_verified(f"take {count} {name}{grows}", changed, tried, pins))
+        found = list(_verified(f"take {count} {name}{grows}", changed, tried, partial))
         if found:
             yield from found
             return
 
 
 def _more_memory(
-    facts: Facts, tried: _Tried, pins: Pins, weighed: Sequence[Candidate]
+    facts: Facts, tried: _Tried, partial: PartialPlan, weighed: Sequence[Candidate]
 ) -> Iterator[str]:
     """Devices with as much memory as the smallest plan needs that keeps its states on them."""
     peaks = [c.estimate.peak_high_bytes for c in weighed if c.plan.offload is Offload.NONE]
@@ -137,16 +136,18 @@ def _more_memory(
         return
     needed = min(peaks) / (1 - tried.policy.headroom_fraction) * _ROUNDED_UP
     changed = varied(facts, Lever.MEMORY, needed)
-    yield from _verified(f"take devices with {format_gib(needed)} of memory", changed, tried, pins)
+    yield from _verified(
+        f"take devices with {format_gib(needed)} of memory", changed, tried, partial
+    )
 
 
-def _main_memory(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
+def _main_memory(facts: Facts, tried: _Tried, partial: PartialPlan) -> Iterator[str]:
     """Nodes whose main memory holds the states, where that is all that is in the way."""
-    if "offload" in pins or facts.cluster.device.kind == "cpu":
+    if partial.fixes("offload") or facts.cluster.device.kind == "cpu":
         return
     roomy = Quantity(value=_ENDLESS_BYTES, source=Source.ASSUMED)
     endless = facts.cluster.model_copy(update={"host_memory_bytes": roomy})
-    found = tried.winner(_with(facts, cluster=endless), pins)
+    found = tried.winner(_with(facts, cluster=endless), partial)
     if found is None or not found.estimate.host_bytes:
         return
     needed = host_bytes_per_node(found.estimate, facts.cluster)
@@ -154,49 +155,49 @@ def _main_memory(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
     memory = Quantity(value=needed, source=Source.ASSUMED)
     larger = facts.cluster.model_copy(update={"host_memory_bytes": memory})
     change = f"take nodes with {format_gib(needed)} of main memory"
-    yield from _verified(change, _with(facts, cluster=larger), tried, pins)
+    yield from _verified(change, _with(facts, cluster=larger), tried, partial)
 
 
-def _disk(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
+def _disk(facts: Facts, tried: _Tried, partial: PartialPlan) -> Iterator[str]:
     """Files, where nothing is known of a disk."""
-    if {"offload", "offload_to"} & set(pins) or facts.cluster.disk_write_bytes_per_s is not None:
+    if partial.fixes("offload", "offload_to") or facts.cluster.disk_write_bytes_per_s is not None:
         return
     cluster = with_disk(facts.cluster)
     written, read = disk_bytes_per_s(cluster)
     rates = f"{format_bandwidth(written.value)} written, {format_bandwidth(read.value)} read"
     change = f"keep states in files on a disk of {rates} (`advise probe --disk FOLDER` times one)"
-    wanted = {**pins, "offload_to": OffloadTo.DISK.value} if tried.near else pins
+    wanted = partial.fixing(offload_to=OffloadTo.DISK) if tried.near else partial
     yield from _verified(change, _with(facts, cluster=cluster), tried, wanted)
 
 
-def _smaller_states(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
+def _smaller_states(facts: Facts, tried: _Tried, partial: PartialPlan) -> Iterator[str]:
     """The same optimizer with states of 8 bits, where its states are of 32."""
     changed = with_8_bit_states(facts)
     if changed is not None:
-        yield from _verified("step with 8-bit AdamW", changed, tried, pins)
+        yield from _verified("step with 8-bit AdamW", changed, tried, partial)
 
 
-def _smaller_loss(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
+def _smaller_loss(facts: Facts, tried: _Tried, partial: PartialPlan) -> Iterator[str]:
     """A loss over a part of the tokens at a time."""
     changed = with_chunked_loss(facts)
     if changed is not None:
         words = f"take the loss in {LOSS_CHUNKS} chunks of the tokens (in your own code)"
-        yield from _verified(words, changed, tried, pins)
+        yield from _verified(words, changed, tried, partial)
 
 
-def _adapters(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
+def _adapters(facts: Facts, tried: _Tried, partial: PartialPlan) -> Iterator[str]:
     """Adapters that learn beside a frozen base: in 16 bits, in 4 where that is still too much."""
     for words, changed in (("16 bits (LoRA)", lora(facts)), ("4 bits (QLoRA)", qlora(facts))):
         if changed is None:
             continue
         change = f"train adapters of rank {RANK} alone, the base frozen in {words}, priced only"
-        found = list(_verified(change, changed, tried, pins))
+        found = list(_verified(change, changed, tried, partial))
         if found:
             yield from found
             return
 
 
-def _shorter_sequences(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
+def _shorter_sequences(facts: Facts, tried: _Tried, partial: PartialPlan) -> Iterator[str]:
     """Half as long, a quarter ..., where the model can be counted at other lengths."""
     try:
         length = int(value(facts, Lever.SEQUENCE)) // 2
@@ -204,7 +205,7 @@ def _shorter_sequences(facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]
         return
     while length >= TOKENS_STEP:
         changed = varied(facts, Lever.SEQUENCE, length)
-        found = list(_verified(f"cut sequences to {length} tokens", changed, tried, pins))
+        found = list(_verified(f"cut sequences to {length} tokens", changed, tried, partial))
         if found:
             yield from found
             return
@@ -219,19 +220,19 @@ class _Tried:
     policy: Policy
     near: tuple[Plan, ...]
 
-    def winner(self, facts: Facts, pins: Pins) -> Candidate | None:
+    def winner(self, facts: Facts, partial: PartialPlan) -> Candidate | None:
         """What is taken for other facts; None where nothing fits.
 
         Raises:
             InputError: no plan is legal.
         """
         if not self.near:
-            return decide(facts, policy=self.policy, pins=pins).winner
+            return decide(facts, policy=self.policy, partial=partial).winner
         kept, found = Kept(CostModel(facts)), []
-        tried: list[dict[str, Any]] = []
+        tried: list[PartialPlan] = []
         for plan in self.near:
-            wanted = dict(pins) | _spread_as(plan, facts.cluster.world_size)
-            if (each := {**wanted, "offload": plan.offload}) in tried:
+            wanted = partial.fixing(**_spread_as(plan, facts.cluster.world_size))
+            if (each := wanted.fixing(offload=plan.offload)) in tried:
                 continue
             tried.append(each)
             search = searched(kept, wanted, self.policy, offload=plan.offload)
@@ -263,10 +264,10 @@ def _spread_as(plan: Plan, devices: int) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in axes}
 
 
-def _verified(change: str, facts: Facts, tried: _Tried, pins: Pins) -> Iterator[str]:
+def _verified(change: str, facts: Facts, tried: _Tried, partial: PartialPlan) -> Iterator[str]:
     """`change` with the plan that is then taken; nothing where none fits or is legal."""
     try:
-        found = tried.winner(facts, pins)
+        found = tried.winner(facts, partial)
     except InputError:
         return
     if found is not None:

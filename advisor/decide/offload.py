@@ -24,8 +24,7 @@ from advisor.cost.ledger import disk_bytes_per_s
 from advisor.decide.comparison import nearest_miss, title
 from advisor.inputs.facts import Facts
 from advisor.search.ranking import Candidate, fits_device
-from advisor.search.space import Pins
-from engines.plan import Offload, OffloadTo, Plan
+from engines.plan import Offload, OffloadTo, PartialPlan, Plan
 from profiles.machine.cluster import ClusterProfile
 from profiles.provenance import Quantity, Source
 from profiles.units import format_gib, format_percent, format_seconds
@@ -46,17 +45,17 @@ class Attempt:
     kinds: tuple[Offload, ...]
     to: OffloadTo
 
-    def pins(self, pins: Pins) -> Pins:
+    def partial(self, partial: PartialPlan) -> PartialPlan:
         """Those of the search for it."""
-        return pins if self.to is OffloadTo.HOST else {**pins, "offload_to": self.to.value}
+        return partial if self.to is OffloadTo.HOST else partial.fixing(offload_to=self.to)
 
 
 ATTEMPTS = tuple(Attempt(kinds, to) for to in OffloadTo for kinds in (_ONE, _BOTH))
 
 
-def attempts(facts: Facts, pins: Pins) -> Iterator[Attempt]:
-    """Those that may be made here; none where `pins` say what leaves."""
-    if "offload" in pins:
+def attempts(facts: Facts, partial: PartialPlan) -> Iterator[Attempt]:
+    """Those that may be made here; none where `partial` says what leaves."""
+    if partial.fixes("offload"):
         return
     cluster = facts.cluster
     for attempt in ATTEMPTS:
@@ -64,7 +63,7 @@ def attempts(facts: Facts, pins: Pins) -> Iterator[Attempt]:
             # A CPU rank's device memory is the host's already.
             is_open = cluster.device.kind != "cpu"
         else:
-            is_open = cluster.disk_write_bytes_per_s is not None and "offload_to" not in pins
+            is_open = cluster.disk_write_bytes_per_s is not None and not partial.fixes("offload_to")
         if is_open:
             yield attempt
 

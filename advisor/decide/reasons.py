@@ -14,9 +14,8 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.legal import one_sample_bytes
 from advisor.search.ranking import Candidate, fastest_first
-from advisor.search.space import Pins
 from engines.legality import numerics
-from engines.plan import DataParallel, Recompute
+from engines.plan import DataParallel, PartialPlan, Recompute
 from profiles.model.profile import Numerics
 from profiles.units import format_gib, format_percent, format_seconds
 from profiles.workload.optimizers import upkeep
@@ -33,7 +32,7 @@ def reasons(
     costs: CostModel,
     policy: Policy,
     trace: Trace,
-    pins: Pins,
+    partial: PartialPlan,
     second: Alternative | None,
     weighed: Sequence[Candidate] = (),
 ) -> Iterator[str]:
@@ -49,7 +48,7 @@ def reasons(
     yield from offload.reason(winner, weighed)
     for step in trace.steps[1:]:
         yield f"{step.question} {_capitalised(step.answer)}: {step.because}"
-    yield _leaf_reason(winner, policy, trace, pins)
+    yield _leaf_reason(winner, policy, trace, partial)
     yield from _stages_reason(winner)
     yield from _split_reason(winner, facts)
     if not gradient_comm.is_usual(winner.plan):
@@ -96,7 +95,7 @@ def _states_reason(winner: Candidate, facts: Facts, policy: Policy) -> str:
     return sentence
 
 
-def _leaf_reason(winner: Candidate, policy: Policy, trace: Trace, pins: Pins) -> str:
+def _leaf_reason(winner: Candidate, policy: Policy, trace: Trace, partial: PartialPlan) -> str:
     advice = f"The tree says: {trace.advice}"
     if trace.not_weighed:
         advice += f" (not weighed yet: {', '.join(trace.not_weighed)})"
@@ -106,7 +105,7 @@ def _leaf_reason(winner: Candidate, policy: Policy, trace: Trace, pins: Pins) ->
     if not in_leaf(winner.plan, trace):
         if not winner.plan.updates_in_step:
             return f"{advice}; that ranks update apart from each other was allowed"
-        if pins:
+        if partial.fixes():
             return f"{advice}; of what you left open, nothing that it names can be taken"
         return f"{advice}; of the families that are weighed, none of these fits here"
     return advice

@@ -11,7 +11,7 @@ from advisor.decide.tree import EDGES, LEAVES, NOT_WEIGHED, QUESTIONS, ROOT, Tra
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.search.ranking import Candidate, weigh
-from engines.plan import DataParallel, Recompute
+from engines.plan import DataParallel, PartialPlan, Recompute
 from profiles.machine.cluster import ClusterProfile, Collective, Link
 from profiles.model.profile import UnitProfile
 from profiles.provenance import Source
@@ -22,7 +22,7 @@ from profiles.workload.optimizers import upkeep
 def walk(costs: CostModel, policy: Policy) -> Trace:
     """The path of these facts.
 
-    No pins are kept: the questions are about the model and the machines, not about what a user
+    No partial are kept: the questions are about the model and the machines, not about what a user
     fixed.
     """
     situation = _Situation(costs, policy)
@@ -64,13 +64,13 @@ class _Situation:
         questions are not about the batch.
         """
         facts = self.facts
-        pins = {"pp": 1, "cp": 1, "tp": 1, "data_parallel": kind}
-        plans = legal_plans(facts, pins, costs=self.costs)
+        partial = PartialPlan(pp=1, cp=1, tp=1, data_parallel=kind)
+        plans = legal_plans(facts, partial, costs=self.costs)
         if not plans:
             world = facts.cluster.world_size
             workload = facts.workload.model_copy(update={"global_batch_size": world})
             other = facts.model_copy(update={"workload": workload})
-            plans = legal_plans(other, pins, costs=self.costs.beside(other))
+            plans = legal_plans(other, partial, costs=self.costs.beside(other))
         return weigh(plans, self.costs, self.policy)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+from engines.plan import PartialPlan
 from profiles.errors import InputError, PlanError
 from profiles.workload.stack import COMPILED, TORCH, Loss, Selective, Stack, stack_named, stacks
 from profiles.workload.stack import compiled as compiled
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 OF_ENGINES = (TORCH.name, COMPILED)
 """Stacks that `engines` run."""
-_Settings = Mapping[str, Any]
 Styles = tuple[tuple[str, str], ...]
 
 
@@ -70,21 +70,21 @@ def styles_under(stack: Stack, styles: Styles) -> Styles:
     return (*styles, *by_tokens, *((path, "joined") for path in columns))
 
 
-def with_stack(pins: _Settings, stack: Stack) -> _Settings:
+def with_stack(partial: PartialPlan, stack: Stack) -> PartialPlan:
     """Settings of a plan, with those that the stack asks our engines for.
 
     Raises:
-        PlanError: `pins` say otherwise.
+        PlanError: `partial` says otherwise.
     """
     if not is_of_engines(stack) or not stack.compiled:
-        return pins
-    if not pins.get("compile", True):
+        return partial
+    if partial.compile is False:
         raise PlanError(
             f"compile=false is not the stack `{stack.name}`, whose blocks are compiled",
             where="plan: compile=false",
             hints=["leave `compile=false` out, or the stack"],
         )
-    return {**pins, "compile": True}
+    return partial.fixing(compile=True)
 
 
 def changes(stack: Stack) -> Iterator[str]:

@@ -200,7 +200,7 @@ def _computing(decision: Decision) -> Iterator[Basis]:
 def _asked(decision: Decision) -> Iterator[Basis]:
     """The work, apart by who said it."""
     workload, tokens = decision.facts.workload, decision.facts.tokens_per_sample
-    given = {*workload.given, *decision.pins}
+    given = {*workload.given, *decision.partial}
     words = {
         "global_batch_size": f"global batch {workload.global_batch_size}",
         "tokens_per_sample": f"{tokens} tokens a sample" if tokens else "",
@@ -219,7 +219,7 @@ def _asked(decision: Decision) -> Iterator[Basis]:
         yield Basis(what=", ".join(said), source=source)
     kept = " ".join(
         f"{key}={value}"
-        for key, value in decision.pins.items()
+        for key, value in decision.partial.fixed.items()
         if key not in Plan.model_fields or value != Plan.model_fields[key].default
     )
     if kept:

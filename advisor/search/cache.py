@@ -11,8 +11,8 @@ from advisor.cost.memory import shard_degree
 from advisor.inputs.facts import Facts
 from advisor.search.legal import Styles, is_too_long, space_of, styles_of
 from advisor.search.microbatch import Crossing, Microbatch, crossing_of, microbatch
-from advisor.search.space import Pins, Space
-from engines.plan import Offload, Plan
+from advisor.search.space import Space
+from engines.plan import Offload, PartialPlan, Plan
 from profiles.machine.cluster import Collective
 from profiles.model.profile import Numerics
 
@@ -60,24 +60,29 @@ class Kept:
             self._compiled = Kept(costs)
         return self._compiled
 
-    def is_too_long(self, pins: Pins, styles: Styles | None) -> bool:
+    def is_too_long(self, partial: PartialPlan, styles: Styles | None) -> bool:
         """See `advisor.search.legal.is_too_long`; `styles` by default what the profile tells."""
         split = styles or self._styles_of
-        return is_too_long(self.costs.facts, pins, split, costs=self.costs)
+        return is_too_long(self.costs.facts, partial, split, costs=self.costs)
 
     def space(
-        self, pins: Pins, *, offload: Offload, styles: Styles | None, is_long: bool | None = None
+        self,
+        partial: PartialPlan,
+        *,
+        offload: Offload,
+        styles: Styles | None,
+        is_long: bool | None = None,
     ) -> Space:
         """See `advisor.search.legal.space_of`; `styles` by default what the profile tells."""
         facts = self.costs.facts
         if is_long is None:
-            is_long = "cp" not in pins and self.is_too_long(pins, styles)
+            is_long = not partial.fixes("cp") and self.is_too_long(partial, styles)
         batch = facts.workload.global_batch_size
-        key = (offload, batch, is_long, tuple(sorted(pins.items())))
+        key = (offload, batch, is_long, partial)
         if styles is None and key in self._spaces:
             return self._spaces[key]
         split = styles or self._styles_of
-        space = space_of(facts, pins, styles=split, offload=offload, is_long=is_long)
+        space = space_of(facts, partial, styles=split, offload=offload, is_long=is_long)
         if styles is None:
             self._spaces[key] = space
         return space

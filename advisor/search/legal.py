@@ -24,7 +24,6 @@ from advisor.search.space import (
     RECOMPUTES,
     SCHEDULES,
     Integers,
-    Pins,
     Space,
     divisors,
     factors,
@@ -33,7 +32,7 @@ from advisor.search.space import (
 from engines.legality import problems
 from engines.legality.experts import experts
 from engines.legality.pipeline import pipeline, schedule_problems
-from engines.plan import DataParallel, Offload, Plan, Precision, Recompute, Schedule
+from engines.plan import DataParallel, Offload, PartialPlan, Plan, Precision, Recompute, Schedule
 from engines.tensor.rules import proposed_styles
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.flow import GLUE, LOSS
@@ -59,14 +58,14 @@ class Shape:
 
 def space_of(
     facts: Facts,
-    pins: Pins,
+    partial: PartialPlan,
     *,
     styles: Styles,
     offload: Offload = Offload.NONE,
     costs: CostModel | None = None,
     is_long: bool | None = None,
 ) -> Space:
-    """Every legal plan that keeps `pins`, simpler degrees and kinds first.
+    """Every legal plan that keeps `partial`, simpler degrees and kinds first.
 
     Sequences are sharded (cp) where one is too long for a device, or a pin says so: elsewhere
     replicas do the same work and send no keys and values. `is_long`: the answer of `is_too_long`,
@@ -75,11 +74,11 @@ def space_of(
     Precision is the workload's and never searched; states go to the host only where `offload` or a
     pin says so.
     """
-    offload = Offload(pins.get("offload", offload))
+    offload = partial.offload or offload
     costs = costs or CostModel(facts)
     if is_long is None:
-        is_long = is_too_long(facts, pins, styles, costs=costs)
-    return _Builder(facts, pins, styles, offload, is_long).space()
+        is_long = is_too_long(facts, partial, styles, costs=costs)
+    return _Builder(facts, partial, styles, offload, is_long).space()
 
 
 def styles_of(facts: Facts) -> Styles:
@@ -111,13 +110,13 @@ def shapes(world: int) -> Iterator[Shape]:
         yield Shape(DataParallel.HYBRID_SHARD, world // shard, shard)
 
 
-def precision_of(facts: Facts, pins: Pins) -> Precision:
-    """Of all plans that keep `pins`."""
-    return Precision(pins.get("precision", facts.precision))
+def precision_of(facts: Facts, partial: PartialPlan) -> Precision:
+    """Of all plans that keep `partial`."""
+    return partial.precision or facts.precision
 
 
 def is_too_long(
-    facts: Facts, pins: Pins, styles: Styles, *, costs: CostModel | None = None
+    facts: Facts, partial: PartialPlan, styles: Styles, *, costs: CostModel | None = None
 ) -> bool:
     """Whether a device cannot train on one sample with the model sharded over all and recomputed,
     nor where the devices of a node split its layers, nor where as many ranks as can share the
@@ -127,11 +126,11 @@ def is_too_long(
     """
     if not facts.model.tokens_per_sample:
         return False
-    usable, precision = Policy().usable_bytes(facts.cluster.device), precision_of(facts, pins)
-    node, most = facts.cluster.devices_per_node, max(expert_degrees(facts, pins))
-    degrees = {(1, 1, ()), (1, most, ())}
-    wanted = pins.get("tp", node)
-    if node > 1 and wanted == node and (split := pins.get("tensor_styles") or styles(node)):
+    usable, precision = Policy().usable_bytes(facts.cluster.device), precision_of(facts, partial)
+    node, most = facts.cluster.devices_per_node, max(expert_degrees(facts, partial))
+    degrees: set[tuple[int, int, tuple[tuple[str, str], ...]]] = {(1, 1, ()), (1, most, ())}
+    wanted = partial.tp or node
+    if node > 1 and wanted == node and (split := partial.tensor_styles or styles(node)):
         degrees.add((node, 1, tuple(split)))
     costs = costs or CostModel(facts)
     return all(
@@ -165,40 +164,27 @@ def one_sample_bytes(
     return (costs or CostModel(facts)).estimate(plan).peak_high_bytes
 
 
-def expert_degrees(facts: Facts, pins: Pins) -> list[int]:
+def expert_degrees(facts: Facts, partial: PartialPlan) -> list[int]:
     """Over how many ranks experts may be shared, if a pin does not say so: every number that
     divides both them and the devices."""
     counts = {count for unit in facts.model.blocks() for count in unit.experts}
-    if "ep" in pins or not counts:
-        return [int(pins.get("ep", 1))]
+    if partial.fixes("ep") or not counts:
+        return [partial.ep or 1]
     return divisors(gcd(facts.cluster.world_size, *counts))
-
-
-def kinds(pins: Pins) -> tuple[DataParallel, ...] | None:
-    """The data-parallel kinds that `pins` leave; None for all of them."""
-    if "data_parallel" in pins:
-        return (DataParallel(pins["data_parallel"]),)
-    if "zero" not in pins:
-        return None
-    return {
-        0: (DataParallel.NONE, DataParallel.REPLICATE),
-        1: (DataParallel.ZERO1,),
-        2: (DataParallel.ZERO2,),
-        3: (DataParallel.FULL_SHARD, DataParallel.HYBRID_SHARD),
-    }.get(int(pins["zero"]), ())
 
 
 class _Builder:
     """Writes the columns, block by block."""
 
     def __init__(
-        self, facts: Facts, pins: Pins, styles: Styles, offload: Offload, is_long: bool
+        self, facts: Facts, partial: PartialPlan, styles: Styles, offload: Offload, is_long: bool
     ) -> None:
         self._facts = facts
-        self._shards_tokens = "cp" in pins or is_long
-        self._pins = pins
+        self._shards_tokens = partial.fixes("cp") or is_long
+        self._partial = partial
+        self._carried = partial.only(*_CARRIED)
         self._offload = offload
-        self._precision = precision_of(facts, pins)
+        self._precision = precision_of(facts, partial)
         self._styles_of = styles
         self._styles: dict[int, tuple[tuple[str, str], ...]] = {1: ()}
         self._legal: dict[tuple[object, ...], bool] = {}
@@ -214,7 +200,7 @@ class _Builder:
             precision=self._precision,
             styles=self._styles,
             pieces=tuple(self._pieces) if columns["pp"].max(initial=1) > 1 else (),
-            carried={key: self._pins[key] for key in _CARRIED if key in self._pins},
+            carried=self._carried,
         )
 
     def _blocks(self) -> Iterator[Integers]:
@@ -236,8 +222,7 @@ class _Builder:
     def _model_degrees(self) -> Iterator[tuple[int, int, int, int]]:
         """(pp, tp, cp, ranks left for data), the model in one piece first."""
         world = self._facts.cluster.world_size
-        beside = int(self._pins.get("servers", 0)) + int(self._pins.get("backup_workers", 0))
-        world -= beside
+        world -= self._partial.extra_ranks
         if world < 1:
             return
         for pp in self._pinned("pp", divisors(world)):
@@ -256,23 +241,23 @@ class _Builder:
         if self._shards_tokens:
             return divisors(rest)
         batch = self._facts.workload.global_batch_size
-        if "ep" not in self._pins or not self._facts.model.tokens_per_sample:
+        if not self._partial.fixes("ep") or not self._facts.model.tokens_per_sample:
             return [1]
         return [next(n for n in divisors(rest) if batch % (rest // n) == 0)]
 
     def _goes_with_experts(self, pp: int, tp: int) -> bool:
         """Whether a model that is cut so may share its experts, whatever the other degrees are."""
-        plan = Plan.model_construct(pp=pp, tp=tp, ep=int(self._pins.get("ep", 1)))
+        plan = Plan.model_construct(pp=pp, tp=tp, ep=self._partial.ep or 1)
         found = experts(plan, self._facts.model, self._facts.cluster)
         return not any(problem.rule == "experts-with-model-axes" for problem in found)
 
     def _pinned(self, axis: str, degrees: list[int]) -> list[int]:
-        wanted = self._pins.get(axis)
+        wanted: int | None = getattr(self._partial, axis)
         return [n for n in degrees if wanted is None or n == wanted]
 
     def _splits(self, tp: int) -> bool:
         if tp not in self._styles:
-            pinned = self._pins.get("tensor_styles")
+            pinned = self._partial.tensor_styles
             self._styles[tp] = tuple(pinned) if pinned else self._styles_of(tp)
         return bool(self._styles[tp])
 
@@ -281,15 +266,15 @@ class _Builder:
         return pieces(self._facts.model, self._facts.cluster) if self._facts.model.has_loss else []
 
     def _shapes(self, rest: int, cp: int) -> Iterator[Shape]:
-        pins, wanted = self._pins, kinds(self._pins)
+        partial, wanted = self._partial, self._partial.kinds
         # Slower than DDP in every part, so nobody looks for it unasked; priced where it is named.
         threads = [Shape(DataParallel.THREADS, rest, 1)] if rest > 1 and wanted else []
         for shape in (*shapes(rest), *threads):
             if wanted is not None and shape.kind not in wanted:
                 continue
-            if pins.get("dp_replicate", shape.replicate) != shape.replicate:
+            if partial.dp_replicate not in (None, shape.replicate):
                 continue
-            if pins.get("dp_shard", shape.shard) != shape.shard:
+            if partial.dp_shard not in (None, shape.shard):
                 continue
             # One device shards nothing; only offload or the user's word makes it FSDP. Ranks of cp
             # share in what is sharded: of one replica as ZeRO-3 does it, the least memory.
@@ -300,8 +285,8 @@ class _Builder:
             yield shape
 
     def _recomputes(self) -> tuple[Recompute, ...]:
-        if "recompute" in self._pins:
-            return (Recompute(self._pins["recompute"]),)
+        if self._partial.recompute is not None:
+            return (self._partial.recompute,)
         return RECOMPUTES if any(self._facts.model.blocks()) else (Recompute.NONE,)
 
     def _is_legal(self, pp: int, tp: int, cp: int, shape: Shape, recompute: Recompute) -> bool:
@@ -309,7 +294,7 @@ class _Builder:
         whether they are 1, whether cp cuts a sequence evenly, and over how many ranks the shards of
         HSDP reach."""
         reach = shape.shard * cp * tp if shape.kind is DataParallel.HYBRID_SHARD else 0
-        data = shape.replicate * shape.shard if "ep" in self._pins else 0
+        data = shape.replicate * shape.shard if self._partial.fixes("ep") else 0
         key = (pp > 1, tp > 1, cp, shape.kind, reach, data, recompute)
         if key not in self._legal:
             plan = self._representative(pp, tp, cp, shape, recompute)
@@ -325,15 +310,14 @@ class _Builder:
         staged: dict[str, Any] = {}
         if pp > 1:
             staged = {"schedule": Schedule.GPIPE, "stages": tuple(self._pieces[1:pp])}
-        elif "schedule" in self._pins or "stages" in self._pins:
-            staged = {key: self._pins[key] for key in ("schedule", "stages") if key in self._pins}
-        elif tp == 1 and "tensor_styles" in self._pins:
-            staged = {"tensor_styles": self._pins["tensor_styles"]}
-        carried = {key: self._pins[key] for key in _CARRIED if key in self._pins}
+        elif self._partial.fixes("schedule", "stages"):
+            staged = self._partial.only("schedule", "stages").fixed
+        elif tp == 1 and self._partial.fixes("tensor_styles"):
+            staged = {"tensor_styles": self._partial.tensor_styles}
         return Plan.build(
             {
                 "tensor_styles": self._styles[tp],
-                **carried,
+                **self._carried.fixed,
                 **staged,
                 "pp": pp,
                 "tp": tp,
@@ -367,9 +351,9 @@ class _Builder:
     def _cuts_of(self, pp: int, local: int) -> Integers:
         key = (pp > 1, local)
         if key not in self._cuts:
-            pins = self._pins
-            rounds = pins.get("microbatches", None if pp > 1 else 1)
-            wanted = (pins.get("microbatch_size"), rounds, pins.get("accumulation"))
+            partial = self._partial
+            rounds = partial.microbatches or (None if pp > 1 else 1)
+            wanted = (partial.microbatch_size, rounds, partial.accumulation)
             found = [
                 way
                 for way in factors(local)
@@ -379,14 +363,14 @@ class _Builder:
         return self._cuts[key]
 
     def _schedules(self) -> tuple[Schedule, ...]:
-        if "schedule" in self._pins:
-            return (Schedule(self._pins["schedule"]),)
+        if self._partial.schedule is not None:
+            return (self._partial.schedule,)
         return tuple(Schedule)
 
     def _per_rank(self, schedule: Schedule, pp: int) -> list[int]:
-        if "stages" not in self._pins:
+        if self._partial.stages is None:
             return list(stages_per_rank(schedule, pp, len(self._pieces)))
-        stages = tuple(self._pins["stages"])
+        stages = self._partial.stages
         plan = Plan(pp=pp, schedule=schedule, stages=stages, microbatches=pp)
         found = list(pipeline(plan, self._facts.model, self._facts.cluster))
         return [] if found else [(len(stages) + 1) // pp]
@@ -396,7 +380,7 @@ class _Builder:
 
         The naive one is GPipe of one microbatch: unless it is asked for, that is where it counts.
         """
-        is_open = "schedule" not in self._pins
+        is_open = not self._partial.fixes("schedule")
         if is_open and (schedule is Schedule.NAIVE) != (microbatches == 1):
             return False
         key = (schedule, pp, microbatches)

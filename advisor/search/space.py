@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +20,13 @@ from engines.plan import (
     DataParallel,
     Offload,
     OffloadTo,
+    PartialPlan,
     Plan,
     Precision,
     Recompute,
     Schedule,
     Updates,
 )
-
-Pins = Mapping[str, Any]
-"""Settings that a search must keep, as `engines.plan.parse_settings` returns them."""
 
 Integers = NDArray[np.int64]
 
@@ -101,7 +98,7 @@ class Space:
     precision: Precision
     styles: Mapping[int, tuple[tuple[str, str], ...]]
     pieces: tuple[str, ...]
-    carried: Pins
+    carried: PartialPlan
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -114,17 +111,17 @@ class Space:
     @property
     def updates(self) -> Updates:
         """Of all rows."""
-        return Updates(self.carried.get("updates", Updates.SYNCHRONOUS))
+        return self.carried.updates or Updates.SYNCHRONOUS
 
     @property
     def updates_in_step(self) -> bool:
         """Whether the replicas of all rows exchange gradients in every step."""
-        return self.updates is Updates.SYNCHRONOUS and not self.carried.get("servers", 0)
+        return self.updates is Updates.SYNCHRONOUS and not self.carried.servers
 
     @property
     def offload_to(self) -> OffloadTo:
         """Where what `offload` names goes, of all rows."""
-        return OffloadTo(self.carried.get("offload_to", OffloadTo.HOST))
+        return self.carried.offload_to or OffloadTo.HOST
 
     @property
     def is_to_disk(self) -> bool:
@@ -133,7 +130,7 @@ class Space:
     @property
     def ep(self) -> int:
         """Of all rows."""
-        return int(self.carried.get("ep", 1))
+        return self.carried.ep or 1
 
     def part(self, rows: Integers) -> Space:
         """Those rows alone."""
@@ -156,9 +153,9 @@ class Space:
             recompute=RECOMPUTES[self.recompute[index]],
             offload=self.offload,
             updates=self.updates,
-            sync_every=int(self.carried.get("sync_every", 1)),
-            servers=int(self.carried.get("servers", 0)),
-            backup_workers=int(self.carried.get("backup_workers", 0)),
+            sync_every=self.carried.sync_every or 1,
+            servers=self.carried.servers or 0,
+            backup_workers=self.carried.backup_workers or 0,
             ep=self.ep,
         )
 
@@ -167,7 +164,7 @@ class Space:
         row = self.row(index)
         return Plan.build(
             {
-                **self.carried,
+                **self.carried.fixed,
                 "pp": row.pp,
                 "tp": row.tp,
                 "cp": row.cp,

@@ -22,8 +22,8 @@ from advisor.inputs.policy import Policy
 from advisor.search.borders import Matrix, cut, spans
 from advisor.search.cache import Kept
 from advisor.search.pieces import Pieces, pieces_of
-from advisor.search.space import KINDS, SCHEDULES, Pins, Space
-from engines.plan import Plan, Schedule
+from advisor.search.space import KINDS, SCHEDULES, Space
+from engines.plan import PartialPlan, Plan, Schedule
 from profiles.machine.cluster import Collective
 
 # Ranks from each end of a pipeline that are asked for their peaks before all of them are.
@@ -48,11 +48,11 @@ class _Found:
 class Stages:
     """Finds borders, once for rows that share all that they depend on."""
 
-    def __init__(self, kept: Kept, pins: Pins, policy: Policy) -> None:
+    def __init__(self, kept: Kept, partial: PartialPlan, policy: Policy) -> None:
         costs = kept.costs
         self._kept = kept
         self._costs = costs
-        self._pinned = tuple(pins.get("stages", ()))
+        self._pinned = partial.stages or ()
         self._usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
         self._place = {unit.name: n for n, unit in enumerate(costs.facts.model.units)}
         self._found: dict[tuple[object, ...], _Found] = {}

@@ -38,7 +38,7 @@ def whole_time(columns: Columns) -> WholeTime:
     update = columns.optimizer_s()
     if not columns.space.updates_in_step:
         # What such ranks wait for is not bounded from below, nor what they leave to servers.
-        served = bool(columns.space.carried.get("servers", 0))
+        served = bool(columns.space.carried.servers)
         return WholeTime(compute, recompute, update * (not served), launch, 0.0 * compute)
     exposed, sent = _exposed_s(columns, busy)
     experts = columns.experts_s()

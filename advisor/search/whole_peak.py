@@ -124,7 +124,7 @@ class _Peaks:
         # Ranks that update by themselves keep the states of torch, whatever the stack does.
         self._stack = costs.stack if space.updates_in_step else TORCH
         # A worker's optimizer states are on servers.
-        self._kept_share = 0.0 if space.carried.get("servers", 0) else 1.0
+        self._kept_share = 0.0 if space.carried.servers else 1.0
         self._states: dict[tuple[int, ...], HeldStates] = {}
         self._keys = [space.tp, columns.shards, columns.sharded, self.kind]
         self.own = columns.each(self._keys, self._own_gradients)

@@ -22,8 +22,7 @@ from advisor.search.bounds import ROUNDING
 from advisor.search.cache import Kept
 from advisor.search.ranking import Candidate, simplicity
 from advisor.search.search import Search
-from advisor.search.space import Pins
-from engines.plan import Plan
+from engines.plan import PartialPlan, Plan
 from profiles.record import Record
 from profiles.units import format_gib, format_seconds
 
@@ -82,11 +81,11 @@ def front_of(
     facts: Facts,
     *,
     policy: Policy,
-    pins: Pins,
+    partial: PartialPlan,
     devices: Sequence[int] = (),
     price_per_device_hour: float | None = None,
 ) -> tuple[Point, ...]:
-    """The front of all plans that keep `pins`, on all devices and on these smaller numbers of them.
+    """The front of all plans that keep `partial`, on all devices and on smaller numbers of them.
 
     The global batch stays, so that every step does the same work; numbers of devices that allow no
     plan for it are left out.
@@ -94,7 +93,7 @@ def front_of(
     candidates: list[Candidate] = []
     for count in dict.fromkeys((facts.cluster.world_size, *devices)):
         part = on(facts, count)
-        candidates += _undominated(searched(Kept(CostModel(part)), pins, policy))
+        candidates += _undominated(searched(Kept(CostModel(part)), partial, policy))
     return front(candidates, price_per_device_hour=price_per_device_hour)
 
 

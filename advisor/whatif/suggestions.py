@@ -18,9 +18,9 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective
 from advisor.inputs.resize import devices_in_words, next_multiple, on
 from advisor.search.ranking import Candidate, beats, tie_limit_s, weigh
-from advisor.search.space import RECOMPUTES, Pins
+from advisor.search.space import RECOMPUTES
 from engines.legality import problems
-from engines.plan import Offload, Plan, Recompute
+from engines.plan import Offload, PartialPlan, Plan, Recompute
 from profiles.errors import InputError
 from profiles.units import format_count, format_seconds
 
@@ -49,14 +49,14 @@ def _precision(decision: Decision) -> Iterator[str]:
     said = precision.hint(facts)
     if said:
         yield said
-    is_named = "precision" in facts.workload.given or "precision" in decision.pins
+    is_named = "precision" in facts.workload.given or decision.partial.fixes("precision")
     if is_named or facts.workload.precision != "bf16" or facts.model.dtype != "float32":
         return
     workload = facts.workload.model_copy(update={"precision": "fp32"})
     words = "bf16 with fp32 masters, as no precision was named; "
     changed = facts.model_copy(update={"workload": workload})
     if decision.weighed > _MANY_ROWS:
-        winner = _winner(decision, changed, pins=_spread_as(decision))
+        winner = _winner(decision, changed, partial=_spread_as(decision))
         missing = "this way of spreading does not fit"
     else:
         winner, missing = _winner(decision, changed), "nothing fits"
@@ -77,7 +77,7 @@ def _another_batch(decision: Decision) -> Iterator[str]:
     wanted = next_multiple(batch, world)
     if wanted == batch or wanted >= 2 * batch:
         return  # twice the batch is another training
-    winner = _winner(decision, on(facts, world, batch=wanted), pins=_near(decision))
+    winner = _winner(decision, on(facts, world, batch=wanted), partial=_near(decision))
     if winner is None:
         return
     here, there = decision.estimate.samples_per_s, winner.estimate.samples_per_s
@@ -103,7 +103,7 @@ def _fewer_devices(decision: Decision) -> Iterator[str]:
             part = on(facts, count)
         except InputError:
             continue  # part of a node beside whole ones
-        winner = _winner(decision, part, pins=_near(decision))
+        winner = _winner(decision, part, partial=_near(decision))
         if winner is not None and winner.estimate.step_s <= limit_s:
             yield (
                 f"{devices_in_words(count)} of {world} would be enough:"
@@ -163,28 +163,31 @@ def _fastest_that_fits(
     return min(fitting, key=lambda c: c.estimate.step_s, default=None)
 
 
-def _spread_as(decision: Decision) -> Pins:
+def _spread_as(decision: Decision) -> PartialPlan:
     """The degrees of the plan that was taken; how its batch is cut stays open."""
     plan = decision.plan
     degrees = ("pp", "tp", "cp", "ep", "dp_replicate", "dp_shard", "data_parallel")
-    others = {key: value for key, value in decision.pins.items() if key != "zero"}
-    return others | {name: getattr(plan, name) for name in degrees}
+    taken = {name: getattr(plan, name) for name in degrees}
+    return decision.partial.leaving("zero").fixing(**taken)
 
 
-def _near(decision: Decision) -> Pins:
-    """The decision's own pins; where many plans were weighed, also how it cuts the model and what
-    it shards, so that a question beside it is answered in a fraction of the time."""
+def _near(decision: Decision) -> PartialPlan:
+    """The decision's own partial plan; where many plans were weighed, also how it cuts the model
+    and what it shards, so that another question is answered in a fraction of the time."""
     if decision.weighed <= _MANY_ROWS:
-        return decision.pins
+        return decision.partial
     same = ("pp", "tp", "cp", "ep", "data_parallel", "recompute")
-    return {name: getattr(decision.plan, name) for name in same} | decision.pins
+    taken = {name: getattr(decision.plan, name) for name in same}
+    return PartialPlan(**taken).fixing(**decision.partial.fixed)
 
 
-def _winner(decision: Decision, changed: Facts, *, pins: Pins | None = None) -> Candidate | None:
+def _winner(
+    decision: Decision, changed: Facts, *, partial: PartialPlan | None = None
+) -> Candidate | None:
     """What would be taken for other facts; None where nothing fits or is legal."""
-    pins = decision.pins if pins is None else pins
+    partial = decision.partial if partial is None else partial
     try:
-        return decide(changed, policy=decision.policy, pins=pins).winner
+        return decide(changed, policy=decision.policy, partial=partial).winner
     except InputError:
         return None
 

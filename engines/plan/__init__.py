@@ -1,9 +1,10 @@
 """The plan: a value that says how a model is spread, and its settings in words and in JSON.
 
-Lives here: `Plan`, its choices (`settings`) and its text (`text`). Must not: torch, the rules of
-what is legal (`engines.legality`), and anything that chooses (`advisor`).
+Lives here: `Plan`, `PartialPlan` of what a user fixed, and their choices (`settings`). Must not:
+torch, the rules of what is legal (`engines.legality`), and anything that chooses (`advisor`).
 """
 
+from engines.plan.partial_plan import PartialPlan as PartialPlan
 from engines.plan.plan import Plan as Plan
 from engines.plan.plan import load_plan as load_plan
 from engines.plan.settings import AXES as AXES
@@ -18,5 +19,4 @@ from engines.plan.settings import Precision as Precision
 from engines.plan.settings import Recompute as Recompute
 from engines.plan.settings import Schedule as Schedule
 from engines.plan.settings import Updates as Updates
-from engines.plan.text import format_setting as format_setting
-from engines.plan.text import parse_settings as parse_settings
+from engines.plan.settings import format_setting as format_setting

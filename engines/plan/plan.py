@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from pydantic import NonNegativeInt, PositiveInt, field_serializer, field_validator, model_validator
 
+from engines.plan.partial_plan import AFTER_DEGREES, PartialPlan
 from engines.plan.settings import (
     AXES,
     Aggregation,
@@ -23,8 +24,8 @@ from engines.plan.settings import (
     Recompute,
     Schedule,
     Updates,
+    format_setting,
 )
-from engines.plan.text import AFTER_DEGREES, format_setting, parse_settings
 from profiles.errors import FileError, PlanError, UnknownNameError
 from profiles.record import Document, read_text
 
@@ -142,6 +143,11 @@ class Plan(Document):
             )
         return self
 
+    def as_partial(self) -> PartialPlan:
+        """Every setting fixed: nothing is left to choose."""
+        names = (name for name in PartialPlan.model_fields if name != "zero")
+        return PartialPlan(**{name: getattr(self, name) for name in names})
+
     @property
     def world_size(self) -> int:
         model = self.pp * self.tp * self.cp
@@ -223,7 +229,7 @@ class Plan(Document):
             UnknownNameError: a key or a choice that does not exist; the near miss is named.
             PlanError: settings that contradict each other.
         """
-        return cls.build(parse_settings(text), where="plan")
+        return cls.build(PartialPlan.parse(text).fixed, where="plan")
 
     def to_json(self) -> str:
         data = self.model_dump(mode="json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the slowest links to the fastest; ep lies inside the data axes."""
@@ -146,3 +147,12 @@ class OffloadTo(StrEnum):
 
     HOST = "host"  # main memory, page-locked for an accelerator
     DISK = "disk"  # files of a folder that the user names, mapped into memory
+
+
+def format_setting(value: Any) -> str:
+    """A setting's value as `PartialPlan.parse` reads it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(item if isinstance(item, str) else ":".join(item) for item in value)
+    return str(value)

@@ -71,7 +71,7 @@ def measured(part: str) -> Sweep:
 def _rank(path: str) -> None:
     """One rank of `measured`; the file's name says of which part."""
     from advisor.auto.measure import measured_sweep
-    from engines.plan import parse_settings
+    from engines.plan import PartialPlan
     from engines.runtime.world import join_world, leave_world
     from profiles.machine.bench import bench
     from profiles.machine.probe import probe
@@ -82,7 +82,7 @@ def _rank(path: str) -> None:
         MODEL,
         Swept.PLAN if is_plans else Swept.SPLIT_SIZE,
         PLANS if is_plans else SIZES,
-        settings=parse_settings("" if is_plans else CUT),
+        settings=PartialPlan.parse("" if is_plans else CUT),
         global_batch_size=GLOBAL_BATCH,
         optimizer=OPTIMIZER,
         steps=STEPS,

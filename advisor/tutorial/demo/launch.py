@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from advisor.inputs.console import say
-from engines.plan import Plan, parse_settings
+from engines.plan import AXES, PartialPlan, Plan
 from profiles.errors import InputError, PlanError, RankError
 from profiles.machine.host import machine_cores, machine_memory_bytes
 from profiles.units import GIB, format_gib
@@ -33,10 +33,8 @@ def run(*, ranks: int, plan: str, steps: int | None) -> int:
         RankError: the job did not end within `TIME_LIMIT_S`.
     """
     _require_room(ranks)
-    settings = parse_settings(plan)
-    degrees = {"pp", "tp", "cp", "dp_replicate", "dp_shard"} & settings.keys()
-    if degrees and Plan.build(settings, where="plan").world_size != ranks:
-        needed = Plan.build(settings).world_size
+    needed = Plan.parse(plan).world_size
+    if PartialPlan.parse(plan).fixes(*AXES) and needed != ranks:
         raise PlanError(
             f"plan `{plan}` needs {needed} ranks, the demo starts {ranks}",
             hints=[f"`advise demo --ranks {needed} --plan '{plan}'`"],

@@ -15,7 +15,7 @@ from advisor.cost.pipeline import Span, StageTimes, sends_late, timeline
 from advisor.inputs.bundled.gpt import Block
 from advisor.tutorial.notebooks.splitting import BATCH, SHAPE, STEPS
 from advisor.whatif.sweep.points import Sweep, Swept
-from engines.plan import Schedule
+from engines.plan import PartialPlan, Schedule
 from profiles.machine.cluster import ClusterProfile
 from profiles.units import format_percent, format_seconds
 
@@ -99,7 +99,7 @@ def sweep_split_sizes(sizes: Sequence[int], machine: ClusterProfile) -> Sweep:
         "advisor.tutorial.notebooks.splitting:small_gpt",
         Swept.SPLIT_SIZE,
         [str(size) for size in sizes],
-        settings={"pp": machine.world_size, "schedule": "gpipe"},
+        settings=PartialPlan(pp=machine.world_size, schedule=Schedule.GPIPE),
         global_batch_size=BATCH,
         steps=STEPS,
         cluster=machine,

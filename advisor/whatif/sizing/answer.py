@@ -10,8 +10,7 @@ from advisor.decide.decide import decide
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.ranking import Candidate
-from advisor.search.space import Pins
-from engines.plan import Plan
+from engines.plan import Offload, PartialPlan, Plan
 from profiles.errors import InputError
 from profiles.record import Record
 from profiles.units import format_gib, format_seconds
@@ -79,27 +78,27 @@ class Trial:
         return f"{title(self.smallest.plan)} {finding.because}" if finding else ""
 
 
-def trial(facts: Facts, policy: Policy, pins: Pins) -> Trial:
-    """Weigh the plans that keep `pins` by the memory they leave.
+def trial(facts: Facts, policy: Policy, partial: PartialPlan) -> Trial:
+    """Weigh the plans that keep `partial` by the memory they leave.
 
     Raises:
-        PlanError: `pins` allow no legal plan.
+        PlanError: `partial` allows no legal plan.
     """
     frugal = policy.model_copy(update={"objective": Objective.MEMORY})
-    choice = decide(facts, policy=frugal, pins=pins)
+    choice = decide(facts, policy=frugal, partial=partial)
     smallest = choice.winner or nearest_miss(choice.weighed)
     return Trial(facts, smallest, policy.usable_bytes(facts.cluster.device))
 
 
-def on_device(pins: Pins) -> Pins:
-    """`pins` with states on the device, unless they say otherwise: questions about memory are about
-    the device's, and main memory would answer most of them."""
-    return {"offload": "none", **pins}
+def on_device(partial: PartialPlan) -> PartialPlan:
+    """`partial` with states on the device, unless it says otherwise: questions about memory are
+    about the device's, and main memory would answer most of them."""
+    return partial if partial.fixes("offload") else partial.fixing(offload=Offload.NONE)
 
 
-def taken(facts: Facts, policy: Policy, pins: Pins) -> Candidate:
+def taken(facts: Facts, policy: Policy, partial: PartialPlan) -> Candidate:
     """The plan to take where something is known to fit."""
-    winner = decide(facts, policy=policy, pins=pins).winner
+    winner = decide(facts, policy=policy, partial=partial).winner
     assert winner is not None
     return winner
 

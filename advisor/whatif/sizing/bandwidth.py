@@ -10,13 +10,13 @@ from advisor.inputs.changed_facts import Lever, shown, value, varied
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.ranking import Candidate
-from advisor.search.space import Pins
 from advisor.whatif.sizing.answer import Answer
+from engines.plan import PartialPlan
 from profiles.errors import NoPlanError
 from profiles.units import format_percent
 
 _DEFAULT = Policy()
-_NO_PINS: Pins = {}
+_ALL_OPEN = PartialPlan()
 # A link that is this much faster than it is counts as one that takes no time.
 _ENDLESS = 2.0**20
 # A link this much slower, over which a strategy still loses nothing, is not used by it.
@@ -29,20 +29,20 @@ def bandwidth_needed(
     link: Lever,
     *,
     policy: Policy = _DEFAULT,
-    pins: Pins = _NO_PINS,
+    partial: PartialPlan = _ALL_OPEN,
 ) -> Answer:
-    """The slowest `link` over which the best plan that keeps `pins` still runs unhindered.
+    """The slowest `link` over which the best plan that keeps `partial` still runs unhindered.
 
     Unhindered: its step takes no more than the policy's margin longer than over a link that takes
     no time; latency stays. In the node per device, between nodes per node, as in `Link`.
 
     Args:
         link: `Lever.LINKS_IN_NODE` or `Lever.LINKS_BETWEEN_NODES`.
-        pins: the strategy, as `parse_settings` reads "dp_shard=8" or "pp=4 tp=2".
+        partial: the strategy, as `PartialPlan` reads "dp_shard=8" or "pp=4 tp=2".
 
     Raises:
         InputError: there is no such link.
-        PlanError: `pins` allow no legal plan.
+        PlanError: `partial` allows no legal plan.
         NoPlanError: no plan that keeps them fits.
     """
     now = value(facts, link)
@@ -51,9 +51,9 @@ def bandwidth_needed(
 
     def at(rate: float) -> Candidate:
         if rate not in known:
-            winner = decide(varied(facts, link, rate), policy=fast, pins=pins).winner
+            winner = decide(varied(facts, link, rate), policy=fast, partial=partial).winner
             if winner is None:
-                raise NoPlanError(f"nothing that keeps {dict(pins)} fits, over any link")
+                raise NoPlanError(f"nothing that keeps {dict(partial)} fits, over any link")
             known[rate] = winner
         return known[rate]
 

@@ -14,16 +14,16 @@ from advisor.inputs.resize import (
     next_multiple,
     resized,
 )
-from advisor.search.space import Pins
 from advisor.whatif.pareto import HOUR_S
 from advisor.whatif.sizing.budget import Budget, budget, samples_of
+from engines.plan import PartialPlan
 from profiles.errors import InputError
 from profiles.machine.cluster import ClusterProfile
 from profiles.provenance import Quantity
 from profiles.record import Record
 
 _DEFAULT = Policy()
-_NO_PINS: Pins = {}
+_ALL_OPEN = PartialPlan()
 
 
 class Offer(Record):
@@ -76,7 +76,7 @@ def cheapest_device(
     prices: Mapping[str, Quantity] | None = None,
     watts: Mapping[str, Quantity] | None = None,
     policy: Policy = _DEFAULT,
-    pins: Pins = _NO_PINS,
+    partial: PartialPlan = _ALL_OPEN,
     most: int = MOST_DEVICES,
 ) -> Cheapest:
     """The kind and number of devices that train on so much data before the deadline for least.
@@ -110,7 +110,7 @@ def cheapest_device(
                 workload=workload,
                 stack=facts.stack,
             )
-            winner = decide(whole, policy=fast, pins=pins).winner
+            winner = decide(whole, policy=fast, partial=partial).winner
         except InputError as error:
             return error.what
         if winner is None:

@@ -7,42 +7,42 @@ from math import ceil
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.inputs.resize import MOST_DEVICES, counts, devices_in_words, next_multiple, on
-from advisor.search.space import Pins
 from advisor.whatif.sizing.answer import Answer, Trial, on_device, taken, trial
+from engines.plan import PartialPlan
 from profiles.errors import NoPlanError, PlanError
 from profiles.units import format_gib
 from profiles.workload.optimizers import upkeep
 
 _DEFAULT = Policy()
-_NO_PINS: Pins = {}
+_ALL_OPEN = PartialPlan()
 
 
 def fewest_devices(
     facts: Facts,
     *,
     policy: Policy = _DEFAULT,
-    pins: Pins = _NO_PINS,
+    partial: PartialPlan = _ALL_OPEN,
     most: int = MOST_DEVICES,
 ) -> Answer:
     """The fewest devices of this kind, in nodes of this kind, on which a plan fits.
 
     Every smaller number was tried, but for those on which the model states alone do not fit. States
-    stay on the devices unless `pins` say otherwise. Where the global batch lets no plan share it
-    out that fits, the next larger one that divides is taken, and a note says so.
+    stay on the devices unless `partial` says otherwise. Where the global batch lets no plan share
+    it out that fits, the next larger one that divides is taken, and a note says so.
 
     Raises:
         NoPlanError: `most` devices are not enough.
-        PlanError: `pins` allow no legal plan on any number.
+        PlanError: `partial` allows no legal plan on any number.
     """
-    pins = on_device(pins)
-    bound = _bound(facts, policy) if pins["offload"] == "none" else 1
+    partial = on_device(partial)
+    bound = _bound(facts, policy) if partial.offload == "none" else 1
     before = may_fit = None
     found: Trial | None = None
     for count in counts(facts.cluster, most):
         if count < bound:
             continue
         try:
-            tried = _tried(facts, count, policy, pins)
+            tried = _tried(facts, count, policy, partial)
         except PlanError as error:
             before = count, error.what
             continue
@@ -58,7 +58,7 @@ def fewest_devices(
             f"{devices_in_words(count)} of this kind are not enough: {because}",
             hints=["raise `most`, name a network, or take devices with more memory"],
         )
-    winner = taken(found.facts, policy, pins)
+    winner = taken(found.facts, policy, partial)
     return Answer(
         question=f"Fewest {facts.cluster.device.name} on which {facts.model.name} trains:",
         value=winner.plan.world_size,
@@ -84,19 +84,19 @@ def _states_bytes(facts: Facts) -> float:
     return model.parameter_bytes + model.gradient_bytes + states
 
 
-def _tried(facts: Facts, count: int, policy: Policy, pins: Pins) -> Trial:
+def _tried(facts: Facts, count: int, policy: Policy, partial: PartialPlan) -> Trial:
     """With the batch that is asked for if that fits, else with one that so many devices share."""
     batch = facts.workload.global_batch_size
     wanted = next_multiple(batch, count)
     try:
-        as_asked = trial(on(facts, count), policy, pins)
+        as_asked = trial(on(facts, count), policy, partial)
     except PlanError:
         if wanted == batch:
             raise
-        return trial(on(facts, count, batch=wanted), policy, pins)
+        return trial(on(facts, count, batch=wanted), policy, partial)
     if as_asked.fits or wanted == batch:
         return as_asked
-    return trial(on(facts, count, batch=wanted), policy, pins)
+    return trial(on(facts, count, batch=wanted), policy, partial)
 
 
 def _verified(

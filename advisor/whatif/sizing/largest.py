@@ -6,13 +6,13 @@ from advisor.inputs.changed_facts import Lever, step, value, varied
 from advisor.inputs.facts import Facts
 from advisor.inputs.model_sizes import SCALING, head_step, heads_of, scaled
 from advisor.inputs.policy import Policy
-from advisor.search.space import Pins
 from advisor.whatif.sizing.answer import Answer, Largest, Trial, largest, on_device, taken, trial
+from engines.plan import PartialPlan
 from profiles.errors import NoPlanError
 from profiles.units import format_count
 
 _DEFAULT = Policy()
-_NO_PINS: Pins = {}
+_ALL_OPEN = PartialPlan()
 # More is a mistake in the question: the bisection would end there.
 _MOST_SAMPLES = 2**20
 _MOST_TOKENS = 2**30
@@ -20,8 +20,10 @@ _MOST_TOKENS = 2**30
 _MOST_TIMES = 64
 
 
-def largest_microbatch(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Answer:
-    """The most samples of one forward on any plan that keeps `pins`.
+def largest_microbatch(
+    facts: Facts, *, policy: Policy = _DEFAULT, partial: PartialPlan = _ALL_OPEN
+) -> Answer:
+    """The most samples of one forward on any plan that keeps `partial`.
 
     The global batch follows: as many as the replicas then take, in as many microbatches as a
     pipeline needs.
@@ -29,7 +31,7 @@ def largest_microbatch(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = 
     Raises:
         NoPlanError: not even one sample fits.
     """
-    pins = on_device(pins)
+    partial = on_device(partial)
     world = facts.cluster.world_size
 
     def at(size: int) -> Facts:
@@ -37,22 +39,24 @@ def largest_microbatch(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = 
         return facts.model_copy(update={"workload": workload})
 
     def check(size: int) -> Trial:
-        return trial(at(size), policy, {**pins, "microbatch_size": size})
+        return trial(at(size), policy, partial.fixing(microbatch_size=size))
 
     found = _found(largest(check, start=1, step=1, highest=_MOST_SAMPLES), "one sample")
-    kept = {**pins, "microbatch_size": found.value}
+    kept = partial.fixing(microbatch_size=found.value)
     return _answer(
         f"Largest microbatch of {facts.model.name}:",
         found,
         unit="samples",
         policy=policy,
-        pins=kept,
+        partial=kept,
         notes=[f"with a global batch of {found.value * world}"],
     )
 
 
-def largest_sequence(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Answer:
-    """The longest sequences, in steps of 128 tokens, on any plan that keeps `pins`.
+def largest_sequence(
+    facts: Facts, *, policy: Policy = _DEFAULT, partial: PartialPlan = _ALL_OPEN
+) -> Answer:
+    """The longest sequences, in steps of 128 tokens, on any plan that keeps `partial`.
 
     The profile is counted anew at every length, so it must be of a config.json.
 
@@ -60,23 +64,29 @@ def largest_sequence(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _N
         InputError: the profile is known at one length only.
         NoPlanError: not even the shortest fits.
     """
-    pins = on_device(pins)
+    partial = on_device(partial)
     now, tokens = value(facts, Lever.SEQUENCE), step(facts, Lever.SEQUENCE)
     assert tokens is not None  # tokens are counted
 
     def check(length: int) -> Trial:
-        return trial(varied(facts, Lever.SEQUENCE, length), policy, pins)
+        return trial(varied(facts, Lever.SEQUENCE, length), policy, partial)
 
     found = _found(
         largest(check, start=int(now), step=tokens, highest=_MOST_TOKENS), f"{tokens} tokens"
     )
     return _answer(
-        f"Longest sequence of {facts.model.name}:", found, unit="tokens", policy=policy, pins=pins
+        f"Longest sequence of {facts.model.name}:",
+        found,
+        unit="tokens",
+        policy=policy,
+        partial=partial,
     )
 
 
-def largest_model(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_PINS) -> Answer:
-    """The most parameters of this family of models on any plan that keeps `pins`.
+def largest_model(
+    facts: Facts, *, policy: Policy = _DEFAULT, partial: PartialPlan = _ALL_OPEN
+) -> Answer:
+    """The most parameters of this family of models on any plan that keeps `partial`.
 
     The model is scaled by the rule `advisor.inputs.model_sizes.SCALING`, head by head.
 
@@ -84,12 +94,12 @@ def largest_model(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_P
         InputError: the profile is not of a config.json that can be scaled.
         NoPlanError: not even the smallest fits.
     """
-    pins = on_device(pins)
+    partial = on_device(partial)
     heads, group = heads_of(facts.model), head_step(facts.model)
 
     def check(count: int) -> Trial:
         model = scaled(facts.model, count)
-        return trial(facts.model_copy(update={"model": model}), policy, pins)
+        return trial(facts.model_copy(update={"model": model}), policy, partial)
 
     found = _found(
         largest(check, start=heads, step=group, highest=_MOST_TIMES * heads),
@@ -100,7 +110,7 @@ def largest_model(facts: Facts, *, policy: Policy = _DEFAULT, pins: Pins = _NO_P
         found,
         unit="heads",
         policy=policy,
-        pins=pins,
+        partial=partial,
         notes=[SCALING],
     )
     model = found.fits.facts.model
@@ -130,10 +140,10 @@ def _answer(
     *,
     unit: str,
     policy: Policy,
-    pins: Pins,
+    partial: PartialPlan,
     notes: list[str] | None = None,
 ) -> Answer:
-    winner = taken(found.fits.facts, policy, pins)
+    winner = taken(found.fits.facts, policy, partial)
     because = found.too_large.because if found.too_large else found.refused
     return Answer(
         question=question,

@@ -6,10 +6,9 @@ A pure function of facts, settings and values; what is measured beside it comes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from math import prod
-from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveInt
 
@@ -19,13 +18,12 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.inputs.resize import on
 from advisor.inputs.stacks import stack_of, with_stack
-from engines.plan import AXES, Plan, parse_settings
+from engines.plan import AXES, PartialPlan, Plan
 from profiles.errors import InputError
 from profiles.provenance import Timing
 from profiles.record import Record
 from profiles.units import format_bandwidth, parse_bandwidth
 
-Settings = Mapping[str, Any]
 _DEFAULT = Policy()
 
 
@@ -104,7 +102,7 @@ def sweep(
     swept: Swept,
     values: Sequence[str],
     *,
-    settings: Settings,
+    settings: PartialPlan,
     policy: Policy = _DEFAULT,
 ) -> Sweep:
     """Predict the step of the plan that is taken at every value.
@@ -142,47 +140,47 @@ class Case(Record):
     label: str
     value: float | None
     facts: Facts
-    settings: dict[str, Any]
+    settings: PartialPlan
 
 
 def cases(
-    facts: Facts, swept: Swept, values: Sequence[str], *, settings: Settings
+    facts: Facts, swept: Swept, values: Sequence[str], *, settings: PartialPlan
 ) -> Iterator[Case]:
     """The facts and settings of every value; raises as `sweep`."""
     for text in values:
-        there, pins, label = facts, dict(settings), text
+        there, partial, label = facts, settings, text
         if swept is Swept.PLAN:
-            pins |= parse_settings(text)
-            there = on(facts, _devices(pins, facts))
-            yield Case(label=label, value=None, facts=there, settings=pins)
+            partial = partial.fixing(**PartialPlan.parse(text).fixed)
+            there = on(facts, _devices(partial, facts))
+            yield Case(label=label, value=None, facts=there, settings=partial)
             continue
         if swept is Swept.STACK:
             stack = stack_of(text)
             there = Facts(
                 model=facts.model, cluster=facts.cluster, workload=facts.workload, stack=stack
             )
-            pins = dict(with_stack(pins, stack))
-            yield Case(label=label, value=None, facts=there, settings=pins)
+            partial = with_stack(partial, stack)
+            yield Case(label=label, value=None, facts=there, settings=partial)
             continue
         number = _number(text, swept)
         match swept:
             case Swept.SPLIT_SIZE | Swept.MICROBATCHES:
                 name = "microbatch_size" if swept is Swept.SPLIT_SIZE else "microbatches"
-                pins[name] = round(number)
-                if int(pins.get("pp", 1)) > 1:
+                partial = partial.fixing(**{name: round(number)})
+                if (partial.pp or 1) > 1 and partial.accumulation is None:
                     # One round: what is split is the batch, as in the tutorial.
-                    pins.setdefault("accumulation", 1)
+                    partial = partial.fixing(accumulation=1)
             case Swept.BANDWIDTH:
                 there, label = varied(facts, _link(facts), number), format_bandwidth(number)
             case Swept.DEVICES:
                 there = on(facts, round(number))
             case Swept.BATCH:
                 there = varied(facts, Lever.BATCH, number)
-        yield Case(label=label, value=number, facts=there, settings=pins)
+        yield Case(label=label, value=number, facts=there, settings=partial)
 
 
 def _point(case: Case, policy: Policy) -> Point:
-    choice = decide(case.facts, policy=policy, pins=case.settings)
+    choice = decide(case.facts, policy=policy, partial=case.settings)
     taken = choice.winner or min(
         choice.weighed, key=lambda candidate: candidate.estimate.peak_high_bytes
     )
@@ -222,9 +220,9 @@ def _link(facts: Facts) -> Lever:
     return Lever.LINKS_BETWEEN_NODES if cluster.inter else Lever.LINKS_IN_NODE
 
 
-def _devices(settings: Settings, facts: Facts) -> int:
+def _devices(settings: PartialPlan, facts: Facts) -> int:
     """As many as the degrees that are named multiply to; all of them where none is."""
-    named = [int(settings[axis]) for axis in AXES if axis in settings]
+    named = settings.only(*AXES).fixed.values()
     return prod(named) if named else facts.cluster.world_size
 
 

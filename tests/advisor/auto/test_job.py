@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from advisor import auto_parallelize
 from advisor.auto.job import machines_of, require_ranks
-from engines.plan import parse_settings
+from engines.plan import PartialPlan
 from engines.runtime.world import World
 from profiles.errors import PlanError
 from profiles.machine.clusters import cluster_from_name
@@ -51,7 +51,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_alone_drives_one_device_but_threads_drive_several(
     plan: str, devices: int
 ) -> None:
-    found = machines_of(nn.Linear(2, 2), parse_settings(plan), ALONE)
+    found = machines_of(nn.Linear(2, 2), PartialPlan.parse(plan), ALONE)
     assert (found.num_nodes, found.devices_per_node) == (1, devices)
     assert (found.intra is None) == (devices == 1)
 
@@ -59,7 +59,7 @@ def test_a_process_alone_drives_one_device_but_threads_drive_several(
 @pytest.mark.usefixtures("four_gpus")
 def test_the_parts_of_a_module_split_by_hand_are_driven_by_one_process() -> None:
     model = nn.Sequential(put(nn.Linear(2, 2), "cuda:0"), put(nn.Linear(2, 2), "cuda:1"))
-    assert machines_of(model, {}, ALONE).devices_per_node == 2
+    assert machines_of(model, PartialPlan(), ALONE).devices_per_node == 2
 
 
 @NO_GPU
@@ -111,4 +111,4 @@ def test_threads_without_devices_are_refused_with_the_numbers(
 def test_threads_in_a_job_of_several_processes_are_refused() -> None:
     job = World(rank=0, size=2, device=torch.device("cpu"), timeout_s=1.0)
     with pytest.raises(PlanError, match="drives 2 accelerators: this job has 2 processes"):
-        require_ranks({"data_parallel": "threads", "dp_replicate": 2}, job)
+        require_ranks(PartialPlan.parse("data_parallel=threads dp_replicate=2"), job)

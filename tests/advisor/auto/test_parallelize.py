@@ -75,15 +75,19 @@ def test_a_sample_that_does_not_fit_the_model_is_explained() -> None:
 
 def test_what_is_pinned_is_never_changed() -> None:
     case = CASES["gpt"]
-    for pins in ("dp_shard=4 recompute=full", "dp_replicate=4 zero=2", "accumulation=2"):
+    for settings in ("dp_shard=4 recompute=full", "dp_replicate=4 zero=2", "accumulation=2"):
         decision = advise(
-            case.build(), sample=case.batch(4), loss_fn=token_loss, cluster=cpu_ranks(4), plan=pins
+            case.build(),
+            sample=case.batch(4),
+            loss_fn=token_loss,
+            cluster=cpu_ranks(4),
+            plan=settings,
         )
-        wanted = Plan.parse(pins)
+        wanted = Plan.parse(settings)
         for name in ("recompute", "accumulation"):
-            if f"{name}=" in pins:
+            if f"{name}=" in settings:
                 assert getattr(decision.plan, name) == getattr(wanted, name)
-        if "dp_" in pins:
+        if "dp_" in settings:
             assert decision.plan.data_parallel is wanted.data_parallel
 
 

@@ -13,7 +13,7 @@ from advisor.decide.choose import choose
 from advisor.inputs.facts import Facts
 from advisor.inputs.manual_placement import with_parts
 from advisor.whatif.sweep.points import Swept, sweep
-from engines.plan import Plan
+from engines.plan import PartialPlan, Plan
 from profiles.capture.capture import capture
 from profiles.errors import InputError
 from profiles.machine.cluster import ClusterProfile
@@ -128,6 +128,6 @@ def test_the_report_says_what_passes_and_over_which_link() -> None:
 def test_half_the_bandwidth_between_the_parts_takes_twice_the_time() -> None:
     """Latency aside: what is added from 1/2 r to 1/4 r is twice what is from r to 1/2 r."""
     rates = ["1 GB/s", "0.5 GB/s", "0.25 GB/s"]
-    found = sweep(facts(machines(), profile()), Swept.BANDWIDTH, rates, settings={})
+    found = sweep(facts(machines(), profile()), Swept.BANDWIDTH, rates, settings=PartialPlan())
     fast, slow, slower = (point.step_s for point in found.points)
     assert (slower - slow) / (slow - fast) == pytest.approx(2)

@@ -12,7 +12,7 @@ from advisor.auto.parallelize import auto_parallelize
 from advisor.cost.complete import completed, even_stages
 from advisor.decide.decision import Decision
 from engines.legality import problems
-from engines.plan import Plan, Schedule
+from engines.plan import PartialPlan, Plan, Schedule
 from profiles.errors import InputError
 from tests.engines.cases import CASES, cpu_ranks, profile_of
 from tests.engines.parity import gradient_error, local_rows, reference_loss, relative, sgd
@@ -23,8 +23,14 @@ PROFILE = profile_of(CASE, CASE.build(), rows=8)
 COLUMN = (("blocks.*", "column"),)
 
 
-def complete(world_size: int = 4, rows: int = 8, **pins: object) -> Plan:
-    return completed(pins, PROFILE, cpu_ranks(world_size), rows=rows, styles=lambda size: COLUMN)
+def complete(world_size: int = 4, rows: int = 8, **settings: object) -> Plan:
+    return completed(
+        PartialPlan.build(settings),
+        PROFILE,
+        cpu_ranks(world_size),
+        rows=rows,
+        styles=lambda size: COLUMN,
+    )
 
 
 def test_devices_without_a_degree_hold_replicas() -> None:
@@ -33,8 +39,10 @@ def test_devices_without_a_degree_hold_replicas() -> None:
 
 
 def test_what_is_named_is_kept() -> None:
-    pins = {"schedule": "gpipe", "stages": ("norm",), "microbatches": 2, "pp": 2}
-    plan = complete(2, **pins)
+    partial = PartialPlan.build(
+        {"schedule": "gpipe", "stages": ("norm",), "microbatches": 2, "pp": 2}
+    )
+    plan = complete(2, **partial.fixed)
     assert (plan.schedule, plan.stages, plan.microbatches) == (Schedule.GPIPE, ("norm",), 2)
 
 

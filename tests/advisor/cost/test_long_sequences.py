@@ -17,10 +17,10 @@ from advisor.search.bounds import ROUNDING
 from advisor.search.cache import Kept
 from advisor.search.legal import is_too_long, space_of, styles_of
 from advisor.search.search import Search
-from advisor.search.space import Pins, Space
+from advisor.search.space import Space
 from advisor.search.stages import Stages
 from engines.context.proof import prove
-from engines.plan import Plan
+from engines.plan import PartialPlan, Plan
 from profiles.closed_forms.families import profile_from_config
 from profiles.errors import NoPlanError, PlanError
 from profiles.model.profile import ModelProfile, Numerics
@@ -33,8 +33,8 @@ SHORT = facts(transformer(name="short", layers=16, tokens=4096), gpus(1), batch=
 def test_a_sample_is_too_long_where_it_does_not_fit_a_device_with_all_else_sharded() -> None:
     """16 blocks keep 512 Ki tokens x 4,096 x 2 bytes = 4 GiB each, and the logits in fp32 are
     512 Ki x 32,000 x 4 bytes = 62.5 GiB: more than the device's 79.6 GiB."""
-    assert is_too_long(LONG, {}, styles_of(LONG))
-    assert not is_too_long(SHORT, {}, styles_of(SHORT))
+    assert is_too_long(LONG, PartialPlan(), styles_of(LONG))
+    assert not is_too_long(SHORT, PartialPlan(), styles_of(SHORT))
 
 
 def test_a_model_whose_sequence_is_too_long_for_one_device_chooses_cp() -> None:
@@ -44,11 +44,11 @@ def test_a_model_whose_sequence_is_too_long_for_one_device_chooses_cp() -> None:
     assert "A sample of 524,288 tokens needs up to" in why
     assert "keys and values pass over NVLink" in why
     assert in_leaf(decision.plan, decision.trace)
-    assert all(plan.cp == 1 for plan in legal_plans(SHORT, {}))
+    assert all(plan.cp == 1 for plan in legal_plans(SHORT, PartialPlan()))
 
 
 def test_a_pinned_degree_of_cp_is_kept_and_the_rest_is_filled_in() -> None:
-    plans = legal_plans(SHORT, {"cp": 4})
+    plans = legal_plans(SHORT, PartialPlan.build({"cp": 4}))
     assert {plan.cp for plan in plans} == {4}
     assert {plan.data_degree for plan in plans} == {2}
 
@@ -77,22 +77,22 @@ def mixture() -> ModelProfile:
 def test_experts_are_shared_where_gathering_them_takes_longer_than_tokens_travel() -> None:
     """On slow links ZeRO-3 gathers eight experts a block for few tokens; a pin keeps them whole."""
     slow = facts(mixture(), gpus(1, memory_gib=24, intra_bytes_per_s=5e9), batch=8)
-    pins = {"pp": 1, "tp": 1}
-    decision = choose(slow, pins=pins)
+    partial = PartialPlan.build({"pp": 1, "tp": 1})
+    decision = choose(slow, partial=partial)
     assert decision.plan.ep > 1
     assert any("ranks share the experts; tokens pass over" in reason for reason in decision.reasons)
-    whole = choose(slow, pins={**pins, "ep": 1})
+    whole = choose(slow, partial=partial.fixing(ep=1))
     assert whole.plan.ep == 1
     assert whole.estimate.step_s > decision.estimate.step_s
-    for plan in legal_plans(slow, {**pins, "ep": 8}):
+    for plan in legal_plans(slow, partial.fixing(ep=8)):
         assert (plan.ep, plan.data_degree) == (8, 8)
 
 
-def require_bounds(whole: Facts, pins: Pins) -> Space:
+def require_bounds(whole: Facts, partial: PartialPlan) -> Space:
     """Every row of the space is estimated, and not below its bounds."""
     kept, policy = Kept(CostModel(whole)), Policy()
-    space = space_of(whole, pins, styles=styles_of(whole))
-    search = Search(kept, policy, space, Stages(kept, pins, policy))
+    space = space_of(whole, partial, styles=styles_of(whole))
+    search = Search(kept, policy, space, Stages(kept, partial, policy))
     for index in range(len(space)):
         found, bounds = search.candidate(index).estimate, search.bounds
         assert bounds.step_s[index] <= found.step_s * (1 + ROUNDING), str(space.plan(index))
@@ -104,20 +104,20 @@ def require_bounds(whole: Facts, pins: Pins) -> Space:
 def test_no_estimate_with_shared_sequences_is_below_its_bound(inter: float) -> None:
     model = transformer(name="long", layers=4, tokens=64 * 1024)
     whole = facts(model, gpus(2, 4, memory_gib=12, inter_bytes_per_s=inter), batch=8)
-    assert is_too_long(whole, {}, styles_of(whole))
-    assert set(require_bounds(whole, {}).cp) == {1, 2, 4, 8}
+    assert is_too_long(whole, PartialPlan(), styles_of(whole))
+    assert set(require_bounds(whole, PartialPlan.build({})).cp) == {1, 2, 4, 8}
 
 
 @pytest.mark.parametrize("ep", [2, 8])
 def test_no_estimate_with_shared_experts_is_below_its_bound(ep: int) -> None:
     whole = facts(mixture(), gpus(2, 4, memory_gib=24), batch=16)
-    assert len(require_bounds(whole, {"ep": ep, "cp": 1})) > 0
+    assert len(require_bounds(whole, PartialPlan.build({"ep": ep, "cp": 1}))) > 0
 
 
 def test_a_degree_that_experts_do_not_divide_by_is_answered_with_those_that_they_do() -> None:
     whole = facts(mixture(), gpus(1), batch=8)
     with pytest.raises(PlanError) as error:
-        choose(whole, pins={"ep": 3, "pp": 1, "tp": 1})
+        choose(whole, partial=PartialPlan(ep=3, pp=1, tp=1))
     assert "ep=3 lies inside the data axes, which have 8 ranks" in error.value.what
     assert "`ep` may be 1, 2, 4 or 8 here" in error.value.hints
 

@@ -13,7 +13,7 @@ from advisor.cost.ledger import (
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts
-from engines.plan import CHUNK_BYTES, DataParallel, Offload, Plan
+from engines.plan import CHUNK_BYTES, DataParallel, Offload, PartialPlan, Plan
 from profiles.errors import NoPlanError
 from profiles.model.profile import Numerics
 from profiles.provenance import Quantity, Source
@@ -132,7 +132,9 @@ def test_activations_leave_where_states_that_have_left_are_not_enough() -> None:
 
 
 def test_a_pin_is_decided_on_and_its_ways_are_in_the_report() -> None:
-    decision = choose(WHOLE, pins={"offload": "optimizer,activations", "offload_to": "disk"})
+    decision = choose(
+        WHOLE, partial=PartialPlan.build({"offload": "optimizer,activations", "offload_to": "disk"})
+    )
     assert decision.plan.offload is Offload.OPTIMIZER_ACTIVATIONS
     text = " ".join(str(decision).split())
     assert "offloaded optimizer and activations" in text
@@ -158,8 +160,8 @@ def test_the_allocator_is_spoken_of_only_where_its_slack_decides() -> None:
     without = (high - context) / 1.1 + context
     # Five percent of a device are left free.
     tight = gpus(1, 2, memory_gib=(high + without) / 2 / 0.95 / GIB)
-    pins = {"microbatch_size": 4, "recompute": "none"}
-    decision = choose(facts(MIDDLE, tight, batch=8), pins=pins)
+    partial = PartialPlan.build({"microbatch_size": 4, "recompute": "none"})
+    decision = choose(facts(MIDDLE, tight, batch=8), partial=partial)
     text = " ".join(str(decision).split())
     assert decision.plan.data_parallel is not DataParallel.REPLICATE
     assert f"with it, {without / GIB:.1f} GiB without" in text
@@ -168,13 +170,15 @@ def test_the_allocator_is_spoken_of_only_where_its_slack_decides() -> None:
     assert "`max_split_size_mb:512`" in text
     # One that does not fit without its slack either is no matter of the allocator.
     tighter = gpus(1, 2, memory_gib=0.97 * without / 0.95 / GIB)
-    assert "DDP over 2" not in _allocators_word(choose(facts(MIDDLE, tighter, batch=8), pins=pins))
+    assert "DDP over 2" not in _allocators_word(
+        choose(facts(MIDDLE, tighter, batch=8), partial=partial)
+    )
 
 
 def test_where_nothing_fits_by_the_slack_alone_that_is_a_way_out() -> None:
-    pins = {"microbatch_size": 1, "recompute": "full", "offload": "none"}
-    high = choose(WHOLE, pins=pins).estimate.peak_high_bytes
+    partial = PartialPlan.build({"microbatch_size": 1, "recompute": "full", "offload": "none"})
+    high = choose(WHOLE, partial=partial).estimate.peak_high_bytes
     tight = gpus(1, 1, memory_gib=0.97 * high / 0.95 / GIB)
     with pytest.raises(NoPlanError) as error:
-        choose(facts(MIDDLE, tight, batch=8), pins=pins)
+        choose(facts(MIDDLE, tight, batch=8), partial=partial)
     assert any("expandable_segments:True" in hint for hint in error.value.hints)

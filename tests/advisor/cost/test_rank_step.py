@@ -9,6 +9,7 @@ from advisor.cost.rank_step import rank_step
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts
+from engines.plan import PartialPlan
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.machine.clusters import cluster_from_name
 from profiles.workload.workload import Workload
@@ -43,16 +44,16 @@ def facts() -> Facts:
     )
 
 
-def chosen(pins: dict[str, object]) -> tuple[CostModel, Decision]:
+def chosen(settings: dict[str, object]) -> tuple[CostModel, Decision]:
     found = facts()
-    return CostModel(found), choose(found, pins=pins)
+    return CostModel(found), choose(found, partial=PartialPlan.build(settings))
 
 
-@pytest.mark.parametrize("pins", PLANS, ids=str)
-def test_the_replay_allocates_what_the_estimate_adds_up(pins: dict[str, object]) -> None:
+@pytest.mark.parametrize("settings", PLANS, ids=str)
+def test_the_replay_allocates_what_the_estimate_adds_up(settings: dict[str, object]) -> None:
     """Two accounts of one step: sums of what lives at each moment, and every tensor made and let go
     of. Blocks are a little larger than what is asked for."""
-    costs, decision = chosen(pins)
+    costs, decision = chosen(settings)
     stages = decision.estimate.stages
     found = rank_step(costs, decision.plan, stages[0].rank if stages else 0).replay()
     allocated = decision.estimate.peak_bytes - decision.estimate.memory.context

@@ -9,7 +9,7 @@ from advisor.decide.choose import choose
 from advisor.decide.comparison import Verdict
 from advisor.inputs.facts import Facts
 from advisor.inputs.models import profile_model
-from engines.plan import Plan
+from engines.plan import PartialPlan, Plan
 from profiles.machine.clusters import cluster_from_name
 from profiles.model.profile import Numerics
 from profiles.workload.workload import Workload
@@ -105,7 +105,7 @@ def test_the_loss_of_all_outputs_is_the_first_devices() -> None:
 def test_it_is_weighed_where_it_is_asked_for_and_loses_to_ddp(facts: Facts) -> None:
     batch = facts.workload.model_copy(update={"global_batch_size": DEVICES * 4})
     small = Facts(model=facts.model, cluster=facts.cluster, workload=batch)
-    decision = choose(small, pins={"zero": 0})
+    decision = choose(small, partial=PartialPlan(zero=0))
     assert decision.plan.dp_replicate == DEVICES
     answer = decision.why_not("data_parallel=threads")
     assert answer.verdict is Verdict.SLOWER

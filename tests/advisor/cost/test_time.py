@@ -12,7 +12,7 @@ from advisor.cost.communication import COMMUNICATION_ERROR, Exchange, communicat
 from advisor.cost.compute import UnitTime, product_efficiency, size_efficiency
 from advisor.cost.replay import replay, slowdown
 from advisor.decide.candidates import legal_plans
-from engines.plan import Plan
+from engines.plan import PartialPlan, Plan
 from profiles.errors import PlanError
 from profiles.machine.cluster import AxisFits, Collective, LinkFit, Overlap
 from profiles.provenance import Quantity, Source
@@ -364,13 +364,13 @@ def test_faster_links_never_lengthen_a_step(
         }
     )
     after = facts(SMALL, before.cluster.model_copy(update={tier: better}), batch=16)
-    plans = legal_plans(before, {})
+    plans = legal_plans(before, PartialPlan())
     plan = plans[index % len(plans)]
     assert estimate(plan, after).step_s <= estimate(plan, before).step_s * (1 + 1e-12)
 
 
 def test_the_parts_add_up_to_the_step_and_lie_in_its_range() -> None:
-    for plan in legal_plans(facts(), {}):
+    for plan in legal_plans(facts(), PartialPlan()):
         found = estimate(plan, facts())
         assert found.time.total == pytest.approx(found.step_s)
         assert found.step_low_s < found.step_s < found.step_high_s

@@ -11,7 +11,7 @@ from advisor.decide.candidates import searched
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.search.cache import Kept
-from engines.plan import Plan
+from engines.plan import PartialPlan, Plan
 from profiles.machine.cluster import ClusterProfile
 from tests.factories import chain, cpus, facts, gpus
 
@@ -145,7 +145,7 @@ def test_replicas_that_meet_rarely_wait_less_and_asynchronous_ones_not_at_all() 
     )
 
 
-PINS = [
+SETTINGS = [
     {"updates": "local", "sync_every": 4},
     {"updates": "diloco", "sync_every": 4},
     {"servers": 1},
@@ -155,15 +155,16 @@ PINS = [
 ]
 
 
-@pytest.mark.parametrize("pins", PINS)
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("cluster", [gpus(2, 4), cpus(4)])
 def test_no_estimate_is_below_the_bounds_that_a_search_rests_on(
-    pins: dict[str, object], cluster: ClusterProfile
+    settings: dict[str, object], cluster: ClusterProfile
 ) -> None:
     known = facts(chain(), cluster, batch=24, precision="fp32")
-    search = searched(Kept(CostModel(known)), pins, Policy())
+    partial = PartialPlan.build(settings)
+    search = searched(Kept(CostModel(known)), partial, Policy())
     space = search.space
-    beside = int(str(pins.get("servers", 0))) + int(str(pins.get("backup_workers", 0)))
+    beside = partial.extra_ranks
     assert (len(space) > 0) == (24 % (cluster.world_size - beside) == 0)
     for index in range(len(space)):
         candidate = search.candidate(index)

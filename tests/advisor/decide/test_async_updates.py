@@ -12,7 +12,7 @@ from advisor.decide.decision import Decision
 from advisor.decide.tree import Family, belongs
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
-from engines.plan import Plan, Updates, parse_settings
+from engines.plan import PartialPlan, Plan, Updates
 from profiles.errors import PlanError
 from tests.factories import facts, gpus, transformer
 
@@ -98,7 +98,7 @@ def test_stragglers_that_were_measured_are_a_reason_too() -> None:
     ],
 )
 def test_what_is_named_needs_no_other_word(words: str) -> None:
-    decision = choose(slow(), pins=parse_settings(words))
+    decision = choose(slow(), partial=PartialPlan.parse(words))
     assert settings(decision.plan) == words
     assert decision.plan.world_size == 8
     assert risk(decision.plan) in told(decision)
@@ -132,13 +132,13 @@ def test_why_not_local_steps_is_answered_with_numbers() -> None:
 
 def test_what_is_impossible_says_so() -> None:
     with pytest.raises(PlanError) as caught:
-        choose(slow(), pins={"updates": "asynchronous"})
+        choose(slow(), partial=PartialPlan.build({"updates": "asynchronous"}))
     assert "asynchronous updates need a server that applies them" in str(caught.value)
     with pytest.raises(PlanError) as caught:
-        choose(slow(), pins={"updates": "local", "sync_every": 4, "zero": 1})
+        choose(slow(), partial=PartialPlan.build({"updates": "local", "sync_every": 4, "zero": 1}))
     assert "needs the whole model on every rank" in str(caught.value)
     with pytest.raises(PlanError) as caught:
-        choose(slow(batch=64), pins={"servers": 1})
+        choose(slow(batch=64), partial=PartialPlan(servers=1))
     assert "does not divide over 7 replicas" in str(caught.value)
 
 

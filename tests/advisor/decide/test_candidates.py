@@ -1,4 +1,4 @@
-"""Candidates: all of them legal, none forgotten, pins kept."""
+"""Candidates: all of them legal, none forgotten, partial kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from advisor.decide.candidates import legal_plans, why_illegal
 from advisor.decide.choose import choose
 from engines.legality import problems
-from engines.plan import Offload, parse_settings
+from engines.plan import Offload, PartialPlan
 from tests.factories import chain, cpus, facts, gpus, transformer
 
 
@@ -19,7 +19,7 @@ def test_degrees_multiply_to_the_world_and_cuts_to_the_batch(
 ) -> None:
     world = nodes * devices
     whole = facts(SMALL, gpus(nodes, devices), batch=world * local)
-    plans = legal_plans(whole, {})
+    plans = legal_plans(whole, PartialPlan())
     assert len(set(map(str, plans))) == len(plans) > 0
     for plan in plans:
         assert plan.world_size == world
@@ -28,7 +28,7 @@ def test_degrees_multiply_to_the_world_and_cuts_to_the_batch(
 
 
 def test_every_kind_is_there_with_degrees_that_respect_nodes() -> None:
-    plans = legal_plans(facts(SMALL, gpus(2, 4), batch=8), {"recompute": "none"})
+    plans = legal_plans(facts(SMALL, gpus(2, 4), batch=8), PartialPlan.build({"recompute": "none"}))
     assert [str(plan) for plan in plans] == [
         "dp_replicate=8 microbatch_size=1 precision=bf16",
         "dp_replicate=8 zero=1 microbatch_size=1 precision=bf16",
@@ -40,7 +40,7 @@ def test_every_kind_is_there_with_degrees_that_respect_nodes() -> None:
 
 
 def test_microbatches_are_the_divisors_of_the_local_batch() -> None:
-    plans = legal_plans(facts(SMALL, gpus(1, 1), batch=6), {"recompute": "none"})
+    plans = legal_plans(facts(SMALL, gpus(1, 1), batch=6), PartialPlan.build({"recompute": "none"}))
     assert [(p.microbatch_size, p.accumulation) for p in plans] == [(6, 1), (3, 2), (2, 3), (1, 6)]
 
 
@@ -59,20 +59,20 @@ def test_microbatches_are_the_divisors_of_the_local_batch() -> None:
     ],
 )
 def test_what_is_pinned_is_never_changed(settings: str) -> None:
-    pins = parse_settings(settings)
-    plans = legal_plans(facts(SMALL, gpus(1, 8), batch=32), pins)
+    partial = PartialPlan.parse(settings)
+    plans = legal_plans(facts(SMALL, gpus(1, 8), batch=32), partial)
     assert plans
     zero = {"zero2": 2, "full_shard": 3, "hybrid_shard": 3}
     for plan in plans:
-        for key, value in pins.items():
+        for key, value in partial.fixed.items():
             found = zero.get(plan.data_parallel, 0) if key == "zero" else getattr(plan, key)
             assert found == value
 
 
 def test_offload_is_a_candidate_only_when_asked_for() -> None:
     whole = facts(SMALL, gpus(1, 1), batch=2)
-    assert {p.offload for p in legal_plans(whole, {})} == {Offload.NONE}
-    offloaded = legal_plans(whole, {}, offload=Offload.STATES)
+    assert {p.offload for p in legal_plans(whole, PartialPlan())} == {Offload.NONE}
+    offloaded = legal_plans(whole, PartialPlan(), offload=Offload.STATES)
     assert offloaded
     assert all(p.data_parallel.is_sharded for p in offloaded)
 
@@ -87,13 +87,13 @@ def test_offload_is_a_candidate_only_when_asked_for() -> None:
     ],
 )
 def test_settings_that_allow_nothing_are_explained(settings: str, batch: int, words: str) -> None:
-    found = why_illegal(facts(SMALL, gpus(1, 8), batch=batch), parse_settings(settings))
+    found = why_illegal(facts(SMALL, gpus(1, 8), batch=batch), PartialPlan.parse(settings))
     assert words in found[0].what
 
 
 def test_a_model_without_blocks_has_no_recompute() -> None:
     whole = facts(chain(blocks=False), cpus(2), batch=2, precision="fp32")
-    assert {p.recompute.value for p in legal_plans(whole, {})} == {"none"}
+    assert {p.recompute.value for p in legal_plans(whole, PartialPlan())} == {"none"}
 
 
 def test_a_thousand_devices_are_planned() -> None:

@@ -17,7 +17,7 @@ from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.ranking import Candidate, preferred, tie_limit_s
-from engines.plan import DataParallel, Offload, Plan, load_plan
+from engines.plan import DataParallel, Offload, PartialPlan, Plan, load_plan
 from profiles.errors import InputError, NoPlanError, PlanError, UnknownNameError
 from profiles.model.profile import Numerics
 from profiles.units import GIB
@@ -180,7 +180,7 @@ def test_why_not_the_plan_itself_says_so(seven_billion: Decision) -> None:
 
 
 def test_why_not_says_when_only_the_given_settings_stand_in_the_way() -> None:
-    decision = choose(facts(), pins={"recompute": "full"})
+    decision = choose(facts(), partial=PartialPlan.build({"recompute": "full"}))
     answer = decision.why_not("recompute=none")
     # A forward is a third of the computing: of the step 1/4, less what hides behind it and what
     # torch does not run again at the end of a block.
@@ -204,10 +204,10 @@ def test_a_decision_survives_its_file(seven_billion: Decision, tmp_path: Path) -
 
 
 def test_pins_survive_too() -> None:
-    pins = {"dp_shard": 2, "recompute": "full", "sync_batch_norm": False}
-    decision = choose(facts(MIDDLE, gpus(1, 4), batch=8), pins=pins)
+    partial = PartialPlan.build({"dp_shard": 2, "recompute": "full", "sync_batch_norm": False})
+    decision = choose(facts(MIDDLE, gpus(1, 4), batch=8), partial=partial)
     assert (decision.plan.dp_shard, decision.plan.dp_replicate) == (2, 2)
-    assert Decision.from_json(decision.to_json()).pins == pins
+    assert Decision.from_json(decision.to_json()).partial == partial
 
 
 @settings(max_examples=20, deadline=None)
@@ -281,13 +281,13 @@ def test_what_the_error_proposes_does_help() -> None:
 
 def test_a_pin_that_makes_it_impossible_is_named() -> None:
     with pytest.raises(NoPlanError) as caught:
-        choose(facts(), pins={"zero": 0})
+        choose(facts(), partial=PartialPlan(zero=0))
     assert caught.value.hints[0].startswith("leave `zero=0` open")
 
 
 def test_pins_without_a_legal_plan_are_refused_with_the_nearest_legal_values() -> None:
     with pytest.raises(PlanError) as caught:
-        choose(facts(), pins={"dp_shard": 3})
+        choose(facts(), partial=PartialPlan(dp_shard=3))
     assert "plan needs 3 ranks" in str(caught.value)
     assert "`dp_shard` may be 1, 2, 4, 8 or 16 here" in caught.value.hints
 

@@ -16,7 +16,7 @@ from advisor.decide.decision import Decision
 from advisor.inputs.bundled.resnet import ResNet
 from advisor.inputs.networks import network_profile
 from advisor.inputs.policy import Policy
-from engines.plan import Aggregation, Compression, Plan
+from engines.plan import Aggregation, Compression, PartialPlan, Plan
 from profiles.errors import PlanError
 from profiles.machine.cluster import ClusterProfile, Collective, LinkFit
 from profiles.model.profile import ModelProfile, Shape
@@ -44,9 +44,13 @@ def slow(*, is_ring: bool) -> ClusterProfile:
     return cluster.model_copy(update={"inter": cluster.inter.model_copy(update={"fits": fits})})
 
 
-def decided(cluster: ClusterProfile, policy: Policy = LOSSY, **pins: object) -> Decision:
+def decided(cluster: ClusterProfile, policy: Policy = LOSSY, **settings: object) -> Decision:
     known = facts(matrices(), cluster, batch=4, precision="fp32")
-    return choose(known, policy=policy, pins={"data_parallel": "replicate", "pp": 1, **pins})
+    return choose(
+        known,
+        policy=policy,
+        partial=PartialPlan.build({"data_parallel": "replicate", "pp": 1, **settings}),
+    )
 
 
 def test_a_hierarchy_is_taken_where_the_backend_sends_more_between_nodes() -> None:
@@ -99,7 +103,7 @@ def test_a_network_of_convolutions_goes_in_factors_as_torchs_hook_makes_them() -
     1.54 MB of ResNet-50's 102 MB, its norms and biases among them."""
     cluster = gpus(2, 1, inter_bytes_per_s=12.5e6)
     known = facts(network_profile("resnet50-64px", samples=8), cluster, batch=16, precision="fp32")
-    allowed = choose(known, policy=LOSSY, pins={"dp_replicate": 2})
+    allowed = choose(known, policy=LOSSY, partial=PartialPlan(dp_replicate=2))
     assert allowed.plan.compression is Compression.POWERSGD
     numbers = 0
     for parameter in ResNet(50).parameters():
@@ -136,5 +140,5 @@ def test_the_word_is_given_where_a_plan_is_asked_for() -> None:
 def test_sharded_plans_have_no_such_choice() -> None:
     known = facts(matrices(), slow(is_ring=True), batch=4, precision="fp32")
     with pytest.raises(PlanError, match="compression=bf16 is for DDP of a whole model"):
-        choose(known, pins={"dp_shard": 4, "compression": "bf16"})
+        choose(known, partial=PartialPlan.build({"dp_shard": 4, "compression": "bf16"}))
     assert Plan.parse("dp_replicate=4 compression=bf16").compression is Compression.BF16

@@ -12,7 +12,7 @@ from advisor.decide.decide import decide
 from advisor.decide.offload import with_disk
 from advisor.inputs.changed_facts import Lever, varied
 from advisor.inputs.facts import Facts
-from engines.plan import OffloadTo
+from engines.plan import OffloadTo, PartialPlan
 from profiles.closed_forms.families import profile_from_config
 from profiles.errors import NoPlanError
 from profiles.model.profile import Numerics
@@ -20,7 +20,7 @@ from profiles.units import GIB, parse_bytes
 from tests.factories import ALL_NUMERICS, exact, facts, gpus, transformer
 
 SEVENTY = transformer(name="70b", layers=80, hidden=8192, ffn=28672, vocab=128256)
-DATA = {"pp": 1, "tp": 1}
+DATA = PartialPlan.build({"pp": 1, "tp": 1})
 
 
 def starved() -> Facts:
@@ -32,7 +32,7 @@ def starved() -> Facts:
 @pytest.fixture(scope="module")
 def error() -> NoPlanError:
     with pytest.raises(NoPlanError) as caught:
-        choose(starved(), pins=DATA)
+        choose(starved(), partial=DATA)
     return caught.value
 
 
@@ -61,7 +61,7 @@ def test_a_disk_helps(error: NoPlanError) -> None:
     """Of 5 and 7 GB/s, as a node's usual drive has them; what is there is what was assumed."""
     assert error.hints[1].startswith("keep states in files on a disk of 5.00 GB/s written, 7.00 ")
     cluster = with_disk(starved().cluster)
-    found = decide(facts(SEVENTY, cluster, batch=8), pins=DATA).winner
+    found = decide(facts(SEVENTY, cluster, batch=8), partial=DATA).winner
     assert found is not None
     assert found.plan.offload_to is OffloadTo.DISK
     assert found.estimate.host_bytes == 0
@@ -70,14 +70,14 @@ def test_a_disk_helps(error: NoPlanError) -> None:
 def test_more_nodes_help(error: NoPlanError) -> None:
     assert error.hints[2].startswith("take 4 nodes and a global batch of 16: ")
     larger = starved().cluster.model_copy(update={"num_nodes": 4})
-    assert choose(facts(SEVENTY, larger, batch=16), pins=DATA).plan.world_size == 16
+    assert choose(facts(SEVENTY, larger, batch=16), partial=DATA).plan.world_size == 16
 
 
 def test_as_much_device_memory_helps_and_less_does_not(error: NoPlanError) -> None:
     needed = amount(error.hints[3], "take devices with")
     for factor, helps in ((1.001, True), (0.99, False)):
         changed = varied(starved(), Lever.MEMORY, factor * needed)
-        assert (decide(changed, pins=DATA).winner is not None) == helps
+        assert (decide(changed, partial=DATA).winner is not None) == helps
 
 
 def test_as_much_main_memory_helps_and_less_does_not(error: NoPlanError) -> None:
@@ -85,7 +85,7 @@ def test_as_much_main_memory_helps_and_less_does_not(error: NoPlanError) -> None
     for factor, helps in ((1.001, True), (0.99, False)):
         memory = exact(factor * needed)
         cluster = starved().cluster.model_copy(update={"host_memory_bytes": memory})
-        found = decide(facts(SEVENTY, cluster, batch=8), pins=DATA).winner
+        found = decide(facts(SEVENTY, cluster, batch=8), partial=DATA).winner
         assert (found is not None) == helps
 
 

@@ -14,7 +14,7 @@ from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts
 from advisor.inputs.stacks import is_of_engines
-from engines.plan import parse_settings
+from engines.plan import PartialPlan
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.machine.clusters import cluster_from_name
 from profiles.model.work import AttentionKernel
@@ -44,7 +44,7 @@ def on(name: str = "8xH100-SXM-80GB", stack: Stack = TORCH, batch: int = 64) -> 
 def decided(
     whole: Facts, plan: str = "zero=0 dp_replicate=8 microbatch_size=8 recompute=none"
 ) -> Decision:
-    return choose(whole, pins=parse_settings(plan))
+    return choose(whole, partial=PartialPlan.parse(plan))
 
 
 def gain(decision: Decision, name: str) -> levers.Gain:
@@ -124,8 +124,8 @@ def test_a_lever_of_our_engines_is_a_setting_that_a_plan_can_have() -> None:
     applied = [each for each in levers.gains(decision) if each.settings]
     assert {each.name for each in applied} == {"compile", "offload activations"}
     for each in applied:
-        pins = {**decision.pins, **parse_settings(each.settings)}
-        assert choose(decision.facts, pins=pins).plan == each.plan
+        partial = decision.partial.fixing(**PartialPlan.parse(each.settings).fixed)
+        assert choose(decision.facts, partial=partial).plan == each.plan
 
 
 def test_what_is_priced_only_is_in_no_plan_of_ours() -> None:

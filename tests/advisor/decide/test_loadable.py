@@ -10,6 +10,7 @@ from advisor.inputs.facts import Facts
 from advisor.report.html import page
 from advisor.report.view import view_of
 from advisor.search.ranking import Loadable, loading
+from engines.plan import PartialPlan
 from profiles.units import GIB
 from tests.factories import exact, facts, gpus, small_llama, transformer
 
@@ -50,7 +51,7 @@ def test_title_and_verdict_say_what_cannot_be_loaded(
 
 def test_stages_are_loaded_one_by_one_where_one_of_them_has_room() -> None:
     whole = facts(small_llama(), gpus(1, 4), batch=8)
-    decision = choose(whole, pins={"pp": 4})
+    decision = choose(whole, partial=PartialPlan(pp=4))
     needed = decision.estimate.load_bytes * 4
     usable = 2 / 3  # a third of main memory is left
     found = {

@@ -12,7 +12,7 @@ from advisor.decide.choose import choose
 from advisor.report.view import view_of
 from advisor.search import search
 from advisor.search.ranking import Candidate
-from engines.plan import DataParallel, Plan
+from engines.plan import DataParallel, PartialPlan, Plan
 from profiles.errors import InputError
 from tests.factories import facts, gpus, small_llama, transformer
 
@@ -37,7 +37,7 @@ def test_the_answer_is_that_of_all_other_plans(
     before = choose(whole)
     assert before.plan.data_parallel is DataParallel.ZERO1
     assert "not-estimated" not in before.rejected
-    without = choose(whole, pins={"data_parallel": "zero2"})
+    without = choose(whole, partial=PartialPlan.build({"data_parallel": "zero2"}))
     lost = (DataParallel.ZERO1, DataParallel.HYBRID_SHARD)
     failing(monkeypatch, lambda plan: plan.data_parallel in lost, ZeroDivisionError("a mistake"))
     with caplog.at_level(logging.WARNING, "advisor"):

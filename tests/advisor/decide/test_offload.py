@@ -15,7 +15,7 @@ from advisor.decide.offload import attempts, with_disk
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.search.ranking import weigh
-from engines.plan import Offload, OffloadTo, Plan
+from engines.plan import Offload, OffloadTo, PartialPlan, Plan
 from profiles.errors import NoPlanError
 from profiles.machine.cluster import ClusterProfile
 from profiles.provenance import Quantity, Source
@@ -64,7 +64,7 @@ def test_the_optimizer_leaves_where_that_is_all_that_fits_fast_enough() -> None:
     assert (decision.plan.offload, decision.plan.offload_to) == (Offload.OPTIMIZER, OffloadTo.HOST)
     assert decision.estimate.host_bytes == ADAM_BYTES
     assert decision.estimate.time.host_s == pytest.approx(2 * ADAM_BYTES / HOST_LINK_BYTES_PER_S)
-    weighed = weigh(legal_plans(situation, {}), CostModel(situation), Policy())
+    weighed = weigh(legal_plans(situation, PartialPlan()), CostModel(situation), Policy())
     assert not any(candidate.fits for candidate in weighed)  # with all of it on the device
     why = " ".join(decision.reasons)
     assert "With everything on the device nothing fits: one device comes nearest" in why
@@ -80,7 +80,7 @@ def test_the_fastest_of_an_attempt_is_taken() -> None:
     every = [
         candidate
         for what in (Offload.OPTIMIZER, Offload.STATES, Offload.ACTIVATIONS)
-        for candidate in weigh(legal_plans(situation, {}, offload=what), costs, Policy())
+        for candidate in weigh(legal_plans(situation, PartialPlan(), offload=what), costs, Policy())
         if candidate.fits
     ]
     fastest = min(candidate.estimate.step_s for candidate in every)
@@ -127,7 +127,7 @@ def test_a_processor_has_files_alone() -> None:
     small = Quantity(value=10 * GIB, source=Source.MEASURED)
     device = cluster.device.model_copy(update={"memory_bytes": small})
     cluster = cluster.model_copy(update={"device": device})
-    assert list(attempts(facts(MIDDLE, cluster, batch=8), {})) == []
+    assert list(attempts(facts(MIDDLE, cluster, batch=8), PartialPlan())) == []
     decision = choose(facts(MIDDLE, timed(cluster), batch=8))
     assert decision.plan.offload_to is OffloadTo.DISK
     assert "way to the host" not in str(decision)
@@ -135,7 +135,7 @@ def test_a_processor_has_files_alone() -> None:
 
 def test_of_a_processors_own_memory_nothing_is_said_to_wait_elsewhere() -> None:
     situation = facts(chain(), cpus(1), batch=2, precision="fp32")
-    decision = choose(situation, pins={"offload": "activations"})
+    decision = choose(situation, partial=PartialPlan.build({"offload": "activations"}))
     assert decision.estimate.time.host_s > 0  # copied within its memory
     assert not any("a rank wait in" in reason for reason in decision.reasons)
 
@@ -152,9 +152,12 @@ def test_what_is_free_on_the_disk_decides_too() -> None:
 
 
 def test_pins_say_it_all() -> None:
-    for pins in ({"offload": "none"}, {"offload": "activations"}):
-        assert list(attempts(alone(14, disk=True), pins)) == []
-    to = [attempt.to for attempt in attempts(alone(14, disk=True), {"offload_to": "host"})]
+    for partial in (PartialPlan(offload=Offload.NONE), PartialPlan(offload=Offload.ACTIVATIONS)):
+        assert list(attempts(alone(14, disk=True), partial)) == []
+    to = [
+        attempt.to
+        for attempt in attempts(alone(14, disk=True), PartialPlan.build({"offload_to": "host"}))
+    ]
     assert set(to) == {OffloadTo.HOST}
 
 

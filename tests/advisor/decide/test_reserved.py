@@ -7,6 +7,7 @@ import pytest
 from advisor.decide.choose import choose
 from advisor.decide.reserved import reserved_bytes
 from advisor.inputs.facts import Facts
+from engines.plan import PartialPlan
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.machine.clusters import cluster_from_name
 from profiles.workload.stack import stack_named
@@ -35,7 +36,7 @@ def test_no_less_is_reserved_than_allocated_and_not_half_as_much_again(
 ) -> None:
     """Whole segments are taken: at least the peak; published runs of steady shapes lie below 1.36
     times it (the largest ratio of 352 replays of every allocation)."""
-    decision = choose(facts(2), pins={**plan, "microbatch_size": 8})
+    decision = choose(facts(2), partial=PartialPlan.build({**plan, "microbatch_size": 8}))
     context = decision.estimate.memory.context
     allocated = decision.estimate.peak_bytes - context
     assert allocated <= reserved_bytes(decision) - context <= 1.36 * allocated
@@ -43,5 +44,5 @@ def test_no_less_is_reserved_than_allocated_and_not_half_as_much_again(
 
 def test_programs_with_states_of_their_own_keep_the_usual_share() -> None:
     own = facts(2).model_copy(update={"stack": stack_named("megatron-core-0.12")})
-    decision = choose(own, pins={"dp_replicate": 2, "microbatch_size": 8})
+    decision = choose(own, partial=PartialPlan(dp_replicate=2, microbatch_size=8))
     assert reserved_bytes(decision) == decision.estimate.reserved_bytes

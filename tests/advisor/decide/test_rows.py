@@ -11,6 +11,7 @@ from advisor.decide.tree import Family, in_leaf
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.search.ranking import weigh
+from engines.plan import PartialPlan
 from profiles.closed_forms.families import profile_from_config
 from tests.factories import ALL_NUMERICS, facts, gpus
 
@@ -48,7 +49,7 @@ def test_the_best_plan_of_stages_with_split_layers_is_a_row_where_the_tree_names
     assert rows
     every = [
         candidate
-        for candidate in weigh(legal_plans(whole, {}), CostModel(whole), Policy())
+        for candidate in weigh(legal_plans(whole, PartialPlan()), CostModel(whole), Policy())
         if candidate.plan.pp > 1 and candidate.plan.tp > 1 and candidate.fits
     ]
     of_leaf = [c for c in every if in_leaf(c.plan, decision.trace)]

@@ -12,6 +12,7 @@ from advisor.inputs.changed_facts import Lever
 from advisor.inputs.policy import Objective, Policy
 from advisor.report.view import view_of
 from advisor.search.ranking import beats
+from engines.plan import PartialPlan
 from tests.factories import facts, gpus, small_llama
 
 SMALL = small_llama()
@@ -49,7 +50,7 @@ def test_other_kinds_stand_beside_it_with_their_reasons(pipeline: Decision) -> N
 
 def test_a_decision_with_stages_and_styles_survives_its_file(pipeline: Decision) -> None:
     assert Decision.from_json(pipeline.to_json()) == pipeline
-    split = choose(facts(SMALL, gpus(1, 2), batch=4), pins={"tp": 2})
+    split = choose(facts(SMALL, gpus(1, 2), batch=4), partial=PartialPlan(tp=2))
     assert Decision.from_json(split.to_json()) == split
     sent = next(r for r in split.reasons if r.startswith("Split layers send"))
     assert "over NVLink" in sent

@@ -15,6 +15,7 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.models import profile_model
 from advisor.inputs.policy import Policy
 from advisor.search.ranking import Candidate, simplicity, weigh
+from engines.plan import PartialPlan
 from profiles.errors import NoPlanError
 from profiles.machine.clusters import resolve_cluster
 from profiles.model.profile import Numerics
@@ -122,7 +123,9 @@ def test_the_choice_is_the_simplest_of_all_plans_within_the_margin_of_the_fastes
     if decision.plan.offload != "none":
         return
     agree(decision)
-    every = [c for c in weigh(legal_plans(whole, {}), CostModel(whole), Policy()) if c.fits]
+    every = [
+        c for c in weigh(legal_plans(whole, PartialPlan()), CostModel(whole), Policy()) if c.fits
+    ]
     of_leaf = [c for c in every if in_leaf(c.plan, decision.trace)] or every
     fastest_s = min(c.estimate.step_s for c in of_leaf)
     tied = [c for c in of_leaf if c.estimate.step_s <= fastest_s * (1 + MARGIN)]

@@ -15,7 +15,7 @@ from advisor.decide.tree import NOT_WEIGHED, Family, TraceStep
 from advisor.inputs.facts import Facts
 from advisor.inputs.models import profile_model
 from advisor.inputs.policy import Policy
-from engines.plan import Plan
+from engines.plan import PartialPlan, Plan
 from profiles.machine.catalogue import link
 from profiles.machine.cluster import AxisFits, Collective, LinkFit
 from profiles.machine.clusters import resolve_cluster
@@ -84,7 +84,7 @@ def test_shards_inside_a_node_send_no_parameter_over_slow_links(plan: str, is_in
 
 
 def test_every_legal_plan_is_of_some_family() -> None:
-    for plan in legal_plans(facts(MIDDLE, gpus(2, 4), batch=64), {}):
+    for plan in legal_plans(facts(MIDDLE, gpus(2, 4), batch=64), PartialPlan()):
         assert any(tree.belongs(plan, family) for family in Family), str(plan)
 
 
@@ -209,7 +209,7 @@ def test_the_trace_says_how_ties_are_settled() -> None:
 def test_the_needed_bandwidth_is_the_one_derived_by_hand() -> None:
     """bytes per parameter sent / (FLOP per parameter and token x tokens / FLOP/s): P cancels."""
     whole = facts(MIDDLE, gpus(1, 8, memory_gib=40), batch=8)
-    found = choose(whole, pins={"zero": 3, "recompute": "none"})
+    found = choose(whole, partial=PartialPlan.build({"zero": 3, "recompute": "none"}))
     needed = walk.needed_bytes_per_s(found.estimate)
     # Two bf16 gathers and one fp32 reduction, 7/8 of them on the bus: 8 bytes x 7/8 a parameter.
     # The root is gathered once; nothing is in it here but the embedding and head are units too.
@@ -259,7 +259,7 @@ def test_a_network_that_a_fitting_microbatch_can_use_is_judged_by_that() -> None
         step = next(s for s in choose(whole).trace.steps if "between nodes" in s.question)
         size = re.search(r"microbatch (\d+)\)", step.because)
         assert size is not None
-        kept = {"pp": 1, "tp": 1, "data_parallel": "full_shard", "microbatch_size": int(size[1])}
+        kept = PartialPlan.parse(f"pp=1 tp=1 zero=3 microbatch_size={size[1]}")
         usable = Policy().usable_bytes(whole.cluster.device)
         costs = CostModel(whole)
         assert any(costs.estimate(plan).fits(usable) for plan in legal_plans(whole, kept))

@@ -34,7 +34,7 @@ from advisor.predict.rows import Row
 from advisor.predict.setup import Setup
 from advisor.search.cache import Kept
 from advisor.search.ranking import Candidate
-from engines.plan import DataParallel, parse_settings
+from engines.plan import DataParallel, PartialPlan
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.errors import NoPlanError
 from profiles.machine.cluster import ClusterProfile
@@ -135,14 +135,14 @@ def facts(question: Question, tmp_path: Path) -> Facts:
     return _ASKED[name]
 
 
-def settings_of(question: Question, facts: Facts, settings: str) -> dict[str, Any]:
+def settings_of(question: Question, facts: Facts, settings: str) -> PartialPlan:
     """Settings as `--plan` takes them, with the borders of stages where chunks are said."""
-    found = parse_settings(settings)
+    partial = PartialPlan.parse(settings)
     if "chunks" in question:
         blocks = [unit.name for unit in facts.model.blocks()]
-        each = len(blocks) // (found["pp"] * question["chunks"])
-        found["stages"] = tuple(blocks[each::each])
-    return found
+        each = len(blocks) // ((partial.pp or 1) * question["chunks"])
+        return partial.fixing(stages=tuple(blocks[each::each]))
+    return partial
 
 
 _PRICED: dict[tuple[str, str], Candidate] = {}
@@ -152,10 +152,10 @@ def priced(question: Question, facts: Facts, settings: str) -> Candidate:
     """The best plan with these settings, whether or not it fits: what `--plan` prices."""
     key = question["name"], settings
     if key not in _PRICED:
-        pins = settings_of(question, facts, settings)
-        problems = why_illegal(facts, pins)
+        partial = settings_of(question, facts, settings)
+        problems = why_illegal(facts, partial)
         assert not problems, problems[0].what
-        search = searched(Kept(CostModel(facts)), pins, POLICY)
+        search = searched(Kept(CostModel(facts)), partial, POLICY)
         found = search.fastest(search.rows) or search.nearest(search.rows)
         assert found is not None
         _PRICED[key] = found

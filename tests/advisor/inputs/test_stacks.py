@@ -15,7 +15,7 @@ from advisor.decide.decision import Decision
 from advisor.inputs.stacks import OF_ENGINES, compiled, is_of_engines, is_preset
 from advisor.search.legal import styles_of
 from advisor.whatif.sweep.points import Swept, sweep
-from engines.plan import Plan
+from engines.plan import PartialPlan, Plan
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.errors import InputError, PlanError, UnknownNameError
 from profiles.workload.stack import TORCH, FusibleKind, Stack, stack_named, stacks
@@ -33,9 +33,9 @@ def command(*words: str) -> Result:
     return CliRunner().invoke(cli, list(words))
 
 
-def decided(stack: Stack = TORCH, **pins: object) -> Decision:
+def decided(stack: Stack = TORCH, **settings: object) -> Decision:
     whole = facts(MODEL, gpus(1, 4, memory_gib=40), batch=32, stack=stack)
-    return choose(whole, pins=pins)
+    return choose(whole, partial=PartialPlan.build(settings))
 
 
 def test_software_that_splits_by_tokens_splits_blocks_so() -> None:
@@ -156,7 +156,7 @@ class TestCommand:
 def test_a_sweep_decides_as_each_stack_does() -> None:
     whole = facts(MODEL, gpus(1, 4, memory_gib=40), batch=32)
     names = ["torch", "torch-compiled", "megatron-2022"]
-    found = sweep(whole, Swept.STACK, names, settings={})
+    found = sweep(whole, Swept.STACK, names, settings=PartialPlan())
     for name, point in zip(names, found.points, strict=True):
         alone = decided(stack_named(name))
         assert (point.plan, point.step_s) == (alone.plan, alone.estimate.step_s)

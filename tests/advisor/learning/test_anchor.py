@@ -16,7 +16,7 @@ from advisor.learning.anchor import Anchor, Links, Term, anchored, fits
 from advisor.learning.residuals import Measured, anchor_of, busy_s, products_s
 from advisor.learning.run_log import anchor_here, keep_anchor
 from advisor.search.cache import Kept
-from engines.plan import Plan
+from engines.plan import PartialPlan, Plan
 from profiles.errors import InputError
 from profiles.machine.cluster import AxisFits, ClusterProfile, Collective, LinkFit
 from profiles.model.profile import Affine, ModelProfile, Numerics
@@ -363,7 +363,9 @@ def test_the_search_finds_what_weighing_every_plan_finds() -> None:
     )
     for each in (slow, fast):
         corrected = anchored(known, each)
-        search = searched(Kept(CostModel(corrected)), {}, Policy(objective=Objective.TIME))
+        search = searched(
+            Kept(CostModel(corrected)), PartialPlan(), Policy(objective=Objective.TIME)
+        )
         best = search.fastest(search.rows)
         assert best is not None
         search.weigh_all()

@@ -13,7 +13,7 @@ from advisor.inputs.facts import Facts
 from advisor.learning.learning import parts_of, refit, undisturbed_s
 from advisor.learning.run_log import run_of
 from advisor.report.view import view_of
-from engines.plan import Plan
+from engines.plan import PartialPlan, Plan
 from profiles.machine.cluster import ClusterProfile, Constant
 from profiles.provenance import Source, Timing
 from profiles.timing.runs import Machine, Part, Peak, Run
@@ -201,8 +201,10 @@ def test_a_network_that_is_slower_is_told_from_devices_that_are_not() -> None:
     for hidden in (1024, 2048, 3072, 4096):
         known = facts(transformer(hidden=hidden), before, batch=16)
         for recompute in ("none", "full"):
-            pins = {"dp_shard": 16, "microbatch_size": 1, "recompute": recompute}
-            decision = choose(known, pins=pins)
+            partial = PartialPlan.build(
+                {"dp_shard": 16, "microbatch_size": 1, "recompute": recompute}
+            )
+            decision = choose(known, partial=partial)
             actual = facts(transformer(hidden=hidden), real, batch=16)
             runs.append(run_of(decision, HERE, step=took(estimate(decision.plan, actual).step_s)))
     found = refit(before, runs, dtype="bfloat16")

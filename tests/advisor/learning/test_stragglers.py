@@ -17,7 +17,7 @@ from advisor.inputs.facts import Facts
 from advisor.learning.learning import undisturbed_s
 from advisor.learning.run_log import fingerprint_of, run_of
 from advisor.report.basis import basis
-from engines.plan import Plan
+from engines.plan import PartialPlan, Plan
 from engines.runtime.rank_times import Imbalance, RankTime, _spread
 from profiles.machine.cluster import ClusterProfile, Constant
 from profiles.model.profile import ModelProfile
@@ -193,7 +193,7 @@ def test_of_several_runs_the_middle_counts_and_little_is_nothing() -> None:
 def test_a_run_with_a_straggler_does_not_make_the_machine_look_slow() -> None:
     """What is kept is predicted of even ranks, and the step is told to them."""
     known = facts(chain(), cpus(4), batch=192, precision="fp32")
-    decision = choose(known, pins={"dp_replicate": 4})
+    decision = choose(known, partial=PartialPlan(dp_replicate=4))
     machine = Machine(
         device="cpu", processor="x", threads=1, ranks_per_node=4, torch="2.13", ours="1"
     )

@@ -18,9 +18,9 @@ from engines.plan import (
     Aggregation,
     Compression,
     DataParallel,
+    PartialPlan,
     Schedule,
     Updates,
-    parse_settings,
 )
 from profiles.errors import InputError, UnknownNameError
 from profiles.units import GIB, format_gib
@@ -30,7 +30,7 @@ from tests.golden import check
 # Llama-7B-like over two nodes of eight, a step of 128 x 4,096 tokens: the report 7b_2x8.
 DECISION = choose(facts())
 ONE = choose(facts(chain(), cpus(1), batch=8, precision="fp32"))
-STAGED = choose(facts(small_llama(), gpus(1, 8), batch=64), pins={"pp": 2})
+STAGED = choose(facts(small_llama(), gpus(1, 8), batch=64), partial=PartialPlan(pp=2))
 
 DOCUMENTS = """
 node, world size, W, local world size, L, global rank, local rank, data parallelism, model
@@ -52,7 +52,7 @@ def advise(*args: str) -> Result:
 
 APART = choose(
     facts(chain(), gpus(2, 4), batch=7, precision="fp32"),
-    pins={"updates": "asynchronous", "servers": 1, "max_staleness": 4},
+    partial=PartialPlan.build({"updates": "asynchronous", "servers": 1, "max_staleness": 4}),
 )
 
 
@@ -169,9 +169,9 @@ class TestNumbers:
     )
     def test_is_that_of_the_settings(self, word: str, settings: str, number: str) -> None:
         """On two nodes of four, 40 samples a step."""
-        pins: dict[str, object] = {"zero": 0, **parse_settings(settings)}
+        partial = PartialPlan(zero=0).fixing(**PartialPlan.parse(settings).fixed)
         known = facts(small_llama(), gpus(2, 4), batch=40, precision="fp32")
-        assert explain(word, choose(known, pins=pins)).number == number
+        assert explain(word, choose(known, partial=partial)).number == number
 
     def test_a_kind_that_was_not_taken_says_why(self) -> None:
         found = explain("DDP", DECISION).number
@@ -203,8 +203,8 @@ class TestNumbers:
     def test_tokens_that_ranks_share_count_as_data_where_gradients_are_summed(self) -> None:
         """Of 8 ranks 2 share tokens: gradients of a parameter come from all 8, and an HSDP group of
         2 x 2 ranks shards the states (`Mesh.replicas`, `Mesh.shards`)."""
-        pins = {"dp_replicate": 2, "dp_shard": 2, "cp": 2}
-        shared = choose(facts(small_llama(), gpus(1, 8), batch=64), pins=pins)
+        partial = PartialPlan.build({"dp_replicate": 2, "dp_shard": 2, "cp": 2})
+        shared = choose(facts(small_llama(), gpus(1, 8), batch=64), partial=partial)
         assert explain("ring", shared).number == "2 (n - 1) / n = 1.75 times the gradients, n = 8"
         assert explain("shard", shared).number == "4 of each state"
         groups = {t.group_size for t in shared.estimate.traffic if t.purpose == "gradients"}

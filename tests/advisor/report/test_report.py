@@ -14,6 +14,7 @@ from advisor.decide.decision import Decision, WhyNot
 from advisor.report.html import page
 from advisor.report.terminal import WIDTH, lines
 from advisor.report.view import view_of
+from engines.plan import PartialPlan
 from profiles.model.profile import ModelProfile
 from tests.factories import chain, cpus, exact, facts, gpus, transformer
 from tests.golden import check
@@ -31,7 +32,8 @@ def decisions() -> dict[str, Decision]:
         ),
         "offload_1": choose(facts(MIDDLE, gpus(1, 1, memory_gib=10), batch=8)),
         "chain_cpu": choose(
-            facts(unused, cpus(2), batch=8, precision="fp32"), pins={"microbatch_size": 1}
+            facts(unused, cpus(2), batch=8, precision="fp32"),
+            partial=PartialPlan(microbatch_size=1),
         ),
     }
 
@@ -279,7 +281,7 @@ def test_more_ranks_than_cores_are_pointed_out() -> None:
 
 def test_names_of_modules_are_text_and_nothing_else() -> None:
     # The fullest moment is in the unit with that name, so the report speaks of it.
-    decision = choose(facts(hostile()), pins={"zero": 1})
+    decision = choose(facts(hostile()), partial=PartialPlan(zero=1))
     assert "<script>" in decision.estimate.phase
     text = page(decision)
     assert "<script>" not in text
@@ -333,8 +335,8 @@ def test_notes_on_the_machines_are_in_every_form() -> None:
 
 
 def test_what_changes_the_training_is_in_the_plan_as_a_user_would_write_it() -> None:
-    pins = {"updates": "asynchronous", "servers": 1, "max_staleness": 4}
-    apart = choose(facts(chain(), gpus(2, 4), batch=7, precision="fp32"), pins=pins)
+    partial = PartialPlan.build({"updates": "asynchronous", "servers": 1, "max_staleness": 4})
+    apart = choose(facts(chain(), gpus(2, 4), batch=7, precision="fp32"), partial=partial)
     degrees, beside, _ = view_of(apart).plan
     assert (degrees, beside) == ("dp_replicate=7", "updates=asynchronous servers=1 max_staleness=4")
     assert len(view_of(DECISIONS["7b_2x8"]).plan) == 2  # nothing of the kind: no line

@@ -17,7 +17,7 @@ from advisor.decide.candidates import legal_plans
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.search.ranking import tie_limit_s, weigh
-from engines.plan import AXES, Plan, Recompute, Schedule
+from engines.plan import AXES, PartialPlan, Plan, Recompute, Schedule
 from profiles.closed_forms.families import profile_from_config
 from profiles.machine.cluster import ClusterProfile, Collective
 from profiles.model.profile import Numerics
@@ -102,8 +102,8 @@ def test_no_placement_has_a_plan_that_beats_the_best_of_the_meshs_order(
 ) -> None:
     cluster = gpus(nodes, devices, inter_bytes_per_s=gb_per_s * 1e9, memory_gib=memory_gib)
     whole, policy = facts(MODEL, cluster, batch=2 * nodes * devices), Policy()
-    pins = {"recompute": Recompute.NONE, "microbatch_size": 1}
-    plans = [plan for plan in legal_plans(whole, pins) if plan.schedule in PLAIN]
+    partial = PartialPlan.build({"recompute": Recompute.NONE, "microbatch_size": 1})
+    plans = [plan for plan in legal_plans(whole, partial) if plan.schedule in PLAIN]
     fitting = [c for c in weigh(plans, CostModel(whole), policy) if c.fits]
     best = min((c.estimate for c in fitting), key=lambda estimate: estimate.step_s)
     tried = 0
@@ -120,8 +120,10 @@ def test_a_single_plan_may_be_faster_under_another_order() -> None:
     """Shards between slow nodes are gathered over and over for few tokens: split layers would send
     less there. Neither is near the fastest plan, which cuts the model into stages."""
     whole = facts(MODEL, gpus(2, 4, inter_bytes_per_s=1e9), batch=16)
-    pins = {"tp": 4, "dp_shard": 2, "microbatch_size": 1, "recompute": Recompute.NONE}
-    (plan,) = legal_plans(whole, pins)
+    partial = PartialPlan.build(
+        {"tp": 4, "dp_shard": 2, "microbatch_size": 1, "recompute": Recompute.NONE}
+    )
+    (plan,) = legal_plans(whole, partial)
     here = CostModel(whole).estimate(plan)
     assert _placed(plan, whole, AXES).step_s == here.step_s
     assert _placed(plan, whole, ("tp", "dp_shard")).step_s < 0.5 * here.step_s

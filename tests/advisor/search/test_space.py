@@ -9,7 +9,7 @@ import pytest
 from advisor.decide.candidates import legal_plans
 from advisor.search.space import divisors, stages_per_rank
 from engines.legality import problems
-from engines.plan import Schedule
+from engines.plan import PartialPlan, Schedule
 from tests.advisor.search.test_search import LLAMAS
 from tests.factories import facts, gpus
 
@@ -17,7 +17,7 @@ WHOLE = facts(LLAMAS[3, 100], gpus(1, 6), batch=12)
 
 
 def test_every_row_is_a_legal_plan_and_no_two_are_the_same() -> None:
-    plans = legal_plans(WHOLE, {"recompute": "none"})
+    plans = legal_plans(WHOLE, PartialPlan.build({"recompute": "none"}))
     assert len(set(map(str, plans))) == len(plans)
     for plan in plans:
         assert problems(plan, WHOLE.model, WHOLE.cluster) == [], str(plan)
@@ -28,7 +28,7 @@ def test_every_row_is_a_legal_plan_and_no_two_are_the_same() -> None:
 def test_degrees_are_all_that_multiply_to_the_devices_powers_of_two_or_not() -> None:
     """Four heads and a vocabulary of 100 can be split some way over any of these; there are six
     units to begin stages with."""
-    plans = legal_plans(WHOLE, {"recompute": "none", "zero": 0})
+    plans = legal_plans(WHOLE, PartialPlan.build({"recompute": "none", "zero": 0}))
     found = {(plan.pp, plan.tp, plan.dp_replicate) for plan in plans}
     every = {n for n in product(range(1, 7), repeat=3) if n[0] * n[1] * n[2] == 6}
     assert found == every

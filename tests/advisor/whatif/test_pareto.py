@@ -13,12 +13,12 @@ from advisor.inputs.policy import Policy
 from advisor.inputs.resize import on
 from advisor.search.ranking import Candidate, Finding, weigh
 from advisor.whatif.pareto import HOUR_S, front
-from engines.plan import Plan
+from engines.plan import PartialPlan, Plan
 from tests.factories import facts, gpus, transformer
 
 MIDDLE = transformer(name="middle", layers=8, hidden=2048, ffn=5504, tokens=4096)
 WHOLE = facts(MIDDLE, gpus(1, 8), batch=64)
-WEIGHED = weigh(legal_plans(WHOLE, {}), CostModel(WHOLE), Policy())
+WEIGHED = weigh(legal_plans(WHOLE, PartialPlan()), CostModel(WHOLE), Policy())
 
 
 def made(step_s: float, memory: float, devices: int) -> Candidate:
@@ -123,7 +123,7 @@ def test_fewer_devices_come_on_the_front_where_they_cost_less() -> None:
         candidate
         for count in (1, 2, 4, 8)
         for candidate in weigh(
-            legal_plans(on(WHOLE, count), {}), CostModel(on(WHOLE, count)), Policy()
+            legal_plans(on(WHOLE, count), PartialPlan()), CostModel(on(WHOLE, count)), Policy()
         )
         if candidate.fits
     ]

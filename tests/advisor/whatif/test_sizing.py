@@ -24,7 +24,7 @@ from advisor.whatif.sizing import (
     largest_model,
     largest_sequence,
 )
-from engines.plan import Plan
+from engines.plan import PartialPlan, Plan
 from profiles.closed_forms.families import profile_from_config
 from profiles.errors import InputError, NoPlanError
 from profiles.machine.cluster import ClusterProfile
@@ -47,18 +47,18 @@ LLAMA = {
 SMALL = profile_from_config(
     LLAMA, samples=1, sequence_length=1024, name="small", numerics=tuple(Numerics)
 )
-DATA = {"pp": 1, "tp": 1}
+DATA = PartialPlan.build({"pp": 1, "tp": 1})
 """Brute force weighs every plan: the data-parallel family alone keeps that short."""
 
 PLAIN = {"zero": 0, "recompute": "none"}
 
 
-def weighed(whole: Facts, **pins: object) -> list[Candidate]:
-    return weigh(legal_plans(whole, {**DATA, **pins}), CostModel(whole), Policy())
+def weighed(whole: Facts, **settings: object) -> list[Candidate]:
+    return weigh(legal_plans(whole, DATA.fixing(**settings)), CostModel(whole), Policy())
 
 
-def fits(whole: Facts, **pins: object) -> bool:
-    return any(c.fits for c in weighed(whole, **pins))
+def fits(whole: Facts, **settings: object) -> bool:
+    return any(c.fits for c in weighed(whole, **settings))
 
 
 class TestDevices:
@@ -71,7 +71,7 @@ class TestDevices:
             return Facts(model=MIDDLE, cluster=cluster, workload=workload)
 
         enough = [count for count in range(1, 17) if fits(on(count))]
-        found = fewest_devices(self.WHOLE, pins=DATA)
+        found = fewest_devices(self.WHOLE, partial=DATA)
         assert found.value == enough[0]
         assert found.plan.world_size == enough[0]
         assert 1 < enough[0] < 16
@@ -83,31 +83,31 @@ class TestDevices:
     def test_the_number_goes_on_in_whole_nodes(self) -> None:
         """70 B parameters, 16 bytes each: 1,045 GiB of states on devices of 75.6 GiB usable."""
         seventy = transformer(name="70b", layers=80, hidden=8192, ffn=28672, vocab=128256)
-        found = fewest_devices(facts(seventy, gpus(2, 8)), pins=DATA)
+        found = fewest_devices(facts(seventy, gpus(2, 8)), partial=DATA)
         assert found.value % 8 == 0
         assert found.value >= 16
         before = resized(gpus(2, 8), int(found.value) - 8)
         assert not fits(facts(seventy, before, batch=before.world_size * 4))
 
     def test_what_the_states_alone_fill_is_not_tried_and_said(self) -> None:
-        found = fewest_devices(facts(transformer(), gpus(1, 8)), pins=DATA)
+        found = fewest_devices(facts(transformer(), gpus(1, 8)), partial=DATA)
         assert found.value == 2
         assert found.verified == (
             "below 2 devices the model states alone, 100.4 GiB, do not fit (75.6 GiB each)",
         )
 
     def test_a_batch_that_so_many_do_not_share_is_rounded_up_and_said(self) -> None:
-        found = fewest_devices(facts(transformer(), gpus(1, 8), batch=7), pins=DATA)
+        found = fewest_devices(facts(transformer(), gpus(1, 8), batch=7), partial=DATA)
         assert found.plan.global_batch_size == 8
         assert found.notes == ("with a global batch of 8: 7 cannot be shared out among so many",)
 
     def test_one_device_that_is_enough_has_no_smaller_neighbour(self) -> None:
-        found = fewest_devices(facts(MIDDLE, gpus(1, 8)), pins=DATA)
+        found = fewest_devices(facts(MIDDLE, gpus(1, 8)), partial=DATA)
         assert (found.value, found.verified) == (1, ("there is no smaller number",))
 
     def test_a_node_that_is_not_enough_is_refused_with_the_nearest_miss(self) -> None:
         with pytest.raises(NoPlanError, match="8 devices of this kind are not enough") as caught:
-            fewest_devices(facts(transformer(), gpus(1, 8, memory_gib=14), batch=8), pins=DATA)
+            fewest_devices(facts(transformer(), gpus(1, 8, memory_gib=14), batch=8), partial=DATA)
         assert "too much" in caught.value.what
 
 
@@ -120,31 +120,33 @@ class TestCutModels:
         return facts(SMALL, gpus(1, 4, memory_gib=memory_gib), batch=4)
 
     def test_a_pipeline_needs_a_multiple_of_its_stages(self) -> None:
-        found = fewest_devices(self.WHOLE, pins={"pp": 2, "tp": 1})
+        found = fewest_devices(self.WHOLE, partial=PartialPlan(pp=2, tp=1))
         assert (found.value, found.plan.pp) == (2, 2)
         assert found.verified == ("1 device: plan needs 2 ranks (pp=2), 1 of 1x4xH100-like has 1",)
 
     def test_all_axes_need_no_more_devices_than_one_kind(self) -> None:
         whole = self.tight(3.6)
-        assert fewest_devices(whole).value <= fewest_devices(whole, pins=DATA).value
+        assert fewest_devices(whole).value <= fewest_devices(whole, partial=DATA).value
 
     def test_the_largest_microbatch_of_a_pipeline_is_what_trying_every_size_finds(self) -> None:
-        pins = {"pp": 2, "tp": 1, "dp_replicate": 2, "recompute": "none", "schedule": "gpipe"}
+        partial = PartialPlan.build(
+            {"pp": 2, "tp": 1, "dp_replicate": 2, "recompute": "none", "schedule": "gpipe"}
+        )
         whole = self.tight(5.0)
 
         def at(size: int) -> bool:
             changed = varied(whole, Lever.BATCH, 4 * size)
-            plans = legal_plans(changed, {**pins, "microbatch_size": size})
+            plans = legal_plans(changed, partial.fixing(microbatch_size=size))
             return any(c.fits for c in weigh(plans, CostModel(changed), Policy()))
 
         by_hand = next(size for size in range(1, 200) if not at(size + 1))
-        assert largest_microbatch(whole, pins=pins).value == by_hand
+        assert largest_microbatch(whole, partial=partial).value == by_hand
 
     def test_split_layers_need_a_faster_link_than_stages(self) -> None:
         """They exchange activations in every layer, stages once for all of theirs."""
         whole = facts(SMALL, gpus(1, 2), batch=8)
-        stages = bandwidth_needed(whole, Lever.LINKS_IN_NODE, pins={"pp": 2})
-        split = bandwidth_needed(whole, Lever.LINKS_IN_NODE, pins={"tp": 2})
+        stages = bandwidth_needed(whole, Lever.LINKS_IN_NODE, partial=PartialPlan(pp=2))
+        split = bandwidth_needed(whole, Lever.LINKS_IN_NODE, partial=PartialPlan(tp=2))
         assert stages.value < split.value
         assert (stages.plan.pp, split.plan.tp) == (2, 2)
 
@@ -159,20 +161,20 @@ class TestLargest:
             return fits(whole, microbatch_size=size)
 
         by_hand = next(size for size in range(1, 2000) if not at(size + 1))
-        found = largest_microbatch(self.WHOLE, pins=DATA)
+        found = largest_microbatch(self.WHOLE, partial=DATA)
         assert found.value == by_hand
         assert found.plan.microbatch_size == by_hand
         assert found.verified[0].startswith(f"{by_hand + 1} samples: ")
         assert found.high >= found.value
 
     def test_a_strategy_can_be_named(self) -> None:
-        kept = largest_microbatch(self.WHOLE, pins={**DATA, "recompute": "none", "zero": 0})
+        kept = largest_microbatch(self.WHOLE, partial=DATA.fixing(recompute="none", zero=0))
         assert kept.plan.recompute == "none"
-        assert kept.value < largest_microbatch(self.WHOLE, pins=DATA).value
+        assert kept.value < largest_microbatch(self.WHOLE, partial=DATA).value
 
     def test_the_longest_sequence_fits_and_the_next_does_not(self) -> None:
         tight = facts(SMALL, gpus(1, 2, memory_gib=4.2), batch=2)
-        found = largest_sequence(tight, pins={**DATA, **PLAIN})
+        found = largest_sequence(tight, partial=DATA.fixing(**PLAIN))
         by_hand = [
             length
             for length in range(128, 2561, 128)
@@ -183,7 +185,7 @@ class TestLargest:
         assert found.verified[0].startswith(f"{by_hand[-1] + 128} tokens: ")
 
     def test_a_sequence_that_ends_at_the_positions_says_so(self) -> None:
-        found = largest_sequence(facts(SMALL, gpus(1, 2), batch=2), pins=DATA)
+        found = largest_sequence(facts(SMALL, gpus(1, 2), batch=2), partial=DATA)
         assert found.value == 8192
         assert found.verified == (
             "8320 tokens: 8320 tokens, but the positions of this model go to 8192",
@@ -200,7 +202,7 @@ class TestLargest:
             for heads in range(2, 25, 2)
             if fits(whole.model_copy(update={"model": scaled(SMALL, heads)}))
         ]
-        found = largest_model(whole, pins=DATA)
+        found = largest_model(whole, partial=DATA)
         assert found.value == scaled(SMALL, by_hand[-1]).parameters
         assert 8 < by_hand[-1] < 24
         assert found.verified[0].startswith(f"{by_hand[-1] + 2} heads: ")
@@ -208,24 +210,26 @@ class TestLargest:
 
     def test_nothing_that_fits_is_refused(self) -> None:
         with pytest.raises(NoPlanError, match=r"one sample is too much: .* too much"):
-            largest_microbatch(facts(transformer(), gpus(1, 1)), pins=DATA)
+            largest_microbatch(facts(transformer(), gpus(1, 1)), partial=DATA)
 
 
 class TestBandwidth:
     WHOLE = facts(MIDDLE, gpus(2, 4), batch=64)
 
-    def step_s(self, rate: float, **pins: object) -> float:
+    def step_s(self, rate: float, **settings: object) -> float:
         whole = varied(self.WHOLE, Lever.LINKS_BETWEEN_NODES, rate)
-        return min(c.estimate.step_s for c in weighed(whole, **pins) if c.fits)
+        return min(c.estimate.step_s for c in weighed(whole, **settings) if c.fits)
 
-    @pytest.mark.parametrize("pins", [{"dp_shard": 8}, {"dp_replicate": 8}, {"zero": 1}])
+    @pytest.mark.parametrize("settings", [{"dp_shard": 8}, {"dp_replicate": 8}, {"zero": 1}])
     def test_at_the_answer_nothing_waits_and_just_below_it_does(
-        self, pins: dict[str, object]
+        self, settings: dict[str, object]
     ) -> None:
-        found = bandwidth_needed(self.WHOLE, Lever.LINKS_BETWEEN_NODES, pins={**DATA, **pins})
-        free = self.step_s(1e18, **pins)
-        assert self.step_s(found.value, **pins) <= 1.05 * free
-        assert self.step_s(found.value / 1.02, **pins) > 1.05 * free
+        found = bandwidth_needed(
+            self.WHOLE, Lever.LINKS_BETWEEN_NODES, partial=DATA.fixing(**settings)
+        )
+        free = self.step_s(1e18, **settings)
+        assert self.step_s(found.value, **settings) <= 1.05 * free
+        assert self.step_s(found.value / 1.02, **settings) > 1.05 * free
         assert found.low < found.value < found.high
 
     def test_machines_of_twice_the_speed_in_all_else_need_twice_the_link(self) -> None:
@@ -251,8 +255,8 @@ class TestBandwidth:
 
         def needed(factor: float) -> float:
             whole = self.WHOLE.model_copy(update={"cluster": times(self.WHOLE.cluster, factor)})
-            pins = {**DATA, "dp_shard": 8, "microbatch_size": 8}
-            return bandwidth_needed(whole, Lever.LINKS_BETWEEN_NODES, pins=pins).value
+            partial = DATA.fixing(dp_shard=8, microbatch_size=8)
+            return bandwidth_needed(whole, Lever.LINKS_BETWEEN_NODES, partial=partial).value
 
         assert needed(2) / needed(1) == pytest.approx(2, rel=0.02)
 
@@ -262,8 +266,8 @@ class TestBandwidth:
 
     def test_the_answer_says_whether_the_link_is_enough(self) -> None:
         slow = facts(MIDDLE, gpus(2, 4, inter_bytes_per_s=1e9), batch=64)
-        pins = {**DATA, "dp_shard": 8}
-        assert bandwidth_needed(slow, Lever.LINKS_BETWEEN_NODES, pins=pins).notes == (
+        partial = DATA.fixing(dp_shard=8)
+        assert bandwidth_needed(slow, Lever.LINKS_BETWEEN_NODES, partial=partial).notes == (
             "here: 1.00 GB/s, too slow",
         )
 
@@ -373,7 +377,7 @@ class TestCheapest:
             deadline_s=deadline_s,
             samples=self.SAMPLES,
             prices=prices,
-            pins=DATA,
+            partial=DATA,
         )
         for offer, cluster in zip(
             sorted(found.offers, key=lambda o: o.device), (self.FAST, self.SLOW), strict=True
@@ -392,7 +396,7 @@ class TestCheapest:
             [self.FAST, self.SLOW],
             deadline_s=1e5,
             samples=self.SAMPLES,
-            pins=DATA,
+            partial=DATA,
         )
         assert found.best is None
         assert found.because == (
@@ -402,7 +406,7 @@ class TestCheapest:
 
     def test_a_deadline_that_nobody_keeps_says_how_long_it_takes(self) -> None:
         found = cheapest_device(
-            self.WHOLE, [self.FAST], deadline_s=1.0, samples=self.SAMPLES, pins=DATA
+            self.WHOLE, [self.FAST], deadline_s=1.0, samples=self.SAMPLES, partial=DATA
         )
         assert (found.best, found.because) == (None, "none is in time")
         assert found.offers[0].because.startswith("8 devices: takes ")

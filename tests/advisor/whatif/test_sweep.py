@@ -37,7 +37,7 @@ from advisor.inputs.models import load_model, profile_model
 from advisor.whatif.sweep.picture import picture
 from advisor.whatif.sweep.points import Point, Sweep, Swept, sweep
 from advisor.whatif.sweep.table import sweep_csv
-from engines.plan import parse_settings
+from engines.plan import PartialPlan
 from profiles.capture.capture import capture
 from profiles.errors import InputError, PlanError, RankError
 from profiles.machine.clusters import cluster_from_name
@@ -150,31 +150,33 @@ class TestQuantities:
     def test_where_links_decide_half_the_bandwidth_adds_twice_as_much(self) -> None:
         """Step = computing + bytes / rate - what is hidden: 1/r - 1/2r is twice 1/2r - 1/4r."""
         rates = ["0.25 GB/s", "0.5 GB/s", "1 GB/s"]
-        found = sweep(images(), Swept.BANDWIDTH, rates, settings=parse_settings("dp_replicate=8"))
+        found = sweep(
+            images(), Swept.BANDWIDTH, rates, settings=PartialPlan.parse("dp_replicate=8")
+        )
         slow, twice, fourfold = seconds(found)
         assert (slow - twice) / (twice - fourfold) == pytest.approx(2, rel=0.02)
         assert [point.value for point in found.points] == [0.25e9, 0.5e9, 1e9]
 
     def test_more_devices_share_the_same_batch(self) -> None:
-        found = sweep(images(), Swept.DEVICES, ["1", "2", "4", "8"], settings={})
+        found = sweep(images(), Swept.DEVICES, ["1", "2", "4", "8"], settings=PartialPlan())
         assert [point.devices for point in found.points] == [1, 2, 4, 8]
         assert seconds(found) == sorted(seconds(found), reverse=True)
 
     def test_a_larger_batch_takes_longer(self) -> None:
-        found = sweep(images(), Swept.BATCH, ["8", "64"], settings={})
+        found = sweep(images(), Swept.BATCH, ["8", "64"], settings=PartialPlan())
         assert {p.label: p.plan.global_batch_size for p in found.points} == {"8": 8, "64": 64}
         assert seconds(found)[0] < seconds(found)[1]
 
     def test_microbatches_shorten_the_bubble(self) -> None:
-        pins = parse_settings("pp=2 dp_replicate=1 schedule=gpipe")
+        partial = PartialPlan.parse("pp=2 dp_replicate=1 schedule=gpipe")
         facts = images("2xV100-PCIe-32GB")
-        found = sweep(facts, Swept.MICROBATCHES, ["1", "2", "4"], settings=pins)
+        found = sweep(facts, Swept.MICROBATCHES, ["1", "2", "4"], settings=partial)
         assert [point.plan.microbatches for point in found.points] == [1, 2, 4]
         assert seconds(found) == sorted(seconds(found), reverse=True)
 
     def test_what_does_not_fit_is_shown_and_never_the_best(self) -> None:
-        pins = parse_settings("dp_replicate=8 recompute=none")
-        found = sweep(images(batch=65_536), Swept.SPLIT_SIZE, ["8192", "8"], settings=pins)
+        partial = PartialPlan.parse("dp_replicate=8 recompute=none")
+        found = sweep(images(batch=65_536), Swept.SPLIT_SIZE, ["8192", "8"], settings=partial)
         large, small = found.points
         assert not large.fits
         assert small.fits
@@ -183,7 +185,7 @@ class TestQuantities:
 
     def test_a_split_that_does_not_divide_the_batch_is_refused(self) -> None:
         with pytest.raises(PlanError, match="microbatch_size=7"):
-            sweep(images(), Swept.SPLIT_SIZE, ["7"], settings={})
+            sweep(images(), Swept.SPLIT_SIZE, ["7"], settings=PartialPlan())
 
 
 MEASURED_S = (0.9, 0.5, 0.7)
@@ -202,7 +204,9 @@ class TestWhatIsShown:
 
     @pytest.fixture
     def predicted(self) -> Sweep:
-        return sweep(images("1xV100-PCIe-32GB"), Swept.SPLIT_SIZE, ["1", "8", "64"], settings={})
+        return sweep(
+            images("1xV100-PCIe-32GB"), Swept.SPLIT_SIZE, ["1", "8", "64"], settings=PartialPlan()
+        )
 
     @pytest.fixture
     def timed(self, predicted: Sweep) -> Sweep:
@@ -372,7 +376,7 @@ def on_ranks(
             f"{__name__}:napping",
             swept,
             values,
-            settings=parse_settings(plan),
+            settings=PartialPlan.parse(plan),
             global_batch_size=8,
             optimizer="sgd",
             steps=3,
@@ -429,7 +433,7 @@ def test_alone_the_plans_of_one_device_and_of_threads_are_timed(
         f"{__name__}:napping",
         Swept.PLAN,
         ["dp_replicate=1 microbatch_size=2", "data_parallel=threads dp_replicate=2"],
-        settings={},
+        settings=PartialPlan(),
         global_batch_size=8,
         steps=3,
         cluster=cluster_from_name("2xA100-SXM-80GB"),

@@ -10,7 +10,7 @@ from advisor.decide.choose import choose
 from advisor.decide.comparison import Verdict, causes, signed_percent
 from advisor.decide.decision import Decision
 from advisor.inputs.policy import Policy
-from engines.plan import parse_settings
+from engines.plan import PartialPlan
 from profiles.closed_forms.families import profile_from_config
 from profiles.model.profile import Numerics
 from profiles.units import format_gib
@@ -55,8 +55,8 @@ def test_the_best_plan_that_has_the_settings_is_weighed_against_the_choice(
     decision: Decision, asked: str
 ) -> None:
     answer = decision.why_not(asked)
-    pins = parse_settings(asked)
-    every = [(estimate(plan, WHOLE), str(plan)) for plan in legal_plans(WHOLE, pins)]
+    partial = PartialPlan.parse(asked)
+    every = [(estimate(plan, WHOLE), str(plan)) for plan in legal_plans(WHOLE, partial)]
     usable = Policy().usable_bytes(WHOLE.cluster.device)
     fastest = min(e.step_s for e, _ in every if e.fits(usable))
     assert answer.plan is not None

@@ -15,13 +15,13 @@ from engines.plan import (
     Compression,
     DataParallel,
     Offload,
+    PartialPlan,
     Plan,
     Precision,
     Recompute,
     Schedule,
     Updates,
     load_plan,
-    parse_settings,
 )
 from profiles.errors import FileError, InputError, PlanError, UnknownNameError
 
@@ -151,8 +151,8 @@ def test_the_global_batch_is_microbatch_times_forwards_times_replicas() -> None:
 
 
 def test_a_partial_plan_holds_only_what_was_named() -> None:
-    assert parse_settings("tp=2 recompute=full") == {"tp": 2, "recompute": "full"}
-    assert parse_settings("") == {}
+    assert PartialPlan.parse("tp=2 recompute=full").fixed == {"tp": 2, "recompute": "full"}
+    assert PartialPlan.parse("").fixed == {}
 
 
 @pytest.mark.parametrize(
