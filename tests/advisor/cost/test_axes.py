@@ -54,6 +54,14 @@ def test_what_is_sharded_is_shared_by_the_ranks_of_both_axes() -> None:
     assert (gathers.group_size, gathers.stride) == (4, 1)
 
 
+def test_ranks_that_pass_keys_on_are_as_far_apart_as_the_tp_axis_is_wide() -> None:
+    """Two nodes of eight: with tp=8 the two ranks of the cp axis are on different ones."""
+    plan = Plan.parse("cp=2 tp=8 microbatch_size=2")
+    found = estimate(plan, facts(transformer(layers=2), gpus(2), batch=2))
+    passed = {item.purpose: item for item in found.traffic}["keys and values"]
+    assert (passed.group_size, passed.stride, passed.link) == (2, 8, "InfiniBand")
+
+
 def mixture() -> ModelProfile:
     """Every unit 8 experts of 100 k parameters beside 200 k that all tokens take."""
     model = chain(tokens=8)
