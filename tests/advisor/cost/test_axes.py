@@ -62,6 +62,16 @@ def test_ranks_that_pass_keys_on_are_as_far_apart_as_the_tp_axis_is_wide() -> No
     assert (passed.group_size, passed.stride, passed.link) == (2, 8, "InfiniBand")
 
 
+def test_copies_of_a_shard_are_beyond_the_ranks_of_both_axes_that_share_it() -> None:
+    """Shards of two by four tokens fill a node of eight: their copies are on the other node."""
+    plan = Plan.parse("dp_replicate=2 dp_shard=2 cp=4 microbatch_size=2")
+    found = estimate(plan, facts(transformer(layers=2), gpus(2), batch=8))
+    sent = {item.purpose: item for item in found.traffic}
+    parameters, shards = sent["parameters"], sent["gradient shards"]
+    assert (parameters.group_size, parameters.stride, parameters.link) == (8, 1, "NVLink")
+    assert (shards.group_size, shards.stride, shards.link) == (2, 8, "InfiniBand")
+
+
 def mixture() -> ModelProfile:
     """Every unit 8 experts of 100 k parameters beside 200 k that all tokens take."""
     model = chain(tokens=8)

@@ -203,6 +203,15 @@ def test_shard_groups_of_split_layers_reach_over_the_tp_axis_too() -> None:
     assert "dp_shard=3 x tp=2 straddles nodes of 4 devices: 4 % 6 = 4" in problem.what
 
 
+def test_shard_groups_of_shared_sequences_reach_over_the_cp_axis_too() -> None:
+    tokens = model().model_copy(update={"tokens_per_sample": 96})
+    fits = "dp_replicate=2 dp_shard=2 cp=2"  # 4 ranks a group, 4 a node
+    assert rules(fits, tokens, cpu_ranks(8, nodes=2)) == []
+    wide = Plan.parse("dp_replicate=2 dp_shard=2 cp=3")
+    (problem,) = problems(wide, tokens, cpu_ranks(12, nodes=3))
+    assert problem.rule == "hybrid-across-border"
+
+
 def test_an_optimizer_of_whole_matrices_cannot_step_split_layers() -> None:
     plan = Plan.parse("tp=2 tensor_styles=b.*:column")
     (problem,) = problems(plan, model(), cpu_ranks(2), whole_because="Muon needs whole matrices")
