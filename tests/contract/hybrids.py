@@ -75,6 +75,7 @@ PLANS = {
     "PP + TP + HSDP": "pp=4 tp=4 dp_replicate=8 dp_shard=8 microbatches=4 schedule=1f1b",
     "PP + DP, recompute": "pp=2 dp_replicate=4 microbatches=4 schedule=1f1b recompute=full",
     "PP + TP + DP, tied": "pp=2 tp=4 dp_replicate=2 microbatches=4 schedule=1f1b",
+    "PP of four + TP, tied": "pp=4 tp=2 microbatches=4 schedule=1f1b",
     "PP + TP by tokens + ZeRO-1": "pp=2 tp=4 dp_replicate=8 zero=1 microbatches=4 schedule=1f1b",
     "DDP, bf16": "dp_replicate=8 precision=bf16",
     "TP + ZeRO-3, bf16": "tp=4 dp_shard=8 precision=bf16",
