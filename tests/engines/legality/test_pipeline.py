@@ -34,6 +34,16 @@ GPT = profile_of(CASES["gpt"], CASES["gpt"].build())
             "pipeline-microbatches",
             "microbatches=3 is no multiple of pp=2",
         ),
+        (
+            "pp=2 schedule=zero_bubble microbatches=3 stages=norm",
+            "pipeline-microbatches",
+            "microbatches=3 is no multiple of pp=2",
+        ),
+        (
+            "pp=2 schedule=zbv stages=blocks.0,blocks.1,norm",
+            "pipeline-microbatches",
+            "microbatches=1, pp=2",
+        ),
     ],
 )
 def test_an_impossible_pipeline_is_refused_by_its_rule(plan: str, rule: str, words: str) -> None:
