@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from advisor.cost import CostModel
+from advisor.decide.candidates import searched
+from advisor.inputs.policy import Policy
 from advisor.search.borders import cut, largest, spans
+from advisor.search.cache import Kept
+from advisor.search.ranking import Candidate
+from engines.plan import Recompute, Schedule
 from profiles.errors import PlanError
+from profiles.model.flow import LOSS, Call, Edge, Flow, Value
+from profiles.model.profile import Affine, ModelProfile, Numerics
 from tests.counting import count_calls
+from tests.factories import chain, cpus, facts
 
 
 def every_cut(pieces: int, stages: int) -> list[list[tuple[int, int]]]:
@@ -87,3 +96,42 @@ def test_a_hundred_and_twenty_six_blocks_on_sixteen_stages_take_few_passes() -> 
     )
     assert calls < 16 * 20
     assert found.seconds == pytest.approx(8.1)
+
+
+def wide_in_the_middle() -> ModelProfile:
+    """Eight equal units; the fourth hands on sixteen times what the others do."""
+    units, calls = [], []
+    for number, unit in enumerate(chain(units=8).units):
+        cost = unit.cost(Numerics.AS_BUILT)
+        wide = Affine(per_sample=cost.output_bytes.per_sample * (16 if number == 3 else 1))
+        costs = {Numerics.AS_BUILT: cost.model_copy(update={"output_bytes": wide})}
+        units.append(unit.model_copy(update={"costs": costs}))
+        value = Value(shape=(1, 512, 1000), dtype="float32", bytes=wide)
+        calls.append(Call(unit=unit.name, values=(value,)))
+    edges = tuple(Edge(source=n, value=0, target=n + 1) for n in range(8))
+    flow = Flow(calls=(*calls, Call(unit=LOSS)), edges=edges)
+    return chain().model_copy(update={"units": tuple(units), "flow": flow, "has_loss": True})
+
+
+def test_a_border_goes_where_what_is_received_of_sixteen_microbatches_has_room() -> None:
+    """33 MB of each, on either side: half a GiB in the middle, and a sixteenth of it elsewhere."""
+
+    def cut_in(memory_gib: float) -> Candidate:
+        known = facts(
+            wide_in_the_middle(), cpus(2, memory_gib=memory_gib), batch=16, precision="fp32"
+        )
+        pins = {
+            "pp": 2,
+            "schedule": Schedule.ONE_F_ONE_B,
+            "microbatch_size": 1,
+            "microbatches": 16,
+            "recompute": Recompute.NONE,
+        }
+        search = searched(Kept(CostModel(known)), pins, Policy())
+        (index,) = range(len(search.space))
+        return search.candidate(index)
+
+    assert cut_in(4.0).plan.stages == ("layers.4",)
+    tight = cut_in(0.8)
+    assert tight.plan.stages != ("layers.4",)
+    assert tight.fits
