@@ -4,7 +4,7 @@
 # make scorecard  published runs predicted, with and without their publisher; into the README
 # make scorecard-nested HELD_OUT=FOLDER  files that no rule was chosen on, scored once
 # make timed   the tests that compare clocks, for a machine that does nothing else
-# make check   formatting, lint, types, layers, spelling
+# make check   formatting, lint, types, layers, spelling, wording
 #
 # Every target sets itself up: a virtual environment in .venv, CPU build of torch, this project.
 
@@ -62,6 +62,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python .ci/words.py profiles engines advisor tests
 
 format: $(STAMP)
 	$(BIN)/ruff format .
