@@ -1,4 +1,4 @@
-"""What a report rests on: every source of its numbers, and hints to better ones."""
+"""Sources of a report's numbers, and hints on how to improve them."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from profiles.units import (
 from profiles.workload.stack import TORCH
 from profiles.workload.workload import Workload
 
-_ALL = 0.995  # the rest would be shown as 0 %
+_ALL = 0.995  # the rest would be printed as 0 %
 
 
 class Basis(Record):
-    """Something that the report rests on, and where it is from."""
+    """An input or model that the report relies on, and its source."""
 
     what: str
     source: str
 
 
 def basis(decision: Decision) -> Iterator[Basis]:
-    """Machines first, then our own models, then what was asked for."""
-    yield from _machines(decision)
+    """Yield machine constants first, then cost models, then the workload."""
+    yield from _machine_constants(decision)
     yield from _models(decision)
-    yield from _asked(decision)
+    yield from _workload(decision)
 
 
-def _machines(decision: Decision) -> Iterator[Basis]:
+def _machine_constants(decision: Decision) -> Iterator[Basis]:
     cluster, device = decision.facts.cluster, decision.facts.cluster.device
     learned = cluster.learned or Learned()
     peak = device.flop_per_s.get(decision.plan.precision.dtype) or device.flop_per_s["float32"]
@@ -97,7 +97,7 @@ def _machines(decision: Decision) -> Iterator[Basis]:
         yield Basis(
             what=f"main memory of a node: {format_gib(memory.value)}", source=_sources(memory)
         )
-    yield from _axes(decision)
+    yield from _measured_collectives(decision)
     if decision.estimate.time.overlapped_s:
         overlap = cluster.overlap or USUAL_OVERLAP
         computing, sending = overlap.computing, overlap.communication
@@ -110,7 +110,7 @@ def _machines(decision: Decision) -> Iterator[Basis]:
 
 
 def _offload(plan: Plan, cluster: ClusterProfile) -> Iterator[Basis]:
-    """The ways of what waits outside the device."""
+    """Yield the host and disk bandwidths that an offloaded plan uses."""
     if plan.offload is Offload.NONE:
         return
     if cluster.device.kind != "cpu":
@@ -129,16 +129,16 @@ def _offload(plan: Plan, cluster: ClusterProfile) -> Iterator[Basis]:
         )
 
 
-def _axes(decision: Decision) -> Iterator[Basis]:
-    """The collectives of this plan that were timed on exactly its groups."""
+def _measured_collectives(decision: Decision) -> Iterator[Basis]:
+    """Yield the measured fits of collectives on exactly this plan's groups."""
     sent, cluster = decision.estimate.traffic, decision.facts.cluster
     runs = (cluster.learned or Learned()).runs
     for kind, size, stride in dict.fromkeys((t.kind, t.group_size, t.stride) for t in sent):
         fit = cluster.measured(kind, size, stride)
         if fit is not None:
-            apart = f", {stride} apart" if stride > 1 else ""
+            strided = f", {stride} apart" if stride > 1 else ""
             yield Basis(
-                what=f"{kind.value} over {size} ranks{apart}:"
+                what=f"{kind.value} over {size} ranks{strided}:"
                 f" {format_bandwidth(fit.busbw_bytes_per_s)} after {format_seconds(fit.latency_s)}",
                 source=_source(Source.MEASURED, fit.relative_residual)
                 + _runs(runs.get(tier_of(cluster, size, stride), 0)),
@@ -156,7 +156,7 @@ def _models(decision: Decision) -> Iterator[Basis]:
         what="activations: counted from the model, operation by operation",
         source=_source(Source.DERIVED, ACTIVATION_ERROR),
     )
-    yield from _computing(decision)
+    yield from _compute(decision)
     if decision.estimate.traffic:
         yield Basis(
             what="model of communication: latency and bandwidth, one unit prefetched",
@@ -168,8 +168,8 @@ def _models(decision: Decision) -> Iterator[Basis]:
     )
 
 
-def _computing(decision: Decision) -> Iterator[Basis]:
-    """Blocks that were timed, and the roofline for the rest."""
+def _compute(decision: Decision) -> Iterator[Basis]:
+    """Yield measured block times, and the roofline for the remaining compute."""
     facts, plan, share = decision.facts, decision.plan, decision.estimate.measured_share
     step = (facts.cluster.learned or Learned()).anchored
     if step is not None:
@@ -197,8 +197,8 @@ def _computing(decision: Decision) -> Iterator[Basis]:
         )
 
 
-def _asked(decision: Decision) -> Iterator[Basis]:
-    """The work, apart by who said it."""
+def _workload(decision: Decision) -> Iterator[Basis]:
+    """Yield the workload's settings, grouped by source."""
     workload, tokens = decision.facts.workload, decision.facts.tokens_per_sample
     given = {*workload.given, *decision.partial}
     words = {
@@ -211,19 +211,19 @@ def _asked(decision: Decision) -> Iterator[Basis]:
         "critical_batch_size": _samples(workload.critical_batch_size, "are the critical batch"),
         "imbalance": _imbalance(workload),
     }
-    sources = {name: _said_by(name, given) for name, said in words.items() if said}
+    sources = {name: _setting_source(name, given) for name, present in words.items() if present}
     if workload.pace_runs:
         sources["imbalance"] = str(Source.MEASURED) + _runs(workload.pace_runs)
     for source in dict.fromkeys(sources.values()):
-        said = [words[name] for name, found in sources.items() if found == source]
-        yield Basis(what=", ".join(said), source=source)
-    kept = " ".join(
+        present = [words[name] for name, origin in sources.items() if origin == source]
+        yield Basis(what=", ".join(present), source=source)
+    fixed = " ".join(
         f"{key}={value}"
         for key, value in decision.partial.fixed.items()
         if key not in Plan.model_fields or value != Plan.model_fields[key].default
     )
-    if kept:
-        yield Basis(what=f"kept as given: {kept}", source=str(Source.USER))
+    if fixed:
+        yield Basis(what=f"kept as given: {fixed}", source=str(Source.USER))
 
 
 def _imbalance(workload: Workload) -> str:
@@ -239,7 +239,7 @@ def _host_overhead(seconds: float) -> str:
     return f"{format_seconds(seconds)} a step for data and host" if seconds else ""
 
 
-def _said_by(name: str, given: Collection[str]) -> str:
+def _setting_source(name: str, given: Collection[str]) -> str:
     if name in given:
         return str(Source.USER)
     return "the model's sample" if name == "tokens_per_sample" else "default"
@@ -267,7 +267,7 @@ def _link_source(link: Link) -> str:
 
 
 def _constant(learned: Learned, constant: Constant, first: Quantity, *others: Quantity) -> str:
-    """What runs say of a constant, they say of all the numbers that it is made of."""
+    """Source of a constant; measured runs of it cover all quantities that it is made of."""
     runs = learned.runs.get(constant, 0)
     return _sources(first) + _runs(runs) if runs else _sources(first, *others)
 
@@ -277,7 +277,7 @@ def _runs(count: int) -> str:
 
 
 def _sources(first: Quantity, *others: Quantity) -> str:
-    """The source of numbers that go together, the least trusted one's, and the widest range."""
+    """Source of a combined value: the least trusted source and the widest error."""
     numbers = (first, *others)
     order = list(Source)
     worst = max((number.source for number in numbers), key=order.index)
@@ -289,7 +289,7 @@ def _source(source: Source, error: float) -> str:
 
 
 def hints(decision: Decision) -> Iterator[str]:
-    """What would make the report better, or the training other than it says."""
+    """Yield advice that improves the report, or caveats about the training."""
     facts, estimate = decision.facts, decision.estimate
     yield from decision.offers
     if not is_of_engines(facts.stack):
@@ -318,7 +318,7 @@ def hints(decision: Decision) -> Iterator[str]:
 
 
 def _too_large_to_load(decision: Decision) -> Iterator[str]:
-    """All ranks of a node build the model at the same time; nothing of it is in any plan."""
+    """Hint at a model that does not fit main memory while loading; plans do not include loading."""
     facts, estimate = decision.facts, decision.estimate
     memory, ranks = facts.cluster.host_memory_bytes, facts.cluster.devices_per_node
     how = loading(decision.plan, estimate, facts, decision.policy)
@@ -348,7 +348,7 @@ def _too_large_to_load(decision: Decision) -> Iterator[str]:
 
 
 def _crowded(cluster: ClusterProfile) -> Iterator[str]:
-    """More processor ranks than cores: what is not in any estimate."""
+    """Warn of more CPU ranks than cores, which estimates do not model."""
     ranks, cores = cluster.devices_per_node, cluster.cores
     if cluster.device.kind == "cpu" and cores is not None and ranks > cores:
         yield (

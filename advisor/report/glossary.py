@@ -1,6 +1,6 @@
-"""The words of this field, as the report and the documents use them: `advise explain WORD`.
+"""Glossary of the report and the documentation: `advise explain WORD`.
 
-The words are in glossary.toml; what a plan has of each is in `glossary_numbers`.
+Definitions are in glossary.toml; `glossary_numbers` gives a plan's value of each term.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
-    """A word, its other names, and two sentences on it."""
+class GlossaryTerm:
+    """A term, its aliases, and a definition of two sentences."""
 
     name: str
     heading: str
@@ -31,9 +31,9 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A term, and what a plan has of it."""
+    """A term, and its value for a plan."""
 
-    term: Term
+    term: GlossaryTerm
     number: str | None = None
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Explanation:
 
 
 def explain(word: str, decision: Decision | None = None) -> Explanation:
-    """What `word` means, in any case and with any hyphens; with the number of a decision's plan.
+    """Explain `word`, ignoring case and hyphens; with its value for a decision's plan.
 
     >>> explain("All_Reduce").term.name, explain("HSDP").term.heading
     ('all-reduce', 'parallelism')
@@ -59,9 +59,9 @@ def explain(word: str, decision: Decision | None = None) -> Explanation:
         UnknownNameError: not a term; the near miss is named.
         InputError: not a term, and nothing like it is.
     """
-    found = _by_word().get(_plain(word)) or _by_word().get(_plain(word).removesuffix("s"))
-    if found is None:
-        every = [name for term in terms() for name in (term.name, *term.also)]
+    term = _by_word().get(_plain(word)) or _by_word().get(_plain(word).removesuffix("s"))
+    if term is None:
+        every = [name for entry in terms() for name in (entry.name, *entry.also)]
         if near_misses(word, every):
             raise UnknownNameError("term", word, every, hints=[_LISTED])
         raise InputError(f"`{word}` is not in the glossary", hints=[_LISTED])
@@ -69,15 +69,15 @@ def explain(word: str, decision: Decision | None = None) -> Explanation:
     if decision is not None:
         from advisor.report.glossary_numbers import number_of
 
-        number = number_of(found.name, decision)
-    return Explanation(found, number)
+        number = number_of(term.name, decision)
+    return Explanation(term, number)
 
 
 _LISTED = "`advise explain` lists the terms"
 
 
 class Listing:
-    """All terms under their headings."""
+    """All terms grouped by heading."""
 
     def __str__(self) -> str:
         headings = dict.fromkeys(term.heading for term in terms())
@@ -94,21 +94,22 @@ class Listing:
 
 
 @cache
-def terms() -> tuple[Term, ...]:
-    """All of them, in the order of the file."""
+def terms() -> tuple[GlossaryTerm, ...]:
+    """Return all terms, in file order."""
     text = resources.files("advisor.report").joinpath("glossary.toml").read_text(encoding="utf-8")
     return tuple(
-        Term(name, heading, entry["says"], tuple(entry.get("also", ())))
+        GlossaryTerm(name, heading, entry["says"], tuple(entry.get("also", ())))
         for heading, entries in tomllib.loads(text).items()
         for name, entry in entries.items()
     )
 
 
 @cache
-def _by_word() -> dict[str, Term]:
+def _by_word() -> dict[str, GlossaryTerm]:
     return {_plain(word): term for term in terms() for word in (term.name, *term.also)}
 
 
 def _plain(word: str) -> str:
-    """`all_reduce`, `All-Reduce` and `all reduce` are one word."""
+    """Normalize case, hyphens and underscores: `all_reduce`, `All-Reduce` and `all reduce` are
+    equal."""
     return re.sub(r"[\s_-]+", " ", word.strip().lower())

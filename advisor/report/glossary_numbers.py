@@ -1,4 +1,4 @@
-"""What a plan has of the words in the glossary: a number each, from the decision alone."""
+"""Values of glossary terms for a plan, computed from the decision alone."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Number = Callable[[Decision], str | None]
 
 
 def number_of(name: str, decision: Decision) -> str | None:
-    """In words; None for a term that a plan has no number of."""
-    found = _NUMBERS.get(name)
-    return None if found is None else found(decision)
+    """Format the value of a term; None for a term without one."""
+    number = _NUMBERS.get(name)
+    return None if number is None else number(decision)
 
 
 def _ranks(decision: Decision) -> str:
@@ -56,9 +56,9 @@ def _accelerator(decision: Decision) -> str:
 
 
 def _mesh(decision: Decision) -> str:
-    beside = decision.plan.said("backup_workers", "servers").split()
+    spare_ranks = decision.plan.said("backup_workers", "servers").split()
     axes = decision.plan.said(*AXES).replace(" ", " x ")
-    return " + ".join([axes or "one rank", *beside])
+    return " + ".join([axes or "one rank", *spare_ranks])
 
 
 def _groups(decision: Decision) -> str | None:
@@ -96,7 +96,7 @@ def _latency(decision: Decision) -> str | None:
     return ", ".join(said) or None
 
 
-def _by_hand(decision: Decision) -> str:
+def _manual_placement(decision: Decision) -> str:
     model = decision.facts.model
     if not model.devices:
         return f"{model.name} is in one piece"
@@ -110,7 +110,8 @@ def _axis(name: str) -> Number:
 
 
 def _kinds(*kinds: DataParallel) -> Number:
-    """Whether the plan is of these kinds; else why the best plan of them was not taken."""
+    """Plan's data parallelism if it is of these kinds, else why the best plan of them was
+    rejected."""
 
     def number(decision: Decision) -> str:
         if decision.plan.data_parallel in kinds and decision.plan.updates_in_step:
@@ -135,8 +136,8 @@ def _replicas(decision: Decision) -> str:
     return f"{plan.data_degree}, {samples} samples of each step for each"
 
 
-def _summing(plan: Plan) -> int:
-    """Ranks over which the gradients of a parameter are summed: with cp each has its tokens'."""
+def _reducing_ranks(plan: Plan) -> int:
+    """Number of ranks that reduce a parameter's gradient; cp ranks hold different tokens."""
     return plan.data_degree * plan.cp
 
 
@@ -144,7 +145,7 @@ def _shards(decision: Decision) -> str:
     plan = decision.plan
     if not plan.data_parallel.is_sharded:
         return "none: no state is sharded over replicas"
-    shards = plan.dp_shard * plan.cp if plan.dp_shard > 1 else _summing(plan)
+    shards = plan.dp_shard * plan.cp if plan.dp_shard > 1 else _reducing_ranks(plan)
     return f"{shards} of each state"
 
 
@@ -170,7 +171,7 @@ def _schedule(decision: Decision) -> str:
     return decision.plan.schedule.value if decision.plan.schedule else "none: there is one stage"
 
 
-def _sent(kind: Collective) -> Number:
+def _traffic_of(kind: Collective) -> Number:
     def number(decision: Decision) -> str:
         charged = [traffic for traffic in decision.estimate.traffic if traffic.kind is kind]
         if not charged:
@@ -188,7 +189,7 @@ def _sent(kind: Collective) -> Number:
 
 
 def _ring(decision: Decision) -> str:
-    n = _summing(decision.plan)
+    n = _reducing_ranks(decision.plan)
     if n == 1:
         return "none: one rank has all gradients"
     factor = Collective.ALL_REDUCE.bus_factor(n)
@@ -196,7 +197,7 @@ def _ring(decision: Decision) -> str:
 
 
 def _server(decision: Decision) -> str | None:
-    """What one server's link carries, beside what a ring puts on each."""
+    """Traffic of a parameter server's link, next to a ring's per-rank traffic."""
     plan = decision.plan
     n = plan.data_degree + plan.backup_workers
     if n == 1:
@@ -215,7 +216,7 @@ def _server(decision: Decision) -> str | None:
 
 
 def _setting(*names: str) -> Number:
-    """These settings of the plan, as the user would write them."""
+    """Settings of the plan, in the syntax of `--plan`."""
     return lambda decision: " ".join(
         f"{name}={format_setting(getattr(decision.plan, name))}" for name in names
     )
@@ -233,7 +234,7 @@ def _staleness(decision: Decision) -> str:
 
 def _busbw(decision: Decision) -> str | None:
     plan, cluster = decision.plan, decision.facts.cluster
-    ranks = _summing(plan)
+    ranks = _reducing_ranks(plan)
     if ranks == 1:
         return None
     rate = cluster.group_bandwidth(ranks, plan.tp).value
@@ -254,11 +255,11 @@ def _states(decision: Decision) -> str:
 
 
 def _peak(decision: Decision) -> str:
-    found = decision.estimate
+    estimate = decision.estimate
     usable = decision.policy.usable_bytes(decision.facts.cluster.device)
-    low, high = format_gib(found.peak_low_bytes), format_gib(found.peak_high_bytes)
-    peak = f"{format_gib(found.peak_bytes)} ({low} to {high})"
-    return f"{peak} of {format_gib(usable)} usable, in the {found.phase}"
+    low, high = format_gib(estimate.peak_low_bytes), format_gib(estimate.peak_high_bytes)
+    peak = f"{format_gib(estimate.peak_bytes)} ({low} to {high})"
+    return f"{peak} of {format_gib(usable)} usable, in the {estimate.phase}"
 
 
 def _recompute(decision: Decision) -> str:
@@ -269,11 +270,11 @@ def _recompute(decision: Decision) -> str:
 def _offload(decision: Decision) -> str:
     if decision.plan.offload is Offload.NONE:
         return "none"
-    found = decision.estimate
-    moved = format_seconds(found.time.host_s)
-    where = f"{format_gib(found.host_bytes)} a rank in main memory"
-    if found.disk_bytes:
-        where = f"{format_gib(found.disk_bytes)} a rank on disk"
+    estimate = decision.estimate
+    moved = format_seconds(estimate.time.host_s)
+    where = f"{format_gib(estimate.host_bytes)} a rank in main memory"
+    if estimate.disk_bytes:
+        where = f"{format_gib(estimate.disk_bytes)} a rank on disk"
     return f"{decision.plan.offload.value}: {where}; transfers cost {moved} a step"
 
 
@@ -292,8 +293,8 @@ def _batch(decision: Decision) -> str:
 
 
 def _epoch(decision: Decision) -> str:
-    found = batch_advice(decision.facts).steps_per_epoch
-    return "give `--samples`, the size of the data set" if found is None else f"{found:,}"
+    steps = batch_advice(decision.facts).steps_per_epoch
+    return "give `--samples`, the size of the data set" if steps is None else f"{steps:,}"
 
 
 def _rate(decision: Decision) -> str:
@@ -334,15 +335,17 @@ def _large(decision: Decision) -> str:
 
 
 def _throughput(decision: Decision) -> str:
-    found = decision.estimate
-    tokens = "" if found.tokens_per_s is None else f", {format_count(found.tokens_per_s)} tokens/s"
-    return f"{found.samples_per_s:.1f} samples/s{tokens}"
+    estimate = decision.estimate
+    tokens = (
+        "" if estimate.tokens_per_s is None else f", {format_count(estimate.tokens_per_s)} tokens/s"
+    )
+    return f"{estimate.samples_per_s:.1f} samples/s{tokens}"
 
 
 def _step(decision: Decision) -> str:
-    found = decision.estimate
-    low, high = format_seconds(found.step_low_s), format_seconds(found.step_high_s)
-    return f"{format_seconds(found.step_s)} ({low} to {high})"
+    estimate = decision.estimate
+    low, high = format_seconds(estimate.step_low_s), format_seconds(estimate.step_high_s)
+    return f"{format_seconds(estimate.step_s)} ({low} to {high})"
 
 
 def _tree(decision: Decision) -> str:
@@ -378,7 +381,7 @@ _NUMBERS: dict[str, Number] = {
     "FSDP": _kinds(DataParallel.FULL_SHARD),
     "HSDP": _kinds(DataParallel.HYBRID_SHARD),
     "model parallelism": _model_parallel,
-    "model parallelism by hand": _by_hand,
+    "model parallelism by hand": _manual_placement,
     "tensor parallelism": _axis("tp"),
     "horizontal": _axis("tp"),
     "vertical": _axis("pp"),
@@ -392,11 +395,11 @@ _NUMBERS: dict[str, Number] = {
     "schedule": _schedule,
     "bubble": _bubble,
     "microbatch": lambda d: cuts(d.plan),
-    "all-reduce": _sent(Collective.ALL_REDUCE),
-    "all-gather": _sent(Collective.ALL_GATHER),
-    "reduce-scatter": _sent(Collective.REDUCE_SCATTER),
-    "all-to-all": _sent(Collective.ALL_TO_ALL),
-    "send and receive": _sent(Collective.SEND_RECV),
+    "all-reduce": _traffic_of(Collective.ALL_REDUCE),
+    "all-gather": _traffic_of(Collective.ALL_GATHER),
+    "reduce-scatter": _traffic_of(Collective.REDUCE_SCATTER),
+    "all-to-all": _traffic_of(Collective.ALL_TO_ALL),
+    "send and receive": _traffic_of(Collective.SEND_RECV),
     "ring all-reduce": _ring,
     "gradient aggregation": _setting("aggregation"),
     "hierarchical all-reduce": _setting("aggregation"),

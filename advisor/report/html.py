@@ -1,4 +1,4 @@
-"""ReportView as one HTML page: no script, nothing fetched, every name escaped."""
+"""ReportView as one HTML page: no script, no external resource, every name escaped."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def page(decision: Decision) -> str:
-    """The report of `decision` as a whole page that opens offline and prints."""
+    """Render the report of `decision` as a self-contained page that opens offline and prints."""
     return _render(view_of(decision), whole=True)
 
 
 def fragment(view: ReportView) -> str:
-    """The same words and numbers without head and body, for notebooks."""
+    """Render the same content without head and body, for notebooks."""
     return _render(view, whole=False)
 
 

@@ -1,4 +1,4 @@
-"""ReportView in a terminal: at most 80 columns, plain ASCII where that is all there is."""
+"""ReportView as text of at most 80 columns, in ASCII if the terminal has no more."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from itertools import zip_longest
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from advisor.report.view import Part, ReportView
+from advisor.report.view import BreakdownItem, ReportView
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 WIDTH = 80
-# Below it the reasons of the table go under their plans, and the bar is left out.
+# Below this width the reasons of the table go under their plans and the bar is omitted.
 _NARROW = 72
-# Nothing is laid out for less; a terminal wraps what is wider than it.
+# Minimum width; a narrower terminal wraps.
 _LEAST = 40
 _BAR = 20
 _LABEL = 12  # "  plan      "
@@ -25,15 +25,15 @@ _SOURCE = 18
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One line and its role; meaning is never in the colour alone."""
+class StyledLine:
+    """A line of text and its style; color never carries meaning alone."""
 
     text: str
     style: str = ""
 
 
 class Report:
-    """A report for `rich.print`: colours on terminals, blocks where the encoding has them."""
+    """Report for `rich.print`: color on terminals, block characters if the encoding has them."""
 
     def __init__(self, view: ReportView) -> None:
         self._view = view
@@ -43,24 +43,25 @@ class Report:
 
         width = max(_LEAST, min(WIDTH, options.max_width))
         for line in lines(self._view, blocks=not options.ascii_only, width=width):
-            said = line.text
+            content = line.text
             if options.ascii_only:
-                said = said.encode("ascii", "replace").decode()
-            yield Text(said, style=line.style)
+                content = content.encode("ascii", "replace").decode()
+            yield Text(content, style=line.style)
 
 
 def text(view: ReportView) -> str:
-    """The report as plain text; the bar is ASCII, so that it goes anywhere."""
+    """Format the report as plain text, with an ASCII bar."""
     return "\n".join(line.text for line in lines(view, blocks=False))
 
 
-def lines(view: ReportView, *, blocks: bool, width: int = WIDTH) -> Iterator[Line]:
-    """The report, line by line; `blocks` for the bar, in at most `width` columns."""
+def lines(view: ReportView, *, blocks: bool, width: int = WIDTH) -> Iterator[StyledLine]:
+    """Format the report line by line, at most `width` columns wide; `blocks` for block
+    characters."""
     memory = view.memory
     if width >= _NARROW:
         memory += f"  {_bar(view.memory_share, blocks)}"
     yield from _heading(view, width)
-    yield Line("")
+    yield StyledLine("")
     yield from _labelled("plan", (_sides(view.plan[0], view.devices, width), *view.plan[1:]), width)
     yield from _labelled("step", (f"{view.step}    {view.rate}",), width)
     yield from _labelled("memory", (memory, *view.main_memory), width)
@@ -78,7 +79,7 @@ def lines(view: ReportView, *, blocks: bool, width: int = WIDTH) -> Iterator[Lin
     yield from _parts(view.time_parts, width)
     yield from _others(view, width)
     yield from _basis(view, width)
-    yield Line("")
+    yield StyledLine("")
     for note in view.notes:
         yield from _hanging("note: ", note, width)
     for hint in view.hints:
@@ -86,19 +87,19 @@ def lines(view: ReportView, *, blocks: bool, width: int = WIDTH) -> Iterator[Lin
     yield from _hanging("next: ", view.next_command, width, style="green")
 
 
-def _heading(view: ReportView, width: int) -> Iterator[Line]:
+def _heading(view: ReportView, width: int) -> Iterator[StyledLine]:
     name = f"advise: {view.title}"
     room = width - len(view.verdict) - 2
     first, *rest = _wrapped(name, room)
-    yield Line(f"{first}{view.verdict:>{width - len(first)}}", "bold")
+    yield StyledLine(f"{first}{view.verdict:>{width - len(first)}}", "bold")
     for more in rest:
-        yield Line(more, "bold")
+        yield StyledLine(more, "bold")
 
 
-def _section(title: str, width: int) -> Iterator[Line]:
-    yield Line("")
+def _section(title: str, width: int) -> Iterator[StyledLine]:
+    yield StyledLine("")
     for line in _wrapped(title, width):
-        yield Line(line, "bold")
+        yield StyledLine(line, "bold")
 
 
 def _sides(left: str, right: str, width: int) -> str:
@@ -108,25 +109,25 @@ def _sides(left: str, right: str, width: int) -> str:
     return f"{left}{right:>{room - len(left)}}"
 
 
-def _labelled(label: str, texts: Iterable[str], width: int) -> Iterator[Line]:
+def _labelled(label: str, texts: Iterable[str], width: int) -> Iterator[StyledLine]:
     head = f"  {label}".ljust(_LABEL)
-    for said in texts:
-        # What fits keeps its columns; only what does not is wrapped.
-        short = len(head) + len(said) <= width
-        for part in [said] if short else _wrapped(said, width - _LABEL):
-            yield Line(f"{head}{part}")
+    for content in texts:
+        # Text that fits keeps its columns; only longer text is wrapped.
+        short = len(head) + len(content) <= width
+        for part in [content] if short else _wrapped(content, width - _LABEL):
+            yield StyledLine(f"{head}{part}")
             head = " " * _LABEL
 
 
-def _hanging(head: str, said: str, width: int, *, style: str = "") -> Iterator[Line]:
-    for line in _wrapped(said, width - len(head)):
-        yield Line(f"{head}{line}", style)
+def _hanging(head: str, content: str, width: int, *, style: str = "") -> Iterator[StyledLine]:
+    for line in _wrapped(content, width - len(head)):
+        yield StyledLine(f"{head}{line}", style)
         head = " " * len(head)
 
 
-def _wrapped(said: str, width: int) -> list[str]:
-    """Broken between words; a word that is wider is cut, a hyphen (ZeRO-1) is no end of a word."""
-    return wrap(said, width, break_on_hyphens=False) or [""]
+def _wrapped(content: str, width: int) -> list[str]:
+    """Wrap at spaces; cut words wider than a line, and do not break at hyphens (ZeRO-1)."""
+    return wrap(content, width, break_on_hyphens=False) or [""]
 
 
 def _bar(share: float, blocks: bool) -> str:
@@ -135,39 +136,39 @@ def _bar(share: float, blocks: bool) -> str:
     return f"{full * filled}{empty * (_BAR - filled)} {share:.0%}"
 
 
-def _parts(parts: Iterable[Part], width: int) -> Iterator[Line]:
-    """ "name value" pieces, as many to a line as fit."""
+def _parts(parts: Iterable[BreakdownItem], width: int) -> Iterator[StyledLine]:
+    """Fill each line with as many "name value" pairs as fit."""
     line = " "
     for part in parts:
         piece = f" {part.name} {part.value} "
         if line.strip() and len(line) + len(piece.rstrip()) > width:
-            yield Line(line.rstrip())
+            yield StyledLine(line.rstrip())
             line = " "
         line += piece
-    yield Line(line.rstrip())
+    yield StyledLine(line.rstrip())
 
 
 def _columns(
     cells: Iterable[tuple[str, int]], last: str, width: int, *, style: str = ""
-) -> Iterator[Line]:
-    """Cells of given widths, then a last one with the rest; long ones are wrapped in place.
+) -> Iterator[StyledLine]:
+    """Cells of fixed widths, then a last one with the remaining width; long cells wrap in place.
 
-    A line break in a cell is kept.
+    Line breaks in a cell are preserved.
     """
     stacks = [(_stack(cell, size - 1), size) for cell, size in cells]
     room = width - 2 - sum(size for _, size in stacks)
     stacks.append((_stack(last, room), room))
     for row in zip_longest(*(stack for stack, _ in stacks), fillvalue=""):
         padded = (cell.ljust(size) for cell, (_, size) in zip(row, stacks, strict=True))
-        yield Line(f"  {''.join(padded)}".rstrip(), style)
+        yield StyledLine(f"  {''.join(padded)}".rstrip(), style)
 
 
 def _stack(cell: str, width: int) -> list[str]:
     return [line for part in cell.split("\n") for line in _wrapped(part, width)]
 
 
-def _others(view: ReportView, width: int) -> Iterator[Line]:
-    yield Line("")
+def _others(view: ReportView, width: int) -> Iterator[StyledLine]:
+    yield StyledLine("")
     below = width < _NARROW
     title_width = width - 2 - _STEP - _MEMORY if below else _TITLE
     if view.others:
@@ -176,13 +177,13 @@ def _others(view: ReportView, width: int) -> Iterator[Line]:
         for row in view.others:
             cells = (f"{row.title}\n  {row.cut}", row.step, row.memory, row.why)
             yield from _row(cells, title_width, width, below=below)
-    for said in filter(None, (view.ties, view.not_weighed, view.weighed)):
-        yield from _hanging("  ", said, width)
+    for content in filter(None, (view.ties, view.not_weighed, view.weighed)):
+        yield from _hanging("  ", content, width)
 
 
 def _row(
     row: tuple[str, str, str, str], title_width: int, width: int, *, below: bool, style: str = ""
-) -> Iterator[Line]:
+) -> Iterator[StyledLine]:
     title, step, memory, why = row
     cells = [(title, title_width), (step, _STEP)]
     if below:
@@ -192,8 +193,8 @@ def _row(
         yield from _columns([*cells, (memory, _MEMORY)], why, width, style=style)
 
 
-def _basis(view: ReportView, width: int) -> Iterator[Line]:
-    yield Line("")
+def _basis(view: ReportView, width: int) -> Iterator[StyledLine]:
+    yield StyledLine("")
     room = width - 2 - _SOURCE
     yield from _columns([("rests on", room)], "source", width, style="bold")
     for basis in view.basis:

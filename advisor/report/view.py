@@ -1,4 +1,4 @@
-"""ReportView: the words and numbers of a report, made once; renderers only lay them out."""
+"""ReportView: text and numbers of a report, formatted once for all renderers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from profiles.record import Record
 from profiles.units import format_count, format_gib, format_percent, format_seconds
 
 
-class Part(Record):
-    """One piece of a sum: its name, its value in words, and its share of the whole."""
+class BreakdownItem(Record):
+    """An entry of a breakdown: name, formatted value, and share of the total."""
 
     name: str
     value: str
     share: float
 
 
-class Row(Record):
-    """Another plan in the table."""
+class AlternativeRow(Record):
+    """A table row of an alternative plan."""
 
     title: str
     cut: str
@@ -42,7 +42,7 @@ class Row(Record):
 
 
 class ReportView(Record):
-    """Everything that a report says, in the order in which it says it."""
+    """Content of a report, in output order."""
 
     title: str
     verdict: str
@@ -57,11 +57,11 @@ class ReportView(Record):
     reasons: tuple[str, ...]
     dissent: str | None
     memory_title: str
-    memory_parts: tuple[Part, ...]
+    memory_parts: tuple[BreakdownItem, ...]
     memory_note: str | None
     time_title: str
-    time_parts: tuple[Part, ...]
-    others: tuple[Row, ...]
+    time_parts: tuple[BreakdownItem, ...]
+    others: tuple[AlternativeRow, ...]
     ties: str | None
     not_weighed: str | None
     weighed: str
@@ -73,12 +73,12 @@ class ReportView(Record):
 
 
 def view_of(decision: Decision) -> ReportView:
-    """All words and numbers of the report of `decision`."""
+    """Format all text and numbers of the report of `decision`."""
     plan, estimate, facts = decision.plan, decision.estimate, decision.facts
     usable = decision.policy.usable_bytes(facts.cluster.device)
-    degrees, beside = (
+    degrees, settings = (
         " ".join(word for word in str(plan).split() if word.split("=")[0] in names)
-        for names in (_DEGREES, _BESIDE)
+        for names in (_DEGREES, _TRAINING_SETTINGS)
     )
     built = decision.trace.not_weighed
     advice = batch_advice(facts)
@@ -87,7 +87,7 @@ def view_of(decision: Decision) -> ReportView:
     view = ReportView(
         title=f"{title(plan)} for {facts.model.name}{too_large}",
         verdict=loads.value,
-        plan=(degrees or str(plan), *((beside,) if degrees and beside else ()), cuts(plan)),
+        plan=(degrees or str(plan), *((settings,) if degrees and settings else ()), cuts(plan)),
         devices=f"{plan.world_size} of {facts.cluster.world_size}"
         f" device{'s' if facts.cluster.world_size > 1 else ''}",
         step=f"{format_seconds(estimate.step_s)}"
@@ -120,13 +120,13 @@ def view_of(decision: Decision) -> ReportView:
     return ReportView.model_validate(_printable(view.model_dump()))
 
 
-# Parts of a sum that are smaller than this share of it are not shown; nor is less of a peak rate.
+# Entries below this share of a breakdown are omitted; so is an MFU below it.
 _SHOWN = 0.0005
-# What the loss holds is pointed out from this part of the peak.
+# Loss memory is reported from this share of the peak on.
 _MATTERS = 0.1
 _DEGREES = frozenset({"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "data_parallel"})
-# What changes the training or where it waits: as much a part of the plan as its degrees.
-_BESIDE = frozenset(
+# Settings that change the training or where states reside, shown next to the degrees.
+_TRAINING_SETTINGS = frozenset(
     {
         "aggregation",
         "compression",
@@ -151,7 +151,7 @@ def _rate(estimate: Estimate) -> str:
     return f"{count} {name}    MFU {used}"
 
 
-def _memory_parts(estimate: Estimate) -> Iterator[Part]:
+def _memory_parts(estimate: Estimate) -> Iterator[BreakdownItem]:
     names = {
         "parameters": "parameters",
         "gradients": "gradients",
@@ -168,10 +168,10 @@ def _memory_parts(estimate: Estimate) -> Iterator[Part]:
         value = getattr(estimate.memory, field)
         if value >= _SHOWN * (estimate.memory.total - estimate.memory.context):
             share = value / estimate.memory.total
-            yield Part(name=name, value=format_gib(value), share=share)
+            yield BreakdownItem(name=name, value=format_gib(value), share=share)
 
 
-def _time_parts(estimate: Estimate) -> Iterator[Part]:
+def _time_parts(estimate: Estimate) -> Iterator[BreakdownItem]:
     names = {
         "compute_s": "compute",
         "recompute_s": "recompute",
@@ -187,17 +187,17 @@ def _time_parts(estimate: Estimate) -> Iterator[Part]:
         value = getattr(estimate.time, field)
         share = value / estimate.step_s
         if share >= _SHOWN:
-            yield Part(name=name, value=format_seconds(value), share=share)
+            yield BreakdownItem(name=name, value=format_seconds(value), share=share)
     hidden = estimate.time.overlapped_s
     if hidden >= _SHOWN * estimate.step_s:
         sent = ["communication"] * bool(estimate.traffic)
         sent += ["transfers"] * bool(estimate.host_traffic_bytes)
         name = f"(hidden {' and '.join(sent)}"
-        yield Part(name=name, value=f"{format_seconds(hidden)})", share=0.0)
+        yield BreakdownItem(name=name, value=f"{format_seconds(hidden)})", share=0.0)
 
 
 def _loss_note(decision: Decision) -> str | None:
-    """What of the peak the loss holds, where it is a part that matters."""
+    """Note on the loss's share of the peak, if it is large enough."""
     estimate = decision.estimate
     if estimate.loss_bytes < _MATTERS * estimate.memory.total:
         return None
@@ -208,8 +208,7 @@ def _loss_note(decision: Decision) -> str | None:
 
 
 def _main_memory(decision: Decision) -> Iterator[str]:
-    """What loading, and then what is offloaded, need of a node's main memory, what there is, and
-    what files take."""
+    """Yield main memory to load the model, main memory of offloaded states, and disk space."""
     estimate, cluster = decision.estimate, decision.facts.cluster
     memory = cluster.host_memory_bytes
     of = ""
@@ -227,7 +226,7 @@ def _main_memory(decision: Decision) -> Iterator[str]:
 
 
 def _ties(decision: Decision) -> str | None:
-    """How ties are settled, where there is one."""
+    """Describe how ties are broken, if there are any."""
     if not any(other.because.startswith("tie:") for other in decision.alternatives):
         return None
     margin = format_percent(decision.policy.simplicity_margin)
@@ -240,8 +239,8 @@ def _ties(decision: Decision) -> str | None:
     return f"{words}. The simpler plan is taken: {SIMPLER_FIRST}"
 
 
-def _row(other: Alternative) -> Row:
-    return Row(
+def _row(other: Alternative) -> AlternativeRow:
+    return AlternativeRow(
         title=other.title,
         cut=short_cuts(other.plan),
         step=format_seconds(other.step_s) if other.step_s is not None else "-",
@@ -256,7 +255,7 @@ def _weighed(decision: Decision) -> str:
     exact = decision.weighed if decision.estimated is None else decision.estimated
     rules = ", ".join(f"{count:,} by `{rule}`" for rule, count in decision.rejected.items())
     if exact < decision.weighed:
-        # What is not among the best by its lower bounds is not looked at closer.
+        # Only plans with the best lower bounds are estimated exactly.
         words += f", {exact:,} of them in detail"
         return f"{words}; at least {left_out:,} left out: {rules}" if left_out else words
     if not left_out:
@@ -272,7 +271,7 @@ def _command(plan: Plan, cluster: ClusterProfile) -> str:
 
 
 def _printable(value: object) -> object:
-    """Module names are the user's: no control character of theirs reaches a terminal."""
+    """Replace control characters: module names are user input and reach a terminal."""
     match value:
         case str():
             return "".join(letter if letter.isprintable() else "?" for letter in value)
