@@ -16,7 +16,7 @@ from tests.factories import facts, gpus, transformer
 def test_its_settings_are_those_of_a_plan() -> None:
     plan = Plan.model_fields.keys() - {"schema_version"}
     assert PartialPlan.model_fields.keys() == plan | {"zero"}
-    default = {name: value for name, value in Plan().as_partial().fixed.items()}
+    default = Plan().as_partial().fixed
     for name, value in (default | {"schedule": "gpipe", "max_staleness": 1}).items():
         if name in plan:
             assert str(PartialPlan.build({name: value}).fixed[name]) == str(value)
