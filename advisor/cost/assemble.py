@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from advisor.cost import anchored
 from advisor.cost.breakdown import Estimate, Time
 from advisor.cost.compute import Busy, Computing
+from advisor.cost.context import CostContext
 from advisor.cost.ledger import Ledger
 from advisor.cost.memory import Peak
 from advisor.cost.rates import peak_flop_per_s
 from advisor.cost.replay import Slowdown, slowdown
-from advisor.cost.updates import straggling
+from advisor.cost.stragglers import straggling
 from engines.plan import Plan
-
-if TYPE_CHECKING:
-    from advisor.cost.model import CostModel
 
 
 def assemble(
-    model: CostModel,
+    model: CostContext,
     plan: Plan,
     *,
     memory: Peak,

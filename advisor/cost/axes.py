@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
-from typing import TYPE_CHECKING
 
 from advisor.cost.tensor import TensorExchange
+from advisor.cost.unit_load import UnitLoad
 from profiles.machine.cluster import Collective
 from profiles.model.profile import Shape, UnitCost, UnitProfile
 from profiles.model.work import ProductKind
-
-if TYPE_CHECKING:
-    from advisor.cost.loads import UnitLoad
 
 # Experts that a token is sent to where the profile does not say: assumed, as GShard and Mixtral.
 EXPERTS_PER_TOKEN = 2

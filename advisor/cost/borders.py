@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from advisor.cost.context import CostContext
 from advisor.cost.ledger import Ledger
 from engines.plan import Plan
 from profiles.machine.cluster import Collective
 from profiles.workload.stack import Stack
-
-if TYPE_CHECKING:
-    from advisor.cost.model import CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ def sent_samples(plan: Plan, stack: Stack) -> float:
     return plan.microbatch_size / plan.cp / scattered
 
 
-def borders_of(model: CostModel, plan: Plan, ends: Sequence[int]) -> list[Border]:
+def borders_of(model: CostContext, plan: Plan, ends: Sequence[int]) -> list[Border]:
     assert plan.microbatch_size is not None
     kind = model.numerics(plan)
     ledger, stride = model.ledger(), plan.world_size // plan.pp

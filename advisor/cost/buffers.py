@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from advisor.cost.loads import Loads, UnitLoad
+from advisor.cost.loads import Loads
 from advisor.cost.states import zero_level
+from advisor.cost.unit_load import UnitLoad
 from engines.plan import DataParallel, Plan
 from profiles.workload.stack import Stack
 

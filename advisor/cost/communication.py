@@ -10,9 +10,10 @@ from advisor.cost.aggregation import buffer_share, slowest, steps
 from advisor.cost.compression import Sent
 from advisor.cost.groups import replica_group, shard_group
 from advisor.cost.ledger import Ledger
-from advisor.cost.loads import Loads, UnitLoad, ends_of
+from advisor.cost.loads import Loads, ends_of
 from advisor.cost.memory import BUCKET_BYTES, KEEPS_PARAMETERS
 from advisor.cost.sharded import Sharded
+from advisor.cost.unit_load import UnitLoad
 from engines.plan import Aggregation, DataParallel, Plan, Recompute, Schedule
 from profiles.machine.cluster import ClusterProfile, Collective
 from profiles.workload.stack import TORCH, Selective, Stack

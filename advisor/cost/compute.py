@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from math import hypot, log
 
 from advisor.cost.calibration import CALIBRATION, Calibration
-from advisor.cost.loads import Loads, UnitLoad, ends_of
+from advisor.cost.loads import Loads, ends_of
 from advisor.cost.rates import Rates as Rates
 from advisor.cost.rates import matmul_fraction as matmul_fraction
 from advisor.cost.rates import peak_flop_per_s as peak_flop_per_s
 from advisor.cost.rates import product_efficiency as product_efficiency
 from advisor.cost.rates import size_efficiency as size_efficiency
+from advisor.cost.unit_load import UnitLoad
 from engines.plan import Plan, Recompute
 from profiles.machine.cluster import ClusterProfile, Device
 from profiles.model.profile import ModelProfile, Numerics

@@ -8,8 +8,9 @@ from functools import cached_property
 
 from advisor.cost.axes import over_experts, over_tokens, split_experts
 from advisor.cost.runs import Run, divided, runs_of
-from advisor.cost.tensor import Styled, Styles, TensorExchange, cut, is_split, split_loss
-from advisor.cost.work import NO_WORK, UnitWork, over_expert_ranks, unit_work
+from advisor.cost.tensor import Styled, Styles, cut, is_split, split_loss
+from advisor.cost.unit_load import UnitLoad
+from advisor.cost.work import over_expert_ranks, unit_work
 from engines.tensor.styles import Kind, Style
 from profiles.model.layers import LayerCost, LayerKind
 from profiles.model.profile import GLUE, LOSS, ModelProfile, Numerics, UnitProfile
@@ -18,53 +19,6 @@ from profiles.workload.stack import TORCH, Loss, Stack
 
 # bfloat16 is 2 bytes, float32 is 4: what a cast leaves of a parameter.
 BF16_SHARE = 2 / 4
-
-
-@dataclass(frozen=True, slots=True)
-class UnitLoad:
-    """A unit at one microbatch size, on one rank of the tp axis.
-
-    Attributes:
-        name: of the first unit, where it stands for several.
-        count: equal units one after the other, for which it stands.
-        is_separate: gathered and released on its own by FSDP.
-        layer_bytes: outputs of its weight layers, whose gradients wait where a backward is split.
-        tensors: trainable parameters.
-        partial_gradient_bytes, partial_tensors: of parameters that are whole on every rank of the
-            tp axis while their gradients are parts of a sum.
-        apart_bytes: parameters beside those, which no sharding divides any further, and gradients
-            as many: what a rank keeps of experts that others hold too.
-        expert_bytes: of the parameters those that are sharded among ranks with the same experts.
-        exchanges: the tensor collectives of one unit's forward and backward.
-        work: its products and attention.
-    """
-
-    name: str
-    is_block: bool
-    is_separate: bool
-    parameter_bytes: float
-    gradient_bytes: float
-    forward_flop: float
-    backward_flop: float
-    forward_moved_bytes: float
-    backward_moved_bytes: float
-    forward_kernels: int
-    backward_kernels: int
-    activation_bytes: float
-    selective_bytes: float
-    input_bytes: float
-    output_bytes: float
-    forward_transient_bytes: float
-    backward_transient_bytes: float
-    count: int = 1
-    layer_bytes: float = 0.0
-    tensors: int = 1
-    partial_gradient_bytes: float = 0.0
-    partial_tensors: int = 0
-    apart_bytes: float = 0.0
-    expert_bytes: float = 0.0
-    exchanges: tuple[TensorExchange, ...] = ()
-    work: UnitWork = NO_WORK
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from advisor.cost.buffers import (
 from advisor.cost.buffers import added_share as added_share
 from advisor.cost.buffers import shard_degree as shard_degree
 from advisor.cost.calibration import CALIBRATION, Calibration, is_hopper_or_later
-from advisor.cost.loads import Loads, UnitLoad, describe
+from advisor.cost.loads import Loads, describe
 from advisor.cost.offload import (
     activations_leave,
     away_bytes,
@@ -36,6 +36,7 @@ from advisor.cost.offload import (
     states_leave,
 )
 from advisor.cost.states import HeldStates, held_states, zero_level
+from advisor.cost.unit_load import UnitLoad
 from engines.plan import OffloadTo, Plan, Recompute
 from profiles.machine.cluster import Device
 from profiles.model.profile import LOSS

@@ -10,21 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
 
 from advisor.cost.buffers import BUCKET_BYTES, KEEPS_PARAMETERS, WHOLE, shard_degree
-from advisor.cost.loads import Loads, UnitLoad
+from advisor.cost.context import CostContext
+from advisor.cost.loads import Loads
 from advisor.cost.memory import kept_bytes, workspace_bytes
 from advisor.cost.orders import ONE_STAGE, Kind, order_of
 from advisor.cost.staged import laid_out, received_bytes
+from advisor.cost.unit_load import UnitLoad
 from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
 from profiles.allocator.step_replay import Pass, Replayed, Standing, UnitMemory, replay_stages
 from profiles.allocator.unit_memory import kept_tensors, parameter_tensors, scaled
 from profiles.model.profile import UnitProfile
 from profiles.workload.optimizers import Upkeep
-
-if TYPE_CHECKING:
-    from advisor.cost.model import CostModel
 
 # A first microbatch makes gradients, a second one adds to them: more are like it.
 MICROBATCHES = 2
@@ -43,7 +41,7 @@ class RankStep:
         return replay_stages(self.stages, self.standing, order=self.order)
 
 
-def can_replay(costs: CostModel, plan: Plan) -> bool:
+def can_replay(costs: CostContext, plan: Plan) -> bool:
     """Whether torch's allocator holds all that the plan allocates, as torch lays it out."""
     return (
         costs.facts.cluster.device.kind != "cpu"
@@ -54,7 +52,7 @@ def can_replay(costs: CostModel, plan: Plan) -> bool:
     )
 
 
-def rank_step(costs: CostModel, plan: Plan, rank: int = 0) -> RankStep:
+def rank_step(costs: CostContext, plan: Plan, rank: int = 0) -> RankStep:
     """The step of a rank of the pp axis.
 
     Raises:
@@ -102,7 +100,7 @@ def _order(plan: Plan, rank: int, *, stages: int, own: Sequence[int]) -> list[Pa
 
 
 def _standing(
-    costs: CostModel,
+    costs: CostContext,
     plan: Plan,
     parts: Sequence[Loads],
     update: Upkeep,
@@ -125,7 +123,7 @@ def _standing(
     )
 
 
-def _units(costs: CostModel, plan: Plan, loads: Loads) -> list[UnitMemory]:
+def _units(costs: CostContext, plan: Plan, loads: Loads) -> list[UnitMemory]:
     """The tensors of every run of equal units on one rank."""
     profiles = {unit.name: unit for unit in costs.facts.model.units}
     return [
@@ -137,7 +135,7 @@ def _units(costs: CostModel, plan: Plan, loads: Loads) -> list[UnitMemory]:
 
 
 def _unit(
-    costs: CostModel,
+    costs: CostContext,
     plan: Plan,
     load: UnitLoad,
     profile: UnitProfile,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
+from advisor.cost.assemble import assemble
 from advisor.cost.borders import Border, borders_of, charge_sends, received_into, sent_over
 from advisor.cost.breakdown import Estimate, StageEstimate, Traffic
 from advisor.cost.communication import rounds_of, stage_exchange
 from advisor.cost.compute import Busy, Computing, busy_s, optimizer_s
+from advisor.cost.context import CostContext
 from advisor.cost.groups import replica_group, tie_stride
 from advisor.cost.in_turn import gathers_beside, gathers_s
 from advisor.cost.ledger import Ledger
@@ -21,34 +22,12 @@ from advisor.cost.orders import SPLITS_BACKWARD, Moment, gathers_of_root, moment
 from advisor.cost.pipeline import Played, StageTimes, play, sends_late
 from advisor.cost.replay import backward, forward
 from advisor.cost.small_collectives import apart_s, summed_s
+from advisor.cost.stage import Stage
 from advisor.cost.stage_memory import Chunk, chunk_of, stage_peak
 from advisor.cost.stages import Tie, require_places
 from engines.plan import DataParallel, Plan, Schedule
 from profiles.errors import PlanError
 from profiles.workload.optimizers import Upkeep
-
-if TYPE_CHECKING:
-    from advisor.cost.model import CostModel
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One stage: seconds of one microbatch, and bytes.
-
-    Attributes:
-        late_s: what its first forward of a step waits for parameters that stay whole after it.
-        reduce_s: to reduce its gradients, `replicate_s` between replicas of the shards.
-    """
-
-    part: Loads
-    chunk: Chunk
-    computing: Computing
-    forward_s: float
-    backward_s: float
-    late_s: float
-    reduce_s: float
-    replicate_s: float
-    sent_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +73,7 @@ class Layout:
         return frozenset(range(1, len(self.stages))) - self.whole
 
 
-def staged(model: CostModel, plan: Plan) -> Estimate:
+def staged(model: CostContext, plan: Plan) -> Estimate:
     """Memory of the fullest rank; time of the whole pipeline, and traffic of its busiest rank."""
     layout = laid_out(model, plan)
     updates = [_update(model, plan, layout, rank) for rank in range(plan.pp)]
@@ -133,7 +112,8 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     exposed = max(0.0, inside) + waited
     sent = plan.forwards * sum(stage.sent_s for stage in layout.of(busiest)) + waited
     device, ranks = model.facts.cluster.device, model.facts.cluster.devices_per_node
-    found = model.assemble(
+    found = assemble(
+        model,
         plan,
         memory=memory,
         busy=busy,
@@ -153,7 +133,7 @@ def staged(model: CostModel, plan: Plan) -> Estimate:
     return found.model_copy(update={"stages": tuple(stages)})
 
 
-def laid_out(model: CostModel, plan: Plan) -> Layout:
+def laid_out(model: CostContext, plan: Plan) -> Layout:
     """Raises:
     PlanError: no schedule, or stages that do not go round the ranks.
     """
@@ -177,7 +157,7 @@ def laid_out(model: CostModel, plan: Plan) -> Layout:
     )
 
 
-def _update(model: CostModel, plan: Plan, layout: Layout, rank: int) -> Upkeep:
+def _update(model: CostContext, plan: Plan, layout: Layout, rank: int) -> Upkeep:
     """The optimizer of a rank's parameters, its copies of tied ones among them."""
     return model.update_of(
         plan,
@@ -187,7 +167,7 @@ def _update(model: CostModel, plan: Plan, layout: Layout, rank: int) -> Upkeep:
 
 
 def peak_of_rank(
-    model: CostModel,
+    model: CostContext,
     plan: Plan,
     layout: Layout,
     rank: int,
@@ -219,7 +199,7 @@ def received_bytes(layout: Layout, rank: int) -> float:
     )
 
 
-def _chunk(model: CostModel, plan: Plan, layout: Layout, stage: int) -> Chunk:
+def _chunk(model: CostContext, plan: Plan, layout: Layout, stage: int) -> Chunk:
     return chunk_of(
         plan,
         layout.stages[stage].part,
@@ -229,14 +209,14 @@ def _chunk(model: CostModel, plan: Plan, layout: Layout, stage: int) -> Chunk:
     )
 
 
-def traffic_of_ranks(model: CostModel, plan: Plan) -> tuple[tuple[Traffic, ...], ...]:
+def traffic_of_ranks(model: CostContext, plan: Plan) -> tuple[tuple[Traffic, ...], ...]:
     """What each rank of the pp axis is charged for, in their order; a legal plan with stages."""
     layout = laid_out(model, plan)
     found = (_charged(model, plan, layout, rank) for rank in range(plan.pp))
     return tuple(ledger.traffic() for ledger, _ in found)
 
 
-def _charged(model: CostModel, plan: Plan, layout: Layout, rank: int) -> tuple[Ledger, float]:
+def _charged(model: CostContext, plan: Plan, layout: Layout, rank: int) -> tuple[Ledger, float]:
     """All that a rank sends in a step; seconds of the small collectives."""
     ledger = model.ledger()
     gathers = layout.rounds * gathers_of_root(
@@ -263,7 +243,7 @@ def _charged(model: CostModel, plan: Plan, layout: Layout, rank: int) -> tuple[L
 
 
 def _stages(
-    model: CostModel, plan: Plan, ends: Sequence[int], borders: Sequence[Border]
+    model: CostContext, plan: Plan, ends: Sequence[int], borders: Sequence[Border]
 ) -> list[Stage]:
     """Every stage; those of equal units are worked out once, for all plans."""
     loads, found = model.loads(plan), []
@@ -282,7 +262,7 @@ def _stages(
 
 
 def _stage(
-    model: CostModel, plan: Plan, part: Loads, *, received_bytes: float, sent_bytes: float
+    model: CostContext, plan: Plan, part: Loads, *, received_bytes: float, sent_bytes: float
 ) -> Stage:
     computing = model.computing(plan, part)
     exchanged = stage_exchange(
@@ -360,7 +340,7 @@ class _Tail:
     @classmethod
     def of(
         cls,
-        model: CostModel,
+        model: CostContext,
         plan: Plan,
         layout: Layout,
         rank: int,

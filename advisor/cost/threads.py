@@ -19,19 +19,17 @@ its own; the others have no optimizer states and wait for its step.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from advisor.cost.assemble import assemble
 from advisor.cost.breakdown import Estimate
 from advisor.cost.compute import Computing, added_s, busy_s, optimizer_s
+from advisor.cost.context import CostContext
 from advisor.cost.loads import Loads
 from advisor.cost.memory import peak
 from advisor.cost.updates import alone
 from engines.plan import Plan
 from profiles.machine.cluster import Collective, Device
 from profiles.model.profile import LOSS, ModelProfile, Numerics
-
-if TYPE_CHECKING:
-    from advisor.cost.model import CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ def launching_s(loads: Loads, computing: Computing, device: Device, *, devices: 
     return found
 
 
-def threaded(model: CostModel, plan: Plan) -> Estimate:
+def threaded(model: CostContext, plan: Plan) -> Estimate:
     """The estimate of a plan whose replicas are threads."""
     facts, own, others = model.facts, alone(plan), plan.dp_replicate - 1
     assert plan.microbatch_size is not None
@@ -130,7 +128,8 @@ def threaded(model: CostModel, plan: Plan) -> Estimate:
         batch_bytes=batch_bytes,
         exchange_bytes=first + loads.gradient_bytes,
     )
-    return model.assemble(
+    return assemble(
+        model,
         plan,
         memory=memory,
         busy=busy,

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf, sqrt
-from statistics import NormalDist
-from typing import TYPE_CHECKING
+from math import ceil, inf
 
+from advisor.cost.assemble import assemble
 from advisor.cost.breakdown import Estimate
 from advisor.cost.compute import busy_s, optimizer_s
+from advisor.cost.context import CostContext
 from advisor.cost.ledger import Ledger
 from advisor.cost.memory import BUCKET_BYTES, Moment, Peak, peak, peak_at
+from advisor.cost.stragglers import straggling
 from engines.plan import DataParallel, Plan, Updates
 from profiles.machine.cluster import ClusterProfile, Collective
 from profiles.workload.optimizers import Upkeep
-from profiles.workload.workload import Workload
-
-if TYPE_CHECKING:
-    from advisor.cost.model import CostModel
 
 # Passes over the parameters in a meeting of DiLoCo (engines/optional/async_updates/periodic.py):
 # the difference is two reads and a write, SGD's Nesterov step three times that, a copy two more.
@@ -50,54 +47,7 @@ def alone(plan: Plan) -> Plan:
     return plan.model_copy(update=update)
 
 
-def waiting_s(
-    plan: Plan, *, computing_s: float, imbalance: float, straggling: float = 0.0
-) -> float:
-    """Seconds of a step in which a rank waits for slower ones, where ranks' times scatter or one
-    rank is slower in every step.
-
-    The k-th of n draws from a normal distribution is expected at the quantile (k - 3/8) / (n + 1/4)
-    (Blom 1958, "Statistical Estimates and Transformed Beta-Variables"). All n are waited for; of
-    backup workers the last are not; replicas that meet every H steps wait for sums of H draws, each
-    drawn anew; who updates asynchronously waits for nobody.
-
-    A straggler is waited for by all alike: sums of H steps are late by H times as much, and where
-    staleness is bounded the others are soon as far ahead as they may be. Backup workers let it go
-    as soon as the others are there.
-
-    Args:
-        imbalance: standard deviation of a rank's computing time, over its mean.
-        straggling: what the slowest rank computes longer than the others, over their time.
-    """
-    is_asynchronous = plan.updates is Updates.ASYNCHRONOUS
-    needed = plan.world_size - plan.servers - plan.backup_workers
-    ranks = needed + plan.backup_workers
-    if ranks < 2 or (is_asynchronous and plan.max_staleness is None):
-        return 0.0
-    every = plan.sync_every if plan.updates.is_periodic else 1
-    scatter = 0.0 if is_asynchronous else imbalance / sqrt(every)
-    late = max(straggling, scatter * _place(needed, ranks))
-    if plan.backup_workers:
-        late = min(late, scatter * _place(needed, ranks - 1))
-    return max(0.0, computing_s * late)
-
-
-def straggling(plan: Plan, workload: Workload, *, computing_s: float) -> float:
-    """The same, of ranks that differ as `workload` says."""
-    return waiting_s(
-        plan,
-        computing_s=computing_s,
-        imbalance=workload.imbalance,
-        straggling=workload.straggling,
-    )
-
-
-def _place(place: int, count: int) -> float:
-    """Where one of so many draws is expected, in standard deviations."""
-    return NormalDist().inv_cdf((place - 3 / 8) / (count + 1 / 4))
-
-
-def updated(model: CostModel, plan: Plan) -> Estimate:
+def updated(model: CostContext, plan: Plan) -> Estimate:
     """The estimate of a plan whose ranks update apart from each other."""
     facts, own = model.facts, alone(plan)
     device = facts.cluster.device
@@ -141,7 +91,8 @@ def updated(model: CostModel, plan: Plan) -> Estimate:
             ahead=0.0,
         )
 
-    return model.assemble(
+    return assemble(
+        model,
         plan,
         memory=max((fullest(*each) for each in states), key=lambda found: found.high_bytes),
         busy=busy,
@@ -307,7 +258,7 @@ def _rate_of_one(cluster: ClusterProfile, talking: int) -> float:
     return cluster.intra.bandwidth_bytes_per_s.value if cluster.intra else inf
 
 
-def _meeting_s(plan: Plan, model: CostModel, payload_bytes: float, ledger: Ledger) -> float:
+def _meeting_s(plan: Plan, model: CostContext, payload_bytes: float, ledger: Ledger) -> float:
     """Seconds of one meeting of all replicas: nothing computes meanwhile."""
     cluster, profile = model.facts.cluster, model.facts.model
     every, group = plan.sync_every, plan.dp_replicate

@@ -14,8 +14,8 @@ import numpy as np
 from advisor.cost.memory import upper_end
 from advisor.inputs.policy import Policy
 from advisor.search.cache import Kept
-from advisor.search.columns import Columns, Floats, Microbatches
-from advisor.search.space import Space
+from advisor.search.columns import Columns, Microbatches
+from advisor.search.space import Floats, Space
 from advisor.search.staged import staged_peak_bytes, staged_step_s
 from advisor.search.whole import moved_s, whole_time
 from advisor.search.whole_peak import whole_peak_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 from advisor.cost import CostModel
 from advisor.cost.memory import shard_degree
@@ -12,12 +11,10 @@ from advisor.inputs.facts import Facts
 from advisor.search.legal import Styles, is_too_long, space_of, styles_of
 from advisor.search.microbatch import Crossing, Microbatch, crossing_of, microbatch
 from advisor.search.space import Space
+from advisor.search.step_moments import StepMoments
 from engines.plan import Offload, PartialPlan, Plan
 from profiles.machine.cluster import Collective
 from profiles.model.profile import Numerics
-
-if TYPE_CHECKING:
-    from advisor.search.whole_peak import StepMoments
 
 # What an axis along which layers are split may send.
 _SENT = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from advisor.cost.communication import replicas_s
 from advisor.cost.compression import Sent
@@ -19,12 +18,10 @@ from advisor.cost.sharded import Sharded
 from advisor.cost.small_collectives import experts_s
 from advisor.search.cache import Kept
 from advisor.search.microbatch import Growing, Microbatch
-from advisor.search.space import KINDS, RECOMPUTES, Integers, Space
+from advisor.search.space import KINDS, RECOMPUTES, Floats, Integers, Space
 from engines.plan import DataParallel, Plan
 from profiles.machine.cluster import Collective
 from profiles.workload.optimizers import Upkeep
-
-Floats = NDArray[np.float64]
 
 SHARDED = np.array([kind.is_sharded for kind in KINDS])
 ZERO1, ZERO2 = KINDS.index(DataParallel.ZERO1), KINDS.index(DataParallel.ZERO2)

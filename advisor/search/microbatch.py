@@ -14,12 +14,12 @@ from advisor.cost import CostModel
 from advisor.cost.borders import sent_samples
 from advisor.cost.communication import in_units
 from advisor.cost.compute import UnitTime
-from advisor.cost.loads import Loads, UnitLoad
+from advisor.cost.loads import Loads
 from advisor.cost.memory import backward_work, kept_bytes
+from advisor.cost.unit_load import UnitLoad
+from advisor.search.space import Floats
 from engines.legality import numerics
 from engines.plan import Plan, Recompute
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from advisor.cost.buffers import KEEPS_PARAMETERS
 from advisor.cost.round_shares import round_shares
 from advisor.cost.states import zero_level
 from advisor.search.microbatch import Microbatch
+from advisor.search.space import Floats
 from engines.plan import Plan
 from profiles.machine.cluster import Device
 from profiles.workload.stack import TORCH, Stack
 
-Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 

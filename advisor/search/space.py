@@ -29,6 +29,7 @@ from engines.plan import (
 )
 
 Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 KINDS = tuple(DataParallel)
 SCHEDULES: tuple[Schedule | None, ...] = (None, *Schedule)

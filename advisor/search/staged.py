@@ -15,8 +15,8 @@ from advisor.cost.buffers import KEEPS_PARAMETERS
 from advisor.cost.memory import upper_end, workspace_bytes
 from advisor.cost.round_shares import RoundShares, round_shares
 from advisor.cost.stage_memory import READ_OUT_BUFFERS, message_bytes, read_out_bytes
-from advisor.search.columns import Columns, Floats, unique
-from advisor.search.space import KINDS, SCHEDULES, Integers
+from advisor.search.columns import Columns, unique
+from advisor.search.space import KINDS, SCHEDULES, Floats, Integers
 from engines.plan import Plan, Schedule
 
 _NAIVE = SCHEDULES.index(Schedule.NAIVE)

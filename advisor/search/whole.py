@@ -14,7 +14,8 @@ from advisor.cost.offload import (
     there_and_back_s,
 )
 from advisor.cost.replay import slowdown
-from advisor.search.columns import ZERO1, ZERO2, Columns, Floats
+from advisor.search.columns import ZERO1, ZERO2, Columns
+from advisor.search.space import Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,6 @@ than two small ones say (what is kept grows by the sample, temporaries are maxim
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from advisor.cost.buffers import KEEPS_PARAMETERS, shard_degree
@@ -24,8 +22,9 @@ from advisor.cost.memory import (
     upper_end,
 )
 from advisor.cost.states import HeldStates, held_states
-from advisor.search.columns import SMALL, Columns, Floats
-from advisor.search.space import KINDS, RECOMPUTES
+from advisor.search.columns import SMALL, Columns
+from advisor.search.space import KINDS, RECOMPUTES, Floats
+from advisor.search.step_moments import StepMoments
 from engines.plan import DataParallel, Plan
 from profiles.workload.optimizers import Upkeep
 from profiles.workload.stack import TORCH
@@ -41,35 +40,6 @@ _FAR_TOO_MUCH = 2
 # So many ranks that nothing is left of a shard.
 _ENDLESS = 1 << 50
 _THREADS = KINDS.index(DataParallel.THREADS)
-
-
-@dataclass(frozen=True, slots=True)
-class StepMoments:
-    """Bytes at every moment of a step up to the optimizer's.
-
-    Attributes:
-        fixed: on every rank, whatever the degree.
-        sharded: what ranks share, each 1/degree of it.
-        doubtful: of `fixed`, activations and temporaries.
-        ahead: what a host that runs ahead gathers besides.
-        error: of a moment, how much less it may be than is said here, as a fraction.
-    """
-
-    fixed: Floats
-    sharded: Floats
-    doubtful: Floats
-    ahead: float
-    error: float = 0.0
-
-    def beyond(self, before: StepMoments, samples: int, *, error: float) -> StepMoments:
-        """Of `samples` more than these are of, which have one more than those `before`."""
-        return StepMoments(
-            fixed=(1 - error) * (self.fixed + samples * (self.fixed - before.fixed)),
-            sharded=self.sharded,
-            doubtful=(1 - error) * (self.doubtful + samples * (self.doubtful - before.doubtful)),
-            ahead=self.ahead,
-            error=2 * error,
-        )
 
 
 def whole_peak_bytes(columns: Columns, usable_bytes: float) -> Floats:

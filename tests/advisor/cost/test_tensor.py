@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from advisor.cost import Estimate, estimate
-from advisor.cost.loads import Loads, UnitLoad, loads_of
+from advisor.cost.loads import Loads, loads_of
+from advisor.cost.unit_load import UnitLoad
 from engines.plan import Plan
 from profiles.machine.cluster import Collective
 from profiles.model.layers import INPUT, LayerCost, LayerKind, Stretch

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from advisor.cost import CostModel, Estimate, estimate
-from advisor.cost.updates import Served, waiting_s
+from advisor.cost.stragglers import waiting_s
+from advisor.cost.updates import Served
 from advisor.decide.candidates import searched
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy

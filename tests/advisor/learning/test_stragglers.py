@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from advisor.auto.facts_from_module import look
-from advisor.cost.updates import Served, waiting_s
+from advisor.cost.stragglers import waiting_s
+from advisor.cost.updates import Served
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts

@@ -15,7 +15,7 @@ from advisor.inputs.policy import Policy
 from advisor.search.borders import cut, largest, spans
 from advisor.search.cache import Kept
 from advisor.search.ranking import Candidate
-from engines.plan import Recompute, Schedule
+from engines.plan import PartialPlan, Recompute, Schedule
 from profiles.errors import PlanError
 from profiles.model.flow import LOSS, Call, Edge, Flow, Value
 from profiles.model.profile import Affine, ModelProfile, Numerics
@@ -120,14 +120,14 @@ def test_a_border_goes_where_what_is_received_of_sixteen_microbatches_has_room()
         known = facts(
             wide_in_the_middle(), cpus(2, memory_gib=memory_gib), batch=16, precision="fp32"
         )
-        pins = {
-            "pp": 2,
-            "schedule": Schedule.ONE_F_ONE_B,
-            "microbatch_size": 1,
-            "microbatches": 16,
-            "recompute": Recompute.NONE,
-        }
-        search = searched(Kept(CostModel(known)), pins, Policy())
+        partial = PartialPlan(
+            pp=2,
+            schedule=Schedule.ONE_F_ONE_B,
+            microbatch_size=1,
+            microbatches=16,
+            recompute=Recompute.NONE,
+        )
+        search = searched(Kept(CostModel(known)), partial, Policy())
         (index,) = range(len(search.space))
         return search.candidate(index)
 

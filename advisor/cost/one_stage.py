@@ -1,0 +1,77 @@
+"""The estimate of a plan without stages: every rank has all units of the model."""
+
+from __future__ import annotations
+
+from advisor.cost.assemble import assemble
+from advisor.cost.breakdown import Estimate
+from advisor.cost.by_hand import crossed_s
+from advisor.cost.communication import (
+    exchange,
+    waiting_bytes,
+)
+from advisor.cost.compression import sent
+from advisor.cost.compute import (
+    busy_s,
+    optimizer_s,
+)
+from advisor.cost.context import CostContext
+from advisor.cost.in_turn import in_turn
+from advisor.cost.memory import peak, shard_degree
+from advisor.cost.offload import filed_s, moved_s
+from advisor.cost.replay import replay
+from advisor.cost.small_collectives import apart_s
+from engines.plan import Plan
+
+
+def one_stage(context: CostContext, plan: Plan) -> Estimate:
+    """The estimate of a plan whose ranks have all units of the model."""
+    model, cluster = context.facts.model, context.facts.cluster
+    device = cluster.device
+    loads, ledger = context.loads(plan), context.ledger()
+    update = context.update(plan, 0, len(model.units))
+    replicas = sent(plan, model.units, gradient_bytes=loads.gradient_bytes, device=device)
+    memory = peak(
+        plan,
+        loads,
+        update=update,
+        device=device,
+        batch_bytes=context.batch_bytes(plan),
+        exchange_bytes=replicas.kept_bytes + waiting_bytes(plan, cluster, replicas),
+        stack=context.stack,
+        calibration=context.calibration,
+    )
+    computing = context.computing(plan, loads)
+    exchanged = exchange(
+        plan,
+        loads,
+        ledger,
+        has_host=device.kind != "cpu",
+        sent=replicas,
+        reduced_share=context.reduced_share,
+        stack=context.stack,
+    )
+    exchanged, waited_s = in_turn(context.stack, plan, exchanged, computing)
+    apart = waited_s + apart_s(plan, model, ledger) + context.partial_s(plan, loads.runs, ledger)
+    apart += moved_s(plan, loads, update, ledger, cluster=cluster)
+    shards = {"degree": shard_degree(plan), "rounds": plan.forwards}
+    apart += filed_s(plan, [loads], update, ledger, **shards, cluster=cluster)
+    apart += crossed_s(plan, model, context.numerics(plan), ledger)
+    overlaps = context.overlaps
+    played = replay(plan, computing.times, exchanged, overlaps=overlaps)
+    busy = busy_s(computing, plan.forwards)
+    added = (plan.forwards - 1) * computing.added.total
+    exposed = max(0.0, played.wall_s + added - busy.total) + apart
+    sending_s = played.sent_s + apart
+    return assemble(
+        context,
+        plan,
+        memory=memory,
+        busy=busy,
+        update_s=optimizer_s(plan, update, device=device, ranks=cluster.devices_per_node),
+        exposed_s=exposed,
+        overlapped_s=max(0.0, sending_s - exposed) if overlaps else 0.0,
+        sent_s=sending_s,
+        idle_s=0.0,
+        computing=computing,
+        ledger=ledger,
+    )

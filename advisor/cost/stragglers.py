@@ -1,0 +1,56 @@
+"""Waiting for slower ranks: times that scatter, and ranks that are slower in every step."""
+
+from __future__ import annotations
+
+from math import sqrt
+from statistics import NormalDist
+
+from engines.plan import Plan, Updates
+from profiles.workload.workload import Workload
+
+
+def waiting_s(
+    plan: Plan, *, computing_s: float, imbalance: float, straggling: float = 0.0
+) -> float:
+    """Seconds of a step in which a rank waits for slower ones, where ranks' times scatter or one
+    rank is slower in every step.
+
+    The k-th of n draws from a normal distribution is expected at the quantile (k - 3/8) / (n + 1/4)
+    (Blom 1958, "Statistical Estimates and Transformed Beta-Variables"). All n are waited for; of
+    backup workers the last are not; replicas that meet every H steps wait for sums of H draws, each
+    drawn anew; who updates asynchronously waits for nobody.
+
+    A straggler is waited for by all alike: sums of H steps are late by H times as much, and where
+    staleness is bounded the others are soon as far ahead as they may be. Backup workers let it go
+    as soon as the others are there.
+
+    Args:
+        imbalance: standard deviation of a rank's computing time, over its mean.
+        straggling: what the slowest rank computes longer than the others, over their time.
+    """
+    is_asynchronous = plan.updates is Updates.ASYNCHRONOUS
+    needed = plan.world_size - plan.servers - plan.backup_workers
+    ranks = needed + plan.backup_workers
+    if ranks < 2 or (is_asynchronous and plan.max_staleness is None):
+        return 0.0
+    every = plan.sync_every if plan.updates.is_periodic else 1
+    scatter = 0.0 if is_asynchronous else imbalance / sqrt(every)
+    late = max(straggling, scatter * _place(needed, ranks))
+    if plan.backup_workers:
+        late = min(late, scatter * _place(needed, ranks - 1))
+    return max(0.0, computing_s * late)
+
+
+def straggling(plan: Plan, workload: Workload, *, computing_s: float) -> float:
+    """The same, of ranks that differ as `workload` says."""
+    return waiting_s(
+        plan,
+        computing_s=computing_s,
+        imbalance=workload.imbalance,
+        straggling=workload.straggling,
+    )
+
+
+def _place(place: int, count: int) -> float:
+    """Where one of so many draws is expected, in standard deviations."""
+    return NormalDist().inv_cdf((place - 3 / 8) / (count + 1 / 4))

@@ -1,0 +1,55 @@
+"""A unit of a model as one rank has it: bytes, FLOP and traffic at one microbatch size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from advisor.cost.tensor import TensorExchange
+from advisor.cost.work import NO_WORK, UnitWork
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLoad:
+    """A unit at one microbatch size, on one rank of the tp axis.
+
+    Attributes:
+        name: of the first unit, where it stands for several.
+        count: equal units one after the other, for which it stands.
+        is_separate: gathered and released on its own by FSDP.
+        layer_bytes: outputs of its weight layers, whose gradients wait where a backward is split.
+        tensors: trainable parameters.
+        partial_gradient_bytes, partial_tensors: of parameters that are whole on every rank of the
+            tp axis while their gradients are parts of a sum.
+        apart_bytes: parameters beside those, which no sharding divides any further, and gradients
+            as many: what a rank keeps of experts that others hold too.
+        expert_bytes: of the parameters those that are sharded among ranks with the same experts.
+        exchanges: the tensor collectives of one unit's forward and backward.
+        work: its products and attention.
+    """
+
+    name: str
+    is_block: bool
+    is_separate: bool
+    parameter_bytes: float
+    gradient_bytes: float
+    forward_flop: float
+    backward_flop: float
+    forward_moved_bytes: float
+    backward_moved_bytes: float
+    forward_kernels: int
+    backward_kernels: int
+    activation_bytes: float
+    selective_bytes: float
+    input_bytes: float
+    output_bytes: float
+    forward_transient_bytes: float
+    backward_transient_bytes: float
+    count: int = 1
+    layer_bytes: float = 0.0
+    tensors: int = 1
+    partial_gradient_bytes: float = 0.0
+    partial_tensors: int = 0
+    apart_bytes: float = 0.0
+    expert_bytes: float = 0.0
+    exchanges: tuple[TensorExchange, ...] = ()
+    work: UnitWork = NO_WORK
