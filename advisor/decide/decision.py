@@ -8,24 +8,23 @@ from typing import TYPE_CHECKING, Self
 from pydantic import AliasChoices, Field
 
 from advisor.cost import CostModel, Estimate
-from advisor.decide.candidates import nearest_settings, searched, why_illegal
-from advisor.decide.comparison import Verdict, compare
+from advisor.decide.comparison import Verdict
 from advisor.decide.decide import decide
 from advisor.decide.sensitivity import Flip, flip
 from advisor.decide.tree import Trace
 from advisor.inputs.changed_facts import Lever
 from advisor.inputs.facts import Facts
-from advisor.inputs.policy import Objective, Policy
+from advisor.inputs.policy import Policy
 from advisor.search.cache import Kept
-from advisor.search.ranking import Candidate, tie_limit_s
+from advisor.search.ranking import Candidate
 from engines.plan import PartialPlan, Plan
 from profiles.record import Document, Record
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from advisor.inputs.wrapped import Wrapped
     from advisor.whatif.pareto import Point
+    from advisor.whatif.why_not import WhyNot
 
 
 class Alternative(Record):
@@ -44,30 +43,6 @@ def runner_up(alternatives: Sequence[Alternative]) -> Alternative | None:
     """The first of them that lost by numbers, and not because the tree passes it over."""
     lost = (Verdict.TIE, Verdict.SLOWER, Verdict.LARGER)
     return next((other for other in alternatives if other.verdict in lost), None)
-
-
-class WhyNot(Record):
-    """The answer to "why not this setting?": the best plan that has it, weighed against the choice.
-
-    `plan` and `estimate` are None where the setting is not legal.
-    """
-
-    settings: str
-    verdict: Verdict
-    because: str
-    plan: Plan | None = None
-    estimate: Estimate | None = None
-
-    def __str__(self) -> str:
-        lines = [f"{self.settings}: {self.verdict}", f"  {self.because}"]
-        if self.plan is not None:
-            lines.append(f"  best plan with it: {self.plan}")
-        return "\n".join(lines)
-
-    def __rich__(self) -> Wrapped:
-        from advisor.inputs.wrapped import Wrapped
-
-        return Wrapped(str(self))
 
 
 class Decision(Document):
@@ -143,34 +118,9 @@ class Decision(Document):
         Raises:
             UnknownNameError, PlanError: not settings of a plan.
         """
-        asked = PartialPlan.parse(settings)
-        partial = _without_conflicts(self.partial, asked).fixing(**asked.fixed)
-        search = searched(Kept(CostModel(self.facts)), partial, self.policy)
-        limit_s = tie_limit_s(self._fastest_s, self.policy)
-        tied = None
-        if self.policy.objective is Objective.TREE:
-            tied = search.simplest(search.rows, limit_s)
-        best = tied or search.strongest(search.rows)
-        if best is None:
-            found = [problem.what for problem in why_illegal(self.facts, partial)]
-            found += nearest_settings(self.facts, partial)
-            return WhyNot(settings=settings, verdict=Verdict.NOT_LEGAL, because="; ".join(found))
-        was_open = all(getattr(partial, key) == value for key, value in self.partial.fixed.items())
-        verdict, because = compare(
-            best,
-            self.chosen,
-            self.policy,
-            self.trace,
-            fastest_s=self._fastest_s,
-            was_open=was_open,
-        )
-        return WhyNot(
-            settings=settings,
-            verdict=verdict,
-            because=because,
-            plan=best.plan,
-            estimate=best.estimate,
-        )
+        from advisor.whatif.why_not import why_not
+
+        return why_not(self, settings)
 
     def pareto(
         self, *, devices: Sequence[int] = (), price_per_device_hour: float | None = None
@@ -198,7 +148,8 @@ class Decision(Document):
         return Candidate(self.plan, self.estimate)
 
     @property
-    def _fastest_s(self) -> float:
+    def fastest_step_s(self) -> float:
+        """The step of the fastest plan that it was taken from."""
         return self.estimate.step_s if self.fastest_s is None else self.fastest_s
 
     def __str__(self) -> str:
@@ -219,13 +170,3 @@ class Decision(Document):
         from advisor.report.view import view_of
 
         return fragment(view_of(self))
-
-
-_DEGREES = frozenset({"dp_replicate", "dp_shard", "zero", "data_parallel"})
-_CUTS = frozenset({"microbatch_size", "microbatches", "accumulation"})
-
-
-def _without_conflicts(partial: PartialPlan, asked: PartialPlan) -> PartialPlan:
-    """`partial`, where a new degree or cut in `asked` leaves the others of its group open."""
-    groups = (_DEGREES | {"pp", "tp", "cp"}, _CUTS)
-    return partial.leaving(*(name for group in groups if asked.fixes(*group) for name in group))

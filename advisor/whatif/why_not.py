@@ -1,0 +1,84 @@
+"""Why not another setting: the best plan that has it, weighed against the plan that was taken."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from advisor.cost import CostModel, Estimate
+from advisor.decide.candidates import nearest_settings, searched, why_illegal
+from advisor.decide.comparison import Verdict, compare
+from advisor.decide.decision import Decision
+from advisor.inputs.policy import Objective
+from advisor.search.cache import Kept
+from advisor.search.ranking import tie_limit_s
+from engines.plan import PartialPlan, Plan
+from profiles.record import Record
+
+if TYPE_CHECKING:
+    from advisor.inputs.wrapped import Wrapped
+
+
+class WhyNot(Record):
+    """The answer to "why not this setting?": the best plan that has it, weighed against the choice.
+
+    `plan` and `estimate` are None where the setting is not legal.
+    """
+
+    settings: str
+    verdict: Verdict
+    because: str
+    plan: Plan | None = None
+    estimate: Estimate | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.settings}: {self.verdict}", f"  {self.because}"]
+        if self.plan is not None:
+            lines.append(f"  best plan with it: {self.plan}")
+        return "\n".join(lines)
+
+    def __rich__(self) -> Wrapped:
+        from advisor.inputs.wrapped import Wrapped
+
+        return Wrapped(str(self))
+
+
+def why_not(decision: Decision, settings: str) -> WhyNot:
+    """See `Decision.why_not`."""
+    asked = PartialPlan.parse(settings)
+    partial = _without_conflicts(decision.partial, asked).fixing(**asked.fixed)
+    search = searched(Kept(CostModel(decision.facts)), partial, decision.policy)
+    limit_s = tie_limit_s(decision.fastest_step_s, decision.policy)
+    tied = None
+    if decision.policy.objective is Objective.TREE:
+        tied = search.simplest(search.rows, limit_s)
+    best = tied or search.strongest(search.rows)
+    if best is None:
+        found = [problem.what for problem in why_illegal(decision.facts, partial)]
+        found += nearest_settings(decision.facts, partial)
+        return WhyNot(settings=settings, verdict=Verdict.NOT_LEGAL, because="; ".join(found))
+    was_open = all(getattr(partial, key) == value for key, value in decision.partial.fixed.items())
+    verdict, because = compare(
+        best,
+        decision.chosen,
+        decision.policy,
+        decision.trace,
+        fastest_s=decision.fastest_step_s,
+        was_open=was_open,
+    )
+    return WhyNot(
+        settings=settings,
+        verdict=verdict,
+        because=because,
+        plan=best.plan,
+        estimate=best.estimate,
+    )
+
+
+_DEGREES = frozenset({"dp_replicate", "dp_shard", "zero", "data_parallel"})
+_CUTS = frozenset({"microbatch_size", "microbatches", "accumulation"})
+
+
+def _without_conflicts(partial: PartialPlan, asked: PartialPlan) -> PartialPlan:
+    """`partial`, where a new degree or cut in `asked` leaves the others of its group open."""
+    groups = (_DEGREES | {"pp", "tp", "cp"}, _CUTS)
+    return partial.leaving(*(name for group in groups if asked.fixes(*group) for name in group))
