@@ -10,10 +10,11 @@ import pytest
 from rich.console import Console
 
 from advisor.decide.choose import choose
-from advisor.decide.decision import Decision, WhyNot
+from advisor.decide.decision import Decision
 from advisor.report.html import page
 from advisor.report.terminal import WIDTH, lines
 from advisor.report.view import view_of
+from advisor.whatif.why_not import WhyNot
 from engines.plan import PartialPlan
 from profiles.model.profile import ModelProfile
 from tests.factories import chain, cpus, exact, facts, gpus, transformer
