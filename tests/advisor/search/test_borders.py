@@ -77,6 +77,19 @@ def test_memory_moves_a_border_that_time_alone_would_leave() -> None:
     assert (tight.starts, tight.seconds, tight.nbytes) == ((1,), 3.0, 3.0)
 
 
+def test_of_equally_fast_cuts_the_emptier_one_is_taken_and_then_the_earlier_border() -> None:
+    """0.1 s between two pieces of 0.3 s: either side of it takes 0.4 s, but for rounding."""
+    took = spans([0.3, 0.1, 0.3])
+    assert 0 < took[0, 2] - took[1, 3] < 1e-15
+
+    def starts(held: list[float]) -> tuple[int, ...]:
+        return cut(took, spans(held), 0 * took, in_flight=[1, 1], usable_bytes=9.0).starts
+
+    assert starts([0.0, 1.0, 2.0]) == (2,)
+    assert starts([2.0, 1.0, 0.0]) == (1,)
+    assert starts([1.0, 0.0, 1.0]) == (1,)
+
+
 def test_more_stages_than_pieces_are_refused_with_the_numbers() -> None:
     with pytest.raises(PlanError, match=r"3 stages need as many pieces .* there are 2"):
         cut(
