@@ -118,6 +118,27 @@ def test_a_measured_fit_takes_precedence() -> None:
     assert found == pytest.approx(1e-3 + 1e6 / 2e9)
 
 
+def test_a_fit_of_all_ranks_is_parted_among_groups_that_share_a_nodes_cards() -> None:
+    """Eight devices behind two cards: all at once saw 40 GB/s between nodes. A group with one rank
+    a node is one of eight that talk at once; one inside a node uses no cards."""
+    fits = {Collective.ALL_REDUCE: LinkFit(latency_s=1e-3, busbw_bytes_per_s=40e9)}
+    cluster = gpus(2, 8, inter_bytes_per_s=50e9).model_copy(update={"network_cards": 2})
+    assert cluster.inter is not None
+    assert cluster.intra is not None
+    measured = cluster.model_copy(
+        update={
+            "inter": cluster.inter.model_copy(update={"fits": fits}),
+            "intra": cluster.intra.model_copy(update={"fits": fits}),
+        }
+    )
+    together = collective_s(measured, Collective.ALL_REDUCE, 1e9, group_size=16)
+    assert together == pytest.approx(1e-3 + 2 * 15 / 16 * 1e9 / 40e9)
+    alone = collective_s(measured, Collective.ALL_REDUCE, 1e9, group_size=2, stride=8)
+    assert alone == pytest.approx(1e-3 + 1e9 / (40e9 / 8))
+    inside = collective_s(measured, Collective.ALL_REDUCE, 1e9, group_size=2)
+    assert inside == pytest.approx(1e-3 + 1e9 / 40e9)
+
+
 def test_a_measured_axis_takes_precedence_over_the_tier_and_only_on_itself() -> None:
     exact = LinkFit(latency_s=2e-3, busbw_bytes_per_s=3e9)
     axis = AxisFits(group_size=2, stride=2, fits={Collective.ALL_GATHER: exact})
