@@ -84,6 +84,22 @@ def test_servers_share_the_traffic_and_the_update() -> None:
     assert (served.part_bytes, served.passed_bytes) == (PAYLOAD / 2, PAYLOAD)
 
 
+def test_a_server_takes_the_gradients_that_it_needs_and_answers_all_workers() -> None:
+    """Two of three are waited for and added up; parameters go to all three."""
+    found = priced("dp_replicate=2 servers=1 backup_workers=1 microbatch_size=6", small())
+    adding = 2 * 3 * PAYLOAD / MEMORY_RATE
+    by_hand = 2 * PAYLOAD / RATE + adding + 3 * PAYLOAD / RATE + 4 * LATENCY
+    assert found.time.exposed_s == pytest.approx(by_hand)
+
+
+def test_servers_that_choose_the_workers_of_a_step_send_each_other_two_messages() -> None:
+    """Each of two workers gives half of its 16 MB to either server; one of them is needed."""
+    plan = "dp_replicate=1 servers=2 backup_workers=1 microbatch_size=12"
+    adding = 3 * PAYLOAD / 2 / MEMORY_RATE
+    by_hand = PAYLOAD / RATE + adding + PAYLOAD / RATE + (4 + 2) * LATENCY
+    assert priced(plan, small()).time.exposed_s == pytest.approx(by_hand)
+
+
 def test_asynchronous_workers_are_as_fast_as_they_compute_until_the_server_is_full() -> None:
     """What comes and what goes use a link's two directions at once, but all come in no order: of
     two links that are passed in turn, s seconds each, N workers keep one busy for N s of (N + 1) s
@@ -112,6 +128,10 @@ def test_between_nodes_it_is_the_cards_of_the_server_s_node() -> None:
     assert served.in_s == pytest.approx(8 * PAYLOAD / 50e9)
     whole_node = Served.of(Plan.parse("dp_replicate=8 servers=8"), machines, payload_bytes=PAYLOAD)
     assert whole_node.in_s == pytest.approx(8 * 8 * PAYLOAD / 8 / 400e9)
+    # Nine servers: the last one is on the second node, beside seven workers on slow links.
+    slow = gpus(3, 8, intra_bytes_per_s=10e9)
+    several = Served.of(Plan.parse("dp_replicate=15 servers=9"), slow, payload_bytes=PAYLOAD)
+    assert several.in_s == pytest.approx(7 * PAYLOAD / 9 / 10e9)
 
 
 @pytest.mark.parametrize(
