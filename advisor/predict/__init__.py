@@ -1,7 +1,7 @@
-"""Predictions for rows of a table: one line a training run, in the columns of published figures.
+"""Predictions for tables of published training runs, one row a run.
 
-Lives here: how a row's blank cells are filled in, and what it is as facts and a plan. Not here: any
-time or memory of its own; `advisor.cost.estimate` answers, as it does for every decision.
+Fills blank cells of a row and converts it to facts and a plan. Time and memory come from
+`advisor.cost.estimate`, as for every decision.
 
     rows -> resolve (machines, architectures, software) -> Setup
     Setup -> case (networks) -> Facts, Plan -> advisor.cost.estimate

@@ -13,7 +13,7 @@ USAGE = "usage: python -m advisor.predict ROWS.csv OUT.csv"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; or 2 where the files cannot be used, with the reason on standard error."""
+    """Return 0, or 2 with the reason on standard error if a file is unusable."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given in (["-h"], ["--help"]):
         sys.stdout.write(f"{USAGE}\n\n{__doc__}\n")

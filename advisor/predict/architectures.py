@@ -1,4 +1,4 @@
-"""Shapes: a row's numbers, public configurations by name, and rules where both are silent."""
+"""Transformer shapes: a row's columns, public configurations by name, and rules for the rest."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from advisor.predict.rows import Row
 from advisor.predict.software import family_of
 from profiles.closed_forms.transformer import TransformerShape as Shape
 
-# What the public configuration files of these models say (config.json of each on its model hub);
-# tables of runs print a part of it at most. Looked up by the start of the name.
+# Public configurations (config.json of each on its model hub), by prefix of the name; published
+# tables print only some of their fields.
 _PUBLIC: Mapping[str, Mapping[str, int | bool]] = MappingProxyType(
     {
         "deepseek-v3": {
@@ -97,19 +97,19 @@ _PUBLIC: Mapping[str, Mapping[str, int | bool]] = MappingProxyType(
         },
     }
 )  # fmt: skip
-# Those of a configuration that no column of a table names.
+# Configuration fields that no column of a table names.
 _FACTS = ("shared_ffn", "dense_layers", "latent", "head_width", "attention_layers", "mamba_layers",
           "mamba_width", "expert_width")  # fmt: skip
 # Layers of models that only count their parameters: hidden is about 128 times the layers in GPT-3's
 # table (12 x 768, 32 x 4096, 96 x 12288: 64, 128, 128; arXiv 2005.14165, Table 2.1).
 ASPECT = 128
-# Rows of the usual vocabularies; programs pad them to a multiple of 128 for each tensor rank.
+# Rows of common vocabularies; programs pad them to a multiple of 128 for each tensor rank.
 GPT_VOCABULARY = 50257
 VOCABULARIES = MappingProxyType({"bert": 30522, "t5": 32128, "llama": 32000})
 
 
 def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
-    """The shape of a row's transformer and what was assumed of it; or why there is none."""
+    """Return the shape of a row's transformer and the assumptions, or the reason for refusal."""
     assumed: list[str] = []
     name = (row.model_name or "").lower().replace("_", "-").replace("llama3", "llama-3")
     name = name.replace("llama-3.1", "llama-3").replace("llama2", "llama-2")
@@ -131,7 +131,7 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
     if not vocab and row.n_layers == 1 and not row.params_b:
         assumed.append("one layer by itself, without embedding, head and update")
     elif not vocab:
-        # Megatron-LM comes with GPT-2's vocabulary, whatever the layers.
+        # Megatron-LM uses GPT-2's vocabulary by default, whatever the layers.
         own = kind in ("bert", "t5") or family_of(row) not in ("megatron", "nemo")
         vocab = VOCABULARIES.get(kind, GPT_VOCABULARY) if own else GPT_VOCABULARY
         assumed.append(f"a vocabulary of {vocab}")
@@ -150,7 +150,7 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
     heads = number("n_heads")
     if not heads:
         tp = row.tp or 1
-        # Of about 128, and of a width that divides; else the nearest number the ranks can share.
+        # About 128, dividing the width; else the nearest head count that the ranks can split.
         near = max(1, round(hidden / 128 / tp)) * tp
         fits = [n for n in range(tp, 2 * near, tp) if hidden % n == 0 and hidden // n % 8 == 0]
         heads = min(fits, key=lambda n: abs(n - near), default=near)
@@ -183,7 +183,7 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
         vocab=vocab,
         length=row.seq_len or _length(kind),
         gated=gated,
-        # A GPT with experts in place of its MLP reads out by its embedding as a GPT does.
+        # A GPT with experts in place of its MLP ties its head to its embedding, as a GPT does.
         tied=kind in ("dense_gpt", "bert", "t5", "transformer_xl") or (kind == "moe" and not gated),
         head_width=int(facts.pop("head_width", 0)) or hidden // heads or 1,
         experts=experts,
@@ -194,13 +194,13 @@ def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
     if row.seq_len is None:
         assumed.append(f"sequences of {shape.length}")
     if kind == "moe" and not public and row.params_b:
-        shape, said = _with_head_width(shape, row.params_b * 1e9)
-        assumed += said
+        shape, width_notes = _with_head_width(shape, row.params_b * 1e9)
+        assumed += width_notes
     return shape, tuple(assumed)
 
 
 def parameters_of(shape: Shape) -> float:
-    """Parameters of the whole model, without the small ones of norms and biases."""
+    """Parameters of the whole model, without those of norms and biases."""
     h = shape.hidden
     queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
     attention = float(2 * h * queries + 2 * h * keys)
@@ -229,7 +229,7 @@ def parameters_of(shape: Shape) -> float:
 
 
 def _with_head_width(shape: Shape, parameters: float) -> tuple[Shape, list[str]]:
-    """Of 64, 128 and hidden / heads the width that explains the printed parameters best."""
+    """Choose 64, 128 or hidden / heads, whichever explains the printed parameters best."""
     widths = (64, 128, shape.hidden // shape.heads)
     choices = [shape.model_copy(update={"head_width": w}) for w in dict.fromkeys(widths) if w]
     best = min(choices, key=lambda s: (abs(parameters_of(s) - parameters), s.head_width))

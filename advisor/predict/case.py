@@ -1,4 +1,4 @@
-"""A setup as what the cost model takes: facts and a plan."""
+"""Convert a setup to inputs of the cost model: facts and a plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 from advisor.cost import CALIBRATION, Calibration, CostModel, Estimate
 from advisor.inputs.facts import Facts
 from advisor.predict.networks import network_case
-from advisor.predict.setup import Layout, Setup
+from advisor.predict.setup import ParallelLayout, Setup
 from engines.plan import DataParallel, Plan, Precision, Recompute, Schedule
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.model.profile import ModelProfile, Numerics
@@ -32,7 +32,7 @@ _KINDS = {1: DataParallel.ZERO1, 2: DataParallel.ZERO2}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run that can be estimated; its plan need not be one that `engines` would take."""
+    """Facts and plan of a run; `engines` need not support the plan."""
 
     facts: Facts
     plan: Plan
@@ -42,7 +42,7 @@ class Case:
 
 
 def case_of(setup: Setup) -> Case:
-    """The facts and the plan of a setup."""
+    """Convert a setup to facts and a plan."""
     if setup.shape is None:
         return _images(setup)
     full = setup.dtype in ("float32", "tfloat32")
@@ -64,7 +64,7 @@ def case_of(setup: Setup) -> Case:
 
 
 def _images(setup: Setup) -> Case:
-    """Stages of a pipeline are cut by seconds; by bytes where they would not fit."""
+    """Cut pipeline stages by time, or by memory if they would not fit."""
     case = _network(setup, by_memory=False)
     capacity = setup.cluster.device.memory_bytes.value
     if setup.layout.pp == 1 or case.estimate().peak_bytes <= capacity:
@@ -73,17 +73,17 @@ def _images(setup: Setup) -> Case:
 
 
 def _network(setup: Setup, *, by_memory: bool) -> Case:
-    found = network_case(setup, by_memory=by_memory)
-    plan = Plan(**found.plan)
+    case = network_case(setup, by_memory=by_memory)
+    plan = Plan(**case.plan)
     facts = Facts(
-        model=found.model,
+        model=case.model,
         cluster=setup.cluster,
         workload=Workload(
             global_batch_size=setup.layout.global_batch,
             optimizer=_optimizer(setup),
             precision=plan.precision.value,
         ),
-        stack=found.stack,
+        stack=case.stack,
     )
     return Case(facts, plan)
 
@@ -95,19 +95,19 @@ def _transformer(
     numerics = (Numerics.AS_BUILT,) if full else (Numerics.BF16, Numerics.BF16_AUTOCAST)
     if not full:
         numerics = (Numerics.AS_BUILT, *numerics)
-    found = transformer_profile(
+    profile = transformer_profile(
         shape, name=shape.kind, numerics=numerics, vocabulary_multiple=multiple
     )
-    return under_stack(found, stack)
+    return under_stack(profile, stack)
 
 
 def _optimizer(setup: Setup) -> OptimizerProfile:
-    """Whose states are those of the stack, where that keeps its own."""
+    """Return the optimizer with the stack's state dtypes, if it sets them."""
     return LAMB if setup.optimizer == LAMB.name else OPTIMIZERS[setup.optimizer]
 
 
 def plan_of(setup: Setup, model: ModelProfile, *, precision: Precision) -> Plan:
-    """A layout as a plan: degrees, stages of as many blocks each, and split layers by name."""
+    """Convert a layout to a plan: degrees, equal stages, and tensor-parallel styles by name."""
     layout = setup.layout
     schedule: Schedule | None = None
     stages: tuple[str, ...] = ()
@@ -131,7 +131,7 @@ def plan_of(setup: Setup, model: ModelProfile, *, precision: Precision) -> Plan:
     )
 
 
-def _data_parallel(layout: Layout) -> dict[str, object]:
+def _data_parallel(layout: ParallelLayout) -> dict[str, object]:
     dp = layout.dp
     if layout.zero == 3 and dp * layout.cp > 1:
         inside = max(1, min(dp, layout.shard // layout.cp))
@@ -147,10 +147,10 @@ def _data_parallel(layout: Layout) -> dict[str, object]:
     return {"dp_replicate": dp}
 
 
-def _stages(layout: Layout, model: ModelProfile) -> list[str]:
-    """Units that begin stages 1, 2, ...: as many blocks in each, embedding and head beside those
-    of the first and last. Where blocks do not divide but with these two counted they do, the ends
-    have one less, which may be none; else the first stages have one more."""
+def _stages(layout: ParallelLayout, model: ModelProfile) -> list[str]:
+    """Return the first unit of stages 1, 2, ...: equal numbers of blocks, with embedding and head
+    added to the first and last. If blocks divide only with these two counted, the end stages get
+    one block less, possibly none; otherwise the first stages get one more."""
     units = [unit.name for unit in model.units]
     places = [n for n, unit in enumerate(model.units) if unit.is_block]
     blocks = units[places[0] : places[-1] + 2]  # and the head
@@ -161,7 +161,7 @@ def _stages(layout: Layout, model: ModelProfile) -> list[str]:
         each = (count + 2) // chunks
         sizes = [each - (n in (0, chunks - 1)) for n in range(chunks)]
     elif count % chunks:
-        # The last stages have the head beside their blocks, so the first take what is over.
+        # The last stages also hold the head, so the first stages take the remainder.
         sizes = sorted(sizes, reverse=True)
     starts, place = [], 0
     for size in sizes[:-1]:
@@ -176,8 +176,8 @@ _ROW = ("attention.output", "cross.output", "mlp.down", "shared.down", "mixer.ou
 
 
 def tensor_styles(setup: Setup) -> tuple[tuple[str, str], ...]:
-    """How a transformer's layers are split over the tp axis: Megatron-LM's pairs (1909.08053), and
-    regions split by tokens between them where the stack has those."""
+    """Return tensor-parallel styles of a transformer's layers: Megatron-LM's pairs (1909.08053),
+    and sequence-parallel regions between them if the stack has those."""
     by_tokens = setup.software.stack.sequence_parallel
     pairs = [("embedding.words", "vocab"), ("head", "vocab")]
     pairs += [(f"layers.*.{path}", "column") for path in _COLUMN]
@@ -189,5 +189,5 @@ def tensor_styles(setup: Setup) -> tuple[tuple[str, str], ...]:
 
 
 def with_microbatch(setup: Setup, microbatch: int) -> Setup:
-    """`setup` with another number of samples at once."""
+    """Return `setup` with another microbatch size."""
     return replace(setup, layout=replace(setup.layout, microbatch=microbatch))

@@ -1,4 +1,4 @@
-"""Blanks that memory fills: a microbatch as large as fits, and as little recompute as fits."""
+"""Defaults that follow from memory: the largest microbatch and the least recompute that fit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from advisor.predict.case import case_of, with_microbatch
 from advisor.predict.setup import Setup
 from profiles.machine.cluster import Device
 
-# Of the allocator's slack, what it cannot give back in need: blocks that are used in part.
+# Share of the allocator's cached bytes that it cannot release: partially used blocks.
 NOT_GIVEN_BACK = 1 / 3
 LARGEST = 4096
 _ALL = ("none", "selective", "full")
-# What a family can choose from, the least first; who has no choice is not listed.
+# Recompute modes that a family offers, cheapest first; families without a choice are absent.
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "megatron": _ALL,
@@ -32,23 +32,23 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def fits(estimate: Estimate, device: Device) -> bool:
-    """Whether the fullest rank's peak fits, what the allocator can give back given back."""
+    """Return True if the fullest rank's peak fits after the allocator releases its cache."""
     cached = estimate.reserved_bytes - estimate.peak_bytes
     return estimate.peak_bytes + NOT_GIVEN_BACK * cached <= device.memory_bytes.value
 
 
 def used_bytes(reserved: float, peak: float, device: Device) -> float:
-    """What the device shows as used: cached blocks go back before a request fails."""
+    """Device memory reported as used: the allocator releases cached blocks before it fails."""
     return min(reserved, max(peak, device.memory_bytes.value))
 
 
 def setup_fits(setup: Setup) -> bool:
-    """Whether a setup runs."""
+    """Return True if a setup fits its devices."""
     return fits(case_of(setup).estimate(), setup.cluster.device)
 
 
 def filled(setup: Setup) -> Setup:
-    """`setup` with the largest microbatch, a power of two, that fits; 1 where none does."""
+    """Return `setup` with the largest power-of-two microbatch that fits, 1 if none does."""
     size = 1
     while size < LARGEST and setup_fits(with_microbatch(setup, 2 * size)):
         size *= 2
@@ -56,7 +56,7 @@ def filled(setup: Setup) -> Setup:
 
 
 def with_least_recompute(setup: Setup) -> Setup:
-    """`setup` with the least recompute that fits, its own at least; the most where none does.
+    """Return `setup` with the least recompute that fits, at least its own; the most if none does.
 
     Recipes recompute as little as they can: each layer computed again is time lost.
     """

@@ -1,4 +1,4 @@
-"""The machines of a row: its names of devices and links as the catalogue has them.
+"""Machines of a row: catalogue entries for its names of devices and links.
 
 A table's names are looser than ours ("V100-SXM3-32GB", "PCIe4 (bridge not stated)", "RoCE 1600Gb/s
 per node"). The device decides by its words and its printed memory; links by kind and rate.
@@ -17,8 +17,8 @@ from profiles.provenance import Quantity, Source
 
 # One NVLink switch joins the 72 devices of a rack of compute trays with four each (NVL72).
 RACK = 72
-# A network is of the kind that its name says; where no link of its rate is catalogued, the share
-# that its kind reaches is taken from this one.
+# A network's kind follows from its name; if the catalogue has no link of its rate, the bandwidth
+# efficiency of this one is used.
 _KINDS = (
     (r"tcpxo", "gcp-tcpxo"),
     (r"tcpx", "gcp-tcpx"),
@@ -43,7 +43,7 @@ _INSIDE = (
 
 
 def accelerator_of(name: str, memory_gb: float | None) -> str:
-    """The catalogue name of the device that a table calls `name`.
+    """Return the catalogue name of the device that a table calls `name`.
 
     Raises:
         UnknownNameError: none fits.
@@ -54,8 +54,8 @@ def accelerator_of(name: str, memory_gb: float | None) -> str:
         return catalogue.find_name("accelerator", plain, known)
     except InputError:
         pass
-    # Fewer and fewer words, so that an unknown form factor does not hide the chip; the memory and
-    # then the form factor choose between its versions.
+    # Drop words one by one, so that an unknown form factor does not hide the chip; memory, then
+    # form factor, select the variant.
     words = [word for word in re.split(r"[^A-Za-z0-9.]+", plain) if word]
     chip = next((word for word in words if re.search(r"\d", word)), "")
     fitting = [full for full in known if chip and chip.lower() in full.lower().split("-")]
@@ -69,7 +69,7 @@ def accelerator_of(name: str, memory_gb: float | None) -> str:
 
 
 def cluster_of(row: Row) -> tuple[ClusterProfile, tuple[str, ...]]:
-    """The cluster a row ran on, and what was assumed of it.
+    """Return the cluster of a row, and the assumptions made.
 
     Raises:
         UnknownNameError, InputError: the device is unknown, or its count is.
@@ -111,9 +111,9 @@ def _cluster(
             # The driver lets these reach each other through main memory only (but for bridges).
             bridge = HostBridge(link=intra, devices=domain, peer_to_peer=False)
     if nodes > 1:
-        inter, cards, said = _between(between, gbps, name, domain, per_node)
-        if said:
-            assumed.append(said)
+        inter, cards, assumption = _between(between, gbps, name, domain, per_node)
+        if assumption:
+            assumed.append(assumption)
     cluster = ClusterProfile(
         name=f"{nodes}x{domain}x{name}",
         num_nodes=nodes,
@@ -131,7 +131,7 @@ def _cluster(
 
 def _inside(text: str, usual: str) -> Link:
     if usual.startswith("nvlink") and "pcie" not in text:
-        # "NVLink4" of an H800 is half as wide: the device knows its own links best.
+        # "NVLink4" of an H800 has half the bandwidth: the device's own entry is more accurate.
         return catalogue.link(usual)
     key = next((key for pattern, key in _INSIDE if re.search(pattern, text)), usual)
     link = catalogue.link(key)
@@ -146,7 +146,8 @@ def _inside(text: str, usual: str) -> Link:
 def _between(
     text: str, gbps: float | None, name: str, domain: int, per_node: int
 ) -> tuple[Link, int | None, str]:
-    """The network of a node of `domain` devices, of which `per_node` share a chassis, its cards."""
+    """Return the network of a node of `domain` devices (`per_node` a chassis), its network cards,
+    and an assumption."""
     rate = gbps
     cards = re.search(r"(\d+)\s*x\s*(\d+)\s*g", text)
     if rate is None and cards:
@@ -170,8 +171,8 @@ def _between(
             ),
         }
     )
-    said = "" if kind else f"a network of {rate:g} Gbit/s that works as {base.name}"
-    return link, number * chassis if number else None, said
+    assumption = "" if kind else f"a network of {rate:g} Gbit/s that works as {base.name}"
+    return link, number * chassis if number else None, assumption
 
 
 def _pcie(usual: str) -> str:

@@ -1,4 +1,4 @@
-"""Rows of networks on images as what `advisor.cost` takes: profile, stack, and fields of a plan."""
+"""Convert rows of vision networks to inputs of `advisor.cost`: profile, stack and plan fields."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ from profiles.workload.stack import Stack
 from profiles.workload.under_stack import under_stack
 
 _HALF = ("float16", "bfloat16")
-# What the allocator holds over what is allocated: maps differ from block to block, so that what one
-# leaves may not fit the next. Half of what replays of ResNet-50's step (`advisor.cost.rank_step`)
-# take at most: 1.01 to 1.37 times what they allocate, by device, batch and number of devices.
+# Reserved over allocated memory: activations differ from block to block, so freed blocks may not
+# fit later requests. Half of the largest overhead in replays of ResNet-50's step
+# (`advisor.cost.rank_step`): 1.01 to 1.37 times the allocation, by device, batch and number of
+# devices.
 IMAGES_SLACK = 0.18
-# Blocks are timed with so many images to cut stages (torchgpipe's balance_by_time takes a sample).
+# Images per timed block when stages are cut (torchgpipe's balance_by_time takes a sample).
 TIMED_SAMPLES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkCase:
-    """What a row of a network on images is estimated from.
+    """Inputs to estimate a row of a vision network.
 
     Attributes:
         plan: fields of `engines.plan.Plan`, whole but for `stages`.
@@ -52,7 +53,7 @@ class NetworkCase:
 
 
 def network_case(setup: Setup, *, by_memory: bool = False) -> NetworkCase:
-    """Of a setup with a network.
+    """Convert a setup with a network.
 
     Args:
         by_memory: stages are cut so that the fullest takes the least; else so that the slowest
@@ -86,7 +87,7 @@ def network_case(setup: Setup, *, by_memory: bool = False) -> NetworkCase:
     else:
         plan["accumulation"] = layout.accumulation
     if plan["recompute"] is Recompute.FULL:
-        model = _computed_again(setup.network, stack, ends)
+        model = _with_stage_recompute(setup.network, stack, ends)
     return NetworkCase(
         model=model,
         stack=stack,
@@ -97,12 +98,12 @@ def network_case(setup: Setup, *, by_memory: bool = False) -> NetworkCase:
 
 @lru_cache(maxsize=256)
 def _profile(network: Network, stack: Stack) -> ModelProfile:
-    found = profile_of(network, samples=1).model_copy(update={"has_loss": True})
-    return under_stack(found, stack)
+    profile = profile_of(network, samples=1).model_copy(update={"has_loss": True})
+    return under_stack(profile, stack)
 
 
 def _stage_ends(setup: Setup, stack: Stack, *, by_memory: bool) -> tuple[int, ...]:
-    """Where stages begin and end among the blocks: 0, ..., all of them."""
+    """Return stage boundaries among the blocks: 0, ..., number of blocks."""
     network, layout = setup.network, setup.layout
     assert network is not None
     is_half = setup.dtype in _HALF
@@ -110,8 +111,8 @@ def _stage_ends(setup: Setup, stack: Stack, *, by_memory: bool) -> tuple[int, ..
         return _even_in_time(network, stack, setup.cluster.device.name, layout.pp, is_half=is_half)
     each = layout.microbatch * (HALF if is_half else FP32_BYTES)
     states = 2 * FP32_BYTES + OPTIMIZERS[setup.optimizer].state_bytes_per_element
-    held = [states * block.parameters + each * block.kept for block in network.blocks]
-    return _even(held, layout.pp)
+    block_bytes = [states * block.parameters + each * block.kept for block in network.blocks]
+    return _even(block_bytes, layout.pp)
 
 
 @lru_cache(maxsize=256)
@@ -141,8 +142,11 @@ def _even(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _computed_again(network: Network, stack: Stack, ends: tuple[int, ...]) -> ModelProfile:
-    """The profile of a network of which torchgpipe computes whole stages again.
+def _with_stage_recompute(network: Network, stack: Stack, ends: tuple[int, ...]) -> ModelProfile:
+    """Return the profile of a network whose stages torchgpipe recomputes as a whole.
+
+    Only a stage's input is saved. After its forward is recomputed, activations of all its blocks
+    are live together: a block's backward runs next to those of the blocks before it.
 
     Only a stage's input is kept. When its forward was run again, what its blocks keep is there at
     once: beside a block's backward lives what the blocks before it keep.
@@ -154,21 +158,21 @@ def _computed_again(network: Network, stack: Stack, ends: tuple[int, ...]) -> Mo
         for unit in profile.units[first:last]:
             costs = {}
             for kind, cost in unit.costs.items():
-                beside, kept = before[kind], cost.activation_bytes.per_sample
+                live_bytes, activation_bytes = before[kind], cost.activation_bytes.per_sample
                 costs[kind] = cost.model_copy(
                     update={
-                        "input_bytes": cost.input_bytes if not beside else Affine(),
+                        "input_bytes": cost.input_bytes if not live_bytes else Affine(),
                         "backward_transient_bytes": cost.backward_transient_bytes
-                        + Affine(per_sample=beside),
+                        + Affine(per_sample=live_bytes),
                     }
                 )
-                before[kind] += kept
+                before[kind] += activation_bytes
             units.append(unit.model_copy(update={"costs": costs}))
     return profile.model_copy(update={"units": tuple(units)})
 
 
 def _product_dtype(device: Device, dtype: str) -> tuple[str, str]:
-    """In what products run, and a note where that is not what the row says.
+    """Return the dtype of matrix products, and a note if it is not the row's.
 
     Where a device is slower in 16 bits than in fp32 (consumer cards of 2016), libraries compute in
     fp32 and store in 16 bits; TF32 units that are no faster than the plain ones are left alone.
@@ -181,11 +185,11 @@ def _product_dtype(device: Device, dtype: str) -> tuple[str, str]:
 
 
 def _stack(setup: Setup, product_dtype: str) -> Stack:
-    """The stack of the software, told what the device makes of the dtype."""
+    """Return the software's stack with the device's product dtype."""
     stack = setup.software.stack
     fused = list(stack.fused)
     if product_dtype == "float32" and FusibleKind.LAYOUT not in fused:
-        fused.append(FusibleKind.LAYOUT)  # plain units take maps as they lie
+        fused.append(FusibleKind.LAYOUT)  # vision kernels accept any memory layout
     slack = IMAGES_SLACK if stack.allocator_slack is None else stack.allocator_slack
     return stack.model_copy(
         update={

@@ -1,4 +1,4 @@
-"""Predictions: what is written for a row, from the cost model's estimate."""
+"""Predictions: one output line per row, from the cost model's estimate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIB = 2.0**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One line of the answer; the figures are None where `note` says why there are none.
+    """One output line; figures are None if `note` gives a reason.
 
     `predicted_peak_mem_gib` is what tensors take at the fullest moment on the fullest device,
     `predicted_reserved_gib` what the device reports as used; the range is of the former. Nine of
@@ -43,7 +43,7 @@ class Prediction:
 
 
 def predict(row: Row | Refusal, calibration: Calibration = CALIBRATION) -> Prediction:
-    """Time and memory of a row, or the reason why there is none."""
+    """Predict time and memory of a row, or note the reason why not."""
     try:
         setup = resolve(row) if isinstance(row, Row) else row
         if isinstance(setup, Refusal):
@@ -55,27 +55,28 @@ def predict(row: Row | Refusal, calibration: Calibration = CALIBRATION) -> Predi
 
 
 def predict_setup(setup: Setup, calibration: Calibration = CALIBRATION) -> Prediction:
-    """Time and memory of a setup, by `advisor.cost.estimate`."""
-    found = case_of(setup).estimate(calibration)
-    allocated = found.peak_bytes - found.memory.context
-    time, memory = ranges(setup, found)
+    """Predict time and memory of a setup with `advisor.cost.estimate`."""
+    estimate = case_of(setup).estimate(calibration)
+    allocated = estimate.peak_bytes - estimate.memory.context
+    time, memory = ranges(setup, estimate)
     device = setup.cluster.device
     return Prediction(
         row_id=setup.row_id,
-        predicted_step_time_s=found.step_s,
-        time_low_s=found.step_s * time[0],
-        time_high_s=found.step_s * time[1],
+        predicted_step_time_s=estimate.step_s,
+        time_low_s=estimate.step_s * time[0],
+        time_high_s=estimate.step_s * time[1],
         predicted_peak_mem_gib=allocated / GIB,
-        predicted_reserved_gib=used_bytes(found.reserved_bytes, found.peak_bytes, device) / GIB,
+        predicted_reserved_gib=used_bytes(estimate.reserved_bytes, estimate.peak_bytes, device)
+        / GIB,
         mem_low_gib=allocated * memory[0] / GIB,
         mem_high_gib=allocated * memory[1] / GIB,
-        predicted_fits=fits(found, device),
+        predicted_fits=fits(estimate, device),
         note="assumed: " + "; ".join(setup.assumed) if setup.assumed else "",
     )
 
 
 def write_predictions(predictions: Iterable[Prediction], path: str | os.PathLike[str]) -> None:
-    """A CSV file with a column for each field; whole or not at all.
+    """Write a CSV file with a column per field, atomically.
 
     Raises:
         FileError: it cannot be written.

@@ -1,4 +1,4 @@
-"""Ranges of predictions: how far runs of a kind were from what the cost model says.
+"""Prediction ranges: scatter of measured over predicted, by kind of run.
 
 Ends are the 5 % and 95 % quantiles of published over predicted, of the runs of the scorecard
 (`python -m tests.scorecard`), a little wider where few were there. A step that waits for its host
@@ -14,7 +14,7 @@ from advisor.cost import Estimate
 from advisor.predict.setup import Setup
 
 Range = tuple[float, float]
-# From this share of launches on, a step is one that waits for its host.
+# Steps with at least this share of launch time are host-bound.
 HOST_BOUND = 0.2
 TIME: Mapping[str, Range] = MappingProxyType(
     {
@@ -32,12 +32,12 @@ MEMORY: Mapping[str, Range] = MappingProxyType(
         "host": (0.8, 1.5),
     }
 )
-# Where nobody said which software ran, either end is as far again: assumed.
+# Without known software, either end is twice as far: assumed.
 GENERIC = 1.3
 
 
 def kind_of(setup: Setup, estimate: Estimate) -> str:
-    """The kind of run that decides how wide a range is."""
+    """Kind of run, which selects the range."""
     if estimate.time.launch_s > HOST_BOUND * estimate.step_s and setup.shape is not None:
         return "host"
     if setup.shape is None:
@@ -46,7 +46,7 @@ def kind_of(setup: Setup, estimate: Estimate) -> str:
 
 
 def ranges(setup: Setup, estimate: Estimate) -> tuple[Range, Range]:
-    """Ends of time and memory over the estimate; nine of ten true values lie within."""
+    """Return factors of time and memory over the estimate; 90 % of true values lie within."""
     kind = kind_of(setup, estimate)
     wider = GENERIC if setup.software.stack.is_generic else 1.0
     (low, high), (least, most) = TIME[kind], MEMORY[kind]

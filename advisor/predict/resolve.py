@@ -1,4 +1,4 @@
-"""Rows to setups: every blank filled in by a rule, or a reason why it cannot be."""
+"""Resolve rows to setups: each blank is filled by a rule, or the row is refused with a reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from advisor.predict.architectures import parameters_of, shape_of
 from advisor.predict.filled import filled, with_least_recompute
 from advisor.predict.machines import cluster_of
 from advisor.predict.rows import Row
-from advisor.predict.setup import Layout, Refusal, Setup
+from advisor.predict.setup import ParallelLayout, Refusal, Setup
 from advisor.predict.software import (
     ATTENTIVE,
     CONVOLUTIONAL,
@@ -42,16 +42,16 @@ _DTYPES = {
     "fp4": "float4",
     "nvfp4": "float4",
 }
-# Model states a device may hold when nothing says how a model was split: 16 to 18 bytes a parameter
-# in half of the memory leave the other half to activations.
+# Model states that a device may hold if a table does not say how the model was split: 16 to 18
+# bytes a parameter in half of the memory leave the other half to activations.
 STATE_BYTES, STATE_SHARE = 18, 0.5
 TOKENS_AT_ONCE = 16384
-# Networks for images halve them five times.
+# Vision networks halve the image five times.
 LEAST_PIXELS = 32
 
 
 def resolve(row: Row) -> Setup | Refusal:
-    """What a row ran, ready to be computed; no cell's content raises."""
+    """Resolve a row to a setup; returns a refusal instead of raising."""
     try:
         return _resolve(row)
     except InputError as error:
@@ -61,7 +61,7 @@ def resolve(row: Row) -> Setup | Refusal:
 
 
 class _Impossible(Exception):
-    """A layout that no program can run; says what, and the rule with its numbers."""
+    """Raised for a layout that no program can run, with the violated rule and its numbers."""
 
 
 def _resolve(row: Row) -> Setup:
@@ -79,16 +79,16 @@ def _resolve(row: Row) -> Setup:
         )
         notes += [unknown] if unknown else []
     else:
-        found = shape_of(row)
-        if isinstance(found, str):
-            raise _Impossible(found)
-        shape, said = found
-        notes += said
-    said_dtype = (row.dtype or "").lower()
-    dtype = _DTYPES.get(said_dtype)
-    if dtype is None and said_dtype:
-        # "bf16 (amp)": the first word is the type, the rest how it came about.
-        dtype = _DTYPES.get(re.split(r"[\s(,/+]+", said_dtype)[0])
+        shape_or_reason = shape_of(row)
+        if isinstance(shape_or_reason, str):
+            raise _Impossible(shape_or_reason)
+        shape, assumed = shape_or_reason
+        notes += assumed
+    dtype_name = (row.dtype or "").lower()
+    dtype = _DTYPES.get(dtype_name)
+    if dtype is None and dtype_name:
+        # "bf16 (amp)": the first word is the dtype, the rest the method.
+        dtype = _DTYPES.get(re.split(r"[\s(,/+]+", dtype_name)[0])
         if dtype is not None:
             notes.append(f"dtype {dtype}, of `{row.dtype}`")
     if dtype is None:
@@ -98,26 +98,26 @@ def _resolve(row: Row) -> Setup:
         dtype = "float32" if vision else "bfloat16" if "bfloat16" in known else "float16"
         notes.append(f"dtype {dtype}")
     if dtype == "float32" and "tfloat32" in cluster.device.flop_per_s:
-        # Since Ampere products of float32 run in TF32 unless told not to (cuDNN's default; NVIDIA's
-        # containers for cuBLAS): what tables call fp32.
+        # Since Ampere, float32 products run in TF32 by default (cuDNN's default; NVIDIA's
+        # containers for cuBLAS), and tables call this fp32.
         dtype = "tfloat32"
-    layout, said = _layout(row, shape, cluster)
-    notes += said
+    layout, assumed = _layout(row, shape, cluster)
+    notes += assumed
     if network is not None:
         _check_network(network, layout)
     if shape is not None:
         year = year_of(row) or OVERLAP_GRADIENTS
         drops = drops_out(row, family_of(row), year, shape.kind, gated=shape.gated)
         shape = shape.model_copy(update={"dropout": drops})
-    software, unsaid = software_of(
+    software, assumed_software = software_of(
         row,
         dtype=dtype,
         device=cluster.device.name,
         shape=shape,
     )
-    notes += unsaid
+    notes += assumed_software
     if layout.ep > layout.dp * layout.cp:
-        # More ranks than the data axes have: experts lie on those of tp, too.
+        # More ranks than the data axes have: experts are sharded over tp ranks, too.
         software = replace(software, stack=folded(software.stack))
     setup = Setup(
         row_id=row.row_id,
@@ -140,37 +140,37 @@ def _resolve(row: Row) -> Setup:
 
 
 def _optimizer(row: Row, *, vision: bool, notes: list[str]) -> str:
-    """A name of `profiles.workload.optimizers`, or LAMB; networks of convolutions train with
+    """Return a name of `profiles.workload.optimizers`, or LAMB; convolutional networks default to
     momentum."""
-    said = (row.optimizer or "").lower()
+    requested = (row.optimizer or "").lower()
     if eight_bit(row):
         return "adamw-8bit"
     named = {"muon": "muon", "adafactor": "adafactor", "lamb": "lamb", "sgd": "sgd-momentum"}
     for word, name in named.items():
-        if word in said:
+        if word in requested:
             return name
-    if not said and vision and row.arch not in ATTENTIVE:
+    if not requested and vision and row.arch not in ATTENTIVE:
         notes.append("SGD without momentum")
         return "sgd"
-    if not said and row.arch == "transformer_xl":
+    if not requested and row.arch == "transformer_xl":
         notes.append("LAMB")  # NVIDIA's recipes of it
         return "lamb"
     return "adamw"
 
 
 def _recomputed(setup: Setup) -> Setup:
-    """With the least recompute that fits, and a note where that is more than programs did."""
-    found, said = with_least_recompute(setup), setup.software.recompute
-    if found.software.recompute == said:
+    """Apply the least recompute that fits, with a note if that exceeds the program's default."""
+    recomputed, default = with_least_recompute(setup), setup.software.recompute
+    if recomputed.software.recompute == default:
         return setup
-    more = f"recompute {found.software.recompute}, the least that fits"
-    notes = (more if note == f"recompute {said}" else note for note in setup.assumed)
-    return replace(found, assumed=tuple(notes))
+    more = f"recompute {recomputed.software.recompute}, the least that fits"
+    notes = (more if note == f"recompute {default}" else note for note in setup.assumed)
+    return replace(recomputed, assumed=tuple(notes))
 
 
 def _layout(
     row: Row, shape: Shape | None, cluster: ClusterProfile
-) -> tuple[Layout, tuple[str, ...]]:
+) -> tuple[ParallelLayout, tuple[str, ...]]:
     world, notes = cluster.world_size, []
     degrees = {"tp": row.tp, "pp": row.pp, "cp": row.cp}
     if shape is not None and row.dp is None and row.tp is None and row.pp is None:
@@ -194,18 +194,18 @@ def _layout(
     zero = {"1": 1, "2": 2, "3": 3, "hsdp": 3}.get((row.zero_stage or "").lower(), 0)
     recent = family_of(row) in ("megatron", "nemo") and (year_of(row) or 0) >= OVERLAP_GRADIENTS
     if row.zero_stage is None and dp > 1 and shape is not None:
-        # What Megatron-DeepSpeed was made for: pipelines with ZeRO-1; later Megatron's default.
+        # Megatron-DeepSpeed combines pipelines with ZeRO-1; later it became Megatron's default.
         zero = 1 if recent or family_of(row) == "megatron-deepspeed" else 0
         if eight_bit(row):
-            zero = 0  # none of the optimizers that DeepSpeed and Megatron know how to split
+            zero = 0  # DeepSpeed and Megatron cannot shard this optimizer
         notes.append("optimizer states split over replicas" if zero else "no state sharding")
-    microbatch, accumulation, said = _batch(row, dp, pp, shape)
-    notes += said
+    microbatch, accumulation, assumed = _batch(row, dp, pp, shape)
+    notes += assumed
     schedule = (row.pp_schedule or "1f1b").lower()
     virtual = row.virtual_stages or 1
-    unsaid = row.pp_schedule is None or "interleaved" in schedule
-    if unsaid and recent and row.virtual_stages is None and pp > 1 and shape is not None:
-        # Since it overlaps what passes between stages, Megatron's advice is one layer a chunk.
+    may_interleave = row.pp_schedule is None or "interleaved" in schedule
+    if may_interleave and recent and row.virtual_stages is None and pp > 1 and shape is not None:
+        # Since pipeline sends are overlapped, Megatron recommends one layer a chunk.
         virtual = max(1, shape.layers // pp)
         notes.append(f"{virtual} chunks a stage")
     chunks = pp * virtual
@@ -213,7 +213,7 @@ def _layout(
         raise _Impossible(
             f"{shape.layers} layers, embedding and head cannot fill pp={pp} * {virtual} chunks"
         )
-    layout = Layout(
+    layout = ParallelLayout(
         dp=dp,
         tp=tp,
         pp=pp,
@@ -229,7 +229,7 @@ def _layout(
     return layout, tuple(notes)
 
 
-def _check_network(network: Network, layout: Layout) -> None:
+def _check_network(network: Network, layout: ParallelLayout) -> None:
     if layout.tp * layout.cp > 1:
         raise _Impossible(f"tp={layout.tp} cp={layout.cp}: networks on images are not split so")
     if layout.pp > len(network.blocks):
@@ -256,12 +256,12 @@ def _check(shape: Shape, tp: int, pp: int, ep: int, ranks: int, notes: list[str]
 
 
 def _depth(shape: Shape) -> int:
-    """Stacks of layers: an encoder-decoder has two."""
+    """Number of layer stacks: two for an encoder-decoder."""
     return 2 if shape.kind == "t5" else 1
 
 
 def _smallest(shape: Shape, cluster: ClusterProfile) -> tuple[int, int]:
-    """Tensor ranks inside a node, then stages, until the model states fit."""
+    """Grow tensor ranks within a node, then stages, until model states fit."""
     room = cluster.device.memory_bytes.value * STATE_SHARE
     need = parameters_of(shape) * STATE_BYTES
     tp = 1
@@ -281,28 +281,28 @@ def _smallest(shape: Shape, cluster: ClusterProfile) -> tuple[int, int]:
 
 
 def _batch(row: Row, dp: int, pp: int, shape: Shape | None) -> tuple[int, int, list[str]]:
-    """Microbatch, microbatches a step, and what was assumed of them."""
+    """Return microbatch, microbatches a step, and assumptions."""
     batch, micro, accumulation = row.global_batch, row.microbatch, row.grad_accum
     if micro is None and batch is not None and accumulation is not None:
         micro = max(1, batch // (dp * accumulation))
         return micro, accumulation, [f"microbatch {micro}"]
-    said = []
+    assumed = []
     if micro is None:
         micro = 1
         if pp == 1 and batch is not None and shape is not None:
-            # Nothing to fill: as many samples at once as make some ten thousand tokens.
+            # Without a pipeline to fill: as many samples as make some ten thousand tokens.
             own = max(1, batch // dp)
             room = max(1, TOKENS_AT_ONCE // shape.length)
             micro = next(size for size in range(min(own, room), 0, -1) if own % size == 0)
-        said.append(f"microbatch {micro}")
+        assumed.append(f"microbatch {micro}")
     if batch is None:
         if accumulation is None:
             accumulation = 4 * pp if pp > 1 else 1
-            said.append(f"{accumulation} microbatches a step")
-        return micro, accumulation, said
+            assumed.append(f"{accumulation} microbatches a step")
+        return micro, accumulation, assumed
     if batch < dp:
         raise _Impossible(f"global_batch={batch} leaves some of dp={dp} replicas without a sample")
     steps = ceil(batch / (dp * micro))
     if steps * dp * micro != batch or (accumulation is not None and accumulation != steps):
-        said.append(f"{steps} microbatches a step, from global_batch={batch}")
-    return micro, steps, said
+        assumed.append(f"{steps} microbatches a step, from global_batch={batch}")
+    return micro, steps, assumed

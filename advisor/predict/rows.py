@@ -1,4 +1,4 @@
-"""Rows: what a table says of each run. Measured columns are never read."""
+"""Rows of a table of runs. Columns with measurements are never read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 from advisor.predict.setup import Refusal
 from profiles.errors import FileError, InputError
 
-# What was measured, or follows from it. A prediction that saw these would prove nothing.
+# Measured columns, and columns derived from them: reading these would invalidate a prediction.
 MEASURED_COLUMNS = frozenset(
     {
         "measured_step_time_s",
@@ -89,14 +89,14 @@ class Row:
     framework: str | None = None
 
 
-# No number of a run is larger: what is beyond is a slip, and would take long to factor.
+# Upper bound of any number in a row: larger ones are typing errors and slow to factorize.
 MOST = 10**9
 _LIMITS = {"n_gpus": 10**6, "gpus_per_node": 1024, "n_layers": 10**5, "global_batch": 10**8}
 _KINDS = {f.name: str(f.type) for f in fields(Row)}
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Row | Refusal]:
-    """The rows of a CSV file, in its order; a refusal where a cell cannot be used.
+    """Read a CSV file's rows in order; a row with an unusable cell becomes a refusal.
 
     Raises:
         FileError: the file is missing, is not CSV, or lacks `row_id`.
@@ -121,17 +121,17 @@ def _row_or_reason(cells: Mapping[str, str | None], number: int) -> Row | Refusa
 
 
 def row_of(cells: Mapping[str, str | None], *, where: str | None = None) -> Row:
-    """The row that `cells` (column name to text) say; unknown columns are left alone.
+    """Parse `cells` (column name to text) to a row; unknown columns are ignored.
 
     Raises:
         InputError: a cell that must hold a positive number does not.
     """
-    given: dict[str, object] = {}
+    values: dict[str, object] = {}
     for name, kind in _KINDS.items():
         text = (cells.get(name) or "").strip()
         if text:
-            given[name] = _parse(name, text, kind, where)
-    return Row(**given)  # type: ignore[arg-type]
+            values[name] = _parse(name, text, kind, where)
+    return Row(**values)  # type: ignore[arg-type]
 
 
 def _parse(name: str, text: str, kind: str, where: str | None) -> object:

@@ -1,4 +1,4 @@
-"""Setup: a row with every blank filled in, so that it can be computed."""
+"""Setup: a row with all blanks resolved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from profiles.workload.stack import Stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ParallelLayout:
     """Degrees, batch and schedule. `zero` is 0 to 3; `shard` the ranks of a shard group."""
 
     dp: int
@@ -37,11 +37,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """The program of a row: a stack, and what it was told.
+    """Software of a row: a stack, and its options.
 
     Attributes:
         family: "megatron", "megatron-deepspeed", "deepspeed", "fsdp", "torchtitan", "foundry",
-            "internevo", "nanotron", "tensorflow" or "ddp"; what `software.PRESETS` goes by.
+            "internevo", "nanotron", "tensorflow" or "ddp"; the key of `software.PRESETS`.
         year: of the release, with the month as a fraction.
         recompute: "none", "selective" or "full".
         offload: "none", "optimizer" or "optimizer+params".
@@ -56,15 +56,15 @@ class Software:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """All that a prediction is computed from.
+    """All inputs of a prediction.
 
     Attributes:
         shape: None for networks of convolutions, which have a `network` instead.
         dtype: of the matrix products: "bfloat16", "float16", "float32", "tfloat32",
             "float8_e4m3fn", "float4".
-        assumed: what blank cells were taken to be, in words; the prediction's note.
+                assumed: values assumed for blank cells; the prediction's note.
         optimizer: a name of `profiles.workload.optimizers`.
-        filled: no batch was said, and it is what fits.
+                filled: no batch is given, so the largest that fits is used.
     """
 
     row_id: str
@@ -72,7 +72,7 @@ class Setup:
     network: Network | None
     cluster: ClusterProfile
     dtype: str
-    layout: Layout
+    layout: ParallelLayout
     software: Software
     optimizer: str = "adamw"
     assumed: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a row has no prediction: what, and the rule that it breaks, with its numbers."""
+    """Reason why a row has no prediction: the violated rule, with its numbers."""
 
     row_id: str
     reason: str

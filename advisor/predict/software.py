@@ -1,19 +1,19 @@
-"""Software: the stack that a row ran with.
+"""Software: stack of a row's run.
 
 A row's `stack` column names a preset of `profiles/workload/stacks.toml`. Without one, the
 framework that the row names (in `framework`, `source` or `source_ref`) and the date of its release
-choose one from `PRESETS`; where no framework is named, what only some programs do says what kind it
-is, the preset is marked generic, and the range is wider. What a row says of attention, compilation,
-sequence parallelism or its optimizer stands above the preset.
+choose one from `PRESETS`; without a framework, features that only some programs have choose the
+family, the preset is marked generic, and the range is wider. A row's own columns for attention,
+compilation, sequence parallelism or optimizer override the preset.
 
-recompute     Megatron and what grew from it recomputed whole layers before selective recompute came
-              (arXiv:2205.05198, May 2022), selectively after; with kernels that keep no scores
-              (from 2023) that repeats next to nothing. FSDP programs checkpoint when told to;
-              torchtitan's recipes select operators. More where that does not fit (`recompute`).
+recompute     Megatron and its descendants recomputed whole layers before selective recompute
+              (arXiv:2205.05198, May 2022), selectively after; with FlashAttention (from 2023)
+              that repeats next to nothing. FSDP programs checkpoint on request; torchtitan's
+              recipes select operators. More if that does not fit (`recompute`).
 dropout       0.1 in the recipes of GPT-3, BERT and T5 (Megatron-LM's default), none where units are
               gated: recipes since LLaMA.
-attention     Kernels that keep no scores: the default from 2023 (FlashAttention-2, July 2023); not
-              for bert and t5, whose masks of padding such kernels did not take.
+attention     FlashAttention: the default from 2023 (FlashAttention-2, July 2023); not for bert and
+              t5, whose padding masks its kernels did not support.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from profiles.closed_forms.transformer import TransformerShape
 from profiles.model.work import AttentionKernel
 from profiles.workload.stack import Loss, Stack, States, stack_named, stacks
 
-# Megatron-Core's own FSDP (0.11, early in 2025); before, who split its weights ran DeepSpeed on it.
+# Megatron-Core's own FSDP came with 0.11 (early in 2025); earlier runs with sharded weights used
+# DeepSpeed.
 OWN_FSDP = 2025.0
 SELECTIVE_RECOMPUTE = 2022.35
 FLASH_DEFAULT = 2023.5
 OVERLAP_GRADIENTS = 2023.5
-# NeMo's and Megatron-Bridge's recipes record graphs of what does not depend on where tokens go, if
-# hosts are Grace: cuda_graph_scope attn, mamba, moe_router and moe_preprocess, all of dense layers.
+# NeMo's and Megatron-Bridge's recipes capture CUDA graphs of static parts on Grace hosts:
+# cuda_graph_scope attn, mamba, moe_router and moe_preprocess, all of dense layers.
 GRAPHS, GRAPHED = 2025.7, 0.8
-# Values of the column `arch` that are networks on images. They are trained with SGD where no
-# optimizer is named, but those of attention.
+# Values of the column `arch` for vision networks. If no optimizer is named they train with SGD,
+# except attention models.
 ATTENTIVE = frozenset({"vit", "deit", "swin"})
 CONVOLUTIONAL = ATTENTIVE | {
     "resnet", "resnext", "cnn", "nasnet", "unet", "vgg", "alexnet", "inception", "googlenet",
@@ -69,11 +70,11 @@ _WORDS = (
 )
 
 
-# A container's release, YY.MM (NVIDIA's), says what ran; `source_date` when its table was read.
+# NVIDIA container releases, YY.MM, date the software; `source_date` dates the table.
 _RELEASE = re.compile(r"\b(?:container|nemo)[ -](2\d)\.(0[1-9]|1[0-2])\b", re.IGNORECASE)
 
 
-# Presets of each kind of program by the date from which they hold, the newest first.
+# Presets of each family by the date from which they apply, newest first.
 PRESETS: Mapping[str, tuple[tuple[float, str], ...]] = MappingProxyType(
     {
         "megatron": (
@@ -97,7 +98,7 @@ PRESETS: Mapping[str, tuple[tuple[float, str], ...]] = MappingProxyType(
 
 
 def _named(row: Row) -> str | None:
-    """The framework that a row names."""
+    """Framework that a row names, if any."""
     for text in (row.framework, row.source, row.source_ref):
         for pattern, family in _WORDS:
             if text and re.search(pattern, text.lower()):
@@ -106,7 +107,7 @@ def _named(row: Row) -> str | None:
 
 
 def family_of(row: Row) -> str:
-    """The kind of program a row ran with."""
+    """Software family of a row."""
     named = _named(row)
     if named is not None:
         lent = named == "megatron" and (row.zero_stage or "") == "3"
@@ -114,7 +115,7 @@ def family_of(row: Row) -> str:
     if (row.zero_stage or "") in ("3", "hsdp") and (row.tp or 1) * (row.pp or 1) == 1:
         return "fsdp"
     if (row.zero_stage or "") in ("2", "3") and (row.pp or 1) == 1:
-        # DeepSpeed's pipeline refuses stages beyond 1.
+        # DeepSpeed's pipeline does not support stages beyond ZeRO-1.
         return "deepspeed"
     if (row.tp or 1) * (row.pp or 1) * (row.ep or 1) > 1:
         return "megatron"
@@ -122,24 +123,24 @@ def family_of(row: Row) -> str:
 
 
 def year_of(row: Row) -> float | None:
-    """The release's date in years, 2022.25 for the end of March 2022; None where none is given."""
+    """Release date in years, e.g. 2022.25 for the end of March 2022; None if the row has none."""
     if (release := _RELEASE.search(f"{row.source or ''} {row.source_ref or ''}")) is not None:
         return 2000 + float(release[1]) + float(release[2]) / 12
-    found = re.search(r"(20[0-4]\d)(?:-(\d\d))?", re.sub(r"\b[0-9a-f]{7,10}\b", "", _date(row)))
-    if found is None:
+    date = re.search(r"(20[0-4]\d)(?:-(\d\d))?", re.sub(r"\b[0-9a-f]{7,10}\b", "", _date(row)))
+    if date is None:
         return None
-    return float(found[1]) + (float(found[2]) / 12 if found[2] else 0.5)
+    return float(date[1]) + (float(date[2]) / 12 if date[2] else 0.5)
 
 
 def eight_bit(row: Row) -> bool:
-    """Whether its optimizer keeps both moments in a byte each, as bitsandbytes' do."""
+    """Return True if the optimizer stores both moments in 8 bits, as bitsandbytes does."""
     return re.search(r"8-?bit", (row.optimizer or "").lower()) is not None
 
 
 def software_of(
     row: Row, *, dtype: str, device: str, shape: TransformerShape | None
 ) -> tuple[Software, list[str]]:
-    """The program of a row that trains a model of `shape`, and what of it the row does not say.
+    """Return the software of a row that trains a model of `shape`, and the assumptions made.
 
     Raises:
         UnknownNameError: the column `stack` names no preset.
@@ -154,9 +155,9 @@ def software_of(
         assumed.append(f"stack {stack.name}")
     change: dict[str, object] = {"is_generic": row.stack is None and _named(row) is None}
     if shape is not None:
-        attention, said = _attention(row, stack, family, year, device)
+        attention, is_given = _attention(row, stack, family, year, device)
         change["attention"] = attention
-        if not said:
+        if not is_given:
             scores = "with" if attention.keeps_scores else "without"
             assumed.append(f"attention {scores} kept scores")
     megatron = family in _MEGATRONS
@@ -200,16 +201,16 @@ def software_of(
 
 
 def _changed(stack: Stack, change: Mapping[str, object]) -> Stack:
-    """A preset with other flags, which its name tells."""
+    """Return a preset with changed flags, which its name lists."""
     other = {name: value for name, value in change.items() if getattr(stack, name) != value}
     if not other:
         return stack
-    told = ", ".join(f"{name}={value}" for name, value in sorted(other.items()))
-    return stack.model_copy(update={**other, "name": f"{stack.name} ({told})"})
+    flags = ", ".join(f"{name}={value}" for name, value in sorted(other.items()))
+    return stack.model_copy(update={**other, "name": f"{stack.name} ({flags})"})
 
 
 def folded(stack: Stack) -> Stack:
-    """The stack with whole experts, on the ranks of the tp axis as on others."""
+    """Return the stack with unsplit experts, sharded over the tp axis as well."""
     return _changed(stack, {"folds_experts": True, "splits_experts": False})
 
 
@@ -219,7 +220,7 @@ _MEGATRONS = ("megatron", "megatron-deepspeed", "nemo")
 
 
 def _preset(row: Row, family: str, year: float, shape: TransformerShape | None) -> Stack:
-    """The newest preset of a kind of program that was there at this date."""
+    """Return the newest preset of a family at this date."""
     name = next(preset for since, preset in PRESETS[family] if year >= since)
     if name == "nemo" and shape is not None and shape.experts:
         name = "nemo-moe"
@@ -230,19 +231,19 @@ def _attention(
     row: Row, stack: Stack, family: str, year: float, device: str
 ) -> tuple[AttentionKernel, bool]:
     """The kernel, and whether the row says so."""
-    said = (row.attention or "").lower()
+    kernel = (row.attention or "").lower()
     flash = AttentionKernel.FLASH2 if year >= FLASH_DEFAULT else AttentionKernel.FLASH1
-    if any(word in said for word in ("flash", "cudnn", "sdpa")):
-        if stack.attention is AttentionKernel.FLASH3 or "3" in said or "cudnn" in said:
+    if any(word in kernel for word in ("flash", "cudnn", "sdpa")):
+        if stack.attention is AttentionKernel.FLASH3 or "3" in kernel or "cudnn" in kernel:
             flash = AttentionKernel.FLASH3
         elif stack.attention is AttentionKernel.FLASH1:
-            flash = AttentionKernel.FLASH1  # the only one that this release has
+            flash = AttentionKernel.FLASH1  # the only kernel of this release
         return flash, True
-    if said:
+    if kernel:
         return AttentionKernel.SCORES, True
     own = stack.attention or AttentionKernel.FLASH2
     if row.arch in ("bert", "t5", "transformer_xl") or device.startswith(_WITHOUT_FLASH):
-        # Fused softmax came with Megatron-LM; modules of stock torch wrote it out.
+        # Fused softmax came with Megatron-LM; stock torch modules are unfused.
         fused = AttentionKernel.SCORES if family in _STOCK else AttentionKernel.FUSED_SOFTMAX
         own = own if own.keeps_scores else fused
     elif year < FLASH_DEFAULT and not own.keeps_scores and stack.attention is None:
@@ -250,23 +251,23 @@ def _attention(
     return own, False
 
 
-# FlashAttention wants matrix units of Ampere or later; its first release took Turing too.
+# FlashAttention requires matrix units of Ampere or later; its first release also supported Turing.
 _WITHOUT_FLASH = ("V100", "P100", "P40", "GTX", "T4", "Quadro", "TITAN")
 
 
 def drops_out(row: Row, family: str, year: float, kind: str, *, gated: bool) -> bool:
-    """Whether a recipe of this kind drops activations out."""
+    """Return True if recipes of this family use dropout."""
     classic = not gated and kind in ("dense_gpt", "bert", "t5", "moe")
     return family in _MEGATRONS and (classic or (year < FLASH_DEFAULT and not gated))
 
 
 def _recompute(row: Row, family: str, year: float, megatron: bool) -> str:
-    said = (row.recompute or "").lower()
-    if said.startswith("full"):
+    mode = (row.recompute or "").lower()
+    if mode.startswith("full"):
         return "full"
-    if said.startswith("sel"):
+    if mode.startswith("sel"):
         return "selective"
-    if said:
+    if mode:
         return "none"
     if family == "torchtitan":
         return "selective"
@@ -282,7 +283,7 @@ def _date(row: Row) -> str:
 
 
 def _usual_year(device: str) -> float:
-    """About when runs on a device were published: two years after it came."""
+    """Approximate publication date of runs on a device: two years after its release."""
     for chip, year in _YEARS:
         if device.startswith(chip):
             return year
