@@ -147,9 +147,6 @@ def _with_stage_recompute(network: Network, stack: Stack, ends: tuple[int, ...])
 
     Only a stage's input is saved. After its forward is recomputed, activations of all its blocks
     are live together: a block's backward runs next to those of the blocks before it.
-
-    Only a stage's input is kept. When its forward was run again, what its blocks keep is there at
-    once: beside a block's backward lives what the blocks before it keep.
     """
     profile = _profile(network, stack)
     units: list[UnitProfile] = []
