@@ -1,4 +1,4 @@
-"""Start the demo's ranks on this machine, through torchrun, and wait for them with a bound."""
+"""Launch the demo's ranks on this machine with torchrun, and wait with a timeout."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from profiles.machine.host import machine_cores, machine_memory_bytes
 from profiles.units import GIB, format_gib
 
 GLOBAL_BATCH = 16
-TIME_LIMIT_S = 900.0  # a demo that is not done by then hangs
-# The fullest rank of 1 to 4 peaks at 0.6 to 0.8 GiB; half of it is the interpreter and torch.
+TIME_LIMIT_S = 900.0  # longer means a hang
+# The fullest rank of 1 to 4 peaks at 0.6 to 0.8 GiB; half of that is the interpreter and torch.
 RANK_BYTES = 0.8 * GIB
 
 
 def run(*, ranks: int, plan: str, steps: int | None) -> int:
-    """Train on `ranks` local processes; the exit code of the job.
+    """Train on `ranks` local processes; return the job's exit code.
 
     Raises:
         InputError: this machine, or the batch, is too small for so many ranks.
@@ -49,7 +49,7 @@ def run(*, ranks: int, plan: str, steps: int | None) -> int:
         command += ["--exit-code", str(exit_code)]
         command += ["--plan", plan] if plan else []
         command += ["--steps", str(steps)] if steps is not None else []
-        # torchrun leaves files where TMPDIR points to; here they go with the folder.
+        # torchrun leaves files in TMPDIR; this folder is deleted at the end.
         threads = str(max(1, cores // ranks))
         environment = {"OMP_NUM_THREADS": threads, **os.environ, "TMPDIR": folder}
         failed = _wait(command, environment)
@@ -77,7 +77,8 @@ def _require_room(ranks: int) -> None:
 
 
 def _wait(command: list[str], environment: dict[str, str]) -> int:
-    """The exit code of `command`; whatever ends this process ends the command and its ranks."""
+    """Return the exit code of `command`; end it and its ranks if this process ends for any
+    reason."""
     with _terminable():
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         try:
@@ -85,9 +86,8 @@ def _wait(command: list[str], environment: dict[str, str]) -> int:
         except subprocess.TimeoutExpired:
             raise RankError(f"the demo did not end within {TIME_LIMIT_S:.0f} s") from None
         finally:
-            # There is nothing to save: the launcher is ended at once. It has no time to end its
-            # ranks, they end by themselves when the folder is gone (see
-            # `advisor.tutorial.demo.train`).
+            # Nothing needs saving, so the launcher is killed at once. It has no time to kill its
+            # ranks, which exit when the folder is deleted (see `advisor.tutorial.demo.train`).
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -95,10 +95,10 @@ def _wait(command: list[str], environment: dict[str, str]) -> int:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM leaves through the `finally` clauses, as an interrupt does."""
+    """Make SIGTERM run `finally` clauses, as an interrupt does."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)  # as shells count
+        sys.exit(128 + number)  # shell convention
 
     before = signal.signal(signal.SIGTERM, leave)
     try:

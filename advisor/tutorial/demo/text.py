@@ -1,4 +1,4 @@
-"""Real text that every Python has: the language reference behind `help()`, as bytes."""
+"""Training text that ships with Python: the language reference of `help()`, as bytes."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-HELD_OUT_FRACTION = 0.1  # enough for a held-out loss of a few thousand windows, and 90 % to learn
+HELD_OUT_FRACTION = 0.1  # leaves a few thousand held-out windows and 90 % for training
 
 
 class Text(NamedTuple):
-    """Bytes to learn from, and bytes that are only looked at to see what was learnt."""
+    """Training bytes and held-out bytes."""
 
     train: bytes
     held_out: bytes
 
 
 def reference_text(*, held_out_fraction: float = HELD_OUT_FRACTION) -> Text:
-    """The topics of `pydoc_data` in alphabetical order, the last part held out.
+    """Return the topics of `pydoc_data` in alphabetical order, the last part held out.
 
-    Topics quote each other at length ("compound" holds all of "for", "if", "while"). Each paragraph
-    is kept once, where it first appears, so that nothing held out was trained on.
+    Topics quote each other at length ("compound" contains "for", "if", "while"), so paragraphs are
+    deduplicated: no held-out paragraph is trained on.
     """
     topics: dict[str, str] = pydoc_data.topics.topics
     paragraphs: dict[str, str] = {}
     for name in sorted(topics):
         for paragraph in topics[name].split("\n\n"):
             paragraphs.setdefault(" ".join(paragraph.split()), paragraph)
-    kept = list(paragraphs.values())
-    train = kept[: round(len(kept) * (1 - held_out_fraction))]
-    return Text("\n\n".join(train).encode(), "\n\n".join(kept[len(train) :]).encode())
+    unique = list(paragraphs.values())
+    train = unique[: round(len(unique) * (1 - held_out_fraction))]
+    return Text("\n\n".join(train).encode(), "\n\n".join(unique[len(train) :]).encode())
 
 
 class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
@@ -45,7 +45,7 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, text: bytes, *, length: int) -> None:
         self.length = length
-        # bytearray: torch warns about a tensor over memory that must not be written, as `bytes` is.
+        # A bytearray, since torch warns about tensors over read-only memory such as `bytes`.
         self.ids = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def __len__(self) -> int:

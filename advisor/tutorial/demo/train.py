@@ -1,4 +1,4 @@
-"""One rank of the demo: decide for this machine, train a small GPT, compare with the prediction."""
+"""A rank of the demo: plan for this machine, train a small GPT, compare with the prediction."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from profiles.machine.probe import probe
 from profiles.units import format_gib, format_seconds
 
 HELD_OUT_BATCHES = 4
-LEARNT_FRACTION = 0.55  # stop when the loss is this part of its first value: far beyond noise
+LEARNT_FRACTION = 0.55  # stop at this part of the initial loss, well beyond noise
 AVERAGED_STEPS = 5
 MOST_STEPS = 150
 LINE_EVERY_STEPS = 10
-WARM_UP_STEPS = 2  # first steps allocate and build communication buckets
-# nanoGPT warms up to 1e-3 for this size; without warm-up that overshoots now and then, and a run
-# that ends on such a step has learnt nothing to be seen.
+WARM_UP_STEPS = 2  # first steps allocate memory and build communication buckets
+# nanoGPT warms up to 1e-3 for this size; without warm-up that sometimes overshoots, and a run that
+# ends on such a step shows no learning.
 LEARNING_RATE = 3e-4
-SEED = 0  # every run of the demo draws the same weights and the same batches
+SEED = 0  # the same weights and batches in every run
 CHECKPOINT = Path("runs/demo")
 WATCH_EVERY_S = 0.5
 BENCH_S = 10.0
 
 
 @dataclass
-class Run:
-    """What was seen while training."""
+class DemoRun:
+    """Measurements of a training run."""
 
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
@@ -69,8 +69,8 @@ class Run:
 def main(plan: str | None, steps: int | None, exit_code: Path) -> None:
     """Run one rank; started by `advise demo`.
 
-    What stops every rank before the training (a plan that is refused, say) is no failure of a
-    process: rank 0 says it, and leaves the code of the whole command in the file `exit_code`.
+    Errors before training that all ranks share (a rejected plan, say) are not process failures:
+    rank 0 prints them and writes the exit code of the command to the file `exit_code`.
     """
     with _ended_with(exit_code.parent):
         try:
@@ -105,8 +105,8 @@ def _demo(plan: str | None, steps: int | None, exit_code: Path) -> None:
 
 @contextmanager
 def _ended_with(folder: Path) -> Iterator[None]:
-    """`advise demo` removes its folder when it ends, however it ends. Ranks whose launcher was
-    killed would wait for each other; this ends them."""
+    """Exit when `folder` is deleted, as `advise demo` does when it ends. Ranks whose launcher was
+    killed would otherwise wait for each other."""
     is_over = threading.Event()
 
     def watch() -> None:
@@ -126,15 +126,15 @@ def _ended_with(folder: Path) -> Iterator[None]:
 def _parallel_model(
     model: GPT, train: ByteWindows, plan: str | None, ranks: int, screen: Console | None
 ) -> ParallelModel:
-    """Look, decide, print the report, wrap."""
+    """Profile, decide, print the report, wrap."""
     if screen:
         screen.print("looking at this machine and at the model ...", highlight=False)
     rows = [train[index] for index in range(max(1, GLOBAL_BATCH // ranks))]
     sample = torch.stack([tokens for tokens, _ in rows]), torch.stack([n for _, n in rows])
     cluster = None
-    if ranks > 1 and plan:  # one that cannot be is refused now, not after all that is timed
+    if ranks > 1 and plan:  # reject an invalid plan before the machine is timed
         advise(model, sample=sample, loss_fn=loss, plan=plan, global_batch_size=GLOBAL_BATCH)
-    if ranks > 1:  # timed now: what a bench kept of another hour does not foretell this one's steps
+    if ranks > 1:  # a cached bench of another hour would not predict this run's steps
         with progress(rank=dist.get_rank(), budget_s=BENCH_S) as tell:
             cluster = bench(probe(), budget_s=BENCH_S, tell=tell)
     parallel = auto_parallelize(
@@ -160,13 +160,13 @@ def _train(
     *,
     steps: int | None,
     screen: Console | None,
-) -> Run:
-    """Step until the loss has clearly fallen, or exactly `steps` times."""
+) -> DemoRun:
+    """Train until the loss has clearly fallen, or exactly `steps` times."""
     device = next(iter(parallel.parameters())).device
     loader = DataLoader(train, batch_size=GLOBAL_BATCH, shuffle=True, drop_last=True)
     fixed = Subset(held_out, range(HELD_OUT_BATCHES * GLOBAL_BATCH))
     unseen = parallel.shard(DataLoader(fixed, batch_size=GLOBAL_BATCH))
-    run = Run()
+    run = DemoRun()
     reset_peak_memory(device)
     run.held_out_before = _held_out(parallel, unseen)
     most = steps or MOST_STEPS
@@ -200,7 +200,7 @@ def _held_out(parallel: ParallelModel, unseen: Iterable[Batch]) -> float:
 
 @contextmanager
 def _progress(screen: Console | None, steps: int) -> Iterator[Callable[[float], None]]:
-    """Tell each step's loss: a bar on a terminal, a line now and then elsewhere."""
+    """Report each step's loss: a progress bar on a terminal, occasional lines elsewhere."""
     if screen is None:
         yield lambda value: None
     elif screen.is_terminal:
@@ -221,15 +221,15 @@ def _progress(screen: Console | None, steps: int) -> Iterator[Callable[[float], 
 
 
 def _ranks(parallel: ParallelModel) -> str:
-    """Whom the ranks waited for; empty where a rank has nothing of its own, or took few steps."""
+    """Describe straggling ranks; empty for a single rank or few steps."""
     try:
         return str(parallel.imbalance())
-    except (PlanError, InputError):  # on all ranks alike
+    except (PlanError, InputError):  # raised on all ranks
         return ""
 
 
-def comparison(estimate: Estimate, run: Run, checkpoint: Path, *, ranks: str = "") -> str:
-    """Predicted against measured, and what was learnt."""
+def comparison(estimate: Estimate, run: DemoRun, checkpoint: Path, *, ranks: str = "") -> str:
+    """Compare predicted with measured values, and report the loss."""
     steady = sorted(run.step_s[WARM_UP_STEPS:])
     median = statistics.median(steady)
     low, high = steady[len(steady) // 10], steady[-1 - len(steady) // 10]
@@ -257,7 +257,7 @@ def _row(
     measured: tuple[float, ...],
     predicted: tuple[float, float, float],
 ) -> str:
-    """Predicted, its range; measured, its range; by how much they differ."""
+    """Format the predicted value, its range, the measured value, and the relative difference."""
     value, low, high = predicted
     cells = [show(value), f"{show(low)} - {show(high)}", show(measured[0])]
     cells.append(" - ".join(show(end) for end in measured[1:]))
@@ -268,12 +268,12 @@ def _row(
 
 
 def _largest(value: int) -> int:
-    """Over all ranks."""
+    """Maximum over all ranks."""
     if not dist.is_initialized():
         return value
-    held = torch.tensor(float(value))
-    dist.all_reduce(held, op=dist.ReduceOp.MAX)
-    return int(held)
+    maximum = torch.tensor(float(value))
+    dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
+    return int(maximum)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A notebook that teaches the ideas by what the reader's own machine does, and what stands behind.
+"""The notebook's experiments on the reader's own machine.
 
-`parallel_training.ipynb` is the notebook. Its numbers come from one module a lesson: `splitting`,
-`summing`, `pipelining`, `updating`, `noise`; `ranks` starts the processes that they run on;
-`pictures` draws what they return, and computes nothing.
+`parallel_training.ipynb` is the notebook. Each lesson has a module: `splitting`, `summing`,
+`pipelining`, `updating`, `noise`; `ranks` starts their processes and `pictures` draws their results
+without computing anything.
 """

@@ -1,4 +1,4 @@
-"""Noise scale: from which batch on more samples are wasted, measured and then seen."""
+"""Noise scale: the batch size above which more samples are wasted, measured and then tested."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ class Bowl(nn.Module):
         self.x = nn.Parameter(1 / self.curvature)
 
     def forward(self, noise: Tensor) -> Tensor:
-        """Noise (B, D) to the loss of each sample (B)."""
+        """Loss of each sample (B) from noise (B, D)."""
         out: Tensor = self.exact() + noise @ self.x
         return out
 
     def exact(self) -> Tensor:
-        """The loss over all samples there could be."""
+        """Expected loss over the sample distribution."""
         out: Tensor = (self.curvature * self.x.square()).sum() / 2
         return out
 
 
 def mean(losses: Tensor, _: Tensor) -> Tensor:
-    """Of the samples' losses; there is no target."""
+    """Mean of the samples' losses; there is no target."""
     return losses.mean()
 
 
 def batches(size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Global batches of fresh noise, the same on every rank; endless."""
+    """Yield global batches of fresh noise, the same on every rank; endless."""
     draw = torch.Generator().manual_seed(size)
     while True:
         noise = torch.randn(size, DIMENSIONS, generator=draw)
@@ -77,18 +77,19 @@ def _parallel(size: int, rate: float, *, measure_noise: bool = False) -> Paralle
 
 
 def measure() -> list[float]:
-    """The critical batch as two replicas' gradients say after each step, without going anywhere."""
+    """Estimate the critical batch from two replicas' gradients at each step, with learning rate
+    0."""
     parallel = _parallel(MEASURED_BATCH, rate=0.0, measure_noise=True)
-    found = []
+    estimates = []
     for part in islice(parallel.shard(batches(MEASURED_BATCH)), MEASURED_STEPS):
         parallel.train_step(part)
-        found.append(parallel.noise_scale.critical_batch)
-    return found
+        estimates.append(parallel.noise_scale.critical_batch)
+    return estimates
 
 
 def fall(size: int, critical_batch: float) -> list[float]:
-    """The loss before the first and after each step of batches of `size`, until it has fallen to
-    `TARGET`. The rate is the best for such a batch: 1 / (1 + critical / size) of the largest."""
+    """Loss before the first and after each step of batches of `size`, until it has fallen to
+    `TARGET`. The rate is optimal for such a batch: 1 / (1 + critical / size) of the largest."""
     parallel = _parallel(size, rate=1 / (1 + critical_batch / size))
     bowl = parallel.module
     assert isinstance(bowl, Bowl)
@@ -101,13 +102,13 @@ def fall(size: int, critical_batch: float) -> list[float]:
     return losses
 
 
-def seen(measured: Sequence[float], falls: Mapping[int, list[float]]) -> str:
-    """The picture in a sentence."""
-    said = "; ".join(
+def summarize(measured: Sequence[float], falls: Mapping[int, list[float]]) -> str:
+    """Summarize the plot in a sentence."""
+    costs = "; ".join(
         f"batches of {size} take {len(losses) - 1} steps and {size * (len(losses) - 1):,} samples"
         for size, losses in falls.items()
     )
     return (
         f"Gradients of two replicas say {measured[-1]:.1f} samples, the truth is"
-        f" {TRUE_CRITICAL_BATCH:.0f}. To fall to {format_percent(TARGET)} of the loss, {said}."
+        f" {TRUE_CRITICAL_BATCH:.0f}. To fall to {format_percent(TARGET)} of the loss, {costs}."
     )

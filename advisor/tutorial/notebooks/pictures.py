@@ -1,7 +1,7 @@
-"""The pictures of the notebook. They draw what the lessons found, and compute nothing.
+"""Plots of the notebook, from results of the lessons; nothing is computed here.
 
-matplotlib is an extra (`pip install 'parallel-advisor[notebook]'`). Colours are those of Okabe and
-Ito (2008), which people tell apart whatever colours they see; nothing is told by colour alone.
+matplotlib is an extra (`pip install 'parallel-advisor[notebook]'`). Colors are those of Okabe and
+Ito (2008), safe for color-blind readers; no information is in color alone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from advisor.decide.decision import Decision
     from advisor.tutorial.notebooks.pipelining import Drawn
     from advisor.tutorial.notebooks.splitting import Trained
-    from advisor.tutorial.notebooks.summing import Moment
-    from advisor.tutorial.notebooks.updating import Run
+    from advisor.tutorial.notebooks.summing import RoundState
+    from advisor.tutorial.notebooks.updating import RankRun
     from advisor.whatif.sweep.points import Sweep
     from engines.plan import Schedule
 
@@ -29,11 +29,11 @@ BLACK, GREY = "#000000", "#BBBBBB"
 BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
 LINES = ((BLUE, "o", "-"), (RED, "s", "--"), (GREEN, "^", "-."), (ORANGE, "D", ":"))
 MS = 1e3
-BELOW = 0.25  # the middle of a bar: two error bars on one line would be one
+BELOW = 0.25  # half the bar's width, so that error bars of a group do not overlap
 
 
 class Picture:
-    """A figure that a notebook shows, whatever backend matplotlib has."""
+    """A figure that a notebook displays with any matplotlib backend."""
 
     def __init__(self, figure: Figure) -> None:
         written = io.BytesIO()
@@ -62,7 +62,8 @@ def _panels(
 
 
 def splitting(ways: Mapping[str, Sequence[Trained]]) -> Picture:
-    """Seconds of a step, parameters held and bytes sent by a rank; `ways` are of all ranks."""
+    """Plot step time, parameter bytes and sent bytes of a rank; `ways` has the results of all
+    ranks."""
     figure, (time, memory, sent) = _panels(3, height=2.8, sharey=True)
     places = range(len(ways))
     first = [ranks[0] for ranks in ways.values()]
@@ -95,7 +96,7 @@ def splitting(ways: Mapping[str, Sequence[Trained]]) -> Picture:
     time.invert_yaxis()
     figure.legend(loc="outside upper left", ncols=2, frameon=False)
     memory.barh(
-        places, [max(r.held_bytes for r in ranks) / MIB for ranks in ways.values()], color=GREY
+        places, [max(r.parameter_bytes for r in ranks) / MIB for ranks in ways.values()], color=GREY
     )
     memory.set_xlabel("parameters on a rank (MiB)")
     sent.barh(places, [each.sent_bytes / MIB for each in first], color=GREY)
@@ -103,8 +104,8 @@ def splitting(ways: Mapping[str, Sequence[Trained]]) -> Picture:
     return Picture(figure)
 
 
-def rounds(moments: Sequence[Sequence[Moment]]) -> Picture:
-    """What every rank holds of every part after each round; `moments` are of all ranks."""
+def rounds(moments: Sequence[Sequence[RoundState]]) -> Picture:
+    """Plot every rank's parts after each round; `moments` has the results of all ranks."""
     ranks = len(moments)
     steps = list(zip(*moments, strict=True))
     figure, axes = _panels(4, rows=-(-len(steps) // 4), height=4.6)
@@ -114,7 +115,7 @@ def rounds(moments: Sequence[Sequence[Moment]]) -> Picture:
         panel.set_title(f"round {number}: {kind}" if number else "before", fontsize="medium")
         panel.imshow([m.sums for m in at], cmap="Blues", vmin=0, vmax=2 * ranks, aspect="auto")
         for rank, moment in enumerate(at):
-            for part, value in enumerate(moment.held):
+            for part, value in enumerate(moment.values):
                 panel.text(part, rank, f"{value:.0f}", ha="center", va="center", fontsize=9)
         for message in messages:
             for part in message.parts:
@@ -149,7 +150,7 @@ def sums(
     sizes: Sequence[int],
     seconds: Mapping[str, Sequence[float]],
 ) -> Picture:
-    """What the busiest link carries by number of ranks; how long a sum takes by size."""
+    """Plot traffic of the busiest link by number of ranks, and sum time by size."""
     from matplotlib.ticker import LogLocator
 
     figure, (link, clock) = _panels(2, height=3.4)
@@ -163,8 +164,8 @@ def sums(
     link.set_ylabel("busiest link carries (tensors)")
     link.legend(frameon=False)
     values = [size / MIB for size in sizes]
-    for (name, found), (colour, marker, style) in zip(seconds.items(), LINES, strict=False):
-        clock.plot(values, [s * MS for s in found], style, marker=marker, color=colour, label=name)
+    for (name, times), (colour, marker, style) in zip(seconds.items(), LINES, strict=False):
+        clock.plot(values, [s * MS for s in times], style, marker=marker, color=colour, label=name)
     clock.set_xscale("log", base=2)
     clock.set_yscale("log")
     clock.set_xticks(values, [f"{value:g}" for value in values])
@@ -177,7 +178,7 @@ def sums(
     return Picture(figure)
 
 
-# Of an action: colour, hatch and name. The two halves of a split backward differ.
+# Color, hatch and name of each action; the halves of a split backward differ.
 _LOOKS = {
     Kind.FORWARD: (SKY, "", "forward"),
     Kind.BACKWARD: (ORANGE, "", "backward"),
@@ -187,7 +188,7 @@ _LOOKS = {
 
 
 def schedules(played: Mapping[Schedule, Drawn]) -> Picture:
-    """Who does what when: a row for each rank, a number for each microbatch."""
+    """Plot each schedule: a row per rank, a number per microbatch."""
     from matplotlib.patches import Patch
 
     figure, axes = _panels(1, rows=len(played), height=6.4, sharex=True)
@@ -204,8 +205,8 @@ def schedules(played: Mapping[Schedule, Drawn]) -> Picture:
                 panel.text(
                     at, span.rank, str(span.action.microbatch), ha="center", va="center", fontsize=6
                 )
-        said = f"{schedule}: {format_percent(drawn.bubble)} idle, {format_seconds(drawn.wall_s)}"
-        panel.set_title(said, fontsize="medium", loc="left")
+        title = f"{schedule}: {format_percent(drawn.bubble)} idle, {format_seconds(drawn.wall_s)}"
+        panel.set_title(title, fontsize="medium", loc="left")
         ranks = sorted({span.rank for span in drawn.spans})
         panel.set_yticks(ranks, [f"stage {rank}" for rank in ranks])
         panel.invert_yaxis()
@@ -219,7 +220,7 @@ def schedules(played: Mapping[Schedule, Drawn]) -> Picture:
 
 
 def split_sizes(sweep: Sweep) -> Picture:
-    """Seconds of a step by the size of the pieces, predicted and measured with their ranges."""
+    """Plot step time by microbatch size, predicted and measured with their ranges."""
     figure, (panel,) = _panels(1, height=3.4)
     points = sweep.points
     values = [point.value or 0.0 for point in points]
@@ -251,7 +252,8 @@ def split_sizes(sweep: Sweep) -> Picture:
 def staleness(
     rate: float, curves: Mapping[int, Sequence[float]], limits: Mapping[int, tuple[float, float]]
 ) -> Picture:
-    """Loss by update at several ages of gradients; the largest rate by age, (formula, tried)."""
+    """Plot loss by update at several staleness values, and the largest rate by staleness, (formula,
+    tried)."""
     figure, (descent, border) = _panels(2, height=3.4)
     for (age, losses), (colour, _, style) in zip(curves.items(), LINES, strict=False):
         descent.plot(losses, style, color=colour, label=f"{age} updates old")
@@ -273,10 +275,12 @@ def staleness(
 
 
 def updating(
-    synchronous: Sequence[Run], asynchronous: Sequence[Run], local: Mapping[int, Sequence[Run]]
+    synchronous: Sequence[RankRun],
+    asynchronous: Sequence[RankRun],
+    local: Mapping[int, Sequence[RankRun]],
 ) -> Picture:
-    """Loss by time of the first worker, updates by age on the server, bytes of local SGD by its
-    period; runs are those of all ranks, in order."""
+    """Plot loss over the first worker's time, updates by staleness on the server, and bytes of
+    local SGD by its period; runs are those of all ranks, in order."""
     figure, (clock, age, sent) = _panels(3, height=3.2)
     both = {"synchronous": synchronous, "asynchronous": asynchronous}
     for number, ((name, runs), (colour, _, style)) in enumerate(
@@ -285,8 +289,8 @@ def updating(
         server, worker, *_ = runs
         clock.plot(worker.seconds, worker.losses, style, color=colour, label=name)
         counted = server.report.staleness
-        beside = [old + (number - 0.5) * 0.4 for old in counted]
-        age.bar(beside, list(counted.values()), 0.4, color=colour, label=name)
+        offsets = [old + (number - 0.5) * 0.4 for old in counted]
+        age.bar(offsets, list(counted.values()), 0.4, color=colour, label=name)
     clock.set_title("beside a slow rank", fontsize="medium")
     clock.set_yscale("log")
     clock.set_xlabel("seconds")
@@ -300,8 +304,8 @@ def updating(
     first = [runs[0] for runs in local.values()]
     sent.bar(places, [run.report.sent_bytes / KIB for run in first], color=GREY)
     for place, run in enumerate(first):
-        said = f"ends\n{run.losses[-1]:.2g}\nabove"
-        sent.text(place, run.report.sent_bytes / KIB, said, ha="center", va="bottom", fontsize=8)
+        label = f"ends\n{run.losses[-1]:.2g}\nabove"
+        sent.text(place, run.report.sent_bytes / KIB, label, ha="center", va="bottom", fontsize=8)
     sent.margins(y=0.3)
     sent.set_title("local SGD", fontsize="medium")
     sent.set_xticks(places, [str(every) for every in local])
@@ -311,7 +315,7 @@ def updating(
 
 
 def noise(measured: Sequence[float], truth: float, falls: Mapping[int, Sequence[float]]) -> Picture:
-    """The critical batch step by step; the loss by steps and by samples at several batches."""
+    """Plot the critical batch by step, and loss by steps and by samples at several batch sizes."""
     figure, (meter, by_step, by_sample) = _panels(3, height=3.2)
     meter.plot(range(1, len(measured) + 1), measured, color=RED, label="measured")
     meter.axhline(truth, color=BLACK, linestyle=":", label="true")
@@ -332,7 +336,7 @@ def noise(measured: Sequence[float], truth: float, falls: Mapping[int, Sequence[
 
 
 def plans(decision: Decision) -> Picture:
-    """The plan that was taken and others: seconds of a step, and memory against what is usable."""
+    """Plot the chosen plan and alternatives: step time, and memory against usable memory."""
     figure, (time, memory) = _panels(2, height=3.0, sharey=True)
     rows = list(_rows(decision))
     places = range(len(rows))

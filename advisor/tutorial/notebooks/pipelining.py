@@ -1,4 +1,4 @@
-"""Pipelining: who works when under each schedule, and into how many pieces to cut a batch."""
+"""Pipelining: idle time of each schedule, and the best number of microbatches."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ REPEATS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class BlockTimes:
+class BlockSeconds:
     """Seconds of one block for one microbatch.
 
     Attributes:
-        forward_s: of its forward.
-        input_s: of the half of its backward that the stage before waits for.
-        weight_s: of the other half, which nobody waits for.
+        forward_s: forward.
+        input_s: gradient of the input, which the previous stage waits for.
+        weight_s: gradient of the weights, which no stage waits for.
     """
 
     forward_s: float
@@ -39,8 +39,8 @@ class BlockTimes:
     weight_s: float
 
 
-def time_block() -> BlockTimes:
-    """One block of the small GPT on this rank's cores: the shortest of several times each."""
+def time_block() -> BlockSeconds:
+    """Time one block of the small GPT on this rank's cores: the fastest of several runs each."""
     block = Block(SHAPE)
     x = torch.randn(BATCH // MICROBATCHES, SHAPE.context, SHAPE.width, requires_grad=True)
     gradient = torch.ones_like(x)
@@ -54,7 +54,7 @@ def time_block() -> BlockTimes:
         for _ in range(REPEATS)
     ]
     forward_s, input_s, whole_s = map(min, zip(*turns, strict=True))
-    return BlockTimes(forward_s, min(input_s, whole_s), max(0.0, whole_s - input_s))
+    return BlockSeconds(forward_s, min(input_s, whole_s), max(0.0, whole_s - input_s))
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -65,19 +65,19 @@ def _seconds(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A round of one schedule: what every rank does when, and the share of it that is idle."""
+    """One round of a schedule: each rank's actions, and the bubble fraction."""
 
     spans: tuple[Span, ...]
     wall_s: float
     bubble: float
 
 
-def play_all(block: BlockTimes) -> dict[Schedule, Drawn]:
-    """The round of every schedule, of equal stages of one block."""
+def play_all(block: BlockSeconds) -> dict[Schedule, Drawn]:
+    """Simulate a round of every schedule, with equal stages of one block."""
     return {schedule: _played(schedule, block) for schedule in SCHEDULES}
 
 
-def _played(schedule: Schedule, block: BlockTimes) -> Drawn:
+def _played(schedule: Schedule, block: BlockSeconds) -> Drawn:
     splits = schedule in SPLITS_BACKWARD
     times = StageTimes(
         forward_s=(block.forward_s,) * STAGES,
@@ -94,7 +94,7 @@ def _played(schedule: Schedule, block: BlockTimes) -> Drawn:
 
 
 def sweep_split_sizes(sizes: Sequence[int], machine: ClusterProfile) -> Sweep:
-    """The small GPT as a pipeline over the ranks of this job, cut into pieces of each size."""
+    """Time the small GPT as a pipeline over this job's ranks, at each microbatch size."""
     return measured_sweep(
         "advisor.tutorial.notebooks.splitting:small_gpt",
         Swept.SPLIT_SIZE,
@@ -106,8 +106,8 @@ def sweep_split_sizes(sizes: Sequence[int], machine: ClusterProfile) -> Sweep:
     )
 
 
-def seen_schedules(played: Mapping[Schedule, Drawn]) -> str:
-    """The picture in a sentence."""
+def summarize_schedules(played: Mapping[Schedule, Drawn]) -> str:
+    """Summarize the plot in a sentence."""
     shares = ", ".join(f"{name} {format_percent(drawn.bubble)}" for name, drawn in played.items())
     longest = max(played, key=lambda name: played[name].wall_s)
     shortest = min(played, key=lambda name: played[name].wall_s)
@@ -118,18 +118,18 @@ def seen_schedules(played: Mapping[Schedule, Drawn]) -> str:
     )
 
 
-def seen_sizes(sweep: Sweep) -> str:
-    """The picture in a sentence."""
+def summarize_sizes(sweep: Sweep) -> str:
+    """Summarize the plot in a sentence."""
     times = {point.label: point.measured.median_s for point in sweep.points if point.measured}
     best = min(times, key=times.__getitem__)
     ends = dict.fromkeys([min(times, key=int), max(times, key=int)])
-    said = " and ".join(
+    ranges = " and ".join(
         f"size {name} takes {format_percent(times[name] / times[best] - 1)} longer"
         for name in ends
         if name != best
     )
     predicted = min(sweep.points, key=lambda point: point.step_s).label
     return (
-        f"Split size {best} is fastest here ({format_seconds(times[best])} a step), {said}; size"
+        f"Split size {best} is fastest here ({format_seconds(times[best])} a step), {ranges}; size"
         f" {predicted} was predicted to be."
     )

@@ -1,6 +1,6 @@
-"""A function on several local processes that talk through gloo, and what each of them returned.
+"""Run a function on several local gloo processes, and return each one's result.
 
-What ranks run has to be importable by name: a fresh process does not have the cells of a notebook.
+The function has to be importable by name: a fresh process does not have the notebook's cells.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from profiles.machine.host import machine_cores
 T = TypeVar("T")
 
 TIME_LIMIT_S = 120.0
-# How long the others may still take once one rank has failed: they often say what they saw of it.
+# Time for other ranks to end after one has failed: their logs often contain the cause.
 GRACE_S = 2.0
-WAITING_SHARE = 0.8  # of the limit: who waits in vain has time to say for whom
-REAP_S = 10.0  # for the kernel to take back what a killed process had
-LOG_CHARACTERS = 4000  # of a rank that failed: a traceback and what led to it
-# By the process that ranks are forked from: torch alone takes seconds. None of it starts a thread,
-# which no fork would have.
+WAITING_SHARE = 0.8  # of the limit, so that a rank that waits in vain has time to report for whom
+REAP_S = 10.0  # for the kernel to release a killed process's resources
+LOG_CHARACTERS = 4000  # of a failed rank: a traceback and its context
+# Imported by the fork server, since torch alone takes seconds. These imports start no thread, which
+# a fork would not inherit.
 _IMPORTED = ["advisor.auto.parallelize", "torch.distributed.pipelining"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """What a process is told of its place in the job."""
+class _RankConfig:
+    """Rank, ports and files of a process in the job."""
 
     rank: int
     ranks: int
@@ -47,11 +47,11 @@ class _Place:
 
     @property
     def log(self) -> Path:
-        """What it prints, and the error that ends it."""
+        """Log file: output, and the traceback if it fails."""
         return self.folder / f"rank-{self.rank}"
 
-    def said(self) -> str:
-        """The end of the log."""
+    def tail(self) -> str:
+        """Tail of the log."""
         return (
             self.log.read_text(errors="replace")[-LOG_CHARACTERS:].strip()
             if self.log.exists()
@@ -62,31 +62,31 @@ class _Place:
 def on_ranks(
     function: Callable[..., T], *args: object, ranks: int, timeout_s: float = TIME_LIMIT_S
 ) -> list[T]:
-    """Call `function(*args)` on each of `ranks` fresh processes at once; results in rank order.
+    """Call `function(*args)` on each of `ranks` fresh processes; return results in rank order.
 
         losses = on_ranks(train, "dp_replicate=2", ranks=2)
 
-    They compute on the processor, share its cores, and form a gloo group. However this ends (an
-    error, an interrupt), the processes have ended before it does.
+    Ranks run on CPU, share its cores, and form a gloo group. They have ended when this returns or
+    raises, including on an interrupt.
 
     Args:
-        function: importable by its name; arguments and result can be pickled.
-        timeout_s: bound of the whole; a wait of a rank for another ends sooner.
+        function: importable by name; arguments and result can be pickled.
+        timeout_s: bound of the whole call; waits between ranks time out sooner.
 
     Raises:
-        RankError: names the rank that failed first, or those that did not end, with what they said.
+        RankError: names the rank that failed first, or those that did not end, with their logs.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     with tempfile.TemporaryDirectory() as folder:
-        places = [_Place(rank, ranks, Path(folder), timeout_s) for rank in range(ranks)]
+        places = [_RankConfig(rank, ranks, Path(folder), timeout_s) for rank in range(ranks)]
         try:
             for place in places:
                 ours, theirs = context.Pipe(duplex=False)
                 job = (theirs, place, function, args)
-                process: BaseProcess = context.Process(target=_be_a_rank, args=job, daemon=True)
+                process: BaseProcess = context.Process(target=_run_rank, args=job, daemon=True)
                 process.start()
                 theirs.close()
                 processes.append(process)
@@ -101,7 +101,7 @@ def on_ranks(
                 pipe.close()
 
 
-def _collected(pipes: Sequence[Connection], places: Sequence[_Place]) -> list[T]:
+def _collected(pipes: Sequence[Connection], places: Sequence[_RankConfig]) -> list[T]:
     results: dict[int, T] = {}
     failed: dict[int, float] = {}
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -112,7 +112,7 @@ def _collected(pipes: Sequence[Connection], places: Sequence[_Place]) -> list[T]
             rank = waiting.pop(pipe)
             try:
                 succeeded, value = pipe.recv()
-            except EOFError:  # the process died, without a word of when
+            except EOFError:  # the process died without reporting a time
                 succeeded, value = False, 0.0
             if succeeded:
                 results[rank] = value
@@ -125,10 +125,10 @@ def _collected(pipes: Sequence[Connection], places: Sequence[_Place]) -> list[T]
         words = [f"rank {order[0]} failed"] if order else []
         words += [f"and then {_ranks(order[1:])}"] if order[1:] else []
         words += [f"{_ranks(late)} did not end within {places[0].timeout_s:.0f} s"] if late else []
-        said = [(rank, places[rank].said()) for rank in (*order, *late)]
+        logs = [(rank, places[rank].tail()) for rank in (*order, *late)]
         raise RankError(
             ", ".join(words),
-            where="\n".join(f"rank {rank}: {text}" for rank, text in said if text) or None,
+            where="\n".join(f"rank {rank}: {text}" for rank, text in logs if text) or None,
         )
     return [results[rank] for rank in range(len(pipes))]
 
@@ -137,11 +137,12 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _be_a_rank(
-    pipe: Connection, place: _Place, function: Callable[..., T], args: tuple[object, ...]
+def _run_rank(
+    pipe: Connection, place: _RankConfig, function: Callable[..., T], args: tuple[object, ...]
 ) -> None:
-    """The life of one process: join, call, answer. What it raises is in its log."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the notebook, which ends us
+    """Body of a process: join the group, call the function, send the result. Errors go to its
+    log."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the notebook handles it
     threading.Thread(target=_end_with_the_notebook, daemon=True).start()
     with place.log.open("w") as log:
         for stream in (1, 2):  # gloo writes to them too
@@ -151,11 +152,11 @@ def _be_a_rank(
         except BaseException:
             log.write(traceback.format_exc())
             log.flush()
-            pipe.send((False, time.monotonic()))  # one clock for all processes
+            pipe.send((False, time.monotonic()))  # a clock common to all processes
 
 
-def _called(place: _Place, function: Callable[..., T], args: tuple[object, ...]) -> T:
-    # Processors are what every reader has, in any number; a card of this machine stays unused.
+def _called(place: _RankConfig, function: Callable[..., T], args: tuple[object, ...]) -> T:
+    # Every reader has CPUs, in any number; an accelerator of this machine stays unused.
     os.environ |= {
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -178,13 +179,13 @@ def _called(place: _Place, function: Callable[..., T], args: tuple[object, ...])
     )
     dist.barrier()
     result = function(*args)
-    dist.barrier()  # nobody leaves while others still talk to him
-    dist.destroy_process_group()  # one that fails stays until it has said so
+    dist.barrier()  # no rank leaves while others still communicate with it
+    dist.destroy_process_group()  # a failing rank reports before it leaves
     return result
 
 
 def _end_with_the_notebook() -> None:
-    """A kernel that is killed cannot end its ranks; one that waits for another would stay."""
+    """Exit with the parent: a killed kernel cannot end its ranks, which could wait forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,4 +1,4 @@
-"""Data against model parallelism: one small GPT, trained on two ranks in several ways."""
+"""Data against model parallelism: a small GPT, trained on two ranks in several ways."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ SHAPE = GPTConfig(vocab_size=256, context=32, num_layers=4, num_heads=4, width=1
 BATCH = 16
 STEPS = 6
 BENCH_S = 2.0
-# Ways train alike where losses agree so far: fp32 sums in other orders differ by less.
+# Losses that agree to this count as equal: fp32 sums in different orders differ by less.
 SAME_LOSS = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What one rank saw.
+    """Results of one rank.
 
     Attributes:
-        plan: all of it.
-        predicted_s, low_s, high_s: of a step, before the first one.
-        measured: of a step.
-        held_bytes: parameters on this rank.
-        sent_bytes: by each rank in a step, as the cost model counts them.
+        plan: complete plan.
+        predicted_s, low_s, high_s: step time, predicted before the first step.
+        measured: step time.
+        parameter_bytes: parameters on this rank.
+        sent_bytes: bytes that each rank sends in a step, from the cost model.
         loss: of the last step.
     """
 
@@ -47,18 +47,18 @@ class Trained:
     low_s: float
     high_s: float
     measured: Timing
-    held_bytes: int
+    parameter_bytes: int
     sent_bytes: float
     loss: float
 
 
 def this_machine() -> ClusterProfile:
-    """The ranks of this job as devices: their speed and their links, timed while all work."""
+    """Cluster of this job's ranks: speed and links, timed while all ranks work."""
     return bench(probe(), budget_s=BENCH_S)
 
 
-def seen_machine(machine: ClusterProfile) -> str:
-    """What was timed, in a sentence."""
+def summarize_machine(machine: ClusterProfile) -> str:
+    """Summarize the measured machine."""
     device, link = machine.device, machine.intra
     assert link is not None  # several ranks of one machine
     return (
@@ -69,14 +69,14 @@ def seen_machine(machine: ClusterProfile) -> str:
 
 
 def small_gpt() -> tuple[nn.Module, tuple[Tensor, Tensor], LossFn]:
-    """A model, a batch of random text, and the loss; the same every time."""
+    """Return a model, a batch of random text, and the loss, deterministically."""
     torch.manual_seed(0)
     text = torch.randint(SHAPE.vocab_size, (BATCH, SHAPE.context + 1))
     return GPT(SHAPE), (text[:, :-1], text[:, 1:]), loss
 
 
 def train(plan: str, machine: ClusterProfile) -> Trained:
-    """What every rank runs: the same lines whatever the plan says."""
+    """Train on each rank; the code is the same for every plan."""
     model, batch, loss_fn = small_gpt()
     parallel = auto_parallelize(
         model,
@@ -93,24 +93,24 @@ def train(plan: str, machine: ClusterProfile) -> Trained:
     assert isinstance(parallel.decision, Decision)
     predicted, measured = parallel.decision.estimate, parallel.steps.timing()
     assert measured is not None
-    held = [p for group in parallel.optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in parallel.optimizer.param_groups for p in group["params"]]
     return Trained(
         plan=str(parallel.plan),
         predicted_s=predicted.step_s,
         low_s=predicted.step_low_s,
         high_s=predicted.step_high_s,
         measured=measured,
-        held_bytes=sum(local_part(parameter).nbytes for parameter in held),
+        parameter_bytes=sum(local_part(parameter).nbytes for parameter in parameters),
         sent_bytes=sum(traffic.bus_bytes for traffic in predicted.traffic),
         loss=float(value),
     )
 
 
-def seen(ways: Mapping[str, list[Trained]]) -> str:
-    """The picture in a sentence; `ways` are the results of `train` on all ranks, by name."""
+def summarize(ways: Mapping[str, list[Trained]]) -> str:
+    """Summarize the plot; `ways` has the results of `train` on all ranks, by name."""
     losses = [ranks[0].loss for ranks in ways.values()]
-    apart = max(losses) - min(losses)
-    same = "All train the same" if apart <= SAME_LOSS else "They do not train the same"
+    difference = max(losses) - min(losses)
+    same = "All train the same" if difference <= SAME_LOSS else "They do not train the same"
     times = {name: ranks[0].measured.median_s for name, ranks in ways.items()}
     fastest, slowest = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
     inside = [
@@ -119,7 +119,7 @@ def seen(ways: Mapping[str, list[Trained]]) -> str:
         if ranks[0].low_s <= ranks[0].measured.median_s <= ranks[0].high_s
     ]
     return (
-        f"{same} (losses differ by {apart:.1g}); fastest here is {fastest}"
+        f"{same} (losses differ by {difference:.1g}); fastest here is {fastest}"
         f" ({format_seconds(times[fastest])} a step), {slowest} takes"
         f" {format_percent(times[slowest] / times[fastest] - 1)} longer;"
         f" {len(inside)} of {len(ways)} lie in the range that was predicted before the first step."

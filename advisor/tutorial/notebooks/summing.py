@@ -1,4 +1,4 @@
-"""Parameter device against ring: what travels when ranks sum up their gradients."""
+"""Parameter device against ring: traffic of an all-reduce of gradients."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from profiles.units import KIB, MIB, format_seconds
 
 DEVICE, RING, BACKEND = Aggregation.GATHER, Aggregation.RING, Aggregation.BACKEND
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
-REPEATS, SMALL_REPEATS = 5, 15  # what is short is soon disturbed
+REPEATS, SMALL_REPEATS = 5, 15  # short runs are easily disturbed
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """What a rank holds when the messages of a round have arrived; none before the first.
+class RoundState:
+    """A rank's parts after the messages of a round; the first one has no messages.
 
     Attributes:
-        held: its parts.
-        sums: of how many ranks each of them is the sum.
+        values: of its parts.
+        sums: number of ranks summed up in each part.
     """
 
     messages: Round
-    held: tuple[int, ...]
+    values: tuple[int, ...]
 
     @property
     def sums(self) -> tuple[int, ...]:
-        return tuple(str(value).count("1") for value in self.held)
+        return tuple(str(value).count("1") for value in self.values)
 
 
-def step_through(kind: Aggregation) -> list[Moment]:
-    """A sum over the ranks of this job, round by round. Rank r begins with 10^r in every part, so
-    that each digit of a number says whether that rank's is in it already."""
+def step_through(kind: Aggregation) -> list[RoundState]:
+    """Sum over this job's ranks, round by round. Rank r starts with 10^r in every part, so each
+    digit of a value shows if that rank's contribution is included."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tensor = torch.full((ranks,), 10**rank)
-    found = [Moment((), tuple(tensor.tolist()))]
+    rounds = [RoundState((), tuple(tensor.tolist()))]
     for messages in stepped(tensor, kind=kind):
-        found.append(Moment(messages, tuple(tensor.tolist())))
-    return found
+        rounds.append(RoundState(messages, tuple(tensor.tolist())))
+    return rounds
 
 
 class Carried(NamedTuple):
@@ -58,17 +58,17 @@ class Carried(NamedTuple):
 
 
 def count(kind: Aggregation) -> dict[int, list[Carried]]:
-    """What this rank carries in every round of a sum over the first 2, 3, ... ranks of the job, of
-    a tensor of `whole_bytes`. Those who are not among them carry nothing."""
+    """Count this rank's bytes in every round of a sum of `whole_bytes` over the first 2, 3, ...
+    ranks of the job; absent for a number of ranks that excludes it."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    found = {}
+    carried = {}
     for ranks in range(2, world + 1):
         group = dist.new_group(list(range(ranks)))
         if rank >= ranks:
             continue
         tensor = torch.ones(whole_bytes(world) // 4)
         part_bytes = tensor.nbytes // parts(kind, ranks)
-        found[ranks] = [
+        carried[ranks] = [
             Carried(
                 sent=part_bytes * sum(len(m.parts) for m in messages if m.source == rank),
                 received=part_bytes * sum(len(m.parts) for m in messages if m.target == rank),
@@ -76,30 +76,30 @@ def count(kind: Aggregation) -> dict[int, list[Carried]]:
             for messages in stepped(tensor, group, kind=kind)
         ]
         assert bool((tensor == ranks).all())
-    return found
+    return carried
 
 
 def whole_bytes(ranks: int) -> int:
-    """Of a tensor that 2, 3, ... and `ranks` ranks can share equally."""
+    """Size of a tensor that 2, 3, ... and `ranks` ranks can split equally."""
     return 4 * lcm(*range(1, ranks + 1))
 
 
 def busiest(counts: Sequence[Mapping[int, list[Carried]]]) -> dict[int, float]:
-    """By number of ranks, what the busiest link carries in one direction, in tensors: in every
-    round some link is the busiest, and the others wait for it. `counts` is of all ranks."""
-    found = {}
+    """Return, by number of ranks, the busiest link's one-way traffic in tensors: each round waits
+    for its busiest link. `counts` has the results of all ranks."""
+    traffic = {}
     for ranks in counts[0]:
         at_once = zip(*(each[ranks] for each in counts if ranks in each), strict=True)
         slowest = sum(max(map(max, carried)) for carried in at_once)
-        found[ranks] = slowest / whole_bytes(len(counts))
-    return found
+        traffic[ranks] = slowest / whole_bytes(len(counts))
+    return traffic
 
 
 def clock(kinds: Mapping[str, Aggregation]) -> dict[str, list[float]]:
-    """Seconds of a sum over all ranks for each of `SIZES`: the median of the slowest rank's."""
-    found: dict[str, list[float]] = {}
+    """Seconds of a sum over all ranks for each of `SIZES`: the slowest rank's median."""
+    seconds: dict[str, list[float]] = {}
     for name, kind in kinds.items():
-        found[name] = []
+        seconds[name] = []
         for size in SIZES:
             tensor, laps = torch.ones(size // 4), []
             for _ in range(SMALL_REPEATS if size < MIB else REPEATS):
@@ -109,24 +109,26 @@ def clock(kinds: Mapping[str, Aggregation]) -> dict[str, list[float]]:
                 laps.append(time.perf_counter() - began)
             slowest = torch.tensor(statistics.median(laps), dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            found[name].append(float(slowest))
-    return found
+            seconds[name].append(float(slowest))
+    return seconds
 
 
-def seen(carried: Mapping[str, Mapping[int, float]], seconds: Mapping[str, list[float]]) -> str:
-    """The picture in a sentence; of both, the names of the notebook."""
-    said = ", ".join(
+def summarize(
+    carried: Mapping[str, Mapping[int, float]], seconds: Mapping[str, list[float]]
+) -> str:
+    """Summarize the plot; arguments as named in the notebook."""
+    traffic = ", ".join(
         f"of a {name} from {line[min(line)]:g} to {line[max(line)]:g} tensors"
         for name, line in carried.items()
     )
     ranks = next(iter(carried.values()))
-    largest = {name: found[-1] for name, found in seconds.items()}
+    largest = {name: times[-1] for name, times in seconds.items()}
     by = ", ".join(
         f"{format_seconds(largest[name])} by {name}"
         for name in sorted(largest, key=largest.__getitem__)
     )
     return (
-        f"From {min(ranks)} to {max(ranks)} ranks what the busiest link carries grows, {said}."
+        f"From {min(ranks)} to {max(ranks)} ranks what the busiest link carries grows, {traffic}."
         f" Here all ranks share one memory and no link is between them: {SIZES[-1] // MIB} MiB take"
         f" {by}."
     )

@@ -1,4 +1,4 @@
-"""Synchronous against asynchronous: what it costs when a gradient is older than the parameters."""
+"""Synchronous against asynchronous updates: the cost of stale gradients."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from profiles.units import format_percent, format_seconds
 
 DIMENSIONS, ROWS = 16, 96
 STEPS, RATE = 48, 0.15
-LATE = 20  # updates at the end, of which the largest loss counts: it swings
+LATE = 20  # final updates whose largest loss counts, as the loss oscillates
 
 
 def largest_rate(staleness: int) -> float:
-    """Up to which rate descent on a quadratic of curvature 1 converges when every gradient is so
-    many updates old: 2 sin(pi / (2 (2 d + 1))) (Levin and May 1976)."""
+    """Largest stable rate of gradient descent on a quadratic of curvature 1 with gradients of this
+    staleness d: 2 sin(pi / (2 (2 d + 1))) (Levin and May 1976)."""
     return 2 * sin(pi / (2 * (2 * staleness + 1)))
 
 
 def descend(rate: float, staleness: int, updates: int = 60) -> list[float]:
-    """The loss x^2 / 2 before the first and after each update on a parameter server, from x = 1.
+    """Loss x^2 / 2 before the first and after each update on a parameter server, from x = 1.
 
     `staleness` + 1 workers take turns; each computes at the parameters that it took last time.
     """
@@ -43,14 +43,14 @@ def descend(rate: float, staleness: int, updates: int = 60) -> list[float]:
     for turn in range(updates):
         worker = turn % workers
         version, gradient = taken[worker]
-        server.push(worker, version, [gradient])  # of x^2 / 2 it is x
+        server.push(worker, version, [gradient])  # the gradient of x^2 / 2 is x
         taken[worker] = server.version, x.detach().clone()
         losses.append(x.item() ** 2 / 2)
     return losses
 
 
 def largest_rate_tried(staleness: int) -> float:
-    """The same found by trying: the last rate at which the loss falls, to a hundredth."""
+    """The same by trial: the last rate at which the loss falls, to a hundredth."""
     low, high = 0.0, 2.56
     while high - low > 0.01:
         rate = (low + high) / 2
@@ -63,7 +63,7 @@ def largest_rate_tried(staleness: int) -> float:
 
 @cache
 def problem() -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, targets, and the weights with the least squared error; the largest curvature is 1."""
+    """Return inputs, targets, and the least-squares weights; the largest curvature is 1."""
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(ROWS, DIMENSIONS, generator=draw)
     rows *= ROWS**0.5 / torch.linalg.matrix_norm(rows, 2)
@@ -71,8 +71,8 @@ def problem() -> tuple[Tensor, Tensor, Tensor]:
     return rows, targets, torch.linalg.lstsq(rows, targets[:, None]).solution[:, 0]
 
 
-class Line(nn.Module):
-    """A linear function of rows (B, D), from zero."""
+class LinearModel(nn.Module):
+    """Linear function of inputs (B, D), initialized to zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,24 +83,24 @@ class Line(nn.Module):
         return out
 
 
-def half_square(found: Tensor, wanted: Tensor) -> Tensor:
+def half_square(outputs: Tensor, targets: Tensor) -> Tensor:
     """Half the mean squared error."""
-    return (found - wanted).square().mean() / 2
+    return (outputs - targets).square().mean() / 2
 
 
 def above_optimum(weights: Tensor) -> float:
-    """How much larger the loss over all rows is than the least that there is."""
+    """Excess of the loss over all rows above its minimum."""
     rows, _, best = problem()
     return float((rows @ (weights.detach() - best)).square().mean() / 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What one rank saw.
+class RankRun:
+    """Results of one rank.
 
     Attributes:
         seconds, losses: after each of its steps; the loss above the optimum.
-        report: what became of its updates.
+        report: outcome of its updates.
     """
 
     seconds: tuple[float, ...]
@@ -108,11 +108,11 @@ class Run:
     report: UpdateReport
 
 
-def train(plan: str, pause_s: float = 0.0) -> Run:
-    """What every rank runs, those that serve parameters too; the last one is slow by `pause_s`."""
+def train(plan: str, pause_s: float = 0.0) -> RankRun:
+    """Train on each rank, including parameter servers; the last rank is slowed by `pause_s`."""
     rows, targets, _ = problem()
     parallel = auto_parallelize(
-        Line(),
+        LinearModel(),
         sample=(rows, targets),
         loss_fn=half_square,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
@@ -131,33 +131,35 @@ def train(plan: str, pause_s: float = 0.0) -> Run:
         seconds.append(time.perf_counter() - began)
         losses.append(above_optimum(parallel.module.get_parameter("weights")))
     report = parallel.update_report
-    assert report is not None  # of a plan whose ranks update in one step there is none
-    return Run(tuple(seconds), tuple(losses), report)
+    assert report is not None  # only synchronous plans have none
+    return RankRun(tuple(seconds), tuple(losses), report)
 
 
-def seen_alone(
+def summarize_alone(
     rate: float,
     curves: Mapping[int, Sequence[float]],
     limits: Mapping[int, tuple[float, float]],
 ) -> str:
-    """The picture of `descend` in a sentence; `limits` are (formula, tried) by staleness."""
+    """Summarize the plot of `descend`; `limits` are (formula, tried) by staleness."""
     start, *_ = next(iter(curves.values()))
-    said = ", ".join(
+    ends = ", ".join(
         f"{max(losses[-LATE:]):.2g} with gradients {staleness} updates old"
         for staleness, losses in curves.items()
     )
     oldest = max((age for age, (_, tried) in limits.items() if tried > rate), default=None)
-    apart = max(abs(tried / formula - 1) for formula, tried in limits.values())
+    difference = max(abs(tried / formula - 1) for formula, tried in limits.values())
     return (
-        f"From {start:g} the loss goes to {said}. The rate {rate:g} bears gradients up to {oldest}"
-        f" updates old; formula and trial differ by {format_percent(apart)} at most."
+        f"From {start:g} the loss goes to {ends}. The rate {rate:g} bears gradients up to {oldest}"
+        f" updates old; formula and trial differ by {format_percent(difference)} at most."
     )
 
 
-def seen_together(
-    synchronous: Sequence[Run], asynchronous: Sequence[Run], local: Mapping[int, Sequence[Run]]
+def summarize_together(
+    synchronous: Sequence[RankRun],
+    asynchronous: Sequence[RankRun],
+    local: Mapping[int, Sequence[RankRun]],
 ) -> str:
-    """The picture of `train` in a sentence; runs are those of all ranks, in order."""
+    """Summarize the plot of `train`; runs are those of all ranks, in order."""
     one, other = synchronous[1], asynchronous[1]  # the first worker, after the server
     report = asynchronous[0].report
     often, rarely = min(local), max(local)

@@ -22,14 +22,14 @@ def facts(cells: Mapping[str, Any]) -> dict[str, Any]:
         "ways": {
             name: {
                 "losses": [rank.loss for rank in ranks],
-                "held": [rank.held_bytes for rank in ranks],
+                "held": [rank.parameter_bytes for rank in ranks],
                 "sent": ranks[0].sent_bytes,
                 "steps": ranks[0].measured.repeats,
                 "range": [ranks[0].low_s, ranks[0].predicted_s, ranks[0].high_s],
             }
             for name, ranks in cells["ways"].items()
         },
-        "ring": [[moment.held for moment in rank] for rank in cells["moments"]],
+        "ring": [[moment.values for moment in rank] for rank in cells["moments"]],
         "carried": {name: list(line.values()) for name, line in cells["carried"].items()},
         "seconds": cells["seconds"],
         "block": [cells["block"].forward_s, cells["block"].input_s, cells["block"].weight_s],
