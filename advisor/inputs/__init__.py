@@ -1,5 +1,4 @@
-"""Facts and policy: what is decided about, from names, files, configs and modules.
+"""Facts and policy: inputs of a decision, from names, files, configs and modules.
 
-Lives here: `Facts`, `Policy`, models by name, and the same facts at another size or precision.
-Must not: anything about plans.
+`Facts`, `Policy`, models by name, and the same facts at another size or precision. No plans.
 """

@@ -1,4 +1,4 @@
-"""Levers: the facts that an owner could change, and the same facts with one of them changed."""
+"""Levers: facts that a user could change, and the same facts with one of them changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from profiles.workload.under_stack import under_stack
 
 
 class Lever(StrEnum):
-    """What is varied."""
+    """Quantity to vary."""
 
     LINKS_IN_NODE = "links in the node"
     LINKS_BETWEEN_NODES = "links between nodes"
@@ -25,7 +25,7 @@ class Lever(StrEnum):
     SEQUENCE = "sequence length"
 
 
-# Lengths are varied by steps of it: what attention kernels work in (FlashAttention-2's tiles).
+# Sequence lengths vary in steps of this: the tile size of attention kernels (FlashAttention-2).
 TOKENS_STEP = 128
 
 
@@ -40,7 +40,7 @@ _OF_CHUNKS = (
 
 
 def value(facts: Facts, lever: Lever) -> float:
-    """What `lever` is now: bytes/s, bytes, samples or tokens.
+    """Current value of `lever`: bytes/s, bytes, samples or tokens.
 
     Raises:
         InputError: it cannot be varied here, and why.
@@ -70,10 +70,10 @@ def value(facts: Facts, lever: Lever) -> float:
 
 
 def step(facts: Facts, lever: Lever) -> int | None:
-    """Whole numbers are varied by multiples of it; None where any value will do.
+    """Step of a lever with integer values; None if any value is valid.
 
-    The batch by what its replicas share out evenly, so that it is its size that counts and not
-    what divides it.
+    The batch varies in steps that replicas can split evenly, so that its size counts and not its
+    divisors.
     """
     match lever:
         case Lever.BATCH:
@@ -116,7 +116,7 @@ def varied(facts: Facts, lever: Lever, wanted: float) -> Facts:
 
 
 def with_8_bit_states(facts: Facts) -> Facts | None:
-    """The same optimizer with moments of 8 bits; None where it has none of 32."""
+    """Return facts with 8-bit moments; None if the optimizer has no 32-bit ones."""
     if facts.workload.optimizer.name not in ("adam", "adamw"):
         return None
     workload = facts.workload.model_copy(update={"optimizer": OPTIMIZERS["adamw-8bit"]})
@@ -124,8 +124,8 @@ def with_8_bit_states(facts: Facts) -> Facts | None:
 
 
 def with_chunked_loss(facts: Facts) -> Facts | None:
-    """The loss taken over `LOSS_CHUNKS` parts of the tokens, one after another, so that it works in
-    and keeps that part of its memory; None where samples are no tokens."""
+    """Return facts with the loss computed over `LOSS_CHUNKS` chunks of the tokens in turn, which
+    reduces its working and saved memory to one chunk; None if samples have no tokens."""
     model = facts.model
     if not model.has_loss or facts.tokens_per_sample is None:
         return None
@@ -142,7 +142,7 @@ def _in_chunks(loss: UnitProfile) -> UnitProfile:
 
 
 def shown(lever: Lever, amount: float) -> str:
-    """An amount as the report shows it.
+    """Format an amount for the report.
 
     >>> shown(Lever.LINKS_IN_NODE, 50e9), shown(Lever.SEQUENCE, 4096)
     ('50.0 GB/s', '4096 tokens')
@@ -165,7 +165,8 @@ def _link(link: Link | None, otherwise: str) -> Link:
 
 
 def _faster(cluster: ClusterProfile, tier: str, factor: float) -> ClusterProfile:
-    """Every rate of the tier times `factor`: data sheet and bench alike; latency stays."""
+    """Multiply every rate of the tier by `factor`, published and measured alike; latency is
+    unchanged."""
     link: Link = getattr(cluster, tier)
     rate = link.bandwidth_bytes_per_s
     faster = link.model_copy(

@@ -1,6 +1,6 @@
-"""The console: stdout carries the answer, stderr progress and notes.
+"""Console: stdout carries the answer, stderr progress and notes.
 
-Under torchrun what all ranks would say is said once.
+Under torchrun messages common to all ranks are printed once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ COLUMNS = 80
 
 
 def local_rank() -> int:
-    """Which process of a node torchrun started this one as; 0 without it."""
+    """Local rank under torchrun; 0 without it."""
     text = os.environ.get("LOCAL_RANK", "")
     return int(text) if text.isdecimal() else 0
 
 
 def show_on_screen(renderable: RenderableType, *, no_color: bool) -> None:
-    """Print to stdout: colours on a terminal only, never wider than a page."""
+    """Print to stdout: color on a terminal only, never wider than a page."""
     from rich.console import Console
 
     console = Console(no_color=no_color or None, highlight=False)
@@ -33,7 +33,7 @@ def show_on_screen(renderable: RenderableType, *, no_color: bool) -> None:
 
 
 def writable(path: str | None) -> None:
-    """Before the work, not after it: a file that is to be written can be."""
+    """Fail before the work, not after it, if an output file is not writable."""
     from profiles.record import require_writable
 
     if path is not None:
@@ -41,7 +41,7 @@ def writable(path: str | None) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write a file whole or not at all, and say so."""
+    """Write a file atomically and report it."""
     from profiles.record import write_text
 
     write_text(path, text)
@@ -49,11 +49,11 @@ def write(path: str, text: str) -> None:
 
 
 def progress(text: str) -> None:
-    """A line for a person who waits: on a terminal alone, as nobody waits at a pipe or a file."""
+    """Print progress to a terminal; nothing to a pipe or a file."""
     if sys.stderr.isatty() and not local_rank():
         say(text)
 
 
 def say(text: str) -> None:
-    """A line for the person at the screen; stdout is for the answer."""
+    """Print a message to stderr; stdout is for the answer."""
     click.echo(text, err=True)

@@ -1,4 +1,4 @@
-"""Facts: the model, the machines and the work, bundled and checked against each other."""
+"""Facts: model, cluster and workload, validated against each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FUSED_ADAM_BYTES = 32
 
 
 class Facts(Record):
-    """All that a decision rests on; nothing else is looked at.
+    """All inputs of a decision.
 
     Attributes:
         model: with the kernels of `stack`.
@@ -46,7 +46,7 @@ class Facts(Record):
     ) -> None:
         parts: dict[str, Any] = {"cluster": cluster, "stack": stack}
         parts |= {"model": model, "workload": workload}
-        # Facts that are read from a file come as what JSON holds; they were changed when built.
+        # Facts read from a file were already adapted to their stack when built.
         if isinstance(model, ModelProfile) and isinstance(stack, Stack):
             parts["model"] = under_stack(model, _on_device(stack, model, cluster))
             parts["workload"] = _updated_by(stack, workload)
@@ -62,18 +62,18 @@ class Facts(Record):
 
     @property
     def precision(self) -> Precision:
-        """In what forward and backward run."""
+        """Precision of forward and backward."""
         return Precision(self.workload.precision)
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """The workload's, else what the sample of the model had."""
+        """Tokens of a sample: the workload's, else those of the model's sample."""
         return self.workload.tokens_per_sample or self.model.tokens_per_sample
 
 
 def _updated_by(stack: Stack, workload: Workload) -> Workload:
-    """With one kernel for the update where the stack has it: torch's `fused=True` reads parameter,
-    gradient and both moments and writes all but the gradient, 28 bytes and a weight's copy."""
+    """Apply a fused optimizer kernel if the stack has one: torch's `fused=True` reads parameter,
+    gradient and both moments and writes all but the gradient, 28 bytes and a copy of the weight."""
     optimizer = workload.optimizer
     if not stack.fused_optimizer or optimizer.name not in ("adam", "adamw"):
         return workload
@@ -82,8 +82,8 @@ def _updated_by(stack: Stack, workload: Workload) -> Workload:
 
 
 def _on_device(stack: Stack, model: ModelProfile, cluster: ClusterProfile) -> Stack:
-    """With the kernel of attention that torch takes on accelerators, where a model was looked at on
-    a processor: kernels that keep no scores, which skip what a causal mask hides."""
+    """Use the attention kernel that torch selects on accelerators for a model profiled on CPU:
+    kernels that do not save scores and skip masked tiles."""
     is_cpu = isinstance(cluster, ClusterProfile) and cluster.device.kind == "cpu"
     if is_cpu or stack.attention is not None or not calls_processor(model):
         return stack
@@ -92,7 +92,7 @@ def _on_device(stack: Stack, model: ModelProfile, cluster: ClusterProfile) -> St
 
 
 def _with_moments(stack: Stack, workload: Workload) -> Stack:
-    """With the bytes of the optimizer's moments, where its states go by elements."""
+    """Set the bytes of the optimizer's moments if its states are elementwise."""
     states, optimizer = stack.states, workload.optimizer
     if states is None or states.moments is not None or not optimizer.is_elementwise:
         return stack
@@ -101,7 +101,7 @@ def _with_moments(stack: Stack, workload: Workload) -> Stack:
 
 
 def captured(plan: Plan, model: ModelProfile) -> bool:
-    """Whether the model was looked at under the numerics that `plan` runs in."""
+    """Return True if the model was profiled under the numerics of `plan`."""
     return numerics(plan, model) in model.numerics
 
 
@@ -121,7 +121,7 @@ def _require_units(model: ModelProfile) -> None:
 
 
 def _require_numerics(model: ModelProfile, precision: Precision) -> None:
-    """A bf16 run of an fp32 model needs both ways to run it: cast by FSDP, and autocast by DDP."""
+    """Require both bf16 numerics of an fp32 model: cast by FSDP, and autocast by DDP."""
     if precision.dtype != model.dtype and model.dtype != "float32":
         raise InputError(
             f"precision {precision} needs a model built in {precision.dtype} or float32,"

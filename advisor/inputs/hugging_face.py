@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 USUAL_SEQUENCE = 2048  # only an example in a hint
 USUAL_IMAGE_SIDE = 224  # pixels; ImageNet's crop (Krizhevsky et al. 2012, section 4.1)
-# As transformers calls them for all models; `attribute_map` has a model's own names.
+# transformers' common names; `attribute_map` has a model's own names.
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-_MISSPELT = 0.9  # one letter of ten; less alike are fields of other versions
+_MISSPELT = 0.9  # similarity of field names; less similar ones belong to other versions
 
 
 def build(
@@ -73,7 +73,7 @@ def build(
         if says:
             fields = inspect.signature(type(config)).parameters
             _check_fields(path, content, fields, config.attribute_map)
-        config.use_cache = False  # keys and values are kept for generation, not for training
+        config.use_cache = False  # the key-value cache serves generation, not training
         named = getattr(transformers, architecture, None)
         model_class = named or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with torch.device("meta"):
@@ -208,12 +208,12 @@ def missing_package() -> str | None:
 
 
 def name_of(path: Path) -> str:
-    """What a model is called by its file: the folder of a config.json."""
+    """Return the model's name from its path: the folder of a config.json."""
     return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """The content of a config.
+    """Read the content of a config.
 
     Raises:
         FileError: it cannot be read, or is something else.

@@ -1,4 +1,4 @@
-"""Machines as a module sees them that was split by hand: a rank drives several of their devices."""
+"""Cluster of a manually placed module: each rank drives several devices."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from profiles.model.profile import ModelProfile
 
 
 def with_parts(cluster: ClusterProfile, model: ModelProfile) -> ClusterProfile:
-    """`cluster` with as many ranks as its devices make; as it is for a module in one piece.
+    """Return `cluster` with a rank per group of `parts` devices; unchanged for a module on one
+    device.
 
-    The memory of a rank's devices counts together: its author has shared out the parts. A cluster
-    that has `parts` has a device a rank already.
+    The memory of a rank's devices counts as one, since the placement is the author's. A cluster
+    that has `parts` already counts a rank's devices as one.
 
     Raises:
         InputError: a node has fewer devices than the module has parts.
@@ -31,7 +32,7 @@ def with_parts(cluster: ClusterProfile, model: ModelProfile) -> ClusterProfile:
         ranks //= count
         parts = resized(cluster, count) if cluster.world_size != count else cluster
     device = cluster.device
-    together = {  # each device has a context of its own
+    together = {  # each device has its own context
         name: quantity.model_copy(update={"value": quantity.value * count})
         for name, quantity in (
             ("memory_bytes", device.memory_bytes),

@@ -1,7 +1,7 @@
-"""The same model at another size, counted again from what it was made from.
+"""The same model at another size, profiled again from its source.
 
-A config.json is counted in closed form or built by transformers, a bundled model is built, and a
-factory is called again; of a module alone nobody knows how another size of it would look.
+A config.json is profiled in closed form or built by transformers, a bundled model is built, and a
+factory is called again; a module alone cannot be resized.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from advisor.inputs.models import profile_of_config, profile_of_factory
 from profiles.errors import InputError
 from profiles.model.profile import ModelProfile
 
-# What configs call the same thing; the first that a config has is meant.
+# Synonyms in configs; the first one present counts.
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KEY_HEADS = "num_key_value_heads"
 _DEPTHS = (
@@ -46,7 +46,7 @@ _WAY_OUT = "name its config.json, which is known at any size; a `pkg.module:fact
 
 
 def at_length(profile: ModelProfile, sequence_length: int) -> ModelProfile:
-    """The model of `profile` looked at on sequences of this many tokens.
+    """Return the profile of the model for sequences of this many tokens.
 
     Raises:
         InputError: it is not known what the profile was made from, the model takes no tokens, or
@@ -58,12 +58,12 @@ def at_length(profile: ModelProfile, sequence_length: int) -> ModelProfile:
 
 
 def has_other_lengths(profile: ModelProfile) -> bool:
-    """Whether `at_length` knows what to count."""
+    """Return True if `at_length` supports the profile."""
     return profile.tokens_per_sample is not None and bool(profile.factory or profile.config)
 
 
 def scaled(profile: ModelProfile, heads: int) -> ModelProfile:
-    """The model of `profile` with this many heads, and all else by the rule `SCALING`.
+    """Return the profile of the model with this many heads, scaled by the rule `SCALING`.
 
     Raises:
         InputError: the profile is of no config, or the number of heads is no multiple of
@@ -94,19 +94,19 @@ def scaled(profile: ModelProfile, heads: int) -> ModelProfile:
 
 
 def heads_of(profile: ModelProfile) -> int:
-    """Attention heads of a layer, as its config.json says."""
+    """Attention heads of a layer, from its config.json."""
     config = _config(profile)
-    found = (config.get(name) for name in _HEADS)
-    heads = next((value for value in found if isinstance(value, int)), None)
+    values = (config.get(name) for name in _HEADS)
+    heads = next((value for value in values if isinstance(value, int)), None)
     if heads is None:
         raise InputError(f"the config of {profile.name} names no heads: it cannot be scaled")
     return heads
 
 
 def head_step(profile: ModelProfile) -> int:
-    """Heads come in multiples of it, so that as many of them share keys and values as now.
+    """Step of the number of heads that preserves the number of query heads per key-value head.
 
-    A list with an entry for every layer says nothing of other depths.
+    Per-layer lists in a config do not extend to other depths.
     """
     config, heads = _config(profile), heads_of(profile)
     lists = [name for name, value in config.items() if isinstance(value, list)]

@@ -42,7 +42,7 @@ KINDS = "a bundled name, `pkg.module:factory`, a Hugging Face config.json, or a 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model to be looked at.
+    """A model to profile.
 
     Attributes:
         sample: one batch: a tensor, (inputs..., target) or a dict of keyword arguments.
@@ -65,7 +65,7 @@ def profile_model(
     on_processor: bool = False,
     on_load: Callable[[LoadedModel], None] | None = None,
 ) -> ModelProfile:
-    """What MODEL needs: read from a saved profile (no torch then), or looked at now.
+    """Profile of MODEL: read from a saved profile (without torch), or captured now.
 
     Args:
         samples, sequence_length: of the sample where it is made here; see `load_model`.
@@ -146,7 +146,7 @@ def _captured(loaded: LoadedModel, numerics: Sequence[Numerics]) -> ModelProfile
 
 
 def _made_from(text: str) -> dict[str, object]:
-    """Fields of a profile that say how it can be counted again at another size."""
+    """Profile fields that record the model's source, to capture it again at another size."""
     path = _json_path(text)
     if path is not None:
         return {"config": hugging_face.read_config(path)}
@@ -160,7 +160,7 @@ def _made_from(text: str) -> dict[str, object]:
 def profile_of_config(
     config: Mapping[str, JsonValue], *, like: ModelProfile, sequence_length: int | None
 ) -> ModelProfile:
-    """The model of `config` looked at in the way that `like` was, without a word.
+    """Profile the model of `config` as `like` was, without messages.
 
     Raises:
         InputError: the model does not take such sequences, or cannot be built.
@@ -197,9 +197,9 @@ def profile_of_config(
 
 
 def profile_of_factory(factory: str, *, like: ModelProfile, sequence_length: int) -> ModelProfile:
-    """The model that `factory` makes, looked at in the way that `like` was at another length.
+    """Profile the model that `factory` returns as `like` was, at another sequence length.
 
-    In a sample that it brings every dimension as long as the sequence was becomes as long as this.
+    Every dimension of its sample that equals the old sequence length is resized.
 
     Raises:
         ModelError: it cannot be made again, or does not take such sequences.
@@ -210,12 +210,12 @@ def profile_of_factory(factory: str, *, like: ModelProfile, sequence_length: int
     else:
         sample = _resized(rest[0], like.tokens_per_sample, sequence_length)
         loaded = LoadedModel(module, sample, rest[1] if len(rest) == 2 else None, factory)
-    found = _captured(loaded, like.numerics)
-    return found.model_copy(update={"name": like.name, "factory": factory})
+    profile = _captured(loaded, like.numerics)
+    return profile.model_copy(update={"name": like.name, "factory": factory})
 
 
 def _resized(sample: Batch, before: int | None, after: int) -> Batch:
-    """Its values play no part, and are taken over and over."""
+    """Resize by repeating values, which do not matter."""
     import torch
 
     from profiles.capture.batch import map_batch
@@ -231,7 +231,7 @@ def _resized(sample: Batch, before: int | None, after: int) -> Batch:
 
 
 def require_model(text: str) -> None:
-    """Whether MODEL names anything, as far as that is known without running somebody's code.
+    """Check that MODEL names something, as far as possible without running user code.
 
     Raises:
         UnknownNameError, ModelError, FileError: as `load_model`.
@@ -254,7 +254,7 @@ def _require_no_length(text: str, sequence_length: int | None) -> None:
 
 
 def _timed(loaded: LoadedModel, profile: ModelProfile) -> ModelProfile:
-    """With the times of its blocks on this machine's device, in all numerics of the profile."""
+    """Add block times on this machine's device, in all numerics of the profile."""
     from profiles.machine.probe import probe
     from profiles.timing.stopwatch import with_times
 
@@ -344,29 +344,29 @@ def _from_factory(text: str, samples: int, sequence_length: int | None) -> Loade
 
 
 def _made(text: str) -> tuple[Any, ...]:
-    """What a factory returns: (module,), (module, sample) or (module, sample, loss_fn)."""
+    """Result of a factory: (module,), (module, sample) or (module, sample, loss_fn)."""
     module_name, attribute = _factory_name(text)
-    found = user_code.attribute(user_code.import_module(module_name), attribute)
+    target = user_code.attribute(user_code.import_module(module_name), attribute)
     from torch import nn
 
-    made = user_code.call(text, found) if _is_factory(found, nn.Module) else found
+    made = user_code.call(text, target) if _is_factory(target, nn.Module) else target
     parts = made if isinstance(made, tuple) and made else (made,)
     if not isinstance(parts[0], nn.Module) or len(parts) > 3:
         raise ModelError(f"`{text}` gives {_describe(made)}, not a torch.nn.Module", hints=[RETURN])
     return parts
 
 
-# A question tries many lengths, for which the factory need not be called more than once.
+# Cached, since a query tries many lengths.
 _made_again = lru_cache(maxsize=1)(_made)
 
 
 def _with_token_sample(
     text: str, module: nn.Module, samples: int, sequence_length: int | None
 ) -> LoadedModel:
-    """A batch of token ids for a model that came alone.
+    """Create a batch of token ids for a model without a sample.
 
     A model with `config.vocab_size`, or whose first parameters are an embedding's, takes token ids.
-    One that takes `labels` computes its loss; others are taken to return logits.
+    With a `labels` argument it computes its loss; others are assumed to return logits.
     """
     from torch import nn
 
@@ -395,12 +395,12 @@ def _with_token_sample(
     return LoadedModel(module, (ids, ids), loss, text)
 
 
-def _is_factory(found: object, module_class: type) -> TypeGuard[Callable[[], object]]:
-    return callable(found) and not isinstance(found, module_class)
+def _is_factory(value: object, module_class: type) -> TypeGuard[Callable[[], object]]:
+    return callable(value) and not isinstance(value, module_class)
 
 
 def _describe(made: object) -> str:
-    """What a factory returned, in few words."""
+    """Summarize a factory's result."""
     if isinstance(made, tuple):
         return f"({', '.join(type(part).__name__ for part in made)})"
     if made is None or isinstance(made, type):
@@ -416,13 +416,13 @@ def _ids(samples: int, length: int) -> Tensor:
 
 
 def _has_float32(module: nn.Module) -> bool:
-    """Whether precision is open: other dtypes run as they were built."""
+    """Return True if precision is open: other dtypes run as built."""
     import torch
 
     return any(p.dtype == torch.float32 for p in module.parameters())
 
 
 def _json_path(text: str) -> Path | None:
-    """The file that MODEL names; None where it is a name or a factory."""
+    """Path of the file that MODEL names; None for a name or a factory."""
     path = Path(text)
     return path if path.suffix == ".json" else None

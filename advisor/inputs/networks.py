@@ -1,6 +1,6 @@
-"""Bundled networks on images, by the names of tables: "resnet50-128px", "vgg16", "densenet121".
+"""Bundled vision networks by their names in papers: "resnet50-128px", "vgg16", "densenet121".
 
-They are counted in closed form, without torch; ResNets of plain width can be built and run too.
+Profiled in closed form, without torch; ResNets of standard width can be built and run too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RUNS = re.compile(r"resnet-?(18|34|50|101|152)(-\d+px)?")
 
 
 def is_network(text: str) -> bool:
-    """Whether `text` is a plain name of a network that is known.
+    """Return True if `text` is a known network's plain name.
 
     >>> is_network("resnet50-128px"), is_network("models/resnet50.py"), is_network("gpt-10m")
     (True, False, False)
@@ -31,7 +31,7 @@ def is_network(text: str) -> bool:
 
 
 def network_profile(name: str, *, samples: int) -> ModelProfile:
-    """In fp32, trained with the cross-entropy of its logits, which costs nothing beside it.
+    """Profile the network in fp32; the cross-entropy of its logits is negligible.
 
     Args:
         samples: of the batch that it is told for.
@@ -42,13 +42,13 @@ def network_profile(name: str, *, samples: int) -> ModelProfile:
 
 
 def build_network(name: str, *, samples: int) -> tuple[nn.Module, Batch]:
-    """The network as a module, and images with labels: (B, 3, pixels, pixels) and (B,).
+    """Build the module, and images with labels: (B, 3, pixels, pixels) and (B,).
 
     Raises:
         ModelError: it is known by its layers alone.
     """
-    found = _RUNS.fullmatch(name)
-    if found is None:
+    match = _RUNS.fullmatch(name)
+    if match is None:
         raise ModelError(
             f"`{name}` is known by its layers' shapes, there is no code of it to run",
             hints=["name your own: `pkg.module:factory`", "ResNets of plain width are bundled"],
@@ -61,4 +61,4 @@ def build_network(name: str, *, samples: int) -> tuple[nn.Module, Batch]:
     draw = torch.Generator().manual_seed(0)
     images = torch.randn(samples, 3, pixels, pixels, generator=draw)
     labels = torch.randint(CLASSES, (samples,), generator=draw)
-    return ResNet(int(found[1])), (images, labels)
+    return ResNet(int(match[1])), (images, labels)

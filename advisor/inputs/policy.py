@@ -1,4 +1,4 @@
-"""Policy: what is wanted, and every threshold with its reason."""
+"""Policy: objective, and every threshold with its reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from profiles.record import Record
 
 
 class Objective(StrEnum):
-    """What the best plan is."""
+    """Criterion of the best plan."""
 
     TREE = "tree"  # the families that the decision tree leads to; the fastest, ties to the simpler
     TIME = "time"  # the fastest plan that fits, whatever the tree says
@@ -19,7 +19,7 @@ class Objective(StrEnum):
 
 
 class Policy(Record):
-    """How plans are judged.
+    """Thresholds and criteria of a decision.
 
     Attributes:
         objective: what the best plan is.
@@ -53,15 +53,16 @@ class Policy(Record):
 
     @property
     def by_numbers(self) -> Policy:
-        """The same without the tree's taste for simple plans: of plans of one kind the fastest."""
+        """Return the same policy without preference for simple plans: the fastest plan of each
+        kind."""
         if self.objective is not Objective.TREE:
             return self
         return self.model_copy(update={"objective": Objective.TIME})
 
     def usable_bytes(self, device: Device) -> float:
-        """What a plan may take of a device's memory."""
+        """Device memory available to a plan."""
         return device.memory_bytes.value * (1 - self.headroom_fraction)
 
     def usable_host_bytes(self, host_memory_bytes: float) -> float:
-        """What offloaded states may take of a node's main memory."""
+        """Main memory of a node available to offloaded states."""
         return host_memory_bytes * (1 - self.host_headroom_fraction)

@@ -17,10 +17,10 @@ MIXED = (Numerics.BF16, Numerics.BF16_AUTOCAST)
 
 
 def has_bf16_units(device: Device) -> bool:
-    """Matrix products in bfloat16 are faster than in float32 on this accelerator.
+    """Return True if bfloat16 matrix products are faster than float32 on this accelerator.
 
-    A GPU that emulates bfloat16 (V100, T4) has no rate of it in the catalogue, and a timed one that
-    is not above float32's. Processors stay out: few of them are faster in it.
+    A GPU that emulates bfloat16 (V100, T4) has no rate of it in the catalogue, and a measured rate
+    is not above float32's. CPUs are excluded: few are faster in it.
     """
     reduced, plain = (device.flop_per_s.get(name) for name in ("bfloat16", "float32"))
     if device.kind == "cpu" or reduced is None or plain is None:
@@ -29,8 +29,8 @@ def has_bf16_units(device: Device) -> bool:
 
 
 def default_precision(model: ModelProfile, device: Device | None) -> Precision | None:
-    """bf16 where the device has units for it and the profile knows the model in it, else (and
-    without a device) what the model is built in; None where no precision is that."""
+    """Return bf16 if the device has units for it and the profile supports it, else (and without a
+    device) the model's own precision; None if no precision matches."""
     is_faster = device is not None and has_bf16_units(device)
     # `Facts` refuses a profile without units, in words.
     if model.units and is_faster and model.dtype == "float32" and set(MIXED) <= set(model.numerics):
@@ -39,7 +39,7 @@ def default_precision(model: ModelProfile, device: Device | None) -> Precision |
 
 
 def hint(facts: Facts) -> str | None:
-    """That bf16 would be faster, where a model in fp32 runs as it is built and nobody said so."""
+    """Hint that bf16 would be faster, if an fp32 model runs as built by default."""
     device = facts.cluster.device
     is_silent = "precision" not in facts.workload.given
     if not is_silent or facts.workload.precision != "fp32" or not has_bf16_units(device):

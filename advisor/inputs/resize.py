@@ -1,4 +1,4 @@
-"""The same machines, more or fewer of them."""
+"""Same kind of cluster with another number of devices."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from advisor.inputs.facts import Facts
 from profiles.errors import InputError
 from profiles.machine.cluster import ClusterProfile
 
-# A question about more devices than the largest published runs used is a mistake in the question:
-# Llama 3 405B took 16,384 (arXiv:2407.21783).
+# More devices than the largest published runs used indicate a mistake: Llama 3 405B took 16,384
+# (arXiv:2407.21783).
 MOST_DEVICES = 16_384
 
 
 def resized(cluster: ClusterProfile, devices: int) -> ClusterProfile:
-    """Some devices of one node, or several whole nodes, of the kind that `cluster` has.
+    """Return some devices of one node, or several whole nodes, of the kind of `cluster`.
 
-    What a bench measured stays where the same groups are there.
+    Measurements are kept for groups that still exist.
 
     Raises:
         InputError: part of a node beside whole ones; or several, and no network is known.
@@ -45,7 +45,7 @@ def resized(cluster: ClusterProfile, devices: int) -> ClusterProfile:
 
 
 def counts(cluster: ClusterProfile, most: int) -> Iterator[int]:
-    """Numbers of devices that such machines come in, ascending: of one node, then whole nodes."""
+    """Yield valid numbers of devices, ascending: within one node, then whole nodes."""
     per_node = cluster.devices_per_node
     yield from range(1, min(per_node, most) + 1)
     if cluster.inter is not None:
@@ -53,7 +53,7 @@ def counts(cluster: ClusterProfile, most: int) -> Iterator[int]:
 
 
 def on(facts: Facts, devices: int, *, batch: int | None = None) -> Facts:
-    """`facts` on so many devices, with another batch where it is given."""
+    """Return `facts` on so many devices, and with another batch if given."""
     workload = facts.workload
     if batch is not None:
         workload = workload.model_copy(update={"global_batch_size": batch})

@@ -1,4 +1,4 @@
-"""Stacks of software as a user names them: which ones our engines run, and all presets in words."""
+"""Software stacks by name: those that our engines run, and all presets in words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Styles = tuple[tuple[str, str], ...]
 
 
 def stack_of(wanted: Stack | str | None) -> Stack:
-    """A stack, or the preset of that name; stock torch where none is wanted.
+    """Resolve a stack or a preset's name; stock torch for None.
 
     Raises:
         UnknownNameError: there is no such preset; near misses are named.
@@ -30,7 +30,7 @@ def stack_of(wanted: Stack | str | None) -> Stack:
 
 
 def is_preset(stack: Stack) -> bool:
-    """Whether it is as the catalogue has it, but for moments that the optimizer says."""
+    """Return True if the stack equals its preset, up to the optimizer's moments."""
     known = stacks().get(stack.name)
     if known is not None and known.states is not None and known.states.moments is None:
         known = known.model_copy(update={"states": stack.states})
@@ -38,7 +38,7 @@ def is_preset(stack: Stack) -> bool:
 
 
 def is_of_engines(stack: Stack) -> bool:
-    """Whether our engines can run it: a preset of theirs, with nothing changed."""
+    """Return True if our engines can run it: an unchanged preset of theirs."""
     return stack.name in OF_ENGINES and stack == stack_named(stack.name)
 
 
@@ -60,8 +60,8 @@ def require_of_engines(stack: Stack, *, where: str = "stack") -> None:
 
 
 def styles_under(stack: Stack, styles: Styles) -> Styles:
-    """Styles of split layers, with regions split by tokens between the pairs of blocks where the
-    stack has those (arXiv:2205.05198)."""
+    """Apply sequence parallelism between blocks to the styles of split layers, if the stack uses it
+    (arXiv:2205.05198)."""
     if not stack.sequence_parallel:
         return styles
     columns = [path for path, style in styles if style.startswith("column") and "*" in path]
@@ -71,7 +71,7 @@ def styles_under(stack: Stack, styles: Styles) -> Styles:
 
 
 def with_stack(partial: PartialPlan, stack: Stack) -> PartialPlan:
-    """Settings of a plan, with those that the stack asks our engines for.
+    """Add the settings that the stack requires of our engines.
 
     Raises:
         PlanError: `partial` says otherwise.
@@ -88,7 +88,7 @@ def with_stack(partial: PartialPlan, stack: Stack) -> PartialPlan:
 
 
 def changes(stack: Stack) -> Iterator[str]:
-    """In words, everything in which a stack is not stock torch under our engines."""
+    """Describe every difference between a stack and stock torch under our engines."""
     if stack.attention is not None:
         yield f"attention {stack.attention}"
     if stack.compiled:
@@ -98,11 +98,11 @@ def changes(stack: Stack) -> Iterator[str]:
     if stack.loss is not Loss.MATERIALISED:
         yield f"loss {stack.loss}"
     if stack.states is not None:
-        held = stack.states
-        moments = "" if held.moments is None else f", moments {held.moments:g}"
+        states = stack.states
+        moments = "" if states.moments is None else f", moments {states.moments:g}"
         yield (
-            f"weight {held.weight:g}, gradient {held.gradient:g}, master {held.master:g}{moments}"
-            " bytes a parameter"
+            f"weight {states.weight:g}, gradient {states.gradient:g}, master {states.master:g}"
+            f"{moments} bytes a parameter"
         )
     if stack.product_dtype is not None:
         yield f"products in {stack.product_dtype}"
@@ -136,7 +136,7 @@ def changes(stack: Stack) -> Iterator[str]:
 
 
 def summary(stack: Stack) -> str:
-    """The name, and what it changes.
+    """Name of a stack and its differences from stock torch.
 
     >>> summary(stack_named("torch-compiled"))
     'torch-compiled: compiled blocks'
@@ -146,7 +146,7 @@ def summary(stack: Stack) -> str:
 
 
 class Presets:
-    """All presets, or one, with the source of every flag."""
+    """All presets, or one, with the source of each flag."""
 
     def __init__(self, name: str | None = None) -> None:
         self._shown = [stack_named(name)] if name is not None else list(stacks().values())

@@ -1,4 +1,4 @@
-"""Running somebody else's code: import it, find a name in it, call it, say where it failed."""
+"""User code: import it, look up a name, call it, and report failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NETWORK_NAMES = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectErr
 
 
 def import_module(name: str) -> ModuleType:
-    """Import `name`, looked for in the current folder first, as `python -m` does.
+    """Import `name`, searching the current folder first, as `python -m` does.
 
     Raises:
         ModelError: there is no such module (the near miss is named), or it fails while it imports.
@@ -48,7 +48,7 @@ def import_module(name: str) -> ModuleType:
 
 
 def attribute(module: ModuleType, name: str) -> object:
-    """The value of a dotted name in a module.
+    """Look up a dotted name in a module.
 
     Raises:
         ModelError: there is none; the near miss is named.
@@ -94,7 +94,7 @@ def call(text: str, function: Callable[[], object]) -> object:
 
 @contextlib.contextmanager
 def guarded(doing: str) -> Iterator[None]:
-    """Run user code: what it raises becomes a `ModelError`, what it prints goes to stderr.
+    """Run user code: exceptions become a `ModelError`, its stdout goes to stderr.
 
     stdout belongs to the report and to `--json`.
     """
@@ -107,12 +107,12 @@ def guarded(doing: str) -> Iterator[None]:
         raise ModelError(
             f"{doing}: {summary(error)}",
             where=user_line(error),
-            hints=[*_way_out(error), "`--debug` shows the traceback"],
+            hints=[*_hint(error), "`--debug` shows the traceback"],
         ) from error
 
 
-def _way_out(error: BaseException) -> Iterator[str]:
-    """A hint where the code wanted the network: shapes are all that is needed."""
+def _hint(error: BaseException) -> Iterator[str]:
+    """Suggest the meta device if the code needs the network: shapes suffice."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, _NETWORK) or type(link).__name__ in _NETWORK_NAMES:

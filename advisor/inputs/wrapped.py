@@ -1,4 +1,4 @@
-"""Lines of text on a screen: wrapped to a terminal, whole in a pipe."""
+"""Text for a screen: wrapped on a terminal, unwrapped in a pipe."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class Wrapped:
     """`text` for `rich.print`.
 
-    A terminal gets lines of its width, broken between words and indented as the line that they
-    continue; a pipe gets every line whole, so that `grep` and copies see plans in one piece.
+    A terminal gets lines of its width, wrapped at spaces and indented as the line that they
+    continue; a pipe gets whole lines, for `grep` and copying.
     """
 
     def __init__(self, text: str) -> None:

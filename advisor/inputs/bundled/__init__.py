@@ -1,5 +1,4 @@
-"""Bundled models with code: a GPT and ResNets, to plan, train and look at without any other
-package.
+"""Bundled models with code: a GPT and ResNets, to plan and train without any other package.
 
-Lives here: `nn.Module`s. Must not: knowledge of plans; they are wrapped like anybody's model.
+Plain `nn.Module`s without knowledge of plans; they are wrapped like user models.
 """

@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch: what the demo trains, and what the bundled names stand for.
+"""A small GPT in plain PyTorch: the demo's model, and the architecture of bundled names.
 
 Shapes in comments: B samples, T tokens, D width, V vocabulary.
 """

@@ -15,15 +15,15 @@ _BASIC = (18, 34)
 
 
 def _normed(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
-    """A convolution that keeps H and W but for its stride, and its batch norm."""
+    """Convolution with padding that preserves H and W up to its stride, and its batch norm."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False),
         nn.BatchNorm2d(outputs),
     )
 
 
-class Residual(nn.Module):
-    """Convolutions with a way around them; the first 3x3 one has the stride."""
+class ResidualBlock(nn.Module):
+    """ResidualBlock block; the first 3x3 convolution has the stride."""
 
     def __init__(self, inputs: int, inner: int, outputs: int, *, stride: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class ResNet(nn.Module):
             layer = nn.Sequential()
             for index in range(blocks):
                 stride = 2 if stage and not index else 1
-                layer.append(Residual(channels, inner, inner * expansion, stride=stride))
+                layer.append(ResidualBlock(channels, inner, inner * expansion, stride=stride))
                 channels = inner * expansion
             self.add_module(f"layer{stage + 1}", layer)
         self.head = nn.Sequential(
