@@ -110,7 +110,7 @@ class Subject:
     def built(self) -> LoadedModel:
         return load_model(self.model, samples=_ROWS_LOOKED_AT, sequence_length=self.sequence_length)
 
-    def machines(self, case: Case) -> ClusterProfile:
+    def machines(self, case: SweepCase) -> ClusterProfile:
         """Of so many of the devices as the case has."""
         count = case.facts.cluster.world_size
         return self.cluster if count == self.devices else resized(self.cluster, count)
@@ -197,7 +197,7 @@ def _most_driven(swept: Swept, values: Sequence[str], settings: PartialPlan) -> 
     return max(threads, key=lambda partial: partial.dp_replicate or 0, default=settings)
 
 
-def _require_ranks(case: Case, world: World) -> None:
+def _require_ranks(case: SweepCase, world: World) -> None:
     devices = case.facts.cluster.world_size
     if devices in (1, world.size) or (world.size == 1 and is_by_threads(case.settings)):
         return
@@ -208,7 +208,7 @@ def _require_ranks(case: Case, world: World) -> None:
     )
 
 
-def _measured(case: Case, subject: Subject) -> Point:
+def _measured(case: SweepCase, subject: Subject) -> Point:
     is_alone = case.facts.cluster.world_size == 1 < subject.world.size
     loaded = subject.built()
     loaded = replace(loaded, sample=repeated(loaded.sample, _rows(case)))
@@ -240,7 +240,7 @@ def _measured(case: Case, subject: Subject) -> Point:
     return point
 
 
-def _rows(case: Case) -> int:
+def _rows(case: SweepCase) -> int:
     """Samples that blocks are timed at: of a microbatch, as far as the case says."""
     most = case.facts.workload.global_batch_size
     named = case.settings.microbatch_size
@@ -268,7 +268,7 @@ def _together(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelMode
     )
 
 
-def _alone(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
+def _alone(case: SweepCase, subject: Subject, loaded: LoadedModel) -> ParallelModel:
     """Each rank by itself; all of them, as `apply_plan` wants it."""
     facts = look(
         loaded.module,

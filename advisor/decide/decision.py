@@ -124,13 +124,13 @@ class Decision(Document):
 
     def pareto(
         self, *, devices: Sequence[int] = (), price_per_device_hour: float | None = None
-    ) -> tuple[Point, ...]:
+    ) -> tuple[ParetoPoint, ...]:
         """The plans that no other beats in step time, memory and device-seconds:
         `advisor.whatif.pareto`.
 
         Args:
             devices: smaller numbers of devices to look at as well.
-            price_per_device_hour: for `Point.money`, in any currency.
+            price_per_device_hour: for `ParetoPoint.money`, in any currency.
         """
         from advisor.whatif.pareto import front_of
 

@@ -1,1 +1,1 @@
-"""What another fact would change: functions of facts, plans and estimates."""
+"""Effects of changed facts: functions of facts, plans and estimates."""

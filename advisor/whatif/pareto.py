@@ -1,7 +1,6 @@
-"""Pareto front: the plans of which no other is better in everything that is asked for.
+"""Pareto front of plans in step time, memory and cost.
 
-Step time, memory, and cost. Over the same devices the fastest plan is the cheapest; cost counts
-where plans use fewer devices than there are.
+Over the same devices the fastest plan is the cheapest; cost matters if plans use fewer devices.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from profiles.units import format_gib, format_seconds
 HOUR_S = 3600.0
 
 
-class Point(Record):
+class ParetoPoint(Record):
     """A plan on the front.
 
     Attributes:
@@ -50,7 +49,7 @@ class Point(Record):
 
 def front(
     candidates: Sequence[Candidate], *, price_per_device_hour: float | None = None
-) -> tuple[Point, ...]:
+) -> tuple[ParetoPoint, ...]:
     """The candidates that fit and that no other one dominates, fastest first.
 
     One plan dominates another that is no better in step time, memory or device-seconds, and worse
@@ -66,14 +65,14 @@ def front(
         (c for c in candidates if c.fits),
         key=lambda c: (*_goods(c), simplicity(c.plan), str(c.plan)),
     )
-    kept: list[Candidate] = []
+    undominated: list[Candidate] = []
     for candidate in ordered:
         mine = _goods(candidate)
-        if not any(_at_least_as_good(_goods(other), mine) for other in kept):
-            kept.append(candidate)
+        if not any(_at_least_as_good(_goods(other), mine) for other in undominated):
+            undominated.append(candidate)
     return tuple(
         _point(candidate, before, price_per_device_hour)
-        for candidate, before in zip(kept, [None, *kept], strict=False)
+        for candidate, before in zip(undominated, [None, *undominated], strict=False)
     )
 
 
@@ -85,7 +84,7 @@ def front_of(
     devices: Sequence[int] = (),
     price_per_device_hour: float | None = None,
 ) -> tuple[Point, ...]:
-    """The front of all plans that keep `partial`, on all devices and on smaller numbers of them.
+    """The front of all plans that keep `pins`, on all devices and on these smaller numbers of them.
 
     The global batch stays, so that every step does the same work; numbers of devices that allow no
     plan for it are left out.
@@ -98,22 +97,22 @@ def front_of(
 
 
 def _undominated(search: Search) -> list[Candidate]:
-    """Of plans over the same devices those that may be on the front.
+    """Return plans over the same devices that may be on the front.
 
-    A row is not estimated where a plan that was is at least as good as its lower bounds: those of
-    all rows first, then with the borders that are best for it.
+    A row is not estimated if an estimated plan dominates its lower bounds: those of all rows first,
+    then with the row's best stage borders.
     """
     step_s = search.bounds.step_s * (1 - ROUNDING)
     peak_bytes = search.bounds.peak_high_bytes * (1 - ROUNDING)
     open_rows = search.may_fit
-    found: list[Candidate] = []
+    estimated: list[Candidate] = []
 
     def is_open(seconds: float, nbytes: float) -> bool:
         return all(
-            seconds < c.estimate.step_s or nbytes < c.estimate.peak_high_bytes for c in found
+            seconds < c.estimate.step_s or nbytes < c.estimate.peak_high_bytes for c in estimated
         )
 
-    # Rows that wait for their turn with the bounds of their own borders.
+    # Rows in the queue have the bounds of their own borders.
     waiting: list[tuple[float, float, int]] = []
     order = np.flatnonzero(open_rows)
     for place in [*order[np.argsort(step_s[order], kind="stable")].tolist(), None]:
@@ -123,14 +122,14 @@ def _undominated(search: Search) -> list[Candidate]:
                 continue
             candidate = search.candidate(index)
             if candidate is not None and candidate.fits:
-                found.append(candidate)
+                estimated.append(candidate)
                 mine = candidate.estimate
                 open_rows &= (step_s < mine.step_s) | (peak_bytes < mine.peak_high_bytes)
         if place is not None and open_rows[place]:
             seconds, nbytes = search.with_borders(place)
             if nbytes <= search.usable_bytes and is_open(seconds, nbytes):
                 heappush(waiting, (seconds, nbytes, place))
-    return found
+    return estimated
 
 
 Goods = tuple[float, float, float]
@@ -149,10 +148,10 @@ def _at_least_as_good(one: Goods, other: Goods) -> bool:
     return all(mine <= theirs for mine, theirs in zip(one, other, strict=True))
 
 
-def _point(candidate: Candidate, faster: Candidate | None, price: float | None) -> Point:
+def _point(candidate: Candidate, faster: Candidate | None, price: float | None) -> ParetoPoint:
     plan, estimate = candidate.plan, candidate.estimate
     device_s = _device_seconds(candidate)
-    return Point(
+    return ParetoPoint(
         title=title(plan),
         plan=plan,
         step_s=estimate.step_s,
@@ -164,9 +163,9 @@ def _point(candidate: Candidate, faster: Candidate | None, price: float | None) 
 
 
 def _because(candidate: Candidate, faster: Candidate | None) -> str:
-    """What the plan gains and loses beside its next faster neighbour on the front.
+    """Advantage and drawback of the plan relative to its next faster neighbor on the front.
 
-    It gains something, or that neighbour would dominate it.
+    It has an advantage, or that neighbor would dominate it.
     """
     mine = candidate.estimate
     if faster is None:

@@ -1,7 +1,7 @@
-"""Changes of the question that would pay: precision, fewer devices, another batch, a plain lever.
+"""Suggestions: precision, fewer devices, another batch, or a lever that would pay.
 
-Each is tried on the cost model and said with its number. Few plans are estimated for it: whole
-decisions are made anew only where a bound says that they may pay, or little is to be searched.
+Each is estimated and reported with its gain. Few plans are estimated: a new decision is made only
+if a bound shows that it may pay, or the search space is small.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from engines.plan import Offload, PartialPlan, Plan, Recompute
 from profiles.errors import InputError
 from profiles.units import format_count, format_seconds
 
-# Weighing so many plans once more takes a fraction of a second; of more, one way of spreading is.
+# Deciding again among so many plans takes a fraction of a second; above it, only plans with the
+# same degrees are considered.
 _MANY_ROWS = 20_000
 
 
 def with_suggestions(decision: Decision) -> Decision:
-    """The decision with what its question might have been."""
+    """Return the decision with its suggestions."""
     return decision.model_copy(update={"suggestions": tuple(suggestions(decision))})
 
 
 def suggestions(decision: Decision) -> Iterator[str]:
-    """Sentences, each with what the change would gain."""
+    """Yield sentences, each with its gain."""
     yield from _precision(decision)
     if decision.policy.objective is Objective.MEMORY:
-        return  # what is faster was not asked for
+        return  # speed is not the objective
     yield from _another_batch(decision)
     yield from _fewer_devices(decision)
     yield from _levers(decision)
 
 
 def _precision(decision: Decision) -> Iterator[str]:
-    """What fp32 would cost, where bf16 was planned unasked; or that bf16 would be faster."""
+    """Cost of fp32 if bf16 was chosen by default, or the gain of bf16."""
     facts = decision.facts
     said = precision.hint(facts)
     if said:
@@ -71,7 +72,8 @@ def _precision(decision: Decision) -> Iterator[str]:
 
 
 def _another_batch(decision: Decision) -> Iterator[str]:
-    """A batch that the devices share out evenly, where this one leaves some of them less to do."""
+    """Suggest a batch that the devices can split evenly if this one leaves some of them less to
+    do."""
     facts, world = decision.facts, decision.facts.cluster.world_size
     batch = facts.workload.global_batch_size
     wanted = next_multiple(batch, world)
@@ -89,14 +91,14 @@ def _another_batch(decision: Decision) -> Iterator[str]:
 
 
 def _fewer_devices(decision: Decision) -> Iterator[str]:
-    """The fewest devices that take no longer for the same batch, of a few numbers of them."""
+    """Suggest the fewest devices, of a few numbers, with no longer step for the same batch."""
     facts, estimate = decision.facts, decision.estimate
     cluster, world = facts.cluster, facts.cluster.world_size
     batch = facts.workload.global_batch_size
     sharing = next(n for n in range(world - 1 or 1, 0, -1) if batch % n == 0)
     limit_s = tie_limit_s(estimate.step_s, decision.policy)
     for count in sorted({1, cluster.devices_per_node, world // 2, sharing}):
-        # Fewer devices compute for longer, whatever else they save.
+        # Fewer devices take longer to compute, whatever else they save.
         if not 0 < count < world or estimate.time.compute_s * world / count > limit_s:
             continue
         try:
@@ -114,7 +116,7 @@ def _fewer_devices(decision: Decision) -> Iterator[str]:
 
 
 def _levers(decision: Decision) -> Iterator[str]:
-    """What smaller optimizer states or a smaller loss would spare: recompute, or the offload."""
+    """Recompute or offload that smaller optimizer states or a smaller loss would avoid."""
     plan = decision.plan
     if plan.offload is Offload.NONE and plan.recompute is Recompute.NONE:
         return
@@ -164,7 +166,7 @@ def _fastest_that_fits(
 
 
 def _spread_as(decision: Decision) -> PartialPlan:
-    """The degrees of the plan that was taken; how its batch is cut stays open."""
+    """Degrees of the chosen plan; its batch split stays open."""
     plan = decision.plan
     degrees = ("pp", "tp", "cp", "ep", "dp_replicate", "dp_shard", "data_parallel")
     taken = {name: getattr(plan, name) for name in degrees}
@@ -172,8 +174,8 @@ def _spread_as(decision: Decision) -> PartialPlan:
 
 
 def _near(decision: Decision) -> PartialPlan:
-    """The decision's own partial plan; where many plans were weighed, also how it cuts the model
-    and what it shards, so that another question is answered in a fraction of the time."""
+    """Pins of the decision; after a large search also its model split and sharding, so that a
+    related question takes a fraction of the time."""
     if decision.weighed <= _MANY_ROWS:
         return decision.partial
     same = ("pp", "tp", "cp", "ep", "data_parallel", "recompute")

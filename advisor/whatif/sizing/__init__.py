@@ -1,6 +1,6 @@
-"""Inverse questions: what is needed, or how large something may be, for a plan to fit or be done.
+"""Inverse questions: the resources a plan needs, or the largest size that fits.
 
-Every answer was decided on, and so was its neighbour that fails.
+Every answer comes from a decision, and so does the failing neighbor.
 """
 
 from advisor.whatif.sizing.answer import Answer

@@ -1,4 +1,4 @@
-"""Answers to inverse questions, and the search for the largest of something that fits."""
+"""Answers to inverse questions, and a search for the largest size that fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from profiles.units import format_gib, format_seconds
 
 
 class Answer(Record):
-    """A number, how sure it is, the plan that it holds for, and what was tried beside it.
+    """Answer to an inverse question: a number, its range, its plan, and the failing neighbor.
 
     Attributes:
         question: in words.
@@ -56,7 +56,7 @@ class Answer(Record):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The plan that needs least memory for some facts, fitting or not."""
+    """Plan of least memory for some facts, fitting or not."""
 
     facts: Facts
     smallest: Candidate
@@ -68,18 +68,18 @@ class Trial:
 
     @property
     def may_fit(self) -> bool:
-        """Whether the lower end of its peak stays within the memory."""
+        """Return True if the lower end of its peak fits the memory."""
         return self.smallest.estimate.peak_low_bytes <= self.usable_bytes
 
     @property
     def because(self) -> str:
-        """What is missing, in words; empty where it fits."""
+        """Describe the missing memory; empty if it fits."""
         finding = self.smallest.finding
         return f"{title(self.smallest.plan)} {finding.because}" if finding else ""
 
 
 def trial(facts: Facts, policy: Policy, partial: PartialPlan) -> Trial:
-    """Weigh the plans that keep `partial` by the memory they leave.
+    """Decide for the least memory among plans with `pins`.
 
     Raises:
         PlanError: `partial` allows no legal plan.
@@ -105,9 +105,9 @@ def taken(facts: Facts, policy: Policy, partial: PartialPlan) -> Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest amount that fits, the next one, and the largest that may fit.
+    """Largest amount that fits, the next one, and the largest that may fit.
 
-    `too_large` and `refused` say why the next one does not: by memory, or as there is no such.
+    `too_large` and `refused` give the reason why the next one fails: memory, or no such amount.
     """
 
     value: int
@@ -139,12 +139,12 @@ def largest(
         return known[amount]
 
     def fits(amount: int) -> bool:
-        found = tried(amount)
-        return isinstance(found, Trial) and found.fits
+        outcome = tried(amount)
+        return isinstance(outcome, Trial) and outcome.fits
 
     def may_fit(amount: int) -> bool:
-        found = tried(amount)
-        return isinstance(found, Trial) and found.may_fit
+        outcome = tried(amount)
+        return isinstance(outcome, Trial) and outcome.may_fit
 
     first = tried(step)
     if isinstance(first, str):
@@ -165,7 +165,7 @@ def largest(
 
 
 def _last(holds: Callable[[int], bool], *, start: int, step: int, highest: int) -> int:
-    """The last multiple of `step` for which `holds`; it does for the first."""
+    """Last multiple of `step` for which `holds`; it holds for the first."""
     low, high = 1, max(2, start // step)
     while high * step <= highest and holds(high * step):
         low, high = high, 2 * high

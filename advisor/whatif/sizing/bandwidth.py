@@ -1,4 +1,4 @@
-"""How fast a link must be for a strategy not to wait for it."""
+"""Link bandwidth at which a strategy does not wait for communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEFAULT = Policy()
 _ALL_OPEN = PartialPlan()
 # A link that is this much faster than it is counts as one that takes no time.
 _ENDLESS = 2.0**20
-# A link this much slower, over which a strategy still loses nothing, is not used by it.
+# Slowdown at which a strategy that still loses nothing does not use the link.
 _NOTHING = 2.0**-20
 _RESOLUTION = 0.01
 
@@ -66,21 +66,21 @@ def bandwidth_needed(
         middle = sqrt(slow * enough)
         slow, enough = (slow, middle) if at(middle).estimate.step_s <= limit else (middle, enough)
     best = at(enough)
-    found = enough if slow else 0.0
+    needed = enough if slow else 0.0
     estimate = best.estimate
     sent, computed = estimate.communication_error, estimate.compute_error
     return Answer(
         question=f"Bandwidth of {link} that it needs:",
-        value=found,
+        value=needed,
         unit="bytes/s",
         # Needed is bytes over the time that computing leaves for them: both may be off.
-        low=found * (1 - sent) / (1 + computed),
-        high=found * (1 + sent) / (1 - computed),
+        low=needed * (1 - sent) / (1 + computed),
+        high=needed * (1 + sent) / (1 - computed),
         plan=best.plan,
         step_s=estimate.step_s,
         peak_high_bytes=estimate.peak_high_bytes,
         verified=tuple(_verified(link, slow, at, free) if slow else ["it loses nothing over any"]),
-        notes=(f"here: {shown(link, now)}, {'enough' if now >= found else 'too slow'}",),
+        notes=(f"here: {shown(link, now)}, {'enough' if now >= needed else 'too slow'}",),
     )
 
 

@@ -21,14 +21,14 @@ KWH_J = 3.6e6
 
 
 class Span(Record):
-    """An amount with the range that the estimate of a step gives it."""
+    """Amount with the range of the step estimate."""
 
     value: NonNegativeFloat
     low: NonNegativeFloat
     high: NonNegativeFloat
 
     def times(self, factor: Quantity) -> Span:
-        """The product; both may be off."""
+        """Product; both factors may be off."""
         return Span(
             value=self.value * factor.value,
             low=self.low * factor.low,
@@ -37,7 +37,7 @@ class Span(Record):
 
 
 class Budget(Record):
-    """What training on so many tokens or samples takes.
+    """Time, energy and cost of training on a number of tokens or samples.
 
     Attributes:
         steps: optimizer steps.
@@ -124,7 +124,7 @@ def budget(
 
 
 def samples_of(tokens: float | None, samples: float | None, tokens_per_sample: int | None) -> float:
-    """How many samples a run is, however it was said: see `budget`."""
+    """Number of samples of a run, given in tokens or samples: see `budget`."""
     given = {"tokens": tokens, "samples": samples}
     named = {name: amount for name, amount in given.items() if amount is not None}
     if len(named) != 1:

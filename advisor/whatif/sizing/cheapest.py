@@ -1,4 +1,4 @@
-"""Which kind of device does a run in time for the least money."""
+"""Kind of device that finishes a run before a deadline for the least money."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def cheapest_device(
     fast = policy.model_copy(update={"objective": Objective.TIME})
 
     def planned(cluster: ClusterProfile, count: int) -> Budget | str:
-        """The budget of so many devices, or why there is none."""
+        """Return the budget of so many devices, or the reason why there is none."""
         batch = next_multiple(facts.workload.global_batch_size, count)
         workload = facts.workload.model_copy(update={"global_batch_size": batch})
         try:
@@ -132,14 +132,14 @@ Planned = Callable[[ClusterProfile, int], Budget | str]
 
 
 def _offer(cluster: ClusterProfile, deadline_s: float, planned: Planned, most: int) -> Offer:
-    """The cheapest number that is in time, of those that were tried."""
+    """Return the cheapest of the tried numbers of devices that meets the deadline."""
     known: dict[int, Budget | str] = {}
 
     def in_time(count: int) -> bool:
         if count not in known:
             known[count] = planned(cluster, count)
-        found = known[count]
-        return isinstance(found, Budget) and found.seconds.high <= deadline_s
+        outcome = known[count]
+        return isinstance(outcome, Budget) and outcome.seconds.high <= deadline_s
 
     numbers = list(counts(cluster, most))
     places = list(_doubling(len(numbers)))
@@ -149,12 +149,12 @@ def _offer(cluster: ClusterProfile, deadline_s: float, planned: Planned, most: i
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if in_time(numbers[middle]) else (middle, high)
-        # Beyond the fewest that are in time more devices are seldom cheaper, and sometimes are.
+        # Beyond the fewest devices in time, more are rarely cheaper, but sometimes are.
         for place in places[first:]:
             in_time(numbers[place])
     name = cluster.device.name
-    tried = {count: found for count, found in known.items() if isinstance(found, Budget)}
-    enough = {count: found for count, found in tried.items() if in_time(count)}
+    tried = {count: outcome for count, outcome in known.items() if isinstance(outcome, Budget)}
+    enough = {count: outcome for count, outcome in tried.items() if in_time(count)}
     if not enough:
         count, last = max(known.items())
         because = last if isinstance(last, str) else f"takes {_hours(last.seconds.high)}"
@@ -170,7 +170,7 @@ def _offer(cluster: ClusterProfile, deadline_s: float, planned: Planned, most: i
 
 
 def _doubling(length: int) -> Iterator[int]:
-    """0, 1, 3, 7, ... and the last place."""
+    """Yield 0, 1, 3, 7, ... and the last index."""
     place = 0
     while place < length - 1:
         yield place
@@ -179,9 +179,9 @@ def _doubling(length: int) -> Iterator[int]:
 
 
 def _because(known: Mapping[int, Budget | str], count: int, slower: int | None) -> str:
-    found = known[count]
-    assert isinstance(found, Budget)
-    words = f"{devices_in_words(count)} take up to {_hours(found.seconds.high)}"
+    budget = known[count]
+    assert isinstance(budget, Budget)
+    words = f"{devices_in_words(count)} take up to {_hours(budget.seconds.high)}"
     if slower is None:
         return words
     other = known[slower]
@@ -193,8 +193,8 @@ def _hours(seconds: float) -> str:
     return f"{seconds / HOUR_S:.3g} h"
 
 
-def _cost(found: Budget) -> float:
-    return found.money.value if found.money else found.device_hours.value
+def _cost(budget: Budget) -> float:
+    return budget.money.value if budget.money else budget.device_hours.value
 
 
 def _rank(offer: Offer) -> tuple[int, float, str]:

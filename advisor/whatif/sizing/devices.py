@@ -1,4 +1,4 @@
-"""How few devices a model trains on."""
+"""Fewest devices that a model trains on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fewest_devices(
     partial = on_device(partial)
     bound = _bound(facts, policy) if partial.offload == "none" else 1
     before = may_fit = None
-    found: Trial | None = None
+    fewest: Trial | None = None
     for count in counts(facts.cluster, most):
         if count < bound:
             continue
@@ -49,10 +49,10 @@ def fewest_devices(
         if may_fit is None and tried.may_fit:
             may_fit = count
         if tried.fits:
-            found = tried
+            fewest = tried
             break
         before = count, tried.because
-    if found is None:
+    if fewest is None:
         count, because = before or (most, f"the states alone need {bound}")
         raise NoPlanError(
             f"{devices_in_words(count)} of this kind are not enough: {because}",
@@ -69,12 +69,12 @@ def fewest_devices(
         step_s=winner.estimate.step_s,
         peak_high_bytes=winner.estimate.peak_high_bytes,
         verified=tuple(_verified(facts, policy, bound, before, winner.plan.world_size)),
-        notes=tuple(_notes(facts, found.facts)),
+        notes=tuple(_notes(facts, fewest.facts)),
     )
 
 
 def _bound(facts: Facts, policy: Policy) -> int:
-    """No plan shares states among more than all devices: what one copy of them fills."""
+    """Bound by model states: plans can shard one copy over all devices at most."""
     return ceil(_states_bytes(facts) / policy.usable_bytes(facts.cluster.device))
 
 
@@ -85,7 +85,7 @@ def _states_bytes(facts: Facts) -> float:
 
 
 def _tried(facts: Facts, count: int, policy: Policy, partial: PartialPlan) -> Trial:
-    """With the batch that is asked for if that fits, else with one that so many devices share."""
+    """Try the requested batch, else one that so many devices can split."""
     batch = facts.workload.global_batch_size
     wanted = next_multiple(batch, count)
     try:
@@ -112,8 +112,8 @@ def _verified(
     return [f"below {bound} devices the model states alone, {states}, do not fit ({usable} each)"]
 
 
-def _notes(facts: Facts, found: Facts) -> list[str]:
-    asked, used = facts.workload.global_batch_size, found.workload.global_batch_size
+def _notes(facts: Facts, resized: Facts) -> list[str]:
+    asked, used = facts.workload.global_batch_size, resized.workload.global_batch_size
     if asked == used:
         return []
     return [f"with a global batch of {used}: {asked} cannot be shared out among so many"]

@@ -1,4 +1,4 @@
-"""How large a microbatch, a sequence or a model may be."""
+"""Largest microbatch, sequence or model that fits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALL_OPEN = PartialPlan()
 # More is a mistake in the question: the bisection would end there.
 _MOST_SAMPLES = 2**20
 _MOST_TOKENS = 2**30
-# Parameters grow with the cube of the factor: more than the largest that was ever trained.
+# Parameters grow with the cube of the factor: beyond the largest model ever trained.
 _MOST_TIMES = 64
 
 
@@ -45,7 +45,7 @@ def largest_microbatch(
     kept = partial.fixing(microbatch_size=found.value)
     return _answer(
         f"Largest microbatch of {facts.model.name}:",
-        found,
+        result,
         unit="samples",
         policy=policy,
         partial=kept,
@@ -71,7 +71,7 @@ def largest_sequence(
     def check(length: int) -> Trial:
         return trial(varied(facts, Lever.SEQUENCE, length), policy, partial)
 
-    found = _found(
+    result = _found(
         largest(check, start=int(now), step=tokens, highest=_MOST_TOKENS), f"{tokens} tokens"
     )
     return _answer(
@@ -101,27 +101,27 @@ def largest_model(
         model = scaled(facts.model, count)
         return trial(facts.model_copy(update={"model": model}), policy, partial)
 
-    found = _found(
+    result = _found(
         largest(check, start=heads, step=group, highest=_MOST_TIMES * heads),
         f"the model with {group} heads",
     )
     answer = _answer(
         f"Largest model of the family of {facts.model.name}:",
-        found,
+        result,
         unit="heads",
         policy=policy,
         partial=partial,
         notes=[SCALING],
     )
-    model = found.fits.facts.model
+    model = result.fits.facts.model
     return answer.model_copy(
         update={
             "value": model.parameters,
             "unit": "parameters",
             "low": model.parameters,
-            "high": scaled(facts.model, found.may_fit).parameters,
+            "high": scaled(facts.model, result.may_fit).parameters,
             "notes": (
-                f"{format_count(model.parameters)} parameters: {found.value} heads, {heads} now",
+                f"{format_count(model.parameters)} parameters: {result.value} heads, {heads} now",
                 *answer.notes,
             ),
         }
@@ -136,7 +136,7 @@ def _found(result: Largest | Trial, smallest: str) -> Largest:
 
 def _answer(
     question: str,
-    found: Largest,
+    result: Largest,
     *,
     unit: str,
     policy: Policy,
@@ -147,13 +147,13 @@ def _answer(
     because = found.too_large.because if found.too_large else found.refused
     return Answer(
         question=question,
-        value=found.value,
+        value=result.value,
         unit=unit,
-        low=found.value,
-        high=max(found.value, found.may_fit),
+        low=result.value,
+        high=max(result.value, result.may_fit),
         plan=winner.plan,
         step_s=winner.estimate.step_s,
         peak_high_bytes=winner.estimate.peak_high_bytes,
-        verified=(f"{found.next} {unit}: {because}",),
+        verified=(f"{result.next} {unit}: {because}",),
         notes=tuple(notes or ()),
     )

@@ -1,1 +1,1 @@
-"""One quantity against the time of a step: `advise sweep`."""
+"""Step time as a function of one quantity: `advise sweep`."""

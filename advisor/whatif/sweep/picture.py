@@ -1,4 +1,4 @@
-"""A sweep as a picture: a curve over a number, bars over plans. matplotlib is an extra."""
+"""Plot of a sweep: a curve over a number, or bars over plans. matplotlib is an extra."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from profiles.errors import InputError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# A curve whose values span more is drawn over their logarithm: 1 to 60 images a split, say.
+# Curves with a wider span use a logarithmic axis: 1 to 60 images a split, say.
 _WIDE = 20.0
 _LABELS = {
     Swept.SPLIT_SIZE: "split size (samples)",
@@ -24,7 +24,7 @@ _GB = 1e9
 
 
 def require_matplotlib() -> None:
-    """Before the work, not after it.
+    """Fail before the work, not after it, if matplotlib is missing.
 
     Raises:
         InputError: it is not installed.
@@ -40,7 +40,7 @@ def require_matplotlib() -> None:
 
 
 def picture(sweep: Sweep) -> bytes:
-    """A PNG of seconds per step, predicted and measured, with their ranges as error bars.
+    """Plot seconds per step as PNG, predicted and measured, with ranges as error bars.
 
     Raises:
         InputError: matplotlib is not installed.
@@ -126,7 +126,7 @@ def _bars(axes: Axes, sweep: Sweep) -> None:
 
 
 def _measured_bars(points: list[Point]) -> tuple[list[float], list[float]]:
-    """How far the range reaches below and above the median."""
+    """Distance of the range's ends below and above the median."""
     timings = [point.measured for point in points if point.measured]
     return (
         [timing.median_s - timing.low_s for timing in timings],
@@ -140,5 +140,5 @@ def _value(point: Point) -> float:
 
 
 def _folded(label: str) -> str:
-    """Settings one below the other."""
+    """Label with one setting per line."""
     return "\n".join(label.split())

@@ -28,7 +28,7 @@ _DEFAULT = Policy()
 
 
 class Swept(StrEnum):
-    """What is given several values."""
+    """Quantity of a sweep."""
 
     SPLIT_SIZE = "split size"  # samples of a microbatch, as PyTorch's tutorial calls it
     MICROBATCHES = "microbatches"
@@ -69,7 +69,7 @@ class Point(Record):
 
 
 class Sweep(Record):
-    """All points of one quantity, in the order that was asked for.
+    """All points of one quantity, in the requested order.
 
     >>> Sweep(model="gpt", cluster="here", swept="devices", global_batch_size=8, points=()).best
     """
@@ -82,16 +82,16 @@ class Sweep(Record):
 
     @property
     def best(self) -> Point | None:
-        """The fastest that fits; of batches, a sample."""
+        """Fastest point that fits; per sample in a sweep over batches."""
         return min((p for p in self.points if p.fits), key=self.seconds, default=None)
 
     @property
     def is_measured(self) -> bool:
-        """Whether all that fits was run."""
+        """Return True if all points that fit were run."""
         return all(point.measured for point in self.points if point.fits)
 
     def seconds(self, point: Point) -> float:
-        """What points are compared by: of a step, of larger and smaller ones a sample."""
+        """Seconds to compare points by: per step, or per sample in a sweep over batches."""
         timed = self.is_measured and point.measured
         seconds = timed.median_s if timed else point.step_s
         return seconds / point.value if self.swept is Swept.BATCH and point.value else seconds
@@ -105,11 +105,11 @@ def sweep(
     settings: PartialPlan,
     policy: Policy = _DEFAULT,
 ) -> Sweep:
-    """Predict the step of the plan that is taken at every value.
+    """Predict the step of the plan chosen at each value.
 
-    What `settings` leave open is decided anew at each value, so that a curve may go from one kind
-    of plan to another; settings that name all degrees keep it one. `Swept.PLAN` has its settings as
-    values, and each runs on as many devices as its degrees multiply to: the others stand idle.
+    Settings that `settings` leaves open are decided at each value, so a curve may change from one
+    kind of plan to another; settings that name all degrees prevent that. `Swept.PLAN` has its
+    settings as values, and each uses as many devices as its degrees multiply to.
 
     Args:
         values: as they are written: "12", "25 Gbit/s", "pp=2 schedule=naive", "torchtitan".
@@ -124,7 +124,7 @@ def sweep(
 
 
 def sweep_of(facts: Facts, swept: Swept, points: tuple[Point, ...]) -> Sweep:
-    """`points` with what they are about."""
+    """Return `points` with the sweep's metadata."""
     return Sweep(
         model=facts.model.name,
         cluster=facts.cluster.name,
@@ -134,8 +134,8 @@ def sweep_of(facts: Facts, swept: Swept, points: tuple[Point, ...]) -> Sweep:
     )
 
 
-class Case(Record):
-    """One value as facts and settings: what is decided on."""
+class SweepCase(Record):
+    """Facts and settings of one value."""
 
     label: str
     value: float | None
@@ -146,7 +146,7 @@ class Case(Record):
 def cases(
     facts: Facts, swept: Swept, values: Sequence[str], *, settings: PartialPlan
 ) -> Iterator[Case]:
-    """The facts and settings of every value; raises as `sweep`."""
+    """Yield facts and settings of each value; raises as `sweep`."""
     for text in values:
         there, partial, label = facts, settings, text
         if swept is Swept.PLAN:
@@ -199,7 +199,7 @@ def _point(case: Case, policy: Policy) -> Point:
 
 
 def _number(text: str, swept: Swept) -> float:
-    """A value in base units."""
+    """Parse a value to base units."""
     if swept is Swept.BANDWIDTH:
         return parse_bandwidth(text, where="--bandwidth")
     if not text.isdecimal() or int(text) == 0:
@@ -227,6 +227,6 @@ def _devices(settings: PartialPlan, facts: Facts) -> int:
 
 
 def shown_link(facts: Facts) -> str:
-    """Which link a sweep over bandwidth varies, and what it is now."""
+    """Link that a sweep over bandwidth varies, with its current bandwidth."""
     lever = _link(facts)
     return f"{lever}, now {shown(lever, value(facts, lever))}"

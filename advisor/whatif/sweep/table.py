@@ -31,13 +31,13 @@ COLUMNS = (
     "fits",
 )
 
-# As plans are equally fast for a decision.
+# Plans within this margin are equally fast for a decision.
 _TIED = Policy().simplicity_margin
 
 
 def sweep_table(sweep: Sweep) -> RenderableType:
-    """A line for each value; the fastest that fits is said below. Of two ranges the measured one is
-    shown, CSV has both: a line is no wider than a page."""
+    """Table with a line for each value, and the fastest that fits below. Only the measured range is
+    shown if there are two, to fit a page; CSV has both."""
     measured = any(point.measured for point in sweep.points)
     table = Table(box=None, pad_edge=False)
     table.add_column(str(sweep.swept), justify="right", no_wrap=True)
@@ -64,7 +64,7 @@ def sweep_table(sweep: Sweep) -> RenderableType:
 
 
 def sweep_csv(sweep: Sweep) -> str:
-    """A header and a line for each value; seconds and bytes, empty where nothing was measured."""
+    """Return CSV with a line per value, in seconds and bytes; empty if not measured."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -95,7 +95,7 @@ def _legend(sweep: Sweep) -> Iterator[str]:
 
 
 def _name(sweep: Sweep, place: int) -> str:
-    """Settings are too long for a column: they are numbered."""
+    """Number of the settings, which are too long for a column."""
     return sweep.points[place].label if sweep.swept is not Swept.PLAN else str(place + 1)
 
 
