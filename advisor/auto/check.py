@@ -1,9 +1,8 @@
-"""Check: one plan run for some steps on this machine, for its estimate to be compared with.
+"""Check: run a plan for some steps on this machine, to compare it with its estimate.
 
-All ranks of a plan are run where the job has as many. On processors the time of a rank's own thread
-tells computing from sending in those very steps. On accelerators every rank makes the same steps
-once more without the others, through torch's fake process groups; of a plan that is larger than the
-job one rank is run, in that way alone.
+All ranks of a plan run if the job has as many. On CPU a thread's own time separates compute from
+communication in those steps. On accelerators every rank repeats the steps without the others, with
+torch's fake process groups; of a plan larger than the job only one rank runs, in this way.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts
 from advisor.inputs.models import LoadedModel, load_model
 from advisor.learning.anchor import Links
-from advisor.learning.residuals import Measured
+from advisor.learning.residuals import StepMeasurement
 from engines.apply import apply_plan
 from engines.parallel import ParallelModel
 from engines.plan import Aggregation, Compression, DataParallel, Plan
@@ -48,15 +47,15 @@ from profiles.torch_compat import forget_groups
 
 STEPS = 10
 """After the warm-up; as often as `advise sweep --measure` times its plans."""
-# Batch norms want two rows, and a profile is taken at some batch; what is run is another.
+# Batch norms require two rows, and a profile needs some batch; the measured batch differs.
 _ROWS_LOOKED_AT = 2
 LINKS_S = BUDGET_S
 PRODUCT_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is run.
+class CheckRequest:
+    """Plan and model to run.
 
     Attributes:
         model: MODEL of the command line, built anew for every run.
@@ -76,21 +75,21 @@ class Asked:
     timeout_s: float | None = None
 
     def built(self) -> LoadedModel:
-        """The model, as it was before any run."""
+        """Build the model, fresh for each run."""
         return load_model(self.model, samples=_ROWS_LOOKED_AT, sequence_length=self.sequence_length)
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A plan as it was predicted without any run, and what one rank measured of it."""
+    """A plan with its a-priori prediction, and one rank's measurements."""
 
     facts: Facts
     plan: Plan
-    measured: Measured
+    measured: StepMeasurement
 
 
-def check(asked: Asked, cluster: ClusterProfile | None = None) -> Checked:
-    """Run the plan that is asked for, or decided. All ranks of a job call it, and leave it by this.
+def check(request: CheckRequest, cluster: ClusterProfile | None = None) -> Checked:
+    """Run the requested or decided plan. All ranks of a job must call it.
 
     Args:
         cluster: that the plan is for, of devices as this machine has; None is this job.
@@ -100,8 +99,8 @@ def check(asked: Asked, cluster: ClusterProfile | None = None) -> Checked:
         PlanError: fewer ranks than the plan has, and one of them cannot be run by itself.
         NoPlanError: nothing fits. RankError: a rank did not come in time, and which.
     """
-    if asked.optimizer not in OPTIMIZERS:
-        raise UnknownNameError("optimizer", asked.optimizer, OPTIMIZERS, where="advise check")
+    if request.optimizer not in OPTIMIZERS:
+        raise UnknownNameError("optimizer", request.optimizer, OPTIMIZERS, where="advise check")
     here = probe().device.name
     if cluster is not None and cluster.device.name != here:
         raise InputError(
@@ -112,7 +111,7 @@ def check(asked: Asked, cluster: ClusterProfile | None = None) -> Checked:
     world = join_world(timeout_s=asked.timeout_s)
     machines = cluster or machines_of(asked.built().module, partial_plan_of(asked.settings), world)
     if world.size == machines.world_size:
-        return _with_all_ranks(asked, machines, world)
+        return _with_all_ranks(request, machines, world)
     if world.size > 1:
         raise PlanError(
             f"the plan is for {machines.world_size} devices, this job has {world.size} ranks",
@@ -122,29 +121,29 @@ def check(asked: Asked, cluster: ClusterProfile | None = None) -> Checked:
                 "or start one, without torchrun: one rank of the plan is run",
             ],
         )
-    return _with_one_rank(asked, machines)
+    return _with_one_rank(request, machines)
 
 
-def _with_all_ranks(asked: Asked, machines: ClusterProfile, world: World) -> Checked:
-    loaded = asked.built()
+def _with_all_ranks(request: CheckRequest, machines: ClusterProfile, world: World) -> Checked:
+    loaded = request.built()
     parallel = auto_parallelize(
         loaded.module,
         sample=loaded.sample,
         loss_fn=loaded.loss_fn,
-        plan=asked.settings or None,
-        optimizer=OPTIMIZERS[asked.optimizer],
-        global_batch_size=asked.global_batch_size,
-        precision=asked.precision,
+        plan=request.settings or None,
+        optimizer=OPTIMIZERS[request.optimizer],
+        global_batch_size=request.global_batch_size,
+        precision=request.precision,
         weights=_fill if _is_on_meta(loaded.module) else None,
         cluster=machines,
         learns=False,
-        timeout_s=asked.timeout_s,
+        timeout_s=request.timeout_s,
     )
     decision = parallel.decision
     assert isinstance(decision, Decision)
     facts, plan = decision.facts, decision.plan
-    together = run(parallel, loaded, world.device, steps=asked.steps)
-    if asked.times_links and world.size > 1:
+    together = run(parallel, loaded, world.device, steps=request.steps)
+    if request.times_links and world.size > 1:
         together = replace(together, links=links(plan, facts))
     del parallel, loaded
     if world.size == 1:
@@ -158,7 +157,7 @@ def _with_all_ranks(asked: Asked, machines: ClusterProfile, world: World) -> Che
         alone = replace(together, alone=None)
     elif world.device.type == "cuda":
         release_freed_memory()
-        alone = _alone(asked, facts, plan, rank=world.rank, device=world.device)
+        alone = _alone(request, facts, plan, rank=world.rank, device=world.device)
     share = alone.products_share
     return Checked(facts, plan, replace(together, alone=alone.alone, products_share=share))
 
@@ -190,18 +189,18 @@ def _with_one_rank(asked: Asked, machines: ClusterProfile) -> Checked:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    found = _alone(asked, facts, plan, rank=0, device=device)
-    return Checked(facts, plan, replace(found, step=None))
+    measurement = _alone(request, facts, plan, rank=0, device=device)
+    return Checked(facts, plan, replace(measurement, step=None))
 
 
 def links(plan: Plan, facts: Facts) -> Links:
-    """All links, timed between computing, with messages up to those of the plan."""
+    """Measure all links between compute, with messages up to those of the plan."""
     largest = max((item.payload_bytes for item in estimate(plan, facts).traffic), default=0)
     return Links.of(bench(facts.cluster, budget_s=LINKS_S, max_bytes=int(largest)))
 
 
 def why_not_alone(plan: Plan) -> str:
-    """Why one rank of the plan cannot make a step without the others; empty where it can."""
+    """Reason why one rank of the plan cannot run a step without the others; empty if it can."""
     if plan.pp > 1:
         return "stages of a pipeline work on what others send"
     if plan.data_parallel is DataParallel.THREADS:
@@ -212,9 +211,11 @@ def why_not_alone(plan: Plan) -> str:
     return "" if is_plain else "gradients are not summed up by the backend"
 
 
-def _alone(asked: Asked, facts: Facts, plan: Plan, *, rank: int, device: torch.device) -> Measured:
-    """The steps of one rank without the others."""
-    loaded = asked.built()
+def _alone(
+    request: CheckRequest, facts: Facts, plan: Plan, *, rank: int, device: torch.device
+) -> StepMeasurement:
+    """Run the steps of one rank without the others."""
+    loaded = request.built()
     with fake_world(rank, plan.world_size, device) as world:
         parallel = apply_plan(
             loaded.module,
@@ -222,18 +223,18 @@ def _alone(asked: Asked, facts: Facts, plan: Plan, *, rank: int, device: torch.d
             profile=facts.model,
             cluster=facts.cluster,
             loss_fn=loaded.loss_fn,
-            optimizer=OPTIMIZERS[asked.optimizer],
+            optimizer=OPTIMIZERS[request.optimizer],
             sample=loaded.sample,
             weights=_fill if _is_on_meta(loaded.module) else None,
             world=world,
         )
-        return run(parallel, loaded, world.device, steps=asked.steps)
+        return run(parallel, loaded, world.device, steps=request.steps)
 
 
 def run(
     parallel: ParallelModel, loaded: LoadedModel, device: torch.device, *, steps: int = STEPS
-) -> Measured:
-    """Some steps of a plan on one batch: medians, and peaks at two sizes of the microbatch.
+) -> StepMeasurement:
+    """Run some steps of a plan on one batch: medians, and peaks at two microbatch sizes.
 
     On CUDA steps are timed by events in the stream, and tensors are counted by the allocator.
     """
@@ -253,11 +254,11 @@ def run(
     peak, allocated = peak_memory_bytes(device), _allocated_bytes(device)
     _step(parallel, loaded, plan.microbatch_size, steps)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # events are read when they are over
+        torch.cuda.synchronize(device)  # complete the events before reading them
     step, update = parallel.steps.timing(), parallel.steps.update_timing()
-    assert step is not None  # there were steps after the warm-up
+    assert step is not None  # steps follow the warm-up
     assert update is not None
-    return Measured(
+    return StepMeasurement(
         step=step,
         alone=parallel.steps.busy_timing() or step,
         update=update,
@@ -281,13 +282,16 @@ def _batch(parallel: ParallelModel, loaded: LoadedModel, rows: int) -> Batch:
 
 
 def products_share(parallel: ParallelModel, batch: Batch, device: torch.device) -> float | None:
-    """Of the time that a step computes forward and backward, that of matrix products and attention;
-    all ranks call it. None where a step is not one thread's, or compiled."""
+    """Share of matrix products and attention in a step's forward and backward; all ranks call it.
+    None if a step is compiled or has several threads."""
     if parallel.plan.compile or why_not_alone(parallel.plan):
         return None
     products = ProductTime(device)
     for _ in range(PRODUCT_STEPS):
-        for watched in (products, products.whole()):  # in turns: a disturbance falls on both
+        for watched in (
+            products,
+            products.whole(),
+        ):  # alternate, for equal disturbance
             with watched:
                 parallel.forward_backward(batch)
             parallel.optimizer.zero_grad(set_to_none=True)
@@ -296,7 +300,7 @@ def products_share(parallel: ParallelModel, batch: Batch, device: torch.device) 
 
 @contextmanager
 def _peak_begun(device: torch.device) -> Iterator[None]:
-    """From what is held now: freed memory is given back first, and no kernel is under way."""
+    """Reset the peak: release freed memory first, and wait for kernels."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -308,7 +312,7 @@ def _peak_begun(device: torch.device) -> Iterator[None]:
 
 
 def _allocated_bytes(device: torch.device) -> float:
-    """The most that tensors took; 0 where nobody counts."""
+    """Peak bytes of tensors; 0 if the allocator does not count."""
     return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0
 
 
@@ -317,7 +321,7 @@ def _is_on_meta(module: nn.Module) -> bool:
 
 
 def _fill(module: nn.Module) -> None:
-    """Values of usual sizes: a step takes as long with any."""
+    """Fill with values of typical magnitude; step time does not depend on them."""
     for parameter in module.parameters(recurse=False):
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.02)

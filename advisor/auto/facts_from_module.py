@@ -1,4 +1,4 @@
-"""The look: what there is to know of a model and its work, as facts."""
+"""Facts of a model and its workload, from the module."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from profiles.workload.workload import Workload
 
 log = logging.getLogger(__name__)
 
-# Kernels, threads and their heaps are set up at first use, after the look: 5 to 50 MiB were seen on
-# top of 370 to 420 MiB over runs of the demo.
+# Kernels, threads and their heaps are allocated at first use, after profiling: 5 to 50 MiB on top
+# of 370 to 420 MiB over runs of the demo.
 FIRST_USE_ERROR = 0.12
 
 LossFn = Callable[..., Tensor]
@@ -59,7 +59,7 @@ def look(
     stack: Stack = TORCH,
     may_reduce: bool = False,
 ) -> Facts:
-    """What there is to know before deciding.
+    """Collect the facts of a decision.
 
     Args:
         learns: runs on this machine correct it, and a step of such a model that was measured here.
@@ -121,8 +121,8 @@ def _profile(
     is_reduced: bool,
     may_leave_out: bool,
 ) -> ModelProfile:
-    """The model as it is built and, with `is_reduced`, in bf16; without that where it does not run
-    in it and `may_leave_out`."""
+    """Profile the model as built and, with `is_reduced`, in bf16; without bf16 if the model does
+    not support it and `may_leave_out`."""
     name = type(model).__name__
     if is_reduced:
         numerics = (Numerics.AS_BUILT, *MIXED)
@@ -158,22 +158,24 @@ def _global_batch(sample: Batch, partial: PartialPlan, ranks: int) -> int:
 
 
 def _given(**arguments: object) -> tuple[str, ...]:
-    """The fields of a workload that the caller named."""
+    """Workload fields named by the caller."""
     return tuple(name for name, value in arguments.items() if value is not None)
 
 
 def _with_context(cluster: ClusterProfile, model: nn.Module) -> ClusterProfile:
-    """What this process holds besides the model, now that all libraries are loaded.
+    """Set the context to this process's memory besides the model, after all imports.
 
     CPU ranks only: a GPU's context is not in main memory.
     """
     context = cluster.device.context_bytes
     if cluster.device.kind != "cpu" or context.source is not Source.MEASURED:
         return cluster
-    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == "cpu")
+    model_bytes = sum(
+        t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == "cpu"
+    )
     now = context.model_copy(
         update={
-            "value": max(context.value, resident_bytes() - held),
+            "value": max(context.value, resident_bytes() - model_bytes),
             "relative_error": FIRST_USE_ERROR,
             "origin": "this process before its first step",
         }
@@ -183,7 +185,7 @@ def _with_context(cluster: ClusterProfile, model: nn.Module) -> ClusterProfile:
 
 
 def _dtype(model: nn.Module) -> str:
-    """The dtype of most parameter elements, as torch names it."""
+    """Dtype of most parameter elements, as torch names it."""
     elements: dict[str, int] = {}
     for parameter in model.parameters():
         if parameter.is_floating_point():

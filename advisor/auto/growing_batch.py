@@ -15,15 +15,15 @@ from profiles.errors import InputError
 from profiles.record import Record
 
 
-class Setting(NamedTuple):
-    """What an epoch is trained with: samples per step, and the optimizer's rate."""
+class EpochSettings(NamedTuple):
+    """Settings of an epoch: samples per step, and learning rate."""
 
     batch: int
     learning_rate: float
 
 
 class GrowingBatch(Record):
-    """A step schedule whose steps are taken by the batch as far as it may grow, then by the rate.
+    """Schedule that steps by growing the batch up to its limit, then by decaying the rate.
 
     Make the plan for `largest`: a step with fewer rows is cut into the same number of smaller
     microbatches. Then, before each epoch, give the loader `batch` rows a step and the parameter
@@ -41,10 +41,10 @@ class GrowingBatch(Record):
     ...     batch=128, learning_rate=0.1, factor=5, milestones=(60, 120, 160), largest=5000
     ... )
     >>> [schedule.at(epoch) for epoch in (0, 60, 120)]  # doctest: +NORMALIZE_WHITESPACE
-    [Setting(batch=128, learning_rate=0.1), Setting(batch=640, learning_rate=0.1),
-     Setting(batch=3200, learning_rate=0.1)]
+    [EpochSettings(batch=128, learning_rate=0.1), EpochSettings(batch=640, learning_rate=0.1),
+     EpochSettings(batch=3200, learning_rate=0.1)]
     >>> schedule.at(160)
-    Setting(batch=5000, learning_rate=0.03125)
+    EpochSettings(batch=5000, learning_rate=0.03125)
     """
 
     batch: PositiveInt
@@ -71,13 +71,13 @@ class GrowingBatch(Record):
             raise InputError(f"the first batch, {self.batch}, is no multiple of {self.multiple}")
         return self
 
-    def at(self, epoch: float) -> Setting:
+    def at(self, epoch: float) -> EpochSettings:
         """Batch and rate of `epoch`, counted from 0."""
         passed = sum(epoch >= milestone for milestone in self.milestones)
         cooled = self.factor**passed
         wanted = min(round(self.batch * cooled), self.largest)
         batch = wanted - wanted % self.multiple
-        return Setting(batch, self.learning_rate * (batch / self.batch) / cooled)
+        return EpochSettings(batch, self.learning_rate * (batch / self.batch) / cooled)
 
     def steps(self, *, samples: int, epochs: int) -> int:
         """Optimizer steps of `epochs` epochs over `samples` samples, short last ones included."""

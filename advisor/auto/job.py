@@ -1,4 +1,4 @@
-"""The job that this process is of: its ranks, and the machines that they run on."""
+"""This process's job: its ranks and their machines."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def machines_of(model: nn.Module, partial: PartialPlan, world: World) -> Cluster
     """
     parts = len(accelerators_of(model))
     if world.size > 1:
-        found = recall_or_bench(probe())
+        cluster = recall_or_bench(probe())
         if parts > 1:
-            found = found.model_copy(update={"parts": probe(launcher=_ALONE, ranks=parts)})
-        return found
-    if launcher().world_size > 1:  # ranks that joined no job: a plan for them is refused later
+            cluster = cluster.model_copy(update={"parts": probe(launcher=_ALONE, ranks=parts)})
+        return cluster
+    if launcher().world_size > 1:  # ranks without a job: a plan for them is rejected later
         return probe(measure=True)
     drives = (partial.dp_replicate or 0) if is_by_threads(partial) else max(1, parts)
     return probe(launcher=_ALONE, ranks=drives or None, measure=True)
 
 
 def is_by_threads(partial: PartialPlan) -> bool:
-    """Whether one process is to drive all replicas."""
-    return partial.data_parallel is DataParallel.THREADS
+    """Return True if one process drives all replicas."""
+    return pins.get("data_parallel") == DataParallel.THREADS
 
 
-def require_ranks(partial: PartialPlan, world: World) -> None:
-    """Before anything is timed: the degrees that are fixed can multiply to the number of ranks.
+def require_ranks(pins: Mapping[str, Any], world: World) -> None:
+    """Check before any measurement that the fixed degrees can multiply to the number of ranks.
 
     Raises:
         PlanError: they cannot, or threads miss devices.
@@ -61,11 +61,11 @@ def require_ranks(partial: PartialPlan, world: World) -> None:
     left = world.size - beside
     if beside and (left < 1 or left % needed or (is_whole and needed != left)):
         raise PlanError(
-            f"beside {beside} servers and backup workers {left} of this job's {world.size} ranks"
-            f" are left, the degrees need {'' if is_whole else 'a multiple of '}{needed}",
-            hints=[f"start {needed + beside} ranks, or leave the degrees open"],
+            f"beside {spare_ranks} servers and backup workers {left} of this job's {world.size}"
+            f" ranks are left, the degrees need {'' if is_whole else 'a multiple of '}{needed}",
+            hints=[f"start {needed + spare_ranks} ranks, or leave the degrees open"],
         )
-    if not beside and (world.size % needed or (is_whole and needed != world.size)):
+    if not spare_ranks and (world.size % needed or (is_whole and needed != world.size)):
         words = " ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
         raise PlanError(
             f"{words or 'a plan of one device'} needs {'' if is_whole else 'a multiple of '}"

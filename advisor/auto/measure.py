@@ -1,4 +1,4 @@
-"""A sweep on the ranks of this job: every plan is applied to the model built anew, and timed."""
+"""Sweep on the ranks of this job: each plan is applied to a fresh model and measured."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ STEPS = 10
 """After the warm-up; as often as PyTorch's tutorial repeats its timings."""
 PATIENCE_S = 120.0
 """For another rank: all do the same at the same time, so that one this late is gone."""
-# Batch norms want two rows, and a profile is taken at some batch; what is timed is another.
+# Batch norms require two rows, and a profile needs some batch; the measured batch differs.
 _ROWS_LOOKED_AT = 2
-# Steps are small, so that the numbers stay what they are: a step takes as long at any rate.
+# A small rate keeps the numbers as they are; step time does not depend on it.
 _RATE = 1e-6
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": partial(torch.optim.SGD, lr=_RATE),
@@ -50,10 +50,10 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 """Those of `profiles.workload.optimizers` that torch has for parameters of any shape."""
 
 
-class Words:
-    """What rank 0 says through the rendezvous store while the others stand idle, in order.
+class Announcements:
+    """Messages of rank 0 through the rendezvous store while the others idle, in order.
 
-    A collective would keep them busy, and could not tell how far rank 0 is.
+    A collective would keep them busy, and could not report rank 0's progress.
     """
 
     def __init__(self, world: World) -> None:
@@ -67,7 +67,7 @@ class Words:
         default_store().set(self._key(), text)
 
     def heard(self) -> str:
-        """The next one.
+        """Wait for the next message.
 
         Raises:
             RankError: it did not come within the world's time limit.
@@ -89,8 +89,8 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """What is timed, where, and how often.
+class MeasuredModel:
+    """Model, cluster and number of steps of a measured sweep.
 
     Attributes:
         cluster: of the job, with `devices` of them in a plan of all.
@@ -104,14 +104,14 @@ class Subject:
     devices: int
     optimizer: OptimizerFactory
     world: World
-    words: Words
+    words: Announcements
     steps: int
 
     def built(self) -> LoadedModel:
         return load_model(self.model, samples=_ROWS_LOOKED_AT, sequence_length=self.sequence_length)
 
     def machines(self, case: SweepCase) -> ClusterProfile:
-        """Of so many of the devices as the case has."""
+        """Return the cluster with as many devices as the case has."""
         count = case.facts.cluster.world_size
         return self.cluster if count == self.devices else resized(self.cluster, count)
 
@@ -129,7 +129,7 @@ def measured_sweep(
     timeout_s: float = PATIENCE_S,
     cluster: ClusterProfile | None = None,
 ) -> Sweep:
-    """`sweep` on this job's devices, with the steps of every plan timed beside. All ranks call it.
+    """Run `sweep` on this job's devices and measure every plan's steps. All ranks call it.
 
     What is predicted rests on the model's blocks timed here first, at the rows of a split.
     Plans of one device run on rank 0 while the others stand idle. A range is the 10th to the 90th
@@ -172,7 +172,7 @@ def measured_sweep(
         optimizer=OPTIMIZERS[optimizer],
         partial=settings,
     )
-    subject = Subject(
+    subject = MeasuredModel(
         model=model,
         sequence_length=sequence_length,
         cluster=cluster,
@@ -180,7 +180,7 @@ def measured_sweep(
         devices=facts.cluster.world_size,
         optimizer=OPTIMIZERS[optimizer],
         world=world,
-        words=Words(world),
+        words=Announcements(world),
         steps=steps,
     )
     wanted = list(cases(facts, swept, values, settings=settings))
@@ -208,13 +208,13 @@ def _require_ranks(case: SweepCase, world: World) -> None:
     )
 
 
-def _measured(case: SweepCase, subject: Subject) -> Point:
+def _measured(case: SweepCase, subject: MeasuredModel) -> Point:
     is_alone = case.facts.cluster.world_size == 1 < subject.world.size
     loaded = subject.built()
     loaded = replace(loaded, sample=repeated(loaded.sample, _rows(case)))
     parallel = (_alone if is_alone else _together)(case, subject, loaded)
     if is_alone and subject.world.rank > 0:
-        while not (text := subject.words.heard()):  # a word for each step
+        while not (text := subject.words.heard()):  # a message per step
             pass
         return Point.model_validate_json(text)
     decision = parallel.decision
@@ -241,14 +241,14 @@ def _measured(case: SweepCase, subject: Subject) -> Point:
 
 
 def _rows(case: SweepCase) -> int:
-    """Samples that blocks are timed at: of a microbatch, as far as the case says."""
+    """Samples of a timed block: those of a microbatch, if the case gives them."""
     most = case.facts.workload.global_batch_size
     named = case.settings.microbatch_size
     return max(_ROWS_LOOKED_AT, named or most)
 
 
 def repeated(sample: Batch, rows: int) -> Batch:
-    """The rows of `sample` over and over."""
+    """Repeat the rows of `sample`."""
     index = torch.arange(rows)
     return map_batch(lambda tensor: tensor[index % len(tensor)], sample)
 
@@ -268,8 +268,8 @@ def _together(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelMode
     )
 
 
-def _alone(case: SweepCase, subject: Subject, loaded: LoadedModel) -> ParallelModel:
-    """Each rank by itself; all of them, as `apply_plan` wants it."""
+def _alone(case: SweepCase, subject: MeasuredModel, loaded: LoadedModel) -> ParallelModel:
+    """Apply the plan on each rank by itself; `apply_plan` requires all of them."""
     facts = look(
         loaded.module,
         loaded.sample,
@@ -296,7 +296,9 @@ def _alone(case: SweepCase, subject: Subject, loaded: LoadedModel) -> ParallelMo
     return parallel
 
 
-def _timed(parallel: ParallelModel, sample: Batch, subject: Subject, *, is_alone: bool) -> Timing:
+def _timed(
+    parallel: ParallelModel, sample: Batch, subject: MeasuredModel, *, is_alone: bool
+) -> Timing:
     of_all = parallel.plan.global_batch_size
     assert of_all is not None
     batch = repeated(sample, of_all // parallel.data_world_size)
@@ -305,7 +307,7 @@ def _timed(parallel: ParallelModel, sample: Batch, subject: Subject, *, is_alone
         if is_alone:
             subject.words.say()
     if subject.world.device.type == "cuda":
-        torch.cuda.synchronize()  # events are read when they are over
+        torch.cuda.synchronize()  # complete the events before reading them
     timing = parallel.steps.timing()
-    assert timing is not None  # there were steps after the warm-up
+    assert timing is not None  # steps follow the warm-up
     return timing

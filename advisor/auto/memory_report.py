@@ -1,4 +1,4 @@
-"""What the devices of a training held, beside what was predicted of them."""
+"""Memory of a training's devices, compared with the prediction."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
 
 
 def memory_report(parallel: ParallelModel) -> str:
-    """What the ranks of a training held, and what their allocators reserved beyond it, beside what
-    was predicted; a line each. All ranks call it, after some steps.
+    """Report the ranks' peak and reserved memory next to the prediction, a line each. All ranks
+    call it, after some steps.
 
     Raises:
         InputError: the plan was not decided here, so nothing was predicted.
     """
-    decision, found = parallel.decision, parallel.memory()
+    decision, peaks = parallel.decision, parallel.memory()
     if not isinstance(decision, Decision):
         raise InputError(
             "nothing was predicted of this training: its plan was given to `apply_plan`",
             hints=["`parallel.memory()` says what it held"],
         )
-    return "\n".join(_beside(found, decision.estimate, reserved_bytes(decision)))
+    return "\n".join(_compared(peaks, decision.estimate, reserved_bytes(decision)))
 
 
-def _beside(found: PeakMemory, own: Estimate, reserved: float) -> Iterator[str]:
-    most, slackest = found.ranks[found.fullest], found.ranks[found.slackest]
-    yield str(found)
+def _compared(peaks: PeakMemory, own: Estimate, reserved: float) -> Iterator[str]:
+    most, slackest = peaks.ranks[peaks.fullest], peaks.ranks[peaks.slackest]
+    yield str(peaks)
     expected = f"{format_gib(own.peak_low_bytes)} to {format_gib(own.peak_high_bytes)}"
     yield f"predicted: {expected}, {format_gib(reserved)} with usual slack"
     if most.peak_bytes > own.peak_high_bytes:
         over = format_gib(most.peak_bytes - own.peak_high_bytes)
-        yield f"rank {found.fullest} held {over} more than the upper end"
+        yield f"rank {peaks.fullest} held {over} more than the upper end"
     if not slackest.allocated_bytes:
         return
     slack, allowed = format_percent(slackest.slack), format_percent(ALLOCATOR_SLACK)
     if slackest.slack > ALLOCATOR_SLACK or slackest.retries:
         yield (
-            f"rank {found.slackest} reserved {slack} more than its tensors, predictions allow for"
+            f"rank {peaks.slackest} reserved {slack} more than its tensors, predictions allow for"
             f" {allowed}: {advice()}"
         )
     else:

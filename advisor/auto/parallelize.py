@@ -1,6 +1,6 @@
-"""The whole way: look at the model and the machines, decide, apply.
+"""`advise` and `auto_parallelize`: profile model and machines, decide, apply.
 
-The only file of this package that touches modules.
+The only file of this package that modifies modules.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def advise(
     anchor: Anchor | str | PathLike[str] | None = None,
     stack: Stack | str | None = None,
 ) -> Decision:
-    """How to spread `model`, and why. Looks, changes nothing, allocates nothing.
+    """Plan how to spread `model`, and explain why. Changes and allocates nothing.
 
     The result renders as a report in a terminal (`print`) and in a notebook.
 
@@ -183,7 +183,7 @@ def auto_parallelize(
     offload_folder: str | PathLike[str] | None = None,
     stack: Stack | str | None = None,
 ) -> ParallelModel:
-    """Decide how to spread `model` over the ranks of this job, and do it.
+    """Decide how to spread `model` over the ranks of this job, and apply the plan.
 
     Start the script with `torchrun --nproc-per-node N`; alone it is a plan of one device. Rank 0
     looks and decides, the others take its plan. Devices and links are timed for 20 seconds first,
@@ -276,7 +276,7 @@ def auto_parallelize(
         )
 
     if timed and world.rank > 0:
-        with contextlib.suppress(AdvisorError):  # rank 0 meets it too, and tells all
+        with contextlib.suppress(AdvisorError):  # rank 0 raises it too, and broadcasts it
             facts()
     decision, proofs = _from_rank_zero(decide, world)
     parallel = apply_plan(
@@ -317,11 +317,10 @@ def _decided(
     partial: PartialPlan,
     loss_fn: LossFn | None,
 ) -> tuple[Decision, Proofs]:
-    """The decision, with layers split as the engine proves that they may be, and sequences shared
-    out where it proves that they can be; and the proofs.
+    """Decide, with layers and sequences split as the engine proves possible; return the proofs.
 
-    What a decision takes is proved on the modules; where that finds another way, it is decided
-    again by it.
+    A decision's splits are proved on the modules; if the proof gives other splits, the decision is
+    repeated with those.
     """
     layers: dict[int, SplitProof | None] = {}
 
@@ -350,7 +349,7 @@ def _decided(
 def _sequence_proof(
     model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int
 ) -> SequenceProof | None:
-    """The engine's proof that the model's sequences can be shared out; None where it has none."""
+    """Engine's proof that the model's sequences can be split; None without one."""
     try:
         return prove(model, sample, loss_fn, size=size)
     except InputError as error:
@@ -365,7 +364,7 @@ def _read(anchor: Anchor | str | PathLike[str] | None) -> Anchor | None:
 
 
 def partial_plan_of(plan: PlanLike) -> PartialPlan:
-    """The settings that a plan, a file, a string or a mapping fixes.
+    """Settings fixed by a plan, a file or a string.
 
     A whole plan fixes every setting; a string and a mapping only what they name.
     """
@@ -391,7 +390,7 @@ def _require_same_request(
     objective: str,
     allowed: Mapping[str, bool],
 ) -> None:
-    """Rank 0 decides for all; a rank that was asked for something else must not go unheard."""
+    """Rank 0 decides for all; a rank with different arguments must raise."""
     asked = {
         **partial.fixed,
         "global_batch_size": global_batch_size,
@@ -406,7 +405,8 @@ def _require_same_request(
 def _from_rank_zero(
     decide: Callable[[], tuple[Decision, Proofs]], world: World
 ) -> tuple[Decision, Proofs]:
-    """Rank 0's decision and proofs, or its error, on all ranks; through the store, with a bound."""
+    """Return rank 0's decision and proofs, or raise its error, on all ranks; through the store,
+    with a timeout."""
     if world.size == 1:
         return decide()
     store = default_store()

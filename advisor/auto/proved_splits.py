@@ -1,8 +1,8 @@
-"""choose, with layers split as the module's code allows.
+"""`choose`, with layers split as the module's code allows.
 
-A profile does not show where code writes down how many features it works on, and cannot take a
-share of them. What a decision splits is checked on the module; where that finds another split, it
-is decided again by it, so that what is priced is what the engine does.
+A profile does not show hard-coded feature counts, which prevent a split. The splits of a decision
+are checked on the module; if the check gives other splits, the decision is repeated with those, so
+that estimate and engine agree.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Check = Callable[[int], Pairs]
 
 
 def choose_checked(facts: Facts, *, policy: Policy, partial: PartialPlan, check: Check) -> Decision:
-    """`choose`, with the styles of `check` for the tp that is taken.
+    """Call `choose` with the styles of `check` for the chosen tp.
 
     Raises:
         PlanError, NoPlanError: as `choose`.
     """
     by_rules = styles_of(facts)
-    found: dict[int, Pairs] = {}
+    checked: dict[int, Pairs] = {}
     while True:
         decision = choose(
             facts,
@@ -51,17 +51,17 @@ def choose_checked(facts: Facts, *, policy: Policy, partial: PartialPlan, check:
         styles = check(tp)
         if cuts(styles) == cuts(decision.plan.tensor_styles):
             return decision
-        found[tp] = styles
+        checked[tp] = styles
 
 
 def cuts(pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[str, Style]]:
-    """The entries that cut layers. Counts of heads cost nothing, and `apply_plan` finds them."""
+    """Entries that split layers. Head counts are free, and `apply_plan` finds them."""
     read = ((pattern, Style.parse(text)) for pattern, text in pairs)
     return frozenset((pattern, style) for pattern, style in read if style.kind is not Kind.SIZES)
 
 
 def check_of(loaded: LoadedModel, profile: ModelProfile) -> Check:
-    """Try units on fake tensors, where a model is there to be looked at and not to be trained."""
+    """Try units on fake tensors, for a model that is available but not to be trained."""
 
     def check(tp: int) -> Pairs:
         from engines.tensor.proposal import propose_styles

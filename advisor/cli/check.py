@@ -1,4 +1,4 @@
-"""`advise check`: an estimate beside a step of the same plan that was run here."""
+"""`advise check`: an estimate compared with a measured step of the same plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from advisor.auto.check import Checked
-    from advisor.learning.anchor import Anchor, Residual, Term
+    from advisor.learning.anchor import Anchor, Term, TermResidual
 
 
 @click.command()
@@ -70,7 +70,7 @@ def check(
     Exits with 1 if anything was measured outside its predicted range.
     """
     writable(output)
-    from advisor.auto.check import STEPS, Asked
+    from advisor.auto.check import STEPS, CheckRequest
     from advisor.auto.check import check as run_checked
     from advisor.learning.anchor import anchored
     from advisor.learning.residuals import anchor_of, terms_of
@@ -79,7 +79,7 @@ def check(
     from profiles.machine.clusters import resolve_cluster
     from profiles.timing.runs import machine_of
 
-    asked = Asked(
+    asked = CheckRequest(
         model=model,
         settings=partial,
         global_batch_size=global_batch,
@@ -90,17 +90,17 @@ def check(
         times_links=anchor or output is not None,
     )
     try:
-        found = run_checked(asked, None if cluster == "auto" else resolve_cluster(cluster))
+        checked = run_checked(asked, None if cluster == "auto" else resolve_cluster(cluster))
     finally:
         leave_world()
     only_first_rank()
-    known = None if no_anchor else anchor_here(found.facts)
-    facts = anchored(found.facts, known) if known is not None else found.facts
-    terms = terms_of(found.plan, facts, found.measured)
-    show_on_screen(_table(model, found, terms, known), no_color=no_color)
+    known = None if no_anchor else anchor_here(checked.facts)
+    facts = anchored(checked.facts, known) if known is not None else checked.facts
+    terms = terms_of(checked.plan, facts, checked.measured)
+    show_on_screen(_table(model, checked, terms, known), no_color=no_color)
     if anchor or output is not None:
         measured = anchor_of(
-            found.plan, found.facts, found.measured, machine_of(found.facts.cluster)
+            checked.plan, checked.facts, checked.measured, machine_of(checked.facts.cluster)
         )
         if output is not None:
             write(output, measured.to_json())
@@ -112,7 +112,7 @@ def check(
 
 
 def _table(
-    model: str, found: Checked, terms: dict[Term, Residual], known: Anchor | None
+    model: str, checked: Checked, terms: dict[Term, TermResidual], known: Anchor | None
 ) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
@@ -136,21 +136,23 @@ def _table(
             f"{residual.ratio:.2f}" if residual.ratio else "",
             "outside" if residual.is_outside else "",
         )
-    head = Text(f"{model} on {found.facts.cluster.name}: {found.plan}")
-    return Group(head, Text(), table, Text(), *map(Text, _notes(found, terms, known)))
+    head = Text(f"{model} on {checked.facts.cluster.name}: {checked.plan}")
+    return Group(head, Text(), table, Text(), *map(Text, _notes(checked, terms, known)))
 
 
-def _notes(found: Checked, terms: dict[Term, Residual], known: Anchor | None) -> Iterator[str]:
+def _notes(
+    checked: Checked, terms: dict[Term, TermResidual], known: Anchor | None
+) -> Iterator[str]:
     from advisor.auto.check import why_not_alone
 
-    measured, ranks = found.measured, found.plan.world_size
+    measured, ranks = checked.measured, checked.plan.world_size
     timing = measured.step or measured.alone
     assert timing is not None
     yield f"Medians of {timing.repeats} steps; memory is that of the first rank."
     if measured.step is None:
         yield f"One of {ranks} ranks was run without the others: nothing is known of links."
     elif measured.alone is None:
-        yield f"Computing and waiting are not told apart: {why_not_alone(found.plan)}."
+        yield f"Computing and waiting are not told apart: {why_not_alone(checked.plan)}."
     if known is not None:
         yield f"Predicted with the step of {known.plan} that was kept on {known.measured_at[:10]}."
     outside = [str(term) for term, residual in terms.items() if residual.is_outside]

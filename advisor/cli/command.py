@@ -1,4 +1,4 @@
-"""What all `advise` commands share: streams, exit codes, and errors in one form.
+"""Shared code of all `advise` commands: streams, exit codes, error formatting.
 
 stdout carries the report or JSON, stderr progress, notes and errors. Exit codes: 0 a plan was
 found, 1 the question was valid and the answer is no, 2 bad usage or input, 101 a mistake of ours.
@@ -67,7 +67,7 @@ class Advise(click.Group):
 
 
 def _is_first_to_speak() -> bool:
-    """All ranks meet the same mistake in the same words: the first of a node says it.
+    """Return True if this rank reports an error that all ranks have: the first of a node does.
 
     torchrun ends the others as soon as it left. One that still lives after some seconds may have a
     mistake of its own, or the machine is slow: so the first leaves a mark in the folder that
@@ -75,7 +75,7 @@ def _is_first_to_speak() -> bool:
     """
     if rank := local_rank():
         try:
-            time.sleep(FIRST_WORD_S + rank / 2)  # of those too, the first is enough
+            time.sleep(FIRST_WORD_S + rank / 2)  # the first report is enough
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
     log = os.environ.get("TORCHELASTIC_ERROR_FILE")  # ATTEMPT/RANK/error.json
@@ -91,7 +91,7 @@ def _is_first_to_speak() -> bool:
 
 
 def _report(error: Exception, *, colour: bool, is_said: bool) -> int:
-    """Say on stderr what went wrong, if `is_said`; the exit code that it means."""
+    """Print an error to stderr if `is_said`; return its exit code."""
     match error:
         case AdvisorError():
             shown = error
@@ -117,7 +117,7 @@ def _report(error: Exception, *, colour: bool, is_said: bool) -> int:
 
 
 def _usage_error(error: click.ClickException) -> InputError:
-    """Click's words in our form: what, where, and the near miss."""
+    """Convert click's message to our form: problem, location, and near miss."""
     ctx = error.ctx if isinstance(error, click.UsageError) else None
     command = ctx.command_path if ctx else "advise"
     hints = [f"`{command} --help` lists what there is"]
@@ -137,7 +137,7 @@ def _usage_error(error: click.ClickException) -> InputError:
 
 
 def one_of(*known: str) -> Callback[str]:
-    """A callback for an option with a closed list of values, in any case."""
+    """Callback for an option with a closed list of values, ignoring case."""
 
     def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
         if value is None or value.lower() in known:
@@ -148,7 +148,7 @@ def one_of(*known: str) -> Callback[str]:
 
 
 def count(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """A callback for an option that is a positive whole number."""
+    """Callback for an option that is a positive integer."""
     if value is None:
         return None
     if not value.isdecimal() or int(value) == 0:
@@ -157,12 +157,12 @@ def count(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 
 
 def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """A callback for an option that is a time: seconds, zero or more."""
+    """Callback for an option in seconds, zero or more."""
     return _zero_or_more(param, value, "seconds")
 
 
 def fraction(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """A callback for an option that is a part of something: zero or more."""
+    """Callback for an option that is a fraction, zero or more."""
     return _zero_or_more(param, value, "a fraction")
 
 
@@ -179,9 +179,9 @@ def _zero_or_more(param: click.Parameter, value: str | None, what: str) -> float
 
 
 def common_options(command: Command) -> Command:
-    """The options that every command has."""
+    """Options of every command."""
     for option in (
-        # Read from the command line by `Advise.main`, which is where errors end up.
+        # Parsed by `Advise.main`, which handles errors.
         click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks."),
         click.option("--no-color", is_flag=True, help="Plain text; NO_COLOR does the same."),
     ):

@@ -1,7 +1,6 @@
-"""The machines that a command is about: by name, from a file, or those it runs on.
+"""Cluster of a command: by name, from a file, or the current machine.
 
-A command under torchrun runs on every rank. All ranks look and time; rank 0 goes on to answer, the
-others end here.
+A command under torchrun runs on every rank. All ranks probe and measure; only rank 0 continues.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def resolve(text: str, *, bench: bool) -> ClusterProfile:
 
 
 def only_first_rank() -> None:
-    """Where every rank of a job would give the same answer, rank 0 does; the others end here."""
+    """Exit on all ranks but rank 0, if every rank would give the same answer."""
     from profiles.machine.launcher import launcher
 
     if launcher().rank > 0:
@@ -54,7 +53,7 @@ def only_first_rank() -> None:
 
 
 def look(*, measure: bool = False) -> ClusterProfile:
-    """This machine, or this job, without a word between its ranks."""
+    """Probe this machine or job without communication."""
     from profiles.machine.launcher import launcher
     from profiles.machine.probe import probe
 
@@ -66,8 +65,8 @@ def look(*, measure: bool = False) -> ClusterProfile:
 
 
 def timed_here() -> ClusterProfile:
-    """This machine or this job, timed now and kept for `resolve`; alone on several GPUs, their
-    links are not timed."""
+    """Measure this machine or job and cache the result for `resolve`; without a job, links between
+    several GPUs are not measured."""
     from profiles.machine.bench import BUDGET_S, bench, keep, progress
     from profiles.machine.launcher import launcher
     from profiles.machine.probe import probe
@@ -86,7 +85,7 @@ def timed_here() -> ClusterProfile:
 
 @contextmanager
 def _joined(rank: int) -> Iterator[None]:
-    """Join the job for as long as the body runs; afterwards only rank 0 goes on."""
+    """Join the job while the body runs; afterwards only rank 0 continues."""
     from engines.runtime.world import join_world, leave_world
 
     join_world()

@@ -1,7 +1,7 @@
 """The `advise` command: thin functions from options to answers.
 
-Whatever is heavy (torch, networkx, jinja2, rich) is imported inside the commands, so that
-`advise --help` answers at once.
+Heavy packages (torch, networkx, jinja2, rich) are imported inside the commands, so that `advise
+--help` is fast.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from advisor.inputs.models import LoadedModel
 
-OF_A_JOB = ("check", "plan", "probe", "sweep")  # all its ranks may have to work for these
+OF_A_JOB = ("check", "plan", "probe", "sweep")  # their ranks may all have to take part
 sequence_option = click.option(
     "--seq",
     callback=count,
@@ -59,7 +59,7 @@ def format_option(text: str) -> Callable[[Command], Command]:
 @click.version_option(package_name="parallel-advisor", prog_name="advise")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """How to spread a PyTorch model over devices, whether it fits, how fast it will be, and why.
+    """Plan how to spread a PyTorch model over devices, if it fits, how fast it will be, and why.
 
     \b
       advise gpt-7b --cluster 4x8xH100-SXM-80GB --global-batch 256 --precision bf16
@@ -275,7 +275,7 @@ def show(file: str, form: str, output: str | None, no_color: bool) -> None:
 @click.option("--why-not", metavar="SETTINGS", help='Why another plan lost, as in "zero=3".')
 @common_options
 def explain(words: tuple[str, ...], why_not: str | None, no_color: bool) -> None:
-    """Why a plan was taken; or what a term means, with the plan's number.
+    """Explain a plan's choice, or define a term with the plan's number.
 
     \b
       advise explain plan.json            the questions, answers and numbers that decided
@@ -381,26 +381,26 @@ def profile(
     as_json: bool,
     no_color: bool,
 ) -> None:
-    """What MODEL needs: parameters, FLOP and activations, unit by unit."""
+    """Profile MODEL: parameters, FLOP and activations, unit by unit."""
     from advisor.inputs.models import profile_model
     from profiles.model.profile import Numerics
 
     if as_json and form == "mermaid":
         raise InputError("`--json` and `--format mermaid` both want stdout: take one")
     writable(output)
-    found = profile_model(
+    result = profile_model(
         model, samples=1, sequence_length=seq, numerics=tuple(Numerics), timed=timed
     )
     if as_json:
-        click.echo(found.to_json(), nl=False)
+        click.echo(result.to_json(), nl=False)
     elif form == "mermaid":
-        click.echo(found.flow.mermaid())
+        click.echo(result.flow.mermaid())
     else:
         from advisor.cli.model_table import model_table
 
-        show_on_screen(model_table(found), no_color=no_color)
+        show_on_screen(model_table(result), no_color=no_color)
     if output is not None:
-        write(output, found.to_json())
+        write(output, result.to_json())
 
 
 @cli.command()

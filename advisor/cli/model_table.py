@@ -1,4 +1,4 @@
-"""A model profile for the screen: one line per kind of unit, in at most 80 columns."""
+"""Model profile as a table: one line per kind of unit, at most 80 columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from profiles.units import (
 
 
 def model_table(profile: ModelProfile) -> RenderableType:
-    """Parameters, FLOP and kept activations of one sample; runs of equal units share a line.
+    """Table of parameters, FLOP and saved activations of one sample; equal units share a line.
 
     Notes below explain what is not a module of the model.
     """
@@ -51,7 +51,7 @@ def model_table(profile: ModelProfile) -> RenderableType:
 
 
 def _times(profile: ModelProfile, times: BlockTimes) -> Iterator[RenderableType]:
-    """What was measured: medians, the spread of eight runs in ten, and the FLOP/s reached."""
+    """Measurements: medians, 80 % intervals, and achieved FLOP/s."""
     threads = f", {times.threads} thread{'s' if times.threads > 1 else ''}"
     yield Text(
         f"measured on {times.device} ({times.processor}{threads}), {times.numerics},"

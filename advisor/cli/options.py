@@ -1,4 +1,4 @@
-"""Facts from the options of a command: the model, the machines and the work."""
+"""Facts from a command's options: model, cluster and workload."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def facts_of(
     uses_anchor: bool = True,
     stack: str | None = None,
 ) -> Facts:
-    """What is known, from the options; what is cheap to check comes first.
+    """Build facts from the options; cheap checks come first.
 
     Args:
         on_load: called with the module, where one is built.
@@ -58,11 +58,11 @@ def facts_of(
     optimizer_facts, software = optimizer_profile(optimizer), stack_of(stack)
     known = Anchor.load(anchor) if anchor is not None else None
     if cluster == "auto":
-        require_model(model)  # before a job is timed for it
+        require_model(model)  # before a job is measured for it
     machines = resolve(cluster, bench=bench)
     may_reduce = precision is None and has_bf16_units(machines.device)
     reduced = MIXED if precision == "bf16" or may_reduce else ()
-    found = _profile(
+    profile = _profile(
         model,
         sequence_length,
         reduced,
@@ -70,26 +70,26 @@ def facts_of(
         on_processor=machines.device.kind == "cpu",
         on_load=on_load,
     )
-    machines = with_parts(machines, found)
+    machines = with_parts(machines, profile)
     if global_batch is None:
-        global_batch = found.samples * machines.world_size
-        say(f"note: no `--global-batch`: {found.samples} per device, {global_batch} in all")
+        global_batch = profile.samples * machines.world_size
+        say(f"note: no `--global-batch`: {profile.samples} per device, {global_batch} in all")
     if precision is None:
-        precision = (default_precision(found, machines.device) or Precision.FP32).value
+        precision = (default_precision(profile, machines.device) or Precision.FP32).value
     if cluster == "auto":
         machines = with_runs(machines, dtype=Precision(precision).dtype)
     workload = Workload(
         global_batch_size=global_batch,
-        tokens_per_sample=found.tokens_per_sample,
+        tokens_per_sample=profile.tokens_per_sample,
         optimizer=optimizer_facts,
         precision=precision,
         dataset_samples=samples,
         critical_batch_size=critical_batch,
         host_overhead_s=host_overhead_s,
         given=_given(),
-        **pace_of(imbalance, machines, found, learns=cluster == "auto"),
+        **pace_of(imbalance, machines, profile, learns=cluster == "auto"),
     )
-    facts = Facts(model=found, cluster=machines, workload=workload, stack=software)
+    facts = Facts(model=profile, cluster=machines, workload=workload, stack=software)
     if known is not None or (uses_anchor and cluster == "auto"):
         return with_anchor(facts, known)
     return facts
@@ -104,8 +104,8 @@ def _profile(
     on_processor: bool,
     on_load: Callable[[LoadedModel], None] | None,
 ) -> ModelProfile:
-    """The profile with these numerics; as built alone where the model does not run in others and
-    nobody asked for them."""
+    """Profile with these numerics; as built only if the model does not support others and none were
+    requested."""
     from advisor.inputs.models import profile_model
     from profiles.errors import ModelError
 
@@ -121,13 +121,13 @@ def _profile(
     except ModelError as error:
         if not may_leave_out:
             raise
-        found = profile_model(model, samples=1, sequence_length=sequence_length, on_load=on_load)
-        say(f"note: planned in {found.dtype}, as the model does not run in bf16: {error.what}")
-        return found
+        profile = profile_model(model, samples=1, sequence_length=sequence_length, on_load=on_load)
+        say(f"note: planned in {profile.dtype}, as the model does not run in bf16: {error.what}")
+        return profile
 
 
 def _given() -> tuple[str, ...]:
-    """The fields of the workload that were named on the command line."""
+    """Workload fields given on the command line."""
     options = {
         "global_batch_size": "global_batch",
         "tokens_per_sample": "seq",

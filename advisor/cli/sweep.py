@@ -1,4 +1,4 @@
-"""`advise sweep`: from its options to a table, a CSV file and a picture."""
+"""`advise sweep`: from its options to a table, a CSV file and a plot."""
 
 from __future__ import annotations
 
@@ -121,28 +121,28 @@ def sweep(
 
         require_matplotlib()
     if option == "batch" and global_batch is None and texts[0].isdecimal():
-        global_batch = int(texts[0])  # none was asked for, and this one is the first to be taken
+        global_batch = int(texts[0])  # open, so the first value serves
     if measure and (stack is not None or swept is Swept.STACK):
         raise InputError(
             "`--measure` runs our engines, whose stack is no option",
             where="--stack",
             hints=["leave `--stack` out, or `--measure`", 'compare --plan "compile=true"'],
         )
-    asking = Asking(model, swept, texts, settings, global_batch, seq, optimizer, stack)
+    asking = SweepRequest(model, swept, texts, settings, global_batch, seq, optimizer, stack)
     try:
         if measure:
-            found = _measured(asking, cluster, steps=steps, timeout_s=timeout)
+            result = _measured(asking, cluster, steps=steps, timeout_s=timeout)
         else:
             only_first_rank()
-            found = _predicted(asking, cluster)
+            result = _predicted(asking, cluster)
     except InputError as error:
         error.where = error.where or f"--{(option or 'plan').replace('_', '-')}"
         raise
-    _show(found, output=output, png=png, no_color=no_color)
+    _show(result, output=output, png=png, no_color=no_color)
 
 
 def _one_quantity(asked: dict[str, str], plans: tuple[str, ...]) -> tuple[str | None, list[str]]:
-    """The option that is swept over and its values; None and the plans where plans are."""
+    """Return the swept option and its values; None and the plans for a sweep over plans."""
     if len(asked) == 1 and len(plans) <= 1:
         option, text = next(iter(asked.items()))
         values = [value.strip() for value in text.split(",")]
@@ -167,8 +167,8 @@ def _one_quantity(asked: dict[str, str], plans: tuple[str, ...]) -> tuple[str | 
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
-    """What is swept over, and what stays."""
+class SweepRequest:
+    """Quantity to sweep, and fixed settings."""
 
     model: str
     swept: Swept
@@ -180,7 +180,7 @@ class Asking:
     stack: str | None = None
 
 
-def _predicted(asking: Asking, cluster: str) -> Sweep:
+def _predicted(asking: SweepRequest, cluster: str) -> Sweep:
     from advisor.whatif.sweep.points import shown_link
     from advisor.whatif.sweep.points import sweep as predict
 
@@ -212,7 +212,7 @@ def _measured(asking: Asking, cluster: str, *, steps: int | None, timeout_s: flo
     from engines.runtime.world import leave_world
 
     try:
-        found = measured_sweep(
+        result = measured_sweep(
             asking.model,
             asking.swept,
             asking.values,
@@ -226,18 +226,18 @@ def _measured(asking: Asking, cluster: str, *, steps: int | None, timeout_s: flo
     finally:
         leave_world()
     only_first_rank()
-    return found
+    return result
 
 
-def _show(found: Sweep, *, output: str | None, png: str | None, no_color: bool) -> None:
+def _show(result: Sweep, *, output: str | None, png: str | None, no_color: bool) -> None:
     from advisor.whatif.sweep.table import sweep_csv, sweep_table
 
-    show_on_screen(sweep_table(found), no_color=no_color)
+    show_on_screen(sweep_table(result), no_color=no_color)
     if output is not None:
-        write(output, sweep_csv(found))
+        write(output, sweep_csv(result))
     if png is not None:
         from advisor.whatif.sweep.picture import picture
         from profiles.record import write_bytes
 
-        write_bytes(png, picture(found))
+        write_bytes(png, picture(result))
         say(f"wrote {png}")

@@ -1,5 +1,5 @@
-"""Learning from runs: measured steps that correct the constants of later estimates.
+"""Learning from runs: measured steps correct the constants of later estimates.
 
-Lives here: the log of runs, constants corrected by it, anchors with one residual per term.
-Must not: formulas of its own; estimates come from `advisor.cost`.
+The run log, constants corrected by it, and anchors with a residual per term. Estimates come from
+`advisor.cost`.
 """

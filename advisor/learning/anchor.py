@@ -39,7 +39,7 @@ LEFT = 1 / 2
 
 
 class Term(StrEnum):
-    """A part of an estimate that is measured by itself. Values are the report's words."""
+    """Part of an estimate that is measured separately. Values are the report's words."""
 
     COMPUTING = "forward and backward"
     PRODUCTS = "matrix products and attention"
@@ -54,11 +54,11 @@ class Term(StrEnum):
         return self in (Term.ACTIVATIONS, Term.PEAK)
 
 
-class Residual(Record):
-    """A term as predicted, with its range, beside the measured one: seconds, or bytes.
+class TermResidual(Record):
+    """A term's prediction, with its range, and its measurement: seconds or bytes.
 
     Attributes:
-        low, high: of the prediction.
+        low, high: range of the prediction.
         error: half of the measured range, as a fraction.
     """
 
@@ -70,17 +70,17 @@ class Residual(Record):
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None where nothing was predicted."""
+        """Measured over predicted; None if nothing was predicted."""
         return self.measured / self.predicted if self.predicted else None
 
     @property
     def is_outside(self) -> bool:
-        """Whether it was measured outside the predicted range."""
+        """Return True if the measurement lies outside the predicted range."""
         return not self.low <= self.measured <= self.high
 
 
 class Links(Record):
-    """Links as a bench timed them; see `profiles.machine.bench`."""
+    """Measured fits of links; see `profiles.machine.bench`."""
 
     intra: Link | None = None
     inter: Link | None = None
@@ -91,7 +91,8 @@ class Links(Record):
         return cls(intra=cluster.intra, inter=cluster.inter, axes=cluster.axes)
 
     def on(self, cluster: ClusterProfile) -> ClusterProfile:
-        """`cluster`, whose nodes have as many devices as the timed ones, with these links."""
+        """Return `cluster` with these links; its nodes have as many devices as the measured
+        ones."""
         known = {
             tier: link for tier, link in (("intra", self.intra), ("inter", self.inter)) if link
         }
@@ -100,7 +101,8 @@ class Links(Record):
 
 
 class Anchor(Document):
-    """What one measured step says of other plans and sizes of such a model on such machines.
+    """Residuals of one measured step, applied to other plans and sizes of its model on its
+    machines.
 
     Attributes:
         machine: that it holds for.
@@ -130,7 +132,7 @@ class Anchor(Document):
     plan: str
     batch: PositiveInt
     tokens: PositiveInt | None = None
-    terms: dict[Term, Residual]
+    terms: dict[Term, TermResidual]
     constants: dict[Constant, PositiveFloat] = Field(default_factory=dict)
     links: Links | None = None
     corrections: Anchored
@@ -139,12 +141,12 @@ class Anchor(Document):
 
 
 def kind_of(model: ModelProfile) -> str:
-    """By what other sizes of a model are known: the classes of its units, and its dtype."""
+    """Key shared by all sizes of a model: the classes of its units, and its dtype."""
     return fingerprint(sorted({unit.kind for unit in model.units}), model.dtype)
 
 
 def anchored(facts: Facts, anchor: Anchor) -> Facts:
-    """`facts` as the step says: constants, corrections, and how far they are trusted.
+    """Apply an anchor to `facts`: constants, corrections, and their errors.
 
     Raises:
         InputError: the step was one of another kind of model, device or dtype.
@@ -174,7 +176,7 @@ def anchored(facts: Facts, anchor: Anchor) -> Facts:
 
 
 def fits(facts: Facts, anchor: Anchor) -> bool:
-    """Whether `anchored` takes the anchor for these facts."""
+    """Return True if `anchored` accepts the anchor for these facts."""
     return not list(_misfits(facts, anchor))
 
 

@@ -1,5 +1,4 @@
-"""The constants of a cluster that runs can correct: what they are, how far they are trusted, and a
-cluster with others in their place."""
+"""Constants of a cluster that runs can correct: values, errors, and substitution."""
 
 from __future__ import annotations
 
@@ -17,38 +16,39 @@ from profiles.machine.cluster import ClusterProfile, Collective, Constant, Link,
 from profiles.model.work import AttentionKernel
 from profiles.provenance import Quantity, Source
 
-# No constant is trusted further than this before a run said so: what is called exact was timed in
-# another program than a training step. Assumed: half of the roofline's doubt.
+# Minimum error of a constant before any run: even exact values were measured outside a training
+# step. Assumed: half of the roofline's error.
 LEAST_ERROR = COMPUTE_ERROR / 2
-WIDEST_ERROR = 0.9  # of a range: below its low end there is still something
+WIDEST_ERROR = 0.9  # of a range, so that its low end stays positive
 
 COMPUTING = (Constant.PRODUCTS, Constant.ATTENTION, Constant.MEMORY, Constant.LAUNCH)
 
 
 def unit_times(cluster: ClusterProfile, dtype: str) -> dict[Constant, float]:
-    """Seconds per FLOP, byte or operation; of links one byte at the middle of their rates."""
+    """Seconds per FLOP, byte or operation; for links per byte at the geometric mean of their
+    rates."""
     device = cluster.device
     reached = peak_flop_per_s(device, dtype).value * matmul_fraction(device)
-    found = {
+    times = {
         Constant.PRODUCTS: 1 / reached,
         Constant.MEMORY: 1 / CALIBRATION.bandwidth_bytes_per_s(device),
         Constant.LAUNCH: device.launch_s.value,
     }
-    if device.kind != "cpu":  # there it is products like any other
+    if device.kind != "cpu":  # on CPU, attention is made of ordinary products
         half = peak_flop_per_s(device, "bfloat16").value
         kernel = CALIBRATION.attention_share(device, AttentionKernel.FLASH2)
-        found[Constant.ATTENTION] = 1 / (half * kernel)
+        times[Constant.ATTENTION] = 1 / (half * kernel)
     for constant, link in _links(cluster):
         rates = [fit.busbw_bytes_per_s for fit in _fits(cluster, constant)]
-        found[constant] = 1 / geometric_mean(rates or [link.bandwidth_bytes_per_s.value])
-    return {constant: unit_s for constant, unit_s in found.items() if unit_s > 0}
+        times[constant] = 1 / geometric_mean(rates or [link.bandwidth_bytes_per_s.value])
+    return {constant: unit_s for constant, unit_s in times.items() if unit_s > 0}
 
 
 def own_errors(cluster: ClusterProfile, dtype: str) -> dict[Constant, float]:
-    """How far each constant is trusted, as it is."""
+    """Error of each constant before any run."""
     device = cluster.device
     peak = peak_flop_per_s(device, dtype).relative_error
-    found = {
+    errors = {
         Constant.PRODUCTS: hypot(peak, device.matmul_fraction.relative_error),
         Constant.ATTENTION: peak_flop_per_s(device, "bfloat16").relative_error,
         Constant.MEMORY: device.memory_bandwidth_bytes_per_s.relative_error,
@@ -56,8 +56,8 @@ def own_errors(cluster: ClusterProfile, dtype: str) -> dict[Constant, float]:
     }
     for constant, link in _links(cluster):
         misses = [fit.relative_residual for fit in _fits(cluster, constant)]
-        found[constant] = max(misses, default=link.bandwidth_bytes_per_s.relative_error)
-    return found
+        errors[constant] = max(misses, default=link.bandwidth_bytes_per_s.relative_error)
+    return errors
 
 
 def doubts(
@@ -68,18 +68,18 @@ def doubts(
     The roofline's own doubt is one of all computing: what it overlooks slows all of it.
     """
     own = own_errors(cluster, dtype)
-    found = np.diag([max(own[constant], LEAST_ERROR) ** 2 for constant in constants])
+    covariance = np.diag([max(own[constant], LEAST_ERROR) ** 2 for constant in constants])
     for i, one in enumerate(constants):
         for j, other in enumerate(constants):
             if one in COMPUTING and other in COMPUTING:
-                found[i, j] += COMPUTE_ERROR**2
+                covariance[i, j] += COMPUTE_ERROR**2
             elif i == j:
-                found[i, j] += COMMUNICATION_ERROR**2
-    return found
+                covariance[i, j] += COMMUNICATION_ERROR**2
+    return covariance
 
 
 def slowed(cluster: ClusterProfile, factors: Mapping[Constant, float]) -> ClusterProfile:
-    """All that rests on a constant takes `factors` times as long."""
+    """Multiply the times of everything that depends on a constant by `factors`."""
 
     def times(constant: Constant) -> float:
         return factors.get(constant, 1.0)
@@ -87,7 +87,7 @@ def slowed(cluster: ClusterProfile, factors: Mapping[Constant, float]) -> Cluste
     def scaled(quantity: Quantity, factor: float) -> Quantity:
         return quantity.model_copy(update={"value": quantity.value * factor})
 
-    def fits(found: Mapping[Collective, LinkFit], factor: float) -> dict[Collective, LinkFit]:
+    def fits(original: Mapping[Collective, LinkFit], factor: float) -> dict[Collective, LinkFit]:
         return {
             kind: fit.model_copy(
                 update={
@@ -95,15 +95,15 @@ def slowed(cluster: ClusterProfile, factors: Mapping[Constant, float]) -> Cluste
                     "busbw_bytes_per_s": fit.busbw_bytes_per_s / factor,
                 }
             )
-            for kind, fit in found.items()
+            for kind, fit in original.items()
         }
 
-    def link(found: Link, factor: float) -> Link:
-        return found.model_copy(
+    def link(original: Link, factor: float) -> Link:
+        return original.model_copy(
             update={
-                "bandwidth_bytes_per_s": scaled(found.bandwidth_bytes_per_s, 1 / factor),
-                "latency_s": scaled(found.latency_s, factor),
-                "fits": fits(found.fits, factor),
+                "bandwidth_bytes_per_s": scaled(original.bandwidth_bytes_per_s, 1 / factor),
+                "latency_s": scaled(original.latency_s, factor),
+                "fits": fits(original.fits, factor),
             }
         )
 
@@ -142,13 +142,13 @@ def slowed(cluster: ClusterProfile, factors: Mapping[Constant, float]) -> Cluste
 def as_measured(
     cluster: ClusterProfile, errors: Mapping[Constant, float], dtype: str, *, origin: str
 ) -> ClusterProfile:
-    """The constants that have an error in `errors` are measured, and known as well as that."""
+    """Mark the constants in `errors` as measured, with these errors."""
     device, links = cluster.device, {}
     changed: dict[str, object] = {}
     if Constant.PRODUCTS in errors:
         fraction = measured(device.matmul_fraction, errors[Constant.PRODUCTS], origin=origin)
-        # What products reach was measured, so nothing is left to take from it, and the doubt in
-        # the peak is in the doubt in its share.
+        # Achieved product throughput was measured, so no further efficiency applies; the error of
+        # the peak is part of the error of its share.
         reached = {"value": matmul_fraction(device)}
         peak = peak_flop_per_s(device, dtype).model_copy(update={"relative_error": 0.0})
         key = dtype if dtype in device.flop_per_s else "float32"
@@ -178,13 +178,13 @@ def as_measured(
 
 
 def measured(quantity: Quantity, error: float, *, origin: str) -> Quantity:
-    """Its value as it is, as what was measured with this error."""
+    """Return the same value as a measurement with this error."""
     known = {"source": Source.MEASURED, "relative_error": min(WIDEST_ERROR, error)}
     return quantity.model_copy(update={**known, "origin": origin})
 
 
 def _share(cluster: ClusterProfile, constant: Constant) -> float:
-    """Of a link's rate, what collectives reach inside a step."""
+    """Share of a link's rate that collectives reach inside a step."""
     size = cluster.devices_per_node if constant is Constant.INTRA else cluster.world_size
     return CALIBRATION.collective_share(cluster, Collective.ALL_REDUCE, size, 1)
 
@@ -215,15 +215,15 @@ def _links(cluster: ClusterProfile) -> Iterator[tuple[Constant, Link]]:
 
 
 def _fits(cluster: ClusterProfile, constant: Constant) -> list[LinkFit]:
-    """All that a bench measured of the tier."""
+    """All measured fits of the tier."""
     link = cluster.intra if constant is Constant.INTRA else cluster.inter
-    found = [*link.fits.values()] if link is not None else []
+    fits = [*link.fits.values()] if link is not None else []
     for axis in cluster.axes:
         if tier_of(cluster, axis.group_size, axis.stride) is constant:
-            found += axis.fits.values()
-    return found
+            fits += axis.fits.values()
+    return fits
 
 
 def tier_of(cluster: ClusterProfile, group_size: int, stride: int) -> Constant:
-    """The links that a mesh axis rests on."""
+    """Links that a mesh axis uses."""
     return Constant.INTER if cluster.crosses_nodes(group_size, stride) else Constant.INTRA

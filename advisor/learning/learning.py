@@ -41,9 +41,9 @@ from engines.plan import Plan
 from profiles.machine.cluster import ClusterProfile, Constant, Learned
 from profiles.timing.runs import Part, Run
 
-# How far runs of different models lie from one set of constants, beside their own scatter. Small
-# GPTs by constants fitted to the others' steps, on a processor that others used too: medians of
-# 0.10, 0.12 and 0.19 (python -m tests.benchmarks.learning).
+# Scatter of different models' optimal constants, besides their own measurement error. Small GPTs by
+# constants fitted to the others' steps, on a shared CPU: medians of 0.10, 0.12 and 0.19 (python -m
+# tests.benchmarks.learning).
 RUN_ERROR = COMPUTE_ERROR
 # Of the doubt in a process's context, what differs from process to process: assumed, half of it.
 OWN_SHARE = 1 / 2
@@ -66,21 +66,21 @@ _Array = NDArray[np.float64]
 
 
 def parts_of(plan: Plan, facts: Facts) -> dict[Constant, Part]:
-    """What of the predicted step rests on which constant."""
+    """Seconds of the predicted step that depend on each constant."""
     whole = estimate(plan, facts).step_s
-    found = {}
+    parts = {}
     for constant, unit_s in unit_times(facts.cluster, facts.precision.dtype).items():
         slower = slowed(facts.cluster, {constant: 1 + NUDGE})
         nudged = Facts(
             model=facts.model, cluster=slower, workload=facts.workload, stack=facts.stack
         )
         seconds = max(0.0, (estimate(plan, nudged).step_s - whole) / NUDGE)
-        found[constant] = Part(seconds=seconds, unit_s=unit_s)
-    return found
+        parts[constant] = Part(seconds=seconds, unit_s=unit_s)
+    return parts
 
 
 def refit(cluster: ClusterProfile, runs: Sequence[Run], *, dtype: str) -> ClusterProfile:
-    """`cluster` with its constants as `runs` say, and how well they do; unchanged without runs.
+    """Return `cluster` with constants and errors fitted to `runs`; unchanged without runs.
 
     Args:
         runs: of this kind of machine (see `profiles.timing.runs.runs_on`). Those in another dtype
@@ -119,13 +119,13 @@ def _with_times(cluster: ClusterProfile, runs: Sequence[Run], dtype: str) -> Clu
         if share >= TOLD_SHARE
     }
     changes = {c: exp(change) for c, change in zip(units, fit.change.tolist(), strict=True)}
-    found = as_measured(slowed(cluster, changes), errors, dtype, origin=_origin(len(runs)))
+    fitted = as_measured(slowed(cluster, changes), errors, dtype, origin=_origin(len(runs)))
     learned = Learned(runs=dict.fromkeys(errors, len(runs)))
-    return found.model_copy(update={"learned": learned})
+    return fitted.model_copy(update={"learned": learned})
 
 
 def _with_context(cluster: ClusterProfile, runs: Sequence[Run]) -> ClusterProfile:
-    """What a process holds before the first tensor, and as much more as runs turned out to."""
+    """Correct the context, memory of a process before its first tensor, by the runs' peaks."""
     context = cluster.device.context_bytes
     known = [(run, run.peak) for run in runs if run.peak is not None]
     if not known or context.value <= 0:
@@ -154,7 +154,7 @@ def _with_context(cluster: ClusterProfile, runs: Sequence[Run]) -> ClusterProfil
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """What explains the measurements best.
+    """Solution of a least-squares fit.
 
     Attributes:
         change: of each unknown.
@@ -183,16 +183,16 @@ def _fit(
         errors: of each measurement.
         prior: covariance of the changes, as squares of errors, when nothing was measured.
     """
-    held = np.linalg.inv(prior) * COVERAGE**2
+    prior_weight = np.linalg.inv(prior) * COVERAGE**2
     deviations = errors / COVERAGE
     change = np.zeros(len(prior))
     for _ in range(MOST_ROUNDS):
-        told, slopes = explain(change)
-        residuals = wanted - told
+        predicted, slopes = explain(change)
+        residuals = wanted - predicted
         reach = HUBER * deviations / np.maximum(np.abs(residuals), HUBER * deviations)
         weights = reach / deviations**2
-        curvature = held + slopes.T @ (weights[:, None] * slopes)
-        pull = slopes.T @ (weights * residuals) - held @ change
+        curvature = prior_weight + slopes.T @ (weights[:, None] * slopes)
+        pull = slopes.T @ (weights * residuals) - prior_weight @ change
         # In logarithms: no further than a factor of e at once.
         step = np.clip(np.linalg.solve(curvature, pull), -1.0, 1.0)
         change = change + step
@@ -207,8 +207,8 @@ def _fit(
 
 
 def _one_of_equals(runs: Iterable[tuple[Run, float]]) -> list[tuple[Run, float]]:
-    """Of the runs of one model under one plan, which miss alike, the one that a quarter are below:
-    of few the least."""
+    """Keep one run per model and plan, whose errors are correlated: the lower quartile, of few the
+    least."""
     groups: dict[tuple[str, str], list[tuple[Run, float]]] = {}
     for run, missed in runs:
         groups.setdefault((run.fingerprint, run.plan), []).append((run, missed))
@@ -218,19 +218,19 @@ def _one_of_equals(runs: Iterable[tuple[Run, float]]) -> list[tuple[Run, float]]
 
 
 def undisturbed_s(run: Run) -> float:
-    """A step of `run` as others leave it alone, its own slow ranks too: the fast quartile."""
+    """Step of `run` without disturbance by other programs or its slow ranks: the fast quartile."""
     step = run.step
     return run.even_share * (step.low_s + QUARTILE * (step.median_s - step.low_s))
 
 
 def _part_s(run: Run, constant: Constant, units: Mapping[Constant, float]) -> float:
-    """A part of the run's step, as today's constants would have it."""
+    """Seconds of a part of the run's step under the current constants."""
     part = run.parts.get(constant)
     return part.seconds * units[constant] / part.unit_s if part else 0.0
 
 
 def _today_s(run: Run, units: Mapping[Constant, float]) -> float:
-    """What would be predicted of the run with today's constants."""
+    """Predict the run's step with the current constants."""
     rest = run.predicted_s - fsum(run.parts[c].seconds for c in units if c in run.parts)
     return max(0.0, rest) + fsum(_part_s(run, constant, units) for constant in units)
 

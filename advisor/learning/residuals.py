@@ -1,4 +1,4 @@
-"""From measured steps to an anchor: what explains them, term by term."""
+"""Compute an anchor from measured steps: the corrections that explain them, term by term."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from advisor.learning.anchor import (
     LEFT,
     Anchor,
     Links,
-    Residual,
     Term,
+    TermResidual,
     kind_of,
     on_cluster,
     with_constants,
@@ -41,7 +41,7 @@ NUDGE = 1e-3  # by which products are slowed to see what rests on them
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StepMeasurement:
     """One rank's measurements of one plan.
 
     Attributes:
@@ -70,48 +70,48 @@ class Measured:
     links: Links | None = None
 
 
-def anchor_of(plan: Plan, facts: Facts, found: Measured, machine: Machine) -> Anchor:
-    """Set `found` beside the estimate of `plan`, and work out what explains it.
+def anchor_of(plan: Plan, facts: Facts, measured: StepMeasurement, machine: Machine) -> Anchor:
+    """Compare the measurements with the estimate of `plan`, and solve for the corrections.
 
-    Blocks of the model that were timed one by one are left out: constants would not explain them.
+    Measured block times of the model are dropped: constants would not explain them.
     """
     facts = facts.model_copy(update={"model": facts.model.model_copy(update={"times": ()})})
-    terms = terms_of(plan, facts, found)
-    if found.links is not None:
-        facts = on_cluster(facts, found.links.on(facts.cluster))
+    terms = terms_of(plan, facts, measured)
+    if measured.links is not None:
+        facts = on_cluster(facts, measured.links.on(facts.cluster))
     before = estimate(plan, facts)
     corrected = _Corrected(facts, plan)
-    whole = found.alone or found.step
+    whole = measured.alone or measured.step
     assert whole is not None  # one of them was run
-    is_told = found.alone is not None
-    every = COMPUTING if is_told else (*COMPUTING, *_tiers(before, facts.cluster))
+    knows_compute = measured.alone is not None
+    every = COMPUTING if knows_compute else (*COMPUTING, *_tiers(before, facts.cluster))
     corrected.slow(every, 1.0)  # as measured ones, which a calibration leaves as they are
-    update_s = found.update.median_s
-    whole_s = min(each.median_s for each in (found.alone, found.step) if each is not None)
-    if is_told:
-        _slow_products(corrected, found.products_share, whole_s - update_s)
+    update_s = measured.update.median_s
+    whole_s = min(each.median_s for each in (measured.alone, measured.step) if each is not None)
+    if knows_compute:
+        _slow_products(corrected, measured.products_share, whole_s - update_s)
     then = corrected.estimate()
-    predicted_s = busy_s(then) if is_told else then.step_s - then.time.optimizer_s
+    predicted_s = busy_s(then) if knows_compute else then.step_s - then.time.optimizer_s
     corrected.slow_further(every, (whole_s - update_s) / predicted_s)
     then_s = corrected.estimate().time.optimizer_s
     if then_s and update_s:
         corrected.set(update=update_s / then_s)
     sending_error = None
-    if found.step is not None and (
-        _waits(corrected, found) or _slow_links(corrected, before, found)
+    if measured.step is not None and (
+        _waits(corrected, measured) or _slow_links(corrected, before, measured)
     ):
-        sending_error = hypot(found.step.relative_error, LEFT * COMMUNICATION_ERROR)
-    computing_error = hypot(whole.relative_error, LEFT * COMPUTE_ERROR) if is_told else None
+        sending_error = hypot(measured.step.relative_error, LEFT * COMMUNICATION_ERROR)
+    computing_error = hypot(whole.relative_error, LEFT * COMPUTE_ERROR) if knows_compute else None
     corrected.set(
         compute_error=_narrow(computing_error),
-        update_error=_narrow(hypot(found.update.relative_error, LEFT * COMPUTE_ERROR)),
+        update_error=_narrow(hypot(measured.update.relative_error, LEFT * COMPUTE_ERROR)),
         communication_error=_narrow(sending_error),
     )
-    missed_bytes = _fill_memory(corrected, found)
+    missed_bytes = _fill_memory(corrected, measured)
     return Anchor(
         machine=machine,
         ranks=plan.world_size,
-        is_one_rank=found.step is None,
+        is_one_rank=measured.step is None,
         model=facts.model.name,
         kind=kind_of(facts.model),
         dtype=facts.precision.dtype,
@@ -122,7 +122,7 @@ def anchor_of(plan: Plan, facts: Facts, found: Measured, machine: Machine) -> An
         tokens=facts.tokens_per_sample,
         terms=terms,
         constants=corrected.constants,
-        links=found.links,
+        links=measured.links,
         corrections=corrected.step,
         context_missed_bytes=missed_bytes,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -130,7 +130,7 @@ def anchor_of(plan: Plan, facts: Facts, found: Measured, machine: Machine) -> An
 
 
 class _Corrected:
-    """Facts that are corrected term by term, and the estimate that they make."""
+    """Facts that are corrected term by term, and their estimate."""
 
     def __init__(self, facts: Facts, plan: Plan) -> None:
         self.facts, self.plan = facts, plan
@@ -154,7 +154,7 @@ class _Corrected:
     def estimate(
         self, *, links: tuple[Iterable[Constant], float] = ((), 1.0), rows: int | None = None
     ) -> Estimate:
-        """Of the plan, with other links, or at another microbatch."""
+        """Estimate the plan, with other links, or at another microbatch."""
         tiers, factor = links
         constants = self.constants | {tier: factor * self._units[tier] for tier in tiers}
         cluster = with_constants(self.facts.cluster, constants, self.facts.precision.dtype)
@@ -164,13 +164,14 @@ class _Corrected:
         return estimate(plan, facts)
 
 
-def busy_s(found: Estimate) -> float:
-    """Seconds that a rank computes, forward and backward."""
-    return found.time.compute_s + found.time.recompute_s + found.time.launch_s
+def busy_s(estimate: Estimate) -> float:
+    """Seconds of a rank's forward and backward."""
+    return estimate.time.compute_s + estimate.time.recompute_s + estimate.time.launch_s
 
 
 def products_s(plan: Plan, facts: Facts) -> float:
-    """Of these, matrix products and attention: what grows with their constants."""
+    """Seconds of matrix products and attention in these: the part that scales with their
+    constants."""
 
     def computed_s(cluster: ClusterProfile) -> float:
         time = estimate(plan, on_cluster(facts, cluster)).time
@@ -181,7 +182,7 @@ def products_s(plan: Plan, facts: Facts) -> float:
 
 
 def _slow_products(corrected: _Corrected, share: float | None, whole_s: float) -> None:
-    """Give products, this share of computing, and the rest of it each their own multiple."""
+    """Scale products, this share of compute, and the rest of it each by its own factor."""
     whole = busy_s(corrected.estimate())
     products = products_s(corrected.plan, corrected.facts)
     if share is None or not 0 < share < 1 or not 0 < products < whole:
@@ -191,36 +192,36 @@ def _slow_products(corrected: _Corrected, share: float | None, whole_s: float) -
     corrected.slow(others, (1 - share) * whole_s / (whole - products))
 
 
-def _tiers(found: Estimate, cluster: ClusterProfile) -> list[Constant]:
-    """The links that a plan's collectives use; none of one between parts of a rank."""
-    sent = {(item.group_size, item.stride) for item in found.traffic if item.stride > 0}
+def _tiers(estimate: Estimate, cluster: ClusterProfile) -> list[Constant]:
+    """Links that a plan's collectives use; those between devices of a rank are excluded."""
+    sent = {(item.group_size, item.stride) for item in estimate.traffic if item.stride > 0}
     return sorted({tier_of(cluster, size, stride) for size, stride in sent})
 
 
-def _waits(corrected: _Corrected, found: Measured) -> bool:
-    """Take for waiting what a step lasted beyond links that were timed; where it was shorter they
-    are faster in a step."""
-    if found.links is None or found.alone is None or found.step is None:
+def _waits(corrected: _Corrected, measured: StepMeasurement) -> bool:
+    """Attribute the part of a step beyond measured links to waiting; a shorter step means that
+    links are faster in it."""
+    if measured.links is None or measured.alone is None or measured.step is None:
         return False
     now = corrected.estimate()
-    rest_s = found.step.median_s - now.step_s
+    rest_s = measured.step.median_s - now.step_s
     if rest_s < 0:
         return False
     corrected.set(waiting=rest_s / busy_s(now))
     return True
 
 
-def _slow_links(corrected: _Corrected, before: Estimate, found: Measured) -> bool:
-    """Give links the time that makes the predicted step the measured one, as far as its scatter
-    tells: what is within it says nothing of links, which other plans may use far more."""
+def _slow_links(corrected: _Corrected, before: Estimate, measured: StepMeasurement) -> bool:
+    """Scale links so that the predicted step matches the measured one outside its scatter; a
+    smaller difference says nothing about links, which other plans may use far more."""
     tiers = _tiers(before, corrected.facts.cluster)
-    if not tiers or found.step is None or found.alone is None:
+    if not tiers or measured.step is None or measured.alone is None:
         return False
-    step_s, now_s = found.step.median_s, corrected.estimate().step_s
+    step_s, now_s = measured.step.median_s, corrected.estimate().step_s
     without_s = corrected.estimate(links=(tiers, LEAST)).step_s
     if max(step_s, now_s) - without_s < LEAST_SHARE * step_s:
         return False
-    doubt_s = step_s * hypot(found.step.relative_error, found.alone.relative_error)
+    doubt_s = step_s * hypot(measured.step.relative_error, measured.alone.relative_error)
     if abs(now_s - step_s) <= doubt_s:
         return False
     wanted_s = step_s + copysign(doubt_s, now_s - step_s)
@@ -229,9 +230,9 @@ def _slow_links(corrected: _Corrected, before: Estimate, found: Measured) -> boo
     return True
 
 
-def _fill_memory(corrected: _Corrected, found: Measured) -> float:
-    """Correct activations; the bytes that a process holds beyond its predicted context."""
-    if found.peak_bytes is None:
+def _fill_memory(corrected: _Corrected, measured: StepMeasurement) -> float:
+    """Correct activations; return the bytes of a process beyond its predicted context."""
+    if measured.peak_bytes is None:
         return 0.0
     own = corrected.facts.cluster
     learned = own.learned or Learned()
@@ -241,15 +242,15 @@ def _fill_memory(corrected: _Corrected, found: Measured) -> float:
         return predicted.memory.total - predicted.memory.context
 
     def with_activations(amount: Callable[[], float]) -> Callable[[float], float]:
-        def told(factor: float) -> float:
+        def scaled_amount(factor: float) -> float:
             corrected.set(activations=factor)
             return amount()
 
-        return told
+        return scaled_amount
 
-    counted_bytes = found.allocated_bytes or found.peak_bytes
-    if found.smaller is not None:
-        rows, less_bytes = found.smaller
+    counted_bytes = measured.allocated_bytes or measured.peak_bytes
+    if measured.smaller is not None:
+        rows, less_bytes = measured.smaller
 
         def difference() -> float:
             return allocated() - allocated(rows)
@@ -257,27 +258,27 @@ def _fill_memory(corrected: _Corrected, found: Measured) -> float:
         wanted, predicted = counted_bytes - less_bytes, difference()
         if min(wanted, predicted) >= LEAST_DIFFERENCE_BYTES:
             corrected.set(activations=_solved(with_activations(difference), wanted))
-    elif found.allocated_bytes:
+    elif measured.allocated_bytes:
         memory = corrected.estimate().memory
         working = memory.activations + memory.transient
-        if working >= LEAST_SHARE * found.allocated_bytes:
-            factor = _solved(with_activations(allocated), found.allocated_bytes)
+        if working >= LEAST_SHARE * measured.allocated_bytes:
+            factor = _solved(with_activations(allocated), measured.allocated_bytes)
             corrected.set(activations=factor)
-    if found.step is None and corrected.plan.world_size > 1:
+    if measured.step is None and corrected.plan.world_size > 1:
         return 0.0  # the buffers of its communication library are not there
     now = corrected.estimate()
     predicted = max(now.reserved_bytes, now.peak_bytes)
-    return found.peak_bytes - predicted + learned.context_offset_bytes
+    return measured.peak_bytes - predicted + learned.context_offset_bytes
 
 
-def terms_of(plan: Plan, facts: Facts, found: Measured) -> dict[Term, Residual]:
-    """Every term that was measured, beside its prediction and range."""
+def terms_of(plan: Plan, facts: Facts, measured: StepMeasurement) -> dict[Term, TermResidual]:
+    """Compare each measured term with its prediction and range."""
     before = estimate(plan, facts)
     time: Time = before.time
-    terms: dict[Term, Residual] = {}
+    terms: dict[Term, TermResidual] = {}
 
     def add(term: Term, predicted: float, error: float, measured: float, scatter: float) -> None:
-        terms[term] = Residual(
+        terms[term] = TermResidual(
             predicted=predicted,
             low=predicted * (1 - min(1.0, error)),
             high=predicted * (1 + error),
@@ -285,43 +286,43 @@ def terms_of(plan: Plan, facts: Facts, found: Measured) -> dict[Term, Residual]:
             error=scatter,
         )
 
-    update_s = found.update.median_s
-    if found.alone is not None:
+    update_s = measured.update.median_s
+    if measured.alone is not None:
         busy_s = time.compute_s + time.recompute_s
         total_s = busy_s + time.launch_s
         doubt = (before.compute_error * busy_s + before.launch_error * time.launch_s) / total_s
-        scatter = found.alone.relative_error
-        add(Term.COMPUTING, total_s, doubt, found.alone.median_s - update_s, scatter)
-        if found.products_share is not None:
-            measured_s = found.products_share * (found.alone.median_s - update_s)
+        scatter = measured.alone.relative_error
+        add(Term.COMPUTING, total_s, doubt, measured.alone.median_s - update_s, scatter)
+        if measured.products_share is not None:
+            measured_s = measured.products_share * (measured.alone.median_s - update_s)
             add(Term.PRODUCTS, products_s(plan, facts), doubt, measured_s, scatter)
     doubt = update_error(facts.cluster, facts.precision.dtype)
-    add(Term.UPDATE, time.optimizer_s, doubt, update_s, found.update.relative_error)
-    if found.alone is not None and found.step is not None and plan.world_size > 1:
+    add(Term.UPDATE, time.optimizer_s, doubt, update_s, measured.update.relative_error)
+    if measured.alone is not None and measured.step is not None and plan.world_size > 1:
         rest_s = time.exposed_s + time.host_s + time.idle_s + time.straggling_s
-        exposed_s = found.step.median_s - found.alone.median_s
-        scatter = hypot(found.step.relative_error, found.alone.relative_error)
+        exposed_s = measured.step.median_s - measured.alone.median_s
+        scatter = hypot(measured.step.relative_error, measured.alone.relative_error)
         add(Term.SENDING, rest_s, before.communication_error, exposed_s, scatter)
-    if found.step is not None:
-        terms[Term.STEP] = Residual(
+    if measured.step is not None:
+        terms[Term.STEP] = TermResidual(
             predicted=before.step_s,
             low=before.step_low_s,
             high=before.step_high_s,
-            measured=found.step.median_s,
-            error=found.step.relative_error,
+            measured=measured.step.median_s,
+            error=measured.step.relative_error,
         )
-    if found.peak_bytes is not None:
-        terms[Term.PEAK] = Residual(
+    if measured.peak_bytes is not None:
+        terms[Term.PEAK] = TermResidual(
             predicted=max(before.reserved_bytes, before.peak_bytes),
             low=before.peak_low_bytes,
             high=before.peak_high_bytes,
-            measured=found.peak_bytes,
+            measured=measured.peak_bytes,
         )
     return terms
 
 
 def _solved(amount: Callable[[float], float], wanted: float) -> float:
-    """The factor at which a growing amount is `wanted`, between LEAST and MOST."""
+    """Factor at which an increasing amount equals `wanted`, between LEAST and MOST."""
     low, high = log(LEAST), log(MOST)
     for _ in range(ROUNDS):
         middle = (low + high) / 2

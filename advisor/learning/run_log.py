@@ -1,4 +1,4 @@
-"""From a training to a run that is kept, and from runs that were kept to better constants."""
+"""Log of runs: record a training, and correct constants by earlier runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts
 from advisor.learning.anchor import Anchor, anchored, fits, kind_of
 from advisor.learning.learning import parts_of, refit
-from advisor.learning.residuals import Measured, anchor_of
+from advisor.learning.residuals import StepMeasurement, anchor_of
 from profiles.cache import fingerprint, has_any, keep, kept_path, recall
 from profiles.errors import AdvisorError
 from profiles.provenance import Timing
@@ -29,33 +29,34 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# With fewer steps a median says little on a machine that others use too.
+# With fewer steps the median is unreliable on a shared machine.
 FEWEST_STEPS = 5
-# Unasked, only a training is kept, not a trial of a few steps.
+# By default only a training is logged, not a trial of a few steps.
 FEWEST_UNASKED = 20
 
 
 def with_runs(cluster: ClusterProfile, *, dtype: str) -> ClusterProfile:
-    """`cluster`, which this process is part of, as runs that were kept here correct it."""
+    """Return `cluster`, which contains this process, corrected by logged runs."""
     return refit(cluster, runs.runs_on(runs.machine_of(cluster)), dtype=dtype)
 
 
 def keep_anchor(anchor: Anchor) -> None:
-    """Keep it for `anchor_here`, in place of an earlier one of such a model on such machines."""
+    """Store the anchor for `anchor_here`, replacing an earlier one of this model on these
+    machines."""
     keep(_anchor_path(anchor.machine, anchor.kind, anchor.dtype), anchor)
 
 
 def anchor_here(facts: Facts) -> Anchor | None:
-    """The anchor that was kept of such a model on such machines; None where there is none."""
+    """Load the stored anchor of this model on these machines; None if there is none."""
     if not has_any("anchors"):
         return None
     path = _anchor_path(runs.machine_of(facts.cluster), kind_of(facts.model), facts.precision.dtype)
-    found = recall(path, Anchor)
-    return found if found is not None and fits(facts, found) else None
+    anchor = recall(path, Anchor)
+    return anchor if anchor is not None and fits(facts, anchor) else None
 
 
 def with_anchor(facts: Facts, anchor: Anchor | None = None) -> Facts:
-    """`facts`, whose devices this process is one of, as `anchor` or the one kept here says.
+    """Return `facts`, which contain this process, corrected by `anchor` or the stored one.
 
     Raises:
         InputError: `anchor` is of another kind of model, device or dtype.
@@ -69,8 +70,7 @@ def _anchor_path(machine: Machine, kind: str, dtype: str) -> Path:
 
 
 def pace_here(cluster: ClusterProfile, model: ModelProfile) -> Pace | None:
-    """How the ranks of runs that were kept here differed: of this model where there are such, else
-    of all."""
+    """Scatter of ranks in logged runs: of this model if there are any, else of all."""
     known = [run for run in runs.runs_on(runs.machine_of(cluster)) if run.pace is not None]
     mine = fingerprint_of(model)
     of_model = [run for run in known if run.fingerprint == mine]
@@ -81,7 +81,7 @@ def pace_here(cluster: ClusterProfile, model: ModelProfile) -> Pace | None:
 def pace_of(
     imbalance: float | None, cluster: ClusterProfile, model: ModelProfile, *, learns: bool
 ) -> dict[str, float | int | None]:
-    """Fields of a workload: what somebody said, else what runs say where they are asked."""
+    """Fields of a workload: the given imbalance, else that of logged runs if `learns`."""
     if imbalance is not None or not learns:
         return {"imbalance": imbalance or 0.0}
     pace = pace_here(cluster, model)
@@ -96,17 +96,17 @@ def pace_of(
 
 
 def fingerprint_of(model: ModelProfile) -> str:
-    """By what a model is known again; how long its blocks took is none of it."""
+    """Fingerprint of a model, excluding its block times."""
     plain = model.model_copy(update={"times": ()})
     return fingerprint(plain.model_dump(mode="json"))
 
 
 def keep_run(parallel: ParallelModel, *, peak_bytes: float | None = None) -> Run | None:
-    """Keep what was predicted of `parallel`'s steps beside what they took, for the next estimate.
+    """Log predicted and measured steps of `parallel`, for later estimates.
 
-    `auto_parallelize` does so by itself when the training is over; call this for runs that are
-    shorter, or where the peak of memory is known. Nothing is sent: rank 0 keeps what it saw, and a
-    step takes all ranks alike.
+    `auto_parallelize` does so when the training is over; call this for shorter runs, or if the peak
+    memory is known. Nothing is sent: rank 0 logs its own measurements, and a step takes all ranks
+    equally long.
 
     Args:
         peak_bytes: of the fullest rank; by default what the first steps of rank 0 rose to.
@@ -123,8 +123,8 @@ def keep_run(parallel: ParallelModel, *, peak_bytes: float | None = None) -> Run
 
 
 def keep_at_end(parallel: ParallelModel, *, learns: bool = True, anchors: bool = False) -> None:
-    """Keep the run when `parallel` is let go or the process ends, unless somebody did before; with
-    `anchors` the residual of each of its terms."""
+    """Log the run when `parallel` is released or the process ends, unless already logged; with
+    `anchors` also the residual of each term."""
     decision = parallel.decision
     if isinstance(decision, Decision):
         machine = runs.machine_of(decision.facts.cluster)
@@ -143,7 +143,7 @@ def run_of(
     peak_bytes: float | None = None,
     pace: Pace | None = None,
 ) -> Run:
-    """What was predicted by `decision` beside what was measured."""
+    """Combine the prediction of `decision` with measurements."""
     plan, predicted = decision.plan, decision.estimate
     facts = _paced(decision.facts, None)
     even_s = estimate(plan, facts).step_s
@@ -152,7 +152,7 @@ def run_of(
         context, learned = facts.cluster.device.context_bytes, facts.cluster.learned
         width = predicted.peak_high_bytes - predicted.peak_low_bytes
         peak = Peak(
-            # An accelerator is measured by what its allocator reserved.
+            # On accelerators the allocator's reserved bytes are measured.
             predicted_bytes=max(predicted.reserved_bytes, predicted.peak_bytes),
             measured_bytes=peak_bytes,
             doubt_bytes=max(0.0, width - (context.high - context.low)) / 2,
@@ -175,8 +175,8 @@ def run_of(
 
 
 def _paced(facts: Facts, pace: Pace | None) -> Facts:
-    """`facts` with one rank as slow as that; None is none. What only scatters hardly shows in the
-    fast quartile, which a run is explained by."""
+    """Return `facts` with one rank slowed by `pace`, if any. Scatter is ignored: it hardly affects
+    the fast quartile that runs are fitted by."""
     slow = {"imbalance": 0.0, "straggling": pace.known.straggling if pace else 0.0}
     workload = facts.workload.model_copy(update=slow)
     return Facts(model=facts.model, cluster=facts.cluster, workload=workload, stack=facts.stack)
@@ -188,7 +188,7 @@ def _keep(
     timing = steps.timing(fewest=fewest)
     if steps.rank or timing is None:
         return None
-    if peak_bytes is None and decision.plan.pp == 1:  # stages hold different things
+    if peak_bytes is None and decision.plan.pp == 1:  # stages differ in memory
         peak_bytes = steps.peak_bytes
     run = run_of(decision, machine, step=timing, peak_bytes=peak_bytes, pace=steps.pace)
     runs.keep_run(run)
@@ -197,7 +197,7 @@ def _keep(
 
 
 def _keep_unasked(steps: Steps, decision: Decision, machine: Machine) -> None:
-    """At the end of a process nothing of ours may be in the way."""
+    """Suppress errors: logging must not disturb the end of a process."""
     if steps.is_kept:
         return
     try:
@@ -218,10 +218,10 @@ def _anchor(steps: Steps, decision: Decision, machine: Machine) -> None:
     if steps.rank or step is None or update is None:
         return
     plan = decision.plan
-    found = Measured(
+    measured = StepMeasurement(
         step=step,
         alone=step if plan.world_size == 1 else None,
         update=update,
         peak_bytes=steps.peak_bytes if plan.pp == 1 else None,
     )
-    keep_anchor(anchor_of(plan, decision.facts, found, machine))
+    keep_anchor(anchor_of(plan, decision.facts, measured, machine))

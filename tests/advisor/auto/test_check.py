@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 import advisor.auto.check
 from advisor import auto_parallelize
-from advisor.auto.check import Asked, Checked, check
+from advisor.auto.check import Checked, CheckRequest, check
 from advisor.cli.main import cli
 from advisor.cost import estimate
 from advisor.decide.decision import Decision
 from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from advisor.inputs.facts import Facts
 from advisor.learning.anchor import Anchor, Term, anchored
-from advisor.learning.residuals import Measured, anchor_of, terms_of
+from advisor.learning.residuals import StepMeasurement, anchor_of, terms_of
 from advisor.learning.run_log import keep_anchor
 from engines.plan import Plan
 from profiles.errors import InputError, PlanError, UnknownNameError
@@ -45,7 +45,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def checked(settings: str) -> Checked:
-    asked = Asked(MODEL, settings, global_batch_size=8, steps=3)
+    asked = CheckRequest(MODEL, settings, global_batch_size=8, steps=3)
     return check(asked, cpus(2))
 
 
@@ -72,7 +72,7 @@ def test_what_ranks_do_by_themselves_is_part_of_the_step_of_all(settings: str, p
 
 
 def checked_with_links() -> Checked:
-    asked = Asked(MODEL, "dp_replicate=2", global_batch_size=8, steps=3, times_links=True)
+    asked = CheckRequest(MODEL, "dp_replicate=2", global_batch_size=8, steps=3, times_links=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(advisor.auto.check, "LINKS_S", 1.0)
         return check(asked, cpus(2))
@@ -102,14 +102,14 @@ def test_one_rank_of_a_larger_plan_holds_and_steps_its_shard_alone(
     stepped = []
     run = advisor.auto.check.run
 
-    def noted(parallel: object, *args: object, **options: object) -> Measured:
+    def noted(parallel: object, *args: object, **options: object) -> StepMeasurement:
         optimizer = parallel.optimizer  # type: ignore[attr-defined]
         held = [p for group in optimizer.param_groups for p in group["params"]]
         stepped.append(sum(p.to_local().numel() for p in held))
         return run(parallel, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(advisor.auto.check, "run", noted)
-    asked = Asked(MODEL, "dp_shard=8", global_batch_size=8, steps=3)
+    asked = CheckRequest(MODEL, "dp_shard=8", global_batch_size=8, steps=3)
     found = check(asked, cpus(8))
     assert (found.measured.step, found.plan.world_size) == (None, 8)
     assert found.measured.alone is not None
@@ -128,16 +128,16 @@ def test_one_rank_of_a_larger_plan_holds_and_steps_its_shard_alone(
 
 def test_what_cannot_be_run_is_refused_before_anything_is() -> None:
     with pytest.raises(InputError, match="the plan is for H100-like, this machine has cpu"):
-        check(Asked(MODEL), gpus())
+        check(CheckRequest(MODEL), gpus())
     with pytest.raises(UnknownNameError, match="unknown optimizer `adamv`"):
-        check(Asked(MODEL, optimizer="adamv"))
+        check(CheckRequest(MODEL, optimizer="adamv"))
     with pytest.raises(PlanError, match="one of 4 ranks cannot be run by itself: stages"):
-        check(Asked(MODEL, "pp=2", global_batch_size=8), cpus(4))
+        check(CheckRequest(MODEL, "pp=2", global_batch_size=8), cpus(4))
 
 
 def three_ranks_for_four() -> str:
     with pytest.raises(PlanError) as error:
-        check(Asked(MODEL), cpus(4))
+        check(CheckRequest(MODEL), cpus(4))
     return str(error.value)
 
 
@@ -162,7 +162,7 @@ def predicted_exactly(factor: float) -> Checked:
 
     step = took(factor * found.step_s)
     update = took(factor * found.time.optimizer_s)
-    return Checked(known, plan, Measured(step, step, update, found.peak_bytes))
+    return Checked(known, plan, StepMeasurement(step, step, update, found.peak_bytes))
 
 
 @pytest.mark.usefixtures("_own_cache")

@@ -13,7 +13,7 @@ from advisor.decide.candidates import searched
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.learning.anchor import Anchor, Links, Term, anchored, fits
-from advisor.learning.residuals import Measured, anchor_of, busy_s, products_s
+from advisor.learning.residuals import StepMeasurement, anchor_of, busy_s, products_s
 from advisor.learning.run_log import anchor_here, keep_anchor
 from advisor.search.cache import Kept
 from engines.plan import PartialPlan, Plan
@@ -94,13 +94,13 @@ def _with_larger_activations(model: ModelProfile) -> ModelProfile:
     return model.model_copy(update={"units": tuple(units)})
 
 
-def measured(known: Facts, text: str = MEASURED, *, spread: float = 0.0) -> Measured:
+def measured(known: Facts, text: str = MEASURED, *, spread: float = 0.0) -> StepMeasurement:
     """What a clock would say of the plan on the real machine."""
     plan = Plan.parse(text)
     truth = estimate(plan, real(known))
     less = estimate(plan.model_copy(update={"microbatch_size": 2}), real(known))
     alone_s = truth.time.compute_s + truth.time.recompute_s + truth.time.launch_s
-    return Measured(
+    return StepMeasurement(
         step=took(truth.step_s, spread=spread),
         alone=took(alone_s + truth.time.optimizer_s, spread=spread),
         update=took(truth.time.optimizer_s, spread=spread),
@@ -175,7 +175,7 @@ def test_one_rank_of_a_large_plan_says_nothing_of_links() -> None:
     before = estimate(plan, known)
     busy_s = before.time.compute_s + before.time.recompute_s + before.time.launch_s
     alone_s = 1.4 * busy_s + before.time.optimizer_s
-    found = Measured(
+    found = StepMeasurement(
         step=None,
         alone=took(alone_s),
         update=took(before.time.optimizer_s),
@@ -226,7 +226,7 @@ def test_attention_takes_the_multiple_of_matrix_products() -> None:
     assert before.time.compute_s > 1.5 * estimate(plan, plain).time.compute_s
     busy = before.time.compute_s + before.time.recompute_s + before.time.launch_s
     measured_update = took(before.time.optimizer_s)
-    found = Measured(
+    found = StepMeasurement(
         step=None, alone=took(1.4 * busy + before.time.optimizer_s), update=measured_update
     )
     kept = anchor_of(plan, called, found, HERE.model_copy(update={"device": "H100-like"}))
@@ -249,7 +249,7 @@ def test_products_and_other_operations_take_each_their_own_multiple(text: str) -
     cluster = known.cluster.model_copy(update={"device": device})
     slow = known.model_copy(update={"cluster": cluster})
     before, truth = estimate(plan, known), estimate(plan, slow)
-    found = Measured(
+    found = StepMeasurement(
         step=took(truth.step_s),
         alone=took(busy_s(truth) + truth.time.optimizer_s),
         update=took(truth.time.optimizer_s),
@@ -263,7 +263,7 @@ def test_products_and_other_operations_take_each_their_own_multiple(text: str) -
     assert after.step_s == pytest.approx(wanted.step_s, rel=1e-4)
 
 
-def timed_links(known: Facts, *, waiting: float) -> tuple[Facts, Measured]:
+def timed_links(known: Facts, *, waiting: float) -> tuple[Facts, StepMeasurement]:
     """A machine whose collectives differ, and whose ranks wait for so much of their computing."""
     fits = {
         kind: LinkFit(latency_s=1e-3 * (1 + number), busbw_bytes_per_s=1e9 / (1 + number))
@@ -275,7 +275,7 @@ def timed_links(known: Facts, *, waiting: float) -> tuple[Facts, Measured]:
         update={"cluster": known.cluster.model_copy(update={"intra": intra, "axes": axes})}
     )
     truth = estimate(Plan.parse(MEASURED), slow)
-    found = Measured(
+    found = StepMeasurement(
         step=took(truth.step_s + waiting * busy_s(truth)),
         alone=took(busy_s(truth) + truth.time.optimizer_s),
         update=took(truth.time.optimizer_s),
@@ -320,7 +320,7 @@ def test_without_the_step_of_a_rank_alone_everything_takes_the_same_multiple() -
     plan = Plan.parse(MEASURED)
     before = estimate(plan, known)
     rest_s = before.step_s - before.time.optimizer_s
-    found = Measured(
+    found = StepMeasurement(
         step=took(2 * rest_s + before.time.optimizer_s),
         alone=None,
         update=took(before.time.optimizer_s),
@@ -345,7 +345,7 @@ def test_links_within_the_scatter_of_a_step_stay_as_they_are() -> None:
 def test_a_rank_alone_is_taken_to_need_no_longer_than_all_together() -> None:
     known, plan = predicted(), Plan.parse(MEASURED)
     step = took(10.0)
-    found = Measured(step=step, alone=took(13.0), update=took(1.0))
+    found = StepMeasurement(step=step, alone=took(13.0), update=took(1.0))
     after = estimate(plan, anchored(known, anchor_of(plan, known, found, HERE)))
     assert after.time.compute_s + after.time.launch_s == pytest.approx(9.0)
     assert after.time.optimizer_s == pytest.approx(1.0)

@@ -20,7 +20,7 @@ from advisor.decide.decision import Decision
 from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from advisor.inputs.facts import Facts
 from advisor.learning.anchor import anchored
-from advisor.learning.residuals import Measured, anchor_of
+from advisor.learning.residuals import StepMeasurement, anchor_of
 from engines.parallel import ParallelModel
 from engines.plan import Plan
 from engines.runtime.steps import WARM_UP_STEPS
@@ -120,7 +120,7 @@ class Steps:
     facts: dict[str, Facts]
     plans: dict[str, Plan]
     steps: dict[str, Timing]
-    measured: Measured
+    measured: StepMeasurement
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def steps(pool: Pool) -> Steps:
         },
         plans=plans,
         steps=taken,
-        measured=Measured(
+        measured=StepMeasurement(
             step=taken[ANCHOR],
             alone=timing([each[ANCHOR].alone for each in rounds]),
             update=timing([each[ANCHOR].update for each in rounds]),
