@@ -108,8 +108,10 @@ def check(request: CheckRequest, cluster: ClusterProfile | None = None) -> Check
             where=f"cluster: {cluster.name}",
             hints=["run `advise check` on one of its devices", "or leave `--cluster` out"],
         )
-    world = join_world(timeout_s=asked.timeout_s)
-    machines = cluster or machines_of(asked.built().module, partial_plan_of(asked.settings), world)
+    world = join_world(timeout_s=request.timeout_s)
+    machines = cluster or machines_of(
+        request.built().module, partial_plan_of(request.settings), world
+    )
     if world.size == machines.world_size:
         return _with_all_ranks(request, machines, world)
     if world.size > 1:
@@ -162,16 +164,16 @@ def _with_all_ranks(request: CheckRequest, machines: ClusterProfile, world: Worl
     return Checked(facts, plan, replace(together, alone=alone.alone, products_share=share))
 
 
-def _with_one_rank(asked: Asked, machines: ClusterProfile) -> Checked:
-    loaded, partial = asked.built(), partial_plan_of(asked.settings)
+def _with_one_rank(request: CheckRequest, machines: ClusterProfile) -> Checked:
+    loaded, partial = request.built(), partial_plan_of(request.settings)
     facts = look(
         loaded.module,
         loaded.sample,
         loss_fn=loaded.loss_fn,
         cluster=machines,
-        global_batch_size=asked.global_batch_size,
-        optimizer=OPTIMIZERS[asked.optimizer],
-        precision=asked.precision,
+        global_batch_size=request.global_batch_size,
+        optimizer=OPTIMIZERS[request.optimizer],
+        precision=request.precision,
         partial=partial,
     )
     plan = choose(facts, partial=partial).plan

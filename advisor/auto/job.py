@@ -42,10 +42,10 @@ def machines_of(model: nn.Module, partial: PartialPlan, world: World) -> Cluster
 
 def is_by_threads(partial: PartialPlan) -> bool:
     """Return True if one process drives all replicas."""
-    return pins.get("data_parallel") == DataParallel.THREADS
+    return partial.data_parallel is DataParallel.THREADS
 
 
-def require_ranks(pins: Mapping[str, Any], world: World) -> None:
+def require_ranks(partial: PartialPlan, world: World) -> None:
     """Check before any measurement that the fixed degrees can multiply to the number of ranks.
 
     Raises:
@@ -57,9 +57,9 @@ def require_ranks(pins: Mapping[str, Any], world: World) -> None:
     degrees = partial.only(*AXES).fixed
     needed = math.prod(degrees.values())
     is_whole = len(degrees) == len(AXES)
-    beside = partial.extra_ranks
-    left = world.size - beside
-    if beside and (left < 1 or left % needed or (is_whole and needed != left)):
+    spare_ranks = partial.extra_ranks
+    left = world.size - spare_ranks
+    if spare_ranks and (left < 1 or left % needed or (is_whole and needed != left)):
         raise PlanError(
             f"beside {spare_ranks} servers and backup workers {left} of this job's {world.size}"
             f" ranks are left, the degrees need {'' if is_whole else 'a multiple of '}{needed}",

@@ -18,7 +18,7 @@ from advisor.decide.decision import Decision
 from advisor.inputs.console import say
 from advisor.inputs.models import LoadedModel, load_model
 from advisor.inputs.resize import resized
-from advisor.whatif.sweep.points import Case, Point, Sweep, Swept, cases, sweep_of
+from advisor.whatif.sweep.points import Point, Sweep, SweepCase, Swept, cases, sweep_of
 from engines.apply import apply_plan
 from engines.parallel import ParallelModel
 from engines.plan import PartialPlan
@@ -253,7 +253,7 @@ def repeated(sample: Batch, rows: int) -> Batch:
     return map_batch(lambda tensor: tensor[index % len(tensor)], sample)
 
 
-def _together(case: Case, subject: Subject, loaded: LoadedModel) -> ParallelModel:
+def _together(case: SweepCase, subject: MeasuredModel, loaded: LoadedModel) -> ParallelModel:
     return auto_parallelize(
         loaded.module,
         sample=loaded.sample,

@@ -43,10 +43,10 @@ def choose_checked(facts: Facts, *, policy: Policy, partial: PartialPlan, check:
             facts,
             policy=policy,
             partial=partial,
-            styles=lambda tp: found[tp] if tp in found else by_rules(tp),
+            styles=lambda tp: checked[tp] if tp in checked else by_rules(tp),
         )
         tp = decision.plan.tp
-        if tp == 1 or tp in found or partial.fixes("tensor_styles"):
+        if tp == 1 or tp in checked or partial.fixes("tensor_styles"):
             return decision
         styles = check(tp)
         if cuts(styles) == cuts(decision.plan.tensor_styles):

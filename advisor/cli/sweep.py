@@ -201,7 +201,9 @@ def _predicted(asking: SweepRequest, cluster: str) -> Sweep:
     return predict(facts, asking.swept, asking.values, settings=asking.settings)
 
 
-def _measured(asking: Asking, cluster: str, *, steps: int | None, timeout_s: float | None) -> Sweep:
+def _measured(
+    asking: SweepRequest, cluster: str, *, steps: int | None, timeout_s: float | None
+) -> Sweep:
     if cluster != "auto":
         raise InputError(
             f"`--measure` runs on this job's devices, not on {cluster}",

@@ -23,7 +23,7 @@ from profiles.record import Document, Record
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from advisor.whatif.pareto import Point
+    from advisor.whatif.pareto import ParetoPoint
     from advisor.whatif.why_not import WhyNot
 
 

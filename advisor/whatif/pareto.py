@@ -83,8 +83,8 @@ def front_of(
     partial: PartialPlan,
     devices: Sequence[int] = (),
     price_per_device_hour: float | None = None,
-) -> tuple[Point, ...]:
-    """The front of all plans that keep `pins`, on all devices and on these smaller numbers of them.
+) -> tuple[ParetoPoint, ...]:
+    """The front of all plans that keep `partial`, on all devices and on smaller numbers of them.
 
     The global batch stays, so that every step does the same work; numbers of devices that allow no
     plan for it are left out.

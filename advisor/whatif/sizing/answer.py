@@ -79,7 +79,7 @@ class Trial:
 
 
 def trial(facts: Facts, policy: Policy, partial: PartialPlan) -> Trial:
-    """Decide for the least memory among plans with `pins`.
+    """Decide for the least memory among plans that keep `partial`.
 
     Raises:
         PlanError: `partial` allows no legal plan.

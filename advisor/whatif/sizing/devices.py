@@ -58,7 +58,7 @@ def fewest_devices(
             f"{devices_in_words(count)} of this kind are not enough: {because}",
             hints=["raise `most`, name a network, or take devices with more memory"],
         )
-    winner = taken(found.facts, policy, partial)
+    winner = taken(fewest.facts, policy, partial)
     return Answer(
         question=f"Fewest {facts.cluster.device.name} on which {facts.model.name} trains:",
         value=winner.plan.world_size,

@@ -41,15 +41,15 @@ def largest_microbatch(
     def check(size: int) -> Trial:
         return trial(at(size), policy, partial.fixing(microbatch_size=size))
 
-    found = _found(largest(check, start=1, step=1, highest=_MOST_SAMPLES), "one sample")
-    kept = partial.fixing(microbatch_size=found.value)
+    result = _found(largest(check, start=1, step=1, highest=_MOST_SAMPLES), "one sample")
+    kept = partial.fixing(microbatch_size=result.value)
     return _answer(
         f"Largest microbatch of {facts.model.name}:",
         result,
         unit="samples",
         policy=policy,
         partial=kept,
-        notes=[f"with a global batch of {found.value * world}"],
+        notes=[f"with a global batch of {result.value * world}"],
     )
 
 
@@ -76,7 +76,7 @@ def largest_sequence(
     )
     return _answer(
         f"Longest sequence of {facts.model.name}:",
-        found,
+        result,
         unit="tokens",
         policy=policy,
         partial=partial,
@@ -143,8 +143,8 @@ def _answer(
     partial: PartialPlan,
     notes: list[str] | None = None,
 ) -> Answer:
-    winner = taken(found.fits.facts, policy, partial)
-    because = found.too_large.because if found.too_large else found.refused
+    winner = taken(result.fits.facts, policy, partial)
+    because = result.too_large.because if result.too_large else result.refused
     return Answer(
         question=question,
         value=result.value,

@@ -145,14 +145,14 @@ class SweepCase(Record):
 
 def cases(
     facts: Facts, swept: Swept, values: Sequence[str], *, settings: PartialPlan
-) -> Iterator[Case]:
+) -> Iterator[SweepCase]:
     """Yield facts and settings of each value; raises as `sweep`."""
     for text in values:
         there, partial, label = facts, settings, text
         if swept is Swept.PLAN:
             partial = partial.fixing(**PartialPlan.parse(text).fixed)
             there = on(facts, _devices(partial, facts))
-            yield Case(label=label, value=None, facts=there, settings=partial)
+            yield SweepCase(label=label, value=None, facts=there, settings=partial)
             continue
         if swept is Swept.STACK:
             stack = stack_of(text)
@@ -160,7 +160,7 @@ def cases(
                 model=facts.model, cluster=facts.cluster, workload=facts.workload, stack=stack
             )
             partial = with_stack(partial, stack)
-            yield Case(label=label, value=None, facts=there, settings=partial)
+            yield SweepCase(label=label, value=None, facts=there, settings=partial)
             continue
         number = _number(text, swept)
         match swept:
@@ -176,10 +176,10 @@ def cases(
                 there = on(facts, round(number))
             case Swept.BATCH:
                 there = varied(facts, Lever.BATCH, number)
-        yield Case(label=label, value=number, facts=there, settings=partial)
+        yield SweepCase(label=label, value=number, facts=there, settings=partial)
 
 
-def _point(case: Case, policy: Policy) -> Point:
+def _point(case: SweepCase, policy: Policy) -> Point:
     choice = decide(case.facts, policy=policy, partial=case.settings)
     taken = choice.winner or min(
         choice.weighed, key=lambda candidate: candidate.estimate.peak_high_bytes
