@@ -14,7 +14,7 @@ from math import ceil
 from advisor.cost.tensor import TensorExchange
 from advisor.cost.unit_load import UnitLoad
 from profiles.machine.cluster import Collective
-from profiles.model.profile import Shape, UnitCost, UnitProfile
+from profiles.model.profile import ParameterShape, UnitCost, UnitProfile
 from profiles.model.work import ProductKind
 
 # Experts that a token is sent to where the profile does not say: assumed, as GShard and Mixtral.
@@ -67,7 +67,7 @@ def expert_bytes(unit: UnitProfile, *, ep: int) -> float:
     return float(sum(s.nbytes * s.count for s in unit.shapes if _is_shared(unit, s, ep)))
 
 
-def _is_shared(unit: UnitProfile, shape: Shape, ep: int) -> bool:
+def _is_shared(unit: UnitProfile, shape: ParameterShape, ep: int) -> bool:
     return len(shape.sizes) == 3 and shape.sizes[0] in unit.experts and shape.sizes[0] % ep == 0
 
 
@@ -80,7 +80,7 @@ def without_experts(unit: UnitProfile, *, ep: int, shards: int = 1) -> UnitProfi
     if not unit.experts:
         return unit
 
-    def part(shape: Shape) -> Shape:
+    def part(shape: ParameterShape) -> ParameterShape:
         if not _is_shared(unit, shape, ep):
             return shape
         first, *rest = shape.sizes
@@ -100,7 +100,7 @@ def split_experts(unit: UnitProfile, *, tp: int) -> UnitProfile:
     if not spared:
         return unit
 
-    def part(shape: Shape) -> Shape:
+    def part(shape: ParameterShape) -> ParameterShape:
         if not _is_shared(unit, shape, 1):
             return shape
         *rest, last = shape.sizes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from advisor.cost.ledger import Ledger
 from engines.plan import Plan
-from profiles.model.crossings import Crossing
+from profiles.model.crossings import DeviceCrossing
 from profiles.model.profile import ModelProfile, Numerics
 
 
@@ -19,7 +19,7 @@ def crossed_s(plan: Plan, model: ModelProfile, numerics: Numerics, ledger: Ledge
     return sum(_crossed_s(plan, each, ledger) for each in model.crossings.get(numerics, ()))
 
 
-def _crossed_s(plan: Plan, crossing: Crossing, ledger: Ledger) -> float:
+def _crossed_s(plan: Plan, crossing: DeviceCrossing, ledger: Ledger) -> float:
     assert plan.microbatch_size is not None
     ways = (
         ("activations", crossing.bytes, crossing.copies),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from engines.tensor.styles import Kind, Style, cutting, without_numbers
 from profiles.machine.cluster import Collective
 from profiles.model.layers import LayerCost, LayerKind
-from profiles.model.profile import Shape, UnitCost, UnitProfile
+from profiles.model.profile import ParameterShape, UnitCost, UnitProfile
 from profiles.workload.optimizer_states import FP32_BYTES
 from profiles.workload.stack import TORCH, Stack
 
@@ -413,7 +413,9 @@ def cut_unit(unit: UnitProfile, cost: UnitCost, styled: Styled, *, tp: int) -> U
     )
 
 
-def _cut_shape(shapes: list[Shape], sizes: tuple[int, ...], *, dim: int, share: float) -> None:
+def _cut_shape(
+    shapes: list[ParameterShape], sizes: tuple[int, ...], *, dim: int, share: float
+) -> None:
     """Replace one shape that begins with `sizes` by its share along `dim`."""
     for place, shape in enumerate(shapes):
         if shape.sizes[: len(sizes)] != sizes or (len(sizes) == 1 and len(shape.sizes) != 1):

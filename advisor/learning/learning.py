@@ -39,7 +39,7 @@ from advisor.learning.constants import (
 )
 from engines.plan import Plan
 from profiles.machine.cluster import ClusterProfile, Constant, Learned
-from profiles.timing.runs import Part, Run
+from profiles.timing.runs import ConstantShare, TrainingRun
 
 # Scatter of different models' optimal constants, besides their own measurement error. Small GPTs by
 # constants fitted to the others' steps, on a shared CPU: medians of 0.10, 0.12 and 0.19 (python -m
@@ -65,7 +65,7 @@ CONVERGED = 1e-9
 _Array = NDArray[np.float64]
 
 
-def parts_of(plan: Plan, facts: Facts) -> dict[Constant, Part]:
+def parts_of(plan: Plan, facts: Facts) -> dict[Constant, ConstantShare]:
     """Seconds of the predicted step that depend on each constant."""
     whole = estimate(plan, facts).step_s
     parts = {}
@@ -75,11 +75,11 @@ def parts_of(plan: Plan, facts: Facts) -> dict[Constant, Part]:
             model=facts.model, cluster=slower, workload=facts.workload, stack=facts.stack
         )
         seconds = max(0.0, (estimate(plan, nudged).step_s - whole) / NUDGE)
-        parts[constant] = Part(seconds=seconds, unit_s=unit_s)
+        parts[constant] = ConstantShare(seconds=seconds, unit_s=unit_s)
     return parts
 
 
-def refit(cluster: ClusterProfile, runs: Sequence[Run], *, dtype: str) -> ClusterProfile:
+def refit(cluster: ClusterProfile, runs: Sequence[TrainingRun], *, dtype: str) -> ClusterProfile:
     """Return `cluster` with constants and errors fitted to `runs`; unchanged without runs.
 
     Args:
@@ -93,7 +93,7 @@ def refit(cluster: ClusterProfile, runs: Sequence[Run], *, dtype: str) -> Cluste
     return _with_context(_with_times(cluster, runs, dtype), runs)
 
 
-def _with_times(cluster: ClusterProfile, runs: Sequence[Run], dtype: str) -> ClusterProfile:
+def _with_times(cluster: ClusterProfile, runs: Sequence[TrainingRun], dtype: str) -> ClusterProfile:
     units = unit_times(cluster, dtype)
     seen = _one_of_equals((run, log(undisturbed_s(run) / _today_s(run, units))) for run in runs)
     parts = np.array(
@@ -124,7 +124,7 @@ def _with_times(cluster: ClusterProfile, runs: Sequence[Run], dtype: str) -> Clu
     return fitted.model_copy(update={"learned": learned})
 
 
-def _with_context(cluster: ClusterProfile, runs: Sequence[Run]) -> ClusterProfile:
+def _with_context(cluster: ClusterProfile, runs: Sequence[TrainingRun]) -> ClusterProfile:
     """Correct the context, memory of a process before its first tensor, by the runs' peaks."""
     context = cluster.device.context_bytes
     known = [(run, run.peak) for run in runs if run.peak is not None]
@@ -206,10 +206,10 @@ def _fit(
     )
 
 
-def _one_of_equals(runs: Iterable[tuple[Run, float]]) -> list[tuple[Run, float]]:
+def _one_of_equals(runs: Iterable[tuple[TrainingRun, float]]) -> list[tuple[TrainingRun, float]]:
     """Keep one run per model and plan, whose errors are correlated: the lower quartile, of few the
     least."""
-    groups: dict[tuple[str, str], list[tuple[Run, float]]] = {}
+    groups: dict[tuple[str, str], list[tuple[TrainingRun, float]]] = {}
     for run, missed in runs:
         groups.setdefault((run.fingerprint, run.plan), []).append((run, missed))
     return [
@@ -217,19 +217,19 @@ def _one_of_equals(runs: Iterable[tuple[Run, float]]) -> list[tuple[Run, float]]
     ]
 
 
-def undisturbed_s(run: Run) -> float:
+def undisturbed_s(run: TrainingRun) -> float:
     """Step of `run` without disturbance by other programs or its slow ranks: the fast quartile."""
     step = run.step
     return run.even_share * (step.low_s + QUARTILE * (step.median_s - step.low_s))
 
 
-def _part_s(run: Run, constant: Constant, units: Mapping[Constant, float]) -> float:
+def _part_s(run: TrainingRun, constant: Constant, units: Mapping[Constant, float]) -> float:
     """Seconds of a part of the run's step under the current constants."""
     part = run.parts.get(constant)
     return part.seconds * units[constant] / part.unit_s if part else 0.0
 
 
-def _today_s(run: Run, units: Mapping[Constant, float]) -> float:
+def _today_s(run: TrainingRun, units: Mapping[Constant, float]) -> float:
     """Predict the run's step with the current constants."""
     rest = run.predicted_s - fsum(run.parts[c].seconds for c in units if c in run.parts)
     return max(0.0, rest) + fsum(_part_s(run, constant, units) for constant in units)

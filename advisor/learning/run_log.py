@@ -18,7 +18,7 @@ from profiles.cache import fingerprint, has_any, keep, kept_path, recall
 from profiles.errors import AdvisorError
 from profiles.provenance import Timing
 from profiles.timing import runs
-from profiles.timing.runs import Machine, Peak, Run
+from profiles.timing.runs import Machine, PeakRecord, TrainingRun
 from profiles.timing.straggler_stats import Pace, usual
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def fingerprint_of(model: ModelProfile) -> str:
     return fingerprint(plain.model_dump(mode="json"))
 
 
-def keep_run(parallel: ParallelModel, *, peak_bytes: float | None = None) -> Run | None:
+def keep_run(parallel: ParallelModel, *, peak_bytes: float | None = None) -> TrainingRun | None:
     """Log predicted and measured steps of `parallel`, for later estimates.
 
     `auto_parallelize` does so when the training is over; call this for shorter runs, or if the peak
@@ -142,7 +142,7 @@ def run_of(
     step: Timing,
     peak_bytes: float | None = None,
     pace: Pace | None = None,
-) -> Run:
+) -> TrainingRun:
     """Combine the prediction of `decision` with measurements."""
     plan, predicted = decision.plan, decision.estimate
     facts = _paced(decision.facts, None)
@@ -151,14 +151,14 @@ def run_of(
     if peak_bytes is not None:
         context, learned = facts.cluster.device.context_bytes, facts.cluster.learned
         width = predicted.peak_high_bytes - predicted.peak_low_bytes
-        peak = Peak(
+        peak = PeakRecord(
             # On accelerators the allocator's reserved bytes are measured.
             predicted_bytes=max(predicted.reserved_bytes, predicted.peak_bytes),
             measured_bytes=peak_bytes,
             doubt_bytes=max(0.0, width - (context.high - context.low)) / 2,
             offset_bytes=learned.context_offset_bytes if learned else 0.0,
         )
-    return Run(
+    return TrainingRun(
         machine=machine,
         model=facts.model.name,
         fingerprint=fingerprint_of(facts.model),
@@ -184,7 +184,7 @@ def _paced(facts: Facts, pace: Pace | None) -> Facts:
 
 def _keep(
     steps: Steps, decision: Decision, machine: Machine, *, fewest: int, peak_bytes: float | None
-) -> Run | None:
+) -> TrainingRun | None:
     timing = steps.timing(fewest=fewest)
     if steps.rank or timing is None:
         return None

@@ -14,7 +14,7 @@ from advisor.cost.loads import loads_of
 from advisor.predict.setup import Setup
 from engines.plan import Precision, Recompute, Schedule
 from profiles.closed_forms.convnets.costs import HALF
-from profiles.closed_forms.convnets.layers import Network
+from profiles.closed_forms.convnets.layers import Convnet
 from profiles.closed_forms.convnets.profile import profile_of
 from profiles.errors import InputError
 from profiles.machine import catalogue
@@ -97,7 +97,7 @@ def network_case(setup: Setup, *, by_memory: bool = False) -> NetworkCase:
 
 
 @lru_cache(maxsize=256)
-def _profile(network: Network, stack: Stack) -> ModelProfile:
+def _profile(network: Convnet, stack: Stack) -> ModelProfile:
     profile = profile_of(network, samples=1).model_copy(update={"has_loss": True})
     return under_stack(profile, stack)
 
@@ -117,7 +117,7 @@ def _stage_ends(setup: Setup, stack: Stack, *, by_memory: bool) -> tuple[int, ..
 
 @lru_cache(maxsize=256)
 def _even_in_time(
-    network: Network, stack: Stack, device: str, stages: int, *, is_half: bool
+    network: Convnet, stack: Stack, device: str, stages: int, *, is_half: bool
 ) -> tuple[int, ...]:
     assert stack.product_dtype is not None
     loads = loads_of(
@@ -142,7 +142,7 @@ def _even(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _with_stage_recompute(network: Network, stack: Stack, ends: tuple[int, ...]) -> ModelProfile:
+def _with_stage_recompute(network: Convnet, stack: Stack, ends: tuple[int, ...]) -> ModelProfile:
     """Return the profile of a network whose stages torchgpipe recomputes as a whole.
 
     Only a stage's input is saved. After its forward is recomputed, activations of all its blocks

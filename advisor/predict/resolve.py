@@ -22,7 +22,7 @@ from advisor.predict.software import (
     software_of,
     year_of,
 )
-from profiles.closed_forms.convnets.layers import Network
+from profiles.closed_forms.convnets.layers import Convnet
 from profiles.closed_forms.convnets.registry import network_of
 from profiles.closed_forms.transformer import TransformerShape as Shape
 from profiles.errors import InputError
@@ -69,7 +69,7 @@ def _resolve(row: Row) -> Setup:
     notes = list(assumed)
     vision = row.arch in CONVOLUTIONAL
     shape: Shape | None = None
-    network: Network | None = None
+    network: Convnet | None = None
     if vision:
         if row.seq_len is not None and row.seq_len < LEAST_PIXELS:
             raise _Impossible(f"images of {row.seq_len} pixels; {LEAST_PIXELS} is the least")
@@ -229,7 +229,7 @@ def _layout(
     return layout, tuple(notes)
 
 
-def _check_network(network: Network, layout: ParallelLayout) -> None:
+def _check_network(network: Convnet, layout: ParallelLayout) -> None:
     if layout.tp * layout.cp > 1:
         raise _Impossible(f"tp={layout.tp} cp={layout.cp}: networks on images are not split so")
     if layout.pp > len(network.blocks):

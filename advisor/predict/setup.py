@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from profiles.closed_forms.convnets.layers import Network
+from profiles.closed_forms.convnets.layers import Convnet
 from profiles.closed_forms.transformer import TransformerShape
 from profiles.machine.cluster import ClusterProfile
 from profiles.workload.stack import Stack
@@ -69,7 +69,7 @@ class Setup:
 
     row_id: str
     shape: TransformerShape | None
-    network: Network | None
+    network: Convnet | None
     cluster: ClusterProfile
     dtype: str
     layout: ParallelLayout

@@ -174,7 +174,7 @@ def _spread_as(decision: Decision) -> PartialPlan:
 
 
 def _near(decision: Decision) -> PartialPlan:
-    """Fixed settings of the decision; after a large search also its model split and sharding, so that a
+    """Fixed settings of the decision; after a large search also its split and sharding, so that a
     related question takes a fraction of the time."""
     if decision.weighed <= _MANY_ROWS:
         return decision.partial

@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import nn
 
 from engines.plan import Plan, Schedule
-from profiles.model.flow import GLUE, LOSS, Call, Flow
+from profiles.model.flow import GLUE, LOSS, Flow, UnitCall
 
 Key = tuple[int, int]
 """(call, value): a tensor that a call of the flow returns."""
@@ -75,7 +75,7 @@ def rank_of_stage(plan: Plan, stage: int) -> int:
     return next(rank for rank in range(plan.pp) if stage in stages_of_rank(plan, rank))
 
 
-def is_unit(call: Call) -> bool:
+def is_unit(call: UnitCall) -> bool:
     """True if a module is called, and not code between modules."""
     return call.unit not in (GLUE, LOSS)
 

@@ -32,7 +32,7 @@ _OWN_NUMBER = ("layer_idx", "layer_id", "block_idx", "index")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class UnitArguments:
     """Arguments of one call of a unit, and the tensors of its output that the model's output needs.
 
     `why_not`: the reason why the arguments could not be recorded; else empty.
@@ -106,7 +106,7 @@ class UnitKind:
     """Units that are alike, with a call of the first: equal classes, parameters and settings."""
 
     paths: tuple[str, ...]
-    call: Call
+    call: UnitArguments
 
 
 def unit_kinds(
@@ -170,7 +170,7 @@ def first_line(error: Exception) -> str:
 def _made_up(
     original: nn.Module,
     paths: tuple[str, ...],
-    call: Call,
+    call: UnitArguments,
     dtype: torch.dtype,
     whole_number: int,
 ) -> UnitCopy:
@@ -204,7 +204,7 @@ def _made_up(
     return UnitCopy(paths, copy.deepcopy(original, memo).eval(), args, kwargs, call.used, values)
 
 
-def _kind(unit: nn.Module, call: Call) -> object:
+def _kind(unit: nn.Module, call: UnitArguments) -> object:
     shapes = [(n, tuple(p.shape)) for n, p in unit.named_parameters(remove_duplicate=False)]
     settings = [
         (path, type(module), name, value)
@@ -219,7 +219,7 @@ def _kind(unit: nn.Module, call: Call) -> object:
 
 def _calls(
     model: nn.Module, batch: Batch, paths: Sequence[str], *, has_target: bool
-) -> dict[str, Call]:
+) -> dict[str, UnitArguments]:
     """The arguments of the first call of each unit; cheap runs are tried first."""
     last: Exception | None = None
     for follow, part in ((_fake_calls, _short), (_fake_calls, _same), (_real_calls, _same)):
@@ -248,7 +248,7 @@ def _short(batch: Batch) -> Batch:
 
 def _fake_calls(
     model: nn.Module, batch: Batch, paths: Sequence[str], *, has_target: bool
-) -> dict[str, Call]:
+) -> dict[str, UnitArguments]:
     with (
         _noted(model, paths) as notes,
         torch.inference_mode(False),
@@ -264,7 +264,7 @@ def _fake_calls(
 
 def _real_calls(
     model: nn.Module, batch: Batch, paths: Sequence[str], *, has_target: bool
-) -> dict[str, Call]:
+) -> dict[str, UnitArguments]:
     device = next(model.parameters()).device
     there = map_batch(lambda tensor: tensor.to(device), batch)
     with _noted(model, paths) as notes, _left_as_it_was(model), torch.enable_grad():
@@ -346,7 +346,7 @@ def _noted(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, _Note]]
             hook.remove()
 
 
-def _with_use(notes: Mapping[str, _Note], output: object) -> dict[str, Call]:
+def _with_use(notes: Mapping[str, _Note], output: object) -> dict[str, UnitArguments]:
     """The calls, with the outputs that the model's output depends on."""
     left = [(t.grad_fn, t.output_nr) for t in tensors_in(output)]
     reached: set[tuple[Any, int]] = set()
@@ -356,7 +356,7 @@ def _with_use(notes: Mapping[str, _Note], output: object) -> dict[str, Call]:
             reached.add(place)
             left += place[0].next_functions
     return {
-        path: Call(
+        path: UnitArguments(
             note.args,
             note.kwargs,
             # Tensors outside the graph cannot be followed, and count as used.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from profiles.allocator.memory_pool import Block, Pool
+from profiles.allocator.memory_pool import MemoryBlock, Pool
 from profiles.errors import AdvisorError
 from profiles.units import MIB, format_gib
 
@@ -87,7 +87,7 @@ class CachingAllocator:
         self._power2_divisions = power2_divisions
         self._small = Pool(is_small=True, step_bytes=SMALL_SEGMENT_BYTES)
         self._large = Pool(is_small=False, step_bytes=LARGE_SEGMENT_BYTES)
-        self._taken: dict[int, Block] = {}
+        self._taken: dict[int, MemoryBlock] = {}
         self._next_address = LARGE_SEGMENT_BYTES
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
@@ -150,7 +150,7 @@ class CachingAllocator:
                     pool.remove(block)
                     self.reserved_bytes -= block.size
 
-    def _cached(self, pool: Pool, size: int) -> Block | None:
+    def _cached(self, pool: Pool, size: int) -> MemoryBlock | None:
         """The smallest free block that is large enough."""
         number = bisect_left(pool.free, (size, 0))
         if number == len(pool.free):
@@ -166,14 +166,14 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _fresh(self, pool: Pool, size: int) -> Block | None:
+    def _fresh(self, pool: Pool, size: int) -> MemoryBlock | None:
         """A block of memory that was not reserved before; None where the limit forbids it."""
         if self._is_expandable:
             return self._expanded(pool, size)
         whole = segment_bytes(size)
         if not self._reserve(whole):
             return None
-        block = Block(pool, self._next_address, whole, is_mapped=True)
+        block = MemoryBlock(pool, self._next_address, whole, is_mapped=True)
         self._next_address += whole
         return block
 
@@ -186,7 +186,7 @@ class CachingAllocator:
             self.peak_reserved_bytes = reserved
         return True
 
-    def _expanded(self, pool: Pool, size: int) -> Block | None:
+    def _expanded(self, pool: Pool, size: int) -> MemoryBlock | None:
         """The lowest addresses that are free or unmapped for `size` bytes, with memory there."""
         room = self._room(pool, size)
         mapped = room if room.is_mapped else self._map(room, min(room.size, size))
@@ -198,13 +198,13 @@ class CachingAllocator:
             pool.remove(mapped)
         return mapped
 
-    def _room(self, pool: Pool, size: int) -> Block:
+    def _room(self, pool: Pool, size: int) -> MemoryBlock:
         for address in pool.unmapped:
             block = pool.blocks[address]
             if block.previous is not None and block.previous.is_free:
                 block = block.previous
             room: int = 0
-            end: Block | None = block
+            end: MemoryBlock | None = block
             while end is not None and end.is_free and room < size:
                 room, end = room + end.size, end.next
             if room >= size:
@@ -212,12 +212,12 @@ class CachingAllocator:
         limit = self._limit_bytes
         space = ADDRESS_SPACE_BYTES if limit is None else limit + limit // 8
         space = -(-max(space, size) // pool.step_bytes) * pool.step_bytes
-        segment = Block(pool, self._next_address, space, is_mapped=False)
+        segment = MemoryBlock(pool, self._next_address, space, is_mapped=False)
         self._next_address += -(-space // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
         pool.add(segment)
         return segment
 
-    def _map(self, block: Block, nbytes: int) -> Block | None:
+    def _map(self, block: MemoryBlock, nbytes: int) -> MemoryBlock | None:
         """Put memory behind the first bytes of an unmapped block, in whole steps; that and the
         free blocks beside it. None where the limit forbids it."""
         pool = block.pool
@@ -230,7 +230,7 @@ class CachingAllocator:
         block.is_mapped = True
         return pool.add_merged(block)
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap(self, block: MemoryBlock) -> None:
         """Take the memory from the whole steps within a free block."""
         pool, step = block.pool, block.pool.step_bytes
         start = -(-block.address // step) * step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 
-class Block:
+class MemoryBlock:
     """A range of addresses in a segment, with its neighbours there."""
 
     __slots__ = ("address", "is_free", "is_mapped", "next", "pool", "previous", "size")
@@ -16,12 +16,14 @@ class Block:
         self.size = size
         self.is_mapped = is_mapped
         self.is_free = True
-        self.previous: Block | None = None
-        self.next: Block | None = None
+        self.previous: MemoryBlock | None = None
+        self.next: MemoryBlock | None = None
 
-    def cut(self, size: int) -> Block:
+    def cut(self, size: int) -> MemoryBlock:
         """Keep the first `size` bytes; the rest becomes a block of its own."""
-        rest = Block(self.pool, self.address + size, self.size - size, is_mapped=self.is_mapped)
+        rest = MemoryBlock(
+            self.pool, self.address + size, self.size - size, is_mapped=self.is_mapped
+        )
         self.size = size
         rest.previous, rest.next, self.next = self, self.next, rest
         if rest.next is not None:
@@ -60,25 +62,25 @@ class Pool:
     def __init__(self, *, is_small: bool, step_bytes: int) -> None:
         self.is_small = is_small
         self.step_bytes = step_bytes
-        self.blocks: dict[int, Block] = {}  # what `free` and `unmapped` name, by address
+        self.blocks: dict[int, MemoryBlock] = {}  # what `free` and `unmapped` name, by address
         self.free: list[tuple[int, int]] = []
         self.unmapped: list[int] = []
 
-    def add(self, block: Block) -> None:
+    def add(self, block: MemoryBlock) -> None:
         self.blocks[block.address] = block
         if block.is_mapped:
             insort(self.free, (block.size, block.address))
         else:
             insort(self.unmapped, block.address)
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         del self.blocks[block.address]
         if block.is_mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
             del self.unmapped[bisect_left(self.unmapped, block.address)]
 
-    def add_merged(self, block: Block) -> Block:
+    def add_merged(self, block: MemoryBlock) -> MemoryBlock:
         """Add a block, as one with the free neighbours that are mapped as it is."""
         before, after = block.previous, block.next
         if after is not None and after.is_free and after.is_mapped == block.is_mapped:

@@ -9,12 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from profiles.capture.dispatch_modes import Trace
+from profiles.capture.dispatch_modes import TraceMode
 from profiles.capture.flow_trace import Trail
 from profiles.capture.module_state import PLAIN
 from profiles.errors import ModelError
 from profiles.torch_compat import flatten, storage_of, unflatten
-from profiles.trace.places import Place
+from profiles.trace.scopes import Scope
 
 Gradients = dict[int, Hashable]  # by output: form of the gradient that came for it
 
@@ -45,7 +45,7 @@ class _Argument:
 
 
 @dataclass(slots=True)
-class Run:
+class BlockRun:
     """A block that ran in full, as those after it need it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Run:
         given: gradients that came back to it, for outputs that it did not also use itself.
     """
 
-    place: Place
+    scope: Scope
     trail: Trail
     outputs: list[object]
     structure: object
@@ -63,7 +63,9 @@ class Run:
     given: Gradients = field(default_factory=dict)
 
 
-def run_of(trace: Trace, trail: Trail, taken: Sequence[object], output: object) -> Run | None:
+def run_of(
+    trace: TraceMode, trail: Trail, taken: Sequence[object], output: object
+) -> BlockRun | None:
     """What the call that is going on did; None where it hands on more than new tensors, its
     arguments and plain values."""
     leaves, structure = flatten(output)
@@ -73,9 +75,9 @@ def run_of(trace: Trace, trail: Trail, taken: Sequence[object], output: object) 
     saved = tuple(
         position
         for position, leaf in enumerate(taken)
-        if isinstance(leaf, Tensor) and trace.storages.is_saved_by(leaf, trace.place)
+        if isinstance(leaf, Tensor) and trace.storages.is_saved_by(leaf, trace.scope)
     )
-    run = Run(trace.place, trail, outputs, structure, saved)
+    run = BlockRun(trace.scope, trail, outputs, structure, saved)
     made = [n for n, out in enumerate(outputs) if isinstance(out, _Made) and out.needs_gradient]
     tensors = {number: cast(Tensor, leaves[number]) for number in made}
     for number, tensor in tensors.items():
@@ -99,7 +101,7 @@ def _form(gradient: Tensor) -> Hashable:
 
 
 def _outputs(
-    leaves: Sequence[object], taken: Sequence[object], trail: Trail, trace: Trace
+    leaves: Sequence[object], taken: Sequence[object], trail: Trail, trace: TraceMode
 ) -> list[object] | None:
     """How to make these again from other arguments; None where they share memory."""
     positions = {id(leaf): index for index, leaf in enumerate(taken) if isinstance(leaf, Tensor)}
@@ -126,8 +128,8 @@ def _outputs(
                     dtype=leaf.dtype,
                     needs_gradient=leaf.requires_grad,
                     sources=trace.sources_of(leaf, taken),
-                    is_saved=trace.storages.is_saved_by(leaf, trace.place),
-                    is_kept=trace.storages.is_kept_by(leaf, trace.place),
+                    is_saved=trace.storages.is_saved_by(leaf, trace.scope),
+                    is_kept=trace.storages.is_kept_by(leaf, trace.scope),
                 )
             )
     return found
@@ -142,7 +144,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def double_of(
-    run: Run, trace: Trace, taken: Sequence[object], parameter: Tensor | None
+    run: BlockRun, trace: TraceMode, taken: Sequence[object], parameter: Tensor | None
 ) -> tuple[object, Gradients]:
     """What a block like that of `run` returns for the arguments `taken`; and, once backward has
     been, the gradients that came for it.
@@ -166,7 +168,7 @@ def double_of(
             if output.is_saved:
                 kept.append(tensor)
         if output.is_kept:
-            trace.storages.keep(tensor, trace.place)
+            trace.storages.keep(tensor, trace.scope)
         leaves[number] = tensor
     for number, other in enumerate(run.outputs):
         if isinstance(other, _Argument):
@@ -184,7 +186,7 @@ def _empty(made: _Made) -> Tensor:
 class _Call:
     """Of a function that makes output `number` and keeps `kept` for backward."""
 
-    trace: Trace
+    trace: TraceMode
     made: _Made
     number: int
     given: Gradients

@@ -31,7 +31,7 @@ class Spec:
 
 
 @dataclass
-class Call:
+class CallSpec:
     """One call of a unit: its arguments with tensors replaced by `Spec`s."""
 
     args: Any
@@ -43,9 +43,9 @@ class Call:
 
 def calls_of(
     model: nn.Module, sample: Batch, loss_fn: LossFn | None
-) -> tuple[dict[str, list[Call]], dict[str, str]]:
+) -> tuple[dict[str, list[CallSpec]], dict[str, str]]:
     """The outermost calls of every unit, and of the loss; and units that call each other."""
-    found: dict[str, list[Call]] = {}
+    found: dict[str, list[CallSpec]] = {}
     left_out: dict[str, str] = {}
     inside: list[str] = []
     numbers: dict[int, int] = {}
@@ -60,7 +60,7 @@ def calls_of(
             if inside:
                 left_out.setdefault(unit.name, f"it is called inside `{inside[-1]}`")
                 left_out.setdefault(inside[-1], f"it calls `{unit.name}`")
-            found.setdefault(unit.name, []).append(Call(*map_tensors(spec, (args, kwargs))))
+            found.setdefault(unit.name, []).append(CallSpec(*map_tensors(spec, (args, kwargs))))
             inside.append(unit.name)
 
         return hook
@@ -91,12 +91,12 @@ def calls_of(
             ) from error
         if loss_fn is not None:
             target = batch if isinstance(batch, Mapping) else batch[-1]
-            found[LOSS] = [Call(*map_tensors(spec, ((output, target), {})))]
+            found[LOSS] = [CallSpec(*map_tensors(spec, ((output, target), {})))]
     return {name: calls for name, calls in found.items() if name not in left_out}, left_out
 
 
 def inputs_of(
-    call: Call, sample: Batch, device: torch.device, numerics: Numerics
+    call: CallSpec, sample: Batch, device: torch.device, numerics: Numerics
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Random tensors of the recorded shapes; token ids are the sample's."""
     given = batch_tensors(sample)

@@ -1,4 +1,4 @@
-"""Look at any module on fake tensors: nothing is allocated, computed or changed."""
+"""StepTrace at any module on fake tensors: nothing is allocated, computed or changed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from profiles.capture.batch import Batch, LossFn, batch_size, batch_tensors
 from profiles.capture.copy_trace import crossings
 from profiles.capture.experts import experts_of
-from profiles.capture.subject import Subject, dtype_name
-from profiles.capture.trace_step import Look, look
+from profiles.capture.subject import TracedModel, dtype_name
+from profiles.capture.trace_step import StepTrace, trace_step
 from profiles.errors import ModelError
 from profiles.model.flow import Flow, Value
 from profiles.model.profile import (
@@ -20,7 +20,7 @@ from profiles.model.profile import (
     Affine,
     ModelProfile,
     Numerics,
-    Shape,
+    ParameterShape,
     UnitCost,
     UnitProfile,
 )
@@ -63,7 +63,7 @@ def capture(
         BatchError: tensors of the sample differ in their first dimension, or a target is missing.
         ModelError: the model does not take the sample, looks at values, or is not initialised.
     """
-    subject = Subject(model, sample, loss_fn)
+    subject = TracedModel(model, sample, loss_fn)
     samples = batch_size(sample)
     every_block = every_block or bool(subject.devices)  # equal ones may be on different devices
     looks = {kind: _look_twice(subject, kind, every_block=every_block) for kind in numerics}
@@ -109,8 +109,8 @@ def _experts_per_token(model: nn.Module) -> int | None:
 
 
 def _look_twice(
-    subject: Subject, numerics: Numerics, *, every_block: bool
-) -> tuple[Look, Look | None]:
+    subject: TracedModel, numerics: Numerics, *, every_block: bool
+) -> tuple[StepTrace, StepTrace | None]:
     """At the sample, and at twice its batch; not every model takes that."""
     first = _look(subject, numerics, every_block=every_block)
     try:
@@ -119,17 +119,19 @@ def _look_twice(
         return first, None
 
 
-def _look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: bool) -> Look:
+def _look(
+    subject: TracedModel, numerics: Numerics, *, times: int = 1, every_block: bool
+) -> StepTrace:
     """Where blocks that seem equal do more than they hand on, all of them are run."""
     if not every_block:
         try:
-            found = look(subject, numerics, times=times, every_block=False)
+            found = trace_step(subject, numerics, times=times, every_block=False)
         except ModelError:  # of the model, or of what it misses
             pass
         else:
             if found.is_sound:
                 return found
-    return look(subject, numerics, times=times)
+    return trace_step(subject, numerics, times=times)
 
 
 def _flow(one: Flow, two: Flow | None, samples: int) -> Flow:
@@ -156,7 +158,7 @@ def _units(flow: Flow) -> list[tuple[str, int]]:
 
 
 def _unit_profiles(
-    subject: Subject,
+    subject: TracedModel,
     costs: Mapping[Numerics, Mapping[str, UnitCost]],
     shared: frozenset[str],
     *,
@@ -193,17 +195,17 @@ def _unit_profiles(
             yield profile
 
 
-def _shapes(parameters: Iterable[Tensor]) -> Iterator[Shape]:
+def _shapes(parameters: Iterable[Tensor]) -> Iterator[ParameterShape]:
     counts = Counter((tuple(p.shape), p.element_size()) for p in parameters)
     for (sizes, element_bytes), count in sorted(counts.items()):
-        yield Shape(sizes=sizes, element_bytes=element_bytes, count=count)
+        yield ParameterShape(sizes=sizes, element_bytes=element_bytes, count=count)
 
 
 def _experts(module: nn.Module) -> tuple[int, ...]:
     return tuple(sorted({experts_of(part) for part in module.modules()} - {0}))
 
 
-def _kind(subject: Subject, name: str) -> str:
+def _kind(subject: TracedModel, name: str) -> str:
     if name == GLUE:
         return type(subject.model).__name__
     loss_fn = subject.loss_fn

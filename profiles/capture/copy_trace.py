@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from profiles.capture.storages import Storages
-from profiles.model.crossings import Crossing
+from profiles.model.crossings import DeviceCrossing
 from profiles.torch_compat import Operator
 from profiles.trace.tally import affine
 
@@ -91,7 +91,7 @@ class CopyTrace:
 
 def crossings(
     once: Sequence[Copy], twice: Sequence[Copy] | None, samples: int
-) -> tuple[Crossing, ...]:
+) -> tuple[DeviceCrossing, ...]:
     """All copies from one device to another together, from a forward over `samples` and one over
     twice as many if there is one."""
     ways = dict.fromkeys((copy.source, copy.target) for copy in once)
@@ -100,14 +100,14 @@ def crossings(
 
 def _crossing(
     way: tuple[str, str], once: Sequence[Copy], twice: Sequence[Copy] | None, samples: int
-) -> Crossing:
+) -> DeviceCrossing:
     def total(copies: Sequence[Copy]) -> int:
         return sum(copy.nbytes for copy in copies)
 
     ones = [copy for copy in once if (copy.source, copy.target) == way]
     twos = [copy for copy in twice or () if (copy.source, copy.target) == way]
     back, twos_back = ([c for c in copies if c.returns] for copies in (ones, twos))
-    return Crossing(
+    return DeviceCrossing(
         source=way[0],
         target=way[1],
         bytes=affine(total(ones), total(twos) if twice else None, samples),

@@ -41,16 +41,16 @@ from profiles.torch_compat import (
     tensors_written,
 )
 from profiles.trace.chains import Chain, Chains, kind_of_module
-from profiles.trace.places import Place
+from profiles.trace.scopes import Scope
 
-_PLACE = "place"  # key among the notes of autograd nodes
+_SCOPE = "scope"  # key among the notes of autograd nodes
 
 
-class Trace(Pretence):
+class TraceMode(Pretence):
     """Watches operations below autograd, calls of units, and what autograd saves.
 
     A forward operation belongs to the unit that is being called; a backward operation to the unit
-    whose forward made its autograd node. Everything else is glue, one `Place` per stretch.
+    whose forward made its autograd node. Everything else is glue, one `Scope` per stretch.
 
     Args:
         storages: memory that was there before.
@@ -72,30 +72,30 @@ class Trace(Pretence):
         self.storages = storages
         self.flow = FlowTrace(storages)
         self.copies = CopyTrace(storages, placed) if placed else None
-        self.place = Place(GLUE)
-        self.places = [self.place]
+        self.scope = Scope(GLUE)
+        self.scopes = [self.scope]
         self.shared: set[str] = set()
         self.strangers: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._timeline = storages.timeline
-        self._timeline.open((self.place, False))
+        self._timeline.open((self.scope, False))
         self._low_precision = low_precision
         self._gradient_bytes = gradient_bytes
         self._in_backward = False
-        self._callers: list[Place] = []
-        self._chain = self.place.chain  # of the backward
+        self._callers: list[Scope] = []
+        self._chain = self.scope.chain  # of the backward
         self._chains = Chains()
         self._kinds: list[FusibleKind] = []  # of the modules that are being called
         self._layers = LayerTrace(
             storages,
-            lambda: None if self._in_backward else self.place,
-            lambda node: _PLACE in node_notes(node),
+            lambda: None if self._in_backward else self.scope,
+            lambda node: _SCOPE in node_notes(node),
         )
         self._formulas = flop_formulas()
         self._kept_operators = frozenset(kept_operators())
 
         def pack(tensor: Tensor) -> Tensor:
             if not self._in_backward:
-                self.storages.save(tensor, self.place)
+                self.storages.save(tensor, self.scope)
             return tensor
 
         self._pack = pack
@@ -132,43 +132,43 @@ class Trace(Pretence):
             self._begin_chain()
 
     def _begin_chain(self) -> None:
-        self.place.begin_chain(next_sequence_number(), self._kinds[-1] if self._kinds else None)
+        self.scope.begin_chain(next_sequence_number(), self._kinds[-1] if self._kinds else None)
 
-    def enter(self, place: Place, inputs: object) -> None:
+    def enter(self, scope: Scope, inputs: object) -> None:
         """Begin a call with these inputs."""
         self._mark(inputs)
         self._chains.hand_on(map(self.storages.memory_of, tensors_in(inputs)))
         is_outermost = not self._callers
         if is_outermost:
-            self._timeline.close((self.place, False))
-            self.flow.begin(place.name, inputs)
+            self._timeline.close((self.scope, False))
+            self.flow.begin(scope.name, inputs)
         else:
-            self.flow.begin_inside(place.name)
-        place.is_block = place.is_block or self.place.is_block
-        self._callers.append(self.place)
-        self._go_to(place)
-        place.input_bytes = self.storages.take(
-            inputs, place, is_recomputed=place.is_block and is_outermost
+            self.flow.begin_inside(scope.name)
+        scope.is_block = scope.is_block or self.scope.is_block
+        self._callers.append(self.scope)
+        self._go_to(scope)
+        scope.input_bytes = self.storages.take(
+            inputs, scope, is_recomputed=scope.is_block and is_outermost
         )
 
     def leave(self, output: object) -> None:
         """End the call; what follows belongs to the caller, or to a new stretch of glue."""
-        self._layers.leave(self.place, output)
+        self._layers.leave(self.scope, output)
         self._mark(output)
         self._chains.hand_on(map(self.storages.memory_of, tensors_in(output)))
-        self.place.output_bytes += sum({id(t): t.nbytes for t in tensors_in(output)}.values())
-        self._timeline.close((self.place, False))
+        self.scope.output_bytes += sum({id(t): t.nbytes for t in tensors_in(output)}.values())
+        self._timeline.close((self.scope, False))
         caller = self._callers.pop()
         if self._callers:
-            self.place = caller
+            self.scope = caller
             self._begin_chain()
         else:
             self.flow.end(output)
-            self._go_to(Place(GLUE))
+            self._go_to(Scope(GLUE))
 
-    def stand_for(self, place: Place, trail: Trail) -> None:
+    def stand_for(self, scope: Scope, trail: Trail) -> None:
         """The call that is going on does what an earlier one did."""
-        self.place.stands_for = place
+        self.scope.stands_for = scope
         assert self.flow.current is not None
         self.flow.current.uses_parameters = trail.uses_parameters
 
@@ -197,7 +197,7 @@ class Trace(Pretence):
             args, kwargs = self._lower(module, args, kwargs)
             # In backward a recomputed unit is part of the call whose gradients are being computed.
             if not self._in_backward:
-                self.enter(Place(unit.name, unit.is_block), (args, kwargs))
+                self.enter(Scope(unit.name, unit.is_block), (args, kwargs))
             return args, kwargs
 
         return before
@@ -214,10 +214,10 @@ class Trace(Pretence):
             return args, kwargs
         return map_tensors(lambda t: t.to(dtype) if t.dtype == torch.float32 else t, (args, kwargs))
 
-    def _go_to(self, place: Place) -> None:
-        self.place = place
-        self.places.append(place)
-        self._timeline.open((place, False))
+    def _go_to(self, scope: Scope) -> None:
+        self.scope = scope
+        self.scopes.append(scope)
+        self._timeline.open((scope, False))
 
     # Autograd
 
@@ -231,14 +231,14 @@ class Trace(Pretence):
         self._mark(roots)
         self._chains.hand_on(map(self.storages.memory_of, roots))
         self._chains.settle_forward(self.storages.is_first_saved_by, self.storages.is_kept)
-        self._timeline.close((self.place, False))
+        self._timeline.close((self.scope, False))
         node = roots[0].grad_fn if roots else None
-        self.place = node_notes(node)[_PLACE] if node is not None else self.place
+        self.scope = node_notes(node)[_SCOPE] if node is not None else self.scope
         self._in_backward = True
-        self._timeline.open((self.place, True))
+        self._timeline.open((self.scope, True))
 
     def end_backward(self) -> None:
-        self._timeline.close((self.place, True))
+        self._timeline.close((self.scope, True))
         self._chains.settle_backward(self.storages.is_alive)
 
     def _mark(self, tree: object) -> None:
@@ -246,14 +246,14 @@ class Trace(Pretence):
         found: list[Node | None] = [tensor.grad_fn for tensor in tensors_in(tree)]
         while found:
             node = found.pop()
-            if node is None or _PLACE in node_notes(node):
+            if node is None or _SCOPE in node_notes(node):
                 continue
-            node_notes(node)[_PLACE] = self.place
+            node_notes(node)[_SCOPE] = self.scope
             if is_leaf_node(node):
                 self._meet(cast(Any, node).variable)
                 continue
-            chain = self.place.chain_at(sequence_number(node))
-            node.register_prehook(functools.partial(self._arrive, self.place, chain))
+            chain = self.scope.chain_at(sequence_number(node))
+            node.register_prehook(functools.partial(self._arrive, self.scope, chain))
             found.extend(parent for parent, _ in node.next_functions)
 
     def _meet(self, leaf: Tensor) -> None:
@@ -275,7 +275,7 @@ class Trace(Pretence):
         nodes = [output.grad_fn]
         while nodes:
             node = nodes.pop()
-            if node is None or node in seen or _PLACE in node_notes(node):
+            if node is None or node in seen or _SCOPE in node_notes(node):
                 continue
             seen.add(node)
             for parent, number in node.next_functions:
@@ -287,25 +287,25 @@ class Trace(Pretence):
                     nodes.append(parent)
         return tuple(sorted(found))
 
-    def _arrive(self, place: Place, chain: Chain, gradients: object) -> None:
+    def _arrive(self, scope: Scope, chain: Chain, gradients: object) -> None:
         # A gradient may also be asked for in the forward: then it is work of whoever asks.
         if self._in_backward and chain is not self._chain:
             # Gradients may also go to a call that another stands for, where nothing runs.
             self._chains.pause(self.storages.is_alive)
         self._chain = chain
-        if self._in_backward and place is not self.place:
-            self._timeline.close((self.place, True))
-            self.place = place
-            self._timeline.open((place, True))
+        if self._in_backward and scope is not self.scope:
+            self._timeline.close((self.scope, True))
+            self.scope = scope
+            self._timeline.open((scope, True))
 
     # Operations
 
     def note(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
     ) -> None:
-        """Put an operation down to the place where it was run."""
+        """Put an operation down to the scope in which it was run."""
         inputs, outputs = _flat((args, tuple(kwargs.values()))), _flat((result,))
-        chain = self._chain if self._in_backward else self.place.chain
+        chain = self._chain if self._in_backward else self.scope.chain
         part = chain.part
         makes_storage = self.storages.notice(operator, inputs, outputs, part)
         if not self._in_backward:
@@ -317,16 +317,16 @@ class Trace(Pretence):
         formula = self._formulas.get(operator.overloadpacket)
         flop = formula(*args, **kwargs, out_val=result) if formula is not None else 0
         moved = self._move(operator, chain, inputs, outputs)
-        for doer in (self.place, part) if part is not None else (self.place,):
+        for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
             work.add(flop=flop, moved_bytes=moved)
         call = attended(operator, args, kwargs)
         if call is not None:
-            calls = (part or self.place).attention
+            calls = (part or self.scope).attention
             (calls.backward if self._in_backward else calls.forward).append(call)
         grouped = multiplied(operator, args, outputs[0]) if flop else None
         if grouped is not None:
-            here = part or self.place
+            here = part or self.scope
             (here.backward if self._in_backward else here.forward).grouped.append(grouped)
         if self._in_backward:
             return
@@ -338,11 +338,11 @@ class Trace(Pretence):
             if holders and part is not None:
                 name = self.storages.parameter_name(tensor)
                 part.parameters[name] = self._gradient_bytes.get(name, 0)
-            if holders and self.place.name not in holders:
+            if holders and self.scope.name not in holders:
                 self.shared |= holders  # used outside its own unit
-        if self.place.is_block and operator in self._kept_operators:
+        if self.scope.is_block and operator in self._kept_operators:
             for tensor in outputs:
-                self.storages.keep(tensor, self.place)
+                self.storages.keep(tensor, self.scope)
 
     def _move(
         self, operator: Operator, chain: Chain, inputs: list[Tensor], outputs: list[Tensor]

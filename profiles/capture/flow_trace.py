@@ -11,7 +11,7 @@ from torch import Tensor
 
 from profiles.capture.storages import Storages
 from profiles.model.affine import Affine
-from profiles.model.flow import GLUE, Call, Edge, Flow, Value
+from profiles.model.flow import GLUE, Edge, Flow, UnitCall, Value
 from profiles.torch_compat import tensors_in
 
 Source = tuple[int, int]  # call, value
@@ -170,7 +170,9 @@ class FlowTrace:
         """All that was followed."""
         return Flow(
             calls=tuple(
-                Call(unit=call.unit, values=tuple(call.values), parameters=tuple(call.parameters))
+                UnitCall(
+                    unit=call.unit, values=tuple(call.values), parameters=tuple(call.parameters)
+                )
                 for call in self._calls
             ),
             edges=tuple(sorted(self._edges, key=lambda e: (e.target, e.source, e.value))),

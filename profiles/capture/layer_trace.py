@@ -14,7 +14,7 @@ from profiles.capture.storages import Storages
 from profiles.capture.transformers_compat import is_transposed_linear
 from profiles.model.layers import INPUT, LayerKind
 from profiles.torch_compat import is_leaf_node, next_sequence_number, node_notes, tensors_in
-from profiles.trace.places import Features, Layer, LayerShape, Part, Place
+from profiles.trace.scopes import Features, LayerCall, LayerSegment, LayerShape, Scope
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYER = "layer"  # key among the notes of autograd nodes: the number of the layer that made it
@@ -27,7 +27,7 @@ def layer_shapes(unit: Unit, first_names: Mapping[int, str]) -> dict[str, LayerS
     """The weight layers of a unit that features can be cut of.
 
     Args:
-        first_names: of each parameter by its id; what an earlier place holds counts there.
+        first_names: of each parameter by its id; what an earlier scope holds counts there.
     """
     found = {}
     for path, module in unit.module.named_modules():
@@ -72,24 +72,24 @@ def _name(*parts: str) -> str:
 
 
 class LayerTrace:
-    """Notes the calls of weight layers in the place where they happen.
+    """Notes the calls of weight layers in the scope where they happen.
 
     Args:
-        place: asks for the place that is being called; None while nothing is to be noted.
+        scope: asks for the scope that is being called; None while nothing is to be noted.
         is_outside: whether an autograd node was made before the call that is going on.
     """
 
     def __init__(
         self,
         storages: Storages,
-        place: Callable[[], Place | None],
+        scope: Callable[[], Scope | None],
         is_outside: Callable[[Node], bool],
     ) -> None:
         self._storages = storages
-        self._place = place
+        self._place = scope
         self._is_outside = is_outside
         self._features = Features()
-        self._inputs: dict[Place, list[weakref.ref[Tensor] | None]] = {}
+        self._inputs: dict[Scope, list[weakref.ref[Tensor] | None]] = {}
 
     def watch(self, unit: Unit, shapes: Shapes) -> None:
         """Hook the layers of a unit; its own hooks are there already, if it is one itself."""
@@ -107,62 +107,62 @@ class LayerTrace:
             ((number(t), t.shape) for t in inputs), [(number(t), t.shape) for t in outputs]
         )
 
-    def leave(self, place: Place, output: object) -> None:
+    def leave(self, scope: Scope, output: object) -> None:
         """A call is over, its nodes have no mark yet."""
-        layers = list(place.layers.values())
+        layers = list(scope.layers.values())
         for number in self._sources(tensors_in(output)) if layers else ():
             if number != INPUT:
                 layers[number].reaches_output = True
-        self._inputs.pop(place, None)
+        self._inputs.pop(scope, None)
         self._features = Features()
 
-    def _here(self, unit: str) -> Place | None:
-        place = self._place()
-        return place if place is not None and place.name == unit else None
+    def _here(self, unit: str) -> Scope | None:
+        scope = self._place()
+        return scope if scope is not None and scope.name == unit else None
 
     def _before(self, unit: str, shape: LayerShape) -> Callable[..., None]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            place = self._here(unit)
-            if place is None:
+            scope = self._here(unit)
+            if scope is None:
                 return
             given = tensors_in((args, kwargs))[:1]
-            layer = place.layers.get(shape.path)
+            layer = scope.layers.get(shape.path)
             if layer is None:
-                layer = Layer(
+                layer = LayerCall(
                     shape=shape,
-                    number=len(place.layers),
-                    own=Part(place),
-                    after=Part(place),
-                    same_input=self._same_input(place, given),
+                    number=len(scope.layers),
+                    own=LayerSegment(scope),
+                    after=LayerSegment(scope),
+                    same_input=self._same_input(scope, given),
                     sources=self._sources(given),
                     needs_input_gradient=bool(given) and given[0].requires_grad,
                 )
-                place.layers[shape.path] = layer
+                scope.layers[shape.path] = layer
             layer.calls += 1
             layer.input_bytes += sum(tensor.nbytes for tensor in given)
-            place.begin_part(layer.own, next_sequence_number())
+            scope.begin_part(layer.own, next_sequence_number())
 
         return before
 
     def _after(self, unit: str, path: str) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
-            place = self._here(unit)
-            if place is None or path not in place.layers:
+            scope = self._here(unit)
+            if scope is None or path not in scope.layers:
                 return
-            layer = place.layers[path]
+            layer = scope.layers[path]
             for tensor in tensors_in(output):
                 layer.output_bytes += tensor.nbytes
                 self._storages.hand_on(tensor, layer.own, layer.after)
                 self._features.put(self._storages.number_of(tensor), layer)
                 if tensor.grad_fn is not None:
                     node_notes(tensor.grad_fn)[_LAYER] = layer.number
-            place.begin_part(layer.after, next_sequence_number())
+            scope.begin_part(layer.after, next_sequence_number())
 
         return after
 
-    def _same_input(self, place: Place, given: Sequence[Tensor]) -> int:
+    def _same_input(self, scope: Scope, given: Sequence[Tensor]) -> int:
         """The first layer that was given the very tensor that this one is."""
-        before = self._inputs.setdefault(place, [])
+        before = self._inputs.setdefault(scope, [])
         mine = given[0] if given else None
         known = enumerate(before)
         number = next((n for n, ref in known if ref is not None and ref() is mine), len(before))

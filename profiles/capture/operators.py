@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from profiles.model.work import FusibleKind
 from profiles.torch_compat import Operator, aten_operators, is_mutable, storage_of
 from profiles.trace.chains import Fusing
-from profiles.trace.places import Attended, Grouped
+from profiles.trace.scopes import Attended, Grouped
 
 FlopFormula = Callable[..., int]
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.block_substitute import Gradients, Run, double_of, run_of
-from profiles.capture.dispatch_modes import Trace
+from profiles.capture.block_substitute import BlockRun, Gradients, double_of, run_of
+from profiles.capture.dispatch_modes import TraceMode
 from profiles.capture.flow_trace import Trail
 from profiles.capture.module_state import PLAIN, Position, State, state_of
 from profiles.capture.modules import Unit
@@ -41,12 +41,12 @@ class _Call:
 class Repeats:
     """Stands in for blocks that are equal to blocks which ran."""
 
-    def __init__(self, trace: Trace, units: Sequence[Unit]) -> None:
+    def __init__(self, trace: TraceMode, units: Sequence[Unit]) -> None:
         self._trace = trace
         self._count: Counter[Hashable] = Counter()
         self._work: dict[Hashable, tuple[int, int]] = {}
-        self._runs: dict[_Call, Run] = {}
-        self._doubles: list[tuple[Run, Gradients]] = []
+        self._runs: dict[_Call, BlockRun] = {}
+        self._doubles: list[tuple[BlockRun, Gradients]] = []
         self._involved: set[str] = set()
         self._is_even = True  # calls that are equal did the same work
         # Whether the latest call ran in full: of each list, and of those that take a memory.
@@ -159,7 +159,7 @@ class Repeats:
 
     def _compare(self, key: Hashable) -> None:
         """Blocks that look at what cannot be seen from here (globals) do work of their own."""
-        work = self._trace.place.forward.flop, self._trace.place.forward.kernels
+        work = self._trace.scope.forward.flop, self._trace.scope.forward.kernels
         self._is_even &= self._work.setdefault(key, work) == work
 
     def _remember(self, call: _Call, trail: Trail, taken: Sequence[object], output: object) -> None:
@@ -170,11 +170,11 @@ class Repeats:
         self._count[call.key] += 1
         if self._count[call.key] >= RUNS:
             self._runs[call] = run
-            self._involved.add(run.place.name)
+            self._involved.add(run.scope.name)
 
-    def _stand_in(self, run: Run, unit: Unit, taken: Sequence[object]) -> object:
+    def _stand_in(self, run: BlockRun, unit: Unit, taken: Sequence[object]) -> object:
         self._involved.add(unit.name)
-        self._trace.stand_for(run.place, run.trail)
+        self._trace.stand_for(run.scope, run.trail)
         parameter = next((p for p in unit.module.parameters() if p.requires_grad), None)
         output, given = double_of(run, self._trace, taken, parameter)
         self._doubles.append((run, given))

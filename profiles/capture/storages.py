@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from profiles.torch_compat import Operator, storage_of, tensors_in
-from profiles.trace.places import Part, Place
+from profiles.trace.scopes import LayerSegment, Scope
 from profiles.trace.timeline import Timeline
 
 
@@ -26,10 +26,10 @@ class _Made:
 
     number: int
     size_bytes: int
-    part: Part | None
+    part: LayerSegment | None
     is_alive: bool = True
-    savers: list[Place] = field(default_factory=list)
-    kept_by: Place | None = None
+    savers: list[Scope] = field(default_factory=list)
+    kept_by: Scope | None = None
     is_taken: bool = False
 
 
@@ -95,14 +95,14 @@ class Storages:
             return size_bytes, self.holders_of(tensor), id(storage) in self._known
         return size_bytes, bool(made.savers), made.kept_by is not None, made.is_taken
 
-    def is_saved_by(self, tensor: Tensor, place: Place) -> bool:
+    def is_saved_by(self, tensor: Tensor, scope: Scope) -> bool:
         made = self._made(tensor)
-        return made is not None and place in made.savers
+        return made is not None and scope in made.savers
 
-    def is_kept_by(self, tensor: Tensor, place: Place) -> bool:
+    def is_kept_by(self, tensor: Tensor, scope: Scope) -> bool:
         """Whether it would be, under selective recompute."""
         made = self._made(tensor)
-        return made is not None and made.kept_by is place
+        return made is not None and made.kept_by is scope
 
     def is_alive(self, number: int) -> bool:
         """Whether memory of this number is there; what was there before is."""
@@ -112,17 +112,17 @@ class Storages:
         """Whether autograd holds it now, or it was there before."""
         return number < 0 or (self._all[number].is_alive and bool(self._all[number].savers))
 
-    def is_first_saved_by(self, number: int, place: Place) -> bool:
+    def is_first_saved_by(self, number: int, scope: Scope) -> bool:
         """Whether autograd holds it now for this place before others."""
         made = self._all[number]
-        return made.is_alive and bool(made.savers) and made.savers[0] is place
+        return made.is_alive and bool(made.savers) and made.savers[0] is scope
 
     def notice(
         self,
         operator: Operator,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
-        part: Part | None = None,
+        part: LayerSegment | None = None,
     ) -> bool:
         """Note what a call made, in this part of a unit; whether it made anything."""
         found = False
@@ -143,28 +143,28 @@ class Storages:
                     self._make(storage, part)
         return found
 
-    def hand_on(self, tensor: Tensor, maker: Part, taker: Part) -> None:
+    def hand_on(self, tensor: Tensor, maker: LayerSegment, taker: LayerSegment) -> None:
         """What `maker` made counts as a part of `taker`."""
         made = self._made(tensor)
         if made is not None and made.part is maker:
             made.part = taker
 
-    def save(self, tensor: Tensor, place: Place) -> None:
+    def save(self, tensor: Tensor, scope: Scope) -> None:
         """Autograd keeps this for backward; recompute would too outside blocks."""
         made = self._made(tensor)
         if made is not None:
-            if place not in made.savers:
-                made.savers.append(place)
-            if not place.is_block:
-                made.kept_by = made.kept_by or place
+            if scope not in made.savers:
+                made.savers.append(scope)
+            if not scope.is_block:
+                made.kept_by = made.kept_by or scope
 
-    def keep(self, tensor: Tensor, place: Place) -> None:
+    def keep(self, tensor: Tensor, scope: Scope) -> None:
         """Selective recompute would keep this."""
         made = self._made(tensor)
         if made is not None:
-            made.kept_by = made.kept_by or place
+            made.kept_by = made.kept_by or scope
 
-    def take(self, inputs: object, place: Place, *, is_recomputed: bool) -> int:
+    def take(self, inputs: object, scope: Scope, *, is_recomputed: bool) -> int:
         """Bytes of a call's inputs, without parameters and without the integers of the batch.
 
         A block that is computed again keeps its inputs: what several blocks take is counted in the
@@ -181,14 +181,14 @@ class Storages:
                 total += made.size_bytes
             if made is not None and is_recomputed:
                 made.is_taken = True
-                made.kept_by = made.kept_by or place
+                made.kept_by = made.kept_by or scope
         return total
 
-    def saved_bytes(self) -> dict[Place, int]:
+    def saved_bytes(self) -> dict[Scope, int]:
         """What autograd holds now, by the first place that saved it."""
         return _sum((made.savers[0], made) for made in self._all if made.is_alive and made.savers)
 
-    def selective_bytes(self) -> dict[Place, int]:
+    def selective_bytes(self) -> dict[Scope, int]:
         """What it would hold if blocks kept only inputs and the outputs of `kept_operators`."""
         # What a block keeps for itself it keeps even where the plain run has let it go.
         return _sum(
@@ -197,16 +197,16 @@ class Storages:
             if made.is_alive or (made.kept_by is not None and made.kept_by.is_block)
         )
 
-    def saved_bytes_of_parts(self) -> dict[Part, int]:
-        """`saved_bytes` of places, by the parts of them that made it."""
+    def saved_bytes_of_parts(self) -> dict[LayerSegment, int]:
+        """`saved_bytes` of scopes, by the segments of them that made it."""
         return _sum(
             (_part_in(made, made.savers[0]), made)
             for made in self._all
             if made.is_alive and made.savers
         )
 
-    def selective_bytes_of_parts(self) -> dict[Part, int]:
-        """`selective_bytes` of places, by the parts of them that made it."""
+    def selective_bytes_of_parts(self) -> dict[LayerSegment, int]:
+        """`selective_bytes` of scopes, by the segments of them that made it."""
         return _sum(
             (_part_in(made, made.kept_by), made)
             for made in self._all
@@ -217,7 +217,7 @@ class Storages:
         found = self._live.get(id(storage_of(tensor)))
         return found[0] if found else None
 
-    def _make(self, storage: torch.UntypedStorage, part: Part | None) -> None:
+    def _make(self, storage: torch.UntypedStorage, part: LayerSegment | None) -> None:
         key, size_bytes = id(storage), storage.nbytes()
         made = _Made(self.timeline.make(size_bytes), size_bytes, part)
 
@@ -248,6 +248,6 @@ def _sum(found: Iterable[tuple[Keeper | None, _Made]]) -> dict[Keeper, int]:
     return total
 
 
-def _part_in(made: _Made, keeper: Place | None) -> Part | None:
+def _part_in(made: _Made, keeper: Scope | None) -> LayerSegment | None:
     """The part of `keeper` that made it, if one did."""
-    return made.part if made.part is not None and made.part.place is keeper else None
+    return made.part if made.part is not None and made.part.scope is keeper else None

@@ -16,7 +16,7 @@ from profiles.errors import ModelError
 
 
 @dataclass(slots=True)
-class Subject:
+class TracedModel:
     """What is looked at. Parameters are known by their ids, so that a tied one is one.
 
     Attributes:

@@ -11,23 +11,23 @@ from torch import Tensor, nn
 
 from profiles.capture.batch import Batch, call_model, describe, find_loss, loss_of, map_batch
 from profiles.capture.copy_trace import Copy
-from profiles.capture.dispatch_modes import Trace
+from profiles.capture.dispatch_modes import TraceMode
 from profiles.capture.fake_tensors import Fakes, stand_ins
 from profiles.capture.frames import summary, user_line
 from profiles.capture.repeats import Repeats
 from profiles.capture.storages import Storages
-from profiles.capture.subject import Subject
+from profiles.capture.subject import TracedModel
 from profiles.errors import AdvisorError, ModelError
 from profiles.model.flow import Flow
 from profiles.model.profile import LOSS, Numerics
 from profiles.torch_compat import data_dependent_errors, storage_of, tensors_in, without_onednn
-from profiles.trace.places import Place
-from profiles.trace.tally import Cost, Kept, tally
+from profiles.trace.scopes import Scope
+from profiles.trace.tally import Cost, SavedBytes, tally
 from profiles.trace.timeline import Timeline
 
 
 @dataclass(slots=True)
-class Look:
+class StepTrace:
     """What one forward and backward showed.
 
     Attributes:
@@ -56,7 +56,9 @@ class Look:
     is_sound: bool
 
 
-def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: bool = True) -> Look:
+def trace_step(
+    subject: TracedModel, numerics: Numerics, *, times: int = 1, every_block: bool = True
+) -> StepTrace:
     """Follow one forward and backward over the sample's rows, `times` times over.
 
     Args:
@@ -89,7 +91,7 @@ def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: b
             known=[storage for storage in before if storage is not None],
             casts_are_parameters=is_autocast,
         )
-        trace = Trace(
+        trace = TraceMode(
             storages,
             low_precision=low_precision,
             gradient_bytes={
@@ -105,7 +107,7 @@ def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: b
         with trace.on(batch):
             with trace.saving(), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
                 roots, has_loss = _forward(subject, batch, trace)
-            kept = Kept(
+            kept = SavedBytes(
                 storages.saved_bytes(),
                 storages.selective_bytes(),
                 storages.saved_bytes_of_parts(),
@@ -118,8 +120,8 @@ def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: b
         found = {key: fakes.of(parameter) for key, parameter in subject.parameters.items()}
         looked_at = _looked_at(subject, trace)
         ignored = _gradient_numbers(found.values(), storages)
-        return Look(
-            costs=tally(trace.places, kept, storages.timeline, ignored=ignored),
+        return StepTrace(
+            costs=tally(trace.scopes, kept, storages.timeline, ignored=ignored),
             shared=frozenset(trace.shared),
             unused=tuple(
                 subject.names[key][0]
@@ -142,7 +144,7 @@ def look(subject: Subject, numerics: Numerics, *, times: int = 1, every_block: b
         )
 
 
-def _placed(subject: Subject, fakes: Fakes, batch: Batch, storages: Storages) -> dict[int, str]:
+def _placed(subject: TracedModel, fakes: Fakes, batch: Batch, storages: Storages) -> dict[int, str]:
     """Devices by memory, where the module was split over several; the batch is on the first."""
     if not subject.devices:
         return {}
@@ -157,7 +159,7 @@ def _rows(fake: Tensor, times: int) -> Tensor:
     return torch.cat([fake.detach()] * times).requires_grad_(fake.requires_grad)
 
 
-def _forward(subject: Subject, batch: Batch, trace: Trace) -> tuple[list[Tensor], bool]:
+def _forward(subject: TracedModel, batch: Batch, trace: TraceMode) -> tuple[list[Tensor], bool]:
     """Run model and loss; the tensors that backward starts from, and whether they are a loss.
 
     The output itself is let go on return, as in a training step.
@@ -166,7 +168,7 @@ def _forward(subject: Subject, batch: Batch, trace: Trace) -> tuple[list[Tensor]
     with _explained(subject, f"`{type(model).__name__}` does not run on the sample"):
         output = call_model(model, batch, has_target=loss_fn is not None)
     if loss_fn is not None:
-        trace.enter(Place(LOSS), output)
+        trace.enter(Scope(LOSS), output)
         with _explained(subject, "the loss does not take what the model returns"):
             loss = loss_of(trace.as_float32(output), batch, loss_fn)
         trace.leave(loss)
@@ -174,7 +176,7 @@ def _forward(subject: Subject, batch: Batch, trace: Trace) -> tuple[list[Tensor]
     output = trace.as_float32(output)
     found = find_loss(output)
     if found is not None:
-        trace.place.name = LOSS  # what the model does after its last unit makes the loss
+        trace.scope.name = LOSS  # what the model does after its last unit makes the loss
         loss = loss_of(output, batch, None)
         trace.flow.begin(LOSS, loss)
         trace.flow.end(loss)
@@ -198,7 +200,7 @@ def _backward(roots: list[Tensor]) -> None:
 
 
 @contextmanager
-def _gradients_put_back(trace: Trace) -> Iterator[None]:
+def _gradients_put_back(trace: TraceMode) -> Iterator[None]:
     """Leaves that are in no module (in closures, in plain objects) are real: theirs stay theirs."""
     try:
         yield
@@ -214,20 +216,20 @@ def _gradient_numbers(parameters: Iterable[Tensor], storages: Storages) -> froze
     return frozenset(number for number in numbers if number is not None)
 
 
-def _looked_at(subject: Subject, trace: Trace) -> dict[int, int]:
+def _looked_at(subject: TracedModel, trace: TraceMode) -> dict[int, int]:
     """For parameters of blocks that others stood for, by id: the parameter in its place."""
-    stood_for = {place.name: place.stands_for.name for place in trace.places if place.stands_for}
+    stood_for = {scope.name: scope.stands_for.name for scope in trace.scopes if scope.stands_for}
     keys = {name: key for key, names in subject.names.items() for name in names}
     found = {}
     for block, other in stood_for.items():
-        if all(place.stands_for for place in trace.places if place.name == block):
+        if all(scope.stands_for for scope in trace.scopes if scope.name == block):
             parts = {n.removeprefix(f"{block}.") for n in keys if n.startswith(f"{block}.")}
             found.update({keys[f"{block}.{part}"]: keys[f"{other}.{part}"] for part in parts})
     return found
 
 
 @contextmanager
-def _explained(subject: Subject, what: str) -> Iterator[None]:
+def _explained(subject: TracedModel, what: str) -> Iterator[None]:
     """Turn whatever the model raises into a `ModelError` that says where and on what."""
     try:
         yield
@@ -251,7 +253,7 @@ def _explained(subject: Subject, what: str) -> Iterator[None]:
         ) from error
 
 
-def _way_out(subject: Subject, error: Exception) -> Iterator[str]:
+def _way_out(subject: TracedModel, error: Exception) -> Iterator[str]:
     sample, has_loss = subject.sample, subject.loss_fn is not None
     if isinstance(error, TypeError) and isinstance(sample, tuple | list) and not has_loss:
         yield (
@@ -260,7 +262,7 @@ def _way_out(subject: Subject, error: Exception) -> Iterator[str]:
         )
 
 
-def _where(subject: Subject, error: Exception) -> str:
+def _where(subject: TracedModel, error: Exception) -> str:
     """The line of the user's code, the innermost module of the traceback, and the sample."""
     paths = {id(module): path for path, module in subject.model.named_modules()}
     lines = [f"sample: {describe(subject.sample)}"]

@@ -8,7 +8,7 @@ from profiles.model.affine import Affine
 from profiles.record import Record
 
 
-class Crossing(Record):
+class DeviceCrossing(Record):
     """All that one forward copies from a device to another, and what comes back for it.
 
     Attributes:

@@ -45,7 +45,7 @@ class Value(Record):
     is_returned: bool = True
 
 
-class Call(Record):
+class UnitCall(Record):
     """One call of a unit, in the order of the forward.
 
     Its values are the tensors that it returns, in order, then what it left behind for later code.
@@ -78,7 +78,7 @@ class Flow(Record):
         written: names of parameters that the forward itself changes.
     """
 
-    calls: tuple[Call, ...] = ()
+    calls: tuple[UnitCall, ...] = ()
     edges: tuple[Edge, ...] = ()
     inside: tuple[tuple[str, str], ...] = ()
     written: tuple[str, ...] = ()

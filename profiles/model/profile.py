@@ -9,7 +9,7 @@ from math import prod
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from profiles.model.affine import Affine as Affine
-from profiles.model.crossings import Crossing
+from profiles.model.crossings import DeviceCrossing
 from profiles.model.flow import GLUE as GLUE
 from profiles.model.flow import LOSS as LOSS
 from profiles.model.flow import Flow
@@ -85,7 +85,7 @@ class UnitCost(Record):
             yield from layer.after.attention
 
 
-class Shape(Record):
+class ParameterShape(Record):
     """Trainable parameters of one shape: what an optimizer may make its states from."""
 
     sizes: tuple[NonNegativeInt, ...]
@@ -131,7 +131,7 @@ class UnitProfile(Record):
     gradient_bytes: NonNegativeInt = 0
     buffer_bytes: NonNegativeInt = 0
     dtypes: tuple[str, ...] = ()
-    shapes: tuple[Shape, ...] = ()
+    shapes: tuple[ParameterShape, ...] = ()
     experts: tuple[PositiveInt, ...] = ()
     is_shared: bool = False
     costs: dict[Numerics, UnitCost]
@@ -191,7 +191,7 @@ class ModelProfile(Document):
     flow: Flow = Flow()
     experts_per_token: PositiveInt | None = None
     devices: tuple[str, ...] = ()
-    crossings: dict[Numerics, tuple[Crossing, ...]] = Field(default_factory=dict)
+    crossings: dict[Numerics, tuple[DeviceCrossing, ...]] = Field(default_factory=dict)
     config: dict[str, JsonValue] | None = None
     factory: str | None = None
     stack: str = ""

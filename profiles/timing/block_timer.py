@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from profiles.capture.batch import Batch, LossFn
-from profiles.capture.calls import Call, inputs_of
+from profiles.capture.calls import CallSpec, inputs_of
 from profiles.model.profile import Numerics
 from profiles.provenance import Timing
 from profiles.torch_compat import tensors_in
@@ -27,7 +27,7 @@ WEIGHT_STD = 0.02
 
 def time_unit(
     subject: nn.Module | LossFn,
-    calls: Sequence[Call],
+    calls: Sequence[CallSpec],
     sample: Batch,
     device: torch.device,
     numerics: Numerics,

@@ -37,7 +37,7 @@ class Machine(Record):
     ours: str
 
 
-class Part(Record):
+class ConstantShare(Record):
     """What one constant has to do with a predicted step.
 
     Attributes:
@@ -49,7 +49,7 @@ class Part(Record):
     unit_s: PositiveFloat
 
 
-class Peak(Record):
+class PeakRecord(Record):
     """A predicted peak of memory beside the measured one, in bytes.
 
     Attributes:
@@ -69,7 +69,7 @@ class Peak(Record):
         return self.measured_bytes - self.predicted_bytes + self.offset_bytes
 
 
-class Run(Document):
+class TrainingRun(Document):
     """One training under one plan.
 
     Attributes:
@@ -91,9 +91,9 @@ class Run(Document):
     plan: str
     dtype: str
     predicted_s: PositiveFloat
-    parts: dict[Constant, Part] = Field(default_factory=dict)
+    parts: dict[Constant, ConstantShare] = Field(default_factory=dict)
     step: Timing
-    peak: Peak | None = None
+    peak: PeakRecord | None = None
     pace: Pace | None = None
     even_share: PositiveFloat = 1.0
     ended_at: str
@@ -116,7 +116,7 @@ def machine_of(cluster: ClusterProfile) -> Machine:
     )
 
 
-def keep_run(run: Run, *, folder: Path | None = None) -> None:
+def keep_run(run: TrainingRun, *, folder: Path | None = None) -> None:
     """Keep it for `runs_on`; a folder that cannot be written is noted in the log.
 
     Args:
@@ -126,7 +126,7 @@ def keep_run(run: Run, *, folder: Path | None = None) -> None:
     keep(kept_path("runs", run.model_dump(mode="json"), now, os.getpid(), folder=folder), run)
 
 
-def runs_on(machine: Machine, *, folder: Path | None = None) -> tuple[Run, ...]:
+def runs_on(machine: Machine, *, folder: Path | None = None) -> tuple[TrainingRun, ...]:
     """Those that were kept of such a machine, oldest first; what cannot be read is noted."""
-    found = [run for run in every("runs", Run, folder=folder) if run.machine == machine]
+    found = [run for run in every("runs", TrainingRun, folder=folder) if run.machine == machine]
     return tuple(sorted(found, key=lambda run: run.ended_at))

@@ -19,7 +19,7 @@ from torch import nn
 
 from profiles.cache import keep, kept_path, our_version, recall
 from profiles.capture.batch import Batch, LossFn, batch_size
-from profiles.capture.calls import Call, calls_of
+from profiles.capture.calls import CallSpec, calls_of
 from profiles.capture.fake_tensors import random_state_kept
 from profiles.capture.frames import summary
 from profiles.capture.modules import find_units
@@ -199,7 +199,7 @@ def threads_of(device: torch.device) -> int:
     return torch.get_num_threads() if device.type == "cpu" else 1
 
 
-def _likeness(unit: UnitProfile, calls: Sequence[Call], numerics: Numerics) -> object:
+def _likeness(unit: UnitProfile, calls: Sequence[CallSpec], numerics: Numerics) -> object:
     """Units that are alike in this take the same time."""
     cost = unit.cost(numerics)
     work = (cost.forward_flop, cost.forward_moved_bytes, cost.forward_kernels, cost.backward_flop)

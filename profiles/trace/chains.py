@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from profiles.model.work import FusibleKind
 
 if TYPE_CHECKING:
-    from profiles.trace.places import Part, Place
+    from profiles.trace.scopes import LayerSegment, Scope
 
 IsKept = Callable[[int], bool]
 
@@ -42,7 +42,7 @@ Savings = dict[FusibleKind, Saving]
 
 
 @dataclass(slots=True, eq=False)
-class Traffic:
+class ChainTraffic:
     """What the operations of a chain move in one direction; memory is known by its number.
 
     Attributes:
@@ -62,7 +62,7 @@ class Traffic:
     made: dict[int, int] = field(default_factory=dict)
     sources: dict[int, set[int]] = field(default_factory=dict)
     drawn: set[int] = field(default_factory=set)
-    readers: dict[int, set[Traffic | None]] = field(default_factory=dict)
+    readers: dict[int, set[ChainTraffic | None]] = field(default_factory=dict)
     handed_on: set[int] = field(default_factory=set)
 
 
@@ -70,20 +70,29 @@ class Chain:
     """Operations that may be one kernel.
 
     Attributes:
-        part: of the place, that runs them; None before its first layer.
+        part: of the scope, that runs them; None before its first layer.
         kind: of all operations within a module; None where each operation says.
         hints: kinds of characteristic operations.
         unmade: memory that one kernel never makes.
     """
 
     __slots__ = (
-        "backward", "forward", "hints", "ingredients", "is_scores", "kind", "part", "place",
-        "remade", "saving", "unmade",
+        "backward",
+        "forward",
+        "hints",
+        "ingredients",
+        "is_scores",
+        "kind",
+        "part",
+        "remade",
+        "saving",
+        "scope",
+        "unmade",
     )  # fmt: skip
 
-    def __init__(self, place: Place, part: Part | None, kind: FusibleKind | None) -> None:
-        self.place, self.part, self.kind = place, part, kind
-        self.forward, self.backward = Traffic(self), Traffic(self)
+    def __init__(self, scope: Scope, part: LayerSegment | None, kind: FusibleKind | None) -> None:
+        self.scope, self.part, self.kind = scope, part, kind
+        self.forward, self.backward = ChainTraffic(self), ChainTraffic(self)
         self.hints: set[FusibleKind] = set()
         self.is_scores = False  # softmax of scores: attention written out
         self.saving = Saving()
@@ -135,9 +144,9 @@ class Chains:
     """Follows which chain made and reads which memory."""
 
     def __init__(self) -> None:
-        self._makers: dict[int, Traffic] = {}
-        self._all: list[Traffic] = []
-        self._last: Traffic | None = None
+        self._makers: dict[int, ChainTraffic] = {}
+        self._all: list[ChainTraffic] = []
+        self._last: ChainTraffic | None = None
 
     def operation(
         self,
@@ -203,11 +212,11 @@ class Chains:
             self._last.handed_on.update(filter(is_alive, self._last.made))
         self._last = None
 
-    def settle_forward(self, is_saved: Callable[[int, Place], bool], is_kept: IsKept) -> None:
+    def settle_forward(self, is_saved: Callable[[int, Scope], bool], is_kept: IsKept) -> None:
         """The forward is over: what it saves, and what need not be kept.
 
         Args:
-            is_saved: memory is kept, and this place kept it first.
+            is_saved: memory is kept, and this scope saved it first.
             is_kept: memory is kept, or there all the time.
         """
         for traffic in self._all:
@@ -221,7 +230,7 @@ class Chains:
                 for memory in traffic.made
                 if self._is_inner(traffic, memory)
                 and memory not in traffic.drawn
-                and is_saved(memory, chain.place)
+                and is_saved(memory, chain.scope)
             }
             ingredients = _ingredients(traffic, remade)
             gain = sum(traffic.made[memory] for memory in remade)
@@ -241,14 +250,14 @@ class Chains:
     def settle_backward(self, is_alive: IsKept) -> None:
         """The backward is over, too."""
         self.pause(is_alive)
-        remade: dict[Place, set[int]] = {traffic.chain.place: set() for traffic in self._all}
+        remade: dict[Scope, set[int]] = {traffic.chain.scope: set() for traffic in self._all}
         for chain in {maker.chain for maker in self._makers.values()}:
-            if chain.place in remade:
-                remade[chain.place] |= chain.remade
+            if chain.scope in remade:
+                remade[chain.scope] |= chain.remade
         for traffic in self._all:
             chain = traffic.chain
             moved, kernels = self._saved(
-                traffic, skipped=remade[chain.place], added=chain.ingredients
+                traffic, skipped=remade[chain.scope], added=chain.ingredients
             )
             chain.saving = chain.saving._replace(
                 backward_moved_bytes=moved, backward_kernels=kernels
@@ -257,7 +266,7 @@ class Chains:
         self._all.clear()
 
     def _saved(
-        self, traffic: Traffic, *, skipped: set[int], added: dict[int, int]
+        self, traffic: ChainTraffic, *, skipped: set[int], added: dict[int, int]
     ) -> tuple[int, int]:
         """Bytes and kernels that one kernel saves.
 
@@ -283,13 +292,13 @@ class Chains:
         kernels = traffic.kernels - (0 if goes_on else 1)
         return max(0, traffic.moved_bytes - moved), kernels
 
-    def _is_inner(self, traffic: Traffic, memory: int) -> bool:
+    def _is_inner(self, traffic: ChainTraffic, memory: int) -> bool:
         """Nothing outside needs what was made."""
         if self._joined(traffic, memory):
             return True
         return memory not in traffic.handed_on and not traffic.readers.get(memory)
 
-    def _joined(self, traffic: Traffic, memory: int) -> bool:
+    def _joined(self, traffic: ChainTraffic, memory: int) -> bool:
         """Another chain alone reads it, and one kernel can run both."""
         readers = traffic.readers.get(memory, ())
         if len(readers) != 1:
@@ -297,7 +306,7 @@ class Chains:
         (reader,) = readers
         return reader is not None and _can_join(traffic.chain, reader.chain)
 
-    def _comes_in(self, traffic: Traffic, memory: int) -> bool:
+    def _comes_in(self, traffic: ChainTraffic, memory: int) -> bool:
         maker = self._makers.get(memory)
         return (
             maker is not None
@@ -310,10 +319,10 @@ def _can_join(one: Chain, other: Chain) -> bool:
     """Chains of one call whose kinds their operations say: those of a gate."""
     plain = one.kind is None and other.kind is None and not (one.is_scores or other.is_scores)
     gate = FusibleKind.GATE in one.hints or FusibleKind.GATE in other.hints
-    return plain and gate and one is not other and one.place is other.place
+    return plain and gate and one is not other and one.scope is other.scope
 
 
-def _ingredients(traffic: Traffic, wanted: set[int]) -> dict[int, int]:
+def _ingredients(traffic: ChainTraffic, wanted: set[int]) -> dict[int, int]:
     """Memory that these are made of, from outside or handed on, with its bytes."""
     found: dict[int, int] = {}
     left, seen = list(wanted), set(wanted)
@@ -330,9 +339,9 @@ def _ingredients(traffic: Traffic, wanted: set[int]) -> dict[int, int]:
     return found
 
 
-def savings(chains: Iterable[Chain], *, is_loss: bool) -> dict[Part | None, Savings]:
+def savings(chains: Iterable[Chain], *, is_loss: bool) -> dict[LayerSegment | None, Savings]:
     """Of all chains of a call, by the part that runs them and by kind."""
-    found: dict[Part | None, Savings] = {}
+    found: dict[LayerSegment | None, Savings] = {}
     for chain in chains:
         kind = chain.named(is_loss=is_loss)
         if kind is not None and chain.saving != Saving():

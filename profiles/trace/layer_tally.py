@@ -10,7 +10,7 @@ from profiles.model.affine import Affine
 from profiles.model.layers import LayerCost, Stretch
 from profiles.model.work import AttentionCall, AttentionKernel, Fusible, Product, ProductKind
 from profiles.trace.chains import Saving, Savings, add_savings
-from profiles.trace.places import Attended, Grouped, Layer, Part, trained_products
+from profiles.trace.scopes import Attended, Grouped, LayerCall, LayerSegment, trained_products
 
 Line = Callable[[int, int | None], Affine]
 """Through a figure at the batch and at twice it."""
@@ -27,7 +27,7 @@ _OF_CALLS = ("input_bytes", "output_bytes")
 class LayerSum:
     """A layer as its first call found it, and the figures of all calls, by field."""
 
-    layer: Layer
+    layer: LayerCall
     calls: int = 0
     figures: dict[str, int] = dataclasses.field(default_factory=dict)
     products: tuple[Grouped, ...] = ()
@@ -36,12 +36,12 @@ class LayerSum:
 
     def add(
         self,
-        layer: Layer,
-        saved: Mapping[Part, int],
-        selective: Mapping[Part, int],
+        layer: LayerCall,
+        saved: Mapping[LayerSegment, int],
+        selective: Mapping[LayerSegment, int],
         fusible: Savings,
     ) -> None:
-        """Its calls in one more place; `saved` and `selective` are what parts keep."""
+        """Its calls in one more scope; `saved` and `selective` are the bytes that segments keep."""
         add_savings(self.fusible, fusible)
         self.calls += layer.calls
         self.products += trained_products(layer.after.forward, layer.after.backward)
@@ -68,7 +68,7 @@ def layer_cost(one: LayerSum, two: LayerSum | None, line: Line, samples: int) ->
     def affine(name: str) -> Affine:
         return line(one.figures[name], two.figures[name] if two is not None else None)
 
-    def stretch(name: str, part: Part) -> Stretch:
+    def stretch(name: str, part: LayerSegment) -> Stretch:
         figures = {field: affine(f"{name}.{field}") for field in _OF_STRETCH}
         trained = tuple(nbytes for nbytes in part.parameters.values() if nbytes)
         return Stretch(**figures, parameter_gradient_bytes=trained)
@@ -86,7 +86,7 @@ def layer_cost(one: LayerSum, two: LayerSum | None, line: Line, samples: int) ->
         reaches_output=layer.reaches_output,
         pieces=pieces,
         heads=heads,
-        own=stretch("own", Part(layer.own.place)),  # the layer's own are told apart
+        own=stretch("own", LayerSegment(layer.own.scope)),  # the layer's own are told apart
         after=stretch("after", layer.after).model_copy(
             update={
                 "products": products,

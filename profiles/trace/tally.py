@@ -15,7 +15,7 @@ from profiles.trace.layer_tally import (
     grouped_products,
     layer_cost,
 )
-from profiles.trace.places import Attended, Grouped, Part, Place, trained_products
+from profiles.trace.scopes import Attended, Grouped, LayerSegment, Scope, trained_products
 from profiles.trace.timeline import Timeline
 
 
@@ -42,54 +42,54 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedBytes:
     """Bytes kept for backward, by the place that keeps them and of those by the part of it that
     made them; `selective`: under selective recompute."""
 
-    by_place: Mapping[Place, int]
-    selective_by_place: Mapping[Place, int]
-    by_part: Mapping[Part, int]
-    selective_by_part: Mapping[Part, int]
+    by_scope: Mapping[Scope, int]
+    selective_by_scope: Mapping[Scope, int]
+    by_part: Mapping[LayerSegment, int]
+    selective_by_part: Mapping[LayerSegment, int]
 
 
 def tally(
-    places: Sequence[Place], kept: Kept, timeline: Timeline, *, ignored: frozenset[int]
+    scopes: Sequence[Scope], kept: SavedBytes, timeline: Timeline, *, ignored: frozenset[int]
 ) -> dict[str, Cost]:
     """All calls of a unit together, in the order of first calls; of transients the highest.
 
     Args:
-        timeline: has the windows (place, is_backward); `ignored` allocations count nowhere.
+        timeline: has the windows (scope, is_backward); `ignored` allocations count nowhere.
     """
     peaks = timeline.peaks(ignored=ignored)
     found: dict[str, Cost] = {}
-    for called in places:
+    for called in scopes:
         cost = found.setdefault(called.name, Cost())
-        place = called.stands_for or called
-        cost.forward_flop += place.forward.flop
-        cost.backward_flop += place.backward.flop
-        cost.forward_moved_bytes += place.forward.moved_bytes
-        cost.backward_moved_bytes += place.backward.moved_bytes
-        cost.forward_kernels += place.forward.kernels
-        cost.backward_kernels += place.backward.kernels
-        cost.activation_bytes += kept.by_place.get(place, 0)
-        cost.selective_activation_bytes += kept.selective_by_place.get(place, 0)
-        cost.input_bytes += place.input_bytes
-        cost.output_bytes += place.output_bytes
-        forward, backward = peaks.get((place, False), 0), peaks.get((place, True), 0)
+        scope = called.stands_for or called
+        cost.forward_flop += scope.forward.flop
+        cost.backward_flop += scope.backward.flop
+        cost.forward_moved_bytes += scope.forward.moved_bytes
+        cost.backward_moved_bytes += scope.backward.moved_bytes
+        cost.forward_kernels += scope.forward.kernels
+        cost.backward_kernels += scope.backward.kernels
+        cost.activation_bytes += kept.by_scope.get(scope, 0)
+        cost.selective_activation_bytes += kept.selective_by_scope.get(scope, 0)
+        cost.input_bytes += scope.input_bytes
+        cost.output_bytes += scope.output_bytes
+        forward, backward = peaks.get((scope, False), 0), peaks.get((scope, True), 0)
         cost.forward_transient_bytes = max(cost.forward_transient_bytes, forward)
         cost.backward_transient_bytes = max(cost.backward_transient_bytes, backward)
-        cost.products += trained_products(place.forward, place.backward)
-        cost.attention += place.attention.trained()
-        saved = savings(place.chains, is_loss=called.name == LOSS)
+        cost.products += trained_products(scope.forward, scope.backward)
+        cost.attention += scope.attention.trained()
+        saved = savings(scope.chains, is_loss=called.name == LOSS)
         add_savings(cost.fusible, saved.get(None, {}))
-        for path, layer in place.layers.items():
+        for path, layer in scope.layers.items():
             total = cost.layers.setdefault(path, LayerSum(layer))
             total.add(layer, kept.by_part, kept.selective_by_part, saved.get(layer.after, {}))
-    losses = [place for place in places if place.name == LOSS]
-    unmade = {m for place in losses for chain in place.chains for m in chain.unmade}
+    losses = [scope for scope in scopes if scope.name == LOSS]
+    unmade = {m for scope in losses for chain in scope.chains for m in chain.unmade}
     if unmade and found[LOSS].fusible:
         fused = timeline.peaks(ignored=ignored | unmade)
-        windows = [(place, is_backward) for place in losses for is_backward in (False, True)]
+        windows = [(scope, is_backward) for scope in losses for is_backward in (False, True)]
         spared = max(peaks.get(window, 0) - fused.get(window, 0) for window in windows)
         add_savings(found[LOSS].fusible, {FusibleKind.LOSS: Saving(transient_bytes=spared)})
     return found

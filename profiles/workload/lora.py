@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from profiles.model.affine import Affine
-from profiles.model.flow import Call, Flow
+from profiles.model.flow import Flow, UnitCall
 from profiles.model.layers import LayerCost, LayerKind, Stretch
-from profiles.model.profile import ModelProfile, Numerics, Shape, UnitProfile
+from profiles.model.profile import ModelProfile, Numerics, ParameterShape, UnitProfile
 
 BF16_BYTES = 2
 # Adapters learn in fp32 beside a base in 16 bits (peft, `autocast_adapter_dtype`).
@@ -134,7 +134,9 @@ def _unit(
             "parameter_bytes": round(parameter_bytes) + ADAPTER_BYTES * learning,
             "gradient_bytes": ADAPTER_BYTES * learning,
             "dtypes": ("bfloat16", "float32") if learning else ("bfloat16",) * bool(unit.dtypes),
-            "shapes": tuple(Shape(sizes=sizes, element_bytes=ADAPTER_BYTES) for sizes in shapes),
+            "shapes": tuple(
+                ParameterShape(sizes=sizes, element_bytes=ADAPTER_BYTES) for sizes in shapes
+            ),
             "costs": {Numerics.AS_BUILT: changed},
         }
     )
@@ -199,7 +201,7 @@ def _with_adapter(layer: LayerCost, rank: int, *, is_quantised: bool) -> LayerCo
 def _halved(flow: Flow) -> Flow:
     """What calls hand on in fp32, in 16 bits."""
 
-    def half(call: Call) -> Call:
+    def half(call: UnitCall) -> UnitCall:
         values = tuple(
             value.model_copy(update={"dtype": "bfloat16", "bytes": value.bytes * (0.5)})
             if value.dtype == "float32"

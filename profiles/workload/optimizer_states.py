@@ -8,7 +8,7 @@ from math import prod
 
 from pydantic import NonNegativeFloat
 
-from profiles.model.profile import Shape
+from profiles.model.profile import ParameterShape
 from profiles.record import Record
 
 FP32_BYTES = 4
@@ -79,7 +79,7 @@ class OptimizerProfile(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TensorStep:
     """Of one tensor. `list_bytes` None: stepped by itself everywhere."""
 
     state_bytes: float
@@ -90,7 +90,7 @@ class Step:
     list_bytes: float | None = None
 
 
-def step_of(optimizer: OptimizerProfile, shape: Shape, *, is_hidden: bool) -> Step:
+def step_of(optimizer: OptimizerProfile, shape: ParameterShape, *, is_hidden: bool) -> TensorStep:
     """Of a tensor of this shape; `is_hidden`: it belongs to a block."""
     is_matrix = len(shape.sizes) >= 2
     match optimizer.law:
@@ -109,14 +109,14 @@ def step_of(optimizer: OptimizerProfile, shape: Shape, *, is_hidden: bool) -> St
         return plain
     # bitsandbytes keeps fp32 moments whatever the parameter is (`get_state_buffer`).
     whole = shape.elements * optimizer.state_bytes_per_element
-    return Step(state_bytes=whole, moved_bytes=plain.moved_bytes)
+    return TensorStep(state_bytes=whole, moved_bytes=plain.moved_bytes)
 
 
-def plain_step(optimizer: OptimizerProfile, size_bytes: float) -> Step:
+def plain_step(optimizer: OptimizerProfile, size_bytes: float) -> TensorStep:
     """Where so many bytes an element are all that counts."""
     elements = size_bytes / FP32_BYTES
     copies = optimizer.list_copies
-    return Step(
+    return TensorStep(
         state_bytes=elements * optimizer.state_bytes_per_element,
         moved_bytes=elements * optimizer.moved_bytes_per_element,
         loop_bytes=size_bytes * optimizer.loop_copies,
@@ -125,12 +125,12 @@ def plain_step(optimizer: OptimizerProfile, size_bytes: float) -> Step:
     )
 
 
-def _factored(shape: Shape) -> Step:
+def _factored(shape: ParameterShape) -> TensorStep:
     """torch/optim/_adafactor.py: a row and a column of variances for every matrix of the last two
     dimensions; the estimate that they make is as large as the parameter."""
     *leading, rows, columns = shape.sizes
     lines = prod(leading) * (rows + columns) * shape.element_bytes
-    return Step(
+    return TensorStep(
         state_bytes=lines,
         # Norm of the parameter, of rows, of columns: 3 reads. Product: a write; its division, clamp
         # and root: 6; times the gradient: 3; its norm: 1; into the parameter: 3. Lines: 8 passes
@@ -141,7 +141,7 @@ def _factored(shape: Shape) -> Step:
     )
 
 
-def _orthogonal(shape: Shape) -> Step:
+def _orthogonal(shape: ParameterShape) -> TensorStep:
     """torch/optim/_muon.py: one momentum; the update in bf16 from its products with itself.
 
     With n elements and a smaller side m, each Newton-Schulz step multiplies (m x m) out of n, m x m
@@ -154,7 +154,7 @@ def _orthogonal(shape: Shape) -> Step:
     moved = 6 * size * n + (size + half) * n + 3 * half * n
     moved += NEWTON_SCHULZ_STEPS * half * (5 * n + 6 * m * m)
     moved += 2 * size * n + (2 * size + half) * n
-    return Step(
+    return TensorStep(
         state_bytes=shape.nbytes,
         moved_bytes=moved,
         flop=NEWTON_SCHULZ_STEPS * (4.0 * m * n + 2.0 * m**3),
@@ -163,10 +163,10 @@ def _orthogonal(shape: Shape) -> Step:
     )
 
 
-def _blocks(optimizer: OptimizerProfile, shape: Shape, *, table_bytes: int) -> Step:
+def _blocks(optimizer: OptimizerProfile, shape: ParameterShape, *, table_bytes: int) -> TensorStep:
     """Two moments of a byte an element, and a scale for every block of each."""
     scales = 2 * FP32_BYTES * -(-shape.elements // BLOCK_ELEMENTS)
-    return Step(
+    return TensorStep(
         state_bytes=2 * shape.elements + scales + table_bytes,
         moved_bytes=3 * shape.nbytes + 2 * (2 * shape.elements + scales) + table_bytes,
         loop_bytes=optimizer.loop_copies * FP32_BYTES * shape.elements,

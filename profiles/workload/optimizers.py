@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from profiles.errors import InputError, UnknownNameError
-from profiles.model.profile import Shape, UnitProfile
-from profiles.workload.optimizer_states import FP32_BYTES, Step, plain_step, step_of
+from profiles.model.profile import ParameterShape, UnitProfile
+from profiles.workload.optimizer_states import FP32_BYTES, TensorStep, plain_step, step_of
 from profiles.workload.optimizer_states import Law as Law
 from profiles.workload.optimizer_states import OptimizerProfile as OptimizerProfile
 from profiles.workload.optimizer_states import UnitUpkeep as UnitUpkeep
@@ -193,7 +193,7 @@ def _tensor_bytes(unit: UnitProfile) -> Iterator[tuple[float, int]]:
         yield float(unit.gradient_bytes), 1
 
 
-def _loop_bytes(steps: Sequence[tuple[Step, int]]) -> float:
+def _loop_bytes(steps: Sequence[tuple[TensorStep, int]]) -> float:
     """The tensor that takes most, after another one that left most: the order is not known."""
     if not steps:
         return 0.0
@@ -204,7 +204,7 @@ def _loop_bytes(steps: Sequence[tuple[Step, int]]) -> float:
     return largest.loop_bytes + max(others, default=0.0)
 
 
-def _shapes(optimizer: OptimizerProfile, unit: UnitProfile) -> tuple[Shape, ...]:
+def _shapes(optimizer: OptimizerProfile, unit: UnitProfile) -> tuple[ParameterShape, ...]:
     if not unit.shapes:
         raise InputError(
             f"what {optimizer.name} keeps follows the shapes of parameters, and the profile has"
@@ -214,7 +214,7 @@ def _shapes(optimizer: OptimizerProfile, unit: UnitProfile) -> tuple[Shape, ...]
     return unit.shapes
 
 
-def _cut(shape: Shape, shards: int) -> Shape:
+def _cut(shape: ParameterShape, shards: int) -> ParameterShape:
     """The first rank's part, which is the largest."""
     if shards == 1 or not shape.sizes:
         return shape

@@ -22,7 +22,7 @@ from advisor.learning.run_log import keep_run
 from engines.parallel import ParallelModel
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.probe import probe
-from profiles.timing.runs import Run
+from profiles.timing.runs import TrainingRun
 
 LENGTH, STEPS = 64, 15
 # Width, blocks, rows.
@@ -43,7 +43,7 @@ class Trained:
 
     shape: tuple[int, int, int]
     parallel: ParallelModel
-    run: Run
+    run: TrainingRun
 
     def missed(self, cluster: ClusterProfile) -> float:
         """The logarithm of measured over predicted, with these constants."""

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 from engines.legality import problems
 from engines.plan import Plan
 from profiles.model.affine import Affine
-from profiles.model.flow import Call, Edge, Flow, Value
+from profiles.model.flow import Edge, Flow, UnitCall, Value
 from profiles.model.profile import ModelProfile, Numerics, UnitCost, UnitProfile
 from tests.engines.cases import cpu_ranks
 from tests.matrix.plans import PLANS, borders_for
@@ -21,7 +21,7 @@ def chain(sizes: list[int], *, hidden: tuple[int, int] | None = None) -> ModelPr
     names = "abcdefgh"[: len(sizes)]
     value = Value(shape=(2, 4), dtype="float32", bytes=Affine(fixed=32))
     left = value.model_copy(update={"is_returned": False})
-    calls = [Call(unit=name, values=(value, left)) for name in names]
+    calls = [UnitCall(unit=name, values=(value, left)) for name in names]
     edges = [Edge(source=n, value=0, target=n + 1) for n in range(len(sizes) - 1)]
     if hidden is not None:
         edges.append(Edge(source=hidden[0], value=1, target=hidden[1]))

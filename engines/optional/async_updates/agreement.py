@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from engines.optional.async_updates.link import Link
+from engines.optional.async_updates.link import WorkerLink
 from engines.optional.async_updates.server import ParameterServer
 from profiles.errors import RankError
 
@@ -41,7 +41,7 @@ class Agreement:
     def __init__(
         self,
         core: ParameterServer,
-        peers: Mapping[int, Link],
+        peers: Mapping[int, WorkerLink],
         *,
         needed: int,
         changed: threading.Condition,

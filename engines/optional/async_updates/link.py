@@ -26,7 +26,7 @@ _NUMBERS, _TENSORS, _NO_MESSAGE = 1, 2, 3  # tags
 _LISTENING_S = 7 * 24 * 3600.0
 
 
-class Link:
+class WorkerLink:
     """One end of a connection; bytes are counted when gloo has sent or received them.
 
     Args:
@@ -156,7 +156,7 @@ class Link:
             ) from error
 
 
-def links(pairs: Iterable[tuple[int, int]], world: World, *, servers: int) -> dict[int, Link]:
+def links(pairs: Iterable[tuple[int, int]], world: World, *, servers: int) -> dict[int, WorkerLink]:
     """This rank's links by the rank at their other end; all ranks call it, for all pairs."""
     made = {}
     hosts = _hosts(world)
@@ -170,7 +170,7 @@ def links(pairs: Iterable[tuple[int, int]], world: World, *, servers: int) -> di
             is_needed = (
                 is_server and world.rank >= servers
             )  # at the end servers disconnect from each other
-            made[peer] = Link(group, peer=peer, who=who, is_needed=is_needed, world=world)
+            made[peer] = WorkerLink(group, peer=peer, who=who, is_needed=is_needed, world=world)
     return made
 
 

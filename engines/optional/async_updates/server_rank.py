@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engines.optional.async_updates.agreement import Agreement
 from engines.optional.async_updates.exchange import UpdateExchange
-from engines.optional.async_updates.link import Link
+from engines.optional.async_updates.link import WorkerLink
 from engines.optional.async_updates.messages import Request, ServerMessage, WorkerMessage
 from engines.optional.async_updates.report import UpdateReport
 from engines.optional.async_updates.server import ParameterServer
@@ -51,9 +51,9 @@ class ServerExchange(UpdateExchange):
     def __init__(
         self,
         core: ParameterServer,
-        links: Mapping[int, Link],
+        links: Mapping[int, WorkerLink],
         *,
-        peers: Mapping[int, Link],
+        peers: Mapping[int, WorkerLink],
         in_step: bool,
         parts: list[list[nn.Parameter]],
         servers: dist.ProcessGroup,
@@ -185,7 +185,7 @@ class ServerExchange(UpdateExchange):
             self._failure = error
             self._changed.notify_all()
 
-    def _take_gradients(self, worker: int, link: Link, request: WorkerMessage) -> None:
+    def _take_gradients(self, worker: int, link: WorkerLink, request: WorkerMessage) -> None:
         core = self._core
         pairs = list(zip(core.parameters, request.flags, strict=True))
         received = iter(link.receive_tensors([p.detach() for p, present in pairs if present]))
@@ -236,7 +236,7 @@ class ServerExchange(UpdateExchange):
             return self._core.tally.gone[0]
         return self._agreement.lacking() if self._agreement is not None else self._world.rank
 
-    def _serve_reduction(self, worker: int, link: Link, request: WorkerMessage) -> None:
+    def _serve_reduction(self, worker: int, link: WorkerLink, request: WorkerMessage) -> None:
         with self._changed:
             reported = self._reported.setdefault(request.turn, {})
             reported[worker] = (request.loss, request.count)
@@ -255,7 +255,7 @@ class ServerExchange(UpdateExchange):
     def _answer(
         self,
         worker: int,
-        link: Link,
+        link: WorkerLink,
         answer: ServerMessage,
         answered: dict[int, int],
         number: int,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.optional.async_updates.exchange import UpdateExchange
-from engines.optional.async_updates.link import Link
+from engines.optional.async_updates.link import WorkerLink
 from engines.optional.async_updates.messages import Request, ServerMessage, WorkerMessage
 from engines.optional.async_updates.report import Tally, UpdateReport
 from engines.runtime.failures import first_failure
@@ -33,7 +33,7 @@ class WorkerExchange(UpdateExchange):
 
     def __init__(
         self,
-        links: Mapping[int, Link],
+        links: Mapping[int, WorkerLink],
         parts: Mapping[int, list[nn.Parameter]],
         optimizer: torch.optim.Optimizer,
         *,

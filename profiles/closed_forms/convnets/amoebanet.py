@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from profiles.closed_forms.convnets.draft import Draft, Map
-from profiles.closed_forms.convnets.layers import Network
+from profiles.closed_forms.convnets.draft import ConvnetBuilder, Map
+from profiles.closed_forms.convnets.layers import Convnet
 
 # Which of a cell's states each operation takes; its results are added two by two. Real et al.,
 # arXiv 1802.01548, as torchgpipe's `benchmarks/models/amoebanet` has it.
@@ -23,8 +23,8 @@ NORMAL_JOINED, REDUCING_JOINED = (0, 3, 4, 6), (4, 5, 6)
 
 def amoebanet(
     name: str, pixels: int, *, cells: int = 18, filters: int = 256, classes: int = 1000
-) -> Network:
-    draft = Draft(pixels)
+) -> Convnet:
+    draft = ConvnetBuilder(pixels)
     width = filters // 4
     with draft.block("stem", draft.image):
         x = before = draft.norm(draft.convolution(draft.image, width, 3, stride=2))
@@ -43,7 +43,7 @@ def amoebanet(
 
 
 def _cell(
-    draft: Draft, x: Map, before: Map, width: int, is_reducing: bool, was_reducing: bool
+    draft: ConvnetBuilder, x: Map, before: Map, width: int, is_reducing: bool, was_reducing: bool
 ) -> Map:
     first = _convolved(draft, x, width)
     second = before
@@ -63,7 +63,7 @@ def _cell(
     return draft.join(*(states[index] for index in joined))
 
 
-def _operation(draft: Draft, x: Map, kind: str, stride: int) -> Map:
+def _operation(draft: ConvnetBuilder, x: Map, kind: str, stride: int) -> Map:
     width, thin = x.channels, x.channels // 4
     if kind == "none":
         return x if stride == 1 else _halved(draft, x, width)
@@ -83,7 +83,7 @@ def _operation(draft: Draft, x: Map, kind: str, stride: int) -> Map:
 
 
 def _convolved(
-    draft: Draft,
+    draft: ConvnetBuilder,
     x: Map,
     width: int,
     kernel: int | tuple[int, int] = 1,
@@ -95,7 +95,7 @@ def _convolved(
     return draft.norm(draft.convolution(x, width, kernel, stride=stride))
 
 
-def _halved(draft: Draft, x: Map, width: int) -> Map:
+def _halved(draft: ConvnetBuilder, x: Map, width: int) -> Map:
     """Two convolutions of 1x1 on every other position."""
     x = draft.relu(x, in_place=False)
     halves = [draft.convolution(x, width // 2, 1, stride=2) for _ in range(2)]

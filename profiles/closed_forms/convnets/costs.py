@@ -7,7 +7,7 @@ stack that keeps channels last, or products on plain units, saves that.
 
 from __future__ import annotations
 
-from profiles.closed_forms.convnets.layers import Block, Kind, Layer
+from profiles.closed_forms.convnets.layers import ConvnetBlock, ConvnetLayer, ConvnetOp
 from profiles.model.affine import Affine
 from profiles.model.profile import Numerics, UnitCost
 from profiles.model.work import Fusible, FusibleKind, Product, ProductKind
@@ -18,12 +18,12 @@ FP32, HALF = 4, 2
 # backward reads input and output's gradient twice and writes the input's. Additions hand the
 # gradient on as it is; where the two ways meet again it is added up: three passes.
 PASSES = {
-    Kind.NORM: ((2, 1), (2, 3)),
-    Kind.ACTIVATION: ((1, 1), (1, 2)),
-    Kind.POOL: ((1, 1), (2, 1)),
-    Kind.ADD: ((1, 1), (0, 3)),
-    Kind.JOIN: ((1, 1), (1, 1)),
-    Kind.RESIZE: ((1, 1), (1, 1)),
+    ConvnetOp.NORM: ((2, 1), (2, 3)),
+    ConvnetOp.ACTIVATION: ((1, 1), (1, 2)),
+    ConvnetOp.POOL: ((1, 1), (2, 1)),
+    ConvnetOp.ADD: ((1, 1), (0, 3)),
+    ConvnetOp.JOIN: ((1, 1), (1, 1)),
+    ConvnetOp.RESIZE: ((1, 1), (1, 1)),
 }
 # Multiplications of Winograd's F(2x2, 3x3) over those of the implicit product (Lavin and Gray,
 # arXiv:1509.09308, section 4.1): 16 for 36.
@@ -34,7 +34,7 @@ _LEFT_OF_ADD = 1 / 3
 TURNED = 2 / 3
 
 
-def block_cost(block: Block, numerics: Numerics) -> UnitCost:
+def block_cost(block: ConvnetBlock, numerics: Numerics) -> UnitCost:
     """Of one forward and backward, operation by operation; maps in 16 bits unless as built.
 
     Kept and moved bytes are those of tensors of the dtype of computing: norms take 16-bit maps with
@@ -59,13 +59,15 @@ def block_cost(block: Block, numerics: Numerics) -> UnitCost:
         backward_kernels += casts
     kept = e * block.kept + block.marked_bytes
     # Mean and inverse deviation of every channel, in fp32, as many as a norm has parameters.
-    moments = FP32 * sum(layer.parameters for layer in layers if layer.kind is Kind.NORM)
+    moments = FP32 * sum(layer.parameters for layer in layers if layer.kind is ConvnetOp.NORM)
     image = sum(layer.inputs for layer in layers if layer.reads_image)
     kept += e * image if numerics is not Numerics.AS_BUILT else 0  # a copy in 16 bits
     widest = max(layer.outputs for layer in layers)
     # The gradient of a layer's output and of its input live beside that of the block's output,
     # which the way around it waits for.
-    inside = max(layer.outputs + layer.inputs for layer in layers if layer.kind is not Kind.ADD)
+    inside = max(
+        layer.outputs + layer.inputs for layer in layers if layer.kind is not ConvnetOp.ADD
+    )
     handed_on = block.output_elements or layers[-1].outputs
     fusible = tuple(_fusible(layers, e))
     turned = sum(f.transient_bytes for f in fusible)
@@ -100,12 +102,12 @@ def _and_turned(
     return Affine(fixed=fixed, per_sample=per_sample + turned)
 
 
-def _is_bound(layer: Layer) -> bool:
+def _is_bound(layer: ConvnetLayer) -> bool:
     """Whether more than traffic bounds it: products, and norms by the instructions they take."""
-    return layer.kind.is_product or layer.kind is Kind.NORM
+    return layer.kind.is_product or layer.kind is ConvnetOp.NORM
 
 
-def _elements(layer: Layer) -> tuple[float, float]:
+def _elements(layer: ConvnetLayer) -> tuple[float, float]:
     """Read and written by a layer, forward and backward, for one image."""
     if layer.kind.is_product:
         once = layer.inputs + layer.outputs
@@ -117,7 +119,7 @@ def _elements(layer: Layer) -> tuple[float, float]:
     )
 
 
-def _product(layer: Layer, e: int) -> Product:
+def _product(layer: ConvnetLayer, e: int) -> Product:
     """A convolution as the product it stands for: a row for each position that it writes."""
     there, back = _elements(layer)
     fixed = e * layer.parameters if layer.kind.is_product else 0
@@ -125,11 +127,11 @@ def _product(layer: Layer, e: int) -> Product:
         "forward_bytes": Affine(fixed=fixed, per_sample=e * there),
         "backward_bytes": Affine(fixed=2 * fixed, per_sample=e * back),
     }
-    if layer.kind is Kind.NORM:
+    if layer.kind is ConvnetOp.NORM:
         elements = Affine(per_sample=(there + back) / 2)
         return Product(kind=ProductKind.ELEMENTWISE, m=elements, n=1, k=1, **moved)
     return Product(
-        kind=ProductKind.CONVOLUTION if layer.kind is Kind.CONVOLUTION else ProductKind.LINEAR,
+        kind=ProductKind.CONVOLUTION if layer.kind is ConvnetOp.CONVOLUTION else ProductKind.LINEAR,
         m=Affine(per_sample=layer.rows),
         n=layer.columns,
         k=layer.depth,
@@ -140,13 +142,13 @@ def _product(layer: Layer, e: int) -> Product:
     )
 
 
-def _fusible(layers: list[Layer], e: int) -> list[Fusible]:
+def _fusible(layers: list[ConvnetLayer], e: int) -> list[Fusible]:
     """Activations and additions inside the kernel of the norm or product before them, and maps
     that are turned around products."""
     found = []
     for kind, fusible, saved in (
-        (Kind.ACTIVATION, FusibleKind.GATE, 1.0),
-        (Kind.ADD, FusibleKind.RESIDUAL, 1 - _LEFT_OF_ADD),
+        (ConvnetOp.ACTIVATION, FusibleKind.GATE, 1.0),
+        (ConvnetOp.ADD, FusibleKind.RESIDUAL, 1 - _LEFT_OF_ADD),
     ):
         alike = [_elements(layer) for layer in layers if layer.kind is kind]
         if alike:
@@ -159,7 +161,7 @@ def _fusible(layers: list[Layer], e: int) -> list[Fusible]:
                     backward_kernels=len(alike),
                 )
             )
-    convolutions = [layer for layer in layers if layer.kind is Kind.CONVOLUTION]
+    convolutions = [layer for layer in layers if layer.kind is ConvnetOp.CONVOLUTION]
     if convolutions:
         # What a convolution takes and gives is read and written once more.
         turned = [2 * TURNED * e * (layer.inputs + layer.outputs) for layer in convolutions]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from profiles.closed_forms.convnets.layers import Block, Kind, Layer, Network
+from profiles.closed_forms.convnets.layers import Convnet, ConvnetBlock, ConvnetLayer, ConvnetOp
 from profiles.errors import InputError
 
 # torch keeps where a maximum was as int64 (ATen, max_pool2d_with_indices).
@@ -28,23 +28,23 @@ class Map:
         return self.channels * self.height * self.width
 
 
-class Draft:
+class ConvnetBuilder:
     """Writes a network's forward down, layer by layer, as torch.nn runs it in training."""
 
     def __init__(self, pixels: int, channels: int = 3) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[ConvnetBlock] = []
         self.image = Map(channels, pixels, pixels, 0, is_image=True)
         self._count = 0
         self._kept = {0}  # the batch is there anyway
 
-    def network(self, name: str) -> Network:
-        return Network(name, self.image.height, tuple(self.blocks))
+    def network(self, name: str) -> Convnet:
+        return Convnet(name, self.image.height, tuple(self.blocks))
 
     @contextmanager
-    def block(self, name: str, *inputs: Map) -> Iterator[Block]:
+    def block(self, name: str, *inputs: Map) -> Iterator[ConvnetBlock]:
         """Layers until the end of the `with` belong to the block `name`, which takes `inputs`."""
         taken = {x.number: x.elements for x in inputs}
-        block = Block(name, input_elements=sum(taken.values()))
+        block = ConvnetBlock(name, input_elements=sum(taken.values()))
         if self.blocks:
             self.blocks[-1].output_elements = block.input_elements
         self.blocks.append(block)
@@ -75,8 +75,8 @@ class Draft:
         depth = x.channels // groups * tall * wide
         self._keep(x)
         self._add(
-            Layer(
-                Kind.CONVOLUTION,
+            ConvnetLayer(
+                ConvnetOp.CONVOLUTION,
                 x.elements,
                 out.elements,
                 parameters=depth * channels + channels * bias,
@@ -95,7 +95,9 @@ class Draft:
         self._keep(x)
         out = self._map(width, 1, 1)
         parameters = x.elements * width + width * bias
-        self._add(Layer(Kind.LINEAR, x.elements, width, parameters, 1, x.elements, width))
+        self._add(
+            ConvnetLayer(ConvnetOp.LINEAR, x.elements, width, parameters, 1, x.elements, width)
+        )
         return out
 
     def project(self, x: Map, width: int) -> Map:
@@ -104,7 +106,9 @@ class Draft:
         out = self._map(width, x.height, x.width)
         rows, depth = x.height * x.width, x.channels
         parameters = depth * width + width
-        self._add(Layer(Kind.LINEAR, x.elements, out.elements, parameters, rows, depth, width))
+        self._add(
+            ConvnetLayer(ConvnetOp.LINEAR, x.elements, out.elements, parameters, rows, depth, width)
+        )
         return out
 
     def attention(self, x: Map, heads: int) -> Map:
@@ -113,15 +117,19 @@ class Draft:
         parts = self.project(x, 3 * x.channels)
         self._keep(parts)
         scores = self._map(heads, positions, positions)
-        pair = Layer(
-            Kind.LINEAR, 2 * x.elements, scores.elements, 0, positions, width, positions, heads
+        pair = ConvnetLayer(
+            ConvnetOp.LINEAR, 2 * x.elements, scores.elements, 0, positions, width, positions, heads
         )
         self._add(pair)
-        self._add(Layer(Kind.ACTIVATION, scores.elements, scores.elements))
+        self._add(ConvnetLayer(ConvnetOp.ACTIVATION, scores.elements, scores.elements))
         self._keep(scores)
         out = self._map(x.channels, x.height, x.width)
         inputs = scores.elements + x.elements
-        self._add(Layer(Kind.LINEAR, inputs, out.elements, 0, positions, positions, width, heads))
+        self._add(
+            ConvnetLayer(
+                ConvnetOp.LINEAR, inputs, out.elements, 0, positions, positions, width, heads
+            )
+        )
         return out
 
     # What streams memory
@@ -130,7 +138,7 @@ class Draft:
         """Positions are added, and one token for the class."""
         out = self._map(x.channels, x.height, x.width)
         parameters = x.channels * x.height + x.channels
-        self._add(Layer(Kind.ADD, x.elements, out.elements, parameters))
+        self._add(ConvnetLayer(ConvnetOp.ADD, x.elements, out.elements, parameters))
         return out
 
     def norm(self, x: Map, *, affine: bool = True) -> Map:
@@ -138,14 +146,14 @@ class Draft:
         self._keep(x)
         out = self._map(x.channels, x.height, x.width)
         parameters = 2 * x.channels if affine else 0
-        self._add(Layer(Kind.NORM, x.elements, out.elements, parameters))
+        self._add(ConvnetLayer(ConvnetOp.NORM, x.elements, out.elements, parameters))
         return out
 
     def relu(self, x: Map, *, in_place: bool = True) -> Map:
         """Its output is kept."""
         out = x if in_place else self._map(x.channels, x.height, x.width)
         self._keep(out)
-        self._add(Layer(Kind.ACTIVATION, x.elements, x.elements, in_place=in_place))
+        self._add(ConvnetLayer(ConvnetOp.ACTIVATION, x.elements, x.elements, in_place=in_place))
         return out
 
     def pool(
@@ -168,37 +176,37 @@ class Draft:
         out = self._map(x.channels, *sizes)
         if not mean:
             self.blocks[-1].marked_bytes += POSITION_BYTES * out.elements
-        self._add(Layer(Kind.POOL, x.elements, out.elements))
+        self._add(ConvnetLayer(ConvnetOp.POOL, x.elements, out.elements))
         return out
 
     def mean(self, x: Map) -> Map:
         """Over all positions."""
         out = self._map(x.channels, 1, 1)
-        self._add(Layer(Kind.POOL, x.elements, out.elements))
+        self._add(ConvnetLayer(ConvnetOp.POOL, x.elements, out.elements))
         return out
 
     def dropout(self, x: Map) -> Map:
         """The mask is kept: a byte for each element."""
         out = self._map(x.channels, x.height, x.width)
         self.blocks[-1].marked_bytes += x.elements
-        self._add(Layer(Kind.ACTIVATION, x.elements, out.elements))
+        self._add(ConvnetLayer(ConvnetOp.ACTIVATION, x.elements, out.elements))
         return out
 
     def add(self, x: Map, y: Map) -> Map:
         out = self._map(x.channels, x.height, x.width)
-        self._add(Layer(Kind.ADD, x.elements + y.elements, out.elements))
+        self._add(ConvnetLayer(ConvnetOp.ADD, x.elements + y.elements, out.elements))
         return out
 
     def join(self, *parts: Map) -> Map:
         """Side by side along the channels."""
         out = self._map(sum(part.channels for part in parts), parts[0].height, parts[0].width)
-        self._add(Layer(Kind.JOIN, out.elements, out.elements))
+        self._add(ConvnetLayer(ConvnetOp.JOIN, out.elements, out.elements))
         return out
 
     def upsample(self, x: Map, height: int, width: int) -> Map:
         """Nearest neighbours, padded to that size."""
         out = self._map(x.channels, height, width)
-        self._add(Layer(Kind.RESIZE, x.elements, out.elements))
+        self._add(ConvnetLayer(ConvnetOp.RESIZE, x.elements, out.elements))
         return out
 
     def flat(self, x: Map) -> Map:
@@ -220,7 +228,7 @@ class Draft:
             self._kept.add(x.number)
             self.blocks[-1].kept += x.elements
 
-    def _add(self, layer: Layer) -> None:
+    def _add(self, layer: ConvnetLayer) -> None:
         self.blocks[-1].layers.append(layer)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from profiles.closed_forms.convnets.draft import Draft, Map
-from profiles.closed_forms.convnets.layers import Network
+from profiles.closed_forms.convnets.draft import ConvnetBuilder, Map
+from profiles.closed_forms.convnets.layers import Convnet
 
 Size = int | tuple[int, int]
 # Channels, kernel and stride of a convolution; padding keeps the size where the stride is 1.
@@ -26,9 +26,9 @@ GOOGLENET = (
 )
 
 
-def inception3(name: str, pixels: int, *, classes: int = 1000) -> Network:
+def inception3(name: str, pixels: int, *, classes: int = 1000) -> Convnet:
     """Szegedy et al., arXiv 1512.00567; made for 299 x 299."""
-    draft = Draft(pixels)
+    draft = ConvnetBuilder(pixels)
     with draft.block("stem", draft.image):
         x = _chain(draft, draft.image, [(32, 3, 2)])
         x = _unpadded(draft, x, 32)
@@ -55,8 +55,8 @@ def inception3(name: str, pixels: int, *, classes: int = 1000) -> Network:
     return draft.network(name)
 
 
-def googlenet(name: str, pixels: int, *, classes: int = 1000) -> Network:
-    draft = Draft(pixels)
+def googlenet(name: str, pixels: int, *, classes: int = 1000) -> Convnet:
+    draft = ConvnetBuilder(pixels)
     with draft.block("stem", draft.image):
         x = draft.relu(draft.norm(draft.convolution(draft.image, 64, 7, stride=2)))
         x = draft.pool(x, 3, stride=2, up=True)
@@ -79,7 +79,7 @@ def googlenet(name: str, pixels: int, *, classes: int = 1000) -> Network:
     return draft.network(name)
 
 
-def _chain(draft: Draft, x: Map, steps: Sequence[Step]) -> Map:
+def _chain(draft: ConvnetBuilder, x: Map, steps: Sequence[Step]) -> Map:
     """Convolution, norm, ReLU for each; those with a stride are not padded."""
     for channels, kernel, *stride in steps:
         x = draft.convolution(
@@ -89,15 +89,15 @@ def _chain(draft: Draft, x: Map, steps: Sequence[Step]) -> Map:
     return x
 
 
-def _unpadded(draft: Draft, x: Map, channels: int) -> Map:
+def _unpadded(draft: ConvnetBuilder, x: Map, channels: int) -> Map:
     return draft.relu(draft.norm(draft.convolution(x, channels, 3, padding=0)))
 
 
-def _pooled(draft: Draft, x: Map, channels: int) -> Map:
+def _pooled(draft: ConvnetBuilder, x: Map, channels: int) -> Map:
     return _chain(draft, draft.pool(x, 3, stride=1, padding=1, mean=True), [(channels, 1)])
 
 
-def _wide(draft: Draft, pooled: int) -> Callable[[Map], Map]:
+def _wide(draft: ConvnetBuilder, pooled: int) -> Callable[[Map], Map]:
     return lambda x: draft.join(
         _chain(draft, x, [(64, 1)]),
         _chain(draft, x, [(48, 1), (64, 5)]),
@@ -106,7 +106,7 @@ def _wide(draft: Draft, pooled: int) -> Callable[[Map], Map]:
     )
 
 
-def _long(draft: Draft, width: int) -> Callable[[Map], Map]:
+def _long(draft: ConvnetBuilder, width: int) -> Callable[[Map], Map]:
     w = width
     return lambda x: draft.join(
         _chain(draft, x, [(192, 1)]),
@@ -116,11 +116,11 @@ def _long(draft: Draft, width: int) -> Callable[[Map], Map]:
     )
 
 
-def _shrunk(draft: Draft, x: Map, ways: Sequence[Sequence[Step]]) -> Map:
+def _shrunk(draft: ConvnetBuilder, x: Map, ways: Sequence[Sequence[Step]]) -> Map:
     return draft.join(*(_chain(draft, x, way) for way in ways), draft.pool(x, 3, stride=2))
 
 
-def _split(draft: Draft) -> Callable[[Map], Map]:
+def _split(draft: ConvnetBuilder) -> Callable[[Map], Map]:
     def run(x: Map) -> Map:
         near, far = _chain(draft, x, [(384, 1)]), _chain(draft, x, [(448, 1), (384, 3)])
         ends = [

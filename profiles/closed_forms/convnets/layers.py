@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class ConvnetOp(StrEnum):
     """What a layer does. Products multiply matrices; the others stream memory."""
 
     CONVOLUTION = "convolution"
@@ -20,11 +20,11 @@ class Kind(StrEnum):
 
     @property
     def is_product(self) -> bool:
-        return self in (Kind.CONVOLUTION, Kind.LINEAR)
+        return self in (ConvnetOp.CONVOLUTION, ConvnetOp.LINEAR)
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ConvnetLayer:
     """One layer, for one image.
 
     Attributes:
@@ -38,7 +38,7 @@ class Layer:
         is_winograd: 3x3 at stride 1, for which there is a way with fewer multiplications.
     """
 
-    kind: Kind
+    kind: ConvnetOp
     inputs: int
     outputs: int
     parameters: int = 0
@@ -57,7 +57,7 @@ class Layer:
         if not self.parameters:
             return ()
         if not self.kind.is_product:
-            vectors = 2 if self.kind is Kind.NORM else 1
+            vectors = 2 if self.kind is ConvnetOp.NORM else 1
             return ((self.parameters // vectors,),) * vectors
         outputs = self.columns * self.groups
         bias = self.parameters - outputs * self.depth
@@ -75,7 +75,7 @@ class Layer:
 
 
 @dataclass(slots=True)
-class Block:
+class ConvnetBlock:
     """Layers that stay together: on one device, and recomputed as one.
 
     Attributes:
@@ -86,7 +86,7 @@ class Block:
     """
 
     name: str
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[ConvnetLayer] = field(default_factory=list)
     kept: int = 0
     marked_bytes: int = 0
     input_elements: int = 0
@@ -106,15 +106,15 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Network:
+class Convnet:
     """A network on square images of `pixels` a side."""
 
     name: str
     pixels: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[ConvnetBlock, ...]
 
     @property
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[ConvnetLayer]:
         return [layer for block in self.blocks for layer in block.layers]
 
     @property

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from profiles.closed_forms.convnets.draft import Draft, Map
-from profiles.closed_forms.convnets.layers import Network
+from profiles.closed_forms.convnets.draft import ConvnetBuilder, Map
+from profiles.closed_forms.convnets.layers import Convnet
 
 # Convolutions of each stage. Simonyan and Zisserman, arXiv 1409.1556, table 1 (A, B, D, E).
 VGG_DEPTHS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
@@ -16,8 +16,8 @@ DENSENETS = {
 }
 
 
-def vgg(name: str, pixels: int, *, depth: int = 16, classes: int = 1000) -> Network:
-    draft = Draft(pixels)
+def vgg(name: str, pixels: int, *, depth: int = 16, classes: int = 1000) -> Convnet:
+    draft = ConvnetBuilder(pixels)
     x = draft.image
     for stage, count in enumerate(VGG_DEPTHS[depth]):
         with draft.block(f"stage{stage + 1}", x):
@@ -28,8 +28,8 @@ def vgg(name: str, pixels: int, *, depth: int = 16, classes: int = 1000) -> Netw
     return _classified(draft, x, name, (4096, 4096), classes, side=7)
 
 
-def alexnet(name: str, pixels: int, *, classes: int = 1000) -> Network:
-    draft = Draft(pixels)
+def alexnet(name: str, pixels: int, *, classes: int = 1000) -> Convnet:
+    draft = ConvnetBuilder(pixels)
     with draft.block("features", draft.image):
         x = draft.relu(draft.convolution(draft.image, 64, 11, stride=4, padding=2, bias=True))
         x = draft.relu(draft.convolution(draft.pool(x, 3, stride=2), 192, 5, bias=True))
@@ -39,9 +39,9 @@ def alexnet(name: str, pixels: int, *, classes: int = 1000) -> Network:
     return _classified(draft, x, name, (4096, 4096), classes, side=6)
 
 
-def densenet(name: str, pixels: int, *, depth: int = 121, classes: int = 1000) -> Network:
+def densenet(name: str, pixels: int, *, depth: int = 121, classes: int = 1000) -> Convnet:
     stages, growth, width = DENSENETS[depth]
-    draft = Draft(pixels)
+    draft = ConvnetBuilder(pixels)
     with draft.block("stem", draft.image):
         x = draft.relu(draft.norm(draft.convolution(draft.image, width, 7, stride=2)))
         x = draft.pool(x, 3, stride=2, padding=1)
@@ -62,8 +62,8 @@ def densenet(name: str, pixels: int, *, depth: int = 121, classes: int = 1000) -
 
 
 def _classified(
-    draft: Draft, x: Map, name: str, widths: tuple[int, ...], classes: int, *, side: int
-) -> Network:
+    draft: ConvnetBuilder, x: Map, name: str, widths: tuple[int, ...], classes: int, *, side: int
+) -> Convnet:
     """Positions are brought to `side` x `side`, then come wide linear layers with dropout."""
     with draft.block("classifier", x):
         if x.height != side:

@@ -6,15 +6,15 @@ from collections import Counter
 from itertools import chain
 
 from profiles.closed_forms.convnets.costs import block_cost
-from profiles.closed_forms.convnets.layers import Block, Kind, Network
+from profiles.closed_forms.convnets.layers import Convnet, ConvnetBlock, ConvnetOp
 from profiles.model.affine import Affine
-from profiles.model.flow import Call, Edge, Flow, Value
-from profiles.model.profile import ModelProfile, Numerics, Shape, UnitProfile
+from profiles.model.flow import Edge, Flow, UnitCall, Value
+from profiles.model.profile import ModelProfile, Numerics, ParameterShape, UnitProfile
 
 ELEMENT_BYTES = 4
 
 
-def profile_of(network: Network, *, samples: int) -> ModelProfile:
+def profile_of(network: Convnet, *, samples: int) -> ModelProfile:
     """The profile of a network built in fp32, its blocks as units; the loss is left out.
 
     Each block takes what the one before it hands on, skipped maps included.
@@ -34,26 +34,26 @@ def profile_of(network: Network, *, samples: int) -> ModelProfile:
             f"{block.name}.norm{index}"
             for block in blocks
             for index, layer in enumerate(block.layers)
-            if layer.kind is Kind.NORM
+            if layer.kind is ConvnetOp.NORM
         ),
         flow=Flow(
             calls=tuple(
-                Call(unit=block.name, values=(_value(block, samples),)) for block in blocks
+                UnitCall(unit=block.name, values=(_value(block, samples),)) for block in blocks
             ),
             edges=tuple(Edge(source=n, value=0, target=n + 1) for n in range(len(blocks) - 1)),
         ),
     )
 
 
-def _unit(block: Block) -> UnitProfile:
+def _unit(block: ConvnetBlock) -> UnitProfile:
     parameters = block.parameters
     # Means and variances of norms, and how often they were updated.
-    norms = [layer for layer in block.layers if layer.kind is Kind.NORM]
+    norms = [layer for layer in block.layers if layer.kind is ConvnetOp.NORM]
     tensors = (layer.tensors for layer in block.layers)
     buffers = sum(layer.parameters * ELEMENT_BYTES + 8 for layer in norms)
     return UnitProfile(
         name=block.name,
-        kind="Block",
+        kind="ConvnetBlock",
         is_block=True,
         parameters=parameters,
         trainable_parameters=parameters,
@@ -62,19 +62,19 @@ def _unit(block: Block) -> UnitProfile:
         buffer_bytes=buffers,
         dtypes=("float32",) if parameters else (),
         shapes=tuple(
-            Shape(sizes=sizes, element_bytes=ELEMENT_BYTES, count=count)
+            ParameterShape(sizes=sizes, element_bytes=ELEMENT_BYTES, count=count)
             for sizes, count in Counter(chain.from_iterable(tensors)).items()
         ),
         costs={kind: block_cost(block, kind) for kind in Numerics},
     )
 
 
-def _handed_on(block: Block) -> int:
+def _handed_on(block: ConvnetBlock) -> int:
     """Elements; the last block hands on what it ends with."""
     return block.output_elements or block.layers[-1].outputs
 
 
-def _value(block: Block, samples: int) -> Value:
+def _value(block: ConvnetBlock, samples: int) -> Value:
     elements = _handed_on(block)
     return Value(
         shape=(samples, elements),

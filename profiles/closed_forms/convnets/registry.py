@@ -10,7 +10,7 @@ from math import sqrt
 
 from profiles.closed_forms.convnets.amoebanet import amoebanet
 from profiles.closed_forms.convnets.inception import googlenet, inception3
-from profiles.closed_forms.convnets.layers import Layer, Network
+from profiles.closed_forms.convnets.layers import Convnet, ConvnetLayer
 from profiles.closed_forms.convnets.plain import DENSENETS, VGG_DEPTHS, alexnet, densenet, vgg
 from profiles.closed_forms.convnets.resnet import DEPTHS, resnet
 from profiles.closed_forms.convnets.unet import unet
@@ -36,7 +36,7 @@ _SAME_SIZE = 0.15
 @lru_cache(maxsize=256)
 def network_of(
     name: str | None, *, kind: str | None = None, parameters: float | None = None, pixels: int = 0
-) -> tuple[Network, str]:
+) -> tuple[Convnet, str]:
     """The network that a table calls `name`, and what was assumed, in words ("" where nothing was).
 
     A side of images in the name ("resnet50-128px") counts before `pixels`; with neither it is what
@@ -74,7 +74,7 @@ def is_known(name: str) -> bool:
     return _by_name(re.sub(r"-?\d{2,4}px", "", plain)) is not None
 
 
-def _by_name(plain: str) -> Callable[[str, int], Network] | None:
+def _by_name(plain: str) -> Callable[[str, int], Convnet] | None:
     """What builds it, given the name and the side of its images."""
     numbers = [int(number) for number in re.findall(r"\d+", plain)]
     first = numbers[0] if numbers else 0
@@ -106,7 +106,7 @@ def _by_name(plain: str) -> Callable[[str, int], Network] | None:
     return None
 
 
-def _vit(plain: str) -> Callable[[str, int], Network]:
+def _vit(plain: str) -> Callable[[str, int], Convnet]:
     """Size and patch of "vit-b-16", "vit-large-patch32-384", "deit-small": base and 16 where none
     is named."""
     words = plain.split("-")
@@ -117,24 +117,24 @@ def _vit(plain: str) -> Callable[[str, int], Network]:
     return lambda n, p: vit(n, p, size=size, patch=patch)
 
 
-def _amoebanet(name: str, pixels: int, cells: int, filters: int) -> Network:
+def _amoebanet(name: str, pixels: int, cells: int, filters: int) -> Convnet:
     # Three groups of cells, and a quarter of the filters to begin with.
     cells, filters = 3 * max(1, round(cells / 3)), 4 * max(1, round(filters / 4))
     return amoebanet(name, pixels, cells=cells, filters=filters)
 
 
-def _unet(name: str, pixels: int, convolutions: int, channels: int) -> Network:
+def _unet(name: str, pixels: int, convolutions: int, channels: int) -> Convnet:
     return unet(name, pixels, convolutions=max(1, convolutions), channels=max(2, channels))
 
 
 # Families whose names carry depth and width, and the usual ones.
-_SIZED: Mapping[str, tuple[tuple[int, int], Callable[[str, int, int, int], Network]]] = {
+_SIZED: Mapping[str, tuple[tuple[int, int], Callable[[str, int, int, int], Convnet]]] = {
     "amoebanet": ((18, 256), _amoebanet),
     "unet": ((5, 64), _unet),
 }
 
 
-def _grown(network: Network, parameters: float) -> Network:
+def _grown(network: Convnet, parameters: float) -> Convnet:
     """Depth and width grow alike: where the family is built by them, in whole layers."""
     by = parameters / network.parameters
     for family, ((depth, width), sized) in _SIZED.items():
@@ -144,7 +144,7 @@ def _grown(network: Network, parameters: float) -> Network:
     return _scaled(network, by)
 
 
-def _scaled(network: Network, by: float) -> Network:
+def _scaled(network: Convnet, by: float) -> Convnet:
     """`by` times the parameters and FLOP, depth and width growing alike.
 
     Parameters grow as depth x width^2 and maps as depth x width: their elements as by^(2/3). Layers
@@ -152,7 +152,7 @@ def _scaled(network: Network, by: float) -> Network:
     """
     maps, wider = by ** (2 / 3), sqrt(by)
 
-    def layer(old: Layer) -> Layer:
+    def layer(old: ConvnetLayer) -> ConvnetLayer:
         return replace(
             old,
             inputs=round(old.inputs * (1 if old.reads_image else maps)),

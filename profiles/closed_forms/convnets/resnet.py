@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from profiles.closed_forms.convnets.draft import Draft, Map
-from profiles.closed_forms.convnets.layers import Network
+from profiles.closed_forms.convnets.draft import ConvnetBuilder, Map
+from profiles.closed_forms.convnets.layers import Convnet
 
 # Blocks in each of the four stages. He et al., arXiv 1512.03385, table 1.
 DEPTHS = {
@@ -26,9 +26,9 @@ def resnet(
     groups: int = 1,
     group_width: int = 64,
     classes: int = 1000,
-) -> Network:
+) -> Convnet:
     """Depth 18 to 152; `groups` of `group_width` channels in a block's middle (32 x 4 ...)."""
-    draft = Draft(pixels)
+    draft = ConvnetBuilder(pixels)
     with draft.block("stem", draft.image):
         x = draft.convolution(draft.image, 64, 7, stride=2)
         x = draft.pool(draft.relu(draft.norm(x)), 3, stride=2, padding=1)
@@ -47,7 +47,7 @@ def resnet(
 
 
 def _residual(
-    draft: Draft,
+    draft: ConvnetBuilder,
     x: Map,
     inner: int,
     outer: int,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from profiles.closed_forms.convnets.draft import Draft, Map
-from profiles.closed_forms.convnets.layers import Network
+from profiles.closed_forms.convnets.draft import ConvnetBuilder, Map
+from profiles.closed_forms.convnets.layers import Convnet
 
 LEVELS = 5
 
 
-def unet(name: str, pixels: int, *, convolutions: int = 5, channels: int = 64) -> Network:
+def unet(name: str, pixels: int, *, convolutions: int = 5, channels: int = 64) -> Convnet:
     """torchgpipe's `benchmarks/models/unet`: instance norms without parameters, no biases."""
-    draft = Draft(pixels)
+    draft = ConvnetBuilder(pixels)
     x = draft.image
     skips: list[Map] = []
     for level in range(LEVELS):
@@ -37,7 +37,7 @@ def unet(name: str, pixels: int, *, convolutions: int = 5, channels: int = 64) -
     return draft.network(name)
 
 
-def _convolved(draft: Draft, x: Map, width: int) -> Map:
+def _convolved(draft: ConvnetBuilder, x: Map, width: int) -> Map:
     """Convolution, dropout of whole channels (a mask of one number each), norm, leaky ReLU."""
     x = draft.norm(draft.convolution(x, width, 3), affine=False)
     return draft.relu(x, in_place=False)

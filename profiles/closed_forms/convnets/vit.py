@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from profiles.closed_forms.convnets.draft import Draft, Map
-from profiles.closed_forms.convnets.layers import Network
+from profiles.closed_forms.convnets.draft import ConvnetBuilder, Map
+from profiles.closed_forms.convnets.layers import Convnet
 
 # Layers, hidden size, heads. Dosovitskiy et al., arXiv 2010.11929, table 1; tiny and small of
 # Touvron et al., arXiv 2012.12877, table 1. The MLP is four times as wide.
@@ -18,10 +18,10 @@ SIZES = {
 
 def vit(
     name: str, pixels: int, *, size: str = "base", patch: int = 16, classes: int = 1000
-) -> Network:
+) -> Convnet:
     """Of one of `SIZES`; positions for every patch and one for the class."""
     layers, hidden, heads = SIZES[size]
-    draft = Draft(pixels)
+    draft = ConvnetBuilder(pixels)
     with draft.block("patches", draft.image):
         x = draft.convolution(draft.image, hidden, patch, stride=patch, padding=0, bias=True)
         x = Map(hidden, x.height * x.width + 1, 1, x.number)

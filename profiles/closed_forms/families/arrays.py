@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from profiles.trace.places import Part, Place
+from profiles.trace.scopes import LayerSegment, Scope
 from profiles.trace.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Made:
         number: its name in the timeline; None if it was there before the run.
         memory: `number`, or one below zero.
         holders: units that hold this parameter, or one that this is a cast of.
-        saved_by, kept_by: the first place whose backward needs it; and that would keep it if
+        saved_by, kept_by: the first scope whose backward needs it; and that would keep it if
             blocks were recomputed selectively.
         is_taken: it was among the inputs of a block already.
         part: of a unit, that made it.
@@ -56,10 +56,10 @@ class Made:
     memory: int
     holders: frozenset[str] = frozenset()
     is_alive: bool = True
-    saved_by: Place | None = None
-    kept_by: Place | None = None
+    saved_by: Scope | None = None
+    kept_by: Scope | None = None
     is_taken: bool = False
-    part: Part | None = None
+    part: LayerSegment | None = None
 
 
 class Storage:
@@ -154,15 +154,15 @@ def dense(shape: Shape, strides: Shape) -> Shape:
     """
     order: list[int] = []  # innermost first
     for dim in reversed(range(len(shape))):
-        place = len(order)
+        scope = len(order)
         for before in reversed(range(len(order))):
             inner = order[before]
             if 0 in (strides[inner], strides[dim]) or 1 in (shape[inner], shape[dim]):
                 continue
             if strides[dim] >= strides[inner]:
                 break
-            place = before
-        order.insert(place, dim)
+            scope = before
+        order.insert(scope, dim)
     found, step = [0] * len(shape), 1
     for dim in order:
         found[dim] = step

@@ -12,21 +12,21 @@ from collections.abc import Sequence
 from profiles.closed_forms.families import kernels
 from profiles.closed_forms.families import operations as ops
 from profiles.closed_forms.families.arrays import Array, DType, dense
-from profiles.closed_forms.families.network import Network, Unit
+from profiles.closed_forms.families.network import FamilyRun, FamilyUnit
 from profiles.closed_forms.families.tape import ALONE, ATTENTION
-from profiles.trace.places import Attended
+from profiles.trace.scopes import Attended
 
 # Positions and masks
 
 
-def positions(network: Network) -> Array:
+def positions(network: FamilyRun) -> Array:
     """0, 1, ... for one sequence: (1, length)."""
     tape, shape = network.tape, (network.length,)
     counted = tape.run([], shape, DType.INT64)
     return ops.reshape(tape.run([counted], shape, DType.INT64), 1, -1)
 
 
-def look_for_packing(network: Network, position_ids: Array) -> None:
+def look_for_packing(network: FamilyRun, position_ids: Array) -> None:
     """Before it makes any mask transformers asks where positions start over; here they do not."""
     tape, batch, length = network.tape, network.samples, network.length
 
@@ -40,7 +40,7 @@ def look_for_packing(network: Network, position_ids: Array) -> None:
     tape.run([starts], (batch, length), DType.INT64, fusing=ALONE)  # counted
 
 
-def causal_mask(network: Network, position_ids: Array, *, window: int | None) -> Array | None:
+def causal_mask(network: FamilyRun, position_ids: Array, *, window: int | None) -> Array | None:
     """Which keys a query sees, (samples, 1, length, length) of bool; None where all before it.
 
     The kernel leaves out later keys by itself. Only a sliding window of as many tokens as the
@@ -77,7 +77,7 @@ def additive(mask: Array, dtype: DType) -> Array:
 
 
 def rotary_table(
-    unit: Unit, hidden: Array, position_ids: Array, *, width: int
+    unit: FamilyUnit, hidden: Array, position_ids: Array, *, width: int
 ) -> tuple[Array, Array]:
     """Cosines and sines in `hidden`'s dtype, (1, length, width)."""
     frequencies = unit.buffer(width // 2)

@@ -15,12 +15,12 @@ from profiles.closed_forms.families.layers import (
     activate,
     token_loss,
 )
-from profiles.closed_forms.families.network import Family, Network, Unit
+from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
 from profiles.closed_forms.families.tape import ALONE, GATHER
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class PostNormBlock:
     """A block: attention, sum, norm, feed-forward, sum, norm; with its modules' names.
 
     Attributes:
@@ -42,7 +42,7 @@ class Layer:
     down: str
     last_norm: str
 
-    def __call__(self, unit: Unit, hidden: Array) -> Array:
+    def __call__(self, unit: FamilyUnit, hidden: Array) -> Array:
         attended = unit.linear(self._attention(unit, hidden), self.output, self.width, bias=True)
         attended = ops.dropout(attended, self.output_dropout)
         attended = unit.layer_norm(ops.add(attended, hidden), self.first_norm)
@@ -50,7 +50,7 @@ class Layer:
         out = ops.dropout(unit.linear(wide, self.down, self.width, bias=True), self.inner_dropout)
         return unit.layer_norm(ops.add(out, attended), self.last_norm)
 
-    def _attention(self, unit: Unit, hidden: Array) -> Array:
+    def _attention(self, unit: FamilyUnit, hidden: Array) -> Array:
         query, key, value = (
             heads(unit.linear(hidden, path, self.width, bias=True), self.width // self.heads)
             for path in self.inputs
@@ -69,7 +69,7 @@ class Tables:
     dropout: float
     counts_padding: bool
 
-    def __call__(self, unit: Unit, ids: Array) -> Array:
+    def __call__(self, unit: FamilyUnit, ids: Array) -> Array:
         numbers = unit.buffer(1, self.positions, dtype=DType.INT64)
         segment_numbers = unit.buffer(1, self.positions, dtype=DType.INT64)
         batch, length = ids.shape
@@ -90,15 +90,15 @@ class Tables:
         return ops.dropout(hidden, self.dropout)
 
 
-def bert(fields: Fields) -> Family:
+def bert(fields: Fields) -> ModelFamily:
     return _bert(fields, "Bert")
 
 
-def roberta(fields: Fields) -> Family:
+def roberta(fields: Fields) -> ModelFamily:
     return _bert(fields, "Roberta")
 
 
-def _bert(fields: Fields, prefix: str) -> Family:
+def _bert(fields: Fields, prefix: str) -> ModelFamily:
     kind = fields.architecture(f"{prefix}ForMaskedLM")
     fields.only("is_decoder", False, None)
     fields.only("add_cross_attention", False, None)
@@ -121,7 +121,7 @@ def _bert(fields: Fields, prefix: str) -> Family:
         dropout=dropout,
         counts_padding=prefix == "Roberta",
     )
-    layer = Layer(
+    layer = PostNormBlock(
         width=width,
         inner=fields.size("intermediate_size"),
         heads=count,
@@ -139,12 +139,12 @@ def _bert(fields: Fields, prefix: str) -> Family:
     is_tied = fields.flag("tie_word_embeddings", True)
     stem = prefix.lower()
 
-    def run(network: Network) -> tuple[Array, ...]:
+    def run(network: FamilyRun) -> tuple[Array, ...]:
         embeddings = network.unit(f"{stem}.embeddings", f"{prefix}Embeddings")
         hidden = embeddings(tables, network.ids())
         for index in network.layers(f"{stem}.encoder.layer", ["layer"] * layers):
             name = f"{stem}.encoder.layer.{index}"
-            hidden = network.unit(name, f"{prefix}Layer", is_block=True)(layer, hidden)
+            hidden = network.unit(name, f"{prefix}PostNormBlock", is_block=True)(layer, hidden)
         words = embeddings.parameters[f"{stem}.embeddings.word_embeddings.weight"]
         top = (
             network.unit("cls", "BertOnlyMLMHead")
@@ -154,7 +154,7 @@ def _bert(fields: Fields, prefix: str) -> Family:
         logits = top(head, hidden, tied=words if is_tied else None)
         return token_loss(logits, network.ids()), logits
 
-    def head(unit: Unit, hidden: Array, *, tied: Array | None) -> Array:
+    def head(unit: FamilyUnit, hidden: Array, *, tied: Array | None) -> Array:
         before, transform, norm, function = (
             ("predictions.", "predictions.transform.dense", "predictions.transform.LayerNorm", None)
             if prefix == "Bert"
@@ -168,10 +168,10 @@ def _bert(fields: Fields, prefix: str) -> Family:
             return unit.linear(hidden, decoder, tables.vocab, bias=True)
         return unit.linear(hidden, decoder, tables.vocab, bias=False, tied=tied, tied_bias=bias)
 
-    return Family(kind, run, longest=tables.positions)
+    return ModelFamily(kind, run, longest=tables.positions)
 
 
-def distilbert(fields: Fields) -> Family:
+def distilbert(fields: Fields) -> ModelFamily:
     """DistilBERT: BERT without segments, its head in modules of their own."""
     kind = fields.architecture("DistilBertForMaskedLM")
     fields.require("vocab_size", "dim", "hidden_dim", "n_layers", "n_heads")
@@ -181,7 +181,7 @@ def distilbert(fields: Fields) -> Family:
     dropout = fields.share("dropout", 0.1)
     # A table of sinuses is not trained, and is not counted as trainable.
     fields.only("sinusoidal_pos_embds", False, None)
-    layer = Layer(
+    layer = PostNormBlock(
         width=width,
         inner=fields.size("hidden_dim"),
         heads=parts,
@@ -198,7 +198,7 @@ def distilbert(fields: Fields) -> Family:
     )
     is_tied = fields.flag("tie_word_embeddings", True)
 
-    def run(network: Network) -> tuple[Array, ...]:
+    def run(network: FamilyRun) -> tuple[Array, ...]:
         embeddings = network.unit("distilbert.embeddings", "Embeddings")
         hidden = embeddings(embed, network.ids())
         for index in network.layers("distilbert.transformer.layer", ["layer"] * layers):
@@ -219,7 +219,7 @@ def distilbert(fields: Fields) -> Family:
         loss = loss_function(lambda unit, x, y: kernels.cross_entropy(x, y), rows, labels)
         return loss, scores
 
-    def embed(unit: Unit, ids: Array) -> Array:
+    def embed(unit: FamilyUnit, ids: Array) -> Array:
         numbers = unit.buffer(1, count, dtype=DType.INT64)
         words = unit.embedding(ids, "word_embeddings", vocab, width)
         places = ops.narrow(numbers, 1, ids.shape[1])
@@ -227,7 +227,7 @@ def distilbert(fields: Fields) -> Family:
         hidden = unit.layer_norm(ops.add(words, where), "LayerNorm")
         return ops.dropout(hidden, dropout)
 
-    return Family(kind, run, longest=count)
+    return ModelFamily(kind, run, longest=count)
 
 
 def _counted(ids: Array) -> Array:

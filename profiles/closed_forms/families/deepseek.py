@@ -9,9 +9,9 @@ from profiles.closed_forms.families import operations as ops
 from profiles.closed_forms.families.arrays import Array, DType
 from profiles.closed_forms.families.attention import attend, rotate
 from profiles.closed_forms.families.fields import Fields
-from profiles.closed_forms.families.llama import Shape
+from profiles.closed_forms.families.llama import LlamaVariant
 from profiles.closed_forms.families.moe import experts, top
-from profiles.closed_forms.families.network import Family, Unit
+from profiles.closed_forms.families.network import FamilyUnit, ModelFamily
 from profiles.closed_forms.families.tape import ALONE, GATHER, Gradient
 
 
@@ -48,7 +48,7 @@ class Mixture:
     is_normalised: bool
 
 
-def deepseek_v3(fields: Fields) -> Family:
+def deepseek_v3(fields: Fields) -> ModelFamily:
     """A decoder whose first layers are dense and the others mixtures of experts."""
     fields.only("output_router_logits", False, None)
     fields.require("num_key_value_heads", "n_routed_experts", "moe_intermediate_size")
@@ -77,13 +77,18 @@ def deepseek_v3(fields: Fields) -> Family:
     fields.divides("n_group", mixture.groups, "n_routed_experts", mixture.experts)
     dense = fields.size("first_k_dense_replace", 3, least=0)
 
-    def feed_forward(unit: Unit, shape: Shape, layer: int, hidden: Array) -> Array:
+    def feed_forward(unit: FamilyUnit, shape: LlamaVariant, layer: int, hidden: Array) -> Array:
         if layer < dense:
             return llama.gated(unit, shape, layer, hidden)
         return _mixture(unit, shape, mixture, layer, hidden)
 
     def attention(
-        unit: Unit, shape: Shape, hidden: Array, mask: Array | None, cosine: Array, sine: Array
+        unit: FamilyUnit,
+        shape: LlamaVariant,
+        hidden: Array,
+        mask: Array | None,
+        cosine: Array,
+        sine: Array,
     ) -> Array:
         return _attention(unit, shape, latent, hidden, mask, cosine, sine)
 
@@ -95,8 +100,8 @@ def deepseek_v3(fields: Fields) -> Family:
 
 
 def _attention(
-    unit: Unit,
-    shape: Shape,
+    unit: FamilyUnit,
+    shape: LlamaVariant,
     latent: Latent,
     hidden: Array,
     mask: Array | None,
@@ -133,7 +138,7 @@ def _attention(
 
 
 def _keys_and_values(
-    unit: Unit, shape: Shape, latent: Latent, keys: Array, turned: Array
+    unit: FamilyUnit, shape: LlamaVariant, latent: Latent, keys: Array, turned: Array
 ) -> tuple[Array, Array]:
     """Of every head, from what they were compressed to; the turned part of keys is shared."""
     samples, _, length, _ = keys.shape
@@ -164,7 +169,9 @@ def _rotate_pairs(x: Array, cosine: Array, sine: Array) -> Array:
 # Experts
 
 
-def _mixture(unit: Unit, shape: Shape, mixture: Mixture, layer: int, hidden: Array) -> Array:
+def _mixture(
+    unit: FamilyUnit, shape: LlamaVariant, mixture: Mixture, layer: int, hidden: Array
+) -> Array:
     with unit.module("Router"):
         _logits, weights, places = _route(unit, shape, mixture, hidden)
     rows = ops.reshape(hidden, -1, hidden.shape[-1])
@@ -177,7 +184,9 @@ def _mixture(unit: Unit, shape: Shape, mixture: Mixture, layer: int, hidden: Arr
     )
 
 
-def _route(unit: Unit, shape: Shape, mixture: Mixture, hidden: Array) -> tuple[Array, Array, Array]:
+def _route(
+    unit: FamilyUnit, shape: LlamaVariant, mixture: Mixture, hidden: Array
+) -> tuple[Array, Array, Array]:
     """Scores of all experts, and the weights and numbers of the chosen ones.
 
     Groups of experts are ranked by their best two, and the experts of the best groups by

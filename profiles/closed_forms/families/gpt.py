@@ -15,12 +15,12 @@ from profiles.closed_forms.families.attention import (
 )
 from profiles.closed_forms.families.fields import Fields
 from profiles.closed_forms.families.layers import ACTIVATIONS, activate, head, next_token_loss
-from profiles.closed_forms.families.network import Family, Network, Unit
+from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
 from profiles.closed_forms.families.tape import ALONE
 from profiles.model.layers import LayerKind
 
 
-def gpt2(fields: Fields) -> Family:
+def gpt2(fields: Fields) -> ModelFamily:
     """GPT-2: learned positions, one matrix for queries, keys and values, a tied head."""
     kind = fields.architecture("GPT2LMHeadModel", default="GPT2LMHeadModel")
     fields.only("add_cross_attention", False, None)
@@ -34,7 +34,7 @@ def gpt2(fields: Fields) -> Family:
     drop_embedding = fields.share("embd_pdrop", 0.1)
     is_tied = fields.flag("tie_word_embeddings", True)
 
-    def run(network: Network) -> tuple[Array, ...]:
+    def run(network: FamilyRun) -> tuple[Array, ...]:
         tokens = network.unit("transformer.wte", "Embedding")
         hidden = tokens(lambda unit, ids: unit.embedding(ids, "", vocab, width), network.ids())
         position_ids = positions(network)
@@ -53,7 +53,7 @@ def gpt2(fields: Fields) -> Family:
         logits = head(network, hidden, vocab, tokens if is_tied else None)
         return next_token_loss(network, logits), logits
 
-    def one_layer(unit: Unit, hidden: Array, position_ids: Array) -> Array:
+    def one_layer(unit: FamilyUnit, hidden: Array, position_ids: Array) -> Array:
         residual = hidden
         hidden = unit.layer_norm(hidden, "ln_1")
         fused = unit.conv1d(hidden, "attn.c_attn", 3 * width)
@@ -68,10 +68,10 @@ def gpt2(fields: Fields) -> Family:
         wide = activate(unit.conv1d(hidden, "mlp.c_fc", inner), activation)
         return ops.add(residual, ops.dropout(unit.conv1d(wide, "mlp.c_proj", width), drop_residual))
 
-    return Family(kind, run, longest=longest)
+    return ModelFamily(kind, run, longest=longest)
 
 
-def gpt_neox(fields: Fields) -> Family:
+def gpt_neox(fields: Fields) -> ModelFamily:
     """GPT-NeoX and Pythia: rotary positions on a part of each head, parallel residuals."""
     kind = fields.architecture("GPTNeoXForCausalLM", default="GPTNeoXForCausalLM")
     fields.require(
@@ -94,7 +94,7 @@ def gpt_neox(fields: Fields) -> Family:
     share = rope.share("partial_rotary_factor", fields.share("rotary_pct", 0.25))
     rotary_width = int(width // count * share)
 
-    def run(network: Network) -> tuple[Array, ...]:
+    def run(network: FamilyRun) -> tuple[Array, ...]:
         tokens = network.unit("gpt_neox.embed_in", "Embedding")
         embedded = tokens(lambda unit, ids: unit.embedding(ids, "", vocab, width), network.ids())
         position_ids = positions(network)
@@ -112,7 +112,7 @@ def gpt_neox(fields: Fields) -> Family:
         return next_token_loss(network, logits), logits
 
     def one_layer(
-        unit: Unit, hidden: Array, position_ids: Array, cosine: Array, sine: Array
+        unit: FamilyUnit, hidden: Array, position_ids: Array, cosine: Array, sine: Array
     ) -> Array:
         attended = attention(unit, unit.layer_norm(hidden, "input_layernorm"), cosine, sine)
         attended = ops.dropout(attended, drop_hidden)
@@ -123,22 +123,22 @@ def gpt_neox(fields: Fields) -> Family:
         wide = feed_forward(unit, unit.layer_norm(attended, "post_attention_layernorm"))
         return ops.add(wide, attended)
 
-    def attention(unit: Unit, hidden: Array, cosine: Array, sine: Array) -> Array:
+    def attention(unit: FamilyUnit, hidden: Array, cosine: Array, sine: Array) -> Array:
         fused = unit.linear(hidden, "attention.query_key_value", 3 * width, bias=bias)
         query, key, value = ops.split(heads(fused, 3 * width // count), [width // count] * 3)
         query, key = rotate_partly(query, cosine, sine), rotate_partly(key, cosine, sine)
         attended = attend(query, key, value, dropout=drop_attention, is_causal=True)
         return unit.linear(attended, "attention.dense", width, bias=bias)
 
-    def feed_forward(unit: Unit, hidden: Array) -> Array:
+    def feed_forward(unit: FamilyUnit, hidden: Array) -> Array:
         wide = unit.linear(hidden, "mlp.dense_h_to_4h", inner, bias=True)
         wide = unit.linear(activate(wide, activation), "mlp.dense_4h_to_h", width, bias=True)
         return ops.dropout(wide, drop_hidden)
 
-    return Family(kind, run, longest=longest)
+    return ModelFamily(kind, run, longest=longest)
 
 
-def opt(fields: Fields) -> Family:
+def opt(fields: Fields) -> ModelFamily:
     """OPT: learned positions, norms before or (350m) after."""
     kind = fields.architecture("OPTForCausalLM", default="OPTForCausalLM")
     fields.only("layerdrop", 0, 0.0, None)
@@ -156,7 +156,7 @@ def opt(fields: Fields) -> Family:
     has_last_norm = norms_first and not fields.flag("_remove_final_layer_norm", False)
     is_tied = fields.flag("tie_word_embeddings", True)
 
-    def run(network: Network) -> tuple[Array, ...]:
+    def run(network: FamilyRun) -> tuple[Array, ...]:
         tokens = network.unit("model.decoder.embed_tokens", "Embedding")
         embedded = tokens(
             lambda unit, ids: unit.embedding(ids, "", vocab, embedding_width), network.ids()
@@ -191,7 +191,7 @@ def opt(fields: Fields) -> Family:
         summed = like.tape.run([summed], shape, DType.FLOAT32)
         return present, ops.cast(summed, DType.INT64)
 
-    def learned(unit: Unit, present: Array, position_ids: Array) -> Array:
+    def learned(unit: FamilyUnit, present: Array, position_ids: Array) -> Array:
         weight = unit.parameter("weight", longest + 2, width)  # two rows are never asked for
 
         def call() -> Array:
@@ -200,7 +200,7 @@ def opt(fields: Fields) -> Family:
 
         return unit.layer("", LayerKind.EMBEDDING, present, weight, None, call)
 
-    def one_layer(unit: Unit, hidden: Array, position_ids: Array) -> Array:
+    def one_layer(unit: FamilyUnit, hidden: Array, position_ids: Array) -> Array:
         residual = hidden
         if norms_first:
             hidden = unit.layer_norm(hidden, "self_attn_layer_norm")
@@ -217,7 +217,7 @@ def opt(fields: Fields) -> Family:
         hidden = ops.reshape(ops.add(residual, hidden), *shape)
         return hidden if norms_first else unit.layer_norm(hidden, "final_layer_norm")
 
-    def attention(unit: Unit, hidden: Array) -> Array:
+    def attention(unit: FamilyUnit, hidden: Array) -> Array:
         query = ops.mul_number(unit.linear(hidden, "self_attn.q_proj", width, bias=bias))
         query = heads(query, width // count)
         key = unit.linear(hidden, "self_attn.k_proj", width, bias=bias)
@@ -226,4 +226,4 @@ def opt(fields: Fields) -> Family:
         attended = attend(query, key, value, dropout=drop_attention, is_causal=True)
         return unit.linear(attended, "self_attn.out_proj", width, bias=bias)
 
-    return Family(kind, run, longest=longest)
+    return ModelFamily(kind, run, longest=longest)

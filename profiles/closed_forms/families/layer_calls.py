@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING
 
 from profiles.closed_forms.families.arrays import Array
 from profiles.model.layers import INPUT
-from profiles.trace.places import Features, Layer, LayerShape, Part, Place
+from profiles.trace.scopes import Features, LayerCall, LayerSegment, LayerShape, Scope
 
 if TYPE_CHECKING:
     from profiles.closed_forms.families.tape import Node
 
 
 class LayerCalls:
-    """Notes the layers of the place that is called; made anew for every call."""
+    """Notes the layers of the scope that is called; made anew for every call."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, scope: Scope) -> None:
+        self._place = scope
         self._features = Features()
         self._inputs: list[weakref.ref[Array]] = []
 
-    def enter(self, shape: LayerShape, given: Array) -> Layer:
+    def enter(self, shape: LayerShape, given: Array) -> LayerCall:
         """A layer is called; what runs now is its own."""
         layers = self._place.layers
         if shape.path not in layers:
-            layers[shape.path] = Layer(
+            layers[shape.path] = LayerCall(
                 shape=shape,
                 number=len(layers),
-                own=Part(self._place),
-                after=Part(self._place),
+                own=LayerSegment(self._place),
+                after=LayerSegment(self._place),
                 same_input=self._same_input(given),
                 sources=self._sources([given]),
                 needs_input_gradient=given.needs_gradient,
@@ -42,7 +42,7 @@ class LayerCalls:
         self._place.begin_part(layer.own, 0)
         return layer
 
-    def leave(self, layer: Layer, output: Array) -> None:
+    def leave(self, layer: LayerCall, output: Array) -> None:
         """It returns; what follows comes after it."""
         made = output.storage.made
         layer.output_bytes += output.size_bytes
@@ -83,7 +83,7 @@ class LayerCalls:
             if node in seen or node.backward is None:  # parameters are no sources
                 continue
             seen.add(node)
-            if node.place is not self._place:
+            if node.scope is not self._place:
                 yield INPUT
             elif node.layer is not None:
                 yield node.layer

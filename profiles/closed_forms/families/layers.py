@@ -5,7 +5,7 @@ from __future__ import annotations
 from profiles.closed_forms.families import kernels
 from profiles.closed_forms.families import operations as ops
 from profiles.closed_forms.families.arrays import Array, DType
-from profiles.closed_forms.families.network import Network, Unit
+from profiles.closed_forms.families.network import FamilyRun, FamilyUnit
 
 ACTIVATION_CLASSES = {
     "gelu": "GELUActivation",
@@ -36,7 +36,7 @@ def activate(x: Array, name: str) -> Array:
     return ops.unary(x)
 
 
-def next_token_loss(network: Network, logits: Array) -> Array:
+def next_token_loss(network: FamilyRun, logits: Array) -> Array:
     """Cross entropy in fp32 of each position's logits against the token that follows."""
     labels = network.ids()
     logits = ops.cast(logits, DType.FLOAT32)
@@ -52,11 +52,11 @@ def token_loss(logits: Array, labels: Array) -> Array:
     return kernels.cross_entropy(ops.reshape(logits, -1, classes), ops.reshape(labels, -1))
 
 
-def head(network: Network, hidden: Array, vocab: int, embedding: Unit | None) -> Array:
+def head(network: FamilyRun, hidden: Array, vocab: int, embedding: FamilyUnit | None) -> Array:
     """Logits by a linear layer without bias, tied to the embedding if that is given."""
     tied = embedding.parameters[f"{embedding.name}.weight"] if embedding else None
 
-    def project(unit: Unit, x: Array) -> Array:
+    def project(unit: FamilyUnit, x: Array) -> Array:
         return unit.linear(x, "", vocab, bias=False, tied=tied)
 
     return network.unit("lm_head", "Linear")(project, hidden)

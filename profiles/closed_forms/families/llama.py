@@ -20,7 +20,7 @@ from profiles.closed_forms.families.attention import (
 )
 from profiles.closed_forms.families.fields import Fields
 from profiles.closed_forms.families.layers import ACTIVATIONS, activate, head, next_token_loss
-from profiles.closed_forms.families.network import Family, Network, Unit
+from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
 from profiles.model.layers import LayerKind
 
 _PREFIXES = {
@@ -54,7 +54,7 @@ _POSITIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LlamaVariant:
     """What the members of the family differ in.
 
     Attributes:
@@ -89,13 +89,13 @@ class Shape:
     is_tied: bool
 
 
-FeedForward = Callable[[Unit, Shape, int, Array], Array]
+FeedForward = Callable[[FamilyUnit, LlamaVariant, int, Array], Array]
 """(block, shape, index of the layer, hidden) to hidden."""
-Attention = Callable[[Unit, Shape, Array, Array | None, Array, Array], Array]
+Attention = Callable[[FamilyUnit, LlamaVariant, Array, Array | None, Array, Array], Array]
 """(block, shape, hidden, mask, cosines, sines) to hidden."""
 
 
-def family(fields: Fields) -> Family:
+def family(fields: Fields) -> ModelFamily:
     """A dense decoder with its language-model head."""
     return decoder(fields, gated, lambda layer: "dense")
 
@@ -105,20 +105,20 @@ def decoder(
     feed_forward: FeedForward,
     kind_of: Callable[[int], Hashable],
     attention: Attention | None = None,
-) -> Family:
+) -> ModelFamily:
     """The model; `kind_of` tells apart layers whose `feed_forward` differs."""
     attend_to = attention or _attention
     shape = read(fields)
     kind = fields.architecture(f"{shape.prefix}ForCausalLM", default=f"{shape.prefix}ForCausalLM")
     longest = fields.size("max_position_embeddings", _POSITIONS[fields.family])
-    return Family(
+    return ModelFamily(
         kind,
         lambda network: _run(network, shape, attend_to, feed_forward, kind_of),
         longest=longest,
     )
 
 
-def read(fields: Fields) -> Shape:
+def read(fields: Fields) -> LlamaVariant:
     """The shape of a dense or mixture-of-experts model of this family."""
     kind = fields.family
     fields.require(
@@ -140,7 +140,7 @@ def read(fields: Fields) -> Shape:
     key_heads = fields.size("num_key_value_heads", usual)
     if count % key_heads:
         raise fields.refusal("num_key_value_heads", key_heads, f"a divisor of {count} is wanted")
-    return Shape(
+    return LlamaVariant(
         prefix=_PREFIXES[kind],
         vocab=fields.size("vocab_size"),
         hidden=hidden,
@@ -193,8 +193,8 @@ def _rotary(fields: Fields) -> float:
 
 
 def _run(
-    network: Network,
-    shape: Shape,
+    network: FamilyRun,
+    shape: LlamaVariant,
     attention: Attention,
     feed_forward: FeedForward,
     kind_of: Callable[[int], Hashable],
@@ -233,7 +233,7 @@ def _run(
     return next_token_loss(network, logits), logits
 
 
-def _embed(unit: Unit, ids: Array, *, shape: Shape) -> Array:
+def _embed(unit: FamilyUnit, ids: Array, *, shape: LlamaVariant) -> Array:
     if not shape.is_gemma:
         return unit.embedding(ids, "", shape.vocab, shape.hidden)
     weight = unit.parameter("weight", shape.vocab, shape.hidden)
@@ -246,14 +246,14 @@ def _embed(unit: Unit, ids: Array, *, shape: Shape) -> Array:
 
 
 def _layer(
-    unit: Unit,
+    unit: FamilyUnit,
     hidden: Array,
     mask: Array | None,
     cosine: Array,
     sine: Array,
     position_ids: Array,
     *,
-    shape: Shape,
+    shape: LlamaVariant,
     layer: int,
     attention: Attention,
     feed_forward: FeedForward,
@@ -269,7 +269,12 @@ def _layer(
 
 
 def _attention(
-    unit: Unit, shape: Shape, hidden: Array, mask: Array | None, cosine: Array, sine: Array
+    unit: FamilyUnit,
+    shape: LlamaVariant,
+    hidden: Array,
+    mask: Array | None,
+    cosine: Array,
+    sine: Array,
 ) -> Array:
     widths = [count * shape.head for count in (shape.heads, shape.key_heads, shape.key_heads)]
     if shape.is_fused:
@@ -292,7 +297,9 @@ def _attention(
     return unit.linear(hidden, "self_attn.o_proj", shape.hidden, bias=shape.output_bias)
 
 
-def _projected(unit: Unit, shape: Shape, hidden: Array, name: str, width: int) -> Array:
+def _projected(
+    unit: FamilyUnit, shape: LlamaVariant, hidden: Array, name: str, width: int
+) -> Array:
     x = unit.linear(hidden, f"self_attn.{name}_proj", width, bias=shape.input_bias)
     x = ops.reshape(x, *x.shape[:-1], -1, shape.head)
     if shape.has_head_norms and name != "v":
@@ -301,8 +308,8 @@ def _projected(unit: Unit, shape: Shape, hidden: Array, name: str, width: int) -
 
 
 def gated(
-    unit: Unit,
-    shape: Shape,
+    unit: FamilyUnit,
+    shape: LlamaVariant,
     layer: int,
     hidden: Array,
     *,
@@ -323,7 +330,7 @@ def gated(
     return unit.linear(product, f"{path}.down_proj", shape.hidden, bias=bias)
 
 
-def _norm(unit: Unit, shape: Shape, x: Array, path: str) -> Array:
+def _norm(unit: FamilyUnit, shape: LlamaVariant, x: Array, path: str) -> Array:
     if not shape.is_gemma:
         return unit.rms_norm(x, path)
     weight = unit.parameter(f"{path}.weight" if path else "weight", x.shape[-1])

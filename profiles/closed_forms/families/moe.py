@@ -9,13 +9,13 @@ from profiles.closed_forms.families import operations as ops
 from profiles.closed_forms.families.arrays import Array, DType
 from profiles.closed_forms.families.fields import Fields
 from profiles.closed_forms.families.layers import activate
-from profiles.closed_forms.families.llama import Shape
-from profiles.closed_forms.families.network import Family, Unit
+from profiles.closed_forms.families.llama import LlamaVariant
+from profiles.closed_forms.families.network import FamilyUnit, ModelFamily
 from profiles.closed_forms.families.tape import ALONE, GATHER, Gradient
-from profiles.trace.places import Grouped
+from profiles.trace.scopes import Grouped
 
 
-def mixtral(fields: Fields) -> Family:
+def mixtral(fields: Fields) -> ModelFamily:
     """Every layer a mixture; the weights of the chosen experts add up to one, in fp32."""
     fields.only("output_router_logits", False, None)
     fields.only("router_jitter_noise", 0, 0.0, None)
@@ -23,21 +23,21 @@ def mixtral(fields: Fields) -> Family:
     count = fields.size("num_local_experts")
     chosen = fields.size("num_experts_per_tok", 2)
 
-    def feed_forward(unit: Unit, shape: Shape, layer: int, hidden: Array) -> Array:
+    def feed_forward(unit: FamilyUnit, shape: LlamaVariant, layer: int, hidden: Array) -> Array:
         rows = ops.reshape(hidden, -1, hidden.shape[-1])
         with unit.module("Router"):
             logits = kernels.linear(rows, unit.parameter("mlp.gate.weight", count, shape.hidden))
             scores = ops.softmax(ops.cast(logits, DType.FLOAT32))
-            weights, places = top(scores, chosen)
+            weights, scopes = top(scores, chosen)
             weights = ops.div(weights, ops.sum_over(weights, -1, keep=True), in_place=True)
-        rows = experts(unit, shape, rows, places, weights, count=count, inner=shape.inner)
+        rows = experts(unit, shape, rows, scopes, weights, count=count, inner=shape.inner)
         return ops.reshape(rows, *hidden.shape)
 
     family = llama.decoder(fields, feed_forward, lambda layer: "mixture")
     return replace(family, experts_per_token=chosen)
 
 
-def qwen3_moe(fields: Fields) -> Family:
+def qwen3_moe(fields: Fields) -> ModelFamily:
     """Every `decoder_sparse_step`-th layer a mixture, those of `mlp_only_layers` dense."""
     fields.only("output_router_logits", False, None)
     fields.require("num_experts", "moe_intermediate_size")
@@ -51,18 +51,18 @@ def qwen3_moe(fields: Fields) -> Family:
     def is_mixture(layer: int) -> bool:
         return layer not in dense and (layer + 1) % step == 0
 
-    def feed_forward(unit: Unit, shape: Shape, layer: int, hidden: Array) -> Array:
+    def feed_forward(unit: FamilyUnit, shape: LlamaVariant, layer: int, hidden: Array) -> Array:
         if not is_mixture(layer):
             return llama.gated(unit, shape, layer, hidden)
         rows = ops.reshape(hidden, -1, hidden.shape[-1])
         with unit.module("Router"):
             logits = kernels.linear(rows, unit.parameter("mlp.gate.weight", count, shape.hidden))
             scores = ops.softmax(logits, dtype=DType.FLOAT32)
-            weights, places = top(scores, chosen)
+            weights, scopes = top(scores, chosen)
             if is_normalised:
                 weights = ops.div(weights, ops.sum_over(weights, -1, keep=True), in_place=True)
             weights = ops.cast(weights, logits.dtype)
-        rows = experts(unit, shape, rows, places, weights, count=count, inner=inner)
+        rows = experts(unit, shape, rows, scopes, weights, count=count, inner=inner)
         return ops.reshape(rows, *hidden.shape)
 
     family = llama.decoder(fields, feed_forward, is_mixture)
@@ -73,36 +73,36 @@ def top(scores: Array, count: int) -> tuple[Array, Array]:
     """The `count` best along the last dimension, and which they are."""
     tape, before, dtype = scores.tape, scores.shape, scores.dtype
     values = tape.empty((*before[:-1], count), dtype)
-    places = tape.empty((*before[:-1], count), DType.INT64)
-    tape.launch([scores], [values, places], fusing=ALONE)
-    saved = tape.save(places)
+    scopes = tape.empty((*before[:-1], count), DType.INT64)
+    tape.launch([scores], [values, scopes], fusing=ALONE)
+    saved = tape.save(scopes)
 
     def backward(g: Array) -> list[Gradient]:
         zeros = g.tape.run([g], before, dtype)
         return [g.tape.run([zeros, saved, g], before, dtype, fusing=ALONE)]
 
     tape.record([values], [scores], backward)
-    return values, places
+    return values, scopes
 
 
 def experts(
-    unit: Unit,
-    shape: Shape,
+    unit: FamilyUnit,
+    shape: LlamaVariant,
     rows: Array,
-    places: Array,
+    scopes: Array,
     weights: Array,
     *,
     count: int,
     inner: int,
 ) -> Array:
     """Rows sorted by expert, two grouped products over all experts, and back in order."""
-    chosen = places.shape[1]
-    weights, places = ops.reshape(weights, -1), ops.reshape(places, -1)
-    pairs, hidden = places.shape[0], rows.shape[1]
+    chosen = scopes.shape[1]
+    weights, scopes = ops.reshape(weights, -1), ops.reshape(scopes, -1)
+    pairs, hidden = scopes.shape[0], rows.shape[1]
     tape = rows.tape
     expert = tape.empty((pairs,), DType.INT64)
     order = tape.empty((pairs,), DType.INT64)
-    tape.launch([places], [expert, order], fusing=ALONE)
+    tape.launch([scopes], [expert, order], fusing=ALONE)
     picked = _rows(rows, order.tape.run([order], (pairs,), DType.INT64))
     sorted_weights = _rows(weights, order)
     numbers = ops.cast(expert, DType.FLOAT32)

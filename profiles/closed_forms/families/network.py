@@ -14,12 +14,12 @@ from profiles.closed_forms.families.tape import Tape, has_gradient
 from profiles.closed_forms.families.wiring import Wiring
 from profiles.model.layers import LayerKind
 from profiles.model.profile import LOSS, Numerics
-from profiles.trace.places import LayerShape
+from profiles.trace.scopes import LayerShape
 
 Output = TypeVar("Output", bound=Array | tuple[Array, ...])
 
 
-class Network:
+class FamilyRun:
     """One run of one model over `samples` sequences of `length`; `kind` is the class name.
 
     Parameters are declared where they are used, so a family's code is the model's forward and
@@ -46,7 +46,7 @@ class Network:
         self.tape = Tape(numerics, on_processor=on_processor)
         self.samples = samples
         self.length = length
-        self.units: dict[str, Unit] = {}
+        self.units: dict[str, FamilyUnit] = {}
         self.order: list[str] = []
         self.ties: dict[str, list[str]] = {}
         self.batch_bytes = 0
@@ -63,10 +63,10 @@ class Network:
         """Token ids, or labels of the tokens."""
         return self.batch(self.length)
 
-    def unit(self, name: str, kind: str, *, is_block: bool = False) -> Unit:
+    def unit(self, name: str, kind: str, *, is_block: bool = False) -> FamilyUnit:
         """The unit of that name, to be called; `kind` is its class."""
         if name not in self.units:
-            self.units[name] = Unit(self, name, kind, is_block)
+            self.units[name] = FamilyUnit(self, name, kind, is_block)
             self.order.append(name)
         return self.units[name]
 
@@ -116,7 +116,7 @@ class Network:
         Mixed precision hands it out in fp32, and so the other outputs.
         """
         self.wiring.finish(loss)
-        self.tape.place.name = LOSS
+        self.tape.scope.name = LOSS
         if self.tape.numerics is not Numerics.BF16:
             return loss
         loss, *_ = [ops.cast(output, DType.FLOAT32) for output in (loss, *outputs)]
@@ -124,7 +124,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """A model that is ready to be run.
 
     Attributes:
@@ -136,14 +136,14 @@ class Family:
     """
 
     kind: str
-    run: Callable[[Network], tuple[Array, ...]]
+    run: Callable[[FamilyRun], tuple[Array, ...]]
     takes_tokens: bool = True
     longest: int | None = None
     experts_per_token: int | None = None
 
 
 @dataclass(eq=False)
-class Unit:
+class FamilyUnit:
     """A module treated as one piece: see `profiles.model.profile.UnitProfile`.
 
     Attributes:
@@ -151,7 +151,7 @@ class Unit:
         buffer_bytes: of registered buffers.
     """
 
-    network: Network
+    network: FamilyRun
     name: str
     kind: str
     is_block: bool

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from profiles.closed_forms.families import operations as ops
 from profiles.closed_forms.families.arrays import DType
-from profiles.closed_forms.families.network import Family, Network, Unit
+from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
 from profiles.closed_forms.families.registry import family_of
 from profiles.closed_forms.families.tape import gradient_number
 from profiles.closed_forms.families.wiring import flow_of
@@ -24,7 +24,7 @@ from profiles.model.profile import (
     Affine,
     ModelProfile,
     Numerics,
-    Shape,
+    ParameterShape,
     UnitCost,
     UnitProfile,
 )
@@ -99,7 +99,7 @@ def _as_json(config: Mapping[str, object]) -> dict[str, JsonValue]:
     return cast("dict[str, JsonValue]", json.loads(json.dumps(config)))
 
 
-def _check_length(family: Family, sequence_length: int | None, where: str) -> None:
+def _check_length(family: ModelFamily, sequence_length: int | None, where: str) -> None:
     if family.takes_tokens and sequence_length is None:
         raise InputError(f"`{family.kind}` takes tokens: how many in a sequence?", where=where)
     if not family.takes_tokens and sequence_length is not None:
@@ -117,13 +117,13 @@ def _check_length(family: Family, sequence_length: int | None, where: str) -> No
 class _Run:
     """The network as it was run at the batch itself, what its units cost and what feeds them."""
 
-    network: Network
+    network: FamilyRun
     costs: Mapping[str, UnitCost]
     flow: Flow
 
 
 def _run_twice(
-    family: Family,
+    family: ModelFamily,
     numerics: Numerics,
     samples: int,
     sequence_length: int | None,
@@ -132,7 +132,7 @@ def _run_twice(
 ) -> _Run:
     length = sequence_length or 0
     once, twice = (
-        Network(
+        FamilyRun(
             family.kind,
             numerics,
             samples=count * samples,
@@ -145,7 +145,7 @@ def _run_twice(
     return _Run(once, costs, flow_of(once.wiring, twice.wiring, samples))
 
 
-def _costs(network: Network, family: Family) -> dict[str, Cost]:
+def _costs(network: FamilyRun, family: ModelFamily) -> dict[str, Cost]:
     """Forward and backward, and what each unit took."""
     tape = network.tape
     loss = network.finish(*family.run(network))
@@ -154,10 +154,10 @@ def _costs(network: Network, family: Family) -> dict[str, Cost]:
     parameters = (p for unit in network.units.values() for p in unit.parameters.values())
     numbers = (gradient_number(parameter) for parameter in parameters)
     ignored = frozenset(number for number in numbers if number is not None)
-    return tally(tape.places, kept, tape.timeline, ignored=ignored)
+    return tally(tape.scopes, kept, tape.timeline, ignored=ignored)
 
 
-def _in_order(network: Network, costs: Mapping[str, UnitCost]) -> list[str]:
+def _in_order(network: FamilyRun, costs: Mapping[str, UnitCost]) -> list[str]:
     """Units in the order of their first call, then those never called; the loss last."""
     called = [name for name in network.order if network.twin(name) in costs]
     never = [name for name in network.order if network.twin(name) not in costs]
@@ -166,7 +166,7 @@ def _in_order(network: Network, costs: Mapping[str, UnitCost]) -> list[str]:
 
 
 def _unit_profiles(
-    network: Network,
+    network: FamilyRun,
     costs: Mapping[Numerics, Mapping[str, UnitCost]],
     shared: Collection[str],
 ) -> Iterator[UnitProfile]:
@@ -180,7 +180,7 @@ def _unit_profiles(
 
 
 def _unit_profile(
-    network: Network,
+    network: FamilyRun,
     name: str,
     costs: Mapping[Numerics, Mapping[str, UnitCost]],
     shared: Collection[str],
@@ -204,13 +204,13 @@ def _unit_profile(
     )
 
 
-def _shapes(unit: Unit) -> Iterator[Shape]:
+def _shapes(unit: FamilyUnit) -> Iterator[ParameterShape]:
     counts = Counter(parameter.shape for parameter in unit.parameters.values())
     for sizes, count in sorted(counts.items()):
-        yield Shape(sizes=sizes, element_bytes=DType.FLOAT32.size_bytes, count=count)
+        yield ParameterShape(sizes=sizes, element_bytes=DType.FLOAT32.size_bytes, count=count)
 
 
-def _experts(unit: Unit) -> tuple[int, ...]:
+def _experts(unit: FamilyUnit) -> tuple[int, ...]:
     """Of parameters that are a matrix for each of several experts: no family has others of three
     sizes."""
     return tuple(sorted({p.shape[0] for p in unit.parameters.values() if len(p.shape) == 3}))

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 
 from profiles.closed_forms.families import bert, deepseek, gpt, llama, moe, t5, vit
 from profiles.closed_forms.families.fields import WAY_OUT, Fields
-from profiles.closed_forms.families.network import Family
+from profiles.closed_forms.families.network import ModelFamily
 from profiles.errors import FileError, UnknownNameError
 
-FAMILIES: dict[str, Callable[[Fields], Family]] = {
+FAMILIES: dict[str, Callable[[Fields], ModelFamily]] = {
     "bert": bert.bert,
     "deepseek_v3": deepseek.deepseek_v3,
     "distilbert": bert.distilbert,
@@ -30,7 +30,7 @@ FAMILIES: dict[str, Callable[[Fields], Family]] = {
 }
 
 
-def family_of(config: Mapping[str, object], *, where: str = "config.json") -> Family:
+def family_of(config: Mapping[str, object], *, where: str = "config.json") -> ModelFamily:
     """The model that the content of a config.json describes.
 
     Raises:

@@ -9,12 +9,12 @@ from profiles.closed_forms.families.arrays import Array, DType, dense
 from profiles.closed_forms.families.attention import attend, heads
 from profiles.closed_forms.families.fields import Fields
 from profiles.closed_forms.families.layers import ACTIVATIONS, activate, head, token_loss
-from profiles.closed_forms.families.network import Family, Network, Unit
+from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
 from profiles.closed_forms.families.tape import Gradient
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class T5Sizes:
     """Sizes as in the config; `head` is the width of one, which need not divide `width`."""
 
     vocab: int
@@ -31,14 +31,14 @@ class Shape:
     scales_output: bool
 
 
-def family(fields: Fields) -> Family:
+def family(fields: Fields) -> ModelFamily:
     """T5 and its later kinds (v1.1, FLAN), encoder and decoder on sequences of one length."""
     kind = fields.architecture("T5ForConditionalGeneration")
     fields.only("is_encoder_decoder", True, None)
     fields.require("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
     activation, is_gated = _feed_forward(fields)
     layers = fields.size("num_layers")
-    shape = Shape(
+    shape = T5Sizes(
         vocab=fields.size("vocab_size"),
         width=fields.size("d_model"),
         inner=fields.size("d_ff"),
@@ -52,7 +52,7 @@ def family(fields: Fields) -> Family:
         dropout=fields.share("dropout_rate", 0.1),
         scales_output=fields.flag("tie_word_embeddings", True),
     )
-    return Family(kind, lambda network: _run(network, shape))
+    return ModelFamily(kind, lambda network: _run(network, shape))
 
 
 def _feed_forward(fields: Fields) -> tuple[str, bool]:
@@ -64,7 +64,7 @@ def _feed_forward(fields: Fields) -> tuple[str, bool]:
     return name, written.startswith("gated-")
 
 
-def _run(network: Network, shape: Shape) -> tuple[Array, ...]:
+def _run(network: FamilyRun, shape: T5Sizes) -> tuple[Array, ...]:
     shared = network.unit("shared", "Embedding")
     words = shared.parameter("weight", shape.vocab, shape.width)
     encoded = _stack(network, shape, words, network.ids(), None)
@@ -77,7 +77,7 @@ def _run(network: Network, shape: Shape) -> tuple[Array, ...]:
 
 
 def _stack(
-    network: Network, shape: Shape, words: Array, ids: Array, encoded: Array | None
+    network: FamilyRun, shape: T5Sizes, words: Array, ids: Array, encoded: Array | None
 ) -> Array:
     """The encoder, or with what that gave the decoder."""
     name = "encoder" if encoded is None else "decoder"
@@ -105,20 +105,20 @@ def _stack(
 
 
 def _encoder_block(
-    unit: Unit, hidden: Array, bias: Array | None, *, shape: Shape
+    unit: FamilyUnit, hidden: Array, bias: Array | None, *, shape: T5Sizes
 ) -> tuple[Array, Array]:
     hidden, bias = _attended(unit, shape, hidden, None, bias, "layer.0")
     return _feed(unit, shape, hidden, "layer.1"), bias
 
 
 def _decoder_block(
-    unit: Unit,
+    unit: FamilyUnit,
     hidden: Array,
     bias: Array | None,
     encoded: Array,
     cross_bias: Array | None,
     *,
-    shape: Shape,
+    shape: T5Sizes,
 ) -> tuple[Array, Array, Array]:
     hidden, bias = _attended(unit, shape, hidden, None, bias, "layer.0", is_causal=True)
     hidden, cross_bias = _attended(unit, shape, hidden, encoded, cross_bias, "layer.1")
@@ -126,8 +126,8 @@ def _decoder_block(
 
 
 def _attended(
-    unit: Unit,
-    shape: Shape,
+    unit: FamilyUnit,
+    shape: T5Sizes,
     hidden: Array,
     encoded: Array | None,
     bias: Array | None,
@@ -145,13 +145,13 @@ def _attended(
     return ops.add(hidden, ops.dropout(attended, shape.dropout)), bias
 
 
-def _feed(unit: Unit, shape: Shape, hidden: Array, path: str) -> Array:
+def _feed(unit: FamilyUnit, shape: T5Sizes, hidden: Array, path: str) -> Array:
     normed = _norm(unit, hidden, f"{path}.layer_norm")
     out = _dense(unit, shape, normed, f"{path}.DenseReluDense")
     return ops.add(hidden, ops.dropout(out, shape.dropout))
 
 
-def _dense(unit: Unit, shape: Shape, x: Array, path: str) -> Array:
+def _dense(unit: FamilyUnit, shape: T5Sizes, x: Array, path: str) -> Array:
     if shape.is_gated:
         gate = activate(unit.linear(x, f"{path}.wi_0", shape.inner, bias=False), shape.activation)
         wide = ops.mul(gate, unit.linear(x, f"{path}.wi_1", shape.inner, bias=False))
@@ -164,8 +164,8 @@ def _dense(unit: Unit, shape: Shape, x: Array, path: str) -> Array:
 
 
 def _attention(
-    unit: Unit,
-    shape: Shape,
+    unit: FamilyUnit,
+    shape: T5Sizes,
     hidden: Array,
     source: Array,
     bias: Array | None,
@@ -190,7 +190,13 @@ def _attention(
 
 
 def _learned_bias(
-    unit: Unit, shape: Shape, like: Array, lengths: tuple[int, int], path: str, *, is_causal: bool
+    unit: FamilyUnit,
+    shape: T5Sizes,
+    like: Array,
+    lengths: tuple[int, int],
+    path: str,
+    *,
+    is_causal: bool,
 ) -> Array:
     """(1, heads, queries, keys), looked up by the bucket that a distance falls in."""
 
@@ -245,7 +251,7 @@ def _causal(bias: Array) -> Array:
     return out
 
 
-def _norm(unit: Unit, x: Array, path: str) -> Array:
+def _norm(unit: FamilyUnit, x: Array, path: str) -> Array:
     """The norm of T5: only the variance is computed in fp32."""
     weight = unit.parameter(f"{path}.weight" if path else "weight", x.shape[-1])
     with unit.module("LayerNorm"):

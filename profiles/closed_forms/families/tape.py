@@ -20,8 +20,8 @@ from profiles.closed_forms.families.layer_calls import LayerCalls
 from profiles.model.profile import GLUE, Numerics
 from profiles.model.work import FusibleKind
 from profiles.trace.chains import Chain, Chains, Fusing, kind_of_module
-from profiles.trace.places import Attended, Grouped, Part, Place
-from profiles.trace.tally import Kept
+from profiles.trace.scopes import Attended, Grouped, LayerSegment, Scope
+from profiles.trace.tally import SavedBytes
 from profiles.trace.timeline import Timeline
 
 Keeper = TypeVar("Keeper", bound=Hashable)
@@ -55,7 +55,7 @@ class Node:
     """
 
     sequence: float
-    place: Place
+    scope: Scope
     backward: Backward | None
     parents: list[tuple[Node, int] | None]
     outputs: list[tuple[Shape, DType]]
@@ -66,7 +66,7 @@ class Node:
 
 
 class Tape:
-    """What a run does, put down to places: see `profiles.capture.dispatch_modes.Trace`.
+    """What a run does, put down to places: see `profiles.capture.dispatch_modes.TraceMode`.
 
     `on_processor`: attention is by torch's kernels for processors, else by those for accelerators.
     """
@@ -75,11 +75,11 @@ class Tape:
         self.numerics = numerics
         self.on_processor = on_processor
         self.timeline = Timeline()
-        self.place = Place(GLUE)
-        self.places = [self.place]
+        self.scope = Scope(GLUE)
+        self.scopes = [self.scope]
         self.shared: set[str] = set()
-        self.layers = LayerCalls(self.place)
-        self._chain = self.place.chain  # of the backward
+        self.layers = LayerCalls(self.scope)
+        self._chain = self.scope.chain  # of the backward
         self._chains = Chains()
         self._kinds: list[FusibleKind] = []  # of the modules that are being called
         self._is_chain_over = False
@@ -89,7 +89,7 @@ class Tape:
         self._sequence = itertools.count()
         self._known = itertools.count(-1, -1)
         self._casts: dict[Node, Array] = {}
-        self.timeline.open((self.place, False))
+        self.timeline.open((self.scope, False))
 
     # Memory
 
@@ -111,19 +111,19 @@ class Tape:
         array = Array(self, shape, contiguous(shape), dtype, Storage(made, self.timeline))
         if trainable:
             self._gradient_bytes[made] = array.elements * DType.FLOAT32.size_bytes  # as built
-            array.node = Node(float("inf"), self.place, None, [], [(shape, dtype)])
+            array.node = Node(float("inf"), self.scope, None, [], [(shape, dtype)])
         return array
 
     def save(self, array: Array) -> Array:
         """What autograd keeps for backward; recompute would too outside blocks."""
         made = array.storage.made
         if made.number is not None and not self._in_backward:
-            made.saved_by = made.saved_by or self.place
-            if not self.place.is_block:
-                made.kept_by = made.kept_by or self.place
+            made.saved_by = made.saved_by or self.scope
+            if not self.scope.is_block:
+                made.kept_by = made.kept_by or self.scope
         return array.detached()
 
-    def kept(self) -> Kept:
+    def kept(self) -> SavedBytes:
         """What is kept now, by the first place that saved it; and what would be if blocks kept only
         their inputs and what matrix products gave."""
         saved = [(made.saved_by, made) for made in self._made if made.is_alive]
@@ -132,11 +132,11 @@ class Tape:
             for made in self._made
             if made.is_alive or (made.kept_by is not None and made.kept_by.is_block)
         ]
-        return Kept(_sum(saved), _sum(selective), _of_parts(saved), _of_parts(selective))
+        return SavedBytes(_sum(saved), _sum(selective), _of_parts(saved), _of_parts(selective))
 
     @property
     def _doing(self) -> Chain:
-        return self._chain if self._in_backward else self.place.chain
+        return self._chain if self._in_backward else self.scope.chain
 
     def _is_alive(self, memory: int) -> bool:
         return memory < 0 or self._made[memory].is_alive
@@ -144,8 +144,8 @@ class Tape:
     def _is_kept(self, memory: int) -> bool:
         return self._is_alive(memory) and (memory < 0 or self._made[memory].saved_by is not None)
 
-    def _is_saved(self, memory: int, place: Place) -> bool:
-        return self._made[memory].is_alive and self._made[memory].saved_by is place
+    def _is_saved(self, memory: int, scope: Scope) -> bool:
+        return self._made[memory].is_alive and self._made[memory].saved_by is scope
 
     # Operations
 
@@ -199,7 +199,7 @@ class Tape:
             is_alive=self._is_alive if self._in_backward else None,
         )
         self._is_chain_over = not fusing.is_fusible and not self._in_backward
-        for doer in (self.place, part) if part is not None else (self.place,):
+        for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
             work.add(flop=flop, moved_bytes=moved)
         if self._in_backward:
@@ -208,31 +208,31 @@ class Tape:
             made, holders = array.storage.made, array.storage.made.holders
             if part is not None and made in self._gradient_bytes:
                 part.parameters[made] = self._gradient_bytes[made]
-            if holders and self.place.name not in holders:
+            if holders and self.scope.name not in holders:
                 self.shared |= holders
-        if is_kept and self.place.is_block:
+        if is_kept and self.scope.is_block:
             for array in outputs:
-                array.storage.made.kept_by = array.storage.made.kept_by or self.place
+                array.storage.made.kept_by = array.storage.made.kept_by or self.scope
 
     def attended(self, call: Attended) -> None:
         """The kernel that was launched is fused attention, forward or backward."""
-        calls = (self._doing.part or self.place).attention
+        calls = (self._doing.part or self.scope).attention
         (calls.backward if self._in_backward else calls.forward).append(call)
 
     def multiplied(self, product: Grouped) -> None:
         """The kernel that was launched is a grouped product, or a gradient of one."""
-        here = self._doing.part or self.place
+        here = self._doing.part or self.scope
         (here.backward if self._in_backward else here.forward).grouped.append(product)
 
     def record(self, outputs: Sequence[Array], inputs: Sequence[Array], backward: Backward) -> None:
         """Put an operation into the graph, if a gradient can pass it."""
-        chain = self.place.chain
+        chain = self.scope.chain
         self._go_on()
         if self._in_backward or all(array.node is None for array in inputs):
             return
         node = Node(
             next(self._sequence),
-            self.place,
+            self.scope,
             backward,
             [(array.node, array.index) if array.node else None for array in inputs],
             [(array.shape, array.dtype) for array in outputs],
@@ -258,17 +258,17 @@ class Tape:
     def enter(self, name: str, inputs: Sequence[Array], *, is_block: bool) -> None:
         """A unit is called with these inputs."""
         self._hand_on(inputs)
-        self.timeline.close((self.place, False))
-        self._go_to(Place(name, is_block))
-        self.place.input_bytes = self._take(inputs)
+        self.timeline.close((self.scope, False))
+        self._go_to(Scope(name, is_block))
+        self.scope.input_bytes = self._take(inputs)
 
     def leave(self, outputs: Sequence[Array]) -> None:
         """The unit returns."""
         self.layers.finish(outputs)
         self._hand_on(outputs)
-        self.place.output_bytes += sum({id(a): a.size_bytes for a in outputs}.values())
-        self.timeline.close((self.place, False))
-        self._go_to(Place(GLUE))
+        self.scope.output_bytes += sum({id(a): a.size_bytes for a in outputs}.values())
+        self.timeline.close((self.scope, False))
+        self._go_to(Scope(GLUE))
 
     @contextmanager
     def module(self, name: str) -> Iterator[None]:
@@ -285,7 +285,7 @@ class Tape:
 
     def _begin_chain(self) -> None:
         self._is_chain_over = False
-        self.place.begin_chain(0, self._kinds[-1] if self._kinds else None)
+        self.scope.begin_chain(0, self._kinds[-1] if self._kinds else None)
 
     def _go_on(self) -> None:
         """The node of a kernel that is no part of a chain goes with the chain before it."""
@@ -295,11 +295,11 @@ class Tape:
     def _hand_on(self, arrays: Iterable[Array]) -> None:
         self._chains.hand_on(array.storage.made.memory for array in arrays)
 
-    def _go_to(self, place: Place) -> None:
-        self.place = place
-        self.layers = LayerCalls(place)
-        self.places.append(place)
-        self.timeline.open((place, False))
+    def _go_to(self, scope: Scope) -> None:
+        self.scope = scope
+        self.layers = LayerCalls(scope)
+        self.scopes.append(scope)
+        self.timeline.open((scope, False))
 
     def _take(self, inputs: Sequence[Array]) -> int:
         """Bytes of a call's inputs; what several blocks take is counted in the first."""
@@ -308,11 +308,11 @@ class Tape:
             made = array.storage.made
             if made.number is None:
                 total += array.size_bytes * (array.dtype.is_floating and not made.holders)
-            elif not (self.place.is_block and made.is_taken):
+            elif not (self.scope.is_block and made.is_taken):
                 total += made.size_bytes
-            if made.number is not None and self.place.is_block:
+            if made.number is not None and self.scope.is_block:
                 made.is_taken = True
-                made.kept_by = made.kept_by or self.place
+                made.kept_by = made.kept_by or self.scope
         return total
 
     # Backward
@@ -325,11 +325,11 @@ class Tape:
         assert root.node is not None
         self._hand_on([root])
         self._chains.settle_forward(self._is_saved, self._is_kept)
-        self.timeline.close((self.place, False))
-        self.place = root.node.place
+        self.timeline.close((self.scope, False))
+        self.scope = root.node.scope
         self._is_chain_over = False
         self._in_backward = True
-        self.timeline.open((self.place, True))
+        self.timeline.open((self.scope, True))
         one = self.run([], (), root.dtype)
         node = root.node
         _prepare(node)
@@ -339,7 +339,7 @@ class Tape:
         while ready:
             node = heapq.heappop(ready)[1]
             self._run(node, ready, adapt)
-        self.timeline.close((self.place, True))
+        self.timeline.close((self.scope, True))
         self._chains.settle_backward(self._is_alive)
 
     def _run(
@@ -353,10 +353,10 @@ class Tape:
         if node.chain is not self._chain:
             self._chains.pause(self._is_alive)
         self._chain = node.chain
-        if node.place is not self.place:
-            self.timeline.close((self.place, True))
-            self.place = node.place
-            self.timeline.open((self.place, True))
+        if node.scope is not self.scope:
+            self.timeline.close((self.scope, True))
+            self.scope = node.scope
+            self.timeline.open((self.scope, True))
         arrived, node.gradients = node.gradients, []
         gradients = list(node.backward(*arrived))
         for index, (gradient, parent) in enumerate(zip(gradients, node.parents, strict=True)):
@@ -425,9 +425,9 @@ def _sum(found: Iterable[tuple[Keeper | None, Made]]) -> dict[Keeper, int]:
     return total
 
 
-def _of_parts(found: Iterable[tuple[Place | None, Made]]) -> dict[Part, int]:
-    """Of what places keep, the parts of them that made it."""
+def _of_parts(found: Iterable[tuple[Scope | None, Made]]) -> dict[LayerSegment, int]:
+    """Of the bytes that scopes keep, the segments of them that made it."""
     return _sum(
-        (made.part if made.part is not None and made.part.place is place else None, made)
-        for place, made in found
+        (made.part if made.part is not None and made.part.scope is scope else None, made)
+        for scope, made in found
     )

@@ -8,11 +8,11 @@ from profiles.closed_forms.families.arrays import Array, DType
 from profiles.closed_forms.families.attention import attend, heads
 from profiles.closed_forms.families.fields import Fields
 from profiles.closed_forms.families.layers import ACTIVATIONS, activate
-from profiles.closed_forms.families.network import Family, Network, Unit
+from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
 from profiles.model.layers import LayerKind
 
 
-def vit(fields: Fields) -> Family:
+def vit(fields: Fields) -> ModelFamily:
     """One token for each patch and one for the class; norms come first."""
     kind = fields.architecture("ViTForImageClassification")
     fields.only("problem_type", None, "single_label_classification")
@@ -29,7 +29,7 @@ def vit(fields: Fields) -> Family:
     drop_attention = fields.share("attention_probs_dropout_prob", 0.0)
     bias = fields.flag("qkv_bias", True)
 
-    def run(network: Network) -> tuple[Array, ...]:
+    def run(network: FamilyRun) -> tuple[Array, ...]:
         pixels = network.batch(channels, image, image, dtype=DType.FLOAT32)
         hidden = network.unit("vit.embeddings", "ViTEmbeddings")(embed, pixels)
         for layer in network.layers("vit.layers", ["layer"] * layers):
@@ -42,7 +42,7 @@ def vit(fields: Fields) -> Family:
         logits = top(lambda unit, x: unit.linear(x, "", classes, bias=True), first)
         return kernels.cross_entropy(logits, network.batch()), logits
 
-    def embed(unit: Unit, pixels: Array) -> Array:
+    def embed(unit: FamilyUnit, pixels: Array) -> Array:
         batch, side = pixels.shape[0], image // patch
         token = unit.parameter("cls_token", 1, 1, width)
         places = unit.parameter("position_embeddings", 1, side * side + 1, width)
@@ -59,7 +59,7 @@ def vit(fields: Fields) -> Family:
         hidden = ops.add(hidden, places)
         return ops.dropout(hidden, dropout)
 
-    def one_layer(unit: Unit, hidden: Array) -> Array:
+    def one_layer(unit: FamilyUnit, hidden: Array) -> Array:
         residual = hidden
         hidden = attention(unit, unit.layer_norm(hidden, "layernorm_before"))
         hidden = ops.add(ops.dropout(hidden, dropout), residual)
@@ -69,7 +69,7 @@ def vit(fields: Fields) -> Family:
         hidden = ops.dropout(unit.linear(wide, "mlp.fc2", width, bias=True), dropout)
         return ops.add(hidden, residual)
 
-    def attention(unit: Unit, hidden: Array) -> Array:
+    def attention(unit: FamilyUnit, hidden: Array) -> Array:
         query, key, value = (
             heads(unit.linear(hidden, f"attention.{name}_proj", width, bias=bias), width // count)
             for name in "qkv"
@@ -77,4 +77,4 @@ def vit(fields: Fields) -> Family:
         attended = attend(query, key, value, dropout=drop_attention)
         return unit.linear(attended, "attention.o_proj", width, bias=True)
 
-    return Family(kind, run, takes_tokens=False)
+    return ModelFamily(kind, run, takes_tokens=False)

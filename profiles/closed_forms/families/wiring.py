@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from profiles.closed_forms.families.arrays import Array
 from profiles.closed_forms.families.tape import Node
 from profiles.model.affine import Affine
-from profiles.model.flow import GLUE, LOSS, Call, Edge, Flow, Value
+from profiles.model.flow import GLUE, LOSS, Edge, Flow, UnitCall, Value
 
 Source = tuple[int, int]
 """(call, value): which output of which call."""
@@ -47,7 +47,7 @@ class Wiring:
             seen.add(key)
             if key in self._made_by:
                 found.add(self._made_by[key])
-            elif node.place.name == GLUE:
+            elif node.scope.name == GLUE:
                 waiting += _parents(node)
         return tuple(sorted(found))
 
@@ -77,7 +77,7 @@ def flow_of(once: Wiring, twice: Wiring, samples: int) -> Flow:
     ]
     calls = list(_with_all_layers(calls))
     return Flow(
-        calls=tuple(Call(unit=call.unit, values=call.values) for call in calls),
+        calls=tuple(UnitCall(unit=call.unit, values=call.values) for call in calls),
         edges=tuple(
             Edge(source=source, value=value, target=target)
             for target, call in enumerate(calls)

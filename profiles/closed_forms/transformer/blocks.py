@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from profiles.closed_forms.transformer.draft import Draft
+from profiles.closed_forms.transformer.draft import UnitBuilder
 from profiles.closed_forms.transformer.shape import (
     DECODER_SHARE,
     KEY_LATENT,
@@ -30,7 +30,7 @@ ROUTER_KERNELS = (14, 9)
 
 
 def attention(
-    draft: Draft,
+    draft: UnitBuilder,
     shape: TransformerShape,
     *,
     tokens: float,
@@ -106,7 +106,7 @@ def attention(
     draft.transient(e * tokens * h, wide + 2 * e * tokens * h)
 
 
-def residual(draft: Draft, shape: TransformerShape, tokens: float) -> None:
+def residual(draft: UnitBuilder, shape: TransformerShape, tokens: float) -> None:
     """Dropout, where there is one, and addition to the stream that goes around the layer."""
     e, elements, dropout = draft.e, tokens * shape.hidden, shape.dropout
     draft.elementwise(
@@ -121,7 +121,7 @@ def residual(draft: Draft, shape: TransformerShape, tokens: float) -> None:
     )
 
 
-def dense(draft: Draft, shape: TransformerShape, *, tokens: float, path: str = "mlp") -> None:
+def dense(draft: UnitBuilder, shape: TransformerShape, *, tokens: float, path: str = "mlp") -> None:
     """Norm, first product, activation, second product, residual."""
     draft.norm(shape.hidden, tokens, rms=shape.gated or shape.is_rotary)
     feed_forward(draft, shape, shape.ffn, tokens=tokens, path=path, is_last=True)
@@ -129,7 +129,7 @@ def dense(draft: Draft, shape: TransformerShape, *, tokens: float, path: str = "
 
 
 def feed_forward(
-    draft: Draft,
+    draft: UnitBuilder,
     shape: TransformerShape,
     width: int,
     *,
@@ -147,7 +147,7 @@ def feed_forward(
     draft.transient(draft.e * tokens * h, draft.e * tokens * (width * (1 + shape.gated) + 2 * h))
 
 
-def activation(draft: Draft, gated: bool, elements: float, *, is_core: bool = False) -> None:
+def activation(draft: UnitBuilder, gated: bool, elements: float, *, is_core: bool = False) -> None:
     """GELU; or SiLU of one half times the other. Product outputs and the result are kept; written
     out, what the gate multiplies is too."""
     e = draft.e
@@ -168,7 +168,7 @@ def activation(draft: Draft, gated: bool, elements: float, *, is_core: bool = Fa
         draft.drop_with_core(e * elements)
 
 
-def experts(draft: Draft, shape: TransformerShape, *, tokens: float) -> None:
+def experts(draft: UnitBuilder, shape: TransformerShape, *, tokens: float) -> None:
     """Norm, router, permutation, the experts' products, permutation back; beside them shared ones.
 
     Tokens are spread evenly over the experts.
@@ -204,7 +204,7 @@ def experts(draft: Draft, shape: TransformerShape, *, tokens: float) -> None:
     draft.transient(2 * moved, e * copies * (width * (1 + shape.gated) + inner))
 
 
-def mamba(draft: Draft, shape: TransformerShape, *, tokens: float) -> None:
+def mamba(draft: UnitBuilder, shape: TransformerShape, *, tokens: float) -> None:
     """Norm, projection in, convolution and scan, gated norm, projection out.
 
     The kernels keep what goes in and what comes out, and compute the rest again
@@ -257,8 +257,8 @@ def _mixed(counts: dict[str, int]) -> list[Block]:
     return blocks
 
 
-def write_block(draft: Draft, shape: TransformerShape, kind: str) -> None:
-    """Draft a block of this kind."""
+def write_block(draft: UnitBuilder, shape: TransformerShape, kind: str) -> None:
+    """UnitBuilder a block of this kind."""
     tokens = float(shape.length)
     # Transformer-XL looks back on a memory as long as the segment.
     keys = tokens * (2 if shape.kind == "transformer_xl" else 1)

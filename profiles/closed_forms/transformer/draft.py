@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from profiles.model.affine import Affine
 from profiles.model.layers import LayerCost, LayerKind, Stretch
-from profiles.model.profile import Numerics, Shape, UnitCost, UnitProfile
+from profiles.model.profile import Numerics, ParameterShape, UnitCost, UnitProfile
 from profiles.model.work import (
     AttentionCall,
     AttentionKernel,
@@ -88,7 +88,7 @@ class _Layer:
     after: _Sums = field(default_factory=_Sums)
 
 
-class Draft:
+class UnitBuilder:
     """A unit's forward for one kind of numerics.
 
     Args:
@@ -347,11 +347,11 @@ class Draft:
         )
 
 
-def unit_profile(drafts: dict[Numerics, tuple[Draft, UnitCost]], *, name: str) -> UnitProfile:
+def unit_profile(drafts: dict[Numerics, tuple[UnitBuilder, UnitCost]], *, name: str) -> UnitProfile:
     """The unit whose forward was drafted once for each kind of numerics."""
     draft, _ = next(iter(drafts.values()))
     shapes = tuple(
-        Shape(sizes=sizes, element_bytes=FP32, count=count)
+        ParameterShape(sizes=sizes, element_bytes=FP32, count=count)
         for sizes, count in sorted(draft.shapes.items())
     )
     parameters = sum(shape.elements * shape.count for shape in shapes)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from math import ceil
 
 from profiles.closed_forms.transformer.blocks import order_of, write_block
-from profiles.closed_forms.transformer.draft import FP32, Draft, per_sample, unit_profile
+from profiles.closed_forms.transformer.draft import FP32, UnitBuilder, per_sample, unit_profile
 from profiles.closed_forms.transformer.shape import DECODER_SHARE, TransformerShape
 from profiles.model.affine import Affine
-from profiles.model.flow import Call, Edge, Flow, Value
+from profiles.model.flow import Edge, Flow, UnitCall, Value
 from profiles.model.profile import LOSS, ModelProfile, Numerics, UnitCost, UnitProfile
 from profiles.model.work import FusibleKind
 
@@ -39,16 +39,16 @@ def transformer_profile(
     tokens, h = float(shape.length), shape.hidden
 
     def add(unit: str, kind: str, write: object, *, is_block: bool, outputs: float) -> None:
-        drafts: dict[Numerics, tuple[Draft, UnitCost]] = {}
+        drafts: dict[Numerics, tuple[UnitBuilder, UnitCost]] = {}
         for each in numerics:
             e = FP32 if each is Numerics.AS_BUILT else HALF
-            draft = Draft(unit, kind, element_bytes=e, is_block=is_block)
+            draft = UnitBuilder(unit, kind, element_bytes=e, is_block=is_block)
             write(draft)  # type: ignore[operator]
             inputs = e * tokens * h * is_block
             drafts[each] = draft, draft.cost(inputs=inputs, outputs=e * outputs)
         units.append(unit_profile(drafts, name=unit))
 
-    def embedding(draft: Draft) -> None:
+    def embedding(draft: UnitBuilder) -> None:
         draft.embedding("words", vocabulary, h, tokens=tokens)
         if shape.kind in ("dense_gpt", "bert"):
             draft.shapes[shape.length, h] += 1
@@ -81,13 +81,13 @@ def transformer_profile(
     # A T5's decoder is what is read out.
     read = tokens / (DECODER_SHARE if shape.kind == "t5" else 1)
 
-    def head(draft: Draft) -> None:
+    def head(draft: UnitBuilder) -> None:
         draft.norm(h, read, rms=shape.gated or shape.is_rotary)
         draft.linear("", h, vocabulary, rows=read, is_tied=shape.tied, is_last=True)
         draft.keep(draft.e * read * vocabulary, of_product=True)
         draft.transient(0.0, draft.e * read * vocabulary)
 
-    def loss(draft: Draft) -> None:
+    def loss(draft: UnitBuilder) -> None:
         # Logits are cast to fp32 and their log-softmax is kept; the backward makes fp32 gradients
         # and casts them. One kernel reads the logits and later writes gradients over them.
         logits, e = read * vocabulary, draft.e
@@ -121,7 +121,7 @@ def transformer_profile(
 
 def _chain(units: Sequence[UnitProfile]) -> Flow:
     """Each unit takes what the one before it hands on."""
-    calls = tuple(Call(unit=unit.name, values=(_value(unit),)) for unit in units)
+    calls = tuple(UnitCall(unit=unit.name, values=(_value(unit),)) for unit in units)
     edges = tuple(Edge(source=n, value=0, target=n + 1) for n in range(len(units) - 1))
     return Flow(calls=calls, edges=edges)
 

@@ -14,7 +14,7 @@ MOST_GROUPS = 256
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Axis:
+class BenchAxis:
     """Groups of `size` ranks, `stride` ranks apart."""
 
     size: int
@@ -27,7 +27,7 @@ class Axis:
     def groups(self, world: int) -> list[list[int]]:
         """The ranks of each group; every rank is in exactly one.
 
-        >>> Axis(2, 2).groups(4)
+        >>> BenchAxis(2, 2).groups(4)
         [[0, 2], [1, 3]]
         """
         block = self.size * self.stride
@@ -38,31 +38,34 @@ class Axis:
         ]
 
 
-def tier_axes(*, num_nodes: int, devices_per_node: int) -> list[Axis]:
+def tier_axes(*, num_nodes: int, devices_per_node: int) -> list[BenchAxis]:
     """The axes that stand for the tiers: all ranks of a node; one rank of every node."""
     found = []
     if devices_per_node > 1:
-        found.append(Axis(devices_per_node, 1))
+        found.append(BenchAxis(devices_per_node, 1))
     if num_nodes > 1:
-        found.append(Axis(num_nodes, devices_per_node))
+        found.append(BenchAxis(num_nodes, devices_per_node))
     return found
 
 
-def mesh_axes(*, num_nodes: int, devices_per_node: int) -> list[Axis]:
+def mesh_axes(*, num_nodes: int, devices_per_node: int) -> list[BenchAxis]:
     """The axes of every mesh of one or two axes, those that matter most first.
 
     First the tiers and the whole world, then the rest by size; as many as `MOST_GROUPS` allows,
     but always the tiers and the world. The middle axis of a mesh of three is not among them.
 
     >>> mesh_axes(num_nodes=2, devices_per_node=2)
-    [Axis(size=2, stride=1), Axis(size=2, stride=2), Axis(size=4, stride=1)]
+    [BenchAxis(size=2, stride=1), BenchAxis(size=2, stride=2), BenchAxis(size=4, stride=1)]
     """
     world = num_nodes * devices_per_node
     if world == 1:
         return []
-    needed = [*tier_axes(num_nodes=num_nodes, devices_per_node=devices_per_node), Axis(world, 1)]
+    needed = [
+        *tier_axes(num_nodes=num_nodes, devices_per_node=devices_per_node),
+        BenchAxis(world, 1),
+    ]
     inner = [degree for degree in range(2, world) if world % degree == 0]
-    others = [Axis(degree, 1) for degree in inner] + [Axis(world // d, d) for d in inner]
+    others = [BenchAxis(degree, 1) for degree in inner] + [BenchAxis(world // d, d) for d in inner]
     found = list(dict.fromkeys(needed))
     groups = sum(world // axis.size for axis in found)
     for axis in sorted(set(others) - set(found), reverse=True):

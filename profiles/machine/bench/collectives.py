@@ -12,7 +12,7 @@ from math import ceil
 import torch
 import torch.distributed as dist
 
-from profiles.machine.bench.axes import Axis
+from profiles.machine.bench.axes import BenchAxis
 from profiles.machine.bench.device import rounded, wait_for
 from profiles.machine.bench.job import Job
 from profiles.machine.cluster import Collective, LinkFit
@@ -45,7 +45,7 @@ Tell = Callable[[str], None]
 class Talk:
     """This rank's group of an axis, and the seconds of its messages: by collective and size."""
 
-    axis: Axis
+    axis: BenchAxis
     group: dist.ProcessGroup
     seconds: dict[Collective, dict[int, list[float]]]
 
@@ -74,8 +74,8 @@ class Talk:
 
 
 def axis_fits(
-    job: Job, axes: Sequence[Axis], *, budget_s: float, largest_bytes: int, tell: Tell
-) -> Mapping[Axis, dict[Collective, LinkFit]]:
+    job: Job, axes: Sequence[BenchAxis], *, budget_s: float, largest_bytes: int, tell: Tell
+) -> Mapping[BenchAxis, dict[Collective, LinkFit]]:
     """Time every collective on every axis, and fit each.
 
     Rounds interleave axes, sizes and collectives, so that a disturbance of a second touches one
@@ -123,7 +123,7 @@ def _climb(
     """The first round: sizes as large as can be seen three times in `budget_s`."""
     climbing, count = list(talks), SMALLEST_BYTES
     while climbing and count <= largest_bytes:
-        took_s: dict[Axis, float] = {}
+        took_s: dict[BenchAxis, float] = {}
         for talk in climbing:
             tell(f"{talk.axis}, {count // KIB} KiB")
             before_s = spent_s()
@@ -143,7 +143,7 @@ def _climb(
 
 
 @contextmanager
-def _groups(job: Job, axes: Sequence[Axis]) -> Iterator[list[Talk]]:
+def _groups(job: Job, axes: Sequence[BenchAxis]) -> Iterator[list[Talk]]:
     """This rank's group of each axis, for as long as the body runs."""
     talks: list[Talk] = []
     try:

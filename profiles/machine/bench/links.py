@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from profiles.machine.bench.axes import Axis
+from profiles.machine.bench.axes import BenchAxis
 from profiles.machine.bench.device import measured
 from profiles.machine.cluster import Collective, Link, LinkFit
 
@@ -13,16 +13,16 @@ Fits = Mapping[Collective, LinkFit]
 RINGS = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 
 
-def node_link(known: Link | None, fits: Mapping[Axis, Fits], *, devices_per_node: int) -> Link:
+def node_link(known: Link | None, fits: Mapping[BenchAxis, Fits], *, devices_per_node: int) -> Link:
     """What joins the devices of a node, from groups of all of them."""
-    return _link(known, fits[Axis(devices_per_node, 1)], "links in the node", groups=1)
+    return _link(known, fits[BenchAxis(devices_per_node, 1)], "links in the node", groups=1)
 
 
 def network_link(
-    known: Link | None, fits: Mapping[Axis, Fits], *, num_nodes: int, devices_per_node: int
+    known: Link | None, fits: Mapping[BenchAxis, Fits], *, num_nodes: int, devices_per_node: int
 ) -> Link:
     """What joins the nodes, from groups of one rank of each: they shared a node's cards."""
-    axis = Axis(num_nodes, devices_per_node)
+    axis = BenchAxis(num_nodes, devices_per_node)
     return _link(known, fits[axis], "links between nodes", groups=devices_per_node)
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from advisor.cli.main import cli
 from profiles.model.affine import Affine
-from profiles.model.flow import Call, Edge, Flow, Value
+from profiles.model.flow import Edge, Flow, UnitCall, Value
 from profiles.model.profile import ModelProfile
 from tests.factories import chain
 
@@ -59,7 +59,7 @@ class TestProfile:
 
     def test_mermaid_draws_which_unit_feeds_which(self, tmp_path: Path) -> None:
         value = Value(shape=(1, 8), dtype="float32", bytes=Affine(per_sample=32))
-        calls = (Call(unit="wte", values=(value,)), Call(unit="head"))
+        calls = (UnitCall(unit="wte", values=(value,)), UnitCall(unit="head"))
         flow = Flow(calls=calls, edges=(Edge(source=0, value=0, target=1),))
         self.PROFILE.model_copy(update={"flow": flow}).save(tmp_path / "wired.json")
         shown = advise("profile", str(tmp_path / "wired.json"), "--format", "mermaid").stdout

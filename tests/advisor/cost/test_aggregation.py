@@ -14,7 +14,7 @@ from advisor.cost.collective import collective_s
 from engines.optional.aggregation.rounds import parts, rounds
 from engines.plan import Aggregation, Plan
 from profiles.machine.cluster import Collective
-from profiles.model.profile import Shape
+from profiles.model.profile import ParameterShape
 from tests.factories import chain, cpus, facts, gpus
 
 KINDS = [kind for kind in Aggregation if kind is not Aggregation.BACKEND]
@@ -131,7 +131,7 @@ def test_a_plan_is_charged_for_its_messages() -> None:
 def test_powersgd_is_charged_for_its_factors_its_work_and_its_memory() -> None:
     """Four matrices of 1000 x 1000 fp32: rank 2 sends 2 x 2000 numbers of each."""
     model = chain()
-    matrix = Shape(sizes=(1000, 1000), element_bytes=4)
+    matrix = ParameterShape(sizes=(1000, 1000), element_bytes=4)
     units = tuple(unit.model_copy(update={"shapes": (matrix,)}) for unit in model.units)
     model = model.model_copy(update={"units": units})
     known = facts(model, cpus(2), batch=2, precision="fp32")

@@ -12,7 +12,7 @@ from advisor.search.cache import Kept
 from engines.plan import DataParallel, PartialPlan, Plan
 from profiles.closed_forms.families import profile_from_config
 from profiles.machine.cluster import Collective
-from profiles.model.profile import ModelProfile, Shape
+from profiles.model.profile import ModelProfile, ParameterShape
 from tests.factories import chain, cpus, facts, gpus, transformer
 
 # chain(): units of 1 M fp32 parameters, and a row of 512 x 1000 x 4 bytes a sample.
@@ -76,8 +76,8 @@ def mixture() -> ModelProfile:
     """Every unit 8 experts of 100 k parameters beside 200 k that all tokens take."""
     model = chain(tokens=8)
     shapes = (
-        Shape(sizes=(8, 100, 1000), element_bytes=4),
-        Shape(sizes=(200, 1000), element_bytes=4),
+        ParameterShape(sizes=(8, 100, 1000), element_bytes=4),
+        ParameterShape(sizes=(200, 1000), element_bytes=4),
     )
     update = {"shapes": shapes, "experts": (8,)}
     units = tuple(unit.model_copy(update=update) for unit in model.units)

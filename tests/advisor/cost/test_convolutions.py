@@ -8,7 +8,7 @@ from advisor.cost.calibration import CALIBRATION
 from advisor.cost.compute import unit_times
 from advisor.cost.loads import loads_of
 from engines.plan import Recompute
-from profiles.closed_forms.convnets.draft import Draft
+from profiles.closed_forms.convnets.draft import ConvnetBuilder
 from profiles.closed_forms.convnets.profile import profile_of
 from profiles.machine import catalogue
 from profiles.model.profile import Numerics
@@ -20,7 +20,9 @@ PLAIN = Stack(name="plain", fused=(FusibleKind.LAYOUT,))
 SAMPLES = 64
 
 
-def seconds(draft: Draft, device: str, dtype: str, stack: Stack = PLAIN) -> tuple[float, float]:
+def seconds(
+    draft: ConvnetBuilder, device: str, dtype: str, stack: Stack = PLAIN
+) -> tuple[float, float]:
     """Forward and backward of the last block."""
     model = under_stack(profile_of(draft.network("n"), samples=1), stack)
     kind = Numerics.AS_BUILT if dtype.endswith("32") else Numerics.BF16_AUTOCAST
@@ -34,8 +36,8 @@ def seconds(draft: Draft, device: str, dtype: str, stack: Stack = PLAIN) -> tupl
     return time.forward_s, time.backward_s
 
 
-def convolution(kernel: int, *, groups: int = 1, width: int = 256) -> Draft:
-    draft = Draft(56, channels=width)
+def convolution(kernel: int, *, groups: int = 1, width: int = 256) -> ConvnetBuilder:
+    draft = ConvnetBuilder(56, channels=width)
     with draft.block("first", draft.image):
         x = draft.convolution(draft.image, width, 1)
     with draft.block("one", x):

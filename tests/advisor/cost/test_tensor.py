@@ -10,7 +10,14 @@ from advisor.cost.unit_load import UnitLoad
 from engines.plan import Plan
 from profiles.machine.cluster import Collective
 from profiles.model.layers import INPUT, LayerCost, LayerKind, Stretch
-from profiles.model.profile import LOSS, ModelProfile, Numerics, Shape, UnitCost, UnitProfile
+from profiles.model.profile import (
+    LOSS,
+    ModelProfile,
+    Numerics,
+    ParameterShape,
+    UnitCost,
+    UnitProfile,
+)
 from tests.factories import cpus, facts, gpus, per_sample
 
 # A block of arXiv:1909.08053 in fp32: h = 8, four times as wide inside, s = 4 tokens a sample.
@@ -92,11 +99,11 @@ def block(number: int) -> UnitProfile:
         gradient_bytes=total,
         dtypes=("float32",),
         shapes=(
-            Shape(sizes=(H, H), element_bytes=4, count=4),
-            Shape(sizes=(WIDE, H), element_bytes=4),
-            Shape(sizes=(H, WIDE), element_bytes=4),
-            Shape(sizes=(H,), element_bytes=4, count=9),
-            Shape(sizes=(WIDE,), element_bytes=4),
+            ParameterShape(sizes=(H, H), element_bytes=4, count=4),
+            ParameterShape(sizes=(WIDE, H), element_bytes=4),
+            ParameterShape(sizes=(H, WIDE), element_bytes=4),
+            ParameterShape(sizes=(H,), element_bytes=4, count=9),
+            ParameterShape(sizes=(WIDE,), element_bytes=4),
         ),
         costs={Numerics.AS_BUILT: cost},
     )
@@ -110,7 +117,7 @@ def single(name: str, cost: UnitCost, parameters: int) -> UnitProfile:
         trainable_parameters=parameters,
         parameter_bytes=4 * parameters,
         gradient_bytes=4 * parameters,
-        shapes=(Shape(sizes=(VOCAB, H), element_bytes=4),) if parameters else (),
+        shapes=(ParameterShape(sizes=(VOCAB, H), element_bytes=4),) if parameters else (),
         costs={Numerics.AS_BUILT: cost},
     )
 

@@ -19,7 +19,7 @@ from advisor.inputs.policy import Policy
 from engines.plan import Aggregation, Compression, PartialPlan, Plan
 from profiles.errors import PlanError
 from profiles.machine.cluster import ClusterProfile, Collective, LinkFit
-from profiles.model.profile import ModelProfile, Shape
+from profiles.model.profile import ModelProfile, ParameterShape
 from tests.factories import chain, facts, gpus
 
 LOSSY = Policy(allow_lossy=True)
@@ -28,7 +28,7 @@ LOSSY = Policy(allow_lossy=True)
 def matrices() -> ModelProfile:
     """Four matrices of 1000 x 1000."""
     model = chain()
-    matrix = Shape(sizes=(1000, 1000), element_bytes=4)
+    matrix = ParameterShape(sizes=(1000, 1000), element_bytes=4)
     units = tuple(unit.model_copy(update={"shapes": (matrix,)}) for unit in model.units)
     return model.model_copy(update={"units": units})
 

@@ -16,7 +16,7 @@ from advisor.report.view import view_of
 from engines.plan import PartialPlan, Plan
 from profiles.machine.cluster import ClusterProfile, Constant
 from profiles.provenance import Source, Timing
-from profiles.timing.runs import Machine, Part, Peak, Run
+from profiles.timing.runs import ConstantShare, Machine, PeakRecord, TrainingRun
 from tests.factories import chain, cpus, exact, facts, gpus, transformer
 
 HERE = Machine(
@@ -31,9 +31,11 @@ def took(median_s: float, *, spread: float = 0.0) -> Timing:
     return Timing(median_s=median_s, low_s=low, high_s=high, repeats=20)
 
 
-def products_only(factor: float, *, number: int = 0, spread: float = 0.0, **other: object) -> Run:
+def products_only(
+    factor: float, *, number: int = 0, spread: float = 0.0, **other: object
+) -> TrainingRun:
     """A step of a second, all of it matrix products on cpus(1): 50 GFLOP/s, 80 % of them."""
-    return Run.build(
+    return TrainingRun.build(
         {
             "machine": HERE,
             "model": "products",
@@ -41,7 +43,7 @@ def products_only(factor: float, *, number: int = 0, spread: float = 0.0, **othe
             "plan": "microbatch_size=1",
             "dtype": "float32",
             "predicted_s": 1.0,
-            "parts": {Constant.PRODUCTS: Part(seconds=1.0, unit_s=1 / 40e9)},
+            "parts": {Constant.PRODUCTS: ConstantShare(seconds=1.0, unit_s=1 / 40e9)},
             "step": took(factor, spread=spread),
             "ended_at": "2026-01-01T00:00:00+00:00",
             **other,
@@ -75,9 +77,11 @@ def test_one_run_moves_a_constant_by_its_share_of_the_doubt() -> None:
 
 def test_what_was_predicted_with_other_constants_is_seen_by_todays() -> None:
     # Half as fast when it was predicted: as predicted is twice as long as today's constant says.
-    then = products_only(1.0, parts={Constant.PRODUCTS: Part(seconds=1.0, unit_s=1 / 20e9)})
+    then = products_only(
+        1.0, parts={Constant.PRODUCTS: ConstantShare(seconds=1.0, unit_s=1 / 20e9)}
+    )
     now = products_only(
-        1.0, predicted_s=0.5, parts={Constant.PRODUCTS: Part(seconds=0.5, unit_s=1 / 40e9)}
+        1.0, predicted_s=0.5, parts={Constant.PRODUCTS: ConstantShare(seconds=0.5, unit_s=1 / 40e9)}
     )
     assert slowness(refit(doubted(0.3), [then], dtype="float32")) == pytest.approx(
         slowness(refit(doubted(0.3), [now], dtype="float32"))
@@ -96,7 +100,7 @@ def test_equal_runs_of_one_model_are_one() -> None:
 def test_runs_under_load_do_not_make_an_idle_machine_look_slow() -> None:
     """Of each run most steps take twice as long while others compute; a tenth are left alone."""
 
-    def loaded(number: int, low_s: float) -> Run:
+    def loaded(number: int, low_s: float) -> TrainingRun:
         step = Timing(median_s=2.0, low_s=low_s, high_s=2.2, repeats=20)
         return products_only(1.0, number=number, step=step)
 
@@ -165,7 +169,7 @@ def slower_by_hand(factor: float) -> ClusterProfile:
 
 def trained(
     shape: tuple[int, int], cluster: ClusterProfile, real: ClusterProfile
-) -> tuple[Run, Decision]:
+) -> tuple[TrainingRun, Decision]:
     """A run that was predicted for `cluster` and took what it takes on `real`."""
     parameters, tokens = shape
     model = chain(parameters=parameters, tokens=tokens, width=100)
@@ -239,9 +243,9 @@ def test_a_device_that_does_what_its_data_sheet_made_us_expect_is_predicted_the_
     assert again.step_s == pytest.approx(decision.estimate.step_s, rel=1e-3)
 
 
-def remembered(missed_bytes: float, *, number: int, offset_bytes: float = 0.0) -> Run:
+def remembered(missed_bytes: float, *, number: int, offset_bytes: float = 0.0) -> TrainingRun:
     """A run that took as long as predicted, and held more than predicted."""
-    peak = Peak(
+    peak = PeakRecord(
         predicted_bytes=1e9 + offset_bytes,
         measured_bytes=1e9 + missed_bytes,
         doubt_bytes=0.0,
@@ -291,4 +295,4 @@ def test_a_refitted_profile_survives_its_file() -> None:
     found = refit(doubted(0.3), [products_only(1.2), remembered(5e6, number=1)], dtype="float32")
     assert ClusterProfile.from_json(found.to_json()) == found
     run = remembered(5e6, number=1)
-    assert Run.from_json(run.to_json()) == run
+    assert TrainingRun.from_json(run.to_json()) == run

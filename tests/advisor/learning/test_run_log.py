@@ -24,7 +24,7 @@ from advisor.learning.run_log import keep_run, with_runs
 from engines.parallel import ParallelModel
 from profiles.machine.cluster import ClusterProfile, Constant
 from profiles.machine.probe import probe
-from profiles.timing.runs import Run, machine_of, runs_on
+from profiles.timing.runs import TrainingRun, machine_of, runs_on
 from tests.engines.cases import CASES, token_loss
 from tests.factories import cpus
 from tests.workers import Pool
@@ -37,7 +37,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def train(steps: int, **options: object) -> Sequence[Run]:
+def train(steps: int, **options: object) -> Sequence[TrainingRun]:
     """What is kept after so many steps of a small GPT."""
     ids = torch.randint(0, 64, (4, 16))
     cluster = cpus(1)
@@ -93,7 +93,7 @@ def test_a_training_is_kept_when_its_process_ends(tmp_path: Path) -> None:
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert (ended.returncode, ended.stderr) == (0, "")
     (path,) = (tmp_path / "parallel-advisor").glob("runs-*.json")
-    assert Run.load(path).step.repeats == 22
+    assert TrainingRun.load(path).step.repeats == 22
 
 
 @pytest.mark.usefixtures("_own_cache")
@@ -109,7 +109,7 @@ def test_what_was_kept_by_hand_is_not_kept_again() -> None:
     assert run.peak.measured_bytes == 5e8
 
 
-def _steps_of(width: int, rows: int, cluster: ClusterProfile) -> tuple[ParallelModel, Run]:
+def _steps_of(width: int, rows: int, cluster: ClusterProfile) -> tuple[ParallelModel, TrainingRun]:
     ids = torch.randint(0, 256, (rows, 64))
     shape = GPTConfig(vocab_size=256, context=64, num_layers=3, num_heads=4, width=width)
     parallel = auto_parallelize(

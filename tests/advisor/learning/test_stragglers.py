@@ -23,7 +23,7 @@ from engines.runtime.rank_times import Imbalance, RankTime, _spread
 from profiles.machine.cluster import ClusterProfile, Constant
 from profiles.model.profile import ModelProfile
 from profiles.provenance import Timing
-from profiles.timing.runs import Machine, Part, Run, keep_run, machine_of
+from profiles.timing.runs import ConstantShare, Machine, TrainingRun, keep_run, machine_of
 from profiles.timing.straggler_stats import Pace, usual
 from tests.factories import chain, cpus, facts
 
@@ -38,7 +38,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def kept(pace: Pace | None, *, machine: Machine, fingerprint: str = "another") -> None:
     """A run of before, without parts: it corrects no constant."""
-    run = Run.build(
+    run = TrainingRun.build(
         {
             "machine": machine,
             "model": "of before",
@@ -206,5 +206,5 @@ def test_a_run_with_a_straggler_does_not_make_the_machine_look_slow() -> None:
     plain = run_of(decision, machine, step=STEP)
     assert undisturbed_s(run) == pytest.approx(undisturbed_s(plain) * run.even_share)
     assert run.parts.keys() == plain.parts.keys()
-    assert isinstance(run.parts[Constant.PRODUCTS], Part)
-    assert Run.model_validate_json(run.model_dump_json()) == run
+    assert isinstance(run.parts[Constant.PRODUCTS], ConstantShare)
+    assert TrainingRun.model_validate_json(run.model_dump_json()) == run

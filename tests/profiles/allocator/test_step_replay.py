@@ -27,8 +27,8 @@ from profiles.allocator.step_replay import (
 from profiles.allocator.unit_memory import kept_tensors, parameter_tensors, scaled
 from profiles.capture.batch import Batch
 from profiles.capture.capture import capture
-from profiles.capture.subject import Subject
-from profiles.capture.trace_step import look
+from profiles.capture.subject import TracedModel
+from profiles.capture.trace_step import trace_step
 from profiles.model.profile import ModelProfile, Numerics
 from profiles.trace.timeline import Timeline
 from profiles.units import MIB
@@ -187,7 +187,7 @@ def _both(
 ) -> tuple[Replayed, Replayed]:
     """From every allocation, and from the profile."""
     model, sample, loss_fn = MODELS[name](samples)
-    seen = look(Subject(model, sample, loss_fn), Numerics.AS_BUILT)
+    seen = trace_step(TracedModel(model, sample, loss_fn), Numerics.AS_BUILT)
     sizes = [float(parameter.nbytes) for parameter in model.parameters()]
     exact = replay_timeline(
         seen.timeline,

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from profiles.capture.capture import capture
-from profiles.capture.subject import Subject
-from profiles.capture.trace_step import look
+from profiles.capture.subject import TracedModel
+from profiles.capture.trace_step import trace_step
 from profiles.model.profile import GLUE, LOSS, ModelProfile, Numerics, UnitCost
 from profiles.trace.tally import affine
 from tests.engines.cases import CASES, Block, TinyGPT, token_loss
@@ -148,7 +148,7 @@ def test_the_highest_moment_is_the_allocators_to_the_byte(name: str) -> None:
     case, samples = CASES[name], 16
     torch.manual_seed(0)
     model, batch = case.build(), case.batch(samples)
-    seen = look(Subject(model, batch, case.loss_fn), AS_BUILT)
+    seen = trace_step(TracedModel(model, batch, case.loss_fn), AS_BUILT)
     assert seen.peak_bytes == peak_of_a_run(model, batch, case.loss_fn)
 
 

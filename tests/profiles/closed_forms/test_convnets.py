@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from advisor.inputs.bundled.resnet import ResNet
 from profiles.capture.capture import capture
-from profiles.closed_forms.convnets.draft import Draft
-from profiles.closed_forms.convnets.layers import Kind, Network
+from profiles.closed_forms.convnets.draft import ConvnetBuilder
+from profiles.closed_forms.convnets.layers import Convnet, ConvnetOp
 from profiles.closed_forms.convnets.profile import profile_of
 from profiles.closed_forms.convnets.registry import network_of
 from profiles.model.profile import LOSS, Numerics
@@ -191,7 +191,7 @@ def test_costs_are_those_that_capture_counts_on_the_module(depth: int) -> None:
 
 def test_recompute_and_fusion_save_what_they_name() -> None:
     """One block: convolution, norm, ReLU, addition on 8 channels of 4 x 4, in fp32."""
-    draft = Draft(4, channels=8)
+    draft = ConvnetBuilder(4, channels=8)
     with draft.block("first", draft.image):
         x = draft.relu(draft.norm(draft.convolution(draft.image, 8, 3)))
     with draft.block("second", x):
@@ -243,7 +243,7 @@ def test_grouped_convolutions_multiply_only_inside_their_groups() -> None:
     assert all(layer.parameters == layer.depth * layer.columns * 32 for layer in grouped)
 
 
-def blocks_of(network: Network) -> list[str]:
+def blocks_of(network: Convnet) -> list[str]:
     return [block.name for block in network.blocks]
 
 
@@ -255,4 +255,4 @@ def test_blocks_are_handed_what_later_ones_take_too() -> None:
     skips = sum(channels * 2**level * (side // 2**level) ** 2 for level in range(5))
     last = channels * 16 * (side // 32) ** 2
     assert network.blocks[at - 1].output_elements == skips + last
-    assert sum(layer.kind is Kind.NORM for layer in network.layers) == 11 * 5
+    assert sum(layer.kind is ConvnetOp.NORM for layer in network.layers) == 11 * 5

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from profiles.errors import InputError
 from profiles.machine.bench import bench, copy_rate, matmul_rate
-from profiles.machine.bench.axes import MOST_GROUPS, Axis, mesh_axes
+from profiles.machine.bench.axes import MOST_GROUPS, BenchAxis, mesh_axes
 from profiles.machine.bench.cache import keep, recall
 from profiles.machine.cluster import ClusterProfile, Collective
 from profiles.machine.launcher import Launcher
@@ -98,7 +98,11 @@ def test_axes_are_those_of_every_mesh_of_two() -> None:
     outer = {(6, 2), (4, 3), (3, 4), (2, 6)}
     found = mesh_axes(num_nodes=3, devices_per_node=4)
     assert {(axis.size, axis.stride) for axis in found} == inner | outer
-    assert found[:3] == [Axis(4, 1), Axis(3, 4), Axis(12, 1)]  # the tiers and the world first
+    assert found[:3] == [
+        BenchAxis(4, 1),
+        BenchAxis(3, 4),
+        BenchAxis(12, 1),
+    ]  # the tiers and the world first
     for axis in found:
         ranks = sorted(rank for group in axis.groups(12) for rank in group)
         assert ranks == list(range(12))
@@ -106,8 +110,8 @@ def test_axes_are_those_of_every_mesh_of_two() -> None:
 
 def test_a_large_job_times_what_its_groups_allow_but_always_the_tiers() -> None:
     found = mesh_axes(num_nodes=512, devices_per_node=8)
-    assert {Axis(8, 1), Axis(512, 8), Axis(4096, 1)} <= set(found)
-    others = set(found) - {Axis(8, 1), Axis(512, 8), Axis(4096, 1)}
+    assert {BenchAxis(8, 1), BenchAxis(512, 8), BenchAxis(4096, 1)} <= set(found)
+    others = set(found) - {BenchAxis(8, 1), BenchAxis(512, 8), BenchAxis(4096, 1)}
     assert sum(4096 // axis.size for axis in others) <= MOST_GROUPS
 
 

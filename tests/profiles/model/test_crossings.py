@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from profiles.capture.capture import capture
-from profiles.model.crossings import Crossing
+from profiles.model.crossings import DeviceCrossing
 from profiles.model.profile import Affine, Numerics
 from tests.placed import put
 
@@ -57,7 +57,7 @@ def with_helpers_made_there(model: Halves, x: Tensor) -> Tensor:
     return model.upper(hidden * scale)
 
 
-def looked_at(between: Forward, **options: tuple[str, str]) -> tuple[Crossing, ...]:
+def looked_at(between: Forward, **options: tuple[str, str]) -> tuple[DeviceCrossing, ...]:
     batch = torch.zeros(ROWS, IN), torch.zeros(ROWS, OUT)
     profile = capture(Halves(between, **options), batch, loss_fn=F.mse_loss)
     return profile.crossings.get(Numerics.AS_BUILT, ())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from profiles.capture.capture import capture
-from profiles.model.flow import GLUE, LOSS, Call, Edge, Flow, Value
+from profiles.model.flow import GLUE, LOSS, Edge, Flow, UnitCall, Value
 from profiles.model.profile import ModelProfile
 from tests.engines.cases import TinyGPT, token_loss
 from tests.profiles.model.flows import F32, ROWS, WIDTH, before, flow_of, names
@@ -194,7 +194,7 @@ def test_too_many_edges_are_refused_with_the_number() -> None:
     from profiles.model.affine import Affine
 
     value = Value(shape=(1,), dtype="float32", bytes=Affine(fixed=4))
-    calls = tuple(Call(unit=f"u{n}", values=(value,)) for n in range(602))
+    calls = tuple(UnitCall(unit=f"u{n}", values=(value,)) for n in range(602))
     edges = tuple(Edge(source=n, value=0, target=n + 1) for n in range(601))
     with pytest.raises(InputError, match="601 edges"):
         Flow(calls=calls, edges=edges).mermaid()

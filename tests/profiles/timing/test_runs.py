@@ -10,22 +10,22 @@ import pytest
 from profiles.cache import MOST_FILES
 from profiles.machine.cluster import Constant
 from profiles.provenance import Timing
-from profiles.timing.runs import Machine, Part, Run, keep_run, runs_on
+from profiles.timing.runs import ConstantShare, Machine, TrainingRun, keep_run, runs_on
 
 HERE = Machine(
     device="cpu", processor="one of ours", threads=1, ranks_per_node=2, torch="2.13", ours="1"
 )
 
 
-def run(number: int = 0, machine: Machine = HERE) -> Run:
-    return Run(
+def run(number: int = 0, machine: Machine = HERE) -> TrainingRun:
+    return TrainingRun(
         machine=machine,
         model="gpt",
         fingerprint=str(number),
         plan="dp_replicate=2",
         dtype="float32",
         predicted_s=1.0,
-        parts={Constant.PRODUCTS: Part(seconds=0.75, unit_s=1e-12)},
+        parts={Constant.PRODUCTS: ConstantShare(seconds=0.75, unit_s=1e-12)},
         step=Timing(median_s=1.5, low_s=1.4, high_s=1.6, repeats=20),
         ended_at=f"2026-01-01T00:{number:02}:00+00:00",
     )

@@ -13,7 +13,7 @@ from torch import nn
 from profiles.capture.capture import capture
 from profiles.capture.operators import flop_formulas
 from profiles.errors import InputError, UnknownNameError
-from profiles.model.profile import ModelProfile, Shape, UnitProfile
+from profiles.model.profile import ModelProfile, ParameterShape, UnitProfile
 from profiles.torch_compat import TorchDispatchMode
 from profiles.workload.optimizers import OPTIMIZERS, optimizer_profile, upkeep
 from tests.contract.watch import Held
@@ -136,7 +136,7 @@ def test_muon_multiplies_and_moves_what_is_said(shape: tuple[int, int]) -> None:
         parameters=layer.weight.numel(),
         trainable_parameters=layer.weight.numel(),
         gradient_bytes=layer.weight.nbytes,
-        shapes=(Shape(sizes=shape, element_bytes=4),),
+        shapes=(ParameterShape(sizes=shape, element_bytes=4),),
         costs={},
     )
     (optimizer,) = _stepped(layer, lambda p: [torch.optim.Muon(p)])
@@ -164,7 +164,7 @@ def test_adafactor_moves_what_is_said(shape: tuple[int, int]) -> None:
 
 
 def _unit(*shapes: tuple[int, ...], element_bytes: int = 4) -> UnitProfile:
-    made = [Shape(sizes=sizes, element_bytes=element_bytes) for sizes in shapes]
+    made = [ParameterShape(sizes=sizes, element_bytes=element_bytes) for sizes in shapes]
     elements = sum(shape.elements for shape in made)
     return UnitProfile(
         name="a",

@@ -57,7 +57,7 @@ class Attended(NamedTuple):
 
 
 @dataclass(slots=True)
-class Attention:
+class AttentionCalls:
     """Calls of attention in the order of the forward; `backward`: those that gradients passed."""
 
     forward: list[Attended] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Attention:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class Scope:
     """One call of a unit, or a stretch of code between two calls.
 
     Attributes:
@@ -93,10 +93,10 @@ class Place:
     backward: Work = field(default_factory=Work)
     input_bytes: int = 0
     output_bytes: int = 0
-    stands_for: Place | None = None
-    layers: dict[str, Layer] = field(default_factory=dict)
-    part: Part | None = None
-    attention: Attention = field(default_factory=Attention)
+    stands_for: Scope | None = None
+    layers: dict[str, LayerCall] = field(default_factory=dict)
+    part: LayerSegment | None = None
+    attention: AttentionCalls = field(default_factory=AttentionCalls)
     chains: list[Chain] = field(default_factory=list)
     _starts: list[float] = field(default_factory=lambda: [-1])
 
@@ -108,7 +108,7 @@ class Place:
         """What runs now in the forward."""
         return self.chains[-1]
 
-    def begin_part(self, part: Part, sequence: float) -> None:
+    def begin_part(self, part: LayerSegment, sequence: float) -> None:
         """From now on this part runs; autograd's nodes are numbered from `sequence` on."""
         self.part = part
         self.begin_chain(sequence, self.chain.kind)
@@ -124,17 +124,17 @@ class Place:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class LayerSegment:
     """A layer's own code, or what follows it up to the next layer: see `profiles.model.layers`.
 
     `parameters`: gradient bytes of those that it uses, by what they are known by.
     """
 
-    place: Place
+    scope: Scope
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
     parameters: dict[Hashable, int] = field(default_factory=dict)
-    attention: Attention = field(default_factory=Attention)
+    attention: AttentionCalls = field(default_factory=AttentionCalls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +152,13 @@ class LayerShape:
 
 
 @dataclass(slots=True, eq=False)
-class Layer:
-    """A weight layer that was called in a place: see `LayerCost`. `number`: its position there."""
+class LayerCall:
+    """A weight layer that was called in a scope: see `LayerCost`. `number`: its position there."""
 
     shape: LayerShape
     number: int
-    own: Part
-    after: Part
+    own: LayerSegment
+    after: LayerSegment
     same_input: int
     sources: tuple[int, ...]
     needs_input_gradient: bool
@@ -183,7 +183,7 @@ class Layer:
         is_whole = sum(self.pieces) == whole and len(self.pieces) > 1
         return tuple(self.pieces) if is_whole else (), self.heads
 
-    def look(self, before: Sequence[int], after: Sequence[int]) -> None:
+    def note_view(self, before: Sequence[int], after: Sequence[int]) -> None:
         """Its outputs, of shape `before`, are seen in another shape."""
         width, whole = before[-1], self.shape.outputs
         if self._takes_heads(before, after):
@@ -236,9 +236,9 @@ class Features:
     """
 
     def __init__(self) -> None:
-        self._layers: dict[int, Layer] = {}
+        self._layers: dict[int, LayerCall] = {}
 
-    def put(self, number: int | None, layer: Layer) -> None:
+    def put(self, number: int | None, layer: LayerCall) -> None:
         """The layer's outputs are in this memory."""
         if number is not None:
             self._layers[number] = layer
@@ -258,4 +258,4 @@ class Features:
                     if other is not None:
                         self._layers.setdefault(other, layer)
                 elif other == number:
-                    layer.look(shape, seen)
+                    layer.note_view(shape, seen)
