@@ -17,7 +17,7 @@ from advisor.search.cache import Kept
 from advisor.search.ranking import Candidate
 from engines.plan import PartialPlan, Recompute, Schedule
 from profiles.errors import PlanError
-from profiles.model.flow import LOSS, Call, Edge, Flow, Value
+from profiles.model.flow import LOSS, Edge, Flow, UnitCall, Value
 from profiles.model.profile import Affine, ModelProfile, Numerics
 from tests.counting import count_calls
 from tests.factories import chain, cpus, facts
@@ -120,9 +120,9 @@ def wide_in_the_middle() -> ModelProfile:
         costs = {Numerics.AS_BUILT: cost.model_copy(update={"output_bytes": wide})}
         units.append(unit.model_copy(update={"costs": costs}))
         value = Value(shape=(1, 512, 1000), dtype="float32", bytes=wide)
-        calls.append(Call(unit=unit.name, values=(value,)))
+        calls.append(UnitCall(unit=unit.name, values=(value,)))
     edges = tuple(Edge(source=n, value=0, target=n + 1) for n in range(8))
-    flow = Flow(calls=(*calls, Call(unit=LOSS)), edges=edges)
+    flow = Flow(calls=(*calls, UnitCall(unit=LOSS)), edges=edges)
     return chain().model_copy(update={"units": tuple(units), "flow": flow, "has_loss": True})
 
 
