@@ -11,14 +11,16 @@ from advisor.cost.compression import Sent
 from advisor.cost.groups import replica_group, shard_group
 from advisor.cost.ledger import Ledger
 from advisor.cost.loads import Loads, ends_of
-from advisor.cost.memory import BUCKET_BYTES, KEEPS_PARAMETERS
+from advisor.cost.memory import KEEPS_PARAMETERS
 from advisor.cost.sharded import Sharded
 from advisor.cost.unit_load import UnitLoad
 from engines.plan import Aggregation, DataParallel, Plan, Recompute, Schedule
 from profiles.machine.cluster import ClusterProfile, Collective
+from profiles.units import MIB
 from profiles.workload.stack import TORCH, Selective, Stack
 
-# DDP's first bucket is small, so that something is sent early (dist._DEFAULT_FIRST_BUCKET_BYTES).
+# DDP's first bucket is small, so that something is sent early (dist._DEFAULT_FIRST_BUCKET_BYTES),
+# unless the size of buckets is named.
 FIRST_BUCKET_BYTES = 2**20
 # How far latency + bytes/bandwidth is from a real collective, beside the errors of its inputs.
 # Published busbw of one link differs by this much between ring and tree (8 H200: 367 and 480 GB/s
@@ -55,7 +57,7 @@ def waiting_bytes(plan: Plan, cluster: ClusterProfile, replicas: Sent) -> float:
     group, stride = replica_group(plan)
     per_node = cluster.ranks_per_node(group, stride)
     share = buffer_share(plan.aggregation, group, per_node=per_node)
-    return share * min(replicas.total_bytes, BUCKET_BYTES)
+    return share * min(replicas.total_bytes, plan.bucket_mib * MIB)
 
 
 def exchange(
@@ -204,9 +206,11 @@ def replicas_s(
 ) -> float:
     """DDP: all gradients once per step, in buckets that fill as the backward goes, with what is
     done to make them smaller."""
-    first = min(gradient_bytes, FIRST_BUCKET_BYTES)
+    bucket_bytes = plan.bucket_mib * MIB
+    is_named = plan.said("bucket_mib")
+    first = min(gradient_bytes, bucket_bytes if is_named else FIRST_BUCKET_BYTES)
     rest = gradient_bytes - first
-    buckets = ceil(rest / BUCKET_BYTES)
+    buckets = ceil(rest / bucket_bytes)
     sizes = [(first, 1), (rest / buckets, buckets)] if buckets else [(first, 1)]
     whole = sent.work_s
     for bucket, count in sizes:

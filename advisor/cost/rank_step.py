@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from advisor.cost.buffers import BUCKET_BYTES, KEEPS_PARAMETERS, WHOLE, shard_degree
+from advisor.cost.buffers import KEEPS_PARAMETERS, WHOLE, shard_degree
 from advisor.cost.context import CostContext
 from advisor.cost.loads import Loads
 from advisor.cost.memory import kept_bytes, workspace_bytes
@@ -22,6 +22,7 @@ from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
 from profiles.allocator.step_replay import Pass, Replayed, Standing, UnitMemory, replay_stages
 from profiles.allocator.unit_memory import kept_tensors, parameter_tensors, scaled
 from profiles.model.profile import UnitProfile
+from profiles.units import MIB
 from profiles.workload.optimizers import Upkeep
 
 # A first microbatch makes gradients, a second one adds to them: more are like it.
@@ -112,7 +113,9 @@ def _standing(
     root = sum(part.root_parameter_bytes * part.compute_share for part in parts)
     root *= plan.data_parallel.is_sharded
     states = update.state_bytes / local if local else 0.0
-    buckets = ceil(gradients / BUCKET_BYTES) if plan.is_replicated and plan.pp == 1 else 0
+    buckets = (
+        ceil(gradients / (plan.bucket_mib * MIB)) if plan.is_replicated and plan.pp == 1 else 0
+    )
     workspaces = costs.stack.workspaces
     workspace = workspace_bytes(costs.facts.cluster.device, costs.stack) / max(1, workspaces)
     return Standing(

@@ -261,7 +261,10 @@ class Columns:
             if pp > 1:
                 return self._seconds(Collective.ALL_REDUCE, share * nbytes, replicas, tp)
             plan = Plan.model_construct(
-                tp=tp, dp_replicate=replicas, data_parallel=DataParallel.REPLICATE
+                tp=tp,
+                dp_replicate=replicas,
+                data_parallel=DataParallel.REPLICATE,
+                **self.space.carried.only("bucket_mib").fixed,
             )
             return replicas_s(plan, nbytes, self._ledger, Sent((nbytes,)), reduced_share=share)
 

@@ -44,7 +44,7 @@ Styles = Callable[[int], tuple[tuple[str, str], ...]]
 # Settings that are not searched: pinned or default.
 _APART = ("updates", "sync_every", "servers", "backup_workers", "max_staleness")
 _SENT = ("aggregation", "compression", "compression_rank")
-_CARRIED = ("ep", "sync_batch_norm", "compile", "offload_to", *_SENT, *_APART)
+_CARRIED = ("ep", "sync_batch_norm", "compile", "offload_to", "bucket_mib", *_SENT, *_APART)
 
 
 @dataclass(frozen=True, slots=True)

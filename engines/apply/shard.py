@@ -78,6 +78,7 @@ def _replicate(build: Build) -> None:
         device=None if build.is_placed else build.world.device,
         group=group,
         ignored=[name for name, parameter in model.named_parameters() if parameter in ignored],
+        bucket_mib=plan.bucket_mib if plan.said("bucket_mib") else None,
     )
     per_node = build.cluster.ranks_per_node(mesh.replicas.size, plan.tp)
     register_gradient_hook(runner, plan, group=group, per_node=per_node)

@@ -23,6 +23,7 @@ def replicate(
     device: torch.device | None,
     group: dist.ProcessGroup | None,
     ignored: Iterable[str] = (),
+    bucket_mib: int | None = None,
 ) -> DistributedDataParallel:
     """Wrap `model` so that its backward averages gradients over the ranks of `group`.
 
@@ -44,6 +45,8 @@ def replicate(
         model,
         device_ids=[device] if device is not None and device.type == "cuda" else None,
         process_group=group,
+        # Named, it is the size of the first bucket too, which is 1 MiB otherwise.
+        bucket_cap_mb=bucket_mib,
         init_sync=False,  # apply/prepare.py sends rank 0's parameters to every kind of plan
         # Running statistics are sent once a step by ParallelModel, not once a forward by DDP.
         **without_buffer_sync(),  # type: ignore[arg-type]

@@ -20,6 +20,15 @@ def aggregation(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Ite
             f" {plan.compression}",
             hint="add compression=powersgd, or leave compression_rank out",
         )
+    if plan.said("bucket_mib") and (
+        plan.data_parallel is not DataParallel.REPLICATE or plan.pp > 1
+    ):
+        yield Problem(
+            rule="bucket-without-ddp",
+            what=f"bucket_mib={plan.bucket_mib} is for DDP without stages, data_parallel is"
+            f" {plan.data_parallel}, pp={plan.pp}",
+            hint="leave bucket_mib out, or replicate (dp_replicate)",
+        )
     if not named:
         return
     is_ddp = plan.data_parallel is DataParallel.REPLICATE and plan.dp_replicate > 1

@@ -69,6 +69,7 @@ class PartialPlan(Record):
     backup_workers: NonNegativeInt | None = None
     max_staleness: NonNegativeInt | None = None
     offload_to: OffloadTo | None = None
+    bucket_mib: PositiveInt | None = None
 
     @field_validator("tensor_styles", mode="before")
     @classmethod
@@ -170,6 +171,7 @@ _SYNONYMS = {
     "local_steps": "sync_every",
     "parameter_servers": "servers",
     "staleness": "max_staleness",
+    "bucket_cap_mb": "bucket_mib",
 }
 """Words that people bring along from other tools, and what they are called here."""
 _MAY_BE_ZERO = ("zero", "servers", "backup_workers", "max_staleness")

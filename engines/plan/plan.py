@@ -60,6 +60,7 @@ class Plan(Document):
             last gradients to arrive are dropped.
         max_staleness: steps that a worker may be ahead of the slowest; None sets no bound.
         offload_to: the place of offloaded tensors, see its class.
+        bucket_mib: gradients of DDP that go in one message, MiB (`bucket_cap_mb` of torch).
 
     >>> plan = Plan.parse("dp_shard=4 microbatches=2")
     >>> plan.data_parallel.value, plan.world_size, str(plan)
@@ -93,6 +94,7 @@ class Plan(Document):
     backup_workers: NonNegativeInt = 0
     max_staleness: NonNegativeInt | None = None
     offload_to: OffloadTo = OffloadTo.HOST
+    bucket_mib: PositiveInt = 25
 
     @model_validator(mode="before")
     @classmethod

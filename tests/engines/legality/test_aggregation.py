@@ -54,6 +54,7 @@ def test_one_node_has_no_hierarchy() -> None:
     [
         ("compression_rank=2", "rank-without-powersgd"),
         ("compression=powersgd aggregation=ring", "powersgd-own-sums"),
+        ("zero=1 bucket_mib=50", "bucket-without-ddp"),
     ],
 )
 def test_settings_that_do_not_go_together(words: str, rule: str) -> None:

@@ -123,7 +123,7 @@ def test_servers_and_backup_workers_are_ranks_beside_the_replicas() -> None:
 
 
 LATER = ("aggregation", "compression", "compression_rank", "updates", "sync_every", "servers",
-         "backup_workers", "max_staleness", "offload_to")  # fmt: skip
+         "backup_workers", "max_staleness", "offload_to", "bucket_mib")  # fmt: skip
 
 
 def test_a_plan_that_leaves_newer_settings_alone_keeps_its_hash() -> None:
