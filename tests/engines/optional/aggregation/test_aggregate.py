@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from advisor.cost.communication import FIRST_BUCKET_BYTES
 from engines.apply import apply_plan
 from engines.optional.aggregation.aggregate import aggregate, stepped
 from engines.optional.aggregation.rounds import rounds
 from engines.plan import Aggregation, Plan
 from tests.contract.watch import Messages
-from tests.engines.cases import CASES, cpu_ranks, profile_of
+from tests.engines.cases import CASES, Case, cpu_ranks, profile_of
 from tests.engines.parity import (
     gradient_error,
     local_rows,
@@ -141,3 +143,40 @@ def test_ddp_trains_the_same_whatever_sums_up(
             pieces = 1 + max(m.parts[-1] for m in script)
             own = sum(len(m.parts) for m in script if m.source == rank) / pieces
             assert sent == pytest.approx(own * payload, rel=1e-3), kind  # parts of whole elements
+
+
+def _wide() -> nn.Module:
+    """Seven layers whose gradients take more than DDP's first, smaller bucket."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 320), *(nn.Linear(320, 320) for _ in range(6)))
+
+
+def _gradients_of_several_buckets() -> list[float]:
+    """How far gradients are from one process's: DDP's own, in messages, and rounded to bf16."""
+    case, errors = Case(_wide, CASES["resnet-group-norm"].batch), []
+    for words in ("", "aggregation=ring", "aggregation=ring compression=bf16"):
+        torch.manual_seed(1)
+        reference, model = case.build(), case.build()
+        model.load_state_dict(reference.state_dict())
+        assert sum(p.nbytes for p in model.parameters()) > 2 * FIRST_BUCKET_BYTES
+        parallel = apply_plan(
+            model,
+            Plan.parse(f"dp_replicate=2 {words}"),
+            profile=profile_of(case, model),
+            cluster=cpu_ranks(2),
+            loss_fn=case.loss_fn,
+            optimizer=sgd,
+        )
+        batch = case.batch(8)
+        for _ in range(2):  # after the first backward DDP cuts its buckets anew
+            reference.zero_grad()
+            parallel.optimizer.zero_grad()
+            reference_loss(reference, case, batch).backward()
+            parallel.forward_backward(local_rows(parallel, batch, 8))
+        errors.append(gradient_error(parallel, reference))
+    return errors
+
+
+def test_the_gradients_of_every_bucket_are_averaged(pool: Pool) -> None:
+    for plain, ring, rounded in pool.run(_gradients_of_several_buckets, world_size=2):
+        assert max(plain, ring) < 1e-5
+        assert 1e-5 < rounded < 2**-7
