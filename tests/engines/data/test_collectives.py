@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engines.data import replicas
 from tests.engines.parity import local_rows, parallelize
 from tests.workers import Pool
 
@@ -69,3 +72,21 @@ def _ddp_reductions(accumulation: int) -> int:
 @pytest.mark.dist
 def test_ddp_reduces_gradients_once_however_many_microbatches(pool: Pool) -> None:
     assert pool.run(_ddp_reductions, 4, world_size=2) == pool.run(_ddp_reductions, 1, world_size=2)
+
+
+def _averaged_in_buckets() -> tuple[int, list[Tensor]]:
+    """(messages, means) of five fp32 tensors and two fp64 ones, in four buckets."""
+    rank = dist.get_rank()
+    kinds = [torch.float32] * 3 + [torch.float64] * 2 + [torch.float32] * 2
+    tensors = [torch.full((2, n + 1), n + 10.0 * rank, dtype=kind) for n, kind in enumerate(kinds)]
+    with mock.patch.object(replicas, "BUCKET_BYTES", 60), _Collectives() as mode:
+        replicas.sum_flat(tensors, None, divisor=2)
+    return mode.counts["allreduce"], tensors
+
+
+@pytest.mark.dist
+def test_the_tensors_of_every_bucket_are_averaged(pool: Pool) -> None:
+    for messages, tensors in pool.run(_averaged_in_buckets, world_size=2):
+        assert messages == 4
+        for number, tensor in enumerate(tensors):
+            assert torch.equal(tensor, torch.full_like(tensor, number + 5.0))
