@@ -63,10 +63,10 @@ class UnitCopy:
     used: frozenset[int]
     values: Mapping[str, Tensor] = field(repr=False)
 
-    def fresh(self, *, frozen: bool = False) -> nn.Module:
+    def fresh(self) -> nn.Module:
         """A copy of the unit that shares `values`: they must not be written to."""
         memo: dict[int, Any] = {
-            id(parameter): nn.Parameter(self.values[name], requires_grad=not frozen)
+            id(parameter): nn.Parameter(self.values[name])
             for name, parameter in self.unit.named_parameters()
         }
         return copy.deepcopy(self.unit, memo)
