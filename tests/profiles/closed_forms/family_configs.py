@@ -209,6 +209,7 @@ CONFIGS: dict[str, Config] = {
         "id2label": {str(label): str(label) for label in range(5)},
     },
     "mixtral": MIXTRAL,
+    "mixtral, three experts a token": {**MIXTRAL, "num_experts_per_tok": 3},
     "qwen3_moe, every other layer": {**QWEN3_MOE, "decoder_sparse_step": 2},
     "qwen3_moe": {**QWEN3_MOE, "norm_topk_prob": True},
     "deepseek_v3": DEEPSEEK_V3,
