@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Folders that are not rewritten yet. Shrink it, never extend it.
-NOT_YET = ("advisor", "engines", "profiles", "tests")
+NOT_YET = ("advisor", "tests")
 
 # Several test files may define classes of one name: they never meet in one import.
 LOCAL_CLASSES = ("tests",)
@@ -45,6 +45,9 @@ RETIRED_NAMES = {
     "together": "all_ranks_succeed, combined or total",
     "told": "first_failure, given or reported",
 }
+
+# Fields that are keys of saved files keep their names.
+SAVED_FIELDS = {("profiles/model/crossings.py", "back_bytes")}
 
 RETIRED_MODULES = {
     "boxes": "shard_spec",
@@ -97,7 +100,7 @@ def check_file(path: Path, tree: ast.AST) -> Iterator[str]:
     for name, line in names(tree):
         if name == "found":
             yield f"{path}:{line}: `found` says nothing: name the thing that was found"
-        elif name in RETIRED_NAMES:
+        elif name in RETIRED_NAMES and (path.as_posix(), name) not in SAVED_FIELDS:
             yield f"{path}:{line}: `{name}` is retired: say {RETIRED_NAMES[name]}"
 
 

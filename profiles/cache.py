@@ -21,7 +21,7 @@ DISTRIBUTION = "parallel-advisor"
 # A file is some KiB: a hundred are a megabyte, and more models than one person works on.
 MOST_FILES = 100
 
-Kept = TypeVar("Kept", bound=Document)
+DocumentT = TypeVar("DocumentT", bound=Document)
 
 
 def cache_folder() -> Path:
@@ -40,8 +40,8 @@ def our_version() -> str:
         return "unknown"
 
 
-def kept_path(kind: str, *content: object, folder: Path | None = None) -> Path:
-    """Where a document of this kind is kept that follows from `content` (JSON values) alone.
+def cache_path(kind: str, *content: object, folder: Path | None = None) -> Path:
+    """Return the cache file of a document that follows from `content` (JSON values) alone.
 
     Args:
         folder: None is the user's cache folder.
@@ -55,7 +55,9 @@ def fingerprint(*content: object) -> str:
     return digest[:24]
 
 
-def every(kind: str, document: type[Kept], *, folder: Path | None = None) -> Iterator[Kept]:
+def every(
+    kind: str, document: type[DocumentT], *, folder: Path | None = None
+) -> Iterator[DocumentT]:
     """All documents of this kind, in no order. What cannot be read is noted and left."""
     for path in (folder or cache_folder()).glob(f"{kind}-*.json"):
         try:
@@ -65,22 +67,22 @@ def every(kind: str, document: type[Kept], *, folder: Path | None = None) -> Ite
 
 
 def has_any(kind: str) -> bool:
-    """Whether a document of this kind was kept in the user's cache folder."""
+    """True if the user's cache folder holds a document of this kind."""
     return any(cache_folder().glob(f"{kind}-*.json"))
 
 
-def recall(path: Path, document: type[Kept]) -> Kept | None:
-    """What was kept there; None where there is nothing. What cannot be read is noted and left."""
+def recall(path: Path, document: type[DocumentT]) -> DocumentT | None:
+    """Load a cached document; None if there is none. An unreadable file is logged and left."""
     if not path.is_file():
         return None
     try:
-        found = document.load(path)
+        content = document.load(path)
     except AdvisorError as error:
         log.warning("%s is not used and will be written anew: %s", path, error.what)
         return None
     with suppress(OSError):
         path.touch()  # the oldest are removed first
-    return found
+    return content
 
 
 def keep(path: Path, document: Document) -> None:

@@ -113,5 +113,5 @@ def near_misses(name: str, known: Iterable[str], *, limit: int = 2) -> list[str]
     ['dp_shard']
     """
     by_lower = {candidate.lower(): candidate for candidate in known}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.6)
-    return [by_lower[match] for match in found]
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.6)
+    return [by_lower[match] for match in matches]

@@ -1,4 +1,4 @@
-"""Where a number comes from, and how far to trust it."""
+"""Sources of numbers, and the trust in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from profiles.record import Record
 
 
 class Source(StrEnum):
-    """How a number was obtained, most trusted first."""
+    """Origin of a number, most trusted first."""
 
     MEASURED = "measured"  # timed or counted on the machine that will run
     DERIVED = "derived"  # counted from the model, or computed from other facts

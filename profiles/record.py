@@ -138,9 +138,9 @@ def require_writable(path: str | os.PathLike[str]) -> None:
 
 
 def _unwritable(target: Path, error: OSError) -> FileError:
-    kept = "; the old file is as it was" if target.is_file() else ""
+    note = "; the old file is as it was" if target.is_file() else ""
     return FileError(
-        f"cannot write `{target}`: {error.strerror}{kept}", hints=["name another place with `-o`"]
+        f"cannot write `{target}`: {error.strerror}{note}", hints=["name another place with `-o`"]
     )
 
 
@@ -152,8 +152,8 @@ def _umask() -> int:
 
 def _friendly(error: ValidationError, cls: type[BaseModel], where: str | None) -> InputError:
     # A misspelt key is also a missing one: the misspelling is the cause.
-    found = error.errors()
-    first = next((item for item in found if item["type"] == "extra_forbidden"), found[0])
+    details = error.errors()
+    first = next((item for item in details if item["type"] == "extra_forbidden"), details[0])
     key = ".".join(str(part) for part in first["loc"] if part != "[key]")
     place = f"{where}: {key}" if where and key else where or key or None
     if first["type"] == "extra_forbidden":
@@ -167,10 +167,10 @@ def _friendly(error: ValidationError, cls: type[BaseModel], where: str | None) -
         return cause
     value = first.get("input")
     shown = f"`{key}` = {value!r}: " if isinstance(value, (str, int, float, bool)) else ""
-    told = first["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
+    message = first["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
     if first["type"] == "greater_than":
-        told = f"more than {first['ctx']['gt']} is wanted"
-    return InputError(shown + told, where=place)
+        message = f"more than {first['ctx']['gt']} is wanted"
+    return InputError(shown + message, where=place)
 
 
 def _keys_at(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
@@ -181,8 +181,8 @@ def _keys_at(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
         if field is None:
             continue
         nested = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        found = [t for t in nested if isinstance(t, type) and issubclass(t, BaseModel)]
-        if not found:
+        records = [t for t in nested if isinstance(t, type) and issubclass(t, BaseModel)]
+        if not records:
             return list(current.model_fields)
-        current = found[0]
+        current = records[0]
     return list(current.model_fields)

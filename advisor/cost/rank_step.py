@@ -19,8 +19,8 @@ from advisor.cost.orders import ONE_STAGE, Kind, order_of
 from advisor.cost.staged import laid_out, received_bytes
 from advisor.cost.unit_load import UnitLoad
 from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
-from profiles.allocator.step_replay import Pass, Replayed, Standing, UnitMemory, replay_stages
-from profiles.allocator.unit_memory import kept_tensors, parameter_tensors, scaled
+from profiles.allocator.step_replay import Pass, Replayed, Resident, UnitMemory, replay_stages
+from profiles.allocator.unit_memory import parameter_tensors, saved_sizes, scaled
 from profiles.model.profile import UnitProfile
 from profiles.units import MIB
 from profiles.workload.optimizers import Upkeep
@@ -34,7 +34,7 @@ class RankStep:
     """What `profiles.allocator.step_replay` takes."""
 
     stages: Sequence[Sequence[UnitMemory]]
-    standing: Standing
+    standing: Resident
     order: Sequence[Pass]
 
     def replay(self) -> Replayed:
@@ -107,7 +107,7 @@ def _standing(
     update: Upkeep,
     *,
     always: tuple[float, ...],
-) -> Standing:
+) -> Resident:
     local = sum(part.parameter_bytes for part in parts) / shard_degree(plan)
     gradients = sum(part.gradient_bytes for part in parts)
     root = sum(part.root_parameter_bytes * part.compute_share for part in parts)
@@ -118,7 +118,7 @@ def _standing(
     )
     workspaces = costs.stack.workspaces
     workspace = workspace_bytes(costs.facts.cluster.device, costs.stack) / max(1, workspaces)
-    return Standing(
+    return Resident(
         always=(*always, root, *(workspace,) * workspaces),
         state_copies=(states / 2, states / 2) if states else (),
         step_copies=update.list_bytes / local if local else 0.0,
@@ -148,7 +148,7 @@ def _unit(
 ) -> UnitMemory:
     kind, degree = plan.data_parallel, shard_degree(plan)
     sizes = parameter_tensors(profile)
-    tensors = kept_tensors(profile.cost(costs.numerics(plan)), samples)
+    tensors = saved_sizes(profile.cost(costs.numerics(plan)), samples)
     kept = kept_bytes(load, plan.recompute)
     again = load.activation_bytes - kept if load.is_block else 0.0
     copy = load.parameter_bytes * share
@@ -170,7 +170,7 @@ def _unit(
         gradients=scaled(sizes, gradients),
         whole_gradients=scaled(sizes, load.gradient_bytes * share) if reduces else (),
         reduced=(load.gradient_bytes,) if reduces else (),
-        kept=scaled(sizes, casts) + held,
+        saved=scaled(sizes, casts) + held,
         again=scaled(tensors, again) if again > 0 else (),
         forward_bytes=load.forward_transient_bytes + casts + kept * (again > 0),
         backward_bytes=load.backward_transient_bytes,

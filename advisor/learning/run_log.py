@@ -14,7 +14,7 @@ from advisor.inputs.facts import Facts
 from advisor.learning.anchor import Anchor, anchored, fits, kind_of
 from advisor.learning.learning import parts_of, refit
 from advisor.learning.residuals import StepMeasurement, anchor_of
-from profiles.cache import fingerprint, has_any, keep, kept_path, recall
+from profiles.cache import cache_path, fingerprint, has_any, keep, recall
 from profiles.errors import AdvisorError
 from profiles.provenance import Timing
 from profiles.timing import runs
@@ -66,7 +66,7 @@ def with_anchor(facts: Facts, anchor: Anchor | None = None) -> Facts:
 
 
 def _anchor_path(machine: Machine, kind: str, dtype: str) -> Path:
-    return kept_path("anchors", machine.model_dump(mode="json"), kind, dtype)
+    return cache_path("anchors", machine.model_dump(mode="json"), kind, dtype)
 
 
 def pace_here(cluster: ClusterProfile, model: ModelProfile) -> Pace | None:

@@ -111,7 +111,7 @@ def _stage_ends(setup: Setup, stack: Stack, *, by_memory: bool) -> tuple[int, ..
         return _even_in_time(network, stack, setup.cluster.device.name, layout.pp, is_half=is_half)
     each = layout.microbatch * (HALF if is_half else FP32_BYTES)
     states = 2 * FP32_BYTES + OPTIMIZERS[setup.optimizer].state_bytes_per_element
-    block_bytes = [states * block.parameters + each * block.kept for block in network.blocks]
+    block_bytes = [states * block.parameters + each * block.saved for block in network.blocks]
     return _even(block_bytes, layout.pp)
 
 

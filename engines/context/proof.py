@@ -28,8 +28,8 @@ from engines.context.input_sharding import InputSharding, length_of
 from engines.context.model_copy import copied, short
 from engines.context.tokens import part
 from profiles.capture.batch import Batch, LossFn, call_model, find_loss, loss_of, map_batch
-from profiles.capture.fake_mode import Pretence
-from profiles.capture.fake_tensors import random_state_kept, stand_ins
+from profiles.capture.fake_mode import FakeRunMode
+from profiles.capture.fake_tensors import preserved_random_state, stand_ins
 from profiles.errors import AdvisorError, BatchError, PlanError
 from profiles.record import Record
 from profiles.torch_compat import tensors_in, without_onednn
@@ -85,7 +85,7 @@ def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int)
     length = length_of(sample)
     why_not = "it makes no call of scaled_dot_product_attention"
     small = short(sample, size)
-    with torch.inference_mode(False), random_state_kept(), torch.no_grad():
+    with torch.inference_mode(False), preserved_random_state(), torch.no_grad():
         copy = copied(model)
         whole = _whole(copy, small, loss_fn)
         for way in _input_shardings(model, small, has_target=loss_fn is not None):
@@ -330,7 +330,7 @@ def _require_plain_attention(
     ):
         fake = map_batch(lambda tensor: fakes.of(tensor.detach()), sample)
         answers, counting = OwnTokens(look, places=None, model=model), Counting(model)
-        with Pretence().on(fake), without_onednn(), answers, counting:
+        with FakeRunMode().on(fake), without_onednn(), answers, counting:
             call_model(model, fake, has_target=has_target)
     return frozenset(counting.counts)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from profiles.capture.experts import experts_of
-from profiles.capture.fake_tensors import random_state_kept
+from profiles.capture.fake_tensors import preserved_random_state
 from profiles.errors import PlanError
 
 TOLERANCE = 1e-4
@@ -52,7 +52,7 @@ def require_separable(path: str, module: nn.Module, *, size: int) -> None:
     Raises:
         PlanError: they do not, or an expert's output is not proportional to its weight.
     """
-    with torch.no_grad(), random_state_kept():
+    with torch.no_grad(), preserved_random_state():
         why_not = _why_not(module, size)
     if why_not:
         raise PlanError(

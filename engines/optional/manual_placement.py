@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from engines.runtime.world import World
 from profiles.capture.batch import Batch, LossFn, map_batch
-from profiles.capture.manual_placement import devices_of, is_by_hand
+from profiles.capture.manual_placement import devices_of, is_manually_placed
 from profiles.model.profile import ModelProfile
 
 
 def with_devices_of(profile: ModelProfile, model: nn.Module) -> ModelProfile:
     """`profile` with the devices of `model`, which may be others than those it was taken on."""
-    if not is_by_hand(model):
+    if not is_manually_placed(model):
         return profile
     return profile.model_copy(update={"devices": tuple(map(str, devices_of(model)))})
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engines.pipeline.segments import Key, unit_calls
 from profiles.capture.batch import Batch, call_model, describe, map_batch
-from profiles.capture.fake_mode import Pretence
+from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import stand_ins
 from profiles.errors import ModelError
 from profiles.model.flow import Flow
@@ -208,7 +208,7 @@ def _cast_to_bf16(
     return map_tensors(lambda t: t.to(_LOW) if t.is_floating_point() else t, (args, kwargs))
 
 
-class _WriteGuard(Pretence):
+class _WriteGuard(FakeRunMode):
     """Refuse a forward that writes to parameters: those of other stages are freed.
 
     `parameters`: names by the ids of their storages.

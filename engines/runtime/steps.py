@@ -61,13 +61,13 @@ class Steps:
             return
         if self._seen == 0:
             self._peak_before = peak_memory_bytes(self._device)
-        laps: deque[_Lap] = deque()
+        durations: deque[_Lap] = deque()
         computed_s = time.thread_time()
-        with self._timed(laps, time.perf_counter):
+        with self._timed(durations, time.perf_counter):
             yield
         self._seen += 1
         if self._seen > WARM_UP_STEPS:
-            self._laps.extend(laps)
+            self._laps.extend(durations)
             if self._device.type == "cpu":
                 self._busy.append(time.thread_time() - computed_s)
         elif self._seen == WARM_UP_STEPS:
@@ -76,25 +76,25 @@ class Steps:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Around the update of one step."""
-        laps: deque[_Lap] = deque()
-        with self._timed(laps, time.thread_time):
+        durations: deque[_Lap] = deque()
+        with self._timed(durations, time.thread_time):
             yield
         if self._seen >= WARM_UP_STEPS:
-            self._updates.extend(laps)
+            self._updates.extend(durations)
 
     @contextmanager
-    def _timed(self, laps: deque[_Lap], clock: Callable[[], float]) -> Iterator[None]:
+    def _timed(self, durations: deque[_Lap], clock: Callable[[], float]) -> Iterator[None]:
         """By events on CUDA, else by `clock`."""
         if self._device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
             yield
             last.record()
-            laps.append((first, last))
+            durations.append((first, last))
         else:
             began = clock()
             yield
-            laps.append(clock() - began)
+            durations.append(clock() - began)
 
     def _is_as_planned(self, batch: Batch) -> bool:
         try:
@@ -123,8 +123,8 @@ class Steps:
         return _timing(self._updates, fewest=fewest)
 
 
-def _timing(laps: Iterable[_Lap], *, fewest: int) -> Timing | None:
-    ordered = sorted(filter(None, map(_seconds, laps)))
+def _timing(durations: Iterable[_Lap], *, fewest: int) -> Timing | None:
+    ordered = sorted(filter(None, map(_seconds, durations)))
     if len(ordered) < fewest:
         return None
     tenth = len(ordered) // 10

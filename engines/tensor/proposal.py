@@ -16,7 +16,7 @@ from engines.tensor.unit_copy import UnitCopy, UnitKind, copy_unit, unit_kinds
 from engines.tensor.unit_proof import CallResult, prove_unit, run_whole
 from engines.tensor.variants import Styles, sequence_variants, variants
 from profiles.capture.batch import Batch, map_batch
-from profiles.capture.fake_mode import Pretence
+from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import stand_ins
 from profiles.errors import ModelError, PlanError
 from profiles.model.flow import GLUE, LOSS, Flow
@@ -182,7 +182,7 @@ def _on_fakes(model: nn.Module, sample: Batch) -> Iterator[None]:
     """Inside, the model's tensors and new ones are fake."""
     with stand_ins([model]) as fakes:
         fake = map_batch(lambda tensor: fakes.of(tensor.detach()), sample)
-        with Pretence().on(fake), without_onednn():
+        with FakeRunMode().on(fake), without_onednn():
             yield
 
 
@@ -250,11 +250,11 @@ class _Trial:
 
     def _try(self, styles: Mapping[str, tuple[Style, ...]]) -> str:
         """Take `styles` if they are right; else returns the reason."""
-        together = {**self.styles, **styles}
+        combined = {**self.styles, **styles}
         self._whole = self._whole or run_whole(self.copy)
-        verdict = prove_unit(self.copy, together, size=self._size, whole=self._whole)
+        verdict = prove_unit(self.copy, combined, size=self._size, whole=self._whole)
         if not verdict.why_not:
-            self.styles, self.partial = together, verdict.partial
+            self.styles, self.partial = combined, verdict.partial
         return verdict.why_not
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from engines.tensor.copy_tree import copy_tree
 from profiles.capture.batch import Batch, call_model, map_batch, split_rows
-from profiles.capture.fake_mode import Pretence
-from profiles.capture.fake_tensors import random_state_kept, stand_ins
+from profiles.capture.fake_mode import FakeRunMode
+from profiles.capture.fake_tensors import preserved_random_state, stand_ins
 from profiles.errors import AdvisorError, ModelError
 from profiles.torch_compat import (
     flatten,
@@ -257,7 +257,7 @@ def _fake_calls(
         stand_ins([model]) as fakes,
     ):
         fake = map_batch(lambda tensor: fakes.of(tensor.detach()), batch)
-        with Pretence().on(fake), without_onednn():
+        with FakeRunMode().on(fake), without_onednn():
             output = call_model(model, fake, has_target=has_target)
         return _with_use(notes, output)
 
@@ -381,7 +381,7 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        with random_state_kept():
+        with preserved_random_state():
             model.eval()
             yield
     finally:

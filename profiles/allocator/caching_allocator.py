@@ -49,7 +49,7 @@ def next_division(nbytes: int, divisions: int) -> int:
 
 
 def segment_bytes(block_bytes: int) -> int:
-    """What is asked of the driver for a block that is not cached (`get_allocation_size`)."""
+    """Bytes requested from the driver for a block that is not cached (`get_allocation_size`)."""
     if block_bytes <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if block_bytes < MIN_LARGE_BYTES:

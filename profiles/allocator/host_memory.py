@@ -9,7 +9,7 @@ from profiles.record import Record
 
 
 class Loading(StrEnum):
-    """How the ranks of a node come by their parameters."""
+    """Ways in which the ranks of a node load their parameters."""
 
     WHOLE = "whole"  # every rank builds the whole model in main memory; the engines want that
     FILE = "file"  # every rank builds it, and reads a checkpoint file beside it
@@ -42,7 +42,7 @@ def load_memory(
     ranks_per_node: int,
     shards: int = 1,
 ) -> LoadMemory:
-    """What `ranks_per_node` ranks take together while they load.
+    """Return the host memory that `ranks_per_node` ranks allocate while they load.
 
     Args:
         shards: ranks over which parameters are divided; buffers are whole everywhere.

@@ -44,7 +44,7 @@ class MemoryBlock:
 
     @property
     def expandable_bytes(self) -> int:
-        """What it can grow to: its own size and the unmapped addresses after it."""
+        """Its own size plus the unmapped addresses after it."""
         following = self.next
         return self.size + (following.size if following and not following.is_mapped else 0)
 

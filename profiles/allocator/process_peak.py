@@ -1,4 +1,4 @@
-"""How much memory this process has held at most: what predictions are compared with."""
+"""Peak memory of this process, which predictions are compared with."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ MOST_TEMPORARIES = 8
 
 @dataclass(frozen=True, slots=True)
 class UnitMemory:
-    """What a unit allocates on one rank, in bytes.
+    """Allocations of one unit on one rank, in bytes.
 
     Attributes:
         parameters: each tensor, there all the time.
@@ -32,9 +32,9 @@ class UnitMemory:
         whole_gradients: what the backward makes where `gradients` are the shards of it, which a
             reduction leaves.
         reduced: the inputs of that reduction, there until the next one begins.
-        kept: each tensor from its forward to its backward, in the order in which they are made.
+        saved: each tensor from its forward to its backward, in the order in which they are made.
         again: each tensor that is let go after the forward and made again for the backward.
-        forward_bytes: highest moment of its forward above what was there, `kept` and `again`
+        forward_bytes: highest moment of its forward above what was there, `saved` and `again`
             included.
         backward_bytes: the same of its backward, gradients of parameters not counted.
         gathered: whole parameters, there while it runs and the unit before it.
@@ -45,7 +45,7 @@ class UnitMemory:
     gradients: tuple[float, ...] = ()
     whole_gradients: tuple[float, ...] = ()
     reduced: tuple[float, ...] = ()
-    kept: tuple[float, ...] = ()
+    saved: tuple[float, ...] = ()
     again: tuple[float, ...] = ()
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
@@ -77,8 +77,8 @@ ONE_MICROBATCH = (Pass(True, 0, 0), Pass(False, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """What a rank allocates beside the forward and backward of its units.
+class Resident:
+    """Allocations of a rank outside the forward and backward of its units.
 
     Attributes:
         always: there all the time beside parameters: buffers, the batch.
@@ -96,7 +96,7 @@ class Standing:
 
 def replay(
     units: Sequence[UnitMemory],
-    standing: Standing,
+    standing: Resident,
     *,
     limit_bytes: int | None = None,
     expandable_segments: bool = False,
@@ -120,7 +120,7 @@ def replay(
 
 def replay_stages(
     stages: Sequence[Sequence[UnitMemory]],
-    standing: Standing,
+    standing: Resident,
     *,
     order: Sequence[Pass],
     limit_bytes: int | None = None,
@@ -137,16 +137,16 @@ def replay_stages(
     several = len({each.microbatch for each in order}) > 1
 
     def pass_through() -> list[int]:
-        kept: dict[tuple[int, int], list[list[int]]] = {}
+        saved: dict[tuple[int, int], list[list[int]]] = {}
         gradients: dict[int, list[int]] = {}
         for each in order:
             units = every[each.stage]
             if each.is_forward:
-                kept[each.stage, each.microbatch] = device.forwards(units)
+                saved[each.stage, each.microbatch] = device.forwards(units)
                 continue
             made = device.backwards(
                 units,
-                kept.pop((each.stage, each.microbatch)),
+                saved.pop((each.stage, each.microbatch)),
                 keeps=each.stage not in gradients and (several or not standing.buckets),
             )
             gradients.setdefault(each.stage, made)
@@ -161,7 +161,7 @@ def replay_timeline(
     *,
     gradients: Collection[int],
     parameters: Sequence[float],
-    standing: Standing,
+    standing: Resident,
     limit_bytes: int | None = None,
     expandable_segments: bool = False,
 ) -> Replayed:
@@ -204,7 +204,7 @@ class _Device:
     def train(
         self,
         parameters: Sequence[float],
-        standing: Standing,
+        standing: Resident,
         pass_through: Callable[[], list[int]],
     ) -> Replayed:
         """Several steps of a forward and backward that leave these addresses of gradients."""
@@ -226,19 +226,19 @@ class _Device:
 
     def forwards(self, units: Sequence[UnitMemory]) -> list[list[int]]:
         """Addresses of what each unit keeps."""
-        kept = []
+        saved = []
         for unit, gathered in self._gathering(units):
-            kept.append(self.forward(unit))
+            saved.append(self.forward(unit))
             self.give(gathered)
-        return kept
+        return saved
 
     def backwards(
-        self, units: Sequence[UnitMemory], kept: list[list[int]], *, keeps: bool
+        self, units: Sequence[UnitMemory], saved: list[list[int]], *, keeps: bool
     ) -> list[int]:
         """Addresses of the gradients that stay; `keeps` False: they go where others are."""
-        found: list[int] = []
+        gradients: list[int] = []
         for unit, gathered in self._gathering(units[::-1]):
-            made = self.backward(unit, kept.pop())
+            made = self.backward(unit, saved.pop())
             self.give(gathered)
             if unit.whole_gradients:
                 self.give(self.reduced)
@@ -246,10 +246,10 @@ class _Device:
                 self.give(made)
                 made = self.take_all(unit.gradients)
             if keeps:
-                found += made
+                gradients += made
             else:
                 self.give(made)
-        return found
+        return gradients
 
     def _gathering(self, units: Sequence[UnitMemory]) -> Iterator[tuple[UnitMemory, list[int]]]:
         """Every unit with its whole parameters, after those of the next one came."""
@@ -262,17 +262,17 @@ class _Device:
 
     def forward(self, unit: UnitMemory) -> list[int]:
         """Addresses of what is kept."""
-        made = self._tensors(unit, (*unit.kept, *unit.again))
-        again = made[len(unit.kept) :]
+        made = self._tensors(unit, (*unit.saved, *unit.again))
+        again = made[len(unit.saved) :]
         self.give(again)
-        return made[: len(unit.kept)]
+        return made[: len(unit.saved)]
 
-    def backward(self, unit: UnitMemory, kept: list[int]) -> list[int]:
+    def backward(self, unit: UnitMemory, saved: list[int]) -> list[int]:
         """Addresses of the gradients of its parameters."""
         whole = unit.whole_gradients or unit.gradients
-        sizes = (*unit.kept, *unit.again)
+        sizes = (*unit.saved, *unit.again)
         if unit.again:
-            kept += self._tensors(unit, unit.again, beside=sum(unit.kept))
+            saved += self._tensors(unit, unit.again, reserved=sum(unit.saved))
         largest = max(range(len(sizes)), key=sizes.__getitem__, default=0)
         gradients: list[int] = []
         temporaries: list[tuple[int, float]] = []
@@ -293,7 +293,7 @@ class _Device:
             share = (len(sizes) - number) / len(sizes)
             due = whole[len(gradients) : round(share * len(whole))]
             gradients += self.take_all(due)
-            self.allocator.free(kept[number])
+            self.allocator.free(saved[number])
             room += sizes[number]
         if not sizes:
             temporaries = self._filled(room, room)
@@ -302,11 +302,11 @@ class _Device:
         return gradients
 
     def _tensors(
-        self, unit: UnitMemory, sizes: Sequence[float], *, beside: float = 0.0
+        self, unit: UnitMemory, sizes: Sequence[float], *, reserved: float = 0.0
     ) -> list[int]:
         """Make these tensors, the largest of them beside as many temporaries as the highest moment
         has room for."""
-        room = unit.forward_bytes - sum(sizes) - beside
+        room = unit.forward_bytes - sum(sizes) - reserved
         largest = max(range(len(sizes)), key=sizes.__getitem__, default=0)
         made: list[int] = []
         for number, size in enumerate(sizes):
@@ -319,10 +319,10 @@ class _Device:
 
     def _filled(self, room: float, size: float) -> list[tuple[int, float]]:
         """As many temporaries of `size` as there is room for, the last one smaller."""
-        found = []
+        temporaries = []
         size = max(size, room / MOST_TEMPORARIES)
         while room > SMALL_BYTES:
             nbytes = min(size, room)
-            found.append((self.allocator.allocate(int(nbytes)), nbytes))
+            temporaries.append((self.allocator.allocate(int(nbytes)), nbytes))
             room -= nbytes
-        return found
+        return temporaries

@@ -20,7 +20,7 @@ def parameter_tensors(unit: UnitProfile) -> tuple[float, ...]:
     return tuple(known) if rest <= 0 else (*known, rest)
 
 
-def kept_tensors(cost: UnitCost, samples: float) -> tuple[float, ...]:
+def saved_sizes(cost: UnitCost, samples: float) -> tuple[float, ...]:
     """Bytes of each tensor kept for the backward, in the order of the unit's layers."""
     parts = [
         (layer.own.activation_bytes.at(samples), layer.after.activation_bytes.at(samples))

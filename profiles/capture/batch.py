@@ -1,4 +1,4 @@
-"""What a batch is, and how a model and a loss take it. The one statement of it for all engines.
+"""Structure of a batch, and the call of a model and a loss on it. All engines use this definition.
 
 A batch is a tensor, a tuple (inputs..., target) or a mapping of keyword arguments. The first
 dimension of every tensor is the batch.
@@ -68,8 +68,8 @@ def find_loss(output: object) -> Tensor | None:
     """The loss in a model's output: a scalar, `output.loss` or `output["loss"]`; else None."""
     if isinstance(output, Tensor):
         return output if output.ndim == 0 else None
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return found if isinstance(found, Tensor) else None
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) else None
 
 
 def batch_size(batch: Batch) -> int:

@@ -1,4 +1,4 @@
-"""What a block handed on, and the same again from other arguments without running one."""
+"""Records the outputs of a block, and makes like ones for other arguments without running it."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class BlockRun:
 def run_of(
     trace: TraceMode, trail: Trail, taken: Sequence[object], output: object
 ) -> BlockRun | None:
-    """What the call that is going on did; None where it hands on more than new tensors, its
-    arguments and plain values."""
+    """Record the call in progress; None if it returns more than new tensors, its arguments and
+    plain values."""
     leaves, structure = flatten(output)
     outputs = _outputs(leaves, taken, trail, trace)
     if outputs is None:
@@ -103,17 +103,18 @@ def _form(gradient: Tensor) -> Hashable:
 def _outputs(
     leaves: Sequence[object], taken: Sequence[object], trail: Trail, trace: TraceMode
 ) -> list[object] | None:
-    """How to make these again from other arguments; None where they share memory."""
+    """Describe the outputs so that they can be made for other arguments; None if they share
+    memory."""
     positions = {id(leaf): index for index, leaf in enumerate(taken) if isinstance(leaf, Tensor)}
     memories: set[int] = set()
-    found: list[object] = []
+    outputs: list[object] = []
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             if not isinstance(leaf, PLAIN):
                 return None
-            found.append(leaf)
+            outputs.append(leaf)
         elif id(leaf) in positions:
-            found.append(_Argument(positions[id(leaf)]))
+            outputs.append(_Argument(positions[id(leaf)]))
         else:
             number = trace.storages.number_of(leaf)
             if number is None or number < trail.first_made or number in memories:
@@ -121,7 +122,7 @@ def _outputs(
             if not _is_whole(leaf):
                 return None
             memories.add(number)
-            found.append(
+            outputs.append(
                 _Made(
                     shape=leaf.shape,
                     stride=leaf.stride(),
@@ -129,44 +130,44 @@ def _outputs(
                     needs_gradient=leaf.requires_grad,
                     sources=trace.sources_of(leaf, taken),
                     is_saved=trace.storages.is_saved_by(leaf, trace.scope),
-                    is_kept=trace.storages.is_kept_by(leaf, trace.scope),
+                    is_kept=trace.storages.is_selectively_saved_by(leaf, trace.scope),
                 )
             )
-    return found
+    return outputs
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether its memory holds nothing else."""
+    """True if the tensor covers its storage."""
     storage = storage_of(tensor)
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     elements = last + 1 if tensor.numel() else 0
     return storage is not None and storage.nbytes() == elements * tensor.element_size()
 
 
-def double_of(
+def substitute_outputs(
     run: BlockRun, trace: TraceMode, taken: Sequence[object], parameter: Tensor | None
 ) -> tuple[object, Gradients]:
-    """What a block like that of `run` returns for the arguments `taken`; and, once backward has
-    been, the gradients that came for it.
+    """Return the outputs of a block like that of `run` for the arguments `taken`; and the gradients
+    that arrived for them, filled in by backward.
 
     `parameter`: one that is trained; it makes outputs need a gradient where no argument does.
     """
     given: Gradients = {}
     leaves: dict[int, object] = {}
-    kept = [cast(Tensor, taken[position]).detach() for position in run.saved]
+    saved = [cast(Tensor, taken[position]).detach() for position in run.saved]
     made = [(n, output) for n, output in enumerate(run.outputs) if isinstance(output, _Made)]
     # First those that only others can keep for backward.
     for number, output in sorted(made, key=lambda item: item[1].needs_gradient):
         if output.needs_gradient:
             sources = [taken[position] for position in output.sources]
-            apply = cast(Callable[..., Tensor], _Double.apply)
-            call = _Call(trace, output, number, given, kept)
+            apply = cast(Callable[..., Tensor], _Substitute.apply)
+            call = _Call(trace, output, number, given, saved)
             tensor = apply(call, parameter, *sources)
-            kept = []
+            saved = []
         else:
             tensor = _empty(output)
             if output.is_saved:
-                kept.append(tensor)
+                saved.append(tensor)
         if output.is_kept:
             trace.storages.keep(tensor, trace.scope)
         leaves[number] = tensor
@@ -184,16 +185,16 @@ def _empty(made: _Made) -> Tensor:
 
 @dataclass(slots=True)
 class _Call:
-    """Of a function that makes output `number` and keeps `kept` for backward."""
+    """Of a function that makes output `number` and saves `saved` for backward."""
 
     trace: TraceMode
     made: _Made
     number: int
     given: Gradients
-    kept: list[Tensor]
+    saved: list[Tensor]
 
 
-class _Double(torch.autograd.Function):
+class _Substitute(torch.autograd.Function):
     """Makes a tensor like one of those of the block, and gradients for what it was made of."""
 
     @staticmethod
@@ -202,8 +203,8 @@ class _Double(torch.autograd.Function):
         ctx.call = call
         ctx.sources = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in sources]
         output = _empty(call.made)
-        ctx.save_for_backward(*call.kept, *([output] if call.made.is_saved else []))
-        call.kept = []
+        ctx.save_for_backward(*call.saved, *([output] if call.made.is_saved else []))
+        call.saved = []
         return output
 
     @staticmethod
@@ -217,8 +218,8 @@ class _Double(torch.autograd.Function):
         call.given[call.number] = _form(gradient)
         # Along a residual the layout of a gradient goes on from block to block.
         layouts = {gradient.shape: gradient.stride()}
-        found = (
+        made = (
             torch.empty_strided(shape, layouts.get(shape, stride), dtype=dtype)
             for shape, stride, dtype in ctx.sources
         )
-        return (None, None, *found)
+        return (None, None, *made)

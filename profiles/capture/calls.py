@@ -1,4 +1,4 @@
-"""What the units of a model are given, call by call, and the same again on a device."""
+"""Records the inputs of a model's units, call by call, and makes like ones on a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from profiles.capture.batch import Batch, LossFn, batch_tensors, call_model, map_batch
-from profiles.capture.fake_mode import Pretence
+from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import stand_ins
 from profiles.capture.frames import summary
 from profiles.capture.modules import Unit, find_units
@@ -45,7 +45,7 @@ def calls_of(
     model: nn.Module, sample: Batch, loss_fn: LossFn | None
 ) -> tuple[dict[str, list[CallSpec]], dict[str, str]]:
     """The outermost calls of every unit, and of the loss; and units that call each other."""
-    found: dict[str, list[CallSpec]] = {}
+    calls_by_unit: dict[str, list[CallSpec]] = {}
     left_out: dict[str, str] = {}
     inside: list[str] = []
     numbers: dict[int, int] = {}
@@ -60,7 +60,9 @@ def calls_of(
             if inside:
                 left_out.setdefault(unit.name, f"it is called inside `{inside[-1]}`")
                 left_out.setdefault(inside[-1], f"it calls `{unit.name}`")
-            found.setdefault(unit.name, []).append(CallSpec(*map_tensors(spec, (args, kwargs))))
+            calls_by_unit.setdefault(unit.name, []).append(
+                CallSpec(*map_tensors(spec, (args, kwargs)))
+            )
             inside.append(unit.name)
 
         return hook
@@ -81,7 +83,7 @@ def calls_of(
             unit.module.register_forward_pre_hook(before(unit), with_kwargs=True)
             unit.module.register_forward_hook(after, always_call=True)
         try:
-            with Pretence().on(batch):
+            with FakeRunMode().on(batch):
                 output = call_model(model, batch, has_target=loss_fn is not None)
         except AdvisorError:
             raise
@@ -91,8 +93,8 @@ def calls_of(
             ) from error
         if loss_fn is not None:
             target = batch if isinstance(batch, Mapping) else batch[-1]
-            found[LOSS] = [CallSpec(*map_tensors(spec, ((output, target), {})))]
-    return {name: calls for name, calls in found.items() if name not in left_out}, left_out
+            calls_by_unit[LOSS] = [CallSpec(*map_tensors(spec, ((output, target), {})))]
+    return {name: calls for name, calls in calls_by_unit.items() if name not in left_out}, left_out
 
 
 def inputs_of(
@@ -124,7 +126,7 @@ def _tensor(
 
 
 def _may_be(spec: Spec, tensor: Tensor) -> bool:
-    """Whether a view or copy of this tensor of the sample could be what the unit got: an index into
+    """True if the unit's input could be a view or copy of this tensor of the sample: an index into
     a table, or a mask."""
     is_alike = tuple(tensor.shape) == spec.shape and tensor.dtype == spec.dtype
     return is_alike and not tensor.is_meta and bool((tensor >= 0).all())

@@ -1,4 +1,4 @@
-"""StepTrace at any module on fake tensors: nothing is allocated, computed or changed."""
+"""Trace any module on fake tensors: nothing is allocated, computed or changed."""
 
 from __future__ import annotations
 
@@ -104,33 +104,34 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token")
 def _experts_per_token(model: nn.Module) -> int | None:
     """As the configuration that the module carries says; nothing else of it is looked at."""
     config = getattr(model, "config", None)
-    found = (getattr(config, name, None) for name in _EXPERTS_PER_TOKEN)
-    return next((n for n in found if type(n) is int and n > 0), None)
+    counts = (getattr(config, name, None) for name in _EXPERTS_PER_TOKEN)
+    return next((n for n in counts if type(n) is int and n > 0), None)
 
 
 def _look_twice(
     subject: TracedModel, numerics: Numerics, *, every_block: bool
 ) -> tuple[StepTrace, StepTrace | None]:
     """At the sample, and at twice its batch; not every model takes that."""
-    first = _look(subject, numerics, every_block=every_block)
+    first = _trace_soundly(subject, numerics, every_block=every_block)
     try:
-        return first, _look(subject, numerics, times=2, every_block=every_block)
+        return first, _trace_soundly(subject, numerics, times=2, every_block=every_block)
     except ModelError:
         return first, None
 
 
-def _look(
+def _trace_soundly(
     subject: TracedModel, numerics: Numerics, *, times: int = 1, every_block: bool
 ) -> StepTrace:
-    """Where blocks that seem equal do more than they hand on, all of them are run."""
+    """Trace a step without repeated blocks; run all of them if blocks that seem equal have side
+    effects."""
     if not every_block:
         try:
-            found = trace_step(subject, numerics, times=times, every_block=False)
+            trace = trace_step(subject, numerics, times=times, every_block=False)
         except ModelError:  # of the model, or of what it misses
             pass
         else:
-            if found.is_sound:
-                return found
+            if trace.is_sound:
+                return trace
     return trace_step(subject, numerics, times=times)
 
 

@@ -1,4 +1,4 @@
-"""What a module that was split by hand copies from device to device in a forward.
+"""Copies between devices in the forward of a manually placed module.
 
 It is looked at on stand-ins that are all on one device, so where a tensor would be is followed: an
 operation runs where its parameters are (without any, where its inputs are), and leaves its outputs
@@ -31,7 +31,7 @@ class Copy:
 
 
 class CopyTrace:
-    """Where each memory is, and what is copied.
+    """Tracks the device of each memory, and the copies between devices.
 
     Args:
         placed: devices of parameters, of buffers and of the batch, by their memories
@@ -67,14 +67,15 @@ class CopyTrace:
         """The device of the first parameter, else of the first tensor that is on one."""
         parameters = [tensor for tensor in inputs if self._storages.holders_of(tensor)]
         devices = (self._devices(tensor) for tensor in (*parameters, *inputs))
-        return next((found[0] for found in devices if found), None)
+        return next((candidates[0] for candidates in devices if candidates), None)
 
     def _memory(self, tensor: Tensor) -> int | None:
         """None also for numbers, which pass between devices by themselves."""
         return self._storages.memory_of(tensor) if tensor.dim() else None
 
     def _devices(self, tensor: Tensor) -> tuple[str, ...]:
-        """Where it was made, and then copied to; empty where it is made of nothing."""
+        """Devices of the memory: where it was made, then those it was copied to; empty if it has no
+        inputs."""
         memory = self._memory(tensor)
         return () if memory is None else self._places.get(memory, ())
 

@@ -1,4 +1,4 @@
-"""Who does what during one forward and backward: operations and calls, put down to units."""
+"""Attributes operations and calls of one forward and backward to units."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from profiles.capture.copy_trace import CopyTrace
-from profiles.capture.fake_mode import Pretence
+from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.flow_trace import FlowTrace, Trail
 from profiles.capture.layer_trace import LayerTrace, Shapes
 from profiles.capture.modules import Unit
@@ -46,7 +46,7 @@ from profiles.trace.scopes import Scope
 _SCOPE = "scope"  # key among the notes of autograd nodes
 
 
-class TraceMode(Pretence):
+class TraceMode(FakeRunMode):
     """Watches operations below autograd, calls of units, and what autograd saves.
 
     A forward operation belongs to the unit that is being called; a backward operation to the unit
@@ -75,7 +75,7 @@ class TraceMode(Pretence):
         self.scope = Scope(GLUE)
         self.scopes = [self.scope]
         self.shared: set[str] = set()
-        self.strangers: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.outside_leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._timeline = storages.timeline
         self._timeline.open((self.scope, False))
         self._low_precision = low_precision
@@ -174,12 +174,12 @@ class TraceMode(Pretence):
 
     @property
     def in_backward(self) -> bool:
-        """Whether calls of units are recomputation."""
+        """True during backward: calls of units are recomputation then."""
         return self._in_backward
 
     @property
     def is_saving(self) -> bool:
-        """Whether what autograd saves is noted now, and not handled by a hook of the model's own
+        """True while saved tensors are noted here, and not handled by a hook of the model's own
         (checkpoints, offloading)."""
         return saving_hook() is self._pack
 
@@ -243,26 +243,26 @@ class TraceMode(Pretence):
 
     def _mark(self, tree: object) -> None:
         """Every autograd node behind these tensors that is not marked was made here."""
-        found: list[Node | None] = [tensor.grad_fn for tensor in tensors_in(tree)]
-        while found:
-            node = found.pop()
+        pending: list[Node | None] = [tensor.grad_fn for tensor in tensors_in(tree)]
+        while pending:
+            node = pending.pop()
             if node is None or _SCOPE in node_notes(node):
                 continue
             node_notes(node)[_SCOPE] = self.scope
             if is_leaf_node(node):
-                self._meet(cast(Any, node).variable)
+                self._remember_gradient(cast(Any, node).variable)
                 continue
             chain = self.scope.chain_at(sequence_number(node))
             node.register_prehook(functools.partial(self._arrive, self.scope, chain))
-            found.extend(parent for parent, _ in node.next_functions)
+            pending.extend(parent for parent, _ in node.next_functions)
 
-    def _meet(self, leaf: Tensor) -> None:
+    def _remember_gradient(self, leaf: Tensor) -> None:
         """Remember the gradient of a leaf that is no stand-in, to be put back."""
         if not self.storages.is_known(leaf):
-            self.strangers[id(leaf)] = (leaf, leaf.grad)
+            self.outside_leaves[id(leaf)] = (leaf, leaf.grad)
 
     def sources_of(self, output: Tensor, taken: Sequence[object]) -> tuple[int, ...]:
-        """Which of the tensors that a call took its output has a gradient for, by position.
+        """Return the positions of the arguments that an output of a call has a gradient for.
 
         Asked before the call is left, while the nodes that it made have no mark.
         """
@@ -270,7 +270,7 @@ class TraceMode(Pretence):
         for position, leaf in enumerate(taken):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 ends[leaf.grad_fn or id(leaf), leaf.output_nr] = position
-        found: set[int] = set()
+        positions: set[int] = set()
         seen: set[Node] = set()
         nodes = [output.grad_fn]
         while nodes:
@@ -282,10 +282,10 @@ class TraceMode(Pretence):
                 is_leaf = parent is not None and is_leaf_node(parent)
                 end = id(cast(Any, parent).variable) if is_leaf else parent
                 if (end, number) in ends:
-                    found.add(ends[end, number])
+                    positions.add(ends[end, number])
                 else:
                     nodes.append(parent)
-        return tuple(sorted(found))
+        return tuple(sorted(positions))
 
     def _arrive(self, scope: Scope, chain: Chain, gradients: object) -> None:
         # A gradient may also be asked for in the forward: then it is work of whoever asks.
@@ -365,10 +365,10 @@ class TraceMode(Pretence):
 
 def _flat(values: Iterable[object]) -> list[Tensor]:
     """Tensors in nested tuples and lists; several times faster than a general tree walk."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, tuple | list):
-            found.extend(_flat(value))
-    return found
+            tensors.extend(_flat(value))
+    return tensors

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def experts_of(module: nn.Module) -> int:
-    """How many experts it holds; 0 if it is no such module.
+    """Number of experts that the module holds; 0 if it is not a mixture-of-experts layer.
 
     Every weight of it has the experts first, some are a matrix for each, and its forward takes
     tokens, the numbers of some experts for each token, and what each of those weighs.

@@ -1,4 +1,4 @@
-"""What fake tensors cannot do by themselves, so that code runs on them as on real ones."""
+"""Lets code run on fake tensors as on real ones, where fake tensors alone would fail."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STAND_IN = torch.device("cpu")
 _ONES = ("ones", "ones_like", "new_ones")
 
 
-class Pretence(TorchDispatchMode):
+class FakeRunMode(TorchDispatchMode):
     """Answers operations that fake tensors have no answer to, and passes on all others."""
 
     def __init__(self) -> None:
@@ -50,7 +50,8 @@ class Pretence(TorchDispatchMode):
             yield
 
     def is_all_ones(self, tensor: Tensor) -> bool:
-        """Whether the run made it of ones, or cast it from such; what is given is not known."""
+        """True if the run made the tensor of ones, or cast it from such a one; inputs are
+        unknown."""
         storage = storage_of(tensor)
         made = self._ones.get(id(storage))
         return made is not None and made() is storage
@@ -58,7 +59,7 @@ class Pretence(TorchDispatchMode):
     def note(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
     ) -> None:
-        """What was run, for those who watch."""
+        """Called after each operation; subclasses record it."""
 
     def __torch_dispatch__(
         self,

@@ -55,18 +55,18 @@ def stand_ins(modules: Sequence[nn.Module], *, cast: torch.dtype | None = None) 
     the copy: at the end the modules are as they were, and so are the random number generators.
     """
     every = {id(part): part for module in modules for part in module.modules()}
-    kept = [(module, module.__dict__) for module in every.values()]
-    with fake_tensors(), random_state_kept():
+    originals = [(module, module.__dict__) for module in every.values()]
+    with fake_tensors(), preserved_random_state():
         fakes = Fakes(cast=cast)
         try:
             copies: dict[int, object] = {}
-            for module, attributes in kept:
+            for module, attributes in originals:
                 _set_attributes(
                     module, {name: copied(v, fakes.of, copies) for name, v in attributes.items()}
                 )
             yield fakes
         finally:
-            for module, attributes in kept:
+            for module, attributes in originals:
                 _set_attributes(module, attributes)
 
 
@@ -103,8 +103,8 @@ def copied(value: object, of: Callable[[Tensor], Tensor], copies: dict[int, obje
 
 
 @contextmanager
-def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
-    """What is drawn inside leaves no trace: Python's, NumPy's and torch's generators.
+def preserved_random_state(devices: Sequence[int] = ()) -> Iterator[None]:
+    """Restore the random state of Python, NumPy and torch on exit.
 
     `devices`: numbers of the CUDA devices whose generators are drawn from.
     """

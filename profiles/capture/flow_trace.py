@@ -55,7 +55,7 @@ class _Region:
 
 
 class FlowTrace:
-    """Where the contents of each memory come from.
+    """Tracks the calls that the contents of each memory come from.
 
     Glue hands on what it is made of: a sum of two outputs stands for both. Memory is known by its
     number (`Storages.memory_of`), which is never given twice, so views stand for what they are
@@ -208,16 +208,16 @@ class FlowTrace:
             self._edges.setdefault(Edge(source=source, value=value, target=target))
 
     def _depend(self, call: Trail, sources: Iterable[Source]) -> None:
-        """What the call hands on follows from these: taking something is not yet using it."""
+        """Note that the outputs of the call depend on these: taking a value is not yet using it."""
         call.uses_parameters |= any(
             self._calls[source].values[value].depends_on_parameters for source, value in sources
         )
 
     def _all_from(self, tensors: Iterable[Tensor]) -> frozenset[Source]:
-        found: frozenset[Source] = frozenset()
+        sources: frozenset[Source] = frozenset()
         for tensor in tensors:
-            found |= self._from(tensor)
-        return found
+            sources |= self._from(tensor)
+        return sources
 
     def _from(self, tensor: Tensor) -> frozenset[Source]:
         memory = self._storages.memory_of(tensor)
@@ -230,13 +230,13 @@ class FlowTrace:
             value = _value(tensor, depends_on_parameters=call.uses_parameters)
             call.values.append(value.model_copy(update={"is_returned": False}))
             self._put(memory, [(maker, len(call.values) - 1)])
-        found = self._sources.get(memory, frozenset())
+        sources = self._sources.get(memory, frozenset())
         parts = self._parts.get(memory, {})
-        if len(parts) > 1 and found == frozenset(parts):  # one of the chunks that a call returned
+        if len(parts) > 1 and sources == frozenset(parts):  # one of the chunks that a call returned
             start = int(tensor.storage_offset())
             within = frozenset(part for part, region in parts.items() if region.holds(start))
-            found = within if len(within) == 1 else found
-        return frozenset(source for source in found if not self._is_own(memory, source[0]))
+            sources = within if len(within) == 1 else sources
+        return frozenset(source for source in sources if not self._is_own(memory, source[0]))
 
     def _left_by(self, memory: int) -> int | None:
         """The call that made or changed this and did not return it, unless that is known."""
@@ -249,7 +249,7 @@ class FlowTrace:
         return None if maker is None or self._is_own(memory, maker) else maker
 
     def _is_own(self, memory: int, number: int) -> bool:
-        """What a unit keeps from call to call in a buffer of its own stays with it."""
+        """True if the memory is a buffer that the unit keeps from call to call."""
         current = self._current
         return memory < 0 and current is not None and self._calls[number].unit == current.unit
 
@@ -260,11 +260,11 @@ class FlowTrace:
         self._parts.pop(memory, None)
 
     def _made_of(self, inputs: Sequence[Tensor]) -> frozenset[Source]:
-        found = self._all_from(inputs)
+        sources = self._all_from(inputs)
         for tensor in inputs:
             if self._storages.holders_of(tensor) and not self._from(tensor):
-                found |= {self._glue_with(tensor)}
-        return found
+                sources |= {self._glue_with(tensor)}
+        return sources
 
     def _glue_with(self, parameter: Tensor) -> Source:
         if self._glue is None:

@@ -1,4 +1,4 @@
-"""Which weight layers a unit goes through during a forward, and what feeds them."""
+"""Weight layers that a unit calls during a forward, and the producers of their inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layer_shapes(unit: Unit, first_names: Mapping[int, str]) -> dict[str, LayerS
     Args:
         first_names: of each parameter by its id; what an earlier scope holds counts there.
     """
-    found = {}
+    shapes = {}
     for path, module in unit.module.named_modules():
         kind = _kind(module)
         if kind is None:
@@ -41,7 +41,7 @@ def layer_shapes(unit: Unit, first_names: Mapping[int, str]) -> dict[str, LayerS
             for name in ("weight", "bias")
             for p in [module._parameters.get(name)]
         )
-        found[path] = LayerShape(
+        shapes[path] = LayerShape(
             path=path,
             kind=kind,
             inputs=sizes[0] if flipped else sizes[1],
@@ -51,7 +51,7 @@ def layer_shapes(unit: Unit, first_names: Mapping[int, str]) -> dict[str, LayerS
             weight_gradient_bytes=sum(p.nbytes for p in weight if p.requires_grad),
             bias_gradient_bytes=sum(p.nbytes for p in bias if p.requires_grad),
         )
-    return found
+    return shapes
 
 
 def _kind(module: nn.Module) -> LayerKind | None:

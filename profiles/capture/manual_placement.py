@@ -20,12 +20,12 @@ def devices_of(model: nn.Module) -> tuple[torch.device, ...]:
     return tuple(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_meta))
 
 
-def is_by_hand(model: nn.Module) -> bool:
-    """Whether parameters sit on more than one device. (Buffers may be left behind by mistake.)"""
+def is_manually_placed(model: nn.Module) -> bool:
+    """True if parameters are on more than one device. (Buffers may be left behind by mistake.)"""
     return len({p.device for p in model.parameters() if not p.is_meta}) > 1
 
 
 def accelerators_of(model: nn.Module) -> tuple[torch.device, ...]:
     """Of the devices of a module that was split by hand, those that are not the processor."""
-    found = devices_of(model) if is_by_hand(model) else ()
-    return tuple(device for device in found if device.type != "cpu")
+    devices = devices_of(model) if is_manually_placed(model) else ()
+    return tuple(device for device in devices if device.type != "cpu")

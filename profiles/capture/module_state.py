@@ -1,4 +1,4 @@
-"""What a module carries that decides what it does, its arguments apart."""
+"""State of a module that decides what its forward does, apart from the arguments."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class State:
     tensors: tuple[weakref.ref[Tensor], ...]
 
     def is_still(self, module: nn.Module, forward: Callable[..., object]) -> bool:
-        """Whether the module is as it was, to the very tensors."""
+        """True if the module is unchanged, down to the identity of its tensors."""
         now = state_of(module, forward)
         if now is None or now.kind != self.kind:
             return False
@@ -189,8 +189,8 @@ class _Walk:
             raise _NotReadable
         self.visit(type(value))
         self.visit(type(value).forward)
-        for held in (value._parameters, value._buffers, value._modules):
-            self._all("held", itertools.chain.from_iterable(held.items()))
+        for members in (value._parameters, value._buffers, value._modules):
+            self._all("held", itertools.chain.from_iterable(members.items()))
         for name, attribute in attributes.items():
             if name not in _OF_MODULES:
                 self.kind.append(name)
@@ -201,10 +201,10 @@ class _Walk:
         self.kind.append(id(value.__code__))
         self._all("closure", value.__closure__ or ())
         for name in value.__code__.co_names:
-            found = value.__globals__.get(name)
-            if isinstance(found, PLAIN | list | dict | set) and found is not None:
+            variable = value.__globals__.get(name)
+            if isinstance(variable, PLAIN | list | dict | set) and variable is not None:
                 self.kind.append(name)
-                self.visit(found)
+                self.visit(variable)
 
     def _cell(self, value: types.CellType) -> None:
         try:
@@ -220,11 +220,11 @@ class _Walk:
             raise _NotReadable
 
     def _attributes(self, value: object) -> bool:
-        """Whether there are any."""
+        """Visit the attributes; True if the type can have any."""
         names = [n for kind in type(value).__mro__ for n in vars(kind).get("__slots__", ())]
-        found = dict(getattr(value, "__dict__", {}))
-        found |= {name: getattr(value, name) for name in names if hasattr(value, name)}
-        for name, attribute in found.items():
+        attributes = dict(getattr(value, "__dict__", {}))
+        attributes |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+        for name, attribute in attributes.items():
             self.kind.append(name)
             self.visit(attribute)
         return hasattr(value, "__dict__") or bool(names)

@@ -1,4 +1,4 @@
-"""Which modules of a model are units: repeated blocks, and the modules around them."""
+"""Units of a model: its repeated blocks, and the modules around them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
 
 def owners(model: nn.Module, units: tuple[Unit, ...]) -> dict[int, str]:
     """The unit of every module by id; `GLUE` where a module only holds units."""
-    found: dict[int, str] = {}
+    by_id: dict[int, str] = {}
     for unit in units:
         for module in unit.module.modules():
-            found.setdefault(id(module), unit.name)
+            by_id.setdefault(id(module), unit.name)
     for module in model.modules():
-        found.setdefault(id(module), GLUE)
-    return found
+        by_id.setdefault(id(module), GLUE)
+    return by_id
 
 
 def _units_in(
@@ -93,7 +93,7 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _are_stages(parent: nn.Module) -> bool:
-    """Whether the elements of a list differ in width or depth, as stages do and blocks do not.
+    """True if the elements of a list differ in width or depth, as stages do and blocks do not.
 
     A mixture-of-experts block also holds a list of equal modules; its neighbours are like it. Most
     shapes being different tells them apart.

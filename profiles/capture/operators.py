@@ -119,7 +119,7 @@ def multiplied(operator: Operator, args: Sequence[Any], result: Tensor) -> Group
 
 
 def launches(operator: Operator, *, makes_storage: bool) -> bool:
-    """Whether a call runs a kernel. Views, reshapes without a copy and allocations do not."""
+    """True if a call runs a kernel. Views, reshapes without a copy and allocations do not."""
     if operator.overloadpacket.__name__ in _ALLOCATES:
         return False
     return makes_storage or is_mutable(operator)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.block_substitute import BlockRun, Gradients, double_of, run_of
+from profiles.capture.block_substitute import BlockRun, Gradients, run_of, substitute_outputs
 from profiles.capture.dispatch_modes import TraceMode
 from profiles.capture.flow_trace import Trail
 from profiles.capture.module_state import PLAIN, Position, State, state_of
@@ -32,7 +32,7 @@ _SETTINGS = PLAIN | torch.dtype | torch.device
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What decides what a call does (`key`), and what it is charged for (`standing`)."""
+    """Identity of a call: `key` decides what it does, `standing` what it is charged for."""
 
     key: Hashable
     standing: Hashable
@@ -46,7 +46,7 @@ class Repeats:
         self._count: Counter[Hashable] = Counter()
         self._work: dict[Hashable, tuple[int, int]] = {}
         self._runs: dict[_Call, BlockRun] = {}
-        self._doubles: list[tuple[BlockRun, Gradients]] = []
+        self._substitutes: list[tuple[BlockRun, Gradients]] = []
         self._involved: set[str] = set()
         self._is_even = True  # calls that are equal did the same work
         # Whether the latest call ran in full: of each list, and of those that take a memory.
@@ -65,7 +65,7 @@ class Repeats:
                 )
 
     def is_sound(self) -> bool:
-        """Whether those that ran tell what the others would have done; asked after backward."""
+        """True if the calls that ran represent those that did not; valid after backward."""
         calls = Counter(call.unit for call in self._trace.flow.flow().calls)
         return (
             self._is_even
@@ -76,7 +76,7 @@ class Repeats:
             and all(ran for count, ran in self._takers.values() if count > 1)
             and all(calls[unit] == 1 for unit in self._involved)
             and not self._involved & self._trace.shared
-            and all(run.given == given for run, given in self._doubles)
+            and all(run.given == given for run, given in self._substitutes)
         )
 
     def _instead(
@@ -121,7 +121,7 @@ class Repeats:
     def _call(
         self, unit: Unit, forward: Callable[..., object], taken: Sequence[object], structure: object
     ) -> _Call | None:
-        """What is to be known of the call that is going on; None if it may be like no other."""
+        """Identify the call in progress; None if no other call may be like it."""
         state, arguments = state_of(unit.module, forward), _describe(taken)
         if state is None or arguments is None or not self._trace.is_saving:
             return None
@@ -146,7 +146,8 @@ class Repeats:
         return any(len(holders(parameter)) > 1 for parameter in module.parameters())
 
     def _standing(self, state: State, taken: Sequence[object]) -> Hashable:
-        """What is kept already, of all that a call takes; and which of its arguments are one."""
+        """Memory state of the inputs: what is saved already, and which arguments are the same
+        tensor."""
         leaves = [leaf for leaf in taken if isinstance(leaf, Tensor)]
         tensors = [tensor for reference in state.tensors if (tensor := reference()) is not None]
         first: dict[int, int] = {}
@@ -176,8 +177,8 @@ class Repeats:
         self._involved.add(unit.name)
         self._trace.stand_for(run.scope, run.trail)
         parameter = next((p for p in unit.module.parameters() if p.requires_grad), None)
-        output, given = double_of(run, self._trace, taken, parameter)
-        self._doubles.append((run, given))
+        output, given = substitute_outputs(run, self._trace, taken, parameter)
+        self._substitutes.append((run, given))
         return output
 
 
@@ -220,11 +221,12 @@ def _list_of(unit: Unit) -> str:
 
 
 def _describe(leaves: Sequence[object]) -> Hashable | None:
-    """What decides the shapes that a call makes; None for arguments that may be more than values.
+    """Key of the arguments as far as they decide shapes; None if one of them may be more than a
+    value.
 
     Tensors that are one and the same are told from those that are only alike.
     """
-    found: list[Hashable] = []
+    key: list[Hashable] = []
     first: dict[int, int] = {}
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
@@ -232,16 +234,16 @@ def _describe(leaves: Sequence[object]) -> Hashable | None:
                 return None
             same = first.setdefault(id(leaf), position)
             form = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
-            found.append((same, type(leaf), *form))
+            key.append((same, type(leaf), *form))
         elif isinstance(leaf, _SETTINGS):
-            found.append((type(leaf), repr(leaf)))
+            key.append((type(leaf), repr(leaf)))
         else:
             return None
-    return tuple(found)
+    return tuple(key)
 
 
 def _modes() -> Hashable:
-    """What torch does differently around a call."""
+    """Modes of torch that change what a call does."""
     return (
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
@@ -255,6 +257,6 @@ def _modes() -> Hashable:
 
 
 def _draws() -> Hashable:
-    """Where the generators of numbers that code can look at are."""
+    """States of the random generators that code can read."""
     state: dict[str, Any] = np.random.get_state(legacy=False)
     return random.getstate(), state["state"]["key"].tobytes(), state["state"]["pos"]

@@ -62,7 +62,7 @@ class Storages:
         self._all: list[_Made] = []
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Whether it was there before the run."""
+        """True if the memory existed before the run."""
         return id(storage_of(tensor)) in self._known
 
     def holders_of(self, tensor: Tensor) -> frozenset[str]:
@@ -99,21 +99,21 @@ class Storages:
         made = self._made(tensor)
         return made is not None and scope in made.savers
 
-    def is_kept_by(self, tensor: Tensor, scope: Scope) -> bool:
-        """Whether it would be, under selective recompute."""
+    def is_selectively_saved_by(self, tensor: Tensor, scope: Scope) -> bool:
+        """True if the scope would save the tensor under selective recompute."""
         made = self._made(tensor)
         return made is not None and made.kept_by is scope
 
     def is_alive(self, number: int) -> bool:
-        """Whether memory of this number is there; what was there before is."""
+        """True if the memory of this number is allocated; memory from before the run always is."""
         return number < 0 or self._all[number].is_alive
 
     def is_kept(self, number: int) -> bool:
-        """Whether autograd holds it now, or it was there before."""
+        """True if autograd holds the memory now, or it existed before the run."""
         return number < 0 or (self._all[number].is_alive and bool(self._all[number].savers))
 
     def is_first_saved_by(self, number: int, scope: Scope) -> bool:
-        """Whether autograd holds it now for this place before others."""
+        """True if autograd holds the memory now and this scope was the first to save it."""
         made = self._all[number]
         return made.is_alive and bool(made.savers) and made.savers[0] is scope
 
@@ -125,26 +125,26 @@ class Storages:
         part: LayerSegment | None = None,
     ) -> bool:
         """Note what a call made, in this part of a unit; whether it made anything."""
-        found = False
+        allocates = False
         for tensor in outputs:
             storage = storage_of(tensor)
             if storage is None:  # sparse: made of tensors that were noticed on their own
-                found = True
+                allocates = True
             elif id(storage) not in self._known and id(storage) not in self._live:
                 if operator.is_view:  # of a real tensor from outside the model
                     self._known[id(storage)] = storage
                     continue
-                found = True
+                allocates = True
                 if self._is_parameter_cast(operator, inputs):
                     self._known[id(storage)] = storage
                     self._owned[id(storage)] = self.holders_of(inputs[0])
                     self._names[id(storage)] = self.parameter_name(inputs[0])
                 else:
                     self._make(storage, part)
-        return found
+        return allocates
 
     def hand_on(self, tensor: Tensor, maker: LayerSegment, taker: LayerSegment) -> None:
-        """What `maker` made counts as a part of `taker`."""
+        """Count memory that `maker` allocated as allocated by `taker`."""
         made = self._made(tensor)
         if made is not None and made.part is maker:
             made.part = taker
@@ -185,11 +185,12 @@ class Storages:
         return total
 
     def saved_bytes(self) -> dict[Scope, int]:
-        """What autograd holds now, by the first place that saved it."""
+        """Bytes that autograd holds now, by the first scope that saved them."""
         return _sum((made.savers[0], made) for made in self._all if made.is_alive and made.savers)
 
     def selective_bytes(self) -> dict[Scope, int]:
-        """What it would hold if blocks kept only inputs and the outputs of `kept_operators`."""
+        """Bytes that it would hold if blocks saved only inputs and the outputs of
+        `kept_operators`."""
         # What a block keeps for itself it keeps even where the plain run has let it go.
         return _sum(
             (made.kept_by, made)
@@ -214,8 +215,8 @@ class Storages:
         )
 
     def _made(self, tensor: Tensor) -> _Made | None:
-        found = self._live.get(id(storage_of(tensor)))
-        return found[0] if found else None
+        entry = self._live.get(id(storage_of(tensor)))
+        return entry[0] if entry else None
 
     def _make(self, storage: torch.UntypedStorage, part: LayerSegment | None) -> None:
         key, size_bytes = id(storage), storage.nbytes()
@@ -240,9 +241,9 @@ class Storages:
 Keeper = TypeVar("Keeper", bound=Hashable)
 
 
-def _sum(found: Iterable[tuple[Keeper | None, _Made]]) -> dict[Keeper, int]:
+def _sum(pairs: Iterable[tuple[Keeper | None, _Made]]) -> dict[Keeper, int]:
     total: dict[Keeper, int] = {}
-    for keeper, made in found:
+    for keeper, made in pairs:
         if keeper is not None:
             total[keeper] = total.get(keeper, 0) + made.size_bytes
     return total

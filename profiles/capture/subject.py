@@ -10,14 +10,14 @@ from torch.nn.parameter import is_lazy
 
 from profiles.capture.batch import Batch, LossFn, batch_tensors
 from profiles.capture.layer_trace import Shapes, layer_shapes
-from profiles.capture.manual_placement import devices_of, is_by_hand
+from profiles.capture.manual_placement import devices_of, is_manually_placed
 from profiles.capture.modules import Unit, find_units, owners
 from profiles.errors import ModelError
 
 
 @dataclass(slots=True)
 class TracedModel:
-    """What is looked at. Parameters are known by their ids, so that a tied one is one.
+    """The model to trace. Parameters are known by their ids, so that a tied one is one.
 
     Attributes:
         units: see `find_units`.
@@ -42,7 +42,7 @@ class TracedModel:
 
     def __post_init__(self) -> None:
         _require_module(self.model)
-        if is_by_hand(self.model):
+        if is_manually_placed(self.model):
             self.devices = tuple(map(str, devices_of(self.model)))
         self.units = find_units(self.model)
         self.owners = owners(self.model, self.units)
@@ -63,13 +63,13 @@ class TracedModel:
 
     def buffer_bytes_of(self, unit: str) -> int:
         """Of the buffers of the unit's modules, each once."""
-        found = {
+        sizes = {
             id(buffer): buffer.nbytes
             for module in self.model.modules()
             if self.owners[id(module)] == unit
             for buffer in module.buffers(recurse=False)
         }
-        return sum(found.values())
+        return sum(sizes.values())
 
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of names that are one parameter."""

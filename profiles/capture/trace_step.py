@@ -28,7 +28,7 @@ from profiles.trace.timeline import Timeline
 
 @dataclass(slots=True)
 class StepTrace:
-    """What one forward and backward showed.
+    """Result of tracing one forward and backward.
 
     Attributes:
         costs: by unit, in the order of first calls.
@@ -80,14 +80,14 @@ def trace_step(
         stack.enter_context(without_onednn())
         batch = map_batch(lambda tensor: _rows(fakes.of(tensor), times), subject.sample)
         before = (storage_of(t) for t in (*fakes.all(), *tensors_in(batch)))
-        held = {
+        by_storage = {
             storage: key
             for key, parameter in subject.parameters.items()
             if (storage := storage_of(fakes.of(parameter))) is not None
         }
         storages = Storages(
-            owned={storage: frozenset(subject.holders[key]) for storage, key in held.items()},
-            names={storage: subject.names[key][0] for storage, key in held.items()},
+            owned={storage: frozenset(subject.holders[key]) for storage, key in by_storage.items()},
+            names={storage: subject.names[key][0] for storage, key in by_storage.items()},
             known=[storage for storage in before if storage is not None],
             casts_are_parameters=is_autocast,
         )
@@ -103,11 +103,11 @@ def trace_step(
         )
         trace.watch(model, subject.units, subject.layers)
         repeats = None if every_block else Repeats(trace, subject.units)
-        stack.enter_context(_gradients_put_back(trace))
+        stack.enter_context(_restored_gradients(trace))
         with trace.on(batch):
             with trace.saving(), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
                 roots, has_loss = _forward(subject, batch, trace)
-            kept = SavedBytes(
+            saved = SavedBytes(
                 storages.saved_bytes(),
                 storages.selective_bytes(),
                 storages.saved_bytes_of_parts(),
@@ -117,21 +117,21 @@ def trace_step(
             with _explained(subject, f"backward of `{type(model).__name__}` fails"):
                 _backward(roots)
             trace.end_backward()
-        found = {key: fakes.of(parameter) for key, parameter in subject.parameters.items()}
-        looked_at = _looked_at(subject, trace)
-        ignored = _gradient_numbers(found.values(), storages)
+        parameters = {key: fakes.of(parameter) for key, parameter in subject.parameters.items()}
+        substituted = _substitutes_of(subject, trace)
+        ignored = _gradient_numbers(parameters.values(), storages)
         return StepTrace(
-            costs=tally(trace.scopes, kept, storages.timeline, ignored=ignored),
+            costs=tally(trace.scopes, saved, storages.timeline, ignored=ignored),
             shared=frozenset(trace.shared),
             unused=tuple(
                 subject.names[key][0]
-                for key, fake in found.items()
-                if fake.requires_grad and found[looked_at.get(key, key)].grad is None
+                for key, fake in parameters.items()
+                if fake.requires_grad and parameters[substituted.get(key, key)].grad is None
             ),
             sparse_gradients=tuple(
                 subject.names[key][0]
-                for key in found
-                if (gradient := found[looked_at.get(key, key)].grad) is not None
+                for key in parameters
+                if (gradient := parameters[substituted.get(key, key)].grad) is not None
                 and gradient.layout != torch.strided
             ),
             has_loss=has_loss,
@@ -174,8 +174,8 @@ def _forward(subject: TracedModel, batch: Batch, trace: TraceMode) -> tuple[list
         trace.leave(loss)
         return [loss], True
     output = trace.as_float32(output)
-    found = find_loss(output)
-    if found is not None:
+    own_loss = find_loss(output)
+    if own_loss is not None:
         trace.scope.name = LOSS  # what the model does after its last unit makes the loss
         loss = loss_of(output, batch, None)
         trace.flow.begin(LOSS, loss)
@@ -200,32 +200,33 @@ def _backward(roots: list[Tensor]) -> None:
 
 
 @contextmanager
-def _gradients_put_back(trace: TraceMode) -> Iterator[None]:
+def _restored_gradients(trace: TraceMode) -> Iterator[None]:
     """Leaves that are in no module (in closures, in plain objects) are real: theirs stay theirs."""
     try:
         yield
     finally:
-        for leaf, gradient in trace.strangers.values():
+        for leaf, gradient in trace.outside_leaves.values():
             leaf.grad = gradient
 
 
 def _gradient_numbers(parameters: Iterable[Tensor], storages: Storages) -> frozenset[int]:
-    """What the timeline is to leave out; the caller counts gradients by themselves."""
+    """Allocations that are gradients of parameters: the timeline ignores them, the caller counts
+    them."""
     gradients = (p.grad for p in parameters)
     numbers = (storages.number_of(g) for g in gradients if g is not None)
     return frozenset(number for number in numbers if number is not None)
 
 
-def _looked_at(subject: TracedModel, trace: TraceMode) -> dict[int, int]:
+def _substitutes_of(subject: TracedModel, trace: TraceMode) -> dict[int, int]:
     """For parameters of blocks that others stood for, by id: the parameter in its place."""
     stood_for = {scope.name: scope.stands_for.name for scope in trace.scopes if scope.stands_for}
     keys = {name: key for key, names in subject.names.items() for name in names}
-    found = {}
+    substitutes = {}
     for block, other in stood_for.items():
         if all(scope.stands_for for scope in trace.scopes if scope.name == block):
             parts = {n.removeprefix(f"{block}.") for n in keys if n.startswith(f"{block}.")}
-            found.update({keys[f"{block}.{part}"]: keys[f"{other}.{part}"] for part in parts})
-    return found
+            substitutes.update({keys[f"{block}.{part}"]: keys[f"{other}.{part}"] for part in parts})
+    return substitutes
 
 
 @contextmanager
@@ -249,11 +250,11 @@ def _explained(subject: TracedModel, what: str) -> Iterator[None]:
         raise ModelError(
             f"{what}: {summary(error)}",
             where=_where(subject, error),
-            hints=tuple(_way_out(subject, error)),
+            hints=tuple(_hints(subject, error)),
         ) from error
 
 
-def _way_out(subject: TracedModel, error: Exception) -> Iterator[str]:
+def _hints(subject: TracedModel, error: Exception) -> Iterator[str]:
     sample, has_loss = subject.sample, subject.loss_fn is not None
     if isinstance(error, TypeError) and isinstance(sample, tuple | list) and not has_loss:
         yield (

@@ -1,4 +1,5 @@
-"""What transformers decides by looking at values, decided as in a real run; it is not imported."""
+"""Replaces data-dependent decisions of transformers by those of a real run, without importing
+it."""
 
 from __future__ import annotations
 
@@ -40,11 +41,11 @@ def masks_of_a_real_run(
     """
 
     def unpacked(find: Callable[..., object]) -> Callable[..., object]:
-        def found(position_ids: Tensor) -> object:
+        def find_indices(position_ids: Tensor) -> object:
             packed = find(position_ids)  # a real run does the operations, too
             return None if is_unpacked(position_ids) else packed
 
-        return found
+        return find_indices
 
     def unpadded(can_ignore: Callable[..., object]) -> Callable[..., object]:
         def decided(padding_mask: Tensor | None, *args: object, **kwargs: object) -> object:
@@ -71,6 +72,6 @@ def masks_of_a_real_run(
 
 
 def is_transposed_linear(module: object) -> bool:
-    """Whether `module` is transformers' `Conv1D`, a linear layer whose weight is (in, out)."""
+    """True if `module` is transformers' `Conv1D`, a linear layer whose weight is (in, out)."""
     kind = getattr(sys.modules.get(_LAYERS), "Conv1D", None)
     return kind is not None and type(module) is kind

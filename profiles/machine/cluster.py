@@ -1,4 +1,4 @@
-"""What is known of the machines: devices, their memory and speed, and the links between them."""
+"""Cluster profiles: devices, their memory and speed, and the links between them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LinkFit(Record):
 
 
 class AxisFits(Record):
-    """What the groups of one mesh axis measured while all of them talked at once.
+    """Fits of the groups of one mesh axis, measured while all of them communicated at once.
 
     Attributes:
         group_size, stride: the axis: groups of `group_size` ranks, `stride` ranks apart.
@@ -58,7 +58,7 @@ class AxisFits(Record):
 
 
 class Overlap(Record):
-    """How many times longer each takes while computing and communication run at once; 1: as long.
+    """Slowdown of computation and of communication while both run at once; 1: none.
 
     Attributes:
         computing: of a matrix product, while the ranks exchange tensors.
@@ -139,7 +139,8 @@ class Device(Record):
 
 
 class Constant(StrEnum):
-    """What a step's time rests on, and runs can correct. Values are the report's words."""
+    """Constants that a step's time rests on, and runs can correct. Values are the report's
+    words."""
 
     PRODUCTS = "matrix products"
     ATTENTION = "attention kernels"
@@ -150,7 +151,7 @@ class Constant(StrEnum):
 
 
 class Anchored(Record):
-    """What a measured step says beside the constants of a profile; see `advisor.learning.anchor`.
+    """Corrections from one measured step to a profile's constants; see `advisor.learning.anchor`.
 
     Attributes:
         plan: that was run.
@@ -171,7 +172,7 @@ class Anchored(Record):
 
 
 class Learned(Record):
-    """What runs of before changed in a profile; see `advisor.learning.learning`.
+    """Corrections from earlier runs in a profile; see `advisor.learning.learning`.
 
     Attributes:
         runs: how many spoke of each constant that they say more about than was known before.
@@ -260,7 +261,7 @@ class ClusterProfile(Document):
 
     @property
     def sources(self) -> dict[str, Source]:
-        """What kind of source each part rests on."""
+        """Kind of source of each part."""
         parts = {"device speed": self.device.matmul_fraction.source}
         if self.intra:
             parts["links in the node"] = self.intra.bandwidth_bytes_per_s.source
@@ -274,7 +275,7 @@ class ClusterProfile(Document):
         return self.parts.intra if self.parts is not None else None
 
     def crosses_nodes(self, group_size: int, stride: int = 1) -> bool:
-        """Whether a mesh axis of `group_size` ranks, `stride` ranks apart, spans nodes (domains).
+        """True if a mesh axis of `group_size` ranks, `stride` ranks apart, spans nodes (domains).
 
         Some of its groups do where its blocks of ranks do not divide the devices of a node.
         """
@@ -285,7 +286,7 @@ class ClusterProfile(Document):
         return self.num_domains > 1 and self.domain_devices % (group_size * stride) != 0
 
     def ranks_per_node(self, group_size: int, stride: int = 1) -> int:
-        """How many ranks of one such group share a node, or a domain."""
+        """Number of ranks of one such group that share a node, or a domain."""
         return max(1, min(group_size, self.domain_devices // stride))
 
     def link(self, group_size: int, stride: int = 1) -> Link:
@@ -327,7 +328,7 @@ class ClusterProfile(Document):
 
     @property
     def topology(self) -> Topology:
-        """How devices, cards and switches are joined; a domain is a node there.
+        """Graph of devices, cards and switches; a domain is a node there.
 
         Rates that a bench measured hold already what bridges and switches take from them.
         """

@@ -1,4 +1,4 @@
-"""What a cluster's name says: "4x8xH100-SXM-80GB", "2xdgx-h100", or several joined by "+"."""
+"""Cluster names: "4x8xH100-SXM-80GB", "2xdgx-h100", or several joined by "+"."""
 
 from __future__ import annotations
 

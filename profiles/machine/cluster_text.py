@@ -151,7 +151,7 @@ def _fit_parts(fit: LinkFit) -> Iterator[str]:
 
 
 def _link_example(tier: str) -> Iterator[str]:
-    """What to write once there are more devices or nodes, as comments."""
+    """Example of a link for more devices or nodes, as comments."""
     count, link = {"intra": ("devices_per_node", "nvlink4"), "inter": ("nodes", "ethernet-100")}[
         tier
     ]

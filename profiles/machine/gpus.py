@@ -24,7 +24,7 @@ _LANES = 16
 
 @dataclass(frozen=True, slots=True)
 class NodeLinks:
-    """What joins the GPUs of a node; the fields of a `ClusterProfile`."""
+    """Links between the GPUs of a node; the fields of a `ClusterProfile`."""
 
     intra: Link
     pair: Link | None = None
@@ -61,7 +61,7 @@ def gpu_device(index: int) -> Device:
 
 
 def gpu_links(device: Device, nvml: Nvml | str, *, count: int) -> NodeLinks:
-    """What joins the first `count` GPUs that torch shows; `nvml` from
+    """Return the links between the first `count` GPUs that torch shows; `nvml` from
     `profiles.machine.nvml.opened`.
 
     Without the driver's answers: what such GPUs usually come with, and a note that says so.
@@ -92,9 +92,9 @@ def links_between(gpus: Sequence[int], nvml: Nvml) -> NodeLinks:
         if joined is not None:
             return joined
     bridged = {gpu: {link.peer for link in links[gpu]} & set(gpus) for gpu in gpus}
-    found = _pcie(gpus, nvml)
+    pcie = _pcie(gpus, nvml)
     if len(gpus) < 3 or not all(len(peers) == 1 for peers in bridged.values()):
-        return found
+        return pcie
     neighbours = all(
         bridged[one] == {other} for one, other in zip(gpus[::2], gpus[1::2], strict=False)
     )
@@ -108,16 +108,16 @@ def links_between(gpus: Sequence[int], nvml: Nvml) -> NodeLinks:
             f"NVLink bridges join GPUs {pairs}: not neighbours, so they are not counted;"
             " CUDA_VISIBLE_DEVICES can put bridged GPUs beside each other"
         )
-        return NodeLinks(found.intra, None, found.host_bridge, (*found.notes, note))
+        return NodeLinks(pcie.intra, None, pcie.host_bridge, (*pcie.notes, note))
     pair = _bridge([link for link in links[gpus[0]] if link.peer in gpus])
-    return NodeLinks(found.intra, pair, found.host_bridge, found.notes)
+    return NodeLinks(pcie.intra, pair, pcie.host_bridge, pcie.notes)
 
 
 def _nvlinked(gpus: Sequence[int], links: dict[int, Sequence[NvLink]]) -> NodeLinks | None:
-    """Where NVLink leads from each GPU to each other: by a switch, directly, or over others."""
+    """NVLink between the GPUs: through a switch, direct, or over other GPUs."""
     fewest = min(links.values(), key=len)
-    generation = min(link.generation for found in links.values() for link in found)
-    if any(link.peer is None for found in links.values() for link in found):
+    generation = min(link.generation for of_gpu in links.values() for link in of_gpu)
+    if any(link.peer is None for of_gpu in links.values() for link in of_gpu):
         return NodeLinks(_nvlink(generation, len(fewest)))
     to = {gpu: Counter(link.peer for link in links[gpu] if link.peer in gpus) for gpu in gpus}
     others = len(gpus) - 1
@@ -223,7 +223,7 @@ def _scaled(link: Link, share: float, name: str, reason: str) -> Link:
 
 
 def _usual(device: Device, reason: str) -> NodeLinks:
-    """What nobody looked at, as the catalogue has it for this device, else a PCIe slot."""
+    """Links that the catalogue gives for this device, else a PCIe slot; nothing was measured."""
     entry = catalogue.accelerators().get(device.name)
     link = catalogue.link(entry.intra if entry is not None else "pcie4")
     if entry is None:

@@ -84,14 +84,14 @@ def resident_bytes() -> int:
 
 def numa_nodes(*, root: Path = _ROOT) -> tuple[NumaNode, ...]:
     """The NUMA nodes that have cores; empty where the kernel shows none."""
-    found = []
+    nodes = []
     for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
         cores = _listed(_read(folder / "cpulist") or "")
         match = re.search(r"MemTotal:\s*(\d+) kB", _read(folder / "meminfo") or "")
         if cores:
             memory = int(match[1]) * 1024 if match else None
-            found.append(NumaNode(int(folder.name[4:]), frozenset(cores), memory))
-    return tuple(sorted(found, key=lambda node: node.index))
+            nodes.append(NumaNode(int(folder.name[4:]), frozenset(cores), memory))
+    return tuple(sorted(nodes, key=lambda node: node.index))
 
 
 def network_cards(*, root: Path = _ROOT) -> tuple[NetworkCard, ...]:

@@ -1,4 +1,4 @@
-"""Who started this process: torchrun, Slurm, MPI, a Kubernetes job, or nobody."""
+"""Detects the launcher of this process: torchrun, Slurm, MPI, a Kubernetes job, or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OWN_TORCHRUN = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_R
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Who started this process and its place in the job; alone, rank 0 of 1.
+    """Launcher of this process and its rank in the job; without one, rank 0 of 1.
 
     `kind` is "plain" (nobody), "torchrun" (also anything that sets RANK and WORLD_SIZE), "slurm"
     (srun), "mpi" (Open MPI, MPICH, Intel MPI) or "kubernetes": a pod of a PyTorchJob or TrainJob in
@@ -44,32 +44,35 @@ def launcher(*, environment: Mapping[str, str] | None = None) -> Launcher:
     env = os.environ if environment is None else environment
     ranked = "RANK" in env and "WORLD_SIZE" in env
     if ranked and any(name in env for name in _OWN_TORCHRUN):
-        found = _torchrun(env)
+        detected = _torchrun(env)
     elif "PET_NNODES" in env:
-        found = _pod(env)
+        detected = _pod(env)
     elif ranked and "KUBERNETES_SERVICE_HOST" in env and "MASTER_ADDR" in env:
         # Kubeflow's PyTorchJob counts pods; without torchrun each pod is one process.
         rank, world = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
-        found = Launcher("kubernetes", rank, world, 0, 1, world)
+        detected = Launcher("kubernetes", rank, world, 0, 1, world)
     elif ranked:
-        found = _torchrun(env)
+        detected = _torchrun(env)
     elif "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:
-        found = _slurm(env)
+        detected = _slurm(env)
     elif "OMPI_COMM_WORLD_SIZE" in env:
-        found = _mpi(
+        detected = _mpi(
             env, "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
         )
     elif "PMI_SIZE" in env and "MPI_LOCALNRANKS" in env:
-        found = _mpi(env, "PMI_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        detected = _mpi(env, "PMI_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     else:
         return Launcher("plain", notes=_indexed_job(env))
-    if not (0 <= found.rank < found.world_size and 0 <= found.local_rank < found.local_world_size):
+    if not (
+        0 <= detected.rank < detected.world_size
+        and 0 <= detected.local_rank < detected.local_world_size
+    ):
         raise InputError(
-            f"rank {found.rank} of {found.world_size} (local {found.local_rank} of"
-            f" {found.local_world_size}) cannot be",
-            where=f"environment of {found.kind}",
+            f"rank {detected.rank} of {detected.world_size} (local {detected.local_rank} of"
+            f" {detected.local_world_size}) cannot be",
+            where=f"environment of {detected.kind}",
         )
-    return found
+    return detected
 
 
 def _torchrun(env: Mapping[str, str]) -> Launcher:

@@ -78,13 +78,13 @@ def _require_alike(
 ) -> None:
     if len(set(values)) == 1:
         return
-    found = ", ".join(f"{value} ({p.name})" for value, p in zip(values, profiles, strict=True))
+    listing = ", ".join(f"{value} ({p.name})" for value, p in zip(values, profiles, strict=True))
     hints = ["probe all nodes in the same job"] if "job" in what else []
     if what == "number of devices":
         least = min(int(value) for value in values)
         hints = [f"take {least} on every node, and leave the others out of the job"]
     raise InputError(
-        f"all nodes need the same {what}, for all ranks get equal work: {found}",
+        f"all nodes need the same {what}, for all ranks get equal work: {listing}",
         where="nodes of different kinds",
         hints=hints,
     )
@@ -185,14 +185,14 @@ def _said(
         ("links in the node", format_bandwidth, lambda p: _rate(p.intra)),
         ("links between nodes", format_bandwidth, lambda p: _rate(p.inter)),
     )
-    told: dict[str, list[str]] = {}
+    slowest: dict[str, list[str]] = {}
     for what, shown, value_of in quantities:
         values = [(value, p.device.name) for p in profiles if (value := value_of(p)) is not None]
         if len({value for value, _ in values}) > 1:
             value, whose = min(values)
-            told.setdefault(whose, []).append(f"{what} {shown(value)}")
+            slowest.setdefault(whose, []).append(f"{what} {shown(value)}")
     who = " and ".join(f"{n} node{'s' if n > 1 else ''} of {kind}" for kind, n in kinds.items())
-    what = "; ".join(f"of {whose} {', '.join(parts)}" for whose, parts in told.items())
+    what = "; ".join(f"of {whose} {', '.join(parts)}" for whose, parts in slowest.items())
     return [f"nodes differ ({who}): the slowest of each counts" + (f": {what}" if what else "")]
 
 

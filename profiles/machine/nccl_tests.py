@@ -1,4 +1,4 @@
-"""What nccl-tests measured: its programs' output as fits, and as a cluster.
+"""Output of nccl-tests, parsed into fits and into a cluster.
 
 The format is that of NVIDIA/nccl-tests, src/common.cu: a list of ranks with host and device, a
 header that names the columns, a row for each size, and at the end `# Avg bus bandwidth`. RCCL's
@@ -162,11 +162,11 @@ def cluster_of_logs(paths: Sequence[str | os.PathLike[str]]) -> ClusterProfile:
                 " such groups are no axis of a mesh",
                 where=log.where,
             )
-        found = axes.setdefault(log.ranks, {})[log.kind] = log.fit()
+        fit = axes.setdefault(log.ranks, {})[log.kind] = log.fit()
         if log.num_nodes > 1:
-            inter[log.kind] = found
+            inter[log.kind] = fit
         elif log.ranks == per_node:
-            intra[log.kind] = found
+            intra[log.kind] = fit
     return cluster.model_copy(
         update={
             "name": f"{cluster.name} (nccl-tests)",
@@ -187,26 +187,27 @@ def _is_header(line: str) -> bool:
 
 def _ranks(lines: Sequence[str], where: str) -> tuple[tuple[str, ...], str]:
     """Host of each rank, and the device that all of them are."""
-    found = [match for line in lines if (match := _RANK.match(line.rstrip()))]
-    if len(found) < 2:
+    ranks = [match for line in lines if (match := _RANK.match(line.rstrip()))]
+    if len(ranks) < 2:
         raise FileError(
-            f"the log lists {len(found)} rank{'s' if len(found) != 1 else ''} (`#  Rank  0 ... on"
+            f"the log lists {len(ranks)} rank{'s' if len(ranks) != 1 else ''} (`#  Rank  0 ... on"
             " HOST device`): links need two",
             where=where,
             hints=["run it over several devices: `-g 8`, or under mpirun"],
         )
-    if len({match["group"] for match in found}) > 1:
+    if len({match["group"] for match in ranks}) > 1:
         raise FileError(
             "the ranks are split into several groups, whose ranks the log does not tell",
             where=where,
             hints=["run it without NCCL_TESTS_SPLIT"],
         )
-    hosts, devices = [match["host"] for match in found], {match["device"] for match in found}
+    hosts, devices = [match["host"] for match in ranks], {match["device"] for match in ranks}
     counts = {host: hosts.count(host) for host in hosts}
     if len(set(counts.values())) > 1 or len(devices) > 1:
-        told = ", ".join(f"{host}: {count}" for host, count in counts.items())
+        per_host = ", ".join(f"{host}: {count}" for host, count in counts.items())
         raise FileError(
-            f"nodes of unequal size or devices ({told}; {', '.join(sorted(devices))})", where=where
+            f"nodes of unequal size or devices ({per_host}; {', '.join(sorted(devices))})",
+            where=where,
         )
     return tuple(hosts), devices.pop()
 
@@ -214,9 +215,9 @@ def _ranks(lines: Sequence[str], where: str) -> tuple[tuple[str, ...], str]:
 def _kind(text: str, file: str, where: str) -> Collective:
     named = set(_PROGRAM.findall(text)) or set(_PROGRAM.findall(file))
     if len(named) != 1:
-        told = f"it names {' and '.join(sorted(named))}" if named else "it names none"
+        reason = f"it names {' and '.join(sorted(named))}" if named else "it names none"
         raise FileError(
-            f"which nccl-tests program this is has to be one of {', '.join(PROGRAMS)}; {told}",
+            f"which nccl-tests program this is has to be one of {', '.join(PROGRAMS)}; {reason}",
             where=where,
             hints=["name the file after the program: `all_gather_perf.log`"],
         )
@@ -287,8 +288,8 @@ def _with_fits(link: Link | None, fits: dict[Collective, LinkFit]) -> Link | Non
     rings = [fit for kind, fit in fits.items() if kind in _RINGS]
     if link is None or not rings:
         return link.model_copy(update={"fits": fits}) if link else None
-    rates = [found.busbw_bytes_per_s for found in rings]
-    residual = max(found.relative_residual for found in rings)
+    rates = [fit.busbw_bytes_per_s for fit in rings]
+    residual = max(fit.relative_residual for fit in rings)
     bandwidth = Quantity(
         value=max(rates),
         source=Source.MEASURED,

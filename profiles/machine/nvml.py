@@ -1,4 +1,4 @@
-"""What NVIDIA's driver knows of the ways between GPUs; asked through nvidia-ml-py, if installed.
+"""Links between GPUs as NVIDIA's driver reports them, through nvidia-ml-py if it is installed.
 
 `Nvml` is the narrow door: `profiles.machine.gpus` reads nothing else, and tests answer in its
 place.
@@ -51,7 +51,7 @@ class Nvml(Protocol):
     def ancestor(self, one: int, other: int) -> Ancestor: ...
 
     def peer_to_peer(self, one: int, other: int) -> bool:
-        """Whether one GPU can read the other's memory without the host."""
+        """True if one GPU can read the other's memory without the host."""
 
 
 # How NVML numbers versions of NVLink (2.2 and 3.1 are steps between).
@@ -90,7 +90,7 @@ class _Library:
         return [_text(self._nvml.nvmlDeviceGetUUID(gpu)).removeprefix("GPU-") for gpu in self._gpus]
 
     def nvlinks(self, gpu: int) -> Sequence[NvLink]:
-        nvml, handle, found = self._nvml, self._gpus[gpu], []
+        nvml, handle, links = self._nvml, self._gpus[gpu], []
         buses = {self._bus(index): index for index in range(len(self._gpus))}
         for link in range(nvml.NVML_NVLINK_MAX_LINKS):
             try:
@@ -101,8 +101,8 @@ class _Library:
             except nvml.NVMLError:
                 continue  # this GPU has fewer links
             generation = _GENERATIONS.get(version, version)
-            found.append(NvLink(generation, buses.get(remote.upper()), self._link_rate(handle)))
-        return found
+            links.append(NvLink(generation, buses.get(remote.upper()), self._link_rate(handle)))
+        return links
 
     def pcie(self, gpu: int) -> tuple[int, int]:
         handle = self._gpus[gpu]

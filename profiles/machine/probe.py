@@ -73,32 +73,32 @@ def probe(
     Raises:
         InputError: nodes of unequal size, `ranks` under a launcher, or more ranks than GPUs.
     """
-    found = launcher if launcher is not None else from_environment()
-    if found.kind != "plain" and ranks is not None and ranks != found.local_world_size:
+    job = launcher if launcher is not None else from_environment()
+    if job.kind != "plain" and ranks is not None and ranks != job.local_world_size:
         raise InputError(
-            f"{ranks} ranks were asked for, this job runs {found.local_world_size} on a node",
-            where=f"environment of {found.kind}",
+            f"{ranks} ranks were asked for, this job runs {job.local_world_size} on a node",
+            where=f"environment of {job.kind}",
         )
-    if found.world_size != found.num_nodes * found.local_world_size:
+    if job.world_size != job.num_nodes * job.local_world_size:
         raise InputError(
-            f"{found.world_size} ranks on {found.num_nodes} nodes, {found.local_world_size} of them"
+            f"{job.world_size} ranks on {job.num_nodes} nodes, {job.local_world_size} of them"
             " here: nodes of unequal size cannot be planned for",
-            where=f"environment of {found.kind}",
+            where=f"environment of {job.kind}",
         )
     if ranks is not None and ranks < 1:
         raise InputError(f"`ranks` = {ranks}: at least one rank is needed")
     gpus = gpu_count()
-    alone = found.kind == "plain"
-    per_node = (ranks or max(gpus, 1)) if alone else found.local_world_size
+    alone = job.kind == "plain"
+    per_node = (ranks or max(gpus, 1)) if alone else job.local_world_size
     if gpus and per_node > gpus:
         raise InputError(
             f"{per_node} ranks on a node that shows {gpus} GPUs",
             hints=["start one rank per GPU, or hide the GPUs: `CUDA_VISIBLE_DEVICES=`"],
         )
     memory, cores = machine_memory_bytes(root=root), machine_cores(root=root)
-    cards = network_cards(root=root) if found.num_nodes > 1 else ()
+    cards = network_cards(root=root) if job.num_nodes > 1 else ()
     if gpus:
-        device = gpu_device(found.local_rank if per_node > 1 else 0)
+        device = gpu_device(job.local_rank if per_node > 1 else 0)
         links = _gpu_links(device, nvml, per_node)
         inter, used, notes = _gpu_network(device, cards, per_node)
     else:
@@ -110,22 +110,22 @@ def probe(
             said = f"{near} NUMA nodes, {per_node} rank{'s' if per_node > 1 else ''}"
             local = f"{said}: a rank that spans several reaches a part of its memory more slowly"
             links = NodeLinks(links.intra, notes=(local,))
-    nodes = f"{found.num_nodes}x" if found.num_nodes > 1 else ""
+    nodes = f"{job.num_nodes}x" if job.num_nodes > 1 else ""
     return ClusterProfile(
         name=f"{nodes}{per_node}x{device.name} (this machine)",
         notes=(
-            *found.notes,
+            *job.notes,
             *links.notes,
-            *(notes if found.num_nodes > 1 else ()),
+            *(notes if job.num_nodes > 1 else ()),
         ),
-        num_nodes=found.num_nodes,
+        num_nodes=job.num_nodes,
         devices_per_node=per_node,
-        network_cards=used if found.num_nodes > 1 else None,
+        network_cards=used if job.num_nodes > 1 else None,
         pair=links.pair if per_node > 1 else None,
         host_bridge=links.host_bridge if per_node > 1 else None,
         device=device,
         intra=links.intra if per_node > 1 else None,
-        inter=inter if found.num_nodes > 1 else None,
+        inter=inter if job.num_nodes > 1 else None,
         host_memory_bytes=Quantity(value=memory, source=Source.MEASURED),
         cores=cores,
     )

@@ -44,7 +44,7 @@ def _quantity(parse: Callable[[str], float], data: object) -> object:
 
 
 def _above_zero(quantity: Quantity | None) -> Quantity | None:
-    """What times are divided by."""
+    """Require values above zero, as divisors of times."""
     if quantity is not None and quantity.value <= 0:
         raise InputError(f"{quantity.value:g} is given where a number above 0 is wanted")
     return quantity

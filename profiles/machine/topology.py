@@ -1,4 +1,4 @@
-"""What a group of ranks gets of the links, from the way devices, cards and switches are joined.
+"""Bandwidth that a group of ranks gets, from the graph of devices, cards and switches.
 
 A ring over each group of a mesh axis is routed through the graph of a cluster, all groups at once;
 the load on every edge is counted, and the edge that is slowest for what it carries decides:
@@ -35,7 +35,7 @@ _HOST, _SWITCH, _NETWORK, _SPINE = "host", "switch", "network", "spine"
 
 
 class Tier(StrEnum):
-    """What kind of link an edge is."""
+    """Kind of link of an edge."""
 
     INTER = "inter"  # network cards
     SPINE = "spine"  # from a switch between nodes up to the others
@@ -45,13 +45,13 @@ class Tier(StrEnum):
 
     @property
     def is_inside(self) -> bool:
-        """Whether it joins devices of one node."""
+        """True if the link joins devices of one node."""
         return self not in (Tier.INTER, Tier.SPINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What each group of an axis gets: bus bandwidth in bytes/s, and the tier that decides it."""
+    """Bandwidth of each group of an axis: bus bandwidth in bytes/s, and the tier that bounds it."""
 
     bytes_per_s: float
     tier: Tier
@@ -89,7 +89,8 @@ class Topology:
     peer_to_peer: bool = True
 
     def share(self, group_size: int, stride: int = 1) -> Share:
-        """What each group of `group_size` ranks, `stride` apart, gets while all of them talk.
+        """Return the bandwidth of each group of `group_size` ranks, `stride` apart, while all
+        communicate.
 
         Ranks too far apart for blocks of such groups (the first and the last stage of a pipeline,
         which hold a tied weight) are taken to be as far apart as blocks allow.
@@ -158,11 +159,11 @@ class Topology:
 
     @property
     def leaf_bytes_per_s(self) -> float:
-        """What one leaf's nodes may send to those of other leaves."""
+        """Bandwidth from the nodes of one leaf to those of other leaves."""
         return self.node_bytes_per_s * self.nodes_per_switch / self.oversubscription
 
     def _node_links(self) -> Iterator[tuple[str, str, float, Tier]]:
-        """What joins the parts of one node, and its cards with the network; both directions."""
+        """Yield the links inside one node, and of its cards to the network; both directions."""
         devices = range(self.devices_per_node)
         if self.host_bytes_per_s is not None:
             for i in devices:
@@ -182,10 +183,10 @@ class Topology:
                 yield _device(i - 1), _device(i), self.pair_bytes_per_s, Tier.PAIR
         if self.num_nodes > 1:
             rate = self.node_bytes_per_s / min(self.cards, self.devices_per_node)
-            beside: dict[str, list[int]] = {}
+            users_of_card: dict[str, list[int]] = {}
             for i in devices:
-                beside.setdefault(self.card_of(i), []).append(i)
-            for card, users in beside.items():
+                users_of_card.setdefault(self.card_of(i), []).append(i)
+            for card, users in users_of_card.items():
                 if self.host_bytes_per_s is not None:
                     yield self.bridge_of(users[0]), card, rate, Tier.INTER
                 else:
@@ -232,10 +233,10 @@ def _parts(topology: Topology, group_size: int, stride: int) -> set[tuple[_Part,
     world = _ranks(topology, block)
     if block % per_node == 0 and (per_node % stride == 0 or stride % per_node == 0):
         world = per_node  # nodes lie in whole strides or strides in whole nodes: all alike
-    held: dict[int, dict[int, list[int]]] = {}
+    by_node: dict[int, dict[int, list[int]]] = {}
     for rank in range(world):
         node, device = divmod(rank, per_node)
-        held.setdefault(node, {}).setdefault(_group(rank, block, stride), []).append(device)
+        by_node.setdefault(node, {}).setdefault(_group(rank, block, stride), []).append(device)
 
     def goes_on(group: int) -> bool:
         first = group // stride * block + group % stride
@@ -243,7 +244,7 @@ def _parts(topology: Topology, group_size: int, stride: int) -> set[tuple[_Part,
 
     return {
         tuple(_Part(tuple(devices), goes_on(group)) for group, devices in groups.items())
-        for groups in held.values()
+        for groups in by_node.values()
     }
 
 
@@ -268,7 +269,7 @@ def _group(rank: int, block: int, stride: int) -> int:
 
 
 def _loads(topology: Topology, parts: tuple[_Part, ...]) -> dict[_Edge, Fraction]:
-    """How often each edge of a node carries what one rank of a ring sends."""
+    """Times that each edge of a node carries the bytes that one rank of a ring sends."""
     loads: dict[_Edge, Fraction] = defaultdict(Fraction)
     for part in parts:
         count = len(part.devices)
@@ -294,7 +295,7 @@ def _hops(topology: Topology, devices: tuple[int, ...]) -> Iterator[tuple[int, i
 
 
 def _leaf_loads(topology: Topology, ways: list[list[int]]) -> Counter[int]:
-    """How many rings leave each leaf; as many come in."""
+    """Number of rings that leave each leaf; as many enter."""
     loads: Counter[int] = Counter()
     for way in ways:
         for node, following in zip(way, (*way[1:], way[0]), strict=True):
@@ -305,10 +306,10 @@ def _leaf_loads(topology: Topology, ways: list[list[int]]) -> Counter[int]:
 
 @lru_cache(maxsize=64)
 def _edges(topology: Topology) -> dict[_Edge, tuple[float, Tier]]:
-    found = {}
+    edges = {}
     for one, other, rate, tier in topology._node_links():
-        found[one, other] = found[other, one] = (rate, tier)
-    return found
+        edges[one, other] = edges[other, one] = (rate, tier)
+    return edges
 
 
 @lru_cache(maxsize=64)

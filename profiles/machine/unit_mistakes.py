@@ -173,11 +173,11 @@ def _in_bits(text: str) -> bool:
 
 def _spelled(text: str, unit: str) -> str:
     """ "400 GB/s" with another unit after the same number and prefix: "400 Gbit/s"."""
-    kept = text.strip()
+    stripped = text.strip()
     for ending in ("bit/s", "bps", "b/s", "B/s", "Bps"):
-        if kept.endswith(ending):
-            return kept.removesuffix(ending) + unit
-    return kept
+        if stripped.endswith(ending):
+            return stripped.removesuffix(ending) + unit
+    return stripped
 
 
 def _system(table: _Table) -> catalogue.SystemEntry | None:

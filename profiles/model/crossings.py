@@ -1,4 +1,4 @@
-"""What passes between the devices of a module that was split by hand."""
+"""Traffic between the devices of a manually placed module."""
 
 from __future__ import annotations
 

@@ -89,32 +89,32 @@ class Flow(Record):
     @property
     def hidden(self) -> tuple[tuple[int, int], ...]:
         """(source, target): calls that take what an earlier one left behind. No cut fits."""
-        found = {(e.source, e.target) for e in self.edges if not self.value(e).is_returned}
-        return tuple(sorted(found))
+        pairs = {(e.source, e.target) for e in self.edges if not self.value(e).is_returned}
+        return tuple(sorted(pairs))
 
     def first_call(self, unit: str) -> int | None:
         """Number of the first call of `unit`; None if it is not called by itself."""
         return next((n for n, call in enumerate(self.calls) if call.unit == unit), None)
 
     def crossing(self, position: int) -> tuple[Value, ...]:
-        """What crosses a cut before call `position`: each value once, however many take it.
+        """Values that cross a cut before call `position`: each once, however many calls take it.
 
         Parameters that glue uses do not cross, whoever needs one keeps a copy; nor does what
         depends on no parameter, it is made anew on the other side.
         """
-        found = self.crossing_keys(position)
-        return tuple(self.calls[source].values[value] for source, value in found)
+        keys = self.crossing_keys(position)
+        return tuple(self.calls[source].values[value] for source, value in keys)
 
     def crossing_keys(self, position: int) -> tuple[tuple[int, int], ...]:
         """(call, value) of each tensor in `crossing`, in the same order."""
-        found = {
+        keys = {
             (edge.source, edge.value)
             for edge in self.edges
             if edge.source < position <= edge.target
             and self.calls[edge.source].unit != GLUE
             and self.value(edge).depends_on_parameters
         }
-        return tuple(sorted(found))
+        return tuple(sorted(keys))
 
     def called_again(self) -> tuple[str, ...]:
         """Units with more than one call, in the order of their first."""

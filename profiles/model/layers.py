@@ -20,7 +20,7 @@ INPUT = -1
 
 
 class LayerKind(StrEnum):
-    """How a layer's weight lies in memory."""
+    """Memory layout of a layer's weight."""
 
     LINEAR = "linear"  # (outputs, inputs)
     TRANSPOSED = "transposed"  # (inputs, outputs): GPT-2's Conv1D
@@ -29,7 +29,7 @@ class LayerKind(StrEnum):
 
 
 class Stretch(Record):
-    """What a piece of a unit's code runs and keeps; the fields are those of `UnitCost`.
+    """Cost of a piece of a unit's code; the fields are those of `UnitCost`.
 
     What is kept belongs to the stretch that made it, whoever keeps it.
 
@@ -100,7 +100,7 @@ class LayerCost(Record):
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether a forward that runs again, and stops at the last tensor that the backward needs,
-        reaches this layer: something is kept behind it, other than what the unit returns."""
-        kept = self.after.activation_bytes
-        return not self.reaches_output or kept not in (Affine(), self.output_bytes)
+        """True if recompute, which stops at the last tensor that backward needs, reaches this
+        layer: something is saved behind it, other than what the unit returns."""
+        saved = self.after.activation_bytes
+        return not self.reaches_output or saved not in (Affine(), self.output_bytes)

@@ -1,4 +1,4 @@
-"""What is known of a model: parameters, FLOP, activations and traffic, unit by unit."""
+"""Profile of a model: parameters, FLOP, activations and traffic, unit by unit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALLEST_BESIDE_BLOCKS = 1 / 4
 
 
 class Numerics(StrEnum):
-    """How the numbers of a forward pass are held."""
+    """Number formats of a forward pass."""
 
     AS_BUILT = "as_built"  # parameters and inputs as the user made them
     BF16 = "bf16"  # parameters and inputs cast to bfloat16 for forward and backward (FSDP)
@@ -35,7 +35,7 @@ class Numerics(StrEnum):
 
 
 class UnitCost(Record):
-    """What one forward and backward of a unit costs on one device, for one kind of numerics.
+    """Cost of one forward and backward of a unit on one device, for one kind of numerics.
 
     Bytes and FLOP are for the whole unit, all its calls of one microbatch together.
 
@@ -238,12 +238,12 @@ class ModelProfile(Document):
         """
         smallest = self.largest_unit.parameter_bytes * SMALLEST_SHARD_FRACTION
         block = max((unit.parameter_bytes for unit in self.blocks()), default=0)
-        beside = max(smallest, block * SMALLEST_BESIDE_BLOCKS)
+        smallest_other = max(smallest, block * SMALLEST_BESIDE_BLOCKS)
         return tuple(
             unit
             for unit in self.units
             if unit.parameter_bytes > 0
-            and unit.parameter_bytes >= (smallest if unit.is_block else beside)
+            and unit.parameter_bytes >= (smallest if unit.is_block else smallest_other)
             and not unit.is_shared
             and unit.name not in (GLUE, LOSS)
         )

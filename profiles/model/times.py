@@ -54,7 +54,7 @@ class BlockTimes(Document):
     left_out: dict[str, str] = Field(default_factory=dict)
 
     def is_of(self, *, device: str, kind: str, ranks: int, cores: int | None) -> bool:
-        """Whether a rank computes as it did here.
+        """True if a rank computes under the conditions of the measurement.
 
         CPU ranks do where `ranks` of a node find as many cores as they have threads.
         """

@@ -16,7 +16,7 @@ from profiles.record import Record
 
 
 class ProductKind(StrEnum):
-    """Who multiplies what."""
+    """Operands of a matrix product."""
 
     LINEAR = "linear"  # activations by a weight
     GROUPED = "grouped"  # tokens by the weights of their experts, one product for each expert
@@ -180,7 +180,7 @@ class FusibleKind(StrEnum):
 
 
 class Fusible(Record):
-    """What one kernel in place of a chain of operations saves, for one sample.
+    """Savings of one kernel in place of a chain of operations, for one sample.
 
     The costs beside it count the chain operation by operation.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from profiles.cache import every, keep, kept_path, our_version
+from profiles.cache import cache_path, every, keep, our_version
 from profiles.machine.cluster import ClusterProfile, Constant
 from profiles.provenance import Timing
 from profiles.record import Document, Record
@@ -20,7 +20,7 @@ from profiles.timing.straggler_stats import Pace
 
 
 class Machine(Record):
-    """What a run's figures hold for; where any of it differs, they are not used.
+    """Conditions of a run; its figures are used only where all of them are equal.
 
     Attributes:
         device: as a cluster's device is named ("H100-SXM-80GB", "cpu").
@@ -38,7 +38,7 @@ class Machine(Record):
 
 
 class ConstantShare(Record):
-    """What one constant has to do with a predicted step.
+    """Share of one constant in a predicted step.
 
     Attributes:
         seconds: of the step that grow in proportion to `unit_s`.
@@ -123,10 +123,10 @@ def keep_run(run: TrainingRun, *, folder: Path | None = None) -> None:
         folder: None is the user's cache folder.
     """
     now = datetime.now(UTC).isoformat()
-    keep(kept_path("runs", run.model_dump(mode="json"), now, os.getpid(), folder=folder), run)
+    keep(cache_path("runs", run.model_dump(mode="json"), now, os.getpid(), folder=folder), run)
 
 
 def runs_on(machine: Machine, *, folder: Path | None = None) -> tuple[TrainingRun, ...]:
     """Those that were kept of such a machine, oldest first; what cannot be read is noted."""
-    found = [run for run in every("runs", TrainingRun, folder=folder) if run.machine == machine]
-    return tuple(sorted(found, key=lambda run: run.ended_at))
+    runs = [run for run in every("runs", TrainingRun, folder=folder) if run.machine == machine]
+    return tuple(sorted(runs, key=lambda run: run.ended_at))

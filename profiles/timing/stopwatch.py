@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from profiles.cache import keep, kept_path, our_version, recall
+from profiles.cache import cache_path, keep, our_version, recall
 from profiles.capture.batch import Batch, LossFn, batch_size
 from profiles.capture.calls import CallSpec, calls_of
-from profiles.capture.fake_tensors import random_state_kept
+from profiles.capture.fake_tensors import preserved_random_state
 from profiles.capture.frames import summary
 from profiles.capture.modules import find_units
 from profiles.model.profile import LOSS, ModelProfile, Numerics, UnitProfile
@@ -75,7 +75,7 @@ def recall_or_time(
     """
     device = device or default_device()
     plain = profile.model_copy(update={"times": ()})
-    path = kept_path(
+    path = cache_path(
         "times",
         plain.model_dump(mode="json"),
         device_name,
@@ -85,9 +85,9 @@ def recall_or_time(
         torch.__version__,
         our_version(),
     )
-    found = recall(path, BlockTimes)
-    if found is None:
-        found = time_blocks(
+    times = recall(path, BlockTimes)
+    if times is None:
+        times = time_blocks(
             model,
             sample,
             profile,
@@ -97,8 +97,8 @@ def recall_or_time(
             numerics=numerics,
             budget_s=budget_s,
         )
-        keep(path, found)
-    return found
+        keep(path, times)
+    return times
 
 
 def time_blocks(
@@ -139,7 +139,7 @@ def time_blocks(
     # What is soon done leaves its time to what takes long.
     groups = sorted(distinct.values(), key=lambda names: units[names[0]].flop(samples, numerics))
     end = time.perf_counter() + budget_s
-    with random_state_kept([device.index or 0] if device.type == "cuda" else []):
+    with preserved_random_state([device.index or 0] if device.type == "cuda" else []):
         for number, names in enumerate(groups):
             first = names[0]
             share_s = (end - time.perf_counter()) / (len(groups) - number)
@@ -182,7 +182,7 @@ def default_device() -> torch.device:
 
 
 def processor_name(device: torch.device) -> str:
-    """What the device calls itself."""
+    """Name that the device reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

@@ -1,4 +1,4 @@
-"""How the ranks' own times of a step differ: what is measured of it, and kept of a run."""
+"""Differences between the ranks' own times of a step, as measured and as kept of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pace(Record):
 
     @property
     def known(self) -> Pace:
-        """What is more than ranks that are called even differ by."""
+        """The difference in excess of that between ranks that count as even."""
         scatter, straggling = (
             value if value >= EVEN else 0.0 for value in (self.scatter, self.straggling)
         )

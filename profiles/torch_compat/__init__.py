@@ -115,12 +115,12 @@ def wrapper_tensor(kind: type[Wrapper], shape: Iterable[int], like: torch.Tensor
 
 
 def is_view(value: object) -> bool:
-    """Whether a tensor that gradients flow through shares the storage of another."""
+    """True if a tensor that gradients flow through shares the storage of another."""
     return isinstance(value, torch.Tensor) and value.requires_grad and value._base is not None
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written in place."""
+    """Number of in-place writes to a tensor."""
     return tensor._version
 
 
@@ -130,7 +130,7 @@ CALL = "_compiled_call_impl"
 
 
 def whole_call(module: nn.Module) -> Callable[..., object]:
-    """What a call of `module` runs now: its hooks and its forward, or their compiled form."""
+    """Return the call of `module` with its hooks, or its compiled form."""
     compiled: Callable[..., object] | None = getattr(module, CALL)
     return module._call_impl if compiled is None else compiled
 
@@ -148,7 +148,7 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., object]]:
 
 
 def is_batch_norm(module: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
-    """Whether `module` is a batch normalisation of any dimension (typed as one of them)."""
+    """True if `module` is a batch normalisation of any dimension (typed as one of them)."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
@@ -200,14 +200,14 @@ def fake_tensors() -> Iterator[None]:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor was made inside `fake_tensors`."""
+    """True if a tensor was made inside `fake_tensors`."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """What fake tensors raise where code looks at a tensor's values, or makes shapes of them."""
+    """Errors of fake tensors where code reads a tensor's values, or makes shapes of them."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -224,7 +224,7 @@ def aten_operators(names: Iterable[str]) -> tuple[Operator, ...]:
 
 
 def is_mutable(operator: Operator) -> bool:
-    """Whether a call writes into one of its arguments."""
+    """True if a call writes into one of its arguments."""
     mutable: bool = operator._schema.is_mutable
     return mutable
 
@@ -269,7 +269,7 @@ def node_notes(node: torch.autograd.graph.Node) -> dict[str, Any]:
 
 
 def is_leaf_node(node: torch.autograd.graph.Node) -> bool:
-    """Whether gradients end here: they are added to a leaf."""
+    """True if the node accumulates gradients into a leaf."""
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
@@ -284,7 +284,7 @@ def sequence_number(node: torch.autograd.graph.Node) -> int:
 
 
 def saving_hook() -> object | None:
-    """What packs the tensors that autograd saves now; None if they are kept as they are."""
+    """Return the hook that packs the tensors that autograd saves now; None if there is none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks[0] if hooks else None
 

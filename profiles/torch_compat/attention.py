@@ -31,10 +31,10 @@ def attend(
                 query, key, value, 0.0, is_causal, scale=scale
             )
         case "flash":
-            found = kernels._scaled_dot_product_flash_attention(
+            results = kernels._scaled_dot_product_flash_attention(
                 query, key, value, 0.0, is_causal, False, scale=scale
             )
-            return found[0], found[1]
+            return results[0], results[1]
         case _:
             pieces = [
                 _plain(query[:, :, rows], key, value, rows.start if is_causal else None, scale)
@@ -90,7 +90,7 @@ def attend_backward(
 
 
 def _kernel(query: Tensor, value: Tensor) -> str:
-    """Which way these tensors can go; "plain" is right for all."""
+    """Return the kernel that takes these tensors; "plain" is right for all."""
     if query.shape[3] != value.shape[3]:
         return "plain"
     if query.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""What FSDP2 does of itself from torch 2.13 on, for older ones too; private names, each tested."""
+"""Backports of FSDP2's behaviour from torch 2.13 on; private names, each tested."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def move_shards(
     Returns:
         The parameters.
     """
-    found = []
+    moved = []
     for group in _groups_of(cast(Any, module)._get_fsdp_state()):
         for parameter in group.fsdp_params:
             local = parameter.sharded_param._local_tensor
@@ -83,8 +83,8 @@ def move_shards(
             parameter._sharded_param_data = flat
             # What the last rank lacks of an even part is at the end.
             local.data = flat.as_strided(shape, strides)
-            found.append(parameter.sharded_param)
-    return found
+            moved.append(parameter.sharded_param)
+    return moved
 
 
 def forget_step_underway(root: FSDPModule) -> None:
@@ -115,8 +115,8 @@ def _groups(root: FSDPModule) -> Iterator[tuple[Any, Any]]:
 
 def _groups_of(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
-    found = [state._fsdp_param_group] if groups is None else groups
-    return [group for group in found if group is not None]
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in groups if group is not None]
 
 
 def _with_zeros(group: Any, post_backward: Callable[[], None], *_: object) -> None:

@@ -25,7 +25,7 @@ IsKept = Callable[[int], bool]
 
 
 class Saving(NamedTuple):
-    """What one kernel saves at one batch size; the fields of `Fusible`."""
+    """Savings of one fused kernel at one batch size; the fields of `Fusible`."""
 
     forward_moved_bytes: int = 0
     backward_moved_bytes: int = 0
@@ -43,7 +43,7 @@ Savings = dict[FusibleKind, Saving]
 
 @dataclass(slots=True, eq=False)
 class ChainTraffic:
-    """What the operations of a chain move in one direction; memory is known by its number.
+    """Traffic of the operations of a chain in one direction; memory is known by its number.
 
     Attributes:
         read: bytes of memory that other code made.
@@ -115,7 +115,7 @@ Access = tuple[int | None, int]
 
 
 class Fusing(NamedTuple):
-    """How an operation takes part in a chain that one kernel may run.
+    """Role of an operation in a chain that one kernel may run.
 
     Attributes:
         hint: the kind of chain that it is characteristic of.
@@ -324,7 +324,7 @@ def _can_join(one: Chain, other: Chain) -> bool:
 
 def _ingredients(traffic: ChainTraffic, wanted: set[int]) -> dict[int, int]:
     """Memory that these are made of, from outside or handed on, with its bytes."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     left, seen = list(wanted), set(wanted)
     while left:
         for source in traffic.sources[left.pop()]:
@@ -335,18 +335,18 @@ def _ingredients(traffic: ChainTraffic, wanted: set[int]) -> dict[int, int]:
             if inner and not traffic.readers.get(source) and source not in traffic.handed_on:
                 left.append(source)
             else:
-                found[source] = traffic.made.get(source) or traffic.read.get(source, 0)
-    return found
+                sizes[source] = traffic.made.get(source) or traffic.read.get(source, 0)
+    return sizes
 
 
 def savings(chains: Iterable[Chain], *, is_loss: bool) -> dict[LayerSegment | None, Savings]:
     """Of all chains of a call, by the part that runs them and by kind."""
-    found: dict[LayerSegment | None, Savings] = {}
+    by_part: dict[LayerSegment | None, Savings] = {}
     for chain in chains:
         kind = chain.named(is_loss=is_loss)
         if kind is not None and chain.saving != Saving():
-            add_savings(found.setdefault(chain.part, {}), {kind: chain.saving})
-    return found
+            add_savings(by_part.setdefault(chain.part, {}), {kind: chain.saving})
+    return by_part
 
 
 def add_savings(total: Savings, more: Savings) -> None:

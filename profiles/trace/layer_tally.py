@@ -46,7 +46,7 @@ class LayerSum:
         self.calls += layer.calls
         self.products += trained_products(layer.after.forward, layer.after.backward)
         self.attention += layer.after.attention.trained()
-        found = {name: getattr(layer, name) for name in _OF_CALLS}
+        sums = {name: getattr(layer, name) for name in _OF_CALLS}
         for name, part in (("own", layer.own), ("after", layer.after)):
             figures = (
                 part.forward.flop,
@@ -56,8 +56,8 @@ class LayerSum:
                 saved.get(part, 0),
                 selective.get(part, 0),
             )
-            found |= {f"{name}.{f}": n for f, n in zip(_OF_STRETCH, figures, strict=True)}
-        for name, figure in found.items():
+            sums |= {f"{name}.{f}": n for f, n in zip(_OF_STRETCH, figures, strict=True)}
+        for name, figure in sums.items():
             self.figures[name] = self.figures.get(name, 0) + figure
 
 
@@ -132,14 +132,14 @@ def grouped_products(
     `samples` and over twice as many differ in them."""
     if two is not None and [call._replace(rows=2 * call.rows) for call in one] != list(two):
         return ()
-    found = []
+    products = []
     for call in one:
         rows = call.rows / samples
         moved = Affine(
             fixed=float(call.element_bytes * call.experts * call.n * call.k),
             per_sample=call.element_bytes * rows * (call.n + call.k),
         )
-        found.append(
+        products.append(
             Product(
                 kind=ProductKind.GROUPED,
                 m=Affine(per_sample=rows / call.experts),
@@ -151,12 +151,12 @@ def grouped_products(
                 needs_input_gradient=call.needs_input_gradient,
             )
         )
-    return tuple(found)
+    return tuple(products)
 
 
 def fusibles(one: Savings, two: Savings | None, line: Line) -> tuple[Fusible, ...]:
-    """What fused kernels save of one sample, by kind, from runs over the sample and twice it."""
-    found = []
+    """Savings of fused kernels for one sample, by kind, from runs over the sample and twice it."""
+    merged = []
     for kind in sorted(one):
         twice = Saving() if two is None else two.get(kind, Saving())
         growing = {
@@ -168,5 +168,5 @@ def fusibles(one: Savings, two: Savings | None, line: Line) -> tuple[Fusible, ..
             if not name.endswith("kernels")
         }
         kernels = {n: getattr(one[kind], n) for n in ("forward_kernels", "backward_kernels")}
-        found.append(Fusible(kind=kind, **growing, **kernels))
-    return tuple(found)
+        merged.append(Fusible(kind=kind, **growing, **kernels))
+    return tuple(merged)

@@ -1,4 +1,4 @@
-"""Where in a model something happened, and what was run there."""
+"""Scopes of a trace: the calls of units and layers that work is attributed to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Grouped(NamedTuple):
 
 @dataclass(slots=True)
 class Work:
-    """What was run: see `UnitCost`. `grouped` is of what lies outside parts."""
+    """Work of a scope or segment: see `UnitCost`. `grouped` is of what lies outside segments."""
 
     flop: int = 0
     moved_bytes: int = 0
@@ -66,12 +66,12 @@ class AttentionCalls:
     def trained(self) -> tuple[Attended, ...]:
         """Calls with a forward and a backward."""
         left = Counter(self.backward)
-        found = []
+        calls = []
         for call in self.forward:
             if left[call]:
                 left[call] -= 1
-                found.append(call)
-        return tuple(found)
+                calls.append(call)
+        return tuple(calls)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +105,7 @@ class Scope:
 
     @property
     def chain(self) -> Chain:
-        """What runs now in the forward."""
+        """The chain that runs now in the forward."""
         return self.chains[-1]
 
     def begin_part(self, part: LayerSegment, sequence: float) -> None:
@@ -139,7 +139,7 @@ class LayerSegment:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a weight layer is before it is called: see `LayerCost`."""
+    """Shape of a weight layer before it is called: see `LayerCost`."""
 
     path: str
     kind: LayerKind
@@ -207,7 +207,7 @@ class LayerCall:
         self.heads = inner[0]
 
     def _takes_heads(self, before: Sequence[int], after: Sequence[int]) -> bool:
-        """Whether some of the heads are taken: queries out of a fused query, key and value, say."""
+        """True if some of the heads are taken: queries out of a fused query, key and value, say."""
         if self.heads < 2 or len(before) < 2 or tuple(before[-2:]) != self._of_heads:
             return False
         same = before[:-2] == after[:-2] and before[-1] == after[-1]

@@ -1,4 +1,4 @@
-"""What places took, put together by unit; and two runs fitted to costs that grow with the batch."""
+"""Sums the costs of scopes by unit; fits two runs to costs that grow with the batch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SavedBytes:
 
 
 def tally(
-    scopes: Sequence[Scope], kept: SavedBytes, timeline: Timeline, *, ignored: frozenset[int]
+    scopes: Sequence[Scope], saved_bytes: SavedBytes, timeline: Timeline, *, ignored: frozenset[int]
 ) -> dict[str, Cost]:
     """All calls of a unit together, in the order of first calls; of transients the highest.
 
@@ -61,9 +61,9 @@ def tally(
         timeline: has the windows (scope, is_backward); `ignored` allocations count nowhere.
     """
     peaks = timeline.peaks(ignored=ignored)
-    found: dict[str, Cost] = {}
+    costs: dict[str, Cost] = {}
     for called in scopes:
-        cost = found.setdefault(called.name, Cost())
+        cost = costs.setdefault(called.name, Cost())
         scope = called.stands_for or called
         cost.forward_flop += scope.forward.flop
         cost.backward_flop += scope.backward.flop
@@ -71,8 +71,8 @@ def tally(
         cost.backward_moved_bytes += scope.backward.moved_bytes
         cost.forward_kernels += scope.forward.kernels
         cost.backward_kernels += scope.backward.kernels
-        cost.activation_bytes += kept.by_scope.get(scope, 0)
-        cost.selective_activation_bytes += kept.selective_by_scope.get(scope, 0)
+        cost.activation_bytes += saved_bytes.by_scope.get(scope, 0)
+        cost.selective_activation_bytes += saved_bytes.selective_by_scope.get(scope, 0)
         cost.input_bytes += scope.input_bytes
         cost.output_bytes += scope.output_bytes
         forward, backward = peaks.get((scope, False), 0), peaks.get((scope, True), 0)
@@ -84,30 +84,35 @@ def tally(
         add_savings(cost.fusible, saved.get(None, {}))
         for path, layer in scope.layers.items():
             total = cost.layers.setdefault(path, LayerSum(layer))
-            total.add(layer, kept.by_part, kept.selective_by_part, saved.get(layer.after, {}))
+            total.add(
+                layer,
+                saved_bytes.by_part,
+                saved_bytes.selective_by_part,
+                saved.get(layer.after, {}),
+            )
     losses = [scope for scope in scopes if scope.name == LOSS]
     unmade = {m for scope in losses for chain in scope.chains for m in chain.unmade}
-    if unmade and found[LOSS].fusible:
+    if unmade and costs[LOSS].fusible:
         fused = timeline.peaks(ignored=ignored | unmade)
         windows = [(scope, is_backward) for scope in losses for is_backward in (False, True)]
         spared = max(peaks.get(window, 0) - fused.get(window, 0) for window in windows)
-        add_savings(found[LOSS].fusible, {FusibleKind.LOSS: Saving(transient_bytes=spared)})
-    return found
+        add_savings(costs[LOSS].fusible, {FusibleKind.LOSS: Saving(transient_bytes=spared)})
+    return costs
 
 
 def fitted(
     once: Mapping[str, Cost], twice: Mapping[str, Cost] | None, samples: int
 ) -> dict[str, UnitCost]:
     """Costs by unit from a run over `samples`, and one over twice as many if there is one."""
-    found: dict[str, UnitCost] = {}
+    costs: dict[str, UnitCost] = {}
     last: tuple[Cost, Cost | None] | None = None
     unit_cost = UnitCost()
     for name, cost in once.items():
         pair = cost, None if twice is None else twice.get(name, Cost())
         if pair != last:  # of repeated blocks all but the ends cost the same
             last, unit_cost = pair, _unit_cost(*pair, samples)
-        found[name] = unit_cost
-    return found
+        costs[name] = unit_cost
+    return costs
 
 
 def _unit_cost(one: Cost, two: Cost | None, samples: int) -> UnitCost:

@@ -29,7 +29,7 @@ class Timeline:
 
     @property
     def next_number(self) -> int:
-        """What the next allocation will be known by."""
+        """Number of the next allocation."""
         return len(self._bytes)
 
     def release(self, number: int) -> None:
@@ -55,20 +55,20 @@ class Timeline:
         `ignored` allocations count nowhere.
         """
         live = 0
-        found: dict[Hashable, int] = {}
+        highest: dict[Hashable, int] = {}
         began: dict[Hashable, int] = {}
         top: dict[Hashable, int] = {}
         for kind, what in self._events:
             if kind == "open":
                 began[what] = top[what] = live
             elif kind == "close":
-                found[what] = max(found.get(what, 0), top.pop(what) - began.pop(what))
+                highest[what] = max(highest.get(what, 0), top.pop(what) - began.pop(what))
             elif what not in ignored:
                 assert isinstance(what, int)
                 live += self._bytes[what] if kind == "make" else -self._bytes[what]
                 for window in top:
                     top[window] = max(top[window], live)
-        return found
+        return highest
 
     def highest(self, *, ignored: Collection[int] = ()) -> int:
         """Most bytes that were live at once."""

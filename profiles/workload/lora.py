@@ -32,8 +32,8 @@ _AMOUNTS = (
 
 
 def takes_lora(model: ModelProfile) -> bool:
-    """Whether what `with_lora` needs is known: layers of blocks in 16 bits, and no experts, whose
-    adapters are no layers."""
+    """True if `with_lora` applies: layers of blocks in 16 bits, and no experts, whose adapters are
+    no layers."""
     blocks = list(model.blocks())
     return (
         _half(model) is not None
@@ -113,7 +113,7 @@ def _unit(
                 now = getattr(getattr(frozen, part), name)
                 before = getattr(getattr(layer, part), name)
                 added[name] = added[name] + now + before * -1.0
-    beside = _KERNELS * len(adapted)
+    adapter_kernels = _KERNELS * len(adapted)
     unpacked = len(adapted) * is_quantised
     # What is unpacked lives as long as its product.
     peak = Affine(fixed=quantised)
@@ -121,8 +121,8 @@ def _unit(
         update={
             **{name: getattr(cost, name) + added[name] for name in _AMOUNTS},
             "layers": tuple(layers),
-            "forward_kernels": cost.forward_kernels + beside + unpacked,
-            "backward_kernels": cost.backward_kernels + 2 * beside + unpacked,
+            "forward_kernels": cost.forward_kernels + adapter_kernels + unpacked,
+            "backward_kernels": cost.backward_kernels + 2 * adapter_kernels + unpacked,
             "forward_transient_bytes": cost.forward_transient_bytes + peak,
             "backward_transient_bytes": cost.backward_transient_bytes + peak,
         }
@@ -199,7 +199,7 @@ def _with_adapter(layer: LayerCost, rank: int, *, is_quantised: bool) -> LayerCo
 
 
 def _halved(flow: Flow) -> Flow:
-    """What calls hand on in fp32, in 16 bits."""
+    """Bytes in 16 bits of what calls hand on in fp32."""
 
     def half(call: UnitCall) -> UnitCall:
         values = tuple(

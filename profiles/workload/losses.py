@@ -34,7 +34,7 @@ def with_loss(units: Sequence[UnitProfile], loss: Loss) -> tuple[UnitProfile, ..
 
 
 def has_loss_after_head(units: Sequence[UnitProfile]) -> bool:
-    """Whether the last two units are a layer that makes logits and the loss of them."""
+    """True if the last two units are a layer that makes logits and the loss of them."""
     if len(units) < 2 or units[-1].name != LOSS or set(units[-1].costs) != set(units[-2].costs):
         return False
     cost = next(iter(units[-2].costs.values()))
@@ -42,7 +42,7 @@ def has_loss_after_head(units: Sequence[UnitProfile]) -> bool:
 
 
 def _is_parted(head: UnitProfile) -> bool:
-    """Whether its logits live a part at a time already."""
+    """True if only a part of its logits is live at a time already."""
     cost = next(iter(head.costs.values()))
     return cost.output_bytes.at(1) < cost.layers[-1].output_bytes.at(1)
 

@@ -1,4 +1,4 @@
-"""What optimizers keep beside one tensor, and what a step of it takes: the laws they follow."""
+"""Laws of optimizer states: the bytes of state of a tensor, and the cost of its step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 class Law(StrEnum):
-    """How the state follows from a parameter's shape."""
+    """Relation of the state to a parameter's shape."""
 
     ELEMENTWISE = "elementwise"  # so many bytes an element, in the parameter's dtype
     FACTORED = "factored"  # torch.optim.Adafactor: rows and columns of a matrix
@@ -33,7 +33,7 @@ class Law(StrEnum):
 
 
 class UnitUpkeep(Record):
-    """What was measured of one unit's parameters."""
+    """Measured cost of stepping one unit's parameters."""
 
     state_bytes: NonNegativeFloat
     moved_bytes: NonNegativeFloat
@@ -41,7 +41,7 @@ class UnitUpkeep(Record):
 
 
 class OptimizerProfile(Record):
-    """What an optimizer keeps and moves.
+    """States and traffic of an optimizer.
 
     AdamW on fp32 parameters keeps two fp32 moments: 8 bytes an element beside the parameter and its
     gradient. Parameters of another dtype count in proportion, as torch makes states in the dtype of
@@ -74,7 +74,7 @@ class OptimizerProfile(Record):
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether its states are as large as gradients are, whatever their shapes."""
+        """True if its states have the size of gradients, whatever their shapes."""
         return self.law is Law.ELEMENTWISE and self.units is None
 
 
@@ -113,7 +113,7 @@ def step_of(optimizer: OptimizerProfile, shape: ParameterShape, *, is_hidden: bo
 
 
 def plain_step(optimizer: OptimizerProfile, size_bytes: float) -> TensorStep:
-    """Where so many bytes an element are all that counts."""
+    """Step of an optimizer that is described by bytes per element alone."""
     elements = size_bytes / FP32_BYTES
     copies = optimizer.list_copies
     return TensorStep(

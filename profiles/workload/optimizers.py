@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside a parameter and its gradient, and what its step takes.
+"""State of an optimizer beyond parameters and gradients, and the cost of its step.
 
 Most optimizers keep so many bytes for every element. Some look at shapes: Adafactor keeps a number
 for every row and column of a matrix, Muon steps the matrices of blocks alone, 8-bit Adam keeps
@@ -125,7 +125,8 @@ def optimizer_profile(name: str) -> OptimizerProfile:
 
 
 def upkeep(optimizer: OptimizerProfile, units: Iterable[UnitProfile], *, shards: int = 1) -> Upkeep:
-    """What `optimizer` keeps for the trainable parameters of `units`, and what its step takes.
+    """Return the optimizer's state for the trainable parameters of `units`, and the cost of its
+    step.
 
     With `shards` ranks: of one of them. FSDP2 cuts every parameter along its first dimension.
 
@@ -134,13 +135,13 @@ def upkeep(optimizer: OptimizerProfile, units: Iterable[UnitProfile], *, shards:
     """
     units = [unit for unit in units if unit.trainable_parameters]
     if optimizer.units is not None:
-        found = [optimizer.units[unit.name] for unit in units if unit.name in optimizer.units]
+        measured = [optimizer.units[unit.name] for unit in units if unit.name in optimizer.units]
         working = (optimizer.working_bytes or 0.0) / shards
         return Upkeep(
             name=optimizer.name,
-            state_bytes=sum(unit.state_bytes for unit in found) / shards,
-            moved_bytes=sum(unit.moved_bytes for unit in found) / shards,
-            flop=sum(unit.flop for unit in found) / shards,
+            state_bytes=sum(unit.state_bytes for unit in measured) / shards,
+            moved_bytes=sum(unit.moved_bytes for unit in measured) / shards,
+            flop=sum(unit.flop for unit in measured) / shards,
             loop_bytes=working,
             list_bytes=working,
         )

@@ -38,14 +38,14 @@ class States(Record):
 
 
 class Selective(StrEnum):
-    """What selective recompute computes again."""
+    """Operations that selective recompute runs again."""
 
     OPERATORS = "operators"  # all but products and attention (torch's policy over operators)
     CORE = "core"  # scores and softmax of attention alone (Megatron-LM, arXiv:2205.05198)
 
 
 class Loss(StrEnum):
-    """How the cross-entropy of logits over a vocabulary runs."""
+    """Implementation of the cross-entropy of logits over a vocabulary."""
 
     MATERIALISED = "materialised"  # logits copied to fp32, and their log-softmax kept
     IN_PLACE = "in_place"  # softmax written over an fp32 copy of the logits, which are let go of
@@ -132,7 +132,7 @@ class Stack(Record):
     sources: tuple[tuple[str, str], ...] = ()
 
     def fuses(self, kind: FusibleKind) -> bool:
-        """Whether a chain of this kind is one kernel. Blocks are compiled, the loss is not."""
+        """True if a chain of this kind is one kernel. Blocks are compiled, the loss is not."""
         return kind in self.fused or (self.compiled and kind is not FusibleKind.LOSS)
 
 

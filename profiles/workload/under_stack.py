@@ -42,14 +42,14 @@ def under_stack(model: ModelProfile, stack: Stack) -> ModelProfile:
 
 
 def calls_processor(model: ModelProfile) -> bool:
-    """Whether attention was counted as torch's kernel for processors runs it."""
+    """True if attention was counted as torch's kernel for processors runs it."""
     costs = (cost for unit in model.units for cost in unit.costs.values())
     return any(call.kernel is AttentionKernel.CPU for cost in costs for call in cost.calls())
 
 
 def is_for_accelerators(model: ModelProfile) -> bool:
-    """Whether a call of attention was counted as fused that torch's kernel for processors is not
-    made for: with dropout, or values of another width."""
+    """True if a call of attention was counted as fused that torch's kernel for processors does not
+    take: with dropout, or values of another width."""
     costs = (cost for unit in model.units for cost in unit.costs.values())
     calls = (call for cost in costs for call in cost.calls())
     return any(call.dropout or call.width != call.value_width for call in calls)
@@ -88,12 +88,12 @@ def _unit_cost(cost: UnitCost, unit: UnitProfile, stack: Stack) -> UnitCost:
             _add(change, {"activation_bytes": core, "selective_activation_bytes": core})
         if stack.selective is Selective.CORE:
             # All is kept but scores; kernels without scores keep their few sums.
-            kept = part.activation_bytes.per_sample + change.get("activation_bytes", 0.0)
+            saved = part.activation_bytes.per_sample + change.get("activation_bytes", 0.0)
             core = sum(
                 attention_cost(call, stack.attention or call.kernel).core_bytes
                 for call in part.attention
             )
-            wanted_bytes = kept - core
+            wanted_bytes = saved - core
             if isinstance(part, Stretch):
                 wanted_bytes -= part.core_bytes.per_sample
             change["selective_activation_bytes"] = (
@@ -149,16 +149,16 @@ def _transients_saved(cost: UnitCost, stack: Stack) -> tuple[float, float]:
     done = [fusible for fusible in cost.fusible if _is_saved(fusible, stack)]
     if any(_is_in_place(fusible, stack) for fusible in done):
         there, back = cost.forward_transient_bytes, cost.backward_transient_bytes
-        kept = cost.activation_bytes.per_sample
-        return max(0.0, there.per_sample - kept), max(0.0, back.per_sample - kept / 2)
+        saved = cost.activation_bytes.per_sample
+        return max(0.0, there.per_sample - saved), max(0.0, back.per_sample - saved / 2)
     spared = sum(fusible.transient_bytes for fusible in done)
     return spared, spared
 
 
-def _saved(fusible: Fusible, stack: Stack, kept: float) -> _Change:
+def _saved(fusible: Fusible, stack: Stack, saved_bytes: float) -> _Change:
     """Of a part that keeps `kept` bytes. In place, the fp32 copy of the logits stays, and the
     16-bit ones, half as many bytes, do not where they did."""
-    stays = kept / 2 if _is_in_place(fusible, stack) else 0.0
+    stays = saved_bytes / 2 if _is_in_place(fusible, stack) else 0.0
     return {
         "forward_moved_bytes": -fusible.forward_moved_bytes,
         "backward_moved_bytes": -fusible.backward_moved_bytes,

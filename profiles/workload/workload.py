@@ -1,4 +1,4 @@
-"""What one training step is asked to do."""
+"""Workload of one training step: batch size, precision, optimizer."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from profiles.cache import MOST_FILES, cache_folder, keep, kept_path, recall
+from profiles.cache import MOST_FILES, cache_folder, cache_path, keep, recall
 from profiles.record import Document
 
 
@@ -29,14 +29,14 @@ def test_the_folder_is_xdgs_or_under_home(monkeypatch: pytest.MonkeyPatch, folde
 
 
 def test_the_same_content_has_the_same_place_and_other_content_another(folder: Path) -> None:
-    one = kept_path("notes", {"a": 1, "b": [2]}, "cpu")
-    assert one == kept_path("notes", {"b": [2], "a": 1}, "cpu")
-    assert one != kept_path("notes", {"a": 1, "b": [2]}, "gpu")
+    one = cache_path("notes", {"a": 1, "b": [2]}, "cpu")
+    assert one == cache_path("notes", {"b": [2], "a": 1}, "cpu")
+    assert one != cache_path("notes", {"a": 1, "b": [2]}, "gpu")
     assert one.parent == folder
 
 
 def test_what_was_kept_is_found(folder: Path) -> None:
-    path = kept_path("notes", 1)
+    path = cache_path("notes", 1)
     assert recall(path, Note) is None
     keep(path, Note(text="said"))
     assert recall(path, Note) == Note(text="said")
@@ -46,7 +46,7 @@ def test_what_was_kept_is_found(folder: Path) -> None:
 def test_a_file_that_is_broken_or_of_another_release_is_not_there(
     folder: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = kept_path("notes", 1)
+    path = cache_path("notes", 1)
     folder.mkdir()
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     assert recall(path, Note) is None
@@ -55,14 +55,14 @@ def test_a_file_that_is_broken_or_of_another_release_is_not_there(
 
 def test_only_the_newest_of_a_kind_stay(folder: Path) -> None:
     keep(folder / "others-1.json", Note(text="of another kind"))
-    paths = [kept_path("notes", number) for number in range(MOST_FILES + 3)]
+    paths = [cache_path("notes", number) for number in range(MOST_FILES + 3)]
     for age, path in enumerate(reversed(paths)):
         keep(path, Note(text="old"))
         os.utime(path, (1e9 - age, 1e9 - age)) if path.exists() else None
-    keep(kept_path("notes", "newest"), Note(text="new"))
+    keep(cache_path("notes", "newest"), Note(text="new"))
     left = sorted(folder.glob("notes-*.json"))
     assert len(left) == MOST_FILES
-    assert kept_path("notes", "newest") in left
+    assert cache_path("notes", "newest") in left
     assert (folder / "others-1.json").exists()
 
 
@@ -70,5 +70,5 @@ def test_a_folder_that_cannot_be_written_is_noted_and_that_is_all(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.write_text("a file is in the way")
-    keep(kept_path("notes", 1), Note(text="said"))
+    keep(cache_path("notes", 1), Note(text="said"))
     assert "nothing is kept" in caplog.text

@@ -199,8 +199,8 @@ def _hierarchical(ranks: int, per_node: int) -> Iterator[Round]:
 
 def _at_once(several: Iterator[Iterator[Round]]) -> Iterator[Round]:
     """Equally many rounds of different ranks, at the same time."""
-    for together in zip(*several, strict=True):
-        yield tuple(chain.from_iterable(together))
+    for rounds in zip(*several, strict=True):
+        yield tuple(chain.from_iterable(rounds))
 
 
 def _only(part: int) -> range:

@@ -57,11 +57,11 @@ def block_cost(block: ConvnetBlock, numerics: Numerics) -> UnitCost:
         # Weights are cast to 16 bits, their gradients back.
         forward_kernels += casts
         backward_kernels += casts
-    kept = e * block.kept + block.marked_bytes
+    saved = e * block.saved + block.marked_bytes
     # Mean and inverse deviation of every channel, in fp32, as many as a norm has parameters.
     moments = FP32 * sum(layer.parameters for layer in layers if layer.kind is ConvnetOp.NORM)
     image = sum(layer.inputs for layer in layers if layer.reads_image)
-    kept += e * image if numerics is not Numerics.AS_BUILT else 0  # a copy in 16 bits
+    saved += e * image if numerics is not Numerics.AS_BUILT else 0  # a copy in 16 bits
     widest = max(layer.outputs for layer in layers)
     # The gradient of a layer's output and of its input live beside that of the block's output,
     # which the way around it waits for.
@@ -78,11 +78,11 @@ def block_cost(block: ConvnetBlock, numerics: Numerics) -> UnitCost:
         backward_moved_bytes=_and_turned(backward, 2 * e * weights, fusible, forward=False),
         forward_kernels=forward_kernels + sum(f.forward_kernels for f in fusible if _turns(f)),
         backward_kernels=backward_kernels + sum(f.backward_kernels for f in fusible if _turns(f)),
-        activation_bytes=Affine(fixed=moments, per_sample=kept),
-        selective_activation_bytes=Affine(fixed=moments, per_sample=kept),
+        activation_bytes=Affine(fixed=moments, per_sample=saved),
+        selective_activation_bytes=Affine(fixed=moments, per_sample=saved),
         input_bytes=Affine(per_sample=e * block.input_elements),
         output_bytes=Affine(per_sample=e * handed_on),
-        forward_transient_bytes=Affine(per_sample=kept + e * widest + turned),
+        forward_transient_bytes=Affine(per_sample=saved + e * widest + turned),
         backward_transient_bytes=Affine(per_sample=e * inside + turned),
         products=tuple(_product(layer, e) for layer in layers if _is_bound(layer)),
         fusible=fusible,
@@ -103,7 +103,8 @@ def _and_turned(
 
 
 def _is_bound(layer: ConvnetLayer) -> bool:
-    """Whether more than traffic bounds it: products, and norms by the instructions they take."""
+    """True if more than traffic bounds the layer: products, and norms by the instructions they
+    take."""
     return layer.kind.is_product or layer.kind is ConvnetOp.NORM
 
 
@@ -145,14 +146,14 @@ def _product(layer: ConvnetLayer, e: int) -> Product:
 def _fusible(layers: list[ConvnetLayer], e: int) -> list[Fusible]:
     """Activations and additions inside the kernel of the norm or product before them, and maps
     that are turned around products."""
-    found = []
+    savings = []
     for kind, fusible, saved in (
         (ConvnetOp.ACTIVATION, FusibleKind.GATE, 1.0),
         (ConvnetOp.ADD, FusibleKind.RESIDUAL, 1 - _LEFT_OF_ADD),
     ):
         alike = [_elements(layer) for layer in layers if layer.kind is kind]
         if alike:
-            found.append(
+            savings.append(
                 Fusible(
                     kind=fusible,
                     forward_moved_bytes=saved * e * sum(there for there, _ in alike),
@@ -166,7 +167,7 @@ def _fusible(layers: list[ConvnetLayer], e: int) -> list[Fusible]:
         # What a convolution takes and gives is read and written once more.
         turned = [2 * TURNED * e * (layer.inputs + layer.outputs) for layer in convolutions]
         back = (t * (2 - layer.reads_image) for t, layer in zip(turned, convolutions, strict=True))
-        found.append(
+        savings.append(
             Fusible(
                 kind=FusibleKind.LAYOUT,
                 forward_moved_bytes=sum(turned),
@@ -176,4 +177,4 @@ def _fusible(layers: list[ConvnetLayer], e: int) -> list[Fusible]:
                 transient_bytes=max(turned) / 2,
             )
         )
-    return found
+    return savings

@@ -66,11 +66,11 @@ class ConvnetBuilder:
         """nn.Conv2d; without `padding` the size stays, but for the stride."""
         tall, wide = _pair(kernel)
         padding = (tall // 2, wide // 2) if padding is None else _pair(padding)
-        (down, right), (above, beside) = _pair(stride), padding
+        (down, right), (above, sideways) = _pair(stride), padding
         out = self._map(
             channels,
             (x.height + 2 * above - tall) // down + 1,
-            (x.width + 2 * beside - wide) // right + 1,
+            (x.width + 2 * sideways - wide) // right + 1,
         )
         depth = x.channels // groups * tall * wide
         self._keep(x)
@@ -226,7 +226,7 @@ class ConvnetBuilder:
     def _keep(self, x: Map) -> None:
         if x.number not in self._kept:
             self._kept.add(x.number)
-            self.blocks[-1].kept += x.elements
+            self.blocks[-1].saved += x.elements
 
     def _add(self, layer: ConvnetLayer) -> None:
         self.blocks[-1].layers.append(layer)

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class ConvnetOp(StrEnum):
-    """What a layer does. Products multiply matrices; the others stream memory."""
+    """Operation of a layer. Products multiply matrices; the others stream memory."""
 
     CONVOLUTION = "convolution"
     LINEAR = "linear"
@@ -79,7 +79,7 @@ class ConvnetBlock:
     """Layers that stay together: on one device, and recomputed as one.
 
     Attributes:
-        kept: elements that the backward needs for one image, none counted twice in the network.
+        saved: elements that the backward needs for one image, none counted twice in the network.
         marked_bytes: of masks and positions of maxima that it needs besides, whatever the dtype.
         input_elements: what recompute keeps instead.
         output_elements: handed to the next block, with what later ones take besides.
@@ -87,7 +87,7 @@ class ConvnetBlock:
 
     name: str
     layers: list[ConvnetLayer] = field(default_factory=list)
-    kept: int = 0
+    saved: int = 0
     marked_bytes: int = 0
     input_elements: int = 0
     output_elements: int = 0
@@ -130,6 +130,6 @@ class Convnet:
         return sum(block.backward_flop for block in self.blocks)
 
     @property
-    def kept(self) -> int:
-        """Elements kept from forward to backward, for one image."""
-        return sum(block.kept for block in self.blocks)
+    def saved(self) -> int:
+        """Elements saved for backward, for one image."""
+        return sum(block.saved for block in self.blocks)

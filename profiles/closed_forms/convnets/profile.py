@@ -53,7 +53,7 @@ def _unit(block: ConvnetBlock) -> UnitProfile:
     buffers = sum(layer.parameters * ELEMENT_BYTES + 8 for layer in norms)
     return UnitProfile(
         name=block.name,
-        kind="ConvnetBlock",
+        kind="Block",
         is_block=True,
         parameters=parameters,
         trainable_parameters=parameters,

@@ -65,7 +65,7 @@ def network_of(
 
 
 def is_known(name: str) -> bool:
-    """Whether `name` says which network is meant, so that nothing typical stands in for it.
+    """True if `name` identifies one network, so that no typical one stands in for it.
 
     >>> is_known("ResNet50-128px"), is_known("resnet"), is_known("nasnet")
     (True, False, False)
@@ -75,7 +75,7 @@ def is_known(name: str) -> bool:
 
 
 def _by_name(plain: str) -> Callable[[str, int], Convnet] | None:
-    """What builds it, given the name and the side of its images."""
+    """Return its builder, given the name and the side of its images."""
     numbers = [int(number) for number in re.findall(r"\d+", plain)]
     first = numbers[0] if numbers else 0
     wide = plain.startswith("wide")
@@ -166,7 +166,7 @@ def _scaled(network: Convnet, by: float) -> Convnet:
         replace(
             block,
             layers=[layer(old) for old in block.layers],
-            kept=round(block.kept * maps),
+            saved=round(block.saved * maps),
             input_elements=round(block.input_elements * maps),
             output_elements=round(block.output_elements * maps),
         )

@@ -39,7 +39,7 @@ _SIZES = {"float32": 4, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
 
 @dataclass(slots=True, eq=False)
 class Made:
-    """What is known of a piece of memory, also after its release.
+    """Facts about a piece of memory, also after its release.
 
     Attributes:
         number: its name in the timeline; None if it was there before the run.
@@ -136,7 +136,7 @@ def contiguous(shape: Shape) -> Shape:
 
 
 def fits(shape: Shape, strides: Shape, wanted: Shape) -> bool:
-    """Whether two layouts are one; where the size is 1 a stride says nothing."""
+    """True if two layouts are the same; strides of dimensions of size 1 do not matter."""
     return strides == wanted or all(
         a == b for size, a, b in zip(shape, strides, wanted, strict=True) if size != 1
     )
@@ -154,20 +154,20 @@ def dense(shape: Shape, strides: Shape) -> Shape:
     """
     order: list[int] = []  # innermost first
     for dim in reversed(range(len(shape))):
-        scope = len(order)
+        position = len(order)
         for before in reversed(range(len(order))):
             inner = order[before]
             if 0 in (strides[inner], strides[dim]) or 1 in (shape[inner], shape[dim]):
                 continue
             if strides[dim] >= strides[inner]:
                 break
-            scope = before
-        order.insert(scope, dim)
-    found, step = [0] * len(shape), 1
+            position = before
+        order.insert(position, dim)
+    packed, step = [0] * len(shape), 1
     for dim in order:
-        found[dim] = step
+        packed[dim] = step
         step *= shape[dim]
-    return tuple(found)
+    return tuple(packed)
 
 
 def viewed(shape: Shape, strides: Shape, wanted: Shape) -> Shape | None:
@@ -178,7 +178,7 @@ def viewed(shape: Shape, strides: Shape, wanted: Shape) -> Shape | None:
     >>> viewed((2, 16, 4, 8), (512, 8, 128, 1), (2, 16, 32)) is None
     True
     """
-    found = [1] * len(wanted)
+    new_strides = [1] * len(wanted)
     at = len(wanted) - 1
     base, size, filled = strides[-1] if strides else 1, 1, 1
     for dim in reversed(range(len(shape))):
@@ -186,11 +186,11 @@ def viewed(shape: Shape, strides: Shape, wanted: Shape) -> Shape | None:
         if dim and (shape[dim - 1] == 1 or strides[dim - 1] == size * base):
             continue
         while at >= 0 and (filled < size or wanted[at] == 1):
-            found[at] = filled * base
+            new_strides[at] = filled * base
             filled *= wanted[at]
             at -= 1
         if filled != size:
             return None
         if dim:
             base, size, filled = strides[dim - 1], 1, 1
-    return tuple(found) if at == -1 else None
+    return tuple(new_strides) if at == -1 else None

@@ -41,7 +41,8 @@ def look_for_packing(network: FamilyRun, position_ids: Array) -> None:
 
 
 def causal_mask(network: FamilyRun, position_ids: Array, *, window: int | None) -> Array | None:
-    """Which keys a query sees, (samples, 1, length, length) of bool; None where all before it.
+    """Mask of the keys that a query sees, (samples, 1, length, length) of bool; None if all before
+    it.
 
     The kernel leaves out later keys by itself. Only a sliding window of as many tokens as the
     sequence has, or fewer, takes a mask in memory, one for all samples.
@@ -120,9 +121,9 @@ def repeated(x: Array, times: int) -> Array:
     if times == 1:
         return x
     batch, count, length, width = x.shape
-    apart = ops.reshape(x, batch, count, 1, length, width)
-    apart = ops.expand(apart, batch, count, times, length, width)
-    return ops.reshape(apart, batch, count * times, length, width)
+    expanded = ops.reshape(x, batch, count, 1, length, width)
+    expanded = ops.expand(expanded, batch, count, times, length, width)
+    return ops.reshape(expanded, batch, count * times, length, width)
 
 
 def attend(
@@ -176,10 +177,10 @@ def _fused(
     saved += [tape.save(out), tape.save(weights)]
 
     def backward(gradient: Array) -> list[Array]:
-        found = [_by_position(x) for x in saved[:3]]
-        tape.launch([gradient, *saved], found, flop=5 * both // 2)
+        made = [_by_position(x) for x in saved[:3]]
+        tape.launch([gradient, *saved], made, flop=5 * both // 2)
         tape.attended(call)
-        return found
+        return made
 
     tape.record([out], [query, key, value], backward)
     return out

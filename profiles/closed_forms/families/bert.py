@@ -60,7 +60,7 @@ class PostNormBlock:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What tokens, their positions and their segments are looked up in, and the norm after."""
+    """Embedding tables of tokens, positions and segments, and the norm after them."""
 
     vocab: int
     positions: int
@@ -144,7 +144,7 @@ def _bert(fields: Fields, prefix: str) -> ModelFamily:
         hidden = embeddings(tables, network.ids())
         for index in network.layers(f"{stem}.encoder.layer", ["layer"] * layers):
             name = f"{stem}.encoder.layer.{index}"
-            hidden = network.unit(name, f"{prefix}PostNormBlock", is_block=True)(layer, hidden)
+            hidden = network.unit(name, f"{prefix}Layer", is_block=True)(layer, hidden)
         words = embeddings.parameters[f"{stem}.embeddings.word_embeddings.weight"]
         top = (
             network.unit("cls", "BertOnlyMLMHead")

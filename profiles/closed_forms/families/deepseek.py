@@ -55,8 +55,10 @@ def deepseek_v3(fields: Fields) -> ModelFamily:
     fields.require("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     if fields.size("num_key_value_heads") != fields.size("num_attention_heads"):
         heads = fields.size("num_attention_heads")
-        found = fields.size("num_key_value_heads")
-        raise fields.refusal("num_key_value_heads", found, f"{heads}, one for each head, is wanted")
+        kv_heads = fields.size("num_key_value_heads")
+        raise fields.refusal(
+            "num_key_value_heads", kv_heads, f"{heads}, one for each head, is wanted"
+        )
     latent = Latent(
         query_rank=fields.optional_size("q_lora_rank", 1536),
         key_rank=fields.size("kv_lora_rank"),

@@ -44,7 +44,7 @@ class Fields:
         return str(self._content.get("model_type"))
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """True if the field is present and not null."""
         return self._content.get(name) is not None
 
     def require(self, *names: str) -> None:
@@ -83,7 +83,7 @@ class Fields:
             )
 
     def is_null(self, name: str) -> bool:
-        """Whether the field is there and null."""
+        """True if the field is present and null."""
         return name in self._content and not self.has(name)
 
     def size(self, name: str, default: int | None = None, *, least: int = 1) -> int:
@@ -163,7 +163,7 @@ class Fields:
         return Fields(value or {}, where=f"{self.where}: {name}")
 
     def count(self, name: str, default: int) -> int:
-        """How many entries an object has."""
+        """Number of entries of an object."""
         value = self._content.get(name)
         return len(value) if isinstance(value, dict | list) and value else default
 

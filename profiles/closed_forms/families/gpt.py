@@ -183,7 +183,7 @@ def opt(fields: Fields) -> ModelFamily:
         return next_token_loss(network, logits), logits
 
     def counted(like: Array) -> tuple[Array, Array]:
-        """Which tokens are there, all, and their positions, counted over them."""
+        """Mask of tokens, all present, and their positions, counted over it."""
         shape = like.shape[:2]
         present = like.tape.run([], shape, DType.FLOAT32)
         summed = like.tape.run([present], shape, DType.FLOAT32, fusing=ALONE)

@@ -55,7 +55,7 @@ _POSITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class LlamaVariant:
-    """What the members of the family differ in.
+    """Differences between the members of the family.
 
     Attributes:
         prefix: of the class names of modules ("Llama").

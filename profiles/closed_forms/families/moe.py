@@ -28,9 +28,9 @@ def mixtral(fields: Fields) -> ModelFamily:
         with unit.module("Router"):
             logits = kernels.linear(rows, unit.parameter("mlp.gate.weight", count, shape.hidden))
             scores = ops.softmax(ops.cast(logits, DType.FLOAT32))
-            weights, scopes = top(scores, chosen)
+            weights, indices = top(scores, chosen)
             weights = ops.div(weights, ops.sum_over(weights, -1, keep=True), in_place=True)
-        rows = experts(unit, shape, rows, scopes, weights, count=count, inner=shape.inner)
+        rows = experts(unit, shape, rows, indices, weights, count=count, inner=shape.inner)
         return ops.reshape(rows, *hidden.shape)
 
     family = llama.decoder(fields, feed_forward, lambda layer: "mixture")
@@ -58,11 +58,11 @@ def qwen3_moe(fields: Fields) -> ModelFamily:
         with unit.module("Router"):
             logits = kernels.linear(rows, unit.parameter("mlp.gate.weight", count, shape.hidden))
             scores = ops.softmax(logits, dtype=DType.FLOAT32)
-            weights, scopes = top(scores, chosen)
+            weights, indices = top(scores, chosen)
             if is_normalised:
                 weights = ops.div(weights, ops.sum_over(weights, -1, keep=True), in_place=True)
             weights = ops.cast(weights, logits.dtype)
-        rows = experts(unit, shape, rows, scopes, weights, count=count, inner=inner)
+        rows = experts(unit, shape, rows, indices, weights, count=count, inner=inner)
         return ops.reshape(rows, *hidden.shape)
 
     family = llama.decoder(fields, feed_forward, is_mixture)
@@ -73,36 +73,36 @@ def top(scores: Array, count: int) -> tuple[Array, Array]:
     """The `count` best along the last dimension, and which they are."""
     tape, before, dtype = scores.tape, scores.shape, scores.dtype
     values = tape.empty((*before[:-1], count), dtype)
-    scopes = tape.empty((*before[:-1], count), DType.INT64)
-    tape.launch([scores], [values, scopes], fusing=ALONE)
-    saved = tape.save(scopes)
+    indices = tape.empty((*before[:-1], count), DType.INT64)
+    tape.launch([scores], [values, indices], fusing=ALONE)
+    saved = tape.save(indices)
 
     def backward(g: Array) -> list[Gradient]:
         zeros = g.tape.run([g], before, dtype)
         return [g.tape.run([zeros, saved, g], before, dtype, fusing=ALONE)]
 
     tape.record([values], [scores], backward)
-    return values, scopes
+    return values, indices
 
 
 def experts(
     unit: FamilyUnit,
     shape: LlamaVariant,
     rows: Array,
-    scopes: Array,
+    indices: Array,
     weights: Array,
     *,
     count: int,
     inner: int,
 ) -> Array:
     """Rows sorted by expert, two grouped products over all experts, and back in order."""
-    chosen = scopes.shape[1]
-    weights, scopes = ops.reshape(weights, -1), ops.reshape(scopes, -1)
-    pairs, hidden = scopes.shape[0], rows.shape[1]
+    chosen = indices.shape[1]
+    weights, indices = ops.reshape(weights, -1), ops.reshape(indices, -1)
+    pairs, hidden = indices.shape[0], rows.shape[1]
     tape = rows.tape
     expert = tape.empty((pairs,), DType.INT64)
     order = tape.empty((pairs,), DType.INT64)
-    tape.launch([scopes], [expert, order], fusing=ALONE)
+    tape.launch([indices], [expert, order], fusing=ALONE)
     picked = _rows(rows, order.tape.run([order], (pairs,), DType.INT64))
     sorted_weights = _rows(weights, order)
     numbers = ops.cast(expert, DType.FLOAT32)
@@ -136,7 +136,7 @@ def _rows(table: Array, index: Array) -> Array:
 
 
 def _inverse(order: Array) -> Array:
-    """Where each pair went."""
+    """Inverse permutation of the pairs."""
     out = order.tape.empty(order.shape, DType.INT64)
     counted = order.tape.run([], order.shape, DType.INT64)
     order.tape.launch([out, order, counted], [out], fusing=ALONE)

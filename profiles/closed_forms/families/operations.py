@@ -79,11 +79,11 @@ def split(x: Array, sizes: Sequence[int], dim: int = -1) -> list[Array]:
     tape, shape, dtype = x.tape, x.shape, x.dtype
 
     def backward(*gradients: Gradient) -> list[Gradient]:
-        found = [
+        made = [
             g if g is not None else tape.run([], part, dtype)
             for g, part in zip(gradients, shapes, strict=True)
         ]
-        return [tape.run(found, shape, dtype)]
+        return [tape.run(made, shape, dtype)]
 
     shapes = [part.shape for part in parts]
     x.tape.record(parts, [x], backward)
@@ -305,8 +305,8 @@ def mean_last(x: Array) -> Array:
 
 def sum_over(x: Array, dim: int, *, keep: bool = False) -> Array:
     before, dim = x.shape, dim % len(x.shape)
-    kept = (*before[:dim], 1, *before[dim + 1 :])
-    out = x.tape.run([x], kept, x.dtype)
+    with_one = (*before[:dim], 1, *before[dim + 1 :])
+    out = x.tape.run([x], with_one, x.dtype)
     x.tape.record([out], [x], lambda g: [expand(g, *before)])
     return out if keep else reshape(out, *before[:dim], *before[dim + 1 :])
 
@@ -327,9 +327,9 @@ def adapt(gradient: Array, shape: Shape, dtype: DType) -> Array:
     """A gradient in the shape (summed over what was expanded) and dtype of its array."""
     if gradient.shape != shape:
         new = len(gradient.shape) - len(shape)
-        kept = (1,) * new + shape
-        if new or kept != gradient.shape:
-            gradient = gradient.tape.run([gradient], kept, gradient.dtype)
+        with_ones = (1,) * new + shape
+        if new or with_ones != gradient.shape:
+            gradient = gradient.tape.run([gradient], with_ones, gradient.dtype)
         gradient = reshape(gradient, *shape)
     return cast(gradient, dtype)
 

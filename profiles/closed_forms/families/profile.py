@@ -95,7 +95,7 @@ def profile_from_config(
 
 
 def _as_json(config: Mapping[str, object]) -> dict[str, JsonValue]:
-    """What a file holds of it: the same whether it was read from one or written in Python."""
+    """The configuration as a file holds it: the same whether read from one or written in Python."""
     return cast("dict[str, JsonValue]", json.loads(json.dumps(config)))
 
 
@@ -149,12 +149,12 @@ def _costs(network: FamilyRun, family: ModelFamily) -> dict[str, Cost]:
     """Forward and backward, and what each unit took."""
     tape = network.tape
     loss = network.finish(*family.run(network))
-    kept = tape.kept()
+    saved = tape.saved_bytes()
     tape.backward(loss, ops.adapt)
     parameters = (p for unit in network.units.values() for p in unit.parameters.values())
     numbers = (gradient_number(parameter) for parameter in parameters)
     ignored = frozenset(number for number in numbers if number is not None)
-    return tally(tape.scopes, kept, tape.timeline, ignored=ignored)
+    return tally(tape.scopes, saved, tape.timeline, ignored=ignored)
 
 
 def _in_order(network: FamilyRun, costs: Mapping[str, UnitCost]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which family reads which `model_type`."""
+"""Registry of families by `model_type`."""
 
 from __future__ import annotations
 

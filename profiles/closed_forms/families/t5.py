@@ -263,7 +263,8 @@ def _norm(unit: FamilyUnit, x: Array, path: str) -> Array:
 
 
 def _shifted(labels: Array) -> Array:
-    """What the decoder gets: the labels one later, a start before them, padding for ignored."""
+    """Decoder inputs: labels shifted right by one, a start token first, padding for ignored
+    ones."""
     tape, dtype = labels.tape, labels.dtype
     batch, length = labels.shape
     out = labels.tape.run([labels], labels.shape, dtype)

@@ -66,7 +66,7 @@ class Node:
 
 
 class Tape:
-    """What a run does, put down to places: see `profiles.capture.dispatch_modes.TraceMode`.
+    """Records a run by scopes: see `profiles.capture.dispatch_modes.TraceMode`.
 
     `on_processor`: attention is by torch's kernels for processors, else by those for accelerators.
     """
@@ -115,7 +115,7 @@ class Tape:
         return array
 
     def save(self, array: Array) -> Array:
-        """What autograd keeps for backward; recompute would too outside blocks."""
+        """Save an array for backward; outside blocks recompute saves it too."""
         made = array.storage.made
         if made.number is not None and not self._in_backward:
             made.saved_by = made.saved_by or self.scope
@@ -123,9 +123,9 @@ class Tape:
                 made.kept_by = made.kept_by or self.scope
         return array.detached()
 
-    def kept(self) -> SavedBytes:
-        """What is kept now, by the first place that saved it; and what would be if blocks kept only
-        their inputs and what matrix products gave."""
+    def saved_bytes(self) -> SavedBytes:
+        """Bytes saved now, by the first scope that saved them; and those that would be if blocks
+        saved only their inputs and the outputs of matrix products."""
         saved = [(made.saved_by, made) for made in self._made if made.is_alive]
         selective = [
             (made.kept_by, made)
@@ -272,7 +272,7 @@ class Tape:
 
     @contextmanager
     def module(self, name: str) -> Iterator[None]:
-        """What runs within is of a module of this class: a norm is a chain of its own."""
+        """Attribute operations within to a module of this class: a norm is a chain of its own."""
         kind = kind_of_module(name)
         if kind is None:
             yield
@@ -390,12 +390,12 @@ class Tape:
 
 
 def has_gradient(parameter: Array) -> bool:
-    """Whether a gradient arrived at a parameter."""
+    """True if a gradient arrived at the parameter."""
     return parameter.node is not None and any(parameter.node.gradients)
 
 
 def gradient_number(parameter: Array) -> int | None:
-    """What a parameter's gradient is called in the timeline, after backward."""
+    """Number of a parameter's gradient in the timeline, after backward."""
     gradients = parameter.node.gradients if parameter.node else []
     gradient = gradients[0] if gradients else None
     return None if gradient is None else gradient.storage.made.number
@@ -404,30 +404,30 @@ def gradient_number(parameter: Array) -> int | None:
 def _prepare(root: Node) -> None:
     """Make room for gradients and count those to come, in every node behind `root`."""
     root.gradients = [None] * len(root.outputs)
-    seen, found = {root}, [root]
-    while found:
-        for parent in found.pop().parents:
+    seen, pending = {root}, [root]
+    while pending:
+        for parent in pending.pop().parents:
             if parent is None:
                 continue
             node = parent[0]
             if node not in seen:
                 seen.add(node)
-                found.append(node)
+                pending.append(node)
                 node.gradients = [None] * len(node.outputs)
             node.waiting += 1
 
 
-def _sum(found: Iterable[tuple[Keeper | None, Made]]) -> dict[Keeper, int]:
+def _sum(pairs: Iterable[tuple[Keeper | None, Made]]) -> dict[Keeper, int]:
     total: dict[Keeper, int] = {}
-    for keeper, made in found:
+    for keeper, made in pairs:
         if keeper is not None:
             total[keeper] = total.get(keeper, 0) + made.size_bytes
     return total
 
 
-def _of_parts(found: Iterable[tuple[Scope | None, Made]]) -> dict[LayerSegment, int]:
+def _of_parts(pairs: Iterable[tuple[Scope | None, Made]]) -> dict[LayerSegment, int]:
     """Of the bytes that scopes keep, the segments of them that made it."""
     return _sum(
         (made.part if made.part is not None and made.part.scope is scope else None, made)
-        for scope, made in found
+        for scope, made in pairs
     )

@@ -1,4 +1,4 @@
-"""Which unit feeds which: the flow of a run, with the layers that were not run put in."""
+"""Dataflow between the units of a run, with the layers that were not run put in."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Wiring:
         """The outputs of earlier calls that reach these arrays, through glue alone."""
         waiting = [(array.node, array.index) for array in arrays if array.node is not None]
         seen: set[tuple[float, int]] = set()
-        found: set[Source] = set()
+        reached: set[Source] = set()
         while waiting:
             node, index = waiting.pop()
             key = (node.sequence, index)
@@ -46,10 +46,10 @@ class Wiring:
                 continue
             seen.add(key)
             if key in self._made_by:
-                found.add(self._made_by[key])
+                reached.add(self._made_by[key])
             elif node.scope.name == GLUE:
                 waiting += _parents(node)
-        return tuple(sorted(found))
+        return tuple(sorted(reached))
 
     def note(self, unit: str, sources: tuple[Source, ...], outputs: Sequence[Array]) -> None:
         """A call that is over."""

@@ -117,7 +117,7 @@ def residual(draft: UnitBuilder, shape: TransformerShape, tokens: float) -> None
             (3 * e + (2 * e + 1) * dropout) * elements,
         ),
         kernels=(1 + dropout, 1 + dropout),
-        kept=(e + dropout) * elements,
+        saved=(e + dropout) * elements,
     )
 
 
@@ -161,8 +161,8 @@ def activation(draft: UnitBuilder, gated: bool, elements: float, *, is_core: boo
         fused=(fused[0] * e * elements, fused[1] * e * elements),
         eager=(eager[0] * e * elements, eager[1] * e * elements),
         kernels=kernels,
-        kept=e * elements,
-        kept_eager=e * elements * (1 + gated),
+        saved=e * elements,
+        saved_eager=e * elements * (1 + gated),
     )
     if is_core:  # Megatron-LM's module moe_act
         draft.drop_with_core(e * elements)
@@ -187,8 +187,8 @@ def experts(draft: UnitBuilder, shape: TransformerShape, *, tokens: float) -> No
         eager=(6 * scores + 7 * moved, 9 * scores + 7 * moved),
         kernels=(36, 20),
         fused_kernels=ROUTER_KERNELS,
-        kept=3 * scores + moved,
-        kept_eager=3 * scores + 2 * moved,
+        saved=3 * scores + moved,
+        saved_eager=3 * scores + 2 * moved,
     )
     if shape.expert_width:
         draft.linear("latent.down", h, inner, rows=tokens)
@@ -258,7 +258,7 @@ def _mixed(counts: dict[str, int]) -> list[Block]:
 
 
 def write_block(draft: UnitBuilder, shape: TransformerShape, kind: str) -> None:
-    """UnitBuilder a block of this kind."""
+    """Build a block of this kind."""
     tokens = float(shape.length)
     # Transformer-XL looks back on a memory as long as the segment.
     keys = tokens * (2 if shape.kind == "transformer_xl" else 1)

@@ -46,7 +46,7 @@ class _Sums:
     backward_fixed: float = 0.0
     forward_kernels: int = 0
     backward_kernels: int = 0
-    kept: float = 0.0
+    saved: float = 0.0
     selective: float = 0.0
     core: float = 0.0
     norms: list[int] = field(default_factory=list)
@@ -60,7 +60,7 @@ class _Sums:
             backward_flop=per_sample(self.backward_flop),
             forward_moved_bytes=Affine(fixed=self.forward_fixed, per_sample=self.forward_moved),
             backward_moved_bytes=Affine(fixed=self.backward_fixed, per_sample=self.backward_moved),
-            activation_bytes=per_sample(self.kept),
+            activation_bytes=per_sample(self.saved),
             selective_activation_bytes=per_sample(self.selective),
             parameter_gradient_bytes=tuple(self.norms),
             core_bytes=per_sample(self.core),
@@ -213,7 +213,7 @@ class UnitBuilder:
         here.forward_kernels += cost.forward_kernels
         here.backward_kernels += cost.backward_kernels
         output = self.e * call.heads * call.queries * call.value_width
-        here.kept += cost.core_bytes + output
+        here.saved += cost.core_bytes + output
         here.selective += cost.core_bytes + output
         here.attention.append(call)
 
@@ -224,8 +224,8 @@ class UnitBuilder:
         fused: tuple[float, float],
         eager: tuple[float, float],
         kernels: tuple[int, int],
-        kept: float = 0.0,
-        kept_eager: float | None = None,
+        saved: float = 0.0,
+        saved_eager: float | None = None,
         transient: float = 0.0,
         fused_kernels: tuple[int, int] = (1, 1),
     ) -> None:
@@ -233,12 +233,12 @@ class UnitBuilder:
         after the other, kernels of the latter and of the former, what either way keeps, and
         `transient` bytes that one kernel does not need at its highest moment."""
         here = self._here
-        kept_eager = kept if kept_eager is None else kept_eager
+        saved_eager = saved if saved_eager is None else saved_eager
         here.forward_moved += eager[0]
         here.backward_moved += eager[1]
         here.forward_kernels += kernels[0]
         here.backward_kernels += kernels[1]
-        here.kept += kept_eager
+        here.saved += saved_eager
         here.fusible.append(
             Fusible(
                 kind=kind,
@@ -246,7 +246,7 @@ class UnitBuilder:
                 backward_moved_bytes=max(0.0, eager[1] - fused[1]),
                 forward_kernels=HOST_WORK * max(0, kernels[0] - fused_kernels[0]),
                 backward_kernels=HOST_WORK * max(0, kernels[1] - fused_kernels[1]),
-                activation_bytes=max(0.0, kept_eager - kept),
+                activation_bytes=max(0.0, saved_eager - saved),
                 transient_bytes=transient,
             )
         )
@@ -255,7 +255,7 @@ class UnitBuilder:
         """Bytes that stay until the backward; `of_product` stay under selective recompute of all
         but products, `of_core` go under that of the core."""
         self._here.core += nbytes * of_core
-        self._here.kept += nbytes
+        self._here.saved += nbytes
         self._here.selective += nbytes * of_product
 
     def drop_with_core(self, nbytes: float) -> None:
@@ -278,8 +278,8 @@ class UnitBuilder:
             fused=one,
             eager=written,
             kernels=(6, 12) if rms else (1, 2),
-            kept=e * elements,
-            kept_eager=(e + (FP32 + e) * rms) * elements,
+            saved=e * elements,
+            saved_eager=(e + (FP32 + e) * rms) * elements,
         )
         vectors = 1 if rms else 2
         self.shapes[(width,)] += vectors
@@ -310,7 +310,7 @@ class UnitBuilder:
             ),
             forward_kernels=HOST_WORK * int(total("forward_kernels")),
             backward_kernels=HOST_WORK * int(total("backward_kernels")),
-            activation_bytes=per_sample(total("kept")),
+            activation_bytes=per_sample(total("saved")),
             selective_activation_bytes=per_sample(total("selective")),
             input_bytes=per_sample(inputs),
             output_bytes=per_sample(outputs),

@@ -96,8 +96,8 @@ def transformer_profile(
             fused=((e + FP32) * logits, (FP32 + e) * logits),
             eager=((e + 3 * FP32) * logits, (3 * FP32 + e) * logits),
             kernels=(4, 4),
-            kept=0.0,
-            kept_eager=FP32 * logits,
+            saved=0.0,
+            saved_eager=FP32 * logits,
             transient=2 * FP32 * logits,
         )
         draft.transient(2 * FP32 * logits, (FP32 + e) * logits)
@@ -127,7 +127,7 @@ def _chain(units: Sequence[UnitProfile]) -> Flow:
 
 
 def _value(unit: UnitProfile) -> Value:
-    """What a unit hands on, in fp32: a flow is `AS_BUILT`."""
+    """Value that a unit hands on, in fp32: a flow is `AS_BUILT`."""
     kind, cost = next(iter(unit.costs.items()))
     scale = 1 if kind is Numerics.AS_BUILT else FP32 / HALF
     nbytes = scale * cost.output_bytes.at(1)

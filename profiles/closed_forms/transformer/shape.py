@@ -62,7 +62,7 @@ class TransformerShape(Record):
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees only those before it."""
+        """True if a token sees only those before it."""
         return self.kind not in ("bert", "t5")
 
     @property

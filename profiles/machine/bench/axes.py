@@ -21,8 +21,8 @@ class BenchAxis:
     stride: int
 
     def __str__(self) -> str:
-        apart = f", {self.stride} apart" if self.stride > 1 else ""
-        return f"groups of {self.size} ranks{apart}"
+        suffix = f", {self.stride} apart" if self.stride > 1 else ""
+        return f"groups of {self.size} ranks{suffix}"
 
     def groups(self, world: int) -> list[list[int]]:
         """The ranks of each group; every rank is in exactly one.
@@ -40,12 +40,12 @@ class BenchAxis:
 
 def tier_axes(*, num_nodes: int, devices_per_node: int) -> list[BenchAxis]:
     """The axes that stand for the tiers: all ranks of a node; one rank of every node."""
-    found = []
+    axes = []
     if devices_per_node > 1:
-        found.append(BenchAxis(devices_per_node, 1))
+        axes.append(BenchAxis(devices_per_node, 1))
     if num_nodes > 1:
-        found.append(BenchAxis(num_nodes, devices_per_node))
-    return found
+        axes.append(BenchAxis(num_nodes, devices_per_node))
+    return axes
 
 
 def mesh_axes(*, num_nodes: int, devices_per_node: int) -> list[BenchAxis]:
@@ -66,11 +66,11 @@ def mesh_axes(*, num_nodes: int, devices_per_node: int) -> list[BenchAxis]:
     ]
     inner = [degree for degree in range(2, world) if world % degree == 0]
     others = [BenchAxis(degree, 1) for degree in inner] + [BenchAxis(world // d, d) for d in inner]
-    found = list(dict.fromkeys(needed))
-    groups = sum(world // axis.size for axis in found)
-    for axis in sorted(set(others) - set(found), reverse=True):
+    axes = list(dict.fromkeys(needed))
+    groups = sum(world // axis.size for axis in axes)
+    for axis in sorted(set(others) - set(axes), reverse=True):
         groups += world // axis.size
         if groups > MOST_GROUPS:
             break
-        found.append(axis)
-    return found
+        axes.append(axis)
+    return axes

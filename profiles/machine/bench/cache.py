@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 
 
 class BenchKey(Record):
-    """What a bench depends on; where any of it differs, its figures are not used.
+    """Conditions of a bench; its figures are used only where all of them are equal.
 
     Attributes:
         hosts: of every rank, in rank order.
@@ -47,7 +47,7 @@ class BenchKey(Record):
     ours: str
 
 
-class KeptBench(Document):
+class CachedBench(Document):
     """A bench with what it depends on and when it was run."""
 
     key: BenchKey
@@ -81,7 +81,7 @@ def recall_or_bench(
     return timed
 
 
-def recall(cluster: ClusterProfile, *, folder: Path | None = None) -> KeptBench | None:
+def recall(cluster: ClusterProfile, *, folder: Path | None = None) -> CachedBench | None:
     """The bench that an equal job kept, with the rest of `cluster` as it is now; None without one.
 
     Rank 0 reads and decides for all ranks. A file that cannot be used is noted in the log.
@@ -92,12 +92,12 @@ def recall(cluster: ClusterProfile, *, folder: Path | None = None) -> KeptBench 
     with joined(patience_s=PATIENCE_S) as job:
         cluster = of_all_nodes(job, cluster)
         key = _key(job, cluster)
-        found = _read(_path(key, folder), key) if job.rank == 0 else None
-        if found:
-            today = _with_speeds(cluster, found.cluster)
-            found = found.model_copy(update={"cluster": today})
-        text = job.of_rank(0, found.to_json() if found else "")
-    return KeptBench.from_json(text, where="rank 0") if text else None
+        cached = _read(_path(key, folder), key) if job.rank == 0 else None
+        if cached:
+            today = _with_speeds(cluster, cached.cluster)
+            cached = cached.model_copy(update={"cluster": today})
+        text = job.of_rank(0, cached.to_json() if cached else "")
+    return CachedBench.from_json(text, where="rank 0") if text else None
 
 
 def keep(cluster: ClusterProfile, *, folder: Path | None = None) -> None:
@@ -107,7 +107,7 @@ def keep(cluster: ClusterProfile, *, folder: Path | None = None) -> None:
     if job.rank != 0:
         return
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    cache.keep(_path(key, folder), KeptBench(key=key, measured_at=now, cluster=cluster))
+    cache.keep(_path(key, folder), CachedBench(key=key, measured_at=now, cluster=cluster))
 
 
 def _key(job: Job, cluster: ClusterProfile) -> BenchKey:
@@ -125,12 +125,12 @@ def _key(job: Job, cluster: ClusterProfile) -> BenchKey:
 
 
 def _path(key: BenchKey, folder: Path | None) -> Path:
-    return cache.kept_path("bench", key.model_dump(mode="json"), folder=folder)
+    return cache.cache_path("bench", key.model_dump(mode="json"), folder=folder)
 
 
-def _read(path: Path, key: BenchKey) -> KeptBench | None:
-    found = cache.recall(path, KeptBench)
-    return found if found is not None and found.key == key else None
+def _read(path: Path, key: BenchKey) -> CachedBench | None:
+    cached = cache.recall(path, CachedBench)
+    return cached if cached is not None and cached.key == key else None
 
 
 def _with_speeds(cluster: ClusterProfile, timed: ClusterProfile) -> ClusterProfile:

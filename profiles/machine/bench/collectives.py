@@ -177,7 +177,7 @@ class _Messages:
             last_s = talk.seconds[kind][count][-1]
         repeats = max(1, min(MOST_IN_A_ROW, ceil(IN_A_ROW_S / max(last_s, 1e-6))))
         computed_s = 0.0
-        self._job.together()
+        self._job.barrier()
         begin = time.perf_counter()
         for _ in range(repeats):
             computed_s += self._compute()

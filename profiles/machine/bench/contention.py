@@ -57,7 +57,7 @@ def contention(job: Job, *, budget_s: float) -> Overlap | None:
 
     def all_ranks_s(work: Callable[[], object]) -> float:
         """Seconds of `work`, the slowest rank's."""
-        job.together()
+        job.barrier()
         begin = time.perf_counter()
         work()
         return job.slowest([time.perf_counter() - begin])[0]
@@ -80,7 +80,7 @@ def contention(job: Job, *, budget_s: float) -> Overlap | None:
     while len(slower) < FEWEST_ROUNDS or spent_s * (1 + 1 / len(slower)) < budget_s:
         multiplied_s = all_ranks_s(lambda: multiply(products))
         sent_s = all_ranks_s(lambda: finish(send(messages)))
-        job.together()
+        job.barrier()
         works = send(2 * messages)
         begin = time.perf_counter()
         multiply(products)

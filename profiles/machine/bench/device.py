@@ -139,7 +139,7 @@ def timed_device(job: Job, device: Device, *, budget_s: float) -> Device:
     edges = GPU_EDGES if here.type == "cuda" else CPU_EDGES
     usual = torch.bfloat16 if here.type == "cuda" else torch.float32
     share_s = budget_s / (len(dtypes) + len(edges) + 2 + (here.type == "cuda"))
-    job.together()
+    job.barrier()
     timings = [matmul_timing(here, dtype, large, seconds=share_s) for dtype in dtypes]
     timings += [copy_timing(here, seconds=share_s), launch_timing(here, seconds=share_s)]
     timings += [matmul_timing(here, usual, edge, seconds=share_s) for edge in edges]

@@ -32,7 +32,7 @@ def with_disk(
         InputError: no folder, or no file can be written there.
     """
     try:
-        laps = [_lap(Path(folder), size_bytes) for _ in range(REPEATS)]
+        times = [_lap(Path(folder), size_bytes) for _ in range(REPEATS)]
         free = measured(shutil.disk_usage(folder).free, 0.0)
     except OSError as error:
         raise InputError(
@@ -40,11 +40,13 @@ def with_disk(
             f" {error.strerror}",
             hints=["name a folder on the disk that will be used, with room for it"],
         ) from error
-    found = {"disk_free_bytes": free}
-    for name, seconds in zip(("write", "read"), zip(*laps, strict=True), strict=True):
+    update = {"disk_free_bytes": free}
+    for name, seconds in zip(("write", "read"), zip(*times, strict=True), strict=True):
         width = (max(seconds) - min(seconds)) / (max(seconds) + min(seconds))
-        found[f"disk_{name}_bytes_per_s"] = measured(size_bytes / statistics.median(seconds), width)
-    return cluster.model_copy(update=found)
+        update[f"disk_{name}_bytes_per_s"] = measured(
+            size_bytes / statistics.median(seconds), width
+        )
+    return cluster.model_copy(update=update)
 
 
 def _lap(folder: Path, size_bytes: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Who is still there: each rank's heart beats in the rendezvous store while it works.
+"""Heartbeats of the ranks in the rendezvous store, which tell which rank died.
 
 A rank that dies closes its connections, but what the others see is "connection closed" or nothing
 at all; the hearts tell which rank it was. They beat from threads of their own with connections of

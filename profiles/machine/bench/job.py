@@ -52,7 +52,7 @@ class Job:
         """Element-wise minimum over all ranks."""
         return [-value for value in self.slowest([-value for value in values])]
 
-    def together(self) -> None:
+    def barrier(self) -> None:
         """Wait until every rank has finished what it does."""
         self.finish()
         self.slowest([0.0])
@@ -134,7 +134,7 @@ def require_group() -> None:
 
 
 def timed_devices(backends: str) -> tuple[torch.device, torch.device]:
-    """What is timed, and where the ranks' messages to each other live, from the job's backends.
+    """Devices that are timed and that hold the ranks' messages, from the job's backends.
 
     >>> timed_devices("cpu:gloo,cuda:gloo")
     (device(type='cpu'), device(type='cpu'))

@@ -14,33 +14,33 @@ RINGS = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER
 
 
 def node_link(known: Link | None, fits: Mapping[BenchAxis, Fits], *, devices_per_node: int) -> Link:
-    """What joins the devices of a node, from groups of all of them."""
+    """Link between the devices of a node, from groups of all of them."""
     return _link(known, fits[BenchAxis(devices_per_node, 1)], "links in the node", groups=1)
 
 
 def network_link(
     known: Link | None, fits: Mapping[BenchAxis, Fits], *, num_nodes: int, devices_per_node: int
 ) -> Link:
-    """What joins the nodes, from groups of one rank of each: they shared a node's cards."""
+    """Link between nodes, from groups of one rank of each: they shared a node's cards."""
     axis = BenchAxis(num_nodes, devices_per_node)
     return _link(known, fits[axis], "links between nodes", groups=devices_per_node)
 
 
 def _link(known: Link | None, fits: Fits, name: str, *, groups: int) -> Link:
-    """What the fastest ring collective got through, with a range that holds the slower ones.
+    """Link at the rate of the fastest ring collective, with a range that covers the slower ones.
 
     The link carries that much; that others get less is the library's doing. Gloo (torch 2.13) makes
     of a reduce-scatter an all-reduce of which each rank keeps a part, so it reaches half; and two
     ranks that send each other large messages at once, as in a gather, may wait for one another.
     """
     scaled = {
-        kind: found.model_copy(update={"busbw_bytes_per_s": found.busbw_bytes_per_s * groups})
-        for kind, found in fits.items()
+        kind: fit.model_copy(update={"busbw_bytes_per_s": fit.busbw_bytes_per_s * groups})
+        for kind, fit in fits.items()
     }
     rings = [scaled[kind] for kind in RINGS]
-    rates = [found.busbw_bytes_per_s for found in rings]
+    rates = [fit.busbw_bytes_per_s for fit in rings]
     spread = 1 - min(rates) / max(rates)
-    residual = max(found.relative_residual for found in rings)
+    residual = max(fit.relative_residual for fit in rings)
     send = scaled[Collective.SEND_RECV]
     return Link(
         name=known.name if known else name,

@@ -74,8 +74,8 @@ def bench(
             "device": device,
             "overlap": overlap,
             "axes": tuple(
-                AxisFits(group_size=axis.size, stride=axis.stride, fits=dict(found))
-                for axis, found in sorted(fits.items())
+                AxisFits(group_size=axis.size, stride=axis.stride, fits=dict(axis_fits))
+                for axis, axis_fits in sorted(fits.items())
             ),
         }
         if per_node > 1:

@@ -12,7 +12,7 @@ from profiles.machine.bench.collectives import Tell
 
 @contextmanager
 def progress(*, rank: int, budget_s: float) -> Iterator[Tell]:
-    """What to call with each thing that is timed; the bar is rank 0's, on stderr.
+    """Return a callback for each thing that is timed; rank 0 shows a bar on stderr.
 
     It shows the share of the time: that is what a bench is given.
     """

@@ -298,16 +298,18 @@ def find_name(
         if wanted and wanted in (key.lower(), title.lower()):
             return key
     words = _words(wanted)
-    found = [key for key in known if words and words <= _words(f"{key} {titles[key]}")]
-    if not found:
-        found = [key for key in known if "".join(re.findall(r"[a-z0-9.]+", wanted)) in _heads(key)]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    matches = [key for key in known if words and words <= _words(f"{key} {titles[key]}")]
+    if not matches:
+        matches = [
+            key for key in known if "".join(re.findall(r"[a-z0-9.]+", wanted)) in _heads(key)
+        ]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
         raise InputError(
-            f"`{name}` can mean {len(found)} {kind}s",
+            f"`{name}` can mean {len(matches)} {kind}s",
             where=where,
-            hints=["write one of " + ", ".join(f"`{key}`" for key in found)],
+            hints=["write one of " + ", ".join(f"`{key}`" for key in matches)],
         )
     raise UnknownNameError(kind, name, known, where=where)
 

@@ -21,7 +21,7 @@ from engines.legality import problems
 from engines.plan import Plan
 from engines.runtime.world import join_world
 from profiles.capture.capture import capture
-from profiles.capture.manual_placement import devices_of, is_by_hand
+from profiles.capture.manual_placement import devices_of, is_manually_placed
 from profiles.machine.clusters import cluster_from_name
 from profiles.model.profile import ModelProfile
 from profiles.workload.workload import Workload
@@ -74,16 +74,16 @@ def trained(model: nn.Module) -> list[Tensor]:
 class TestRecognised:
     def test_by_the_devices_of_its_parameters(self) -> None:
         model = TwoParts()
-        assert not is_by_hand(model)
+        assert not is_manually_placed(model)
         put(model.lower, TWO[0])
         put(model.upper, TWO[1])
-        assert is_by_hand(model)
+        assert is_manually_placed(model)
         assert [str(device) for device in devices_of(model)] == list(TWO)
 
     def test_parts_without_values_are_not_on_a_device(self) -> None:
         model = TwoParts(second="meta")
         assert devices_of(model) == (torch.device("cpu"),)
-        assert not is_by_hand(model)
+        assert not is_manually_placed(model)
 
     def test_a_look_needs_none_of_the_devices_that_the_forward_names(self) -> None:
         named = TwoParts()

@@ -18,13 +18,13 @@ from profiles.allocator.caching_allocator import OutOfMemoryError
 from profiles.allocator.step_replay import (
     Pass,
     Replayed,
-    Standing,
+    Resident,
     UnitMemory,
     replay,
     replay_stages,
     replay_timeline,
 )
-from profiles.allocator.unit_memory import kept_tensors, parameter_tensors, scaled
+from profiles.allocator.unit_memory import parameter_tensors, saved_sizes, scaled
 from profiles.capture.batch import Batch
 from profiles.capture.capture import capture
 from profiles.capture.subject import TracedModel
@@ -33,11 +33,11 @@ from profiles.model.profile import ModelProfile, Numerics
 from profiles.trace.timeline import Timeline
 from profiles.units import MIB
 
-ADAM = Standing(state_copies=(1, 1), step_copies=1)
+ADAM = Resident(state_copies=(1, 1), step_copies=1)
 PAIR = UnitMemory(
     parameters=(20 * MIB,),
     gradients=(20 * MIB,),
-    kept=(40 * MIB,),
+    saved=(40 * MIB,),
     forward_bytes=40 * MIB,
     count=2,
 )
@@ -48,33 +48,33 @@ def test_states_of_the_optimizer_break_up_what_the_first_step_cached() -> None:
     # of 20, 20, 40, 40, 20. The other gradient and both states go into the two of 40, so that the
     # second step finds no 40 in one piece: two more. Beside 40 parameters and 40 states live at
     # most 80 kept and the first gradient.
-    found = replay([PAIR], Standing(state_copies=(1,)))
+    found = replay([PAIR], Resident(state_copies=(1,)))
     assert found == Replayed(allocated_bytes=180 * MIB, reserved_bytes=220 * MIB)
 
 
 def test_expandable_segments_put_the_pieces_together() -> None:
     # The gradient that lies between a state and the rest of its 40 MiB goes, and they are 40 again.
-    found = replay([PAIR], Standing(state_copies=(1,)), expandable_segments=True)
+    found = replay([PAIR], Resident(state_copies=(1,)), expandable_segments=True)
     assert found == Replayed(allocated_bytes=180 * MIB, reserved_bytes=180 * MIB)
 
 
 def test_gradients_in_buckets_are_there_all_the_time() -> None:
     # 40 of parameters, 40 of buckets, 80 kept, and a gradient of 20 on its way to its bucket.
-    found = replay([PAIR], Standing(buckets=(40 * MIB,)))
+    found = replay([PAIR], Resident(buckets=(40 * MIB,)))
     assert found.allocated_bytes == found.reserved_bytes == 180 * MIB
 
 
 def test_what_is_made_again_is_there_once() -> None:
-    units = [replace(PAIR, kept=(10 * MIB,), again=(40 * MIB,), forward_bytes=50 * MIB)]
+    units = [replace(PAIR, saved=(10 * MIB,), again=(40 * MIB,), forward_bytes=50 * MIB)]
     # The first unit's backward: 40 of parameters, 10 kept, 40 made again, and, when those went, its
     # gradient beside the other's. The second unit's: 40, twice 10, 40.
-    assert replay(units, Standing()).allocated_bytes == 110 * MIB
+    assert replay(units, Resident()).allocated_bytes == 110 * MIB
 
 
 def test_gathered_parameters_are_there_while_a_unit_runs() -> None:
     unit = replace(PAIR, gathered=(100 * MIB,))
     # As without, and 100 of the unit in work, the last one's backward, and of the next one.
-    assert replay([unit], Standing()).allocated_bytes == (40 + 80 + 20 + 2 * 100) * MIB
+    assert replay([unit], Resident()).allocated_bytes == (40 + 80 + 20 + 2 * 100) * MIB
 
 
 def test_shards_are_left_by_a_reduction_whose_input_stays_until_the_next() -> None:
@@ -87,19 +87,21 @@ def test_shards_are_left_by_a_reduction_whose_input_stays_until_the_next() -> No
     )
     # The first unit's reduction: 20 of parameters, the last one's shard of 10, what is reduced and
     # the gradient that it is a copy of. The second step finds as much.
-    assert replay([replace(unit, kept=(), forward_bytes=0)], Standing()).allocated_bytes == 70 * MIB
+    assert (
+        replay([replace(unit, saved=(), forward_bytes=0)], Resident()).allocated_bytes == 70 * MIB
+    )
 
 
 def test_microbatches_of_a_stage_add_to_one_gradient() -> None:
     order = [Pass(True, 0, n) for n in range(3)] + [Pass(False, 0, n) for n in range(3)]
     one = replace(PAIR, count=1)
     # 20 of parameters, three times 40 kept, and the gradient that is made while the first goes.
-    found = replay_stages([[one]], Standing(), order=order)
+    found = replay_stages([[one]], Resident(), order=order)
     assert found.allocated_bytes == (20 + 3 * 40 + 20) * MIB
 
 
 def test_a_limit_is_enough_or_is_not() -> None:
-    standing = Standing(state_copies=(1,))
+    standing = Resident(state_copies=(1,))
     assert replay([PAIR], standing, limit_bytes=220 * MIB).reserved_bytes == 220 * MIB
     # Cached segments that are empty go back, the first unit's 20 MiB of gradient among them.
     assert replay([PAIR], standing, limit_bytes=200 * MIB).allocated_bytes == 180 * MIB
@@ -117,7 +119,10 @@ def test_a_timeline_is_replayed_allocation_by_allocation() -> None:
     # Segments of 50, 20 for the 2 of the batch, 40 and 60. The gradient goes into that of the
     # temporary; when the second step begins it is let go, and the temporary fits there again.
     found = replay_timeline(
-        line, gradients={gradient}, parameters=[50 * MIB], standing=Standing(always=(2 * MIB,))
+        line,
+        gradients={gradient},
+        parameters=[50 * MIB],
+        standing=Resident(always=(2 * MIB,)),
     )
     assert found == Replayed(allocated_bytes=152 * MIB, reserved_bytes=170 * MIB)
 
@@ -143,7 +148,7 @@ def test_tensors_of_two_layers() -> None:
     model = nn.Sequential(TwoLayers(width), TwoLayers(width))
     unit = capture(model, torch.empty(samples, width, device="meta")).units[0]
     # The input of GELU, and its output; the batch is not the unit's.
-    assert kept_tensors(unit.cost(Numerics.AS_BUILT), samples) == (4 * samples * width * 4,) * 2
+    assert saved_sizes(unit.cost(Numerics.AS_BUILT), samples) == (4 * samples * width * 4,) * 2
     assert parameter_tensors(unit) == (4 * width * width * 4,) * 2
 
 
@@ -183,7 +188,7 @@ def _profile(name: str) -> ModelProfile:
 
 
 def _both(
-    name: str, samples: int, standing: Standing, *, expandable: bool
+    name: str, samples: int, standing: Resident, *, expandable: bool
 ) -> tuple[Replayed, Replayed]:
     """From every allocation, and from the profile."""
     model, sample, loss_fn = MODELS[name](samples)
@@ -204,7 +209,7 @@ def _both(
             UnitMemory(
                 parameters=parameters,
                 gradients=parameters,
-                kept=kept_tensors(cost, samples),
+                saved=saved_sizes(cost, samples),
                 forward_bytes=cost.forward_transient_bytes.at(samples),
                 backward_bytes=cost.backward_transient_bytes.at(samples),
             )

@@ -151,7 +151,7 @@ def test_flop_and_kept_elements_of_resnet50_are_what_torch_counts() -> None:
     assert network.forward_flop * 2 == forward
     assert network.backward_flop * 2 == counter.get_total_flops() - forward
     elements = sum(tensor.numel() for tensor in kept.values()) - images.numel()
-    assert network.kept * 2 == elements
+    assert network.saved * 2 == elements
     assert network.parameters == sum(p.numel() for p in model.parameters())
 
 
@@ -232,7 +232,7 @@ def test_a_unet_of_more_parameters_is_deeper_and_wider() -> None:
     grown, assumed = network_of("unet-pipeline-2", kind="unet", parameters=4.99e9)
     published, _ = network_of("unet-24-128")
     assert grown.parameters == pytest.approx(4.99e9, rel=0.15)
-    assert grown.kept == pytest.approx(published.kept, rel=0.25)
+    assert grown.saved == pytest.approx(published.saved, rel=0.25)
     assert "scaled" in assumed
 
 
