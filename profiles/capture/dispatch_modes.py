@@ -40,8 +40,8 @@ from profiles.torch_compat import (
     tensors_in,
     tensors_written,
 )
-from profiles.trace.chains import Chain, Chains, kind_of_module
-from profiles.trace.scopes import Scope
+from profiles.trace.chains import Chains, kind_of_module
+from profiles.trace.scopes import Chain, Scope
 
 _SCOPE = "scope"  # key among the notes of autograd nodes
 

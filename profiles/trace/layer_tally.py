@@ -9,8 +9,16 @@ from dataclasses import dataclass
 from profiles.model.affine import Affine
 from profiles.model.layers import LayerCost, Stretch
 from profiles.model.work import AttentionCall, AttentionKernel, Fusible, Product, ProductKind
-from profiles.trace.chains import Saving, Savings, add_savings
-from profiles.trace.scopes import Attended, Grouped, LayerCall, LayerSegment, trained_products
+from profiles.trace.chains import add_savings
+from profiles.trace.scopes import (
+    Attended,
+    Grouped,
+    LayerCall,
+    LayerSegment,
+    Saving,
+    Savings,
+    trained_products,
+)
 
 Line = Callable[[int, int | None], Affine]
 """Through a figure at the batch and at twice it."""

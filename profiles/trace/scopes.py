@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from profiles.model.layers import LayerKind
 from profiles.model.work import FusibleKind
-from profiles.trace.chains import Chain
 
 
 class Grouped(NamedTuple):
@@ -72,6 +71,92 @@ class AttentionCalls:
                 left[call] -= 1
                 calls.append(call)
         return tuple(calls)
+
+
+class Saving(NamedTuple):
+    """Savings of one fused kernel at one batch size; the fields of `Fusible`."""
+
+    forward_moved_bytes: int = 0
+    backward_moved_bytes: int = 0
+    forward_kernels: int = 0
+    backward_kernels: int = 0
+    activation_bytes: int = 0
+    transient_bytes: int = 0
+
+    def plus(self, other: Saving) -> Saving:
+        return Saving(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+Savings = dict[FusibleKind, Saving]
+
+
+@dataclass(slots=True, eq=False)
+class ChainTraffic:
+    """Traffic of the operations of a chain in one direction; memory is known by its number.
+
+    Attributes:
+        read: bytes of memory that other code made.
+        written: bytes of it that were overwritten.
+        made: bytes of memory that these operations made, and by `sources` of what.
+        drawn: memory that random numbers were written to, which cannot be made again.
+        readers: who reads what was made, besides these operations; None is no chain.
+        handed_on: what was made and lives on beyond these operations.
+    """
+
+    chain: Chain
+    kernels: int = 0
+    moved_bytes: int = 0
+    read: dict[int, int] = field(default_factory=dict)
+    written: dict[int, int] = field(default_factory=dict)
+    made: dict[int, int] = field(default_factory=dict)
+    sources: dict[int, set[int]] = field(default_factory=dict)
+    drawn: set[int] = field(default_factory=set)
+    readers: dict[int, set[ChainTraffic | None]] = field(default_factory=dict)
+    handed_on: set[int] = field(default_factory=set)
+
+
+class Chain:
+    """Operations that may be one kernel.
+
+    Attributes:
+        part: of the scope, that runs them; None before its first layer.
+        kind: of all operations within a module; None where each operation says.
+        hints: kinds of characteristic operations.
+        unmade: memory that one kernel never makes.
+    """
+
+    __slots__ = (
+        "backward",
+        "forward",
+        "hints",
+        "ingredients",
+        "is_scores",
+        "kind",
+        "part",
+        "remade",
+        "saving",
+        "scope",
+        "unmade",
+    )  # fmt: skip
+
+    def __init__(self, scope: Scope, part: LayerSegment | None, kind: FusibleKind | None) -> None:
+        self.scope, self.part, self.kind = scope, part, kind
+        self.forward, self.backward = ChainTraffic(self), ChainTraffic(self)
+        self.hints: set[FusibleKind] = set()
+        self.is_scores = False  # softmax of scores: attention written out
+        self.saving = Saving()
+        self.unmade: set[int] = set()
+        self.remade: set[int] = set()  # memory that is made again in the backward
+        self.ingredients: dict[int, int] = {}  # bytes of what that is made of, by memory
+
+    def named(self, *, is_loss: bool) -> FusibleKind | None:
+        """Its kind; None for what belongs to attention."""
+        if is_loss:
+            return FusibleKind.LOSS
+        if self.kind is not None or self.is_scores:
+            return self.kind
+        order = (FusibleKind.ROUTER, FusibleKind.GATE, FusibleKind.ROTARY)
+        return next((kind for kind in order if kind in self.hints), FusibleKind.RESIDUAL)
 
 
 @dataclass(slots=True, eq=False)

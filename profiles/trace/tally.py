@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from profiles.model.profile import LOSS, Affine, UnitCost
 from profiles.model.work import FusibleKind
-from profiles.trace.chains import Saving, Savings, add_savings, savings
+from profiles.trace.chains import add_savings, savings
 from profiles.trace.layer_tally import (
     LayerSum,
     attention_calls,
@@ -15,7 +15,15 @@ from profiles.trace.layer_tally import (
     grouped_products,
     layer_cost,
 )
-from profiles.trace.scopes import Attended, Grouped, LayerSegment, Scope, trained_products
+from profiles.trace.scopes import (
+    Attended,
+    Grouped,
+    LayerSegment,
+    Saving,
+    Savings,
+    Scope,
+    trained_products,
+)
 from profiles.trace.timeline import Timeline
 
 

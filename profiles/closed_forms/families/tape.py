@@ -19,8 +19,8 @@ from profiles.closed_forms.families.arrays import Array, DType, Made, Shape, Sto
 from profiles.closed_forms.families.layer_calls import LayerCalls
 from profiles.model.profile import GLUE, Numerics
 from profiles.model.work import FusibleKind
-from profiles.trace.chains import Chain, Chains, Fusing, kind_of_module
-from profiles.trace.scopes import Attended, Grouped, LayerSegment, Scope
+from profiles.trace.chains import Chains, Fusing, kind_of_module
+from profiles.trace.scopes import Attended, Chain, Grouped, LayerSegment, Scope
 from profiles.trace.tally import SavedBytes
 from profiles.trace.timeline import Timeline
 
