@@ -59,6 +59,7 @@ def decide(
     partial: PartialPlan = _ALL_OPEN,
     styles: Styles | None = None,
     compares: bool = False,
+    nearest: bool = True,
     kept: Kept | None = None,
 ) -> Choice:
     """The plan for these facts: deterministic, nothing else is looked at.
@@ -72,6 +73,8 @@ def decide(
         styles: how layers are split over a tp axis of some size; by default what the profile alone
             tells (`engines.tensor.rules`).
         compares: also estimate the best plan of every other kind.
+        nearest: where nothing fits also estimate the plans that miss memory by least; it takes
+            longer than the rest, and a caller that reads `winner` alone needs none.
         kept: of these facts, where others were decided on before.
 
     Raises:
@@ -85,7 +88,7 @@ def decide(
     if not any(len(search.space) for search in searches):
         raise refuse(facts, partial)
     trace = walk(kept.costs, policy)
-    deciding = Deciding(kept, partial, policy, trace, styles, compares, searches)
+    deciding = Deciding(kept, partial, policy, trace, styles, compares, nearest, searches)
     for refine in REFINEMENTS:
         refine(deciding)
     return _choice_of(deciding)
@@ -93,7 +96,8 @@ def decide(
 
 def _choice_of(deciding: Deciding) -> Choice:
     winner, searches, trace = deciding.winner, deciding.searches, deciding.trace
-    if winner is None and not any(search.weighed for search in searches):
+    is_answer = winner is not None or not deciding.nearest
+    if not is_answer and not any(search.weighed for search in searches):
         raise RuntimeError("none of the plans could be estimated: see the first one's warning")
     weighed = deciding.weighed
     fitting = [c for c in weighed if c.fits]

@@ -98,7 +98,10 @@ class Decision(Document):
 
         def answer(facts: Facts) -> Candidate | None:
             beside = kept.beside(facts)
-            return decide(facts, policy=self.policy, partial=self.partial, kept=beside).winner
+            choice = decide(
+                facts, policy=self.policy, partial=self.partial, nearest=False, kept=beside
+            )
+            return choice.winner
 
         if not levers:
             return flip(self.facts, answer)

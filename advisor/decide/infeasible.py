@@ -227,7 +227,7 @@ class _Tried:
             InputError: no plan is legal.
         """
         if not self.near:
-            return decide(facts, policy=self.policy, partial=partial).winner
+            return decide(facts, policy=self.policy, partial=partial, nearest=False).winner
         kept, found = Kept(CostModel(facts)), []
         tried: list[PartialPlan] = []
         for plan in self.near:

@@ -53,6 +53,7 @@ class Deciding:
     Attributes:
         searches: over the legal plans; those with something offloaded come last.
         compares: estimate the best plan of every other kind too.
+        nearest: where nothing fits, estimate the plans that miss memory by least.
         winner: the plan that is taken so far; None where nothing fits.
         fastest: the fastest plan of those that it was taken from: ties are within the margin of it.
         built: plans that no search has as a row.
@@ -66,6 +67,7 @@ class Deciding:
     trace: Trace
     styles: Styles | None
     compares: bool
+    nearest: bool
     searches: list[Search]
     winner: Candidate | None = None
     fastest: Candidate | None = None
@@ -144,7 +146,7 @@ def offload_where_nothing_fits(deciding: Deciding) -> None:
 
 def estimate_nearest_misses(deciding: Deciding) -> None:
     """Where nothing fits, estimate the plan that misses memory by least, for every offload."""
-    if deciding.winner is not None:
+    if deciding.winner is not None or not deciding.nearest:
         return
     least: dict[tuple[Offload, OffloadTo], float] = {}
     for search in sorted(deciding.searches, key=lambda search: search.least_missing_bytes):

@@ -189,7 +189,7 @@ def _winner(
     """What would be taken for other facts; None where nothing fits or is legal."""
     partial = decision.partial if partial is None else partial
     try:
-        return decide(changed, policy=decision.policy, partial=partial).winner
+        return decide(changed, policy=decision.policy, partial=partial, nearest=False).winner
     except InputError:
         return None
 

@@ -51,7 +51,9 @@ def bandwidth_needed(
 
     def at(rate: float) -> Candidate:
         if rate not in known:
-            winner = decide(varied(facts, link, rate), policy=fast, partial=partial).winner
+            winner = decide(
+                varied(facts, link, rate), policy=fast, partial=partial, nearest=False
+            ).winner
             if winner is None:
                 raise NoPlanError(f"nothing that keeps {dict(partial)} fits, over any link")
             known[rate] = winner

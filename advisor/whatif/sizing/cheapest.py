@@ -110,7 +110,7 @@ def cheapest_device(
                 workload=workload,
                 stack=facts.stack,
             )
-            winner = decide(whole, policy=fast, partial=partial).winner
+            winner = decide(whole, policy=fast, partial=partial, nearest=False).winner
         except InputError as error:
             return error.what
         if winner is None:
