@@ -9,6 +9,7 @@ from advisor.cost import CostModel
 from advisor.decide.candidates import legal_plans
 from advisor.decide.choose import choose
 from advisor.decide.comparison import Verdict
+from advisor.decide.decide import decide
 from advisor.decide.decision import Alternative, Decision
 from advisor.decide.tree import in_leaf
 from advisor.inputs.facts import Facts
@@ -116,10 +117,9 @@ def test_why_not_says_of_a_row_what_the_row_says(decision: Decision) -> None:
 def test_the_choice_is_the_simplest_of_all_plans_within_the_margin_of_the_fastest(
     whole: Facts,
 ) -> None:
-    try:
-        decision = choose(whole)
-    except NoPlanError:
-        return
+    if decide(whole, nearest=False).winner is None:
+        return  # without the changes that would help: `choose` tries them for seconds
+    decision = choose(whole)
     if decision.plan.offload != "none":
         return
     agree(decision)
