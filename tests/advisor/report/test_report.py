@@ -292,6 +292,29 @@ def test_names_of_modules_are_text_and_nothing_else() -> None:
     assert "[31m" in str(decision)
 
 
+def with_markup(value: object) -> object:
+    """Data with markup behind every text."""
+    match value:
+        case str():
+            return f"{value}<script>&"
+        case dict():
+            return {name: with_markup(each) for name, each in value.items()}
+        case list() | tuple():
+            return [with_markup(each) for each in value]
+        case _:
+            return value
+
+
+def test_every_word_of_a_page_is_escaped() -> None:
+    view = view_of(DECISIONS["7b_2x8"])
+    words = view.model_dump() | {"dissent": "but", "ties": "ties", "not_weighed": "none"}
+    words |= {"memory_note": "note", "notes": ["note"], "hints": ["hint"], "main_memory": ["GiB"]}
+    assert all(value not in (None, [], ()) for value in words.values())
+    text = fragment(ReportView.model_validate(with_markup(words)))
+    assert "<script>" not in text
+    assert text.count("&lt;script&gt;&amp;") > 100
+
+
 def test_measured_machines_need_no_hint_to_measure() -> None:
     cluster = cpus(2)
     assert cluster.intra is not None
