@@ -10,7 +10,8 @@ Result = TypeVar("Result")
 
 
 def count_calls(work: Callable[[], Result]) -> tuple[Result, int]:
-    """What `work` returns, and how many calls it makes, of Python and of C functions alike."""
+    """Return the result of `work` and the number of calls it makes, of Python and of C functions
+    alike."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:

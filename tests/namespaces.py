@@ -43,14 +43,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a node's launcher ended."""
+    """Exit of a node's launcher."""
 
     code: int
     output: str
 
 
 def why_not() -> str | None:
-    """What is missing to build nodes here; None where nothing is."""
+    """Missing requirement for building nodes here; None if there is none."""
     if sys.platform != "linux":
         return f"network namespaces are Linux's, this is {sys.platform}"
     if os.geteuid() != 0:
@@ -149,7 +149,7 @@ def _shape(node: Node, rate_bytes_per_s: float) -> None:
 
 
 def _end_processes_of(node: Node) -> None:
-    """What still runs inside: ranks whose launcher was killed."""
+    """End processes that still run inside: ranks whose launcher was killed."""
     with suppress(RuntimeError):
         for pid in _run("ip", "netns", "pids", node.name).split():
             with suppress(ProcessLookupError):

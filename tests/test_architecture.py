@@ -56,12 +56,12 @@ TORCH_FREE_INSIDE = {
 
 
 def modules() -> list[str]:
-    found = []
+    results = []
     for layer in LAYERS:
         for path in sorted((ROOT / layer).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            found.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    return found
+            results.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return results
 
 
 def may_import_torch(module: str) -> bool:

@@ -83,7 +83,7 @@ class Report(Document):
 
 
 def measured(nodes: tuple[Node, ...], ranks_per_node: int) -> dict[str, object]:
-    """What rank 0 wrote.
+    """Measurements that rank 0 wrote.
 
     Raises:
         RuntimeError: a rank failed; with its output.
@@ -94,8 +94,8 @@ def measured(nodes: tuple[Node, ...], ranks_per_node: int) -> dict[str, object]:
         exits = torchrun(nodes, program, ranks_per_node=ranks_per_node, timeout_s=TIME_LIMIT_S)
         if any(node.code for node in exits) or not path.exists():
             raise RuntimeError("\n".join(node.output for node in exits))
-        found: dict[str, object] = json.loads(path.read_text())
-        return found
+        document: dict[str, object] = json.loads(path.read_text())
+        return document
 
 
 def machines(nodes: int, per_node: int, *, between: Line, inside: Line) -> ClusterProfile:
@@ -121,9 +121,9 @@ def machines(nodes: int, per_node: int, *, between: Line, inside: Line) -> Clust
     )
 
 
-def rows_of(found: dict[str, object], between: Line, inside: Line) -> Iterator[Row]:
-    """What was measured beside its price."""
-    times = found["times"]
+def rows_of(document: dict[str, object], between: Line, inside: Line) -> Iterator[Row]:
+    """Pair measurements with their estimated costs."""
+    times = document["times"]
     assert isinstance(times, list)
     for each in times:
         row = Row(
@@ -141,7 +141,7 @@ def rows_of(found: dict[str, object], between: Line, inside: Line) -> Iterator[R
 def priced(row: Row, between: Line, inside: Line) -> Row:
     """With what is predicted for it today."""
     per_node = row.ranks // row.nodes
-    found = price(
+    cost = price(
         row.kind,
         row.tensor_bytes,
         machines(row.nodes, per_node, between=between, inside=inside),
@@ -150,10 +150,10 @@ def priced(row: Row, between: Line, inside: Line) -> Row:
     )
     return row.model_copy(
         update={
-            "predicted_s": found.seconds,
-            "predicted_error": found.relative_error,
-            "link_bytes": found.link_bytes,
-            "buffer_bytes": found.buffer_bytes,
+            "predicted_s": cost.seconds,
+            "predicted_error": cost.relative_error,
+            "link_bytes": cost.link_bytes,
+            "buffer_bytes": cost.buffer_bytes,
         }
     )
 
@@ -250,9 +250,9 @@ def _rank(path: str) -> None:
             seconds.append(time.perf_counter() - began)
         dist.barrier(group)  # nothing waits in a queue any more
         sent = (carried() - before) / repeats
-        found = torch.tensor([statistics.median(seconds), sent], dtype=torch.float64)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group)
-        return [float(value) for value in found]
+        actual = torch.tensor([statistics.median(seconds), sent], dtype=torch.float64)
+        dist.all_reduce(actual, dist.ReduceOp.MAX, group)
+        return [float(value) for value in actual]
 
     message(SIZES[0])
     small, large = message(SIZES[0]), message(SIZES[-1])

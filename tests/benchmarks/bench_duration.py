@@ -1,4 +1,4 @@
-"""How long the bench takes: `python -m tests.benchmarks.bench_duration`, a table of 2 and 4 ranks.
+"""Duration of the bench: `python -m tests.benchmarks.bench_duration`, a table of 2 and 4 ranks.
 
 Not a test: nothing here passes or fails. The times are of whole commands as a user types them,
 interpreter and imports included.

@@ -1,4 +1,4 @@
-"""What is captured of each architecture of `tests.zoo`: `python -m tests.benchmarks.capture_table`.
+"""Captured costs of each architecture of `tests.zoo`: `python -m tests.benchmarks.capture_table`.
 
 FLOP and kept bytes are compared with a real run of the same small model on the CPU.
 """

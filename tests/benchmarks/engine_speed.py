@@ -122,8 +122,8 @@ def build(case: Case, *, ours: bool) -> Step:
     plan, batch = Plan.parse(case.plan), (ids, targets)
     profile = capture(model, batch, loss_fn=loss_fn)
     if plan.tp > 1:
-        found = propose_styles(model, batch, size=plan.tp, profile=profile, has_target=True)
-        plan = plan.model_copy(update={"tensor_styles": found.styles})
+        proposal = propose_styles(model, batch, size=plan.tp, profile=profile, has_target=True)
+        plan = plan.model_copy(update={"tensor_styles": proposal.styles})
     parallel = apply_plan(
         model,
         plan,
@@ -140,13 +140,13 @@ def timed(name: str, steps: int) -> list[tuple[Lap, Lap]]:
     """Laps of our steps and of theirs, on this rank."""
     case = CASES[name]
     variants = [build(case, ours=True), build(case, ours=False)]
-    found = []
+    results = []
     for number in range(WARM_UP + steps):
         order = (0, 1) if number % 2 else (1, 0)
         laps = {variant: lap(variants[variant]) for variant in order}
         if number >= WARM_UP:
-            found.append((laps[0], laps[1]))
-    return found
+            results.append((laps[0], laps[1]))
+    return results
 
 
 def lap(step: Step) -> Lap:
@@ -175,7 +175,7 @@ def held(name: str, ours: bool) -> int:
 
 
 def compare(name: str, *, steps: int) -> Result | str:
-    """What was measured, or why nothing was."""
+    """Measurements of one plan, or the reason why there are none."""
     case = CASES[name]
     if case.needs and importlib.util.find_spec(case.needs) is None:
         return f"{case.needs} is not installed"
@@ -233,18 +233,19 @@ def main() -> None:
     )
     rows: dict[str, object] = {}
     for name in options.case or CASES:
-        found = compare(name, steps=options.steps)
-        if isinstance(found, str):
-            print(f"{name:16} left out: {found}", flush=True)
-            rows[name] = {"left_out": found}
+        comparison = compare(name, steps=options.steps)
+        if isinstance(comparison, str):
+            print(f"{name:16} left out: {comparison}", flush=True)
+            rows[name] = {"left_out": comparison}
             continue
         print(
-            f"{name:16} {found.ours_s * 1e3:5.0f} ms {found.theirs_s * 1e3:5.0f} ms"
-            f" {found.ratio:6.3f}  {found.low:.3f} - {found.high:.3f} {found.limit:5.2f}"
-            f" {found.cpu_ratio:6.3f} {found.memory_ratio:6.3f}",
+            f"{name:16} {comparison.ours_s * 1e3:5.0f} ms {comparison.theirs_s * 1e3:5.0f} ms"
+            f" {comparison.ratio:6.3f}  {comparison.low:.3f}"
+            f" - {comparison.high:.3f} {comparison.limit:5.2f}"
+            f" {comparison.cpu_ratio:6.3f} {comparison.memory_ratio:6.3f}",
             flush=True,
         )
-        rows[name] = asdict(found)
+        rows[name] = asdict(comparison)
     if options.out is not None:
         about = {"torch": torch.__version__, "cores": os.cpu_count(), "cases": rows}
         options.out.write_text(json.dumps(about, indent=1) + "\n")

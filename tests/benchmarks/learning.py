@@ -1,4 +1,4 @@
-"""How far steps of small GPTs lie from constants that are fitted to the others' steps.
+"""Residuals of steps of small GPTs against constants fitted to the others' steps.
 
 python -m tests.benchmarks.learning
 """
@@ -39,7 +39,7 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What was trained, and how it went."""
+    """One training run and its measurements."""
 
     shape: tuple[int, int, int]
     parallel: ParallelModel

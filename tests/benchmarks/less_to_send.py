@@ -200,15 +200,15 @@ def _rank(path: str) -> None:
         rows = []
         order = [str(Plan.parse(f"{text} microbatch_size={ROWS}")) for text in PLANS]
         for text in dict.fromkeys([*order, *runs]):
-            found = estimate(Plan.parse(text), decision.facts)
+            cost = estimate(Plan.parse(text), decision.facts)
             seconds, losses = runs[text]
             rows.append(
                 Row(
                     plan=text,
                     step_s=seconds,
-                    predicted_s=found.step_s,
-                    predicted_low_s=found.step_low_s,
-                    predicted_high_s=found.step_high_s,
+                    predicted_s=cost.step_s,
+                    predicted_low_s=cost.step_low_s,
+                    predicted_high_s=cost.step_high_s,
                     losses=tuple(round(value, 4) for value in losses),
                     is_chosen=text == str(decision.plan),
                 )

@@ -1,4 +1,4 @@
-"""How long planning takes: `python -m tests.benchmarks.planning_time`, two tables.
+"""Planning times: `python -m tests.benchmarks.planning_time`, two tables.
 
 Not a test: nothing here passes or fails. The first table is of whole processes of `advise`, from
 start to end: CPU seconds, seconds until the first line is on the screen (a terminal), and memory.

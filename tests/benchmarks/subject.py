@@ -1,4 +1,4 @@
-"""What the engines are timed on: a GPT whose blocks are large enough that computing dominates."""
+"""Model that the engines are timed on: a GPT with blocks large enough that computing dominates."""
 
 from __future__ import annotations
 

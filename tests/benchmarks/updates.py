@@ -210,16 +210,16 @@ def _rank(path: str) -> None:
         for text in PLANS:
             plan = Plan.parse(f"{text} microbatch_size={ROWS}")
             step_s, sent, says = one(plan, sleep_s)
-            found = predicted(plan, sleep_s)
-            given = [t for t in found.traffic if t.purpose != "parameters from servers"]
+            prediction = predicted(plan, sleep_s)
+            given = [t for t in prediction.traffic if t.purpose != "parameters from servers"]
             rows.append(
                 Row(
                     plan=text,
                     sleep_s=sleep_s,
                     step_s=step_s,
-                    predicted_s=found.step_s,
-                    predicted_low_s=found.step_low_s,
-                    predicted_high_s=found.step_high_s,
+                    predicted_s=prediction.step_s,
+                    predicted_low_s=prediction.step_low_s,
+                    predicted_high_s=prediction.step_high_s,
                     sent_bytes=sent,
                     predicted_bytes=sum(t.bus_bytes for t in given),
                     says=says,

@@ -1,4 +1,4 @@
-"""What one rank of a hybrid plan sends and holds in a fake world, beside what it is charged for."""
+"""Traffic and memory of one rank of a hybrid plan in a fake world, beside its estimate."""
 
 from __future__ import annotations
 
@@ -140,13 +140,13 @@ class Compared:
 
 def _totals(sent: Sent) -> dict[object, tuple[int, int]]:
     """Number and bytes of all-reduces by their groups; other kinds one by one."""
-    found: dict[object, tuple[int, int]] = {}
+    results: dict[object, tuple[int, int]] = {}
     for (kind, payload, size, stride), count in sent.items():
         is_sum = kind is Collective.ALL_REDUCE
         key = (kind, size, stride) if is_sum else (kind, payload, size, stride)
-        before = found.get(key, (0, 0))
-        found[key] = before[0] + count, before[1] + count * payload
-    return found
+        before = results.get(key, (0, 0))
+        results[key] = before[0] + count, before[1] + count * payload
+    return results
 
 
 @cache
@@ -216,14 +216,14 @@ def compared(subject: Subject, rank: int) -> Compared:
 
 
 def charged(model: CostModel, plan: Plan, position: int) -> Sent:
-    """What the rank at a position of the pp axis is charged for."""
+    """Estimated traffic of the rank at a position of the pp axis."""
     whole = plan.pp == 1
     traffic = model.estimate(plan).traffic if whole else traffic_of_ranks(model, plan)[position]
-    found: Sent = Counter()
+    actual: Sent = Counter()
     for item in traffic:
         key = item.kind, round(item.payload_bytes), item.group_size, item.stride
-        found[key] += item.count
-    return found
+        actual[key] += item.count
+    return actual
 
 
 def _charged_states(model: CostModel, plan: Plan, position: int) -> float:
@@ -262,16 +262,16 @@ def _kept(parallel: ParallelModel, batch: Batch) -> int:
         return _left(lambda: parallel._loss(batch), known, arrived=())
     recording = pipeline._recording(batch)
     pipeline._round.pieces, pipeline._round.weights = [batch], [torch.ones(1)]
-    number, found = torch.zeros(1, dtype=torch.int64), 0
+    number, actual = torch.zeros(1, dtype=torch.int64), 0
     for stage in pipeline._stages(recording):
         arrived = buffers(stage.segment.received, recording, torch.device("cpu"))
         run = partial(stage, *arrived, microbatch=number)
-        found += _left(run, known, arrived)
-    return found
+        actual += _left(run, known, arrived)
+    return actual
 
 
 def _left(run: Callable[[], object], known: Sequence[Tensor], arrived: Sequence[Tensor]) -> int:
-    """What is held after a call, beside what it returns; `arrived` counts."""
+    """Bytes that stay allocated after a call, without those that it returns; `arrived` counts."""
     held = Held([*known, *arrived])
     before = held.now()
     with held:

@@ -24,29 +24,29 @@ def main(arguments: list[str]) -> int:
     _say(HEADER)
     for name in parser.parse_args(arguments).only or PLANS:
         subject = subject_of(name)
-        for found in (compared(subject, rank) for rank in subject.ranks):
-            _say(_line(subject, found))
-            wrong += any(found.unexplained) or found.states != found.charged_states
+        for result in (compared(subject, rank) for rank in subject.ranks):
+            _say(_line(subject, result))
+            wrong += any(result.unexplained) or result.states != result.charged_states
     return 1 if wrong else 0
 
 
-def _line(subject: Subject, found: Compared) -> str:
-    sent = sum(payload * count for (_, payload, _, _), count in found.called.items())
-    return "  ".join(_cells(subject, found, sent / 1e6))
+def _line(subject: Subject, actual: Compared) -> str:
+    sent = sum(payload * count for (_, payload, _, _), count in actual.called.items())
+    return "  ".join(_cells(subject, actual, sent / 1e6))
 
 
-def _cells(subject: Subject, found: Compared, sent_mb: float) -> Iterator[str]:
+def _cells(subject: Subject, actual: Compared, sent_mb: float) -> Iterator[str]:
     yield f"{subject.name:<28}"
     yield f"{subject.plan.world_size:>5}"
-    yield f"{found.rank:>5}"
-    yield f"{found.called.total():>8}"
+    yield f"{actual.rank:>5}"
+    yield f"{actual.called.total():>8}"
     yield f"{sent_mb:>8.2f}"
-    yield "differs" if any(found.unexplained) else "  equal"
-    yield " equal" if found.states == found.charged_states else "differ"
-    if found.activations is None:
+    yield "differs" if any(actual.unexplained) else "  equal"
+    yield " equal" if actual.states == actual.charged_states else "differ"
+    if actual.activations is None:
         yield f"{'-':>11}"
     else:
-        yield f"{found.charged_activations / found.activations - 1:>+11.2%}"
+        yield f"{actual.charged_activations / actual.activations - 1:>+11.2%}"
 
 
 def _say(line: str) -> None:

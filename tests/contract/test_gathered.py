@@ -29,12 +29,12 @@ def gathered(name: str) -> Subject:
 def test_messages_states_and_activations_of_gathered_layers_are_charged(name: str) -> None:
     subject = gathered(name)
     for rank in subject.ranks:
-        found = compared(subject, rank)
-        assert any(kind is Collective.ALL_GATHER for kind, *_ in found.called)
-        assert found.unexplained == (Counter(), Counter())
-        assert found.states == found.charged_states
-        if found.activations is not None:
-            assert found.charged_activations == pytest.approx(found.activations, rel=0.02)
+        comparison = compared(subject, rank)
+        assert any(kind is Collective.ALL_GATHER for kind, *_ in comparison.called)
+        assert comparison.unexplained == (Counter(), Counter())
+        assert comparison.states == comparison.charged_states
+        if comparison.activations is not None:
+            assert comparison.charged_activations == pytest.approx(comparison.activations, rel=0.02)
 
 
 def test_gathered_outputs_cost_time_and_memory_over_pairs() -> None:

@@ -14,27 +14,27 @@ ACTIVATIONS_WITHIN = 0.02
 
 
 @pytest.fixture(scope="module", params=PLANS)
-def found(request: pytest.FixtureRequest) -> list[Compared]:
+def compared_ranks(request: pytest.FixtureRequest) -> list[Compared]:
     """Of the first and the last stage; `python -m tests.contract.table` shows those between."""
     subject = subject_of(request.param)
     first, *others = subject.ranks
     return [compared(subject, rank) for rank in (first, *others[-1:])]
 
 
-def test_the_messages_charged_are_those_sent(found: list[Compared]) -> None:
+def test_the_messages_charged_are_those_sent(compared_ranks: list[Compared]) -> None:
     """Kind, bytes, number, and the group: how many ranks, and how far apart."""
-    for rank in found:
+    for rank in compared_ranks:
         assert rank.called.total() > 0
         assert rank.unexplained == (Counter(), Counter())
 
 
-def test_the_states_charged_are_those_held(found: list[Compared]) -> None:
-    for rank in found:
+def test_the_states_charged_are_those_held(compared_ranks: list[Compared]) -> None:
+    for rank in compared_ranks:
         assert rank.states == rank.charged_states
 
 
-def test_the_activations_charged_are_those_kept(found: list[Compared]) -> None:
-    for rank in found:
+def test_the_activations_charged_are_those_kept(compared_ranks: list[Compared]) -> None:
+    for rank in compared_ranks:
         if rank.activations is not None:
             wanted = pytest.approx(rank.activations, rel=ACTIVATIONS_WITHIN)
             assert rank.charged_activations == wanted

@@ -1,4 +1,4 @@
-"""What a large vocabulary holds at its fullest moment is what a real run allocates."""
+"""Peak memory of the loss over a large vocabulary equals that of a real run."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_forward_loss_and_backward_peak_as_captured(vocabulary: int, numerics: N
         + last.output_bytes.at(ROWS)
         + last.backward_transient_bytes.at(ROWS),
     )
-    for said, found in zip(predicted, _peaks(vocabulary, autocast=is_autocast), strict=True):
-        assert said == pytest.approx(found, rel=0.01)
+    for said, result in zip(predicted, _peaks(vocabulary, autocast=is_autocast), strict=True):
+        assert said == pytest.approx(result, rel=0.01)
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
@@ -77,5 +77,5 @@ def test_the_estimate_says_what_of_it_is_the_loss(vocabulary: int) -> None:
     # The log-softmax that is kept, its gradient, and that of the logits.
     assert charged.loss_bytes == pytest.approx(3 * logits, rel=1e-3)
     states = charged.memory.parameters + charged.memory.optimizer + charged.memory.batch
-    _, _, found = _peaks(vocabulary, autocast=False)
-    assert charged.peak_bytes - states == pytest.approx(found, rel=1e-3)
+    _, _, actual = _peaks(vocabulary, autocast=False)
+    assert charged.peak_bytes - states == pytest.approx(actual, rel=1e-3)

@@ -140,12 +140,12 @@ def profiles() -> dict[str, ModelProfile]:
 
 @pytest.fixture(scope="module")
 def measured(pool: Pool, profiles: dict[str, ModelProfile]) -> dict[tuple[str, str], Found]:
-    """What rank 0 held, by model and plan; every dimension divides, so all ranks hold the same."""
-    found = {}
+    """Memory of rank 0 by model and plan; every dimension divides, so all ranks are equal."""
+    results = {}
     for (name, ranks), plans in PLANS.items():
         told = pool.run(_measured, name, plans, profiles[name], world_size=ranks, timeout_s=120)
-        found |= {(name, plan): of for plan, of in zip(plans, told[0], strict=True)}
-    return found
+        results |= {(name, plan): of for plan, of in zip(plans, told[0], strict=True)}
+    return results
 
 
 @pytest.mark.parametrize(("name", "text"), EACH)
@@ -155,11 +155,11 @@ def test_model_states_are_exactly_as_charged(
     measured: dict[tuple[str, str], Found],
     profiles: dict[str, ModelProfile],
 ) -> None:
-    found = measured[name, text].states
+    states = measured[name, text].states
     charged = prediction(SUBJECTS[name].plan(text), profiles[name])
-    assert found["parameters"] == charged.memory.parameters
-    assert found["optimizer"] == charged.memory.optimizer
-    assert sum(found.values()) == charged.states_bytes
+    assert states["parameters"] == charged.memory.parameters
+    assert states["optimizer"] == charged.memory.optimizer
+    assert sum(states.values()) == charged.states_bytes
 
 
 @pytest.mark.parametrize(("name", "text"), EACH)

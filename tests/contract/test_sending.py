@@ -1,4 +1,4 @@
-"""What DDP's hooks send and keep is what they are charged for: two nodes of two ranks."""
+"""Traffic and buffers of DDP's hooks equal their estimates: two nodes of two ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _profile() -> ModelProfile:
 
 def _stepped(profile: ModelProfile) -> list[tuple[Sums, int]]:
     """For each plan the bytes that a step sends, by collective; and of PowerSGD what it keeps."""
-    case, found = CASES["gpt"], []
+    case, results = CASES["gpt"], []
     for words in PLANS:
         plan = _plan(words)
         parallel = apply_plan(
@@ -86,10 +86,10 @@ def _stepped(profile: ModelProfile) -> list[tuple[Sums, int]]:
         if "powersgd" in words:  # its later sums begin in threads of gloo, which nobody watches
             sums[Collective.ALL_REDUCE] = reductions.total_bytes
         kept = [s for s in gc.get_objects() if type(s) is PowerSGDState]
-        found.append((sums, sum(e.nbytes for s in kept for e in s.error_dict.values())))
+        results.append((sums, sum(e.nbytes for s in kept for e in s.error_dict.values())))
         del parallel, kept
         gc.collect()
-    return found
+    return results
 
 
 def _charged(words: str, profile: ModelProfile) -> Estimate:
@@ -109,24 +109,24 @@ def test_the_bytes_charged_are_the_bytes_sent(pool: Pool) -> None:
         for sums, kept in ranks:
             called.update(sums)
             assert kept == (gradients if "powersgd" in words else 0), words
-        found = _charged(words, profile)
-        for item in found.traffic:
+        actual = _charged(words, profile)
+        for item in actual.traffic:
             charged[item.kind] += round(item.payload_bytes * item.count * RANKS)
         assert called == charged, words
         if "powersgd" in words and "accumulation" not in words:
-            assert found.peak_bytes - plain == gradients
+            assert actual.peak_bytes - plain == gradients
 
 
 def _held() -> dict[str, int]:
     """Bytes beside a tensor of a million while it is summed up."""
-    found = {}
+    results = {}
     for kind in Aggregation:
         tensor = torch.ones(250_000)
         with Held([tensor]) as held:
             before = held.now()
             aggregate(tensor, kind=kind, per_node=RANKS // NODES)
-        found[kind.value] = max(held.peak_bytes, before) - before
-    return found
+        results[kind.value] = max(held.peak_bytes, before) - before
+    return results
 
 
 def test_the_buffers_charged_are_the_buffers_taken(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""What ranks that share sequences send and hold in a fake world, beside what they are charged."""
+"""Traffic and memory of context-parallel ranks in a fake world, beside their estimates."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def test_keys_that_pass_and_all_other_messages_are_charged_and_so_are_states(tex
 
     def totals(sent: dict[tuple[Collective, int, int, int], int]) -> dict[object, int]:
         """Bytes by kind and group; buckets are not looked at one by one."""
-        found: dict[object, int] = {}
+        results: dict[object, int] = {}
         for (kind, payload, size, stride), count in sent.items():
-            found[kind, size, stride] = found.get((kind, size, stride), 0) + payload * count
-        return found
+            results[kind, size, stride] = results.get((kind, size, stride), 0) + payload * count
+        return results
 
     assert totals(others) == totals(wanted)

@@ -49,7 +49,7 @@ def _called(
     name: str, plans: tuple[str, ...], profile: ModelProfile, norm: float | None
 ) -> list[Calls]:
     """For each plan the collectives of one step, after DDP has settled on its buckets."""
-    found = []
+    results = []
     for text in plans:
         case, plan = CASES[name], _plan(text)
         parallel = apply_plan(
@@ -65,8 +65,8 @@ def _called(
         parallel.train_step(batch)
         with Collectives() as watched:
             parallel.train_step(batch)
-        found.append(watched.calls)
-    return found
+        results.append(watched.calls)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +77,13 @@ def profiles() -> dict[str, ModelProfile]:
 @pytest.fixture(scope="module")
 def called(pool: Pool, profiles: dict[str, ModelProfile]) -> dict[tuple[str, str], list[Calls]]:
     """The collectives of every rank, by model and plan."""
-    found = {}
+    results = {}
     for (name, ranks), plans in PLANS.items():
         told = pool.run(_called, name, plans, profiles[name], None, world_size=ranks, timeout_s=120)
-        found |= {
+        results |= {
             (name, plan): list(of) for plan, of in zip(plans, zip(*told, strict=True), strict=True)
         }
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("name", "text"), EACH)
@@ -109,7 +109,7 @@ def test_clipping_adds_one_small_reduction_where_gradients_are_sharded(
 
 
 def _charged(name: str, plan: Plan, profile: ModelProfile) -> Calls:
-    """What the cost model charges, of a model whose shards are padded as FSDP2 pads them."""
+    """Estimated traffic, for a model whose shards are padded as FSDP2 pads them."""
     model = CASES[name].build()
     trainable = [p for p in model.parameters() if p.requires_grad]
     calls: Calls = Counter()

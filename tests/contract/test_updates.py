@@ -1,4 +1,4 @@
-"""What ranks that update apart send, beside what the cost model charges them with."""
+"""Traffic of asynchronous updates, beside its estimate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one real training step sends and holds, beside what the cost model says of it.
+"""Traffic and memory of one real training step, beside their estimates.
 
 Both watchers sit below autograd and below DTensor. Collectives that C++ starts itself (the buckets
 of DistributedDataParallel) go through the dispatcher too, so they are seen.
@@ -154,7 +154,7 @@ def gradients(parallel: ParallelModel) -> list[Tensor]:
 
 
 def optimizer_states(parallel: ParallelModel) -> list[Tensor]:
-    """What this rank holds of them: moments, and a step counter for each parameter."""
+    """Optimizer states of this rank: moments, and a step counter for each parameter."""
     values = [value for state in parallel.optimizer.state.values() for value in state.values()]
     return [local(value) for value in values if isinstance(value, Tensor)]
 

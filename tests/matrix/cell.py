@@ -95,5 +95,5 @@ def _reference(name: str, pieces: int) -> tuple[float, dict[str, Tensor]]:
         loss = loss_of(output, piece, architecture.loss_fn) / pieces
         loss.backward()
         total += loss.item()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return total, found
+    results = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return total, results

@@ -1,4 +1,4 @@
-"""What became of the cells: a file that is written as the matrix runs."""
+"""Results of the cells: a file that is written as the matrix runs."""
 
 from __future__ import annotations
 
@@ -62,10 +62,12 @@ class Results(Document):
         self, cells: Iterable[Cell], *, rows: Iterable[str], columns: Iterable[str]
     ) -> Results:
         """These cells in the place of older ones; cells of no row or column are dropped."""
-        found = {(c.architecture, c.plan): c for c in (*self.cells, *cells)}
+        results = {(c.architecture, c.plan): c for c in (*self.cells, *cells)}
         columns = tuple(columns)
         order = [(row, column) for row in rows for column in columns]
-        return self.model_copy(update={"cells": tuple(found[key] for key in order if key in found)})
+        return self.model_copy(
+            update={"cells": tuple(results[key] for key in order if key in results)}
+        )
 
     def by_place(self) -> dict[tuple[str, str], Cell]:
         """By (architecture, plan)."""

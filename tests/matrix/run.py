@@ -63,9 +63,9 @@ def _ready() -> None:
 
 def _cell(name: str, column: str, plan: Plan, *, profile: ModelProfile, pool: Pool) -> Cell:
     cell = Cell(architecture=name, plan=column, settings=str(plan), outcome=Outcome.REFUSED)
-    found = problems(plan, profile, cpu_ranks(plan.world_size))
-    if found:
-        return cell.model_copy(update={"rule": found[0].rule, "text": found[0].what})
+    refusals = problems(plan, profile, cpu_ranks(plan.world_size))
+    if refusals:
+        return cell.model_copy(update={"rule": refusals[0].rule, "text": refusals[0].what})
     ranks = plan.world_size
     try:
         every = pool.run(difference, name, plan, profile, world_size=ranks, timeout_s=LIMIT_S)
@@ -84,9 +84,9 @@ def _cause(text: str) -> str:
 
 def _told(every: list[Difference]) -> dict[str, object]:
     """The worst of all ranks. A number that is none is no parity."""
-    worst = max(every, key=lambda found: found.gradient)
-    loss = max(found.loss for found in every)
-    is_equal = all(found.loss < TOLERANCE and found.gradient < TOLERANCE for found in every)
+    worst = max(every, key=lambda actual: actual.gradient)
+    loss = max(actual.loss for actual in every)
+    is_equal = all(actual.loss < TOLERANCE and actual.gradient < TOLERANCE for actual in every)
     if not (loss < float("inf") and worst.gradient < float("inf")):
         return {"outcome": Outcome.DIFFERED, "text": f"loss {loss}, gradient {worst.gradient}"}
     return {

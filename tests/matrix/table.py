@@ -26,8 +26,8 @@ def table(results: Results) -> str:
     reasons = list(dict.fromkeys(_reason(cell) for cell in refused))
     lines = [_row(["", *PLANS]), _row(["---", *(":-:" for _ in PLANS)])]
     for row in ARCHITECTURES:
-        found = (cells.get((row, column)) for column in PLANS)
-        lines.append(_row([row, *(_mark(cell, reasons) for cell in found)]))
+        actual = (cells.get((row, column)) for column in PLANS)
+        lines.append(_row([row, *(_mark(cell, reasons) for cell in actual)]))
     lines += ["", *_reasons(refused, reasons), _summary(results)]
     return "\n".join(lines) + "\n"
 
@@ -55,8 +55,7 @@ def _mark(cell: Cell | None, reasons: list[str]) -> str:
 
 
 def _reason(cell: Cell) -> str:
-    """What models have in common that are refused by one rule: its words but for their numbers and
-    names."""
+    """Common part of the messages of one rule, without their numbers and names."""
     return f"{cell.rule}: {re.sub(r'`[^`]*`', '`…`', re.sub(r'[0-9]+', 'n', cell.text))}"
 
 

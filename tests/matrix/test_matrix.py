@@ -17,11 +17,11 @@ from tests.workers import Pool
 
 def tenth() -> dict[str, list[str]]:
     """Three cells of every column, so that every row has one and half of them have two."""
-    rows, found = list(ARCHITECTURES), dict[str, list[str]]()
+    rows, actual = list(ARCHITECTURES), dict[str, list[str]]()
     for number, column in enumerate(PLANS):
         for row in (2 * number, 2 * number + 1, 2 * number + 15):
-            found.setdefault(rows[row % len(rows)], []).append(column)
-    return found
+            actual.setdefault(rows[row % len(rows)], []).append(column)
+    return actual
 
 
 def test_the_tenth_has_every_row_and_every_column() -> None:

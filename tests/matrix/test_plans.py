@@ -1,4 +1,4 @@
-"""Where the stages of the matrix begin."""
+"""First units of the stages in the matrix."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_a_border_that_is_not_legal_is_moved_to_the_nearest_that_is() -> None:
     assert borders_for(plan, chain([1, 1, 1, 1, 1, 1])) == ("d",)
     (border,) = borders_for(plan, profile)
     assert border in "ce"
-    found = plan.model_copy(update={"stages": (border,)})
-    assert problems(found, profile, cpu_ranks(2)) == []
+    actual = plan.model_copy(update={"stages": (border,)})
+    assert problems(actual, profile, cpu_ranks(2)) == []
 
 
 def test_a_model_with_too_few_borders_is_left_to_legality() -> None:
     profile = chain([1, 1, 1])
     plan = Plan.parse(PLANS["zbv"])
-    found = plan.model_copy(update={"stages": borders_for(plan, profile)})
-    rules = [problem.rule for problem in problems(found, profile, cpu_ranks(2))]
+    actual = plan.model_copy(update={"stages": borders_for(plan, profile)})
+    rules = [problem.rule for problem in problems(actual, profile, cpu_ranks(2))]
     assert rules == ["stage-count"]

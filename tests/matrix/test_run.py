@@ -1,4 +1,4 @@
-"""What the runner of the matrix makes of cells that do not end well."""
+"""Cells that fail, as the runner of the matrix reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept between runs: bounded, replaced whole, and never in the way."""
+"""The cache between runs: bounded, replaced whole, and never in the way."""
 
 from __future__ import annotations
 

@@ -93,11 +93,11 @@ def main(arguments: Sequence[str]) -> int:
         fits = fits_without(model, rules, runs)
         without = {name: values(fitted, rules) for name, fitted in fits.items()}
         spans = ranges_without(model, rules, runs, fits)
-    found = result(model, rules, runs, without, spans)
-    RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    table.write(found)
-    sys.stdout.write(table.text(found))
-    sys.stdout.write("".join(f"left out, {line}\n" for line in found["marks"]))
+    scorecard = result(model, rules, runs, without, spans)
+    RESULT.write_text(json.dumps(scorecard, indent=1) + "\n", encoding="utf-8")
+    table.write(scorecard)
+    sys.stdout.write(table.text(scorecard))
+    sys.stdout.write("".join(f"left out, {line}\n" for line in scorecard["marks"]))
     return 0
 
 

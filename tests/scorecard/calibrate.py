@@ -106,12 +106,12 @@ def settings(runs: Sequence[Published], most: int = MOST_SETTINGS) -> list[tuple
         if WEIGHTS[run.reliability] and (run.step_s or (run.memory_gib and not run.oom)):
             same = (replace(run.row, row_id=""), run.step_s is None, run.memory_metric)
             files[run.file].setdefault(same, run)
-    found = []
+    results = []
     for distinct in files.values():
         every = -(-len(distinct) // most)
         chosen = list(distinct.values())[::every]
-        found += [(run, WEIGHTS[run.reliability] / sqrt(len(chosen))) for run in chosen]
-    return found
+        results += [(run, WEIGHTS[run.reliability] / sqrt(len(chosen))) for run in chosen]
+    return results
 
 
 def _misses(model: Model, run: Published, constants: Any, reading: Reading) -> tuple[float, float]:

@@ -43,10 +43,10 @@ Ranges = Mapping[str, Mapping[str, tuple[float, float]]]
 
 def by_publisher(rules: Rules, runs: Sequence[Published]) -> dict[str, list[Published]]:
     """The runs of each publisher, by name."""
-    found: dict[str, list[Published]] = defaultdict(list)
+    actual: dict[str, list[Published]] = defaultdict(list)
     for run in runs:
-        found[rules.publisher(run.file)].append(run)
-    return {name: found[name] for name in sorted(found)}
+        actual[rules.publisher(run.file)].append(run)
+    return {name: actual[name] for name in sorted(actual)}
 
 
 def names_without(rules: Rules, runs: Sequence[Published]) -> dict[str, tuple[str, ...]]:
@@ -102,7 +102,7 @@ def ranges_of(
 ) -> Ranges:
     """From the residuals of all publishers but `without`, which has no part in any of them: each is
     predicted by constants fitted without it and without `without`."""
-    found: dict[str, list[Residual]] = {part: [] for part in PARTS}
+    results: dict[str, list[Residual]] = {part: [] for part in PARTS}
     for name, own in by_publisher(rules, runs).items():
         if name == without:
             continue
@@ -113,21 +113,21 @@ def ranges_of(
             for part in PARTS:
                 true, predicted = row.measured(part), row.predicted(part)
                 if true is not None and predicted is not None:
-                    found[part].append(Residual(row.kind, true / predicted.value, weight))
-    return {part: ranges(rows) for part, rows in found.items()}
+                    results[part].append(Residual(row.kind, true / predicted.value, weight))
+    return {part: ranges(rows) for part, rows in results.items()}
 
 
 def ranges(residuals: Sequence[Residual]) -> dict[str, tuple[float, float]]:
     """The 5 % and 95 % quantiles of each kind of stack with enough residuals, and of all."""
     counts = Counter(one.kind for one in residuals)
-    found = {
+    results = {
         kind: [one for one in residuals if one.kind == kind]
         for kind, count in sorted(counts.items())
         if count >= LEAST_RESIDUALS
     }
     return {
         kind: (_quantile(some, TAIL), _quantile(some, 1 - TAIL))
-        for kind, some in {"": list(residuals), **found}.items()
+        for kind, some in {"": list(residuals), **results}.items()
         if some
     }
 
@@ -193,11 +193,11 @@ def _scored(
 
 
 def _in_ranges(row: Scored, spans: Ranges) -> Scored:
-    found = {}
+    results = {}
     for part in PARTS:
         own, span = row.predicted(part), spans[part].get(row.kind, spans[part].get(""))
-        found[part] = own.scaled(*span) if own is not None and span is not None else own
-    return replace(row, time=found["time"], memory=found["memory"])
+        results[part] = own.scaled(*span) if own is not None and span is not None else own
+    return replace(row, time=results["time"], memory=results["memory"])
 
 
 def _quantile(known: Sequence[Residual], share: float) -> float:

@@ -77,18 +77,18 @@ def rules(*more: Rule, readings: tuple[Reading, ...] = ()) -> Rules:
 
 def runs(file: str, device: Device, *, slower: Sequence[float] = (1.0,), count: int = 24,
          **cells: Any) -> list[Published]:  # fmt: skip
-    """What `device` would measure on products of several sizes; in turn `slower` than that."""
-    found = []
+    """Runs that `device` would measure on products of several sizes; in turn `slower` than that."""
+    results = []
     for index in range(count):
         row = Row(row_id=f"{file}-{index}", source=file, seq_len=1024, n_gpus=1,
                   hidden=1024 * (1 + index % 5), global_batch=1 + index, **cells)  # fmt: skip
         true = predict(row, device)
         assert true.predicted_step_time_s is not None
-        found.append(
+        results.append(
             Published(
                 file=file, row=row, reliability="high", samples_per_s=None, oom=None,
                 step_s=true.predicted_step_time_s * slower[index % len(slower)],
                 memory_gib=true.predicted_reserved_gib, memory_metric="nvidia-smi",
             )
         )  # fmt: skip
-    return found
+    return results

@@ -55,7 +55,7 @@ class Model:
     def peak_gib(
         self, run: Published, predicted: Prediction, constants: Any, reading: Reading
     ) -> float | None:
-        """What the published memory figure counts: of which stage, by which counter."""
+        """Published memory figure: of its stage, by its counter."""
         stage, counter = reading(run.memory_metric)
         index = 0 if counter == "allocated" else 1
         fullest = (predicted.predicted_peak_mem_gib, predicted.predicted_reserved_gib)[index]
@@ -74,7 +74,7 @@ def with_values(calibration: Record, values: Mapping[str, float]) -> Any:
 
 @cache
 def _setup(row: Row) -> Setup | Refusal:
-    """What a row resolves to, whatever the constants; a refusal for every reason."""
+    """Setup that a row resolves to, whatever the constants; a refusal for every reason."""
     try:
         return resolve(row)
     except AdvisorError as error:
@@ -105,13 +105,13 @@ def _stack(row: Row) -> tuple[str, bool]:
 def _stages(row: Row, constants: Any) -> Stages:
     setup = _setup(row)
     assert isinstance(setup, Setup)
-    found = case_of(setup).estimate(constants)
+    cost = case_of(setup).estimate(constants)
     return [
         (
-            (stage.peak_bytes - found.memory.context) / GIB,
+            (stage.peak_bytes - cost.memory.context) / GIB,
             used_bytes(stage.reserved_bytes, stage.peak_bytes, setup.cluster.device) / GIB,
         )
-        for stage in sorted(found.stages, key=lambda stage: stage.rank)
+        for stage in sorted(cost.stages, key=lambda stage: stage.rank)
     ]
 
 

@@ -106,12 +106,12 @@ def main(arguments: Sequence[str], target: Path = table.NESTED) -> int:
                 hints=["choose rules anew with another SEED out of view, then remove it"],
             )  # fmt: skip
         runs = held_out_runs(rules, folder, FOLDER)
-        found = result(MODEL, rules, runs, clean_commit(), date.today())
+        scorecard = result(MODEL, rules, runs, clean_commit(), date.today())
     except AdvisorError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(table.nested(found) + "".join(f"{line}\n" for line in found["marks"]))
+    target.write_text(json.dumps(scorecard, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(table.nested(scorecard) + "".join(f"{line}\n" for line in scorecard["marks"]))
     if RESULT.is_file():
         table.write(json.loads(RESULT.read_text(encoding="utf-8")))
     return 0

@@ -41,7 +41,7 @@ def frameworks() -> dict[str, str]:
 
 def published(folder: Path = FOLDER, files: Collection[str] | None = None) -> list[Published]:
     """The runs of a folder, in the order of its files; of `files` alone where they are named."""
-    found = []
+    results = []
     for path in sorted(folder.glob("*.csv")):
         if files is not None and path.stem not in files:
             continue
@@ -49,7 +49,7 @@ def published(folder: Path = FOLDER, files: Collection[str] | None = None) -> li
             for cells in csv.DictReader(file):
                 framework = cells.get("framework") or frameworks().get(path.stem, "")
                 row = row_of({**cells, "framework": framework}, where=path.name)
-                found.append(
+                results.append(
                     Published(
                         file=path.stem,
                         row=row,
@@ -61,7 +61,7 @@ def published(folder: Path = FOLDER, files: Collection[str] | None = None) -> li
                         oom={"y": True, "n": False}.get(cells["oom"]),
                     )
                 )
-    return found
+    return results
 
 
 def _step_s(cells: dict[str, str], row: Row) -> float | None:
@@ -82,7 +82,7 @@ def _step_s(cells: dict[str, str], row: Row) -> float | None:
 
 
 def _assumed_batch(row: Row) -> int | None:
-    """What a prediction takes for the batch of a row that leaves it out."""
+    """Batch that a prediction assumes for a row that leaves it out."""
     setup = resolve(row)
     return setup.layout.global_batch if isinstance(setup, Setup) else None
 

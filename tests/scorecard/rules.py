@@ -37,7 +37,7 @@ class Prior(Record):
 
 
 class Entry(Record):
-    """What every entry says: when it was chosen, what it decides, and with which files in view."""
+    """Fields of every entry: when it was chosen, what it decides, and with which files in view."""
 
     date: date
     says: str = Field(min_length=1)
@@ -70,7 +70,7 @@ class Rules(Record):
     reading: tuple[Reading, ...] = ()
 
     def publisher(self, file: str) -> str:
-        """Who published a file.
+        """Publisher of a file.
 
         Raises:
             UnknownNameError: it is in nobody's list.

@@ -97,7 +97,7 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How well layouts are ranked, over groups of one model, sequence and number of devices.
+    """Quality of the ranking of layouts, over groups of one model, sequence and number of devices.
 
     Attributes:
         correlation: mean rank correlation (Spearman).
@@ -124,7 +124,7 @@ class Failures:
 
 def errors(rows: Iterable[Scored], part: str) -> Errors | None:
     """Of the "time" of a step or the peak "memory"."""
-    found = []
+    results = []
     for row in rows:
         true, predicted = row.measured(part), row.predicted(part)
         if true is None or predicted is None:
@@ -132,19 +132,19 @@ def errors(rows: Iterable[Scored], part: str) -> Errors | None:
         ratio = predicted.value / true
         inside = predicted.low <= true <= predicted.high
         name, above = row.run.row.row_id, true > predicted.high
-        found.append((abs(ratio - 1), name, log(ratio), inside, above))
-    if not found:
+        results.append((abs(ratio - 1), name, log(ratio), inside, above))
+    if not results:
         return None
-    found.sort()
+    results.sort()
     return Errors(
-        rows=len(found),
-        median=median(error for error, *_ in found),
-        p90=found[min(len(found) - 1, int(0.9 * len(found)))][0],
-        worst=found[-1][0],
-        worst_row=found[-1][1],
-        bias=exp(median(ratio for _, _, ratio, _, _ in found)) - 1,
-        covered=fmean(inside for *_, inside, _ in found),
-        beyond=fmean(above for *_, above in found),
+        rows=len(results),
+        median=median(error for error, *_ in results),
+        p90=results[min(len(results) - 1, int(0.9 * len(results)))][0],
+        worst=results[-1][0],
+        worst_row=results[-1][1],
+        bias=exp(median(ratio for _, _, ratio, _, _ in results)) - 1,
+        covered=fmean(inside for *_, inside, _ in results),
+        beyond=fmean(above for *_, above in results),
     )
 
 
@@ -183,8 +183,8 @@ def choice(rows: Iterable[Scored]) -> Choice | None:
                 times[_layout(scored.run)].append((predicted_s, scored.run.step_s))
         if len(times) < LEAST_LAYOUTS:
             continue
-        measured = {layout: median(m for _, m in found) for layout, found in times.items()}
-        predicted = {layout: median(p for p, _ in found) for layout, found in times.items()}
+        measured = {layout: median(m for _, m in result) for layout, result in times.items()}
+        predicted = {layout: median(p for p, _ in result) for layout, result in times.items()}
         correlations.append(_spearman(list(predicted.values()), list(measured.values())))
         fitting = [pair for pair in group if pair[0].fits] or group
         best, _ = min(fitting, key=lambda pair: pair[1])
@@ -221,7 +221,7 @@ def figures(rows: Sequence[Scored]) -> dict[str, Any]:
     """Of rows of high reliability, and with those of medium; None where no row says anything."""
     some = [row for row in rows if row.run.reliability != "low"]
     high = [row for row in some if row.run.reliability == "high"]
-    found: dict[str, Any] = {"rows": len(rows)}
+    results: dict[str, Any] = {"rows": len(rows)}
     for level, chosen in (("high", high), ("medium too", some)):
         parts = {
             "time": errors(chosen, "time"),
@@ -229,22 +229,22 @@ def figures(rows: Sequence[Scored]) -> dict[str, Any]:
             "choice": choice(chosen),
             "failures": failures(chosen),
         }
-        found[level] = {name: part and _rounded(asdict(part)) for name, part in parts.items()}
-    return found
+        results[level] = {name: part and _rounded(asdict(part)) for name, part in parts.items()}
+    return results
 
 
 def headline(scores: Mapping[str, Any], part: str) -> Mapping[str, Any] | None:
     """Errors of rows of high reliability, of medium where there are no others; the rest of both."""
-    found: Mapping[str, Any] | None = scores["medium too"][part]
-    return (scores["high"][part] or found) if part in ("time", "memory") else found
+    actual: Mapping[str, Any] | None = scores["medium too"][part]
+    return (scores["high"][part] or actual) if part in ("time", "memory") else actual
 
 
 def marks(scores: Mapping[str, Any]) -> list[str]:
     """One line for each mark: the figure, what was asked for, and whether it is met."""
     lines = []
     for part, name, sign, bound in MARKS:
-        found = headline(scores, part)
-        value: float | None = found[name] if found else None
+        best = headline(scores, part)
+        value: float | None = best[name] if best else None
         if value is None:
             lines.append(f"{part} {name}: no rows")
             continue

@@ -67,9 +67,9 @@ def _rows(cards: Mapping[str, Card]) -> str:
     for name in ("all", "all, medium too", *first["files"]):
         cells = []
         for part in ("time", "memory"):
-            found = [_errors(card, name, part) for card in cards.values()]
-            cells.append(f"{found[0]['rows']}" if found[0] else "")
-            cells += [_shares(one) for one in found]
+            results = [_errors(card, name, part) for card in cards.values()]
+            cells.append(f"{results[0]['rows']}" if results[0] else "")
+            cells += [_shares(one) for one in results]
         if any(cells):
             lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -77,8 +77,8 @@ def _rows(cards: Mapping[str, Card]) -> str:
 
 def _errors(card: Card, name: str, part: str) -> Mapping[str, Any] | None:
     if name == "all, medium too":
-        found: Mapping[str, Any] | None = card["all"]["medium too"][part]
-        return found
+        actual: Mapping[str, Any] | None = card["all"]["medium too"][part]
+        return actual
     scores = card["all"] if name == "all" else card["files"].get(name)
     return headline(scores, part) if scores else None
 
@@ -90,15 +90,15 @@ def _shares(errors: Mapping[str, Any] | None) -> str:
 def _sentences(title: str, card: Card) -> str:
     lines = []
     for part, name in (("time", "times"), ("memory", "peaks")):
-        if (found := headline(card["all"], part)) is not None:
+        if (actual := headline(card["all"], part)) is not None:
             kinds = ", ".join(
                 f"{kind} {errors['covered']:.0%}"
                 for kind, scores in card["kinds of stack"].items()
                 if (errors := headline(scores, part)) is not None
             )
             lines.append(
-                f"{found['covered']:.0%} of {name} lie in the predicted range,"
-                f" {found['beyond']:.0%} above it (by stack: {kinds})."
+                f"{actual['covered']:.0%} of {name} lie in the predicted range,"
+                f" {actual['beyond']:.0%} above it (by stack: {kinds})."
             )
     failed = headline(card["all"], "failures")
     if failed is not None and failed["failed"]:

@@ -20,23 +20,23 @@ READING = {"nvidia-smi": ("fullest", "reserved")}.__getitem__
 
 
 def test_a_fit_recovers_rate_launch_and_context() -> None:
-    found = fit(MODEL, runs("f", TRUTH), PRIORS, READING)
-    assert found.flop_per_s == pytest.approx(TRUTH.flop_per_s, rel=1e-3)
-    assert found.launch_s == pytest.approx(TRUTH.launch_s, rel=1e-3)
-    assert found.context_gib == pytest.approx(TRUTH.context_gib, rel=1e-3)
-    assert found.fixed == Device().fixed
+    fitted = fit(MODEL, runs("f", TRUTH), PRIORS, READING)
+    assert fitted.flop_per_s == pytest.approx(TRUTH.flop_per_s, rel=1e-3)
+    assert fitted.launch_s == pytest.approx(TRUTH.launch_s, rel=1e-3)
+    assert fitted.context_gib == pytest.approx(TRUTH.context_gib, rel=1e-3)
+    assert fitted.fixed == Device().fixed
 
 
 def test_a_fit_is_not_moved_by_a_third_of_runs_that_waited_for_data() -> None:
     slow = runs("f", TRUTH, slower=(1.0, 1.0, 3.0))
-    found = fit(MODEL, slow, PRIORS, READING)
-    assert found.flop_per_s == pytest.approx(TRUTH.flop_per_s, rel=0.02)
+    fitted = fit(MODEL, slow, PRIORS, READING)
+    assert fitted.flop_per_s == pytest.approx(TRUTH.flop_per_s, rel=0.02)
 
 
 def test_runs_of_low_reliability_take_no_part() -> None:
     wrong = [replace(one, reliability="low") for one in runs("g", Device(flop_per_s=1e12))]
-    found = fit(MODEL, runs("f", TRUTH) + wrong, PRIORS, READING)
-    assert found.flop_per_s == pytest.approx(TRUTH.flop_per_s, rel=1e-3)
+    fitted = fit(MODEL, runs("f", TRUTH) + wrong, PRIORS, READING)
+    assert fitted.flop_per_s == pytest.approx(TRUTH.flop_per_s, rel=1e-3)
 
 
 def test_what_runs_say_nothing_of_stays_at_its_prior() -> None:
@@ -48,9 +48,9 @@ def test_what_runs_say_nothing_of_stays_at_its_prior() -> None:
 def test_a_prior_of_factor_one_holds_and_most_bounds() -> None:
     priors = {**PRIORS, "launch_s": Prior(prior=TRUTH.launch_s, factor=1.0, unit="s"),
               "flop_per_s": Prior(prior=6e13, factor=3.0, unit="FLOP/s", most=7e13)}  # fmt: skip
-    found = fit(MODEL, runs("f", TRUTH), priors, READING)
-    assert found.launch_s == TRUTH.launch_s
-    assert found.flop_per_s == pytest.approx(7e13, rel=1e-5)
+    fitted = fit(MODEL, runs("f", TRUTH), priors, READING)
+    assert fitted.launch_s == TRUTH.launch_s
+    assert fitted.flop_per_s == pytest.approx(7e13, rel=1e-5)
 
 
 def test_a_memory_figure_is_compared_by_its_counter() -> None:
@@ -58,8 +58,8 @@ def test_a_memory_figure_is_compared_by_its_counter() -> None:
         return "fullest", "allocated"
 
     # The allocator does not see the context: these figures do not say what it is.
-    found = fit(MODEL, runs("f", TRUTH), PRIORS, allocated)
-    assert found.context_gib == pytest.approx(0.7)
+    fitted = fit(MODEL, runs("f", TRUTH), PRIORS, allocated)
+    assert fitted.context_gib == pytest.approx(0.7)
 
 
 def test_a_prior_without_a_constant_is_refused() -> None:
@@ -95,8 +95,8 @@ def test_each_constant_of_the_scored_model_is_found_again() -> None:
         ):
             continue
         exercised.append(name)
-        found = fit(model, made, {name: Prior(prior=usual, factor=10.0, unit="any")}, READING)
-        assert getattr(found, name) == pytest.approx(true, rel=0.02), name
+        fitted = fit(model, made, {name: Prior(prior=usual, factor=10.0, unit="any")}, READING)
+        assert getattr(fitted, name) == pytest.approx(true, rel=0.02), name
     assert exercised == constants
 
 

@@ -1,4 +1,4 @@
-"""What scores a publisher owes nothing to its own figures."""
+"""A publisher's score depends on none of its own figures."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ RULES = rules()
 
 
 def files(own: Device, *, own_slower: Sequence[float] = (1.0,)) -> list[Published]:
-    found = [run for name in ("a1", "a2") for run in runs(name, own, slower=own_slower)]
-    found += runs("b", FAST, slower=(0.8, 1.0, 1.25))
-    return found + runs("c", FAST, slower=(0.9, 1.0, 1.1))
+    results = [run for name in ("a1", "a2") for run in runs(name, own, slower=own_slower)]
+    results += runs("b", FAST, slower=(0.8, 1.0, 1.25))
+    return results + runs("c", FAST, slower=(0.9, 1.0, 1.1))
 
 
 def scores(given: Sequence[Published], used: Rules = RULES, model: Model = MODEL) -> list[Scored]:

@@ -67,8 +67,8 @@ def test_files_that_were_not_drawn_are_not_scored(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="none of the drawn files"):
         nested.held_out_runs(load(), tmp_path, tmp_path / "nothing")
     made_up_file(tmp_path, "bigscience_a100")
-    found = nested.held_out_runs(load(), tmp_path, tmp_path / "nothing")
-    assert {run.file for run in found} == {"bigscience_a100"}
+    actual = nested.held_out_runs(load(), tmp_path, tmp_path / "nothing")
+    assert {run.file for run in actual} == {"bigscience_a100"}
 
 
 def test_it_is_scored_once_and_shown_first(
@@ -84,12 +84,12 @@ def test_it_is_scored_once_and_shown_first(
     made_up_file(away, "bigscience_a100")
     made_up_file(away, "llm_foundry_fsdp", hidden=1024)
     assert nested.main(["--held-out", str(away)], target) == 0
-    found = json.loads(target.read_text())
-    assert found["drawn"] == DRAWN
-    assert (found["seed"], found["commit"]) == (14, "0123456789abcdef")
-    assert found["files"] == {"bigscience_a100": 3, "llm_foundry_fsdp": 3}
-    assert "vision_dp" in found["absent"]
-    assert found["card"]["all"]["high"]["time"]["rows"] == 6
+    document = json.loads(target.read_text())
+    assert document["drawn"] == DRAWN
+    assert (document["seed"], document["commit"]) == (14, "0123456789abcdef")
+    assert document["files"] == {"bigscience_a100": 3, "llm_foundry_fsdp": 3}
+    assert "vision_dp" in document["absent"]
+    assert document["card"]["all"]["high"]["time"]["rows"] == 6
     shown = readme.read_text()
     assert shown.index("Nested run of ") < shown.index("constants as they are")
     assert "old" not in shown

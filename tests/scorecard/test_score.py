@@ -22,21 +22,21 @@ def row(name: str, true: float | None, predicted: float, *, tp: int = 1, oom: bo
 
 @pytest.mark.parametrize("part", ["time", "memory"])
 def test_errors_are_those_of_hand_computed_rows(part: str) -> None:
-    found = errors([row("a", 1.0, 1.1), row("b", 1.0, 0.7), row("c", 2.0, 2.0)], part)
-    assert found is not None
-    assert found.rows == 3
-    assert found.median == pytest.approx(0.1)
-    assert found.worst == pytest.approx(0.3)
-    assert found.worst_row == "b"
+    summary = errors([row("a", 1.0, 1.1), row("b", 1.0, 0.7), row("c", 2.0, 2.0)], part)
+    assert summary is not None
+    assert summary.rows == 3
+    assert summary.median == pytest.approx(0.1)
+    assert summary.worst == pytest.approx(0.3)
+    assert summary.worst_row == "b"
     # 0.7 * 1.2 is 0.84: the second run took more than its range admits.
-    assert found.covered == pytest.approx(2 / 3)
-    assert found.beyond == pytest.approx(1 / 3)
+    assert summary.covered == pytest.approx(2 / 3)
+    assert summary.beyond == pytest.approx(1 / 3)
 
 
 def test_nine_of_ten_errors_are_at_most_the_p90() -> None:
-    found = errors([row(f"{n}", 1.0, 1 + n / 100) for n in range(1, 11)], "time")
-    assert found is not None
-    assert found.p90 == pytest.approx(0.10)
+    summary = errors([row(f"{n}", 1.0, 1 + n / 100) for n in range(1, 11)], "time")
+    assert summary is not None
+    assert summary.p90 == pytest.approx(0.10)
 
 
 def test_the_peak_of_a_run_that_failed_is_not_compared() -> None:
@@ -53,7 +53,7 @@ def test_regret_is_what_the_layout_predicted_as_best_takes_longer() -> None:
 
 
 def test_failures_count_what_was_foretold() -> None:
-    found = failures(
+    counts = failures(
         [
             row("a", None, 1.0, oom=True, fits=False),
             row("b", None, 1.0, oom=True, fits=True),
@@ -63,10 +63,10 @@ def test_failures_count_what_was_foretold() -> None:
             row("f", 1.0, 1.0, fits=False),
         ]
     )
-    assert found is not None
-    assert (found.rows, found.failed) == (5, 2)
-    assert found.recall == pytest.approx(1 / 2)
-    assert found.precision == pytest.approx(1 / 3)
+    assert counts is not None
+    assert (counts.rows, counts.failed) == (5, 2)
+    assert counts.recall == pytest.approx(1 / 2)
+    assert counts.precision == pytest.approx(1 / 3)
 
 
 def test_a_card_splits_by_stack_and_reliability_and_counts_rows_without_an_answer() -> None:
@@ -78,14 +78,14 @@ def test_a_card_splits_by_stack_and_reliability_and_counts_rows_without_an_answe
         row("d", 1.0, 9.0, reliability="low"),
         silent,
     ]
-    found = card(rows)
-    assert found["all"]["rows"] == 5
-    assert found["all"]["high"]["time"]["rows"] == 2
-    assert found["all"]["medium too"]["time"]["rows"] == 3
-    assert found["all"]["medium too"]["time"]["median"] == 0.3
-    assert found["kinds of stack"]["flash"]["high"]["time"]["covered"] == 0.0
-    assert found["kinds of stack"]["eager"]["high"]["time"]["covered"] == 1.0
-    assert found["no answer"] == {"no prediction: no device": 1}
+    scores = card(rows)
+    assert scores["all"]["rows"] == 5
+    assert scores["all"]["high"]["time"]["rows"] == 2
+    assert scores["all"]["medium too"]["time"]["rows"] == 3
+    assert scores["all"]["medium too"]["time"]["median"] == 0.3
+    assert scores["kinds of stack"]["flash"]["high"]["time"]["covered"] == 0.0
+    assert scores["kinds of stack"]["eager"]["high"]["time"]["covered"] == 1.0
+    assert scores["no answer"] == {"no prediction: no device": 1}
 
 
 def test_marks_say_what_is_met() -> None:

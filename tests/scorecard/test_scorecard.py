@@ -26,10 +26,10 @@ SAMPLE = MODEL.remembering()
 @cache
 def runs() -> list[Published]:
     """Of the files that the card is of."""
-    found = published(FOLDER, KEPT["files"])
-    if absent := sorted(set(KEPT["files"]) - {run.file for run in found}):
+    actual = published(FOLDER, KEPT["files"])
+    if absent := sorted(set(KEPT["files"]) - {run.file for run in actual}):
         pytest.skip(f"not at {FOLDER}: {', '.join(absent)}")
-    return found
+    return actual
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -47,13 +47,13 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 @pytest.mark.slow
 def test_every_published_figure_is_what_the_code_gives() -> None:
     again = result(SAMPLE, load(), runs(), KEPT["without"], KEPT["ranges without"])
-    found, kept = dict(leaves(again)), dict(leaves(KEPT))
-    assert found.keys() == kept.keys(), "run `make scorecard`"
+    actual, kept = dict(leaves(again)), dict(leaves(KEPT))
+    assert actual.keys() == kept.keys(), "run `make scorecard`"
     for name, value in kept.items():
         # Figures are published with four digits after the point.
         exact = isinstance(value, str | None | bool)
         expected = value if exact else pytest.approx(value, abs=1.01e-4, rel=1e-9)
-        assert found[name] == expected, f"{name}: run `make scorecard`"
+        assert actual[name] == expected, f"{name}: run `make scorecard`"
 
 
 @pytest.mark.slow
@@ -67,8 +67,8 @@ def test_what_was_fitted_without_publishers_is_what_a_fit_gives() -> None:
         for key, names in pairs.items()
     }
     key = min(left, key=lambda one: len(settings(left[one])))
-    found = fit(SAMPLE, left[key], rules.priors(), reading_without(rules, pairs[key]))
-    assert values(found, rules) == pytest.approx(KEPT["without"][key], rel=1e-4)
+    fitted = fit(SAMPLE, left[key], rules.priors(), reading_without(rules, pairs[key]))
+    assert values(fitted, rules) == pytest.approx(KEPT["without"][key], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -76,8 +76,8 @@ def test_the_ranges_that_score_a_publisher_are_from_the_others() -> None:
     rules, given = load(), runs()
     constants = constants_of(SAMPLE, KEPT["without"])
     for name in ("", min(name for name in KEPT["ranges without"] if name)):
-        found = dict(leaves(ranges_of(SAMPLE, rules, given, constants, name)))
-        assert found == pytest.approx(dict(leaves(KEPT["ranges without"][name])), rel=1e-3)
+        actual = dict(leaves(ranges_of(SAMPLE, rules, given, constants, name)))
+        assert actual == pytest.approx(dict(leaves(KEPT["ranges without"][name])), rel=1e-3)
 
 
 def test_every_file_of_runs_is_scored() -> None:

@@ -1,4 +1,4 @@
-"""What the bench finds on links of known rate, and what the tree then says: a table, and a report.
+"""Bench results on links of known rate, and the tree's verdict: a table, and a report.
 
 `python -m tests.validation.shaped_links` (root, Linux) measures and writes `shaped_links.json`
 beside this file; `--show` prints the table of the file. Two nodes of two ranks (tests.namespaces),
@@ -118,7 +118,7 @@ def row_of(cluster: ClusterProfile, line_bytes_per_s: float | None) -> Row:
         line_bytes_per_s=line_bytes_per_s,
         inter_bytes_per_s=cluster.inter.bandwidth_bytes_per_s.value,
         collectives_bytes_per_s={
-            kind: found.busbw_bytes_per_s for kind, found in cluster.inter.fits.items()
+            kind: result.busbw_bytes_per_s for kind, result in cluster.inter.fits.items()
         },
         intra_bytes_per_s=intra.value,
         intra_low_bytes_per_s=intra.low,
@@ -135,7 +135,7 @@ def row_of(cluster: ClusterProfile, line_bytes_per_s: float | None) -> Row:
 
 
 def needed_by_formula(flop_per_s: float, *, tokens: int) -> float:
-    """What ZeRO-3 needs to hide in fp32, of P parameters on W ranks.
+    """Bandwidth that ZeRO-3 needs to hide in fp32, of P parameters on W ranks.
 
     It sends 2 gathers and a reduction of 4 P bytes, (W - 1) / W of each on the link, while it
     computes 6 P FLOP a token: P goes out. An upper bound, for a step does more than products; a

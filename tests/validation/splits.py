@@ -78,7 +78,7 @@ def _rank(path: str) -> None:
 
     is_plans = Path(path).stem == "plans"
     world = join_world(timeout_s=RANK_LATE_S)
-    found = measured_sweep(
+    actual = measured_sweep(
         MODEL,
         Swept.PLAN if is_plans else Swept.SPLIT_SIZE,
         PLANS if is_plans else SIZES,
@@ -90,7 +90,7 @@ def _rank(path: str) -> None:
         cluster=bench(probe(), budget_s=BENCH_S),
     )
     if world.rank == 0:
-        Path(path).write_text(found.model_dump_json())
+        Path(path).write_text(actual.model_dump_json())
     leave_world()
 
 

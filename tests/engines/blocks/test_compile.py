@@ -88,5 +88,5 @@ def test_statistics_that_a_second_run_would_count_twice_are_refused_by_name() ->
 
 def test_a_model_without_blocks_has_nothing_to_compile() -> None:
     case = CASES["lstm"]
-    found = problems(Plan.parse("compile=true"), profile_of(case, case.build()), cpu_ranks(1))
-    assert [problem.rule for problem in found] == ["compile-without-blocks"]
+    refusals = problems(Plan.parse("compile=true"), profile_of(case, case.build()), cpu_ranks(1))
+    assert [problem.rule for problem in refusals] == ["compile-without-blocks"]

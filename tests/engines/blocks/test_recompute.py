@@ -118,8 +118,8 @@ def test_blocks_that_change_their_buffers_compute_the_same_twice(
     pool: Pool, plan: str, kind: str, recompute: str
 ) -> None:
     size = Plan.parse(plan).world_size
-    found = pool.run(_stateful, kind, f"{plan} recompute={recompute}", world_size=size)
-    for gradient, states, wrong_counters in found:
+    results = pool.run(_stateful, kind, f"{plan} recompute={recompute}", world_size=size)
+    for gradient, states, wrong_counters in results:
         assert gradient < 1e-5
         assert max(states) < 1e-5
         assert wrong_counters == []
@@ -139,8 +139,8 @@ def _dropout(recompute: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_dropout_draws_the_same_numbers_both_times(recompute: str) -> None:
-    plain, found = _dropout("none"), _dropout(recompute)
-    assert all(torch.equal(found[n], plain[n]) for n in plain)
+    plain, actual = _dropout("none"), _dropout(recompute)
+    assert all(torch.equal(actual[n], plain[n]) for n in plain)
 
 
 class Hoarding(nn.Module):

@@ -61,8 +61,8 @@ def test_attention_with_its_log_sum_exp_is_the_formula(width: int, is_causal: bo
     assert torch.allclose(out, wanted)
     if not is_causal:
         assert torch.allclose(lse, (given[0] @ given[1].transpose(2, 3) * 0.3).logsumexp(3))
-    found = attend_backward(gradient, *given, out, lse, is_causal=is_causal, scale=0.3)
-    for got, leaf in zip(found, (q, k, v), strict=True):
+    gradients = attend_backward(gradient, *given, out, lse, is_causal=is_causal, scale=0.3)
+    for got, leaf in zip(gradients, (q, k, v), strict=True):
         assert leaf.grad is not None
         assert torch.allclose(got, leaf.grad)
 
@@ -81,8 +81,8 @@ def test_the_kernel_of_cuda_is_the_formula_too(is_causal: bool) -> None:
     wanted.backward(gradient.double())
     out, lse = attend(q, k, v, is_causal=is_causal, scale=0.2)
     assert (out - wanted).abs().max() < 2e-2
-    found = attend_backward(gradient, q, k, v, out, lse, is_causal=is_causal, scale=0.2)
-    for got, leaf in zip(found, leaves, strict=True):
+    gradients = attend_backward(gradient, q, k, v, out, lse, is_causal=is_causal, scale=0.2)
+    for got, leaf in zip(gradients, leaves, strict=True):
         assert leaf.grad is not None
         assert (got - leaf.grad).abs().max() < 5e-2 * leaf.grad.abs().max()
 
@@ -158,10 +158,10 @@ TOLERANCE = 1e-5
 )
 def test_shared_sequences_train_like_one_process(pool: Pool, plan: str) -> None:
     """The model counts its tokens itself, and slices a table by their number."""
-    for found in pool.run(measure, "gpt", plan, world_size=Plan.parse(plan).world_size):
-        assert found.loss < TOLERANCE
-        assert found.gradient < TOLERANCE, found.worst_gradient
-        assert found.parameter_after_steps < TOLERANCE
+    for result in pool.run(measure, "gpt", plan, world_size=Plan.parse(plan).world_size):
+        assert result.loss < TOLERANCE
+        assert result.gradient < TOLERANCE, result.worst_gradient
+        assert result.parameter_after_steps < TOLERANCE
 
 
 def to_largest(parallel: ParallelModel, reference: nn.Module) -> float:
@@ -221,8 +221,8 @@ def transformer_error(name: str, plan: str) -> tuple[float, float, float]:
 def test_an_unmodified_model_shares_its_sequences(pool: Pool, name: str, plan: str) -> None:
     """Causal and not, grouped heads; labels that are shifted across chunks."""
     pytest.importorskip("transformers")
-    found = pool.run(transformer_error, name, plan, world_size=Plan.parse(plan).world_size)
-    assert max(map(max, found)) < TOLERANCE
+    results = pool.run(transformer_error, name, plan, world_size=Plan.parse(plan).world_size)
+    assert max(map(max, results)) < TOLERANCE
 
 
 def across_plans(folder: str) -> tuple[float, float]:
@@ -440,7 +440,7 @@ def test_what_a_model_drops_out_of_attention_is_refused_when_it_is_trained() -> 
 def test_plans_that_cannot_share_sequences_are_refused_by_name(
     plan: str, case: str, rule: str
 ) -> None:
-    found = CASES[case]
-    profile = profile_of(found, found.build())
+    subject = CASES[case]
+    profile = profile_of(subject, subject.build())
     parsed = Plan.parse(plan)
     assert rule in [p.rule for p in problems(parsed, profile, cpu_ranks(parsed.world_size))]

@@ -44,7 +44,7 @@ def _rank_zeros_statistics(plan: str, folder: str) -> tuple[float, float, float,
     reference.eval()
     batch = case.batch(5)
     expected = reference_loss(reference, case, batch).item()
-    found = parallel.eval_step(local_rows(parallel, batch, 5)).item()
+    actual = parallel.eval_step(local_rows(parallel, batch, 5)).item()
     parallel.train()
 
     parallel.train_step(local_rows(parallel, case.batch(8), 8))  # apart again
@@ -56,7 +56,7 @@ def _rank_zeros_statistics(plan: str, folder: str) -> tuple[float, float, float,
     parallel.load(folder)
     loaded = dict(parallel.named_buffers())
     return (
-        abs(found - expected) / expected,
+        abs(actual - expected) / expected,
         max(relative(state[n], value) for n, value in after.items()),
         max(relative(loaded[n], value) for n, value in after.items()),
         max(relative(own[n], value) for n, value in wanted.items()),
@@ -69,11 +69,11 @@ def test_evaluation_and_saved_states_use_the_statistics_of_rank_zero(
     pool: Pool, tmp_path: Path, plan: str
 ) -> None:
     folder = str(tmp_path / "checkpoint")
-    found = pool.run(_rank_zeros_statistics, plan, folder, world_size=2)
-    for evaluated, written, saved, _ in found:
+    results = pool.run(_rank_zeros_statistics, plan, folder, world_size=2)
+    for evaluated, written, saved, _ in results:
         assert max(evaluated, written, saved) < 1e-5
-    assert found[0][3] < 1e-5
-    assert found[1][3] > 1e-2  # else the ranks never differed and nothing was shown
+    assert results[0][3] < 1e-5
+    assert results[1][3] > 1e-2  # else the ranks never differed and nothing was shown
 
 
 def test_a_plan_of_one_keeps_the_models_own_statistics() -> None:
@@ -151,8 +151,8 @@ def _synchronised(dtype: torch.dtype) -> tuple[torch.dtype, float, float, float]
 def test_synchronised_statistics_are_counted_in_fp32(
     pool: Pool, dtype: torch.dtype, output_tolerance: float
 ) -> None:
-    for found, mean, variance, output in pool.run(_synchronised, dtype, world_size=2):
-        assert found == dtype
+    for result, mean, variance, output in pool.run(_synchronised, dtype, world_size=2):
+        assert result == dtype
         assert max(mean, variance) < 1e-5  # counting 1386 in bf16 gives 1384: 1e-3
         assert output <= output_tolerance
 

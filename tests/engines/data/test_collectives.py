@@ -1,4 +1,4 @@
-"""How often ranks exchange something in one step."""
+"""Number of collectives in one step."""
 
 from __future__ import annotations
 

@@ -231,8 +231,8 @@ def test_no_random_state_of_the_user_is_touched_while_a_sampler_draws(library: s
     _seed_all(3)
     expected = [_draw_from_all() for _ in range(4)]
     _seed_all(3)
-    found = [_draw_from_all() for _ in ShardedLoader(loader, replica=0, replicas=2, seed=5)]
-    assert found == expected
+    results = [_draw_from_all() for _ in ShardedLoader(loader, replica=0, replicas=2, seed=5)]
+    assert results == expected
 
 
 def _seed_all(seed: int) -> None:

@@ -52,18 +52,18 @@ def _known(plan: str, rows: int, steps: int) -> tuple[float, float, float]:
     draws = torch.Generator().manual_seed(3)
     for _ in range(steps):
         parallel.train_step(local_rows(parallel, _samples(rows, draws), rows))
-    found = parallel.noise_scale
-    assert (found.steps, found.batch) == (steps, rows)
-    return found.covariance_trace, found.gradient_square, found.critical_batch
+    noise_scale = parallel.noise_scale
+    assert (noise_scale.steps, noise_scale.batch) == (steps, rows)
+    return noise_scale.covariance_trace, noise_scale.gradient_square, noise_scale.critical_batch
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 accumulation=2"])
 def test_a_known_covariance_gives_the_known_value_within_a_tenth(pool: Pool, plan: str) -> None:
     """tr(Sigma) = 64 x 1; |G|^2 = 64 x 0.5^2 = 16; their ratio is 4 samples."""
-    found = pool.run(_known, plan, 16, 150, world_size=2)
-    assert found[0] == found[1]
-    trace, square, critical = found[0]
+    results = pool.run(_known, plan, 16, 150, world_size=2)
+    assert results[0] == results[1]
+    trace, square, critical = results[0]
     assert trace == pytest.approx(64, rel=0.1)
     assert square == pytest.approx(16, rel=0.1)
     assert critical == pytest.approx(4, rel=0.1)
@@ -75,7 +75,7 @@ def _squares(plan: str, rows: int) -> tuple[float, float, float, float]:
     reference, parallel = spread(case, plan, measure_noise=True)
     batch = case.batch(rows)
     parallel.train_step(local_rows(parallel, batch, rows))
-    found = parallel.noise_scale
+    noise_scale = parallel.noise_scale
     smalls = [
         piece
         for part in split_rows(batch, split_rows_evenly(rows, parallel.data_world_size))
@@ -86,7 +86,7 @@ def _squares(plan: str, rows: int) -> tuple[float, float, float, float]:
     inverse = sum(1 / len(piece[0]) for piece in smalls) / len(smalls)
     large = _square(reference, case, batch)
     trace = (small - large) / (inverse - 1 / rows)
-    return found.covariance_trace, trace, found.gradient_square, large - trace / rows
+    return noise_scale.covariance_trace, trace, noise_scale.gradient_square, large - trace / rows
 
 
 def _looked_at(parallel: ParallelModel) -> int:
@@ -175,8 +175,8 @@ def test_it_is_not_there_unless_it_was_asked_for() -> None:
 
 
 def test_a_gradient_that_drowns_has_no_critical_batch() -> None:
-    found = NoiseScale(covariance_trace=5.0, gradient_square=-0.1, batch=8, steps=3)
-    assert found.critical_batch == inf
-    assert "noise hides the gradient (3 steps at batch 8)" in str(found)
+    actual = NoiseScale(covariance_trace=5.0, gradient_square=-0.1, batch=8, steps=3)
+    assert actual.critical_batch == inf
+    assert "noise hides the gradient (3 steps at batch 8)" in str(actual)
     seen = NoiseScale(covariance_trace=64.0, gradient_square=0.5, batch=8, steps=1)
     assert str(seen).startswith("critical batch 128 samples (1 step at batch 8)")

@@ -65,8 +65,8 @@ def test_models_without_blocks_or_with_the_loss_inside(pool: Pool, model: str, p
 def _check(pool: Pool, model: str, plan: str) -> None:
     from engines.plan import Plan
 
-    found = pool.run(measure, model, plan, world_size=Plan.parse(plan).world_size)
-    for parity in found:
+    results = pool.run(measure, model, plan, world_size=Plan.parse(plan).world_size)
+    for parity in results:
         assert isinstance(parity, Parity)
         assert parity.loss <= TOLERANCE, parity
         assert parity.gradient <= TOLERANCE, parity

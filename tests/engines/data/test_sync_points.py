@@ -97,8 +97,8 @@ class _Sleeps(torch.autograd.Function):
 def test_a_rank_that_does_not_come_is_named_within_the_timeout(
     pool: Pool, point: str, said: str
 ) -> None:
-    found = pool.run(_without_one, point, world_size=3, timeout_s=40)
-    for rank, (text, seconds) in enumerate(found):
+    results = pool.run(_without_one, point, world_size=3, timeout_s=40)
+    for rank, (text, seconds) in enumerate(results):
         if rank != LATE:
             assert text == said
             # The wait, the roll call, and what a step takes on a machine with other work.
@@ -122,5 +122,5 @@ def _existing_group() -> float:
 
 @pytest.mark.dist
 def test_a_timeout_that_is_given_bounds_a_group_that_was_there_before(pool: Pool) -> None:
-    found = pool.run(_existing_group, world_size=2, timeout_s=40)
-    assert 0.4 < found[0] < 1.9
+    results = pool.run(_existing_group, world_size=2, timeout_s=40)
+    assert 0.4 < results[0] < 1.9

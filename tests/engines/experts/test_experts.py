@@ -37,13 +37,13 @@ class Mixture(nn.Module):
         self.power = power
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        found = torch.zeros_like(hidden)
+        mixed = torch.zeros_like(hidden)
         for number in range(self.num_experts):
             token, place = (chosen == number).nonzero(as_tuple=True)
             made = torch.tanh(hidden[token] @ self.weight[number] + self.bias[number])
             share = weights[token, place, None] ** self.power
-            found = found.index_add(0, token, made * share)
-        return found
+            mixed = mixed.index_add(0, token, made * share)
+        return mixed
 
 
 class Listed(nn.Module):
@@ -75,9 +75,9 @@ def test_those_of_transformers_are_found_and_proved(name: str, count: int) -> No
     from tests import zoo
 
     model = zoo.mixtral() if name == "mixtral" else zoo.ARCHITECTURES[name][0]()
-    found = containers(model)
-    assert 0 < len(found) <= count
-    path, module = next(iter(found.items()))
+    experts = containers(model)
+    assert 0 < len(experts) <= count
+    path, module = next(iter(experts.items()))
     require_separable(path, module, size=2)
 
 
@@ -88,11 +88,11 @@ def in_a_row(plan: str) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 
 @pytest.mark.dist
 def test_neighbours_on_the_data_axes_share_experts(pool: Pool) -> None:
-    found = pool.run(in_a_row, "dp_replicate=4 ep=2", world_size=4)
-    assert found[1] == (1, (0, 1), (1, 3))
-    assert found[2] == (0, (2, 3), (0, 2))
-    found = pool.run(in_a_row, "dp_replicate=2 cp=2 ep=2", world_size=4)
-    assert found[1] == (0, (1, 3), (0, 1))
+    results = pool.run(in_a_row, "dp_replicate=4 ep=2", world_size=4)
+    assert results[1] == (1, (0, 1), (1, 3))
+    assert results[2] == (0, (2, 3), (0, 2))
+    results = pool.run(in_a_row, "dp_replicate=2 cp=2 ep=2", world_size=4)
+    assert results[1] == (0, (1, 3), (0, 1))
 
 
 def build(name: str) -> tuple[nn.Module, Batch]:
@@ -159,8 +159,8 @@ def differences(name: str, plan: str) -> tuple[float, float, float, int]:
 def test_shared_experts_train_like_one_process(pool: Pool, name: str, plan: str) -> None:
     pytest.importorskip("transformers")
     parsed = Plan.parse(plan)
-    found = pool.run(differences, name, plan, world_size=parsed.world_size)
-    for loss, gradients, parameters, held in found:
+    results = pool.run(differences, name, plan, world_size=parsed.world_size)
+    for loss, gradients, parameters, held in results:
         assert max(loss, gradients, parameters) < 1e-5
         if name == "mixtral":
             copies = parsed.data_degree * parsed.cp // parsed.ep
@@ -269,6 +269,6 @@ def test_a_model_without_experts_has_none_to_share() -> None:
     from tests.engines.cases import CASES, profile_of
 
     profile = profile_of(CASES["gpt"], CASES["gpt"].build())
-    found = problems(Plan.parse("dp_replicate=2 ep=2"), profile, cpu_ranks(2))
-    assert [p.rule for p in found] == ["experts-none"]
-    assert "nn.ModuleList" in found[0].hint
+    refusals = problems(Plan.parse("dp_replicate=2 ep=2"), profile, cpu_ranks(2))
+    assert [p.rule for p in refusals] == ["experts-none"]
+    assert "nn.ModuleList" in refusals[0].hint

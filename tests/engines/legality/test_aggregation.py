@@ -1,4 +1,4 @@
-"""Which plans may choose how gradients are sent, and what those that may not are told."""
+"""Plans that may choose a gradient aggregation, and the refusals of others."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def test_ddp_may_choose(words: str) -> None:
 def test_others_may_not(plan: str, said: str) -> None:
     parsed = Plan.parse(plan)
     cluster = cpu_ranks(parsed.world_size)
-    found = [p for p in problems(parsed, model(), cluster) if p.rule == "aggregation-without-ddp"]
-    assert len(found) == 1
-    assert said in found[0].what
-    assert "leave it out, or replicate" in found[0].hint
+    results = [p for p in problems(parsed, model(), cluster) if p.rule == "aggregation-without-ddp"]
+    assert len(results) == 1
+    assert said in results[0].what
+    assert "leave it out, or replicate" in results[0].hint
 
 
 def test_one_node_has_no_hierarchy() -> None:
     plan = Plan.parse("dp_replicate=4 aggregation=hierarchical")
-    (found,) = problems(plan, model(), cpu_ranks(4))
-    assert "has 1 x 4 devices" in found.what
-    (found,) = problems(plan, model(), cpu_ranks(4, nodes=4))
-    assert "has 4 x 1 devices" in found.what
+    (refusal,) = problems(plan, model(), cpu_ranks(4))
+    assert "has 1 x 4 devices" in refusal.what
+    (refusal,) = problems(plan, model(), cpu_ranks(4, nodes=4))
+    assert "has 4 x 1 devices" in refusal.what
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which plans may let their ranks update apart from each other."""
+"""Plans that allow asynchronous updates."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.engines.legality.test_legality import model
 
 def told(plan: str, profile: ModelProfile | None = None) -> list[str]:
     parsed = Plan.parse(plan)
-    found = problems(parsed, profile or model(), cpu_ranks(parsed.world_size))
-    assert all(problem.hint for problem in found)
-    return [problem.rule for problem in found]
+    refusals = problems(parsed, profile or model(), cpu_ranks(parsed.world_size))
+    assert all(problem.hint for problem in refusals)
+    return [problem.rule for problem in refusals]
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,10 @@ def test_the_data_parallel_family_is_legal(plan: str) -> None:
 
 
 def test_degrees_must_multiply_to_the_world() -> None:
-    found = problems(Plan.parse("dp_replicate=2 dp_shard=2"), model(), cpu_ranks(8))
-    assert [p.rule for p in found] == ["world-size"]
-    assert "4 ranks (dp_replicate=2 x dp_shard=2)" in found[0].what
-    assert "has 8" in found[0].what
+    refusals = problems(Plan.parse("dp_replicate=2 dp_shard=2"), model(), cpu_ranks(8))
+    assert [p.rule for p in refusals] == ["world-size"]
+    assert "4 ranks (dp_replicate=2 x dp_shard=2)" in refusals[0].what
+    assert "has 8" in refusals[0].what
 
 
 def test_sequences_and_experts_are_shared_out_where_there_are_any() -> None:
@@ -115,9 +115,9 @@ def test_sparse_gradients_are_replicated_not_sharded() -> None:
 
 def test_batch_norm_under_sharded_bf16_is_refused_with_the_remedy() -> None:
     normed = model(batch_norms=("stem.1",))
-    found = problems(Plan.parse("dp_shard=2 precision=bf16"), normed, cpu_ranks(2))
-    assert [p.rule for p in found] == ["bf16-batch-norm"]
-    assert "precision=fp32" in found[0].hint
+    refusals = problems(Plan.parse("dp_shard=2 precision=bf16"), normed, cpu_ranks(2))
+    assert [p.rule for p in refusals] == ["bf16-batch-norm"]
+    assert "precision=fp32" in refusals[0].hint
     assert rules("dp_shard=2", normed, cpu_ranks(2)) == []
     assert rules("dp_replicate=2 precision=bf16", normed, cpu_ranks(2)) == []
 
@@ -148,9 +148,9 @@ def test_offload_needs_shards() -> None:
     ],
 )
 def test_what_cannot_be_kept_elsewhere_is_refused_with_a_way_out(plan: str, rule: str) -> None:
-    found = problems(Plan.parse(plan), model(), cpu_ranks(2))
-    assert rule in [p.rule for p in found]
-    assert all(p.hint for p in found)
+    refusals = problems(Plan.parse(plan), model(), cpu_ranks(2))
+    assert rule in [p.rule for p in refusals]
+    assert all(p.hint for p in refusals)
 
 
 def test_what_can_be_kept_elsewhere() -> None:

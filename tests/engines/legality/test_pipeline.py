@@ -1,4 +1,4 @@
-"""Which pipelines are refused before any work, and what each refusal says."""
+"""Pipelines that are refused before any work, and the messages."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ GPT = profile_of(CASES["gpt"], CASES["gpt"].build())
 )
 def test_an_impossible_pipeline_is_refused_by_its_rule(plan: str, rule: str, words: str) -> None:
     parsed = Plan.parse(plan)
-    found = problems(parsed, GPT, cpu_ranks(parsed.world_size))
-    assert [problem.rule for problem in found] == [rule]
-    assert words in found[0].what
-    assert found[0].hint
+    refusals = problems(parsed, GPT, cpu_ranks(parsed.world_size))
+    assert [problem.rule for problem in refusals] == [rule]
+    assert words in refusals[0].what
+    assert refusals[0].hint
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_a_border_that_is_none_is_answered_with_those_that_are(border: str, hint
 
 def test_a_pipeline_needs_a_loss() -> None:
     profile = capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(2, 4),))
-    found = problems(Plan.parse("pp=2 schedule=gpipe stages=1"), profile, cpu_ranks(2))
-    assert [problem.rule for problem in found] == ["pipeline-without-loss"]
+    refusals = problems(Plan.parse("pp=2 schedule=gpipe stages=1"), profile, cpu_ranks(2))
+    assert [problem.rule for problem in refusals] == ["pipeline-without-loss"]
 
 
 class Remembering(nn.Module):
@@ -104,9 +104,9 @@ class Keeper(nn.Module):
 
 def test_a_border_between_a_hidden_value_and_its_use_is_refused() -> None:
     profile = capture(Remembering(), (torch.randn(2, 4),))
-    found = problems(Plan.parse("pp=2 schedule=gpipe stages=second"), profile, cpu_ranks(2))
-    assert [problem.rule for problem in found] == ["stage-hidden-value"]
-    assert "`(loss)` takes something that `first` made and does not return" in found[0].what
+    refusals = problems(Plan.parse("pp=2 schedule=gpipe stages=second"), profile, cpu_ranks(2))
+    assert [problem.rule for problem in refusals] == ["stage-hidden-value"]
+    assert "`(loss)` takes something that `first` made and does not return" in refusals[0].what
 
 
 class Shrinking(nn.Module):
@@ -142,9 +142,9 @@ def test_a_forward_that_changes_its_own_parameters_is_refused_before_any_work(
 ) -> None:
     profile = capture(Shrinking(), (torch.randn(2, 4),))
     assert profile.flow.written == ("first.weight",)
-    found = problems(Plan.parse(plan), profile, cpu_ranks(2))
-    assert [problem.rule for problem in found] == ["changed-parameters"] * bool(because)
-    for problem in found:
+    refusals = problems(Plan.parse(plan), profile, cpu_ranks(2))
+    assert [problem.rule for problem in refusals] == ["changed-parameters"] * bool(because)
+    for problem in refusals:
         assert problem.what.endswith(f"its own parameter `first.weight`: {because}")
 
 

@@ -59,15 +59,15 @@ def trained(parallel: ParallelModel, steps: int = 3) -> list[float]:
 def test_training_in_files_is_the_same_to_the_last_digit(
     zero: int, in_files: str, tmp_path: Path
 ) -> None:
-    found = []
+    results = []
     for settings in ("", in_files):
         torch.manual_seed(0)
         plan = Plan.parse(f"zero={zero} microbatches=2 {settings}")
         _, parallel = alone(
             "gpt", plan=plan, optimizer=adam, offload_folder=tmp_path, max_grad_norm=0.1
         )
-        found.append((trained(parallel), parallel.state_dict()))
-    (losses, state), (losses_in_files, state_in_files) = found
+        results.append((trained(parallel), parallel.state_dict()))
+    (losses, state), (losses_in_files, state_in_files) = results
     assert losses_in_files == losses
     assert all(torch.equal(state_in_files[name], value) for name, value in state.items())
     assert os.listdir(tmp_path) == []
@@ -120,8 +120,8 @@ def test_what_is_in_files_is_not_in_memory(tmp_path: Path) -> None:
 )
 def test_what_does_not_go_together_is_refused_by_name(plan: str, rule: str) -> None:
     profile = profile_of(CASES["gpt"], CASES["gpt"].build())
-    found = problems(Plan.parse(plan), profile, cpu_ranks(Plan.parse(plan).world_size))
-    assert rule in [problem.rule for problem in found]
+    refusals = problems(Plan.parse(plan), profile, cpu_ranks(Plan.parse(plan).world_size))
+    assert rule in [problem.rule for problem in refusals]
 
 
 SWEEP = {
@@ -148,8 +148,8 @@ def _sweep(plans: tuple[str, ...], folder: str) -> list[Parity]:
 @pytest.mark.dist
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_with_files_train_like_one_process(pool: Pool, ranks: int, tmp_path: Path) -> None:
-    for found in pool.run(_sweep, SWEEP[ranks], str(tmp_path), world_size=ranks):
-        for plan, parity in zip(SWEEP[ranks], found, strict=True):
+    for result in pool.run(_sweep, SWEEP[ranks], str(tmp_path), world_size=ranks):
+        for plan, parity in zip(SWEEP[ranks], result, strict=True):
             assert parity.loss <= TOLERANCE, plan
             assert parity.gradient <= TOLERANCE, plan
             assert parity.parameter_after_steps <= TOLERANCE, plan

@@ -48,8 +48,8 @@ def test_training_is_the_same_to_the_last_digit(
 ) -> None:
     losses, parameters = _trained("microbatches=2", model)
     plan = f"microbatches=2 offload={what} offload_to={where}"
-    found, others = _trained(plan, model, offload_folder=tmp_path)
-    assert found == losses
+    actual, others = _trained(plan, model, offload_folder=tmp_path)
+    assert actual == losses
     assert all(torch.equal(one, other) for one, other in zip(parameters, others, strict=True))
     assert os.listdir(tmp_path) == []
 
@@ -160,9 +160,9 @@ def test_loaded_states_go_to_the_disk_again(tmp_path: Path) -> None:
     before = {k: v.clone() for k, v in optimizer.state[model.weight].items()}
     optimizer.load_state_dict(torch.optim.AdamW(model.parameters(), **ADAM).state_dict())
     optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: before}})
-    found = optimizer.state[model.weight]
-    assert _is_file(found["exp_avg"])
-    assert torch.equal(found["exp_avg"], before["exp_avg"])
+    state = optimizer.state[model.weight]
+    assert _is_file(state["exp_avg"])
+    assert torch.equal(state["exp_avg"], before["exp_avg"])
 
 
 def test_a_scheduler_of_before_and_one_of_after_go_on(tmp_path: Path) -> None:

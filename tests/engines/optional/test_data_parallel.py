@@ -30,8 +30,8 @@ FOUR = Plan.parse("data_parallel=threads dp_replicate=4 microbatch_size=2 accumu
 def test_it_goes_with_nothing_else_and_on_one_node(words: str, rule: str) -> None:
     model = capture(nn.Linear(2, 2), torch.zeros(2, 2))
     cluster = cluster_from_name("2x4xA100-SXM-80GB")
-    found = problems(Plan.parse(f"data_parallel=threads {words}"), model, cluster)
-    assert rule in [problem.rule for problem in found]
+    refusals = problems(Plan.parse(f"data_parallel=threads {words}"), model, cluster)
+    assert rule in [problem.rule for problem in refusals]
 
 
 def test_on_accelerators_of_a_node_it_is_legal_and_on_processors_it_is_not() -> None:
@@ -89,5 +89,5 @@ def test_two_devices_train_as_one() -> None:
     parallel.train_step((x, y))
     nn.functional.mse_loss(reference(x), y).backward()
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
-    found = [p.detach().cpu() for p in model.parameters()]
-    torch.testing.assert_close(found, list(reference.parameters()))
+    results = [p.detach().cpu() for p in model.parameters()]
+    torch.testing.assert_close(results, list(reference.parameters()))

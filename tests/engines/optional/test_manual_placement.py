@@ -56,8 +56,8 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def profile(**update: object) -> ModelProfile:
-    found = capture(TwoParts(), batch(), loss_fn=F.mse_loss)
-    return found.model_copy(update=update)
+    actual = capture(TwoParts(), batch(), loss_fn=F.mse_loss)
+    return actual.model_copy(update=update)
 
 
 def trained(model: nn.Module) -> list[Tensor]:
@@ -112,13 +112,13 @@ class TestPossible:
     )
     def test_nothing_that_moves_its_parts(self, plan: str, rule: str) -> None:
         plain = {p.rule for p in problems(Plan.parse(plan), profile(), self.CLUSTER)}
-        found = {p.rule for p in problems(Plan.parse(plan), profile(devices=TWO), self.CLUSTER)}
-        assert found - plain == {rule}
+        results = {p.rule for p in problems(Plan.parse(plan), profile(devices=TWO), self.CLUSTER)}
+        assert results - plain == {rule}
 
     def test_replicas_over_devices_of_one_type_alone(self) -> None:
         mixed = profile(devices=("cpu", "cuda:0"))
-        found = problems(Plan.parse("dp_replicate=2"), mixed, self.CLUSTER)
-        assert [problem.rule for problem in found] == ["by-hand-device-types"]
+        refusals = problems(Plan.parse("dp_replicate=2"), mixed, self.CLUSTER)
+        assert [problem.rule for problem in refusals] == ["by-hand-device-types"]
         assert problems(Plan(), mixed, cluster_from_name("A100-SXM-80GB")) == []
 
     def test_the_advisor_weighs_nothing_else(self) -> None:
@@ -167,8 +167,8 @@ class TestRun:
     def test_replicas_average_without_device_ids(self, pool: Pool) -> None:
         torch.manual_seed(0)
         expected = trained(TwoParts())
-        for found in pool.run(applied, 2, world_size=2):
-            torch.testing.assert_close(found, expected)
+        for result in pool.run(applied, 2, world_size=2):
+            torch.testing.assert_close(result, expected)
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

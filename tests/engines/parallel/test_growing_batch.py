@@ -33,7 +33,7 @@ def test_a_plan_for_the_largest_batch_trains_the_smaller_ones_as_one_process_doe
         reference_loss(reference, case, rows).backward()
         optimizer.step()
     assert trained == [(4, 0.1), (8, 0.1), (16, 0.1), (16, 0.05)]
-    for found, wanted in zip(parallel.parameters(), reference.parameters(), strict=True):
-        assert relative(found, wanted) < 1e-5
+    for result, wanted in zip(parallel.parameters(), reference.parameters(), strict=True):
+        assert relative(result, wanted) < 1e-5
     with pytest.raises(BatchError, match="the plan holds 4"):
         parallel.train_step(case.batch(GROWING.largest + 4))

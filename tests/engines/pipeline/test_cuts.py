@@ -23,27 +23,27 @@ def of_case(name: str, plan: str, *, samples: int) -> tuple[Cut, ...]:
 
 
 def test_a_gpt_sends_its_hidden_state_and_gets_the_gradient_back() -> None:
-    found = of_case("gpt", "pp=3 schedule=gpipe stages=blocks.1,norm", samples=5)
+    cuts = of_case("gpt", "pp=3 schedule=gpipe stages=blocks.1,norm", samples=5)
     hidden = 5 * 12 * 32 * 4  # rows, tokens, width, fp32
-    assert [(cut.border, cut.stage) for cut in found] == [("blocks.1", 1), ("norm", 2)]
-    for cut, unit in zip(found, ("blocks.0", "blocks.2"), strict=True):
+    assert [(cut.border, cut.stage) for cut in cuts] == [("blocks.1", 1), ("norm", 2)]
+    for cut, unit in zip(cuts, ("blocks.0", "blocks.2"), strict=True):
         (tensor,) = cut.tensors
         assert (tensor.unit, tensor.shape, tensor.dtype) == (unit, (2, 12, 32), "float32")
         assert cut.forward_bytes == cut.backward_bytes == hidden
         assert not tensor.is_passing
-    assert str(found[0]) == "cut at blocks.1: blocks.0; 7.50 KiB forward, 7.50 KiB backward"
+    assert str(cuts[0]) == "cut at blocks.1: blocks.0; 7.50 KiB forward, 7.50 KiB backward"
 
 
 def test_skips_of_a_unet_cross_until_they_are_used() -> None:
-    found = of_case("unet", "pp=4 schedule=gpipe stages=bottom,up,leave", samples=1)
+    cuts = of_case("unet", "pp=4 schedule=gpipe stages=bottom,up,leave", samples=1)
     high, low, up = 8 * 8 * 8 * 4, 16 * 4 * 4 * 4, 8 * 8 * 8 * 4
-    assert [[t.unit for t in cut.tensors] for cut in found] == [
+    assert [[t.unit for t in cut.tensors] for cut in cuts] == [
         ["enter", "down"],
         ["enter", "down", "bottom"],
         ["enter", "up"],
     ]
-    assert [cut.forward_bytes for cut in found] == [high + low, high + low + low, high + up]
-    assert [[t.is_passing for t in cut.tensors] for cut in found] == [
+    assert [cut.forward_bytes for cut in cuts] == [high + low, high + low + low, high + up]
+    assert [[t.is_passing for t in cut.tensors] for cut in cuts] == [
         [False, False],
         [True, True, False],
         [True, False],
@@ -115,9 +115,9 @@ def sent(name: str, plan: str) -> tuple[int, list[Cut], str]:
     ],
 )
 def test_the_engine_sends_what_the_cuts_say(pool: Pool, name: str, plan: str) -> None:
-    found = pool.run(sent, name, plan, world_size=2)
-    of_this_model = found[0][1]
-    assert sum(total for total, _, _ in found) == 2 * sum(
+    results = pool.run(sent, name, plan, world_size=2)
+    of_this_model = results[0][1]
+    assert sum(total for total, _, _ in results) == 2 * sum(
         cut.forward_bytes + cut.backward_bytes for cut in of_this_model
     )
-    assert f"cut at {of_this_model[0].border}: " in found[0][2]
+    assert f"cut at {of_this_model[0].border}: " in results[0][2]

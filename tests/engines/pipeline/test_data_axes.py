@@ -102,8 +102,8 @@ def test_stages_of_split_layers_with_sharded_optimizer_states(eight: Pool) -> No
 def check(pool: Pool, name: str, text: str) -> None:
     plan = Plan.parse(text)
     rows = plan.forwards * plan.data_degree
-    found = pool.run(measure, name, text, rows, 3, rows, world_size=plan.world_size)
-    for parity in found:
+    results = pool.run(measure, name, text, rows, 3, rows, world_size=plan.world_size)
+    for parity in results:
         assert parity.loss <= TOLERANCE, parity
         assert parity.gradient <= TOLERANCE, parity
         assert parity.parameter_after_steps <= TOLERANCE, parity
@@ -119,11 +119,11 @@ def clipped(text: str) -> tuple[float, float, float]:
     sgd(trainable).step()
     mine = local_rows(parallel, batch, 8)
     parallel.forward_backward(mine)
-    found = parallel.clip_grad_norm_(0.1)
+    actual = parallel.clip_grad_norm_(0.1)
     parallel.optimizer.step()
     evaluated = parallel.eval_step(mine)
     after = reference_loss(reference, case, batch).detach()
-    return relative(found, norm), state_error(parallel, reference), relative(evaluated, after)
+    return relative(actual, norm), state_error(parallel, reference), relative(evaluated, after)
 
 
 @pytest.mark.dist
@@ -228,9 +228,9 @@ def test_a_hybrid_of_three_axes_goes_on_under_another_plan(
 def check_moved(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     folder = str(tmp_path / "checkpoint")
     pool.run(moved, folder, before, "save", world_size=Plan.parse(before).world_size)
-    found = pool.run(moved, folder, after, "load", world_size=Plan.parse(after).world_size)
+    results = pool.run(moved, folder, after, "load", world_size=Plan.parse(after).world_size)
     wanted = _after_three_steps()
-    for state in found:
+    for state in results:
         assert list(state) == list(wanted)
         assert max(relative(state[n], value) for n, value in wanted.items()) < TOLERANCE
 
@@ -351,8 +351,8 @@ def dropped(text: str) -> dict[str, torch.Tensor]:
 def test_what_is_whole_on_the_tp_axis_does_not_drift_apart_under_dropout(
     pool: Pool, text: str
 ) -> None:
-    found = pool.run(dropped, text, world_size=4)
-    for one, other in (found[:2], found[2:]):
+    results = pool.run(dropped, text, world_size=4)
+    for one, other in (results[:2], results[2:]):
         assert one.keys() == other.keys()
         assert one
         assert all(torch.equal(one[name], other[name]) for name in one)

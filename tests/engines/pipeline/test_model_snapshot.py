@@ -35,8 +35,8 @@ def test_a_changed_model_is_recorded_as_it_was(name: str) -> None:
     changed = dict(vars(model))
     with skeleton.in_place():
         assert all(parameter.is_meta for parameter in model.parameters())
-        found = record(model, profile.flow, batch, has_target=True)
-    assert shapes(found) == shapes(wanted)
+        actual = record(model, profile.flow, batch, has_target=True)
+    assert shapes(actual) == shapes(wanted)
     assert vars(model) == changed
     assert all(parameter.numel() == 1 for parameter in model.parameters())
 
@@ -58,7 +58,7 @@ def test_what_crosses_a_cut_is_recorded_in_the_dtype_it_is_computed_in() -> None
     profile = profile_of(case, model)
     block = profile.flow.first_call("blocks.0")
     assert block is not None
-    found = {
+    results = {
         numerics: record(
             model, profile.flow, case.batch(2), has_target=True, numerics=numerics, cast=cast
         )
@@ -70,7 +70,7 @@ def test_what_crosses_a_cut_is_recorded_in_the_dtype_it_is_computed_in() -> None
             (Numerics.BF16, ("blocks.0",)),
         )
     }
-    assert found == {
+    assert results == {
         Numerics.AS_BUILT: torch.float32,
         Numerics.BF16_AUTOCAST: torch.float32,  # the residual sum of fp32 and bf16
         Numerics.BF16: torch.bfloat16,

@@ -52,13 +52,13 @@ def difference(name: str, text: str) -> tuple[float, float]:
         loss += share.detach()
     profile = capture(model, batch, name=name)
     parallel = apply_plan(model, plan, profile=profile, cluster=cpu_ranks(plan.world_size))
-    found = parallel.forward_backward(batch)
+    actual = parallel.forward_backward(batch)
     got = parallel.full_gradients()
     wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     assert got.keys() == wanted.keys()
     largest = max(gradient.abs().max().item() for gradient in wanted.values())
     worst = max((got[n] - wanted[n]).abs().max().item() for n in wanted)
-    return abs(found - loss).item() / loss.item(), worst / largest
+    return abs(actual - loss).item() / loss.item(), worst / largest
 
 
 @pytest.mark.dist

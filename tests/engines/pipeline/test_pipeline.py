@@ -28,10 +28,10 @@ def check(pool: Pool, model: str, text: str) -> None:
     plan = Plan.parse(text)
     forwards = plan.forwards
     rows = 2 * forwards
-    for found in pool.run(measure, model, text, rows, 3, forwards, world_size=plan.world_size):
-        assert found.loss <= TOLERANCE, found
-        assert found.gradient <= TOLERANCE, found
-        assert found.parameter_after_steps <= TOLERANCE, found
+    for result in pool.run(measure, model, text, rows, 3, forwards, world_size=plan.world_size):
+        assert result.loss <= TOLERANCE, result
+        assert result.gradient <= TOLERANCE, result
+        assert result.parameter_after_steps <= TOLERANCE, result
 
 
 @pytest.mark.parametrize(

@@ -37,15 +37,15 @@ def held_bytes(name: str, plan: str) -> tuple[int, int, int]:
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["gpt", "tied-frozen-unused"])
 def test_a_rank_holds_the_parameters_of_its_stage_and_no_others(pool: Pool, name: str) -> None:
-    found = pool.run(held_bytes, name, TIED, world_size=2)
+    results = pool.run(held_bytes, name, TIED, world_size=2)
     model = CASES[name].build()
     block = sum(p.nbytes for p in model.blocks[0].parameters())  # type: ignore[index, union-attr]
-    for held, own, whole in found:
+    for held, own, whole in results:
         # Each freed parameter keeps one element.
         assert own <= held <= own + 4 * len(list(model.parameters()))
         assert held <= whole - block
     twice = model.embed.weight.nbytes if name != "gpt" else 0  # type: ignore[union-attr, operator]
-    assert sum(own for _, own, _ in found) == found[0][2] + twice
+    assert sum(own for _, own, _ in results) == results[0][2] + twice
 
 
 def copies(steps: int) -> torch.Tensor:
@@ -92,9 +92,9 @@ def clipped() -> tuple[float, float]:
     norm = nn.utils.clip_grad_norm_(trainable, 0.1)
     torch.optim.SGD(trainable, lr=0.05, momentum=0.9).step()
     parallel.forward_backward(batch)
-    found = parallel.clip_grad_norm_(0.1)
+    actual = parallel.clip_grad_norm_(0.1)
     parallel.optimizer.step()
-    return relative(found, norm), state_error(parallel, reference)
+    return relative(actual, norm), state_error(parallel, reference)
 
 
 @pytest.mark.dist
@@ -237,8 +237,8 @@ def test_a_stage_that_raises_is_named_on_all_ranks_within_seconds(
 ) -> None:
     world_size = Plan.parse(plan).pp
     name = "tied-frozen-unused" if plan == TIED and "forward" in where else "gpt"
-    found = pool.run(failing, name, plan, where, failed, world_size=world_size, timeout_s=60)
-    for rank, (text, took_s) in enumerate(found):
+    results = pool.run(failing, name, plan, where, failed, world_size=world_size, timeout_s=60)
+    for rank, (text, took_s) in enumerate(results):
         assert took_s < 5  # the groups' timeout is 60
         if rank == failed:
             assert text.startswith("ValueError: no such luck")

@@ -102,8 +102,8 @@ BREAKS = [
 def test_the_step_after_a_failed_one_is_as_if_nothing_had_happened(
     pool: Pool, plan: str, where: str
 ) -> None:
-    found = pool.run(_after_an_exception, plan, where, world_size=Plan.parse(plan).world_size)
-    for errors in found:
+    results = pool.run(_after_an_exception, plan, where, world_size=Plan.parse(plan).world_size)
+    for errors in results:
         assert max(errors) < 1e-5
 
 

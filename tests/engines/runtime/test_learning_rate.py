@@ -24,11 +24,11 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
 def test_sgd_from_256_to_8192_is_32_times_the_rate() -> None:
     """Goyal et al. 2017: 0.1 becomes 3.2."""
     optimizer = torch.optim.SGD(groups(), momentum=0.9)
-    found = Rates(optimizer).scale(tuned_at=256, batch=8192, samples=1_281_167)
+    actual = Rates(optimizer).scale(tuned_at=256, batch=8192, samples=1_281_167)
     assert rates_of(optimizer) == pytest.approx([3.2, 0.32])
-    assert (found.rule, found.factor) == (ScalingRule.LINEAR, 32)
-    assert found.warm_up_steps == 5 * 157
-    assert str(found) == (
+    assert (actual.rule, actual.factor) == (ScalingRule.LINEAR, 32)
+    assert actual.warm_up_steps == 5 * 157
+    assert str(actual) == (
         "rate x 32 (linear: tuned at 256, batch 8192): 0.1 -> 3.2, 0.01 -> 0.32;"
         " warm up over 785 steps"
     )
@@ -36,9 +36,9 @@ def test_sgd_from_256_to_8192_is_32_times_the_rate() -> None:
 
 def test_adam_goes_with_the_square_root() -> None:
     optimizer = torch.optim.AdamW(groups(), betas=(0.9, 0.99))
-    found = Rates(optimizer).scale(tuned_at=64, batch=1024)
+    actual = Rates(optimizer).scale(tuned_at=64, batch=1024)
     assert rates_of(optimizer) == pytest.approx([0.4, 0.04])
-    assert found.warm_up_steps == 200  # 2 / (1 - 0.99)
+    assert actual.warm_up_steps == 200  # 2 / (1 - 0.99)
 
 
 def test_a_subclass_of_sgd_is_sgd_and_the_rule_can_be_said() -> None:

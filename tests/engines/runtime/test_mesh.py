@@ -19,13 +19,13 @@ from tests.workers import Pool
 def places(plan: str) -> dict[str, tuple[int, tuple[int, ...], float]]:
     """On each axis: the coordinate, the ranks, and the sum of global ranks over its group."""
     mesh = Mesh(Plan.parse(plan), join_world())
-    found = {}
+    results = {}
     for name, axis in (("pp", mesh.pp), ("data", mesh.data), ("tp", mesh.tp)):
         total = torch.tensor(float(dist.get_rank()))
         if axis.group is not None:
             dist.all_reduce(total, group=axis.group)
-        found[name] = (axis.position, axis.ranks, total.item())
-    return found
+        results[name] = (axis.position, axis.ranks, total.item())
+    return results
 
 
 @pytest.mark.dist
@@ -54,7 +54,7 @@ def test_owners_of_a_tied_weight_have_a_group_and_the_stages_between_do_not(pool
 
 
 def in_vain() -> float:
-    """How long a rank waits for another one of its axis."""
+    """Seconds that a rank waits for another one of its axis."""
     world = join_world()
     mesh = Mesh(Plan.parse("dp_replicate=2 tp=2"), World(world.rank, 4, world.device, 1.0))
     began = time.monotonic()
@@ -72,7 +72,7 @@ def test_waits_on_an_axis_are_bounded(pool: Pool) -> None:
 
 
 def dropped() -> tuple[list[int], list[int], int]:
-    """Which of 64 elements dropout leaves in two steps; a number drawn after them."""
+    """Elements of 64 that dropout leaves in two steps; and a random number drawn after them."""
     mesh = Mesh(Plan.parse("dp_replicate=2 tp=2"), join_world())
     draws = SharedRng(mesh.tp, torch.device("cpu"))
     kept = []
@@ -88,8 +88,8 @@ def dropped() -> tuple[list[int], list[int], int]:
 
 @pytest.mark.dist
 def test_ranks_of_one_tp_axis_drop_the_same_elements_and_replicas_others(pool: Pool) -> None:
-    found = pool.run(dropped, world_size=4)
-    steps = [rank[:2] for rank in found]
+    results = pool.run(dropped, world_size=4)
+    steps = [rank[:2] for rank in results]
     assert steps[0] == steps[1] != steps[2] == steps[3]
     assert steps[0][0] != steps[0][1]
 

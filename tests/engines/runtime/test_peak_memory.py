@@ -44,16 +44,16 @@ def test_the_allocators_counters_are_read(monkeypatch: pytest.MonkeyPatch) -> No
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    found = measure_peak(torch.device("cuda", 0), offloaded_bytes=7)
-    assert found == RankMemory(65 * GIB, 50 * GIB, 55 * GIB, 3, 7)
-    assert found.slack == pytest.approx(0.1)
+    actual = measure_peak(torch.device("cuda", 0), offloaded_bytes=7)
+    assert actual == RankMemory(65 * GIB, 50 * GIB, 55 * GIB, 3, 7)
+    assert actual.slack == pytest.approx(0.1)
 
 
 def test_a_processor_says_its_resident_set() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found = measure_peak(CPU)  # the kernel counts in batches: within some pages of each other
-    assert 0 < found.peak_bytes <= before + 16 * MIB
-    assert (found.allocated_bytes, found.reserved_bytes) == (0, 0)
+    actual = measure_peak(CPU)  # the kernel counts in batches: within some pages of each other
+    assert 0 < actual.peak_bytes <= before + 16 * MIB
+    assert (actual.allocated_bytes, actual.reserved_bytes) == (0, 0)
 
 
 def test_the_sentence_names_the_fullest_rank_and_the_one_with_most_slack() -> None:
@@ -75,9 +75,9 @@ def test_a_training_says_what_waited_outside() -> None:
     plan = Plan.parse("offload=optimizer,activations")
     _, parallel = alone("gpt", plan=plan)
     parallel.train_step(CASES["gpt"].batch(4))
-    found = parallel.memory()
-    assert found.ranks[0].offloaded_bytes == parallel.offload_pool.peak_bytes > 0  # type: ignore[union-attr]
-    assert "were offloaded" in str(found)
+    actual = parallel.memory()
+    assert actual.ranks[0].offloaded_bytes == parallel.offload_pool.peak_bytes > 0  # type: ignore[union-attr]
+    assert "were offloaded" in str(actual)
 
 
 def _of_two() -> tuple[PeakMemory, int]:

@@ -1,4 +1,4 @@
-"""What of a step is matrix products and attention: a sum of parts of a clock that is read here."""
+"""Share of matrix products and attention in a step: a sum of spans of a fake clock."""
 
 from __future__ import annotations
 

@@ -37,12 +37,12 @@ def _with_a_slow_rank(plan: str, where: str) -> tuple[Imbalance, str]:
         if where == "loader" and is_slow:
             time.sleep(NAP_S)
     pace = parallel.steps.pace
-    found = parallel.imbalance()
+    actual = parallel.imbalance()
     assert pace is not None
     assert pace.slowest == SLOW
     assert pace.straggling > 0.5 or (plan, where) == ("dp_shard=2", "loader")
     assert parallel.steps.pace == pace  # of the same steps
-    return found, str(found)
+    return actual, str(actual)
 
 
 @pytest.mark.dist
@@ -53,11 +53,11 @@ def _with_a_slow_rank(plan: str, where: str) -> tuple[Imbalance, str]:
 def test_the_slow_rank_is_named_with_its_factor(pool: Pool, plan: str, where: str) -> None:
     answers = pool.run(_with_a_slow_rank, plan, where, world_size=2)
     assert answers[0] == answers[1]  # every rank says the same
-    found, text = answers[0]
-    slow, other = found.ranks[SLOW], found.ranks[1 - SLOW]
-    assert found.slowest == SLOW
-    assert found.factor == pytest.approx(slow.own_s / other.own_s)
-    assert found.factor > 1.5
+    actual, text = answers[0]
+    slow, other = actual.ranks[SLOW], actual.ranks[1 - SLOW]
+    assert actual.slowest == SLOW
+    assert actual.factor == pytest.approx(slow.own_s / other.own_s)
+    assert actual.factor > 1.5
     assert text.startswith("rank 1 is the slowest: ")
     # The nap is where it was taken, and the other rank waited for it where that can be told.
     of_slow, of_other = (
@@ -74,9 +74,9 @@ def test_what_it_says() -> None:
     """Three ranks of 100 ms and one of 150: half as long again."""
     quick = RankTime(outside_s=0.01, computing_s=0.09, waiting_s=0.06)
     slow = RankTime(outside_s=0.01, computing_s=0.14, waiting_s=0.01)
-    found = Imbalance(ranks=(quick, quick, slow, quick), steps=5)
-    assert (found.slowest, found.factor) == (2, pytest.approx(1.5))
-    assert str(found) == (
+    actual = Imbalance(ranks=(quick, quick, slow, quick), steps=5)
+    assert (actual.slowest, actual.factor) == (2, pytest.approx(1.5))
+    assert str(actual) == (
         "rank 2 is the slowest: 150 ms of its own a step (140 ms computing, 10.0 ms outside),"
         " 1.50 times the median of the others, which wait 60.0 ms"
     )

@@ -42,9 +42,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def take(found: Steps, count: int, batch: object = BATCH) -> None:
+def take(actual: Steps, count: int, batch: object = BATCH) -> None:
     for _ in range(count):
-        with found.noted(batch):  # type: ignore[arg-type]
+        with actual.noted(batch):  # type: ignore[arg-type]
             pass
 
 
@@ -52,14 +52,14 @@ def test_the_first_steps_do_not_count_and_the_range_is_between_the_tenths(
     clock: list[float],
 ) -> None:
     clock += [9.0] * WARM_UP_STEPS + [float(second) for second in range(1, 12)]
-    found = notes()
-    take(found, WARM_UP_STEPS)
-    assert found.timing() is None
-    take(found, 11)
-    timing = found.timing()
+    actual = notes()
+    take(actual, WARM_UP_STEPS)
+    assert actual.timing() is None
+    take(actual, 11)
+    timing = actual.timing()
     assert timing is not None
     assert (timing.median_s, timing.low_s, timing.high_s, timing.repeats) == (6, 2, 10, 11)
-    assert found.timing(fewest=12) is None
+    assert actual.timing(fewest=12) is None
 
 
 @pytest.mark.parametrize(
@@ -69,42 +69,42 @@ def test_the_first_steps_do_not_count_and_the_range_is_between_the_tenths(
 )
 def test_batches_that_the_plan_is_not_for_are_not_noted(batch: object, clock: list[float]) -> None:
     clock += [1.0] * 20
-    found = notes()
-    take(found, 10, batch)
-    assert found.timing() is None
+    actual = notes()
+    take(actual, 10, batch)
+    assert actual.timing() is None
 
 
 def test_what_a_step_waits_for_is_not_what_its_rank_does() -> None:
-    found = notes()
+    actual = notes()
     for _ in range(WARM_UP_STEPS + 3):
-        with found.noted(BATCH):
+        with actual.noted(BATCH):
             ends = time.thread_time() + 0.002
             while time.thread_time() < ends:
                 pass
             time.sleep(0.02)
-    step, busy = found.timing(), found.busy_timing()
+    step, busy = actual.timing(), actual.busy_timing()
     assert step is not None
     assert busy is not None
     assert step.low_s >= 0.02
     assert 0.002 <= busy.median_s < 0.01
-    assert found.busy_timing(fewest=4) is None
+    assert actual.busy_timing(fewest=4) is None
 
 
 def test_a_step_that_raises_is_not_noted(clock: list[float]) -> None:
     clock += [1.0] * 20
-    found = notes()
-    take(found, WARM_UP_STEPS)
+    actual = notes()
+    take(actual, WARM_UP_STEPS)
     for _ in range(3):
-        with pytest.raises(ValueError, match="of the step"), found.noted(BATCH):
+        with pytest.raises(ValueError, match="of the step"), actual.noted(BATCH):
             raise ValueError("of the step")
-    assert found.timing() is None
+    assert actual.timing() is None
 
 
 def test_the_notes_do_not_grow_without_end(clock: list[float]) -> None:
     clock += [1.0] * (2 * MOST_STEPS)
-    found = notes()
-    take(found, 2 * MOST_STEPS)
-    timing = found.timing()
+    actual = notes()
+    take(actual, 2 * MOST_STEPS)
+    timing = actual.timing()
     assert timing is not None
     assert timing.repeats == MOST_STEPS
 
@@ -115,9 +115,9 @@ def test_the_peak_is_known_where_the_first_steps_raised_it(
 ) -> None:
     held = itertools.chain([500], itertools.repeat(after))
     monkeypatch.setattr(module, "peak_memory_bytes", lambda device: next(held))
-    found = notes()
-    take(found, WARM_UP_STEPS + 2)
-    assert found.peak_bytes == expected
+    actual = notes()
+    take(actual, WARM_UP_STEPS + 2)
+    assert actual.peak_bytes == expected
 
 
 @pytest.mark.gpu
@@ -126,18 +126,18 @@ def test_on_cuda_a_step_lasts_as_long_as_the_device_works() -> None:
     device = torch.device("cuda")
     profile = chain().model_copy(update={"batch_bytes": Affine(per_sample=32.0)})
     world = World(rank=0, size=1, device=device, timeout_s=1.0)
-    found = Steps(Plan.parse("microbatch_size=2 accumulation=2"), profile, world)
+    actual = Steps(Plan.parse("microbatch_size=2 accumulation=2"), profile, world)
     matrix = torch.rand(8192, 8192, device=device)
     for _ in range(WARM_UP_STEPS):
-        with found.noted(BATCH):
+        with actual.noted(BATCH):
             matrix @ matrix
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(20):
-        with found.noted(BATCH):
+        with actual.noted(BATCH):
             matrix @ matrix
     torch.cuda.synchronize()
     wall_s = time.perf_counter() - began
-    timing = found.timing()
+    timing = actual.timing()
     assert timing is not None
     assert timing.median_s == pytest.approx(wall_s / 20, rel=0.2)

@@ -81,8 +81,8 @@ def _one_rank_raises(plan: str) -> tuple[str, str, str]:
 @pytest.mark.parametrize("plan", [*KINDS, HSDP])
 def test_when_one_rank_fails_the_others_hear_of_it_in_bounded_time(pool: Pool, plan: str) -> None:
     size = Plan.parse(plan).world_size
-    found = pool.run(_one_rank_raises, plan, world_size=size, timeout_s=30)
-    for rank, (kind, text, cause) in enumerate(found):
+    results = pool.run(_one_rank_raises, plan, world_size=size, timeout_s=30)
+    for rank, (kind, text, cause) in enumerate(results):
         if rank == 1:
             assert (kind, text) == ("KeyError", '"user\'s own"')
             continue

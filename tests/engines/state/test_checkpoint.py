@@ -108,9 +108,9 @@ def test_saving_before_the_first_step_counts_no_step(pool: Pool, tmp_path: Path,
     folder = str(tmp_path / "checkpoint")
     undisturbed = pool.run(_first_steps, plan, "undisturbed", folder, world_size=2)[0]
     for how in ("saved", "loaded", "loaded-late"):
-        found = pool.run(_first_steps, plan, how, folder, world_size=2)[0]
+        results = pool.run(_first_steps, plan, how, folder, world_size=2)[0]
         # Adam's first step is lr whatever the gradient; a second one counted would change it.
-        assert max(relative(found[n], undisturbed[n]) for n in found) < 1e-6, how
+        assert max(relative(results[n], undisturbed[n]) for n in results) < 1e-6, how
 
 
 def test_a_load_that_fails_leaves_the_optimizer_alone(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def step(plan: str, folder: str) -> dict[str, Any]:
     sum_gradients(map(model.get_parameter, sorted(SPLIT.partial)), mesh.tp.group)
     whole = full_gradients(model, layout)
     wanted, _, norm = stepped(3, max_norm=0.5)
-    found = clip_gradients(model, layout, mesh, 0.5)
+    actual = clip_gradients(model, layout, mesh, 0.5)
     optimizer = adam(model)
     optimizer.step()
     checkpoint.save(folder, model, optimizer, world=join_world(), layout=layout)
@@ -115,7 +115,7 @@ def step(plan: str, folder: str) -> dict[str, Any]:
     assert list(state) == list(whole) == list(gradients)
     return {
         "gradients": max((whole[n] - g).abs().max().item() for n, g in gradients.items()),
-        "norm": (found - norm).abs().item(),
+        "norm": (actual - norm).abs().item(),
         "state": max((state[n] - v).abs().max().item() for n, v in wanted.state_dict().items()),
         "held": sum(local_part(p).numel() for p in model.parameters()),
     }
@@ -125,13 +125,13 @@ def step(plan: str, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("plan", [SIZES, f"{SIZES} zero=1"])
 def test_parts_are_stepped_and_saved_as_the_whole_is(pool: Pool, tmp_path: Path, plan: str) -> None:
     folder = str(tmp_path / "checkpoint")
-    found = pool.run(step, plan, folder, world_size=4)
-    assert max(rank[key] for rank in found for key in ("gradients", "norm", "state")) < 1e-6
+    results = pool.run(step, plan, folder, world_size=4)
+    assert max(rank[key] for rank in results for key in ("gradients", "norm", "state")) < 1e-6
     sliced = 20 * 6 + 20 + 6 * 10 + 7 * 6
     copies = 1 if "zero" in plan else 2
     whole = sum(p.numel() for p in Gated().parameters()) - sliced
     # Slices are on one rank of tp each; what is whole is on both.
-    assert sum(rank["held"] for rank in found) == copies * (sliced + 2 * whole)
+    assert sum(rank["held"] for rank in results) == copies * (sliced + 2 * whole)
 
     model, optimizer = build(9), None
     optimizer = adam(model)
@@ -151,8 +151,8 @@ def load(plan: str, folder: str) -> tuple[float, float]:
     model, layout, _ = spread(plan, seed=7)
     optimizer = adam(model)
     checkpoint.load(folder, model, optimizer, layout=layout)
-    found = whole_state(model, layout)
-    error = max((found[n] - v).abs().max().item() for n, v in wanted.state_dict().items())
+    actual = whole_state(model, layout)
+    error = max((actual[n] - v).abs().max().item() for n, v in wanted.state_dict().items())
     momenta = {n: optimizer.state[p]["exp_avg"] for n, p in model.named_parameters()}
     for name, momentum in layout.wholes(momenta, momenta):
         assert momentum is not None

@@ -43,8 +43,8 @@ def on_meta(name: str, plan: str, weights: Any, **options: Any) -> ParallelModel
         model = case.build()
     parsed, profile, sample = Plan.parse(plan), profile_of(case, model), case.batch(2)
     if parsed.tp > 1:
-        found = propose_styles(model, sample, size=parsed.tp, profile=profile, has_target=True)
-        parsed = parsed.model_copy(update={"tensor_styles": found.styles})
+        proposal = propose_styles(model, sample, size=parsed.tp, profile=profile, has_target=True)
+        parsed = parsed.model_copy(update={"tensor_styles": proposal.styles})
     return apply_plan(
         model,
         parsed,
@@ -177,8 +177,8 @@ def test_a_stage_does_with_the_safetensors_shard_of_its_own(pool: Pool, tmp_path
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         own = {n: t for n, t in state.items() if (n in first) == (rank == 0)}
         safetensors.save_file(own, folder / f"model-{rank + 1}.safetensors")
-    found = pool.run(from_own_shard, str(tmp_path), world_size=2)
-    assert found == [(len(first), True), (len(state) - len(first), True)]
+    results = pool.run(from_own_shard, str(tmp_path), world_size=2)
+    assert results == [(len(first), True), (len(state) - len(first), True)]
 
 
 def missing_on_one(folder: str) -> tuple[str, float]:
@@ -213,8 +213,8 @@ def largest_filled(plan: str) -> tuple[int, int]:
     def counting(module: nn.Module) -> None:
         nonlocal peak
         init(module)
-        found = [p for p in model.parameters() if not p.is_meta and type(p) is nn.Parameter]
-        peak = max(peak, sum(p.numel() for p in found))
+        results = [p for p in model.parameters() if not p.is_meta and type(p) is nn.Parameter]
+        peak = max(peak, sum(p.numel() for p in results))
 
     case = CASES["gpt"]
     with torch.device("meta"):

@@ -255,10 +255,10 @@ def _on_shards(name: str) -> float | str:
 
 @pytest.mark.dist
 def test_torch_itself_does_not_step_them_on_shards_as_on_one_process(pool: Pool) -> None:
-    for found in pool.run(_on_shards, "muon", world_size=2):
-        assert found > 1e-4  # ten times what parity asks for
-    for found in pool.run(_on_shards, "adafactor", world_size=2):
-        assert "in-place operations that require placement changes" in found
+    for result in pool.run(_on_shards, "muon", world_size=2):
+        assert result > 1e-4  # ten times what parity asks for
+    for result in pool.run(_on_shards, "adafactor", world_size=2):
+        assert "in-place operations that require placement changes" in result
 
 
 def _replicated(name: str) -> float:

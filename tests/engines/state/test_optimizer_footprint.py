@@ -49,8 +49,8 @@ class Averaged(torch.optim.Optimizer):
 def test_state_bytes_are_those_of_the_textbook(
     factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer], state_bytes: int
 ) -> None:
-    found = optimizer_footprint(factory)
-    assert found.state_bytes_per_element == state_bytes
+    actual = optimizer_footprint(factory)
+    assert actual.state_bytes_per_element == state_bytes
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -61,12 +61,12 @@ def test_the_named_optimizers_move_what_torchs_defaults_move(foreach: bool) -> N
         "adam": lambda p: torch.optim.Adam(p, foreach=foreach),
         "adamw": lambda p: torch.optim.AdamW(p, foreach=foreach),
     }
-    plain = {name for name, found in OPTIMIZERS.items() if found.law is Law.ELEMENTWISE}
+    plain = {name for name, actual in OPTIMIZERS.items() if actual.law is Law.ELEMENTWISE}
     assert factories.keys() == plain
     for name, factory in factories.items():
-        found = optimizer_footprint(factory)
-        assert found.state_bytes_per_element == OPTIMIZERS[name].state_bytes_per_element
-        assert found.moved_bytes_per_element == pytest.approx(
+        actual = optimizer_footprint(factory)
+        assert actual.state_bytes_per_element == OPTIMIZERS[name].state_bytes_per_element
+        assert actual.moved_bytes_per_element == pytest.approx(
             OPTIMIZERS[name].moved_bytes_per_element, rel=1e-3
         )
 
@@ -77,8 +77,8 @@ def test_plain_sgd_moves_parameter_and_gradient_once() -> None:
 
 
 def test_adafactor_keeps_a_row_and_a_column_per_matrix() -> None:
-    found = optimizer_footprint(lambda p: torch.optim.Adafactor(p))
-    assert found.state_bytes_per_element == pytest.approx(4 * (128 + 64) / (128 * 64))
+    actual = optimizer_footprint(lambda p: torch.optim.Adafactor(p))
+    assert actual.state_bytes_per_element == pytest.approx(4 * (128 + 64) / (128 * 64))
 
 
 def test_an_optimizer_that_exists_is_measured_without_touching_it() -> None:
@@ -143,10 +143,10 @@ def test_a_schedulers_optimizer_is_tried_and_does_not_step() -> None:
     for parameter in layer.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = [parameter.clone() for parameter in layer.parameters()]
-    found = optimizer_footprint(optimizer, layer)
-    assert found.state_bytes_per_element == 4
-    assert found.units is not None
-    assert sum(unit.state_bytes for unit in found.units.values()) == 4 * 20
+    actual = optimizer_footprint(optimizer, layer)
+    assert actual.state_bytes_per_element == 4
+    assert actual.units is not None
+    assert sum(unit.state_bytes for unit in actual.units.values()) == 4 * 20
     assert called == []
     for parameter, value in zip(layer.parameters(), before, strict=True):
         assert torch.equal(parameter, value)
@@ -186,8 +186,8 @@ OWN: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 def test_stand_ins_show_what_a_real_step_on_the_model_keeps_and_holds(name: str) -> None:
     model = TinyGPT(vocabulary=300, width=64, layers=2)
     profile = capture(model, torch.zeros(2, 8, dtype=torch.long))
-    found = optimizer_footprint(OWN[name], model, units=[u.name for u in profile.units])
-    assert found.units is not None
+    actual = optimizer_footprint(OWN[name], model, units=[u.name for u in profile.units])
+    assert actual.units is not None
 
     optimizer = OWN[name](list(model.parameters()))
     for parameter in model.parameters():
@@ -200,9 +200,9 @@ def test_stand_ins_show_what_a_real_step_on_the_model_keeps_and_holds(name: str)
         tensors = [s for s in states if isinstance(s, torch.Tensor) and s.dim() > 0]
         kept = sum(state.nbytes for state in tensors)
         if inside:
-            assert found.units[unit.name].state_bytes == kept, unit.name
+            assert actual.units[unit.name].state_bytes == kept, unit.name
         else:
-            assert unit.name not in found.units
+            assert unit.name not in actual.units
 
     everything = [s for state in optimizer.state.values() for s in state.values()]
     held = Held(
@@ -216,7 +216,7 @@ def test_stand_ins_show_what_a_real_step_on_the_model_keeps_and_holds(name: str)
     with held:
         optimizer.step()
     # Scalars apart: step counters, norms, bias corrections.
-    assert found.working_bytes == pytest.approx(held.peak_bytes - before, abs=4096)
+    assert actual.working_bytes == pytest.approx(held.peak_bytes - before, abs=4096)
 
 
 def test_on_accelerators_all_tensors_are_stepped_at_once() -> None:
@@ -232,9 +232,9 @@ def test_on_accelerators_all_tensors_are_stepped_at_once() -> None:
 def test_a_model_on_the_meta_device_is_measured_without_memory() -> None:
     with torch.device("meta"):
         model = nn.Linear(2**20, 2**14)  # 64 GiB, and twice that of moments
-    found = optimizer_footprint(torch.optim.AdamW, model, units=[""])
-    assert found.units is not None
-    assert found.units[""].state_bytes == 8 * (2**34 + 2**14)
+    actual = optimizer_footprint(torch.optim.AdamW, model, units=[""])
+    assert actual.units is not None
+    assert actual.units[""].state_bytes == 8 * (2**34 + 2**14)
 
 
 class Peeking(Averaged):
@@ -250,7 +250,7 @@ def test_where_stand_ins_fail_a_tiny_matrix_is_stepped_and_it_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level("INFO", logger="engines.state.optimizer_footprint"):
-        found = optimizer_footprint(Peeking, TinyGPT())
-    assert found.units is None
-    assert found.state_bytes_per_element == 14
+        actual = optimizer_footprint(Peeking, TinyGPT())
+    assert actual.units is None
+    assert actual.state_bytes_per_element == 14
     assert "measured on one tiny matrix" in caplog.text

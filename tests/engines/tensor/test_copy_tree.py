@@ -39,8 +39,8 @@ def test_fake_tensors_inside_of_an_object_are_made_real() -> None:
 
 
 def test_an_object_without_tensors_is_copied_as_ever() -> None:
-    found = {"device": torch.device("cpu"), "dtype": torch.float16, "numbers": [1, {2}]}
-    assert copy_tree(found, lambda tensor: tensor) == found
+    results = {"device": torch.device("cpu"), "dtype": torch.float16, "numbers": [1, {2}]}
+    assert copy_tree(results, lambda tensor: tensor) == results
 
 
 @pytest.mark.parametrize("kind", [units.LockedCache, lambda: nn.Linear(2, 2)])

@@ -57,7 +57,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def losses(names: list[str]) -> dict[str, tuple[float, float, bool]]:
     """Differences of loss and gradient of the hidden values, and whether logits were gathered."""
-    ranks, found = GroupCollectives(None), {}
+    ranks, results = GroupCollectives(None), {}
     for name in names:
         torch.manual_seed(0)
         hidden, weight = torch.randn(2, 5, 6), torch.randn(VOCABULARY, 6)
@@ -78,9 +78,9 @@ def losses(names: list[str]) -> dict[str, tuple[float, float, bool]]:
         assert split.grad is not None
         difference = (split.grad - whole.grad).abs().max() / whole.grad.abs().max()
         error = abs(loss.item() - wanted.item()) / abs(wanted.item())
-        found[name] = error, difference.item(), bool(gathers)
+        results[name] = error, difference.item(), bool(gathers)
         assert torch.allclose(whole_tensors({"logits": logits})["logits"], F.linear(hidden, weight))
-    return found
+    return results
 
 
 class _Counting(GroupCollectives):
@@ -96,14 +96,14 @@ class _Counting(GroupCollectives):
 @pytest.mark.dist
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_loss_and_its_gradient_are_those_of_whole_logits(pool: Pool, size: int) -> None:
-    for found in pool.run(losses, list(LOSSES), world_size=size):
-        for name, (loss, gradient, _) in found.items():
+    for result in pool.run(losses, list(LOSSES), world_size=size):
+        for name, (loss, gradient, _) in result.items():
             assert loss < 1e-6, name
             assert gradient < 1e-5, name
 
 
 @pytest.mark.dist
 def test_usual_losses_are_computed_without_whole_logits(pool: Pool) -> None:
-    (found, _) = pool.run(losses, list(LOSSES), world_size=2)
-    gathered = {name for name, (_, _, is_gathered) in found.items() if is_gathered}
+    (actual, _) = pool.run(losses, list(LOSSES), world_size=2)
+    gathered = {name for name, (_, _, is_gathered) in actual.items() if is_gathered}
     assert gathered == {"smoothed", "classes_second", "by_hand"}

@@ -1,4 +1,4 @@
-"""Which split is proposed, for blocks with traps and for models whose split is known."""
+"""Proposed splits, for blocks with traps and for models whose split is known."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def proposed(model: nn.Module, size: int = 2) -> Proposal:
 
 
 def of_block(unit: nn.Module, size: int = 2) -> dict[str, str]:
-    found = proposed(units.Stack([unit, type(unit)()]), size)
-    return {pattern.removeprefix("blocks.*").lstrip("."): style for pattern, style in found.styles}
+    actual = proposed(units.Stack([unit, type(unit)()]), size)
+    return {pattern.removeprefix("blocks.*").lstrip("."): style for pattern, style in actual.styles}
 
 
 HEADS = {"q": "column", "k": "column", "v": "column", "o": "row"}
@@ -46,9 +46,9 @@ def test_fused_heads_are_three_packs() -> None:
     ],
 )
 def test_what_cannot_be_split_is_gathered_and_said(unit: nn.Module, reason: str) -> None:
-    found = proposed(units.Stack([unit, type(unit)()]))
-    assert {style for path, style in found.styles if path[-1] in "qkvo"} == {"gather"}
-    reasons = {note.layer: str(note) for note in found.notes}
+    actual = proposed(units.Stack([unit, type(unit)()]))
+    assert {style for path, style in actual.styles if path[-1] in "qkvo"} == {"gather"}
+    reasons = {note.layer: str(note) for note in actual.notes}
     assert f"gather, {reason}" in reasons["blocks.*.q"]
 
 
@@ -67,8 +67,8 @@ def test_units_may_write_to_what_they_are_given() -> None:
 
 
 def test_blocks_that_fill_a_cache_are_split_like_any_other() -> None:
-    found = {p.removeprefix("blocks.*."): s for p, s in proposed(units.CachingStack()).styles}
-    assert found == HEADS
+    results = {p.removeprefix("blocks.*."): s for p, s in proposed(units.CachingStack()).styles}
+    assert results == HEADS
 
 
 def test_a_unit_that_cannot_be_tried_is_left_whole_and_said() -> None:
@@ -78,12 +78,12 @@ def test_a_unit_that_cannot_be_tried_is_left_whole_and_said() -> None:
             self.head = nn.Linear(units.WIDTH, units.WIDTH)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.head(super().forward(x))
-            return found
+            actual: torch.Tensor = self.head(super().forward(x))
+            return actual
 
-    found = proposed(WithHead())
-    assert dict(found.styles) == {"head": "gather"}
-    notes = {note.layer: str(note) for note in found.notes}
+    actual = proposed(WithHead())
+    assert dict(actual.styles) == {"head": "gather"}
+    notes = {note.layer: str(note) for note in actual.notes}
     assert notes.keys() == {f"blocks.*.{name}" for name in HEADS}
     assert all(
         "whole, `blocks.0` cannot be tried alone: a LockedCache" in s for s in notes.values()
@@ -143,8 +143,8 @@ def test_known_models_are_split_as_by_hand(name: str) -> None:
     build, sample = zoo.ARCHITECTURES[name]
     model = build()
     profile = capture(model, sample, name=name)
-    found = dict(propose_styles(model, sample, size=2, profile=profile).styles)
-    assert {path: found.get(path) for path in PLANS[name]} == PLANS[name]
+    actual = dict(propose_styles(model, sample, size=2, profile=profile).styles)
+    assert {path: actual.get(path) for path in PLANS[name]} == PLANS[name]
 
 
 @pytest.mark.parametrize("name", ["Mistral", "T5"])

@@ -133,9 +133,9 @@ def test_shapes_alone_prove_nothing() -> None:
         torch.randn(2, 8, units.WIDTH),
     )
     profile = capture(model, batch, name="stack")
-    found = propose_styles(model, batch, size=2, profile=profile, shapes_only=True)
-    assert found.styles
-    assert found.proof is None
+    proposal = propose_styles(model, batch, size=2, profile=profile, shapes_only=True)
+    assert proposal.styles
+    assert proposal.proof is None
 
 
 def test_a_proof_covers_its_own_split_alone() -> None:

@@ -22,8 +22,8 @@ def test_what_is_no_style_is_refused_with_those_that_are(text: str) -> None:
 
 
 def test_a_star_stands_for_one_part_of_a_path() -> None:
-    found = styles_of([("h.*.up", "column"), ("h.0.down", "row")], NAMES)
-    assert list(found) == ["h.0.up", "h.0.down", "h.1.up"]
+    actual = styles_of([("h.*.up", "column"), ("h.0.down", "row")], NAMES)
+    assert list(actual) == ["h.0.up", "h.0.down", "h.1.up"]
 
 
 def test_a_pattern_that_fits_nothing_is_refused() -> None:

@@ -32,17 +32,17 @@ BY_TOKENS = {"Llama": 2, "GPT-2": 4, "BERT": 2, "Qwen 3": 2}
 @pytest.mark.dist
 @pytest.mark.parametrize("name", BY_TOKENS)
 def test_norms_and_residuals_may_be_split_by_tokens(pool: Pool, name: str) -> None:
-    for found in pool.run(partial(parity, by_tokens=True), name, world_size=BY_TOKENS[name]):
-        assert found.by_tokens == 1
-        assert found.loss < 1e-6
-        assert found.gradient < 1e-5, found.worst
+    for result in pool.run(partial(parity, by_tokens=True), name, world_size=BY_TOKENS[name]):
+        assert result.by_tokens == 1
+        assert result.loss < 1e-6
+        assert result.gradient < 1e-5, result.worst
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", TRAPS)
 def test_loss_and_gradients_are_those_of_the_whole_model(pool: Pool, name: str) -> None:
     size = TRAPS[name]
-    for found in pool.run(parity, name, world_size=size):
-        assert found.loss < 1e-6
-        assert found.gradient < 1e-5, found.worst
-        assert found.held < 0.93
+    for result in pool.run(parity, name, world_size=size):
+        assert result.loss < 1e-6
+        assert result.gradient < 1e-5, result.worst
+        assert result.held < 0.93

@@ -18,16 +18,16 @@ HEADS = {"q": "column", "k": "column", "v": "column", "o": "row"}
 
 def specimen(unit: nn.Module) -> UnitCopy:
     batch = torch.randn(2, 8, units.WIDTH, generator=torch.Generator().manual_seed(3))
-    (found,) = specimens(units.Stack([unit]), batch, ["blocks.0"], has_target=False)
-    return found
+    (only,) = specimens(units.Stack([unit]), batch, ["blocks.0"], has_target=False)
+    return only
 
 
 def verdict(unit: nn.Module, styles: dict[str, str], size: int = 2) -> tuple[str, set[str]]:
     named = {
         path: tuple(Style.parse(word) for word in text.split()) for path, text in styles.items()
     }
-    found = prove_unit(specimen(unit), named, size=size)
-    return found.why_not, set(found.partial)
+    actual = prove_unit(specimen(unit), named, size=size)
+    return actual.why_not, set(actual.partial)
 
 
 def test_heads_between_columns_and_a_row_with_a_bias_are_right() -> None:

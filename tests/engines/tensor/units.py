@@ -58,8 +58,8 @@ class NormedHeads(Attention):
         self.q_norm = nn.LayerNorm(WIDTH // 4)
 
     def heads(self, x: Tensor) -> Tensor:
-        found: Tensor = self.q_norm(super().heads(x))
-        return found
+        actual: Tensor = self.q_norm(super().heads(x))
+        return actual
 
 
 class Alibi(Attention):

@@ -16,17 +16,17 @@ from tests.factories import chain
 
 def test_every_rank_of_a_node_builds_the_whole_model() -> None:
     model = chain(units=4, parameters=1_000_000)  # 16 MB of fp32
-    found = load_memory(model, ranks_per_node=8)
-    assert (found.per_rank_bytes, found.per_node_bytes) == (16_000_000, 128_000_000)
+    actual = load_memory(model, ranks_per_node=8)
+    assert (actual.per_rank_bytes, actual.per_node_bytes) == (16_000_000, 128_000_000)
     assert load_memory(model, Loading.FILE, ranks_per_node=8).per_node_bytes == 256_000_000
 
 
 def test_shards_take_their_part_and_the_largest_tensor() -> None:
     model = capture(nn.Sequential(nn.Linear(100, 300), nn.Linear(300, 10)), torch.zeros(2, 100))
     whole = 4 * (100 * 300 + 300 + 300 * 10 + 10)
-    found = load_memory(model, Loading.SHARDS, ranks_per_node=4, shards=8)
-    assert found.per_rank_bytes == whole / 8 + 4 * 100 * 300
-    assert found.per_node_bytes == 4 * found.per_rank_bytes
+    actual = load_memory(model, Loading.SHARDS, ranks_per_node=4, shards=8)
+    assert actual.per_rank_bytes == whole / 8 + 4 * 100 * 300
+    assert actual.per_node_bytes == 4 * actual.per_rank_bytes
 
 
 def test_buffers_are_whole_on_every_rank() -> None:
@@ -37,8 +37,8 @@ def test_buffers_are_whole_on_every_rank() -> None:
         (Loading.WHOLE, linear + 4 * 16),
         (Loading.SHARDS, (linear + 4 * 16) / 2 + 4 * 64),
     ):
-        found = load_memory(model, way, ranks_per_node=1, shards=2)
-        assert found.per_rank_bytes == parameters + buffers
+        actual = load_memory(model, way, ranks_per_node=1, shards=2)
+        assert actual.per_rank_bytes == parameters + buffers
 
 
 @pytest.mark.parametrize("way", [Loading.WHOLE, Loading.FILE])

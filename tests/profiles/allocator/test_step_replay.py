@@ -48,20 +48,20 @@ def test_states_of_the_optimizer_break_up_what_the_first_step_cached() -> None:
     # of 20, 20, 40, 40, 20. The other gradient and both states go into the two of 40, so that the
     # second step finds no 40 in one piece: two more. Beside 40 parameters and 40 states live at
     # most 80 kept and the first gradient.
-    found = replay([PAIR], Resident(state_copies=(1,)))
-    assert found == Replayed(allocated_bytes=180 * MIB, reserved_bytes=220 * MIB)
+    replayed = replay([PAIR], Resident(state_copies=(1,)))
+    assert replayed == Replayed(allocated_bytes=180 * MIB, reserved_bytes=220 * MIB)
 
 
 def test_expandable_segments_put_the_pieces_together() -> None:
     # The gradient that lies between a state and the rest of its 40 MiB goes, and they are 40 again.
-    found = replay([PAIR], Resident(state_copies=(1,)), expandable_segments=True)
-    assert found == Replayed(allocated_bytes=180 * MIB, reserved_bytes=180 * MIB)
+    replayed = replay([PAIR], Resident(state_copies=(1,)), expandable_segments=True)
+    assert replayed == Replayed(allocated_bytes=180 * MIB, reserved_bytes=180 * MIB)
 
 
 def test_gradients_in_buckets_are_there_all_the_time() -> None:
     # 40 of parameters, 40 of buckets, 80 kept, and a gradient of 20 on its way to its bucket.
-    found = replay([PAIR], Resident(buckets=(40 * MIB,)))
-    assert found.allocated_bytes == found.reserved_bytes == 180 * MIB
+    replayed = replay([PAIR], Resident(buckets=(40 * MIB,)))
+    assert replayed.allocated_bytes == replayed.reserved_bytes == 180 * MIB
 
 
 def test_what_is_made_again_is_there_once() -> None:
@@ -96,8 +96,8 @@ def test_microbatches_of_a_stage_add_to_one_gradient() -> None:
     order = [Pass(True, 0, n) for n in range(3)] + [Pass(False, 0, n) for n in range(3)]
     one = replace(PAIR, count=1)
     # 20 of parameters, three times 40 kept, and the gradient that is made while the first goes.
-    found = replay_stages([[one]], Resident(), order=order)
-    assert found.allocated_bytes == (20 + 3 * 40 + 20) * MIB
+    replayed = replay_stages([[one]], Resident(), order=order)
+    assert replayed.allocated_bytes == (20 + 3 * 40 + 20) * MIB
 
 
 def test_a_limit_is_enough_or_is_not() -> None:
@@ -118,13 +118,13 @@ def test_a_timeline_is_replayed_allocation_by_allocation() -> None:
     line.release(kept)
     # Segments of 50, 20 for the 2 of the batch, 40 and 60. The gradient goes into that of the
     # temporary; when the second step begins it is let go, and the temporary fits there again.
-    found = replay_timeline(
+    replayed = replay_timeline(
         line,
         gradients={gradient},
         parameters=[50 * MIB],
         standing=Resident(always=(2 * MIB,)),
     )
-    assert found == Replayed(allocated_bytes=152 * MIB, reserved_bytes=170 * MIB)
+    assert replayed == Replayed(allocated_bytes=152 * MIB, reserved_bytes=170 * MIB)
 
 
 def test_tensors_keep_their_proportions() -> None:

@@ -33,10 +33,10 @@ def without_transients(profile: ModelProfile) -> ModelProfile:
     return profile.model_copy(update={"units": units})
 
 
-def with_moved_of(found: ModelProfile, expected: ModelProfile) -> ModelProfile:
+def with_moved_of(actual: ModelProfile, expected: ModelProfile) -> ModelProfile:
     """`found` with the moved bytes of `expected`, after a check that they are about the same."""
     units = []
-    for ours, theirs in zip(found.units, expected.units, strict=True):
+    for ours, theirs in zip(actual.units, expected.units, strict=True):
         costs = {}
         for kind, cost in ours.costs.items():
             names = ("forward_moved_bytes", "backward_moved_bytes")
@@ -45,27 +45,27 @@ def with_moved_of(found: ModelProfile, expected: ModelProfile) -> ModelProfile:
                 close = pytest.approx(
                     wanted.at(expected.samples), rel=MOVED_TOLERANCE, abs=MOVED_BYTES
                 )
-                assert getattr(cost, name).at(found.samples) == close, (ours.name, kind, name)
+                assert getattr(cost, name).at(actual.samples) == close, (ours.name, kind, name)
             costs[kind] = cost.model_copy(update=moved)
         units.append(ours.model_copy(update={"costs": costs}))
-    return found.model_copy(update={"units": tuple(units)})
+    return actual.model_copy(update={"units": tuple(units)})
 
 
-def assert_equal(found: ModelProfile, expected: ModelProfile) -> None:
+def assert_equal(actual: ModelProfile, expected: ModelProfile) -> None:
     """All that is noted, chains that one kernel may run among it."""
     if not version("torch").startswith(EXACT_IN):
-        found = with_moved_of(found, expected)
-    plain, wanted = without_transients(found), without_transients(expected)
+        actual = with_moved_of(actual, expected)
+    plain, wanted = without_transients(actual), without_transients(expected)
     for ours, theirs in zip(plain.units, wanted.units, strict=True):
         assert ours == theirs
     # What a border cuts of the flow is compared below; what file it is of, only we know.
     apart = {"units", "flow", "config"}
     assert plain.model_dump(exclude=apart) == wanted.model_dump(exclude=apart)
-    for ours, theirs in zip(found.units, expected.units, strict=True):
+    for ours, theirs in zip(actual.units, expected.units, strict=True):
         for kind, cost in theirs.costs.items():
             for name in ("forward_transient_bytes", "backward_transient_bytes"):
                 peak = getattr(cost, name).at(expected.samples)
                 close = pytest.approx(peak, rel=TRANSIENT_TOLERANCE, abs=0)
-                assert getattr(ours.costs[kind], name).at(found.samples) == close, (
+                assert getattr(ours.costs[kind], name).at(actual.samples) == close, (
                     f"{ours.name}, {kind}, {name}"
                 )

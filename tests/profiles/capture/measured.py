@@ -1,4 +1,4 @@
-"""What a real run of a small model takes: the oracle for what `capture` predicts."""
+"""Costs of a real run of a small model: the oracle for `capture`."""
 
 from __future__ import annotations
 

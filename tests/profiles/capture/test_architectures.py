@@ -57,8 +57,8 @@ def test_equal_blocks_stood_in_for_cost_what_every_block_costs(name: str) -> Non
     assert (profile.unused, profile.tied) == (every.unused, every.tied)
     for unit, expected in zip(profile.units, every.units, strict=True):
         for quantity in UnitCost.model_fields:
-            found = getattr(unit.cost(Numerics.AS_BUILT), quantity)
-            assert found == getattr(expected.cost(Numerics.AS_BUILT), quantity), (
+            actual = getattr(unit.cost(Numerics.AS_BUILT), quantity)
+            assert actual == getattr(expected.cost(Numerics.AS_BUILT), quantity), (
                 unit.name,
                 quantity,
             )

@@ -76,22 +76,22 @@ CASES = {
 def test_every_block_has_the_call_that_its_configuration_says(name: str) -> None:
     config, kv_heads, length, is_causal = CASES[name]
     for numerics, element_bytes in zip(NUMERICS, (F32, BF16), strict=True):
-        found = [calls(block.cost(numerics)) for block in captured(config).blocks()]
+        results = [calls(block.cost(numerics)) for block in captured(config).blocks()]
         expected = AttentionCall(
             heads=HEADS, kv_heads=kv_heads, queries=length, keys=length, width=WIDTH,
             value_width=WIDTH, is_causal=is_causal, element_bytes=element_bytes,
             kernel=AttentionKernel.CPU,
         )  # fmt: skip
-        assert found == [[expected]] * 3
+        assert results == [[expected]] * 3
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_closed_form_of_a_config_notes_the_same(name: str) -> None:
     config = CASES[name][0]
     length = None if name == "vit" else TOKENS
-    found = profile_from_config(config, samples=ROWS, sequence_length=length, name=name)
+    profile = profile_from_config(config, samples=ROWS, sequence_length=length, name=name)
     expected = captured(config)
-    for ours, theirs in zip(found.units, expected.units, strict=True):
+    for ours, theirs in zip(profile.units, expected.units, strict=True):
         assert calls(ours.cost(Numerics.AS_BUILT)) == calls(theirs.cost(Numerics.AS_BUILT))
 
 
@@ -181,13 +181,13 @@ def config_calls(config: dict[str, Any], *, on_processor: bool) -> list[Attentio
     model = profile_from_config(
         config, samples=ROWS, sequence_length=TOKENS, name="a", on_processor=on_processor
     )
-    (found, *others) = [calls(block.cost(Numerics.AS_BUILT)) for block in model.blocks()]
-    assert all(other == found for other in others)
-    return found
+    (actual, *others) = [calls(block.cost(Numerics.AS_BUILT)) for block in model.blocks()]
+    assert all(other == actual for other in others)
+    return actual
 
 
 def test_accelerators_take_dropout_in_the_kernel() -> None:
-    """What processors write out, scores in fp32 that are kept, is one call elsewhere."""
+    """The fp32 scores that processors write out and save are one call elsewhere."""
     assert config_calls(gpt2(dropout=0.1), on_processor=True) == []
     (call,) = config_calls(gpt2(dropout=0.1), on_processor=False)
     (plain,) = config_calls(gpt2(), on_processor=True)

@@ -1,4 +1,4 @@
-"""What cannot be looked at says so in one line, with the module and the sample."""
+"""Models that cannot be traced raise one line, with the module and the sample."""
 
 from __future__ import annotations
 

@@ -99,9 +99,9 @@ def test_a_module_registered_twice_is_one_unit() -> None:
 def test_every_parameter_has_one_unit_and_those_between_units_are_glue() -> None:
     model = Model(body=Model(layers=nn.ModuleList([Block(), Block()])))
     model.body.position = nn.Parameter(torch.zeros(4))
-    found = owners(model, find_units(model))
-    assert {found[id(m)] for m in model.modules()} == {"body.layers.0", "body.layers.1", GLUE}
-    assert found[id(model.body)] == GLUE
+    owner_of = owners(model, find_units(model))
+    assert {owner_of[id(m)] for m in model.modules()} == {"body.layers.0", "body.layers.1", GLUE}
+    assert owner_of[id(model.body)] == GLUE
 
 
 def test_calls_within_calls_belong_to_the_inner_unit() -> None:

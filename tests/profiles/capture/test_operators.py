@@ -128,8 +128,8 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_products_of_experts_are_noted_with_the_rows_of_each(is_trained: bool) -> None:
     """Two samples; frozen weights take one product back, and all FLOP are of these products."""
-    found = capture(Experts(is_trained=is_trained), torch.zeros(2, 16, 8))
-    (cost,) = (unit.cost(Numerics.AS_BUILT) for unit in found.units if unit.name == "(glue)")
+    profile = capture(Experts(is_trained=is_trained), torch.zeros(2, 16, 8))
+    (cost,) = (unit.cost(Numerics.AS_BUILT) for unit in profile.units if unit.name == "(glue)")
     (product,) = cost.products
     assert (product.m.at(1), product.k, product.n, product.count) == (4, 8, 24, 4)
     assert product.needs_input_gradient == is_trained

@@ -1,4 +1,4 @@
-"""Which blocks run and which are stood in for, and that nothing is lost by it."""
+"""Blocks that run and blocks that are substituted: costs are the same."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def captured(model: nn.Module) -> ModelProfile:
 
 
 def runs_of(model: Chain, runs: type[Runs]) -> int:
-    """How many blocks run in one look (a capture takes two)."""
+    """Number of blocks that run in one trace (a capture takes two)."""
     captured(model)
     runs.count = 0
     capture(model, torch.randn(ROWS, WIDTH))

@@ -38,6 +38,6 @@ CASES = dict(_cases())
 def test_what_looks_equal_and_is_not_costs_what_every_block_costs(case: str) -> None:
     random.seed(0)
     model, sample = CASES[case](), torch.randn(ROWS, WIDTH)
-    found = capture(model, sample)
+    profile = capture(model, sample)
     random.seed(0)
-    assert found == capture(model, sample, every_block=True)
+    assert profile == capture(model, sample, every_block=True)

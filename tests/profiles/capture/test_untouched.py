@@ -43,13 +43,13 @@ class Careless(nn.Module):
 
 def state_of(model: nn.Module) -> list[object]:
     """Everything one can see of a model, with identities."""
-    found: list[object] = []
+    results: list[object] = []
     for name, module in model.named_modules():
-        found += [name, id(module), module.training, sorted(module.__dict__), id(module.__dict__)]
-        found += [len(module._forward_hooks), len(module._forward_pre_hooks)]
+        results += [name, id(module), module.training, sorted(module.__dict__), id(module.__dict__)]
+        results += [len(module._forward_hooks), len(module._forward_pre_hooks)]
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         gradient = None if tensor.grad is None else (id(tensor.grad), tensor.grad.tolist())
-        found += [
+        results += [
             name,
             id(tensor),
             tensor._version,
@@ -57,7 +57,7 @@ def state_of(model: nn.Module) -> list[object]:
             tensor.requires_grad,
             gradient,
         ]
-    return found
+    return results
 
 
 def random_state() -> tuple[object, ...]:

@@ -66,21 +66,23 @@ def captured(config: Config, samples: int, numerics: tuple[Numerics, ...]) -> Mo
 def test_a_config_gives_what_capture_of_its_model_gives(name: str) -> None:
     config = CONFIGS[name]
     numerics = tuple(Numerics) if name in ONE_OF_EACH else (Numerics.AS_BUILT,)
-    found = profile_from_config(
+    profile = profile_from_config(
         config,
         samples=SAMPLES,
         sequence_length=tokens_of(config),
         name="model",
         numerics=numerics,
     )
-    assert_equal(found, captured(config, SAMPLES, numerics))
+    assert_equal(profile, captured(config, SAMPLES, numerics))
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "vit"])
 def test_one_sample_whose_rows_need_no_sum_is_like_it_too(name: str) -> None:
     config = CONFIGS[name]
-    found = profile_from_config(config, samples=1, sequence_length=tokens_of(config), name="model")
-    assert_equal(found, captured(config, 1, (Numerics.AS_BUILT,)))
+    profile = profile_from_config(
+        config, samples=1, sequence_length=tokens_of(config), name="model"
+    )
+    assert_equal(profile, captured(config, 1, (Numerics.AS_BUILT,)))
 
 
 def test_every_family_is_held_against_a_capture() -> None:
@@ -114,25 +116,26 @@ def test_at_full_size_a_profile_is_that_of_the_capture() -> None:
         model = transformers.LlamaForCausalLM(config).train()
     ids = torch.zeros(1, 2048, dtype=torch.long)
     expected = capture(model, {"input_ids": ids, "labels": ids}, name="full")
-    found = profile_from_config(LLAMA_3_8B, samples=1, sequence_length=2048, name="full")
-    assert_equal(found, expected)
+    profile = profile_from_config(LLAMA_3_8B, samples=1, sequence_length=2048, name="full")
+    assert_equal(profile, expected)
 
 
 @pytest.mark.parametrize(
     "name", ["gpt2", "llama, deeper", "t5", "bert", "vit", "mixtral", "deepseek_v3"]
 )
 def test_what_crosses_a_border_between_units_is_what_a_capture_sees(name: str) -> None:
-    """Where gradients go back: the closed form follows nothing else (T5 hands on a mask, too)."""
+    """Compares values with gradients: the closed form follows nothing else (T5 hands on a mask,
+    too)."""
     config = CONFIGS[name]
-    found = profile_from_config(
+    actual = profile_from_config(
         config, samples=SAMPLES, sequence_length=tokens_of(config), name="model"
     ).flow
     expected = captured(config, SAMPLES, (Numerics.AS_BUILT,)).flow
-    ours = [call.unit for call in found.calls]
+    ours = [call.unit for call in actual.calls]
     assert ours == [call.unit for call in expected.calls]
     for position in range(1, len(ours)):
         crossing, wanted = (
             [(v.shape, v.dtype, v.bytes) for v in flow.crossing(position) if v.needs_gradient]
-            for flow in (found, expected)
+            for flow in (actual, expected)
         )
         assert crossing == wanted, ours[position]

@@ -1,4 +1,4 @@
-"""What closed forms count against what is published, and where there is no torch."""
+"""Counts of closed forms against published ones, also without torch."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ ENCODER: Config = {
     ],
 )
 def test_parameters_are_the_published_count(config: Config, parameters: int) -> None:
-    found = profile_from_config(
+    profile = profile_from_config(
         config, samples=1, sequence_length=tokens_of(config), name="published"
     )
-    assert found.parameters == found.trainable_parameters == parameters
+    assert profile.parameters == profile.trainable_parameters == parameters
 
 
 def test_deepseek_v3_has_671_billion_parameters() -> None:
@@ -101,17 +101,17 @@ def test_deepseek_v3_has_671_billion_parameters() -> None:
         "qk_nope_head_dim": 128,
         "v_head_dim": 128,
     }
-    found = profile_from_config(config, samples=1, sequence_length=16, name="deepseek-v3")
-    assert round(found.parameters / 1e9) == 671
+    profile = profile_from_config(config, samples=1, sequence_length=16, name="deepseek-v3")
+    assert round(profile.parameters / 1e9) == 671
 
 
 def test_flop_are_six_per_parameter_and_token_and_attention() -> None:
     """Kaplan's count: 2 FLOP a weight and token forward, 4 backward; the embedding is looked up."""
     tokens, layers, width = 2048, 32, 4096
-    found = profile_from_config(LLAMA_3_8B, samples=1, sequence_length=tokens, name="llama")
-    products = found.parameters - 128_256 * width - (2 * layers + 1) * width  # no norms
+    profile = profile_from_config(LLAMA_3_8B, samples=1, sequence_length=tokens, name="llama")
+    products = profile.parameters - 128_256 * width - (2 * layers + 1) * width  # no norms
     attention = layers * 2 * tokens * tokens * width  # per pass of one matrix product
-    assert found.flop(1) == 6 * products * tokens + (2 + 5) * attention
+    assert profile.flop(1) == 6 * products * tokens + (2 + 5) * attention
 
 
 def test_it_runs_where_torch_cannot_be_imported() -> None:

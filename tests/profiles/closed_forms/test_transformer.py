@@ -75,7 +75,7 @@ def test_costs_grow_with_samples_and_16_bits_halve_what_is_kept() -> None:
 
 
 def test_stretches_of_layers_and_the_rest_make_up_a_unit() -> None:
-    """What tensor parallelism divides and what it leaves is never more than there is."""
+    """The parts that tensor parallelism divides and leaves never exceed the whole."""
     for _, shape in KNOWN.values():
         for unit in transformer_profile(shape, name="x").units:
             cost = unit.cost(Numerics.BF16)

@@ -32,10 +32,10 @@ SIZES = [KIB * 4**power for power in range(9)]  # 1 KiB to 64 MiB
 
 @pytest.mark.parametrize(("latency_s", "bandwidth"), [(20e-6, 40e9), (3e-3, 1e8), (0.0, 5e9)])
 def test_an_exact_line_is_found(latency_s: float, bandwidth: float) -> None:
-    found = fit([(float(size), latency_s + size / bandwidth) for size in SIZES])
-    assert found.latency_s == pytest.approx(latency_s, abs=1e-12, rel=1e-6)
-    assert found.busbw_bytes_per_s == pytest.approx(bandwidth, rel=1e-6)
-    assert found.relative_residual == pytest.approx(0, abs=1e-6)
+    fitted = fit([(float(size), latency_s + size / bandwidth) for size in SIZES])
+    assert fitted.latency_s == pytest.approx(latency_s, abs=1e-12, rel=1e-6)
+    assert fitted.busbw_bytes_per_s == pytest.approx(bandwidth, rel=1e-6)
+    assert fitted.relative_residual == pytest.approx(0, abs=1e-6)
 
 
 def test_noise_and_two_disturbed_sizes_move_the_line_little() -> None:
@@ -47,16 +47,16 @@ def test_noise_and_two_disturbed_sizes_move_the_line_little() -> None:
     for spoiled in (3, 9):  # another process took the cores
         size, seconds = points[spoiled]
         points[spoiled] = (size, 6 * seconds)
-    found = fit(points)
-    assert found.latency_s == pytest.approx(300e-6, rel=0.1)
-    assert found.busbw_bytes_per_s == pytest.approx(1e9, rel=0.1)
-    assert found.relative_residual < 0.1  # 15 of 17 sizes are within 5 % of the true line
+    fitted = fit(points)
+    assert fitted.latency_s == pytest.approx(300e-6, rel=0.1)
+    assert fitted.busbw_bytes_per_s == pytest.approx(1e9, rel=0.1)
+    assert fitted.relative_residual < 0.1  # 15 of 17 sizes are within 5 % of the true line
 
 
 def test_times_that_fall_with_size_still_give_a_bandwidth() -> None:
-    found = fit([(1024.0, 2e-3), (4096.0, 1.5e-3), (16384.0, 1e-3)])
-    assert found.latency_s == 0
-    assert found.busbw_bytes_per_s == pytest.approx(16384 / 1e-3)
+    fitted = fit([(1024.0, 2e-3), (4096.0, 1.5e-3), (16384.0, 1e-3)])
+    assert fitted.latency_s == 0
+    assert fitted.busbw_bytes_per_s == pytest.approx(16384 / 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_published_curves_are_fitted_to_their_plateaus(shared: Path) -> None:
         timings = [(size * factor, size * factor / busbw) for size, busbw in curve]
         if len(curve) < 8:
             continue
-        found = fit(timings)
+        fitted = fit(timings)
         largest, plateau = max(curve)
         # All that the cost model asks of a fit: the time of a large message.
-        predicted = found.latency_s + largest * factor / found.busbw_bytes_per_s
+        predicted = fitted.latency_s + largest * factor / fitted.busbw_bytes_per_s
         assert predicted == pytest.approx(largest * factor / plateau, rel=0.15), (system, kind)
-        if found.latency_s < 0.02 * predicted:  # the curve has levelled off
-            assert found.busbw_bytes_per_s == pytest.approx(plateau, rel=0.1), (system, kind)
+        if fitted.latency_s < 0.02 * predicted:  # the curve has levelled off
+            assert fitted.busbw_bytes_per_s == pytest.approx(plateau, rel=0.1), (system, kind)
             checked += 1
     assert checked >= 10  # all NVSwitch nodes, most of the network and MI200 curves
 
@@ -96,22 +96,22 @@ def test_axes_are_those_of_every_mesh_of_two() -> None:
     # By hand for 12 ranks: every divisor as the inner axis, what is left as the outer one.
     inner = {(2, 1), (3, 1), (4, 1), (6, 1), (12, 1)}
     outer = {(6, 2), (4, 3), (3, 4), (2, 6)}
-    found = mesh_axes(num_nodes=3, devices_per_node=4)
-    assert {(axis.size, axis.stride) for axis in found} == inner | outer
-    assert found[:3] == [
+    axes = mesh_axes(num_nodes=3, devices_per_node=4)
+    assert {(axis.size, axis.stride) for axis in axes} == inner | outer
+    assert axes[:3] == [
         BenchAxis(4, 1),
         BenchAxis(3, 4),
         BenchAxis(12, 1),
     ]  # the tiers and the world first
-    for axis in found:
+    for axis in axes:
         ranks = sorted(rank for group in axis.groups(12) for rank in group)
         assert ranks == list(range(12))
 
 
 def test_a_large_job_times_what_its_groups_allow_but_always_the_tiers() -> None:
-    found = mesh_axes(num_nodes=512, devices_per_node=8)
-    assert {BenchAxis(8, 1), BenchAxis(512, 8), BenchAxis(4096, 1)} <= set(found)
-    others = set(found) - {BenchAxis(8, 1), BenchAxis(512, 8), BenchAxis(4096, 1)}
+    axes = mesh_axes(num_nodes=512, devices_per_node=8)
+    assert {BenchAxis(8, 1), BenchAxis(512, 8), BenchAxis(4096, 1)} <= set(axes)
+    others = set(axes) - {BenchAxis(8, 1), BenchAxis(512, 8), BenchAxis(4096, 1)}
     assert sum(4096 // axis.size for axis in others) <= MOST_GROUPS
 
 
@@ -261,10 +261,10 @@ def test_the_tiers_are_those_of_their_axes(ran: Path) -> None:
     rings = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     # A node's cards were shared by the two groups that went through them.
     for link, stride, groups in ((cluster.intra, 1, 1), (cluster.inter, 2, 2)):
-        for kind, found in link.fits.items():
+        for kind, result in link.fits.items():
             measured = cluster.measured(kind, 2, stride)
             assert measured is not None
-            assert found.busbw_bytes_per_s == pytest.approx(groups * measured.busbw_bytes_per_s)
+            assert result.busbw_bytes_per_s == pytest.approx(groups * measured.busbw_bytes_per_s)
         rates = [link.fits[kind].busbw_bytes_per_s for kind in rings]
         bandwidth = link.bandwidth_bytes_per_s
         assert bandwidth.source is Source.MEASURED

@@ -18,15 +18,15 @@ H100 = "8xH100-SXM-80GB"
 
 
 def test_a_folder_gets_rates_and_keeps_no_file(tmp_path: Path) -> None:
-    found = with_disk(resolve_cluster(H100), tmp_path, size_bytes=8 * MIB)
-    for rate in (found.disk_write_bytes_per_s, found.disk_read_bytes_per_s):
+    cluster = with_disk(resolve_cluster(H100), tmp_path, size_bytes=8 * MIB)
+    for rate in (cluster.disk_write_bytes_per_s, cluster.disk_read_bytes_per_s):
         assert rate is not None
         assert rate.source is Source.MEASURED
         assert 1e6 < rate.value < 1e12
     assert os.listdir(tmp_path) == []
     usage = shutil.disk_usage(tmp_path)
-    assert found.disk_free_bytes is not None
-    assert 0 < found.disk_free_bytes.value <= usage.total
+    assert cluster.disk_free_bytes is not None
+    assert 0 < cluster.disk_free_bytes.value <= usage.total
 
 
 def test_rates_are_of_the_seconds_that_it_took(
@@ -34,8 +34,8 @@ def test_rates_are_of_the_seconds_that_it_took(
 ) -> None:
     laps = iter([(1.0, 0.5), (2.0, 0.5), (4.0, 0.5)])
     monkeypatch.setattr("profiles.machine.bench.disk._lap", lambda *_: next(laps))
-    found = with_disk(resolve_cluster(H100), tmp_path, size_bytes=100_000_000)
-    written, read = found.disk_write_bytes_per_s, found.disk_read_bytes_per_s
+    cluster = with_disk(resolve_cluster(H100), tmp_path, size_bytes=100_000_000)
+    written, read = cluster.disk_write_bytes_per_s, cluster.disk_read_bytes_per_s
     assert written is not None
     assert read is not None
     assert (written.value, written.relative_error) == (5e7, 0.6)  # 1 to 4 s: (4 - 1) / (4 + 1)

@@ -14,7 +14,7 @@ from tests.workers import Pool
 
 
 def _seen(*names: str) -> tuple[str, ClusterProfile | None]:
-    """What two nodes of two ranks agree on, where each sees a job of its own kind of node."""
+    """Cluster that two nodes of two ranks agree on, each with a job of its own kind of node."""
     mine = cluster_from_name(names[dist.get_rank() // 2])
     with joined(patience_s=20) as job:
         try:
@@ -31,9 +31,9 @@ def test_equal_nodes_are_as_rank_0_sees_them(pool: Pool) -> None:
 
 @pytest.mark.dist
 def test_of_different_nodes_the_slowest_counts_on_every_rank_and_it_says_so(pool: Pool) -> None:
-    found = pool.run(_seen, "2x2xH100-SXM-80GB", "2x2xA100-SXM-80GB", world_size=4)
-    assert len({profile.to_json() for _, profile in found if profile}) == 1
-    profile = found[0][1]
+    results = pool.run(_seen, "2x2xH100-SXM-80GB", "2x2xA100-SXM-80GB", world_size=4)
+    assert len({profile.to_json() for _, profile in results if profile}) == 1
+    profile = results[0][1]
     assert profile is not None
     slower = cluster_from_name("2x2xA100-SXM-80GB")
     assert profile.num_nodes == 2
@@ -43,5 +43,5 @@ def test_of_different_nodes_the_slowest_counts_on_every_rank_and_it_says_so(pool
 
 @pytest.mark.dist
 def test_devices_that_cannot_be_in_one_job_are_refused_on_every_rank(pool: Pool) -> None:
-    found = pool.run(_seen, "2x2xH100-SXM-80GB", "2x2xcpu", world_size=4)
-    assert all(profile is None and "kind of device" in text for text, profile in found)
+    results = pool.run(_seen, "2x2xH100-SXM-80GB", "2x2xcpu", world_size=4)
+    assert all(profile is None and "kind of device" in text for text, profile in results)

@@ -24,11 +24,11 @@ def table(shared: Path, name: str) -> list[dict[str, str]]:
 
 
 def quantities(of: object) -> list[Quantity]:
-    found = []
+    results = []
     for value in vars(of).values():
         values = value.values() if isinstance(value, dict) else [value]
-        found += [item for item in values if isinstance(item, Quantity)]
-    return found
+        results += [item for item in values if isinstance(item, Quantity)]
+    return results
 
 
 def test_every_published_accelerator_is_there_with_its_printed_numbers(shared: Path) -> None:
@@ -103,8 +103,8 @@ def test_a_mesh_gives_a_pair_what_was_measured_on_two_devices(shared: Path) -> N
     }
     node = cluster_from_name("mi300x-8")
     for ranks in ("2", "8"):
-        found = node.group_bandwidth(int(ranks))
-        assert found.low <= measured[ranks] <= found.high, ranks
+        bandwidth = node.group_bandwidth(int(ranks))
+        assert bandwidth.low <= measured[ranks] <= bandwidth.high, ranks
     assert node.group_bandwidth(2).value == pytest.approx(measured["2"], rel=0.1)
 
 

@@ -115,16 +115,16 @@ DGX_1 = Answers(
 
 def with_links(answers: Answers, count: int | None = None) -> ClusterProfile:
     count = count or answers.count
-    found = links_between(range(count), answers)
+    links = links_between(range(count), answers)
     return gpus(1, count).model_copy(
-        update={"intra": found.intra, "pair": found.pair, "host_bridge": found.host_bridge}
+        update={"intra": links.intra, "pair": links.pair, "host_bridge": links.host_bridge}
     )
 
 
 def test_nvlink_to_a_switch_is_the_catalogue_s() -> None:
-    found = links_between(range(8), DGX_H100)
-    assert (found.intra, found.pair, found.host_bridge) == (catalogue.link("nvlink4"), None, None)
-    assert found.notes == ()
+    links = links_between(range(8), DGX_H100)
+    assert (links.intra, links.pair, links.host_bridge) == (catalogue.link("nvlink4"), None, None)
+    assert links.notes == ()
 
 
 def test_links_that_are_down_count_in_proportion() -> None:
@@ -137,15 +137,15 @@ def test_links_that_are_down_count_in_proportion() -> None:
 
 
 def test_a_workstation_has_bridged_pairs_and_goes_through_the_host_else() -> None:
-    found = links_between(range(4), RTX_3090)
-    assert found.pair is not None
-    assert found.pair.name == "NVLink3 bridge of 4 links"
+    links = links_between(range(4), RTX_3090)
+    assert links.pair is not None
+    assert links.pair.name == "NVLink3 bridge of 4 links"
     # 4 x 14.062 GB/s, of which a bridge reaches 0.6.
-    assert found.pair.bandwidth_bytes_per_s.value == pytest.approx(0.6 * 4 * 14.062 * GB)
-    assert found.intra == catalogue.link("pcie4")
-    assert found.host_bridge is not None
-    assert not found.host_bridge.peer_to_peer
-    assert "peer-to-peer is off" in found.notes[0]
+    assert links.pair.bandwidth_bytes_per_s.value == pytest.approx(0.6 * 4 * 14.062 * GB)
+    assert links.intra == catalogue.link("pcie4")
+    assert links.host_bridge is not None
+    assert not links.host_bridge.peer_to_peer
+    assert "peer-to-peer is off" in links.notes[0]
     machine = with_links(RTX_3090)
     assert machine.bottleneck(2).name == "NVLink3 bridge of 4 links"
     assert machine.bottleneck(4).name != "NVLink3 bridge of 4 links"
@@ -158,26 +158,26 @@ def test_bridges_between_gpus_that_are_no_neighbours_are_named_not_used() -> Non
         {gpu: [NvLink(3, (gpu + 2) % 4, 14.062 * GB)] * 4 for gpu in range(4)},
         open_pairs=lambda one, other: (one + 2) % 4 == other,
     )
-    found = links_between(range(4), crossed)
-    assert found.pair is None
-    assert "NVLink bridges join GPUs 0 and 2, 1 and 3: not neighbours" in found.notes[-1]
+    links = links_between(range(4), crossed)
+    assert links.pair is None
+    assert "NVLink bridges join GPUs 0 and 2, 1 and 3: not neighbours" in links.notes[-1]
     # In the order 0 2 1 3, as CUDA_VISIBLE_DEVICES can give it, they are.
     assert links_between([0, 2, 1, 3], crossed).pair is not None
 
 
 def test_two_bridged_gpus_are_joined_by_the_bridge_alone() -> None:
-    found = links_between([2, 3], RTX_3090)
-    assert found.intra.name == "NVLink3 bridge of 4 links"
-    assert (found.pair, found.host_bridge) == (None, None)
+    links = links_between([2, 3], RTX_3090)
+    assert links.intra.name == "NVLink3 bridge of 4 links"
+    assert (links.pair, links.host_bridge) == (None, None)
 
 
 def test_without_peer_to_peer_all_goes_through_the_host_and_the_other_socket_is_said() -> None:
-    found = links_between(range(8), RTX_4090)
-    assert found.intra == catalogue.link("pcie4")
-    upwards = found.intra.model_copy(update={"name": "PCIe4 x16 to the host"})
-    assert found.host_bridge == HostBridge(link=upwards, devices=1, peer_to_peer=False)
-    assert found.notes[0].startswith("GPUs hang under different processors (NUMA nodes 0, 1);")
-    assert found.notes[1].startswith("peer-to-peer is off")
+    links = links_between(range(8), RTX_4090)
+    assert links.intra == catalogue.link("pcie4")
+    upwards = links.intra.model_copy(update={"name": "PCIe4 x16 to the host"})
+    assert links.host_bridge == HostBridge(link=upwards, devices=1, peer_to_peer=False)
+    assert links.notes[0].startswith("GPUs hang under different processors (NUMA nodes 0, 1);")
+    assert links.notes[1].startswith("peer-to-peer is off")
 
 
 def test_gpus_behind_a_pcie_switch_share_its_way_up() -> None:
@@ -200,18 +200,18 @@ def test_nvlink_from_each_to_each_is_a_mesh() -> None:
 
 
 def test_a_cube_is_planned_as_published_and_said() -> None:
-    found = links_between(range(8), DGX_1)
-    assert found.intra == catalogue.link("nvlink2")
-    assert "not all: planned with the published rate" in found.notes[0]
+    links = links_between(range(8), DGX_1)
+    assert links.intra == catalogue.link("nvlink2")
+    assert "not all: planned with the published rate" in links.notes[0]
 
 
 def test_the_narrowest_slot_counts() -> None:
     mixed = Answers(2, (4, 16), slots={1: (3, 8)})
-    found = links_between(range(2), mixed)
-    assert found.intra.name == "PCIe3 x8"
+    links = links_between(range(2), mixed)
+    assert links.intra.name == "PCIe3 x8"
     half = catalogue.link("pcie3").bandwidth_bytes_per_s.value / 2
-    assert found.intra.bandwidth_bytes_per_s.value == pytest.approx(half)
-    assert found.notes[0].endswith("0: 4 x16, 1: 3 x8")
+    assert links.intra.bandwidth_bytes_per_s.value == pytest.approx(half)
+    assert links.notes[0].endswith("0: 4 x16, 1: 3 x8")
 
 
 @pytest.fixture
@@ -238,9 +238,9 @@ def test_the_probe_puts_the_links_into_the_profile() -> None:
 @pytest.mark.usefixtures("four_3090")
 def test_without_the_driver_s_answers_the_usual_is_assumed_and_said() -> None:
     device = catalogue.accelerator("RTX-3090-24GB")
-    found = gpu_links(device, "nvidia-ml-py is not installed", count=4)
-    assert found.intra == catalogue.link("pcie4")
-    assert found.notes == (
+    links = gpu_links(device, "nvidia-ml-py is not installed", count=4)
+    assert links.intra == catalogue.link("pcie4")
+    assert links.notes == (
         "nvidia-ml-py is not installed: NVLink, PCIe and peer-to-peer are not known here,"
         " PCIe4 x16 is assumed",
     )
@@ -253,9 +253,9 @@ def test_without_the_driver_s_answers_the_usual_is_assumed_and_said() -> None:
 @pytest.mark.usefixtures("four_3090")
 def test_amd_s_links_are_said_not_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4", raising=False)
-    found = gpu_links(catalogue.accelerator("MI300X"), RTX_3090, count=4)
-    assert found.intra == catalogue.link("xgmi-mi300x")
-    assert "AMD devices are not looked at" in found.notes[0]
+    links = gpu_links(catalogue.accelerator("MI300X"), RTX_3090, count=4)
+    assert links.intra == catalogue.link("xgmi-mi300x")
+    assert "AMD devices are not looked at" in links.notes[0]
 
 
 def library(**functions: object) -> ModuleType:

@@ -1,4 +1,4 @@
-"""What launchers say of a process and its job."""
+"""Launchers detected from a process's environment."""
 
 from __future__ import annotations
 
@@ -143,10 +143,10 @@ def test_a_pod_knows_its_place_in_the_job(environment: dict[str, str], expected:
 def test_what_the_variables_leave_open_is_said_not_guessed(
     environment: dict[str, str], said: str
 ) -> None:
-    found = launcher(environment=environment)
-    assert (found.kind, found.world_size, found.num_nodes) == ("plain", 1, 1)
-    assert said in found.notes[0]
-    assert found.notes[0].endswith("so only this pod is described")
+    detected = launcher(environment=environment)
+    assert (detected.kind, detected.world_size, detected.num_nodes) == ("plain", 1, 1)
+    assert said in detected.notes[0]
+    assert detected.notes[0].endswith("so only this pod is described")
 
 
 def test_a_pod_s_wrong_variable_is_named() -> None:

@@ -102,9 +102,9 @@ def write(folder: Path, program: str, text: str | None = None, **settings: objec
 def test_the_line_of_every_program_is_found_again(
     program: str, is_new: bool, tmp_path: Path
 ) -> None:
-    found = read_log(write(tmp_path, program, is_new=is_new))
-    assert (found.kind, found.ranks, found.num_nodes) == (KINDS[program], 8, 1)
-    fit = found.fit()
+    log = read_log(write(tmp_path, program, is_new=is_new))
+    assert (log.kind, log.ranks, log.num_nodes) == (KINDS[program], 8, 1)
+    fit = log.fit()
     # Times are printed with three to five digits.
     assert fit.latency_s == pytest.approx(LATENCY_S, rel=0.01)
     assert fit.busbw_bytes_per_s == pytest.approx(BUSBW, rel=0.005)

@@ -26,7 +26,7 @@ def _namespaces() -> None:
 
 
 def require_agreement(rows: tuple[Row, ...]) -> None:
-    """What has to hold for the committed report, and for a new one."""
+    """Assertions on the committed report and on a new one."""
     slow, fast, free = rows
     for row in (slow, fast):
         assert row.line_bytes_per_s is not None

@@ -1,4 +1,4 @@
-"""What a group gets of the links: by hand, and against routing every ring through the graph."""
+"""Bandwidth of groups: by hand, and against routing every ring through the graph."""
 
 from __future__ import annotations
 
@@ -271,14 +271,14 @@ def test_one_node_of_each_kind_is_enough(
         host_bytes_per_s=90.0 if bridge else None,
         devices_per_bridge=bridge or 1,
     )
-    found = topology.share(size, stride)
-    if bridge and found.tier is Tier.HOST and nodes > 1:
+    share = topology.share(size, stride)
+    if bridge and share.tier is Tier.HOST and nodes > 1:
         return  # a card under another device's bridge: its way through the host is not in `routed`
     whole = routed(topology, size, stride)
     if bridge:
-        assert found.bytes_per_s <= whole * (1 + 1e-9)
+        assert share.bytes_per_s <= whole * (1 + 1e-9)
     else:
-        assert found.bytes_per_s == pytest.approx(whole)
+        assert share.bytes_per_s == pytest.approx(whole)
 
 
 def test_a_profile_s_fields_decide() -> None:

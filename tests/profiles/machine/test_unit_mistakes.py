@@ -178,7 +178,7 @@ def test_a_wrong_name_is_still_told_with_its_place(text: str, place: str, tmp_pa
 
 
 def test_a_measured_rate_of_gloo_may_be_written_by_hand(tmp_path: Path) -> None:
-    """What fast processors reach is several times what the catalogue assumes."""
+    """Fast processors reach several times the catalogue's rate."""
     path = tmp_path / "cluster.toml"
     path.write_text(
         '[device]\nkind = "cpu"\nmemory = "8 GiB"\nmemory_bandwidth = "9 GB/s"\n'

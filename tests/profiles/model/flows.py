@@ -1,4 +1,4 @@
-"""How tests read the flow of values between the units of a model."""
+"""Helpers that read the flow of values between the units of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module that was split by hand copies between its devices, counted by hand."""
+"""Copies between the devices of a manually placed module, counted by hand."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def looked_at(between: Forward, **options: tuple[str, str]) -> tuple[DeviceCross
 )
 def test_activations_go_and_their_gradients_come_back(between: Forward) -> None:
     """The target, which starts where the batch does, goes to the loss; no gradient comes of it."""
-    (found,) = looked_at(between)
-    assert (found.source, found.target) == (FIRST, SECOND)
-    assert found.bytes == Affine(per_sample=FLOAT * (WIDE + OUT))
-    assert found.back_bytes == Affine(per_sample=FLOAT * WIDE)
-    assert (found.copies, found.back_copies) == (2, 1)
+    (only,) = looked_at(between)
+    assert (only.source, only.target) == (FIRST, SECOND)
+    assert only.bytes == Affine(per_sample=FLOAT * (WIDE + OUT))
+    assert only.back_bytes == Affine(per_sample=FLOAT * WIDE)
+    assert (only.copies, only.back_copies) == (2, 1)
 
 
 def test_each_way_is_counted_by_itself() -> None:
@@ -83,9 +83,9 @@ def test_each_way_is_counted_by_itself() -> None:
 
 
 def test_parts_on_the_processor_are_devices_too() -> None:
-    (found,) = looked_at(after_the_weights, devices=("cpu", FIRST))
-    assert (found.source, found.target) == ("cpu", FIRST)
-    assert found.back_bytes == Affine(per_sample=FLOAT * WIDE)
+    (only,) = looked_at(after_the_weights, devices=("cpu", FIRST))
+    assert (only.source, only.target) == ("cpu", FIRST)
+    assert only.back_bytes == Affine(per_sample=FLOAT * WIDE)
 
 
 def test_a_module_in_one_place_copies_nothing() -> None:
@@ -109,8 +109,8 @@ class Chain(nn.Module):
 
 def test_equal_blocks_on_several_devices_are_all_looked_at() -> None:
     profile = capture(Chain(), torch.zeros(ROWS, WIDE))
-    (found,) = profile.crossings[Numerics.AS_BUILT]
-    assert found.bytes == Affine(per_sample=FLOAT * WIDE)
+    (only,) = profile.crossings[Numerics.AS_BUILT]
+    assert only.bytes == Affine(per_sample=FLOAT * WIDE)
 
 
 def test_under_autocast_half_as_much_passes() -> None:

@@ -1,4 +1,4 @@
-"""Which values go where, against models whose wiring is known, and arithmetic by hand."""
+"""Dataflow against models whose wiring is known, and arithmetic by hand."""
 
 from __future__ import annotations
 

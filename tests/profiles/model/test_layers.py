@@ -28,8 +28,8 @@ def profile() -> ModelProfile:
 def layers_of(
     profile: ModelProfile, unit: str, numerics: Numerics = Numerics.AS_BUILT
 ) -> dict[str, LayerCost]:
-    found = next(each for each in profile.units if each.name == unit)
-    return {layer.path: layer for layer in found.cost(numerics).layers}
+    match = next(each for each in profile.units if each.name == unit)
+    return {layer.path: layer for layer in match.cost(numerics).layers}
 
 
 def test_layers_come_in_call_order_with_what_feeds_them(profile: ModelProfile) -> None:

@@ -57,7 +57,7 @@ def _broken_off() -> list[list[float]]:
     """A backward that leaves its gradients whole, a forward that fails, then forgetting both."""
     root = fully_shard(Forked())
     reduce_unused_parameters(root)
-    found = []
+    results = []
     for forgets in (False, True):
         root.zero_grad()
         root.set_requires_gradient_sync(False)
@@ -70,8 +70,8 @@ def _broken_off() -> list[list[float]]:
             forget_step_underway(root)
         root.set_requires_gradient_sync(True)
         root(torch.ones(1, 2)).backward()
-        found.append(_gradients(root))
-    return found
+        results.append(_gradients(root))
+    return results
 
 
 @pytest.mark.dist
@@ -103,7 +103,7 @@ def test_whole_gradients_are_reduced_when_asked_for(pool: Pool) -> None:
 
 
 def _watched() -> list[list[float]]:
-    """What goes into the reduce-scatter of a layer whose every gradient is the rank plus one."""
+    """Inputs of the reduce-scatter of a layer whose every gradient is the rank plus one."""
     root = fully_shard(nn.Linear(2, 2, bias=False))
     heard: list[list[float]] = []
     watch_reductions(root, lambda gradients: heard.append(gradients.tolist()))

@@ -135,8 +135,8 @@ def test_the_arguments_that_a_call_writes_into() -> None:
         ((one, two), {}, [one]),
         ((), {"self": two, "other": one}, [two]),
     ):
-        found = compat.tensors_written(aten.add_.Tensor, args, kwargs)
-        assert [id(tensor) for tensor in found] == [id(tensor) for tensor in written]
+        actual = compat.tensors_written(aten.add_.Tensor, args, kwargs)
+        assert [id(tensor) for tensor in actual] == [id(tensor) for tensor in written]
     lists = compat.tensors_written(aten._foreach_add_.List, ([one, two], [two, one]), {})
     assert [id(tensor) for tensor in lists] == [id(one), id(two)]
 

@@ -1,4 +1,4 @@
-"""What one kernel in place of a captured chain saves: by hand, and against the closed form."""
+"""Savings of one kernel in place of a captured chain: by hand, and against the closed form."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def chains_of(part: Callable[[], nn.Module], numerics: Numerics) -> list[Fusible
                 x = block(x)
             return x
 
-    found = capture(Model(), torch.randn(ROWS, WIDTH), numerics=(numerics,), every_block=True)
-    block = next(found.blocks())
+    profile = capture(Model(), torch.randn(ROWS, WIDTH), numerics=(numerics,), every_block=True)
+    block = next(profile.blocks())
     cost = block.cost(numerics)
     return [fusible for layer in cost.layers for fusible in layer.after.fusible]
 
@@ -100,14 +100,14 @@ def test_a_norm_that_is_written_out_by_hand() -> None:
 def test_a_gate_around_another_layer_by_hand() -> None:
     """SiLU reads and writes, the product reads two and writes: 5 for 3; backward 9 for 5: arXiv
     2002.05202 has the formula, the counts are those of reads and writes."""
-    found = chains_of(Gated, Numerics.AS_BUILT)
-    assert {fusible.kind for fusible in found} == {FusibleKind.GATE}
+    actual = chains_of(Gated, Numerics.AS_BUILT)
+    assert {fusible.kind for fusible in actual} == {FusibleKind.GATE}
     tensor = F32 * WIDTH
-    assert sum(f.forward_moved_bytes for f in found) == 2 * tensor
-    assert sum(f.backward_moved_bytes for f in found) == 4 * tensor
-    assert sum(f.activation_bytes for f in found) == tensor
-    assert sum(f.forward_kernels for f in found) == 1
-    assert sum(f.backward_kernels for f in found) == 2
+    assert sum(f.forward_moved_bytes for f in actual) == 2 * tensor
+    assert sum(f.backward_moved_bytes for f in actual) == 4 * tensor
+    assert sum(f.activation_bytes for f in actual) == tensor
+    assert sum(f.forward_kernels for f in actual) == 1
+    assert sum(f.backward_kernels for f in actual) == 2
 
 
 def test_layers_and_their_own_norm_have_nothing_to_fuse() -> None:

@@ -37,8 +37,8 @@ def test_only_adapters_learn() -> None:
 
 
 def test_adamw_keeps_two_fp32_moments_of_adapters_alone() -> None:
-    found = upkeep(optimizer_profile("adamw"), with_lora(MODEL, rank=RANK).units)
-    assert found.state_bytes == 8 * LAYERS * ADAPTERS
+    states = upkeep(optimizer_profile("adamw"), with_lora(MODEL, rank=RANK).units)
+    assert states.state_bytes == 8 * LAYERS * ADAPTERS
     # By blocks of elements too: their shapes are known.
     assert upkeep(optimizer_profile("adamw-8bit"), with_lora(MODEL).units).state_bytes > 0
 

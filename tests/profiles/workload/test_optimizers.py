@@ -82,13 +82,13 @@ def _held_by_a_step(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -
 @pytest.mark.parametrize("name", REAL)
 def test_a_step_holds_no_more_than_is_said_and_nearly_that(name: str) -> None:
     model, profile = _model()
-    found = _held_by_a_step(model, _stepped(model, REAL[name]))
+    actual = _held_by_a_step(model, _stepped(model, REAL[name]))
     said = upkeep(OPTIMIZERS[name], profile.units).loop_bytes
     # Scalars (norms, bias corrections) apart; the order of the parameters decides what the loop
     # holds of the tensor before the largest, so the worst order is charged: as much again for
     # Adafactor, half as much for Adam.
-    assert found <= said + 4096
-    assert said <= (2 if name == "adafactor" else 1.5) * found + 4096
+    assert actual <= said + 4096
+    assert said <= (2 if name == "adafactor" else 1.5) * actual + 4096
 
 
 @pytest.mark.parametrize("name", ["sgd", "sgd-momentum", "adam", "adamw"])
@@ -96,17 +96,17 @@ def test_a_foreach_step_holds_what_is_said_of_accelerators(name: str) -> None:
     model, profile = _model()
     (optimizer,) = _stepped(model, REAL[name])
     optimizer.param_groups[0]["foreach"] = True
-    found = _held_by_a_step(model, [optimizer])
-    assert found == pytest.approx(upkeep(OPTIMIZERS[name], profile.units).list_bytes, abs=8192)
+    actual = _held_by_a_step(model, [optimizer])
+    assert actual == pytest.approx(upkeep(OPTIMIZERS[name], profile.units).list_bytes, abs=8192)
 
 
 def test_two_equal_matrices_one_after_another_are_the_worst_order() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     profile = capture(model, torch.zeros(2, 64))
     for name in ("adamw", "adafactor"):
-        found = _held_by_a_step(model, _stepped(model, REAL[name]))
+        actual = _held_by_a_step(model, _stepped(model, REAL[name]))
         said = upkeep(OPTIMIZERS[name], profile.units).loop_bytes
-        assert found == pytest.approx(said, abs=1024)
+        assert actual == pytest.approx(said, abs=1024)
 
 
 class _Counted(TorchDispatchMode):

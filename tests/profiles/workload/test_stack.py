@@ -72,9 +72,9 @@ def test_a_fused_block_moves_what_its_kernels_read_and_write() -> None:
     rows = sum(n + k for k, n in products)
     expected = e * TOKENS * (elementwise + attention + rows) + 4 * SHAPE.heads * TOKENS
     weights = e * sum(n * k for k, n in products)
-    found = block(stack_named("torch-compiled")).forward_moved_bytes
-    assert found.fixed == weights
-    assert found.per_sample == pytest.approx(expected)
+    forward_moved_bytes = block(stack_named("torch-compiled")).forward_moved_bytes
+    assert forward_moved_bytes.fixed == weights
+    assert forward_moved_bytes.per_sample == pytest.approx(expected)
 
 
 def test_kernels_that_keep_scores_keep_them_and_do_the_whole_square() -> None:

@@ -33,7 +33,7 @@ def _sums() -> dict[str, tuple[float, bool, bool]]:
     """Of each kind: how far from the backend's, whether all ranks hold the same bits, and whether
     whole numbers are exact."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    found = {}
+    results = {}
     for kind in KINDS:
         error, same, exact = 0.0, True, True
         for size in SIZES:
@@ -47,14 +47,14 @@ def _sums() -> dict[str, tuple[float, bool, bool]]:
             same &= torch.equal(first, got)
             counts = aggregate(torch.full((size,), rank + 1), kind=kind, per_node=2)
             exact &= bool((counts == ranks * (ranks + 1) // 2).all())
-        found[kind.value] = error, same, exact
-    return found
+        results[kind.value] = error, same, exact
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sums_are_the_backends(pool: Pool, ranks: int) -> None:
-    for found in pool.run(_sums, world_size=ranks):
-        for kind, (error, same, exact) in found.items():
+    for result in pool.run(_sums, world_size=ranks):
+        for kind, (error, same, exact) in result.items():
             assert error <= (1e-6 if ranks > 2 else 0.0), kind
             assert same, kind
             assert exact, kind
@@ -71,7 +71,7 @@ def _shapes() -> tuple[bool, bool, bool]:
 
 
 def test_any_shape_and_dtype_can_be_summed_up(pool: Pool) -> None:
-    assert all(all(found) for found in pool.run(_shapes, world_size=4))
+    assert all(all(result) for result in pool.run(_shapes, world_size=4))
 
 
 def _steps() -> list[list[float]]:
@@ -93,7 +93,7 @@ def _trained(plans: tuple[str, ...], name: str) -> list[tuple[float, float, int]
     """(gradient against one process, bits apart from the backend's after 3 steps, bytes sent in the
     last), as two nodes of two ranks."""
     case = CASES[name]
-    found: list[tuple[float, float, int]] = []
+    results: list[tuple[float, float, int]] = []
     backend: dict[str, torch.Tensor] = {}
     for text in ("dp_replicate=4", *plans):
         torch.manual_seed(1)
@@ -123,8 +123,8 @@ def _trained(plans: tuple[str, ...], name: str) -> list[tuple[float, float, int]
             for (kind, payload, *_), count in watched.sent.items()
             if kind == "send_recv"
         )
-        found.append((error, apart, sent))
-    return found[1:]
+        results.append((error, apart, sent))
+    return results[1:]
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("gpt", KINDS), ("tied-frozen-unused", KINDS[-1:])])
@@ -135,8 +135,8 @@ def test_ddp_trains_the_same_whatever_sums_up(
     plans = tuple(f"dp_replicate=4 aggregation={kind}" for kind in kinds)
     model = CASES[name].build()
     payload = sum(p.nbytes for n, p in model.named_parameters() if p.requires_grad)
-    for rank, found in enumerate(pool.run(_trained, plans, name, world_size=4, timeout_s=120)):
-        for kind, (error, apart, sent) in zip(kinds, found, strict=True):
+    for rank, result in enumerate(pool.run(_trained, plans, name, world_size=4, timeout_s=120)):
+        for kind, (error, apart, sent) in zip(kinds, result, strict=True):
             assert error <= 1e-5, kind
             assert apart <= 1e-5, kind
             script = [m for each in rounds(kind, 4, per_node=2) for m in each]

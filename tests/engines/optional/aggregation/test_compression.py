@@ -39,19 +39,19 @@ def _received(words: str) -> tuple[list[float], list[float], float]:
     batch = case.batch(8)
     reference_loss(reference, case, batch).backward()
     whole = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
-    wanted, found = _flat(whole), []
+    wanted, results = _flat(whole), []
     for _ in range(STEPS):
         parallel.forward_backward(local_rows(parallel, batch, 8))
-        found.append(_flat(parallel.full_gradients()))
+        results.append(_flat(parallel.full_gradients()))
         parallel.optimizer.zero_grad()
 
     def error(got: Tensor) -> float:
         return ((got - wanted).norm() / wanted.norm()).item()
 
-    means = [torch.stack(found[2 : 3 + last]).mean(0) for last in range(STEPS - 2)]
+    means = [torch.stack(results[2 : 3 + last]).mean(0) for last in range(STEPS - 2)]
     left = [torch.linalg.svdvals(g)[2:] for g in whole.values() if g.dim() == 2]
     best = (torch.cat(left).norm() / wanted.norm()).item()
-    return [error(each) for each in found], [error(mean) for mean in means], best
+    return [error(each) for each in results], [error(mean) for mean in means], best
 
 
 def _flat(gradients: dict[str, Tensor]) -> Tensor:
@@ -101,13 +101,13 @@ def _buckets() -> tuple[int, list[float]]:
 
 def test_sums_of_several_buckets_do_not_meet(pool: Pool) -> None:
     """On gloo each rank hears at another moment that a sum is done."""
-    found = pool.run(_buckets, world_size=4)
-    assert found[0][0] > 2
-    assert all(rank == found[0] for rank in found)
+    results = pool.run(_buckets, world_size=4)
+    assert results[0][0] > 2
+    assert all(rank == results[0] for rank in results)
 
 
 def test_a_rank_as_large_as_the_matrices_sends_them_whole(pool: Pool) -> None:
-    """Where two factors are no smaller than half of a matrix torch sends the matrix."""
+    """torch sends the matrix if two factors are no smaller than half of it."""
     words = "compression=powersgd compression_rank=64"
     for errors, *_ in pool.run(_received, words, world_size=4):
         assert max(errors) < 1e-5

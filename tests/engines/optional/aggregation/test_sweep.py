@@ -89,8 +89,8 @@ def test_what_is_chosen_at_100_mbit_is_three_times_as_fast_and_learns_as_well() 
 
 def test_tables_have_a_line_for_every_row(report: aggregation.Report) -> None:
     assert aggregation.table(report).count("\n") == 1 + len(report.rows)
-    found = less_to_send.Report.load(less_to_send.REPORT)
-    assert less_to_send.table(found).count("\n") == 1 + len(found.rows)
+    document = less_to_send.Report.load(less_to_send.REPORT)
+    assert less_to_send.table(document).count("\n") == 1 + len(document.rows)
 
 
 @pytest.mark.timed
@@ -98,7 +98,7 @@ def test_a_new_sweep_agrees() -> None:
     missing = why_not()
     if missing:
         pytest.skip(missing)
-    found = aggregation.measure()
-    test_predicted_curves_lie_on_the_measured_ones(found)
-    test_the_parameter_devices_link_is_the_bottleneck(found)
-    test_a_hierarchy_sends_less_between_nodes_and_is_faster(found)
+    measured = aggregation.measure()
+    test_predicted_curves_lie_on_the_measured_ones(measured)
+    test_the_parameter_devices_link_is_the_bottleneck(measured)
+    test_a_hierarchy_sends_less_between_nodes_and_is_faster(measured)

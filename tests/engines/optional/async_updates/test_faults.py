@@ -84,10 +84,10 @@ def test_a_step_that_needs_the_worker_that_died_says_which(pool: Pool) -> None:
     ],
 )
 def test_a_server_dies_and_the_workers_name_it(pool: Pool, plan: str) -> None:
-    found = pool.run(_lose, plan, 1, 5000, 6.0, world_size=4)
+    results = pool.run(_lose, plan, 1, 5000, 6.0, world_size=4)
     who = f"rank 1 (a server, on {socket.gethostname()})"
-    said = [text for _, text, _, _ in found[2:]]
-    assert all(made >= 2 for made, _, _, _ in found[2:])
+    said = [text for _, text, _, _ in results[2:]]
+    assert all(made >= 2 for made, _, _, _ in results[2:])
     # Gone; or, where the message was under way, it was not taken in time. The other server leaves
     # when its workers do, so who looks late may miss that one first.
     ways = (f"{who} is gone", f"{who} did not take a message within 6 s")

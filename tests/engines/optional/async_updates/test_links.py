@@ -79,7 +79,7 @@ def test_a_new_measurement_agrees() -> None:
     missing = why_not()
     if missing:
         pytest.skip(missing)
-    found = updates.measure()
-    test_predictions_lie_on_what_was_measured(found)
-    test_a_backup_worker_takes_its_delay_away(found)
-    test_local_steps_cut_the_traffic_by_as_many(found)
+    measured = updates.measure()
+    test_predictions_lie_on_what_was_measured(measured)
+    test_a_backup_worker_takes_its_delay_away(measured)
+    test_local_steps_cut_the_traffic_by_as_many(measured)

@@ -120,11 +120,11 @@ def _traffic(plan: str, steps: int) -> tuple[int, int, float, int]:
 @pytest.mark.dist
 def test_so_many_local_steps_cut_the_traffic_by_as_much(pool: Pool) -> None:
     """By the kernel's count, against DDP; staleness goes from 0 to one less than the period."""
-    ddp = [found[0] for found in pool.run(_traffic, "dp_replicate=2", 8, world_size=2)]
+    ddp = [result[0] for result in pool.run(_traffic, "dp_replicate=2", 8, world_size=2)]
     for every in (1, 4):
         plan = f"dp_replicate=2 updates=local sync_every={every}"
-        for whole, found in zip(ddp, pool.run(_traffic, plan, 8, world_size=2), strict=True):
-            moved, _, mean, most = found
+        for whole, result in zip(ddp, pool.run(_traffic, plan, 8, world_size=2), strict=True):
+            moved, _, mean, most = result
             assert whole / moved == pytest.approx(every, rel=0.05)
             assert (mean, most) == ((every - 1) / 2, every - 1)
 
@@ -148,7 +148,7 @@ def _classic_loop() -> tuple[float, float]:
 
 @pytest.mark.dist
 def test_a_classic_loop_meets_too(pool: Pool) -> None:
-    assert max(found[0] for found in pool.run(_classic_loop, world_size=2)) < 1e-7
+    assert max(result[0] for result in pool.run(_classic_loop, world_size=2)) < 1e-7
 
 
 def _state_between_meetings() -> tuple[list[float], float]:
@@ -217,14 +217,14 @@ def test_every_replica_goes_on_with_the_states_of_its_own_optimizer(
     pool: Pool, tmp_path: object
 ) -> None:
     """Another plan takes the first replica's, which the second one's are not."""
-    found = pool.run(_states_of_their_own, f"{tmp_path}/kept", world_size=2)
-    assert [(drift, losses) for drift, losses, _ in found] == [(0.0, 0.0)] * 2
-    assert [differs for _, _, differs in found] == [False, True]
+    results = pool.run(_states_of_their_own, f"{tmp_path}/kept", world_size=2)
+    assert [(drift, losses) for drift, losses, _ in results] == [(0.0, 0.0)] * 2
+    assert [differs for _, _, differs in results] == [False, True]
 
 
 def drift_of(state: dict[str, torch.Tensor], other: ParallelModel) -> float:
-    found = other.state_dict()
-    return max(float((state[name] - found[name]).abs().max()) for name in state)
+    actual = other.state_dict()
+    return max(float((state[name] - actual[name]).abs().max()) for name in state)
 
 
 @pytest.mark.dist

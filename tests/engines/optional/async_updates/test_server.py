@@ -45,13 +45,13 @@ def descend(server: ParameterServer, *, curvature: float, delay: int, updates: i
     curvature / 2 x^2 are then `delay` updates old. The number after each update."""
     workers = delay + 1
     held = [(server.version, number(server))] * workers
-    found = []
+    results = []
     for turn in range(updates):
         version, x = held[turn % workers]
         server.push(turn % workers, version, gradient(curvature * x))
         held[turn % workers] = server.version, number(server)
-        found.append(abs(number(server)))
-    return found
+        results.append(abs(number(server)))
+    return results
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3, 7])
@@ -61,8 +61,8 @@ def test_stale_descent_is_stable_up_to_the_known_step_and_no_further(delay: int)
     threshold = 2 * sin(pi / (2 * (2 * delay + 1)))
     for factor, grows in ((0.95, False), (1.05, True)):
         server = a_server(rate=factor * threshold, workers=delay + 1)
-        found = descend(server, curvature=1.0, delay=delay, updates=1200)
-        late, early = max(found[-50:]), max(found[100:150])
+        losses = descend(server, curvature=1.0, delay=delay, updates=1200)
+        late, early = max(losses[-50:]), max(losses[100:150])
         assert (late > 100 * early) == grows, (factor, early, late)
         assert (late < early / 100) == (not grows), (factor, early, late)
         report = server.tally.report(sent_bytes=0, received_bytes=0)

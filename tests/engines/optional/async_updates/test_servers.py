@@ -112,9 +112,9 @@ def test_a_bound_keeps_workers_together(pool: Pool) -> None:
     """None goes on before all have given the step before: others' updates between a worker's
     parameters and its gradients are then at most those of two steps."""
     plan = "dp_replicate=2 servers=2 updates=asynchronous max_staleness=0"
-    found = [report for _, report in pool.run(_asynchronous, plan, 20, world_size=4)]
-    assert [report.updates for report in found] == [40, 40, 20, 20]
-    assert max(report.most_staleness for report in found) <= 2
+    results = [report for _, report in pool.run(_asynchronous, plan, 20, world_size=4)]
+    assert [report.updates for report in results] == [40, 40, 20, 20]
+    assert max(report.most_staleness for report in results) <= 2
 
 
 def _a_step_in_bytes() -> tuple[tuple[int, int], tuple[int, int], int, int]:
@@ -181,8 +181,8 @@ def test_backup_workers_take_the_delay_of_a_straggler(pool: Pool) -> None:
     plan = "dp_replicate=2 backup_workers=1 servers=1"
     server, first, second, straggler = pool.run(_with_a_straggler, plan, 5, world_size=4)
     wanted = 1 + 3 * 0.9**5  # each step goes a tenth of the way from 4 to 1
-    for found in (server, first, second, straggler):
-        assert found[0] == pytest.approx(wanted, rel=1e-5)
+    for result in (server, first, second, straggler):
+        assert result[0] == pytest.approx(wanted, rel=1e-5)
     assert first[1:4] == second[1:4] == (5, 0, 0)
     assert straggler[1:4] == (0, 1, 4)
     assert server[1:4] == (10, 1, 0)

@@ -17,12 +17,12 @@ Counts = dict[str, tuple[int, int]]
 
 def counts() -> Counts:
     """Bytes over every connection so far."""
-    found = {}
+    results = {}
     for name, connection in _connections():
         told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         (sent,), (received,) = (struct.unpack_from("Q", told, at) for at in (_SENT, _RECEIVED))
-        found[name] = sent, received
-    return found
+        results[name] = sent, received
+    return results
 
 
 def since(before: Counts) -> tuple[int, int]:

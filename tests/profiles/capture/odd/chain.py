@@ -12,7 +12,7 @@ WIDTH, DEPTH, ROWS = 8, 9, 4
 
 
 class Block(nn.Module):
-    """What `work` says, with what it is built with at hand."""
+    """Calls `work` with the modules it is built with."""
 
     def __init__(self, work: Callable[..., Any] | None = None, **attributes: Any) -> None:
         super().__init__()
