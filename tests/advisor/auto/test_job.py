@@ -65,7 +65,7 @@ def test_the_parts_of_a_module_split_by_hand_are_driven_by_one_process() -> None
 @NO_GPU
 @pytest.mark.parametrize("plan", ["data_parallel=threads", "data_parallel=threads dp_replicate=2"])
 def test_alone_threads_train_as_one_device_does(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are no GPUs nn.DataParallel calls the module itself, on the whole batch."""
+    """Without GPUs nn.DataParallel calls the module itself, on the whole batch."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     torch.manual_seed(0)
     model, plain = nn.Linear(4, 2), nn.Linear(4, 2)

@@ -1,4 +1,4 @@
-"""Where nothing else fits a folder that is named is enough: decided, applied, trained."""
+"""Offload to a named folder where nothing else fits: decided, applied, trained."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_a_plan_given_by_file_is_obeyed(pool: Pool, tmp_path: Path) -> None:
 
 
 def _refused(*plans: str) -> str:
-    """What a rank is told; `plans` one for each rank, or one for all."""
+    """Messages of the ranks; `plans` one for each rank, or one for all."""
     try:
         _train(plans[torch.distributed.get_rank() % len(plans)])
     except AdvisorError as error:

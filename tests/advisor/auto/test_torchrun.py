@@ -41,7 +41,7 @@ PLAN = ["gpt-10m", "--cluster", "auto", "--global-batch", "4", "--json"]
 
 
 class Said(NamedTuple):
-    """What a rank printed; what it said beside, with its exit code at the end."""
+    """Output of a rank: stdout, stderr, and the exit code."""
 
     out: str
     err: str

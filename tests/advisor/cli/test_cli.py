@@ -154,7 +154,7 @@ class TestDefaultCommand:
 
 class TestColour:
     def stderr(self, *args: str, terminal: bool, **variables: str) -> bytes:
-        """What a wrong call writes to stderr, which is a terminal or a pipe."""
+        """Stderr of a wrong call, to a terminal or a pipe."""
         reader, writer = os.openpty() if terminal else os.pipe()
         environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
         environment |= {"TERM": "xterm", **variables}

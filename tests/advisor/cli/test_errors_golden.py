@@ -1,4 +1,4 @@
-"""What a user reads after a mistake, word for word: tests/golden/error_*.txt.
+"""Error messages, word for word: tests/golden/error_*.txt.
 
 Each file is the whole of stderr; stdout stays empty and there is no traceback.
 """
@@ -299,7 +299,7 @@ class TestUsage:
 
 
 class TestOutput:
-    """What can be known is known before the work; a report that was worked for is still shown."""
+    """Unwritable outputs fail before the work; a report is shown even if it cannot be written."""
 
     def written(self, name: str, output: str) -> None:
         result = advise("model.json", *EIGHT, *BATCH, "-o", output)

@@ -75,8 +75,8 @@ def test_between_two_slow_nodes_a_hierarchy_sends_what_trees_would() -> None:
 @pytest.mark.parametrize(("n", "k"), [(2, 2), (4, 4), (4, 2), (6, 3), (8, 4), (8, 2), (4, 1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loads_are_those_of_the_messages(kind: Aggregation, n: int, k: int) -> None:
-    """What the busiest link of each round carries, summed up over all rounds, counted from the
-    messages themselves."""
+    """Bytes of the busiest link of each round, summed over all rounds, counted from the
+    messages."""
     inside = between = 0.0
     for messages in rounds(kind, n, per_node=k):
         device: dict[tuple[int, str], float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""What a module that was split by hand waits for, against n latency + bytes / rate."""
+"""Waiting time of a manually placed module, against n latency + bytes / rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is filled in for plans with stages or split layers, and that what is decided trains."""
+"""Defaults of plans with stages or split layers; the completed plans train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What offloading saves of the peak and adds to the step, by hand."""
+"""Peak memory that offloading saves and step time that it adds, by hand."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_pin_is_decided_on_and_its_ways_are_in_the_report() -> None:
 
 
 def _allocators_word(decision: Decision) -> str:
-    """What is said of the allocator, with the plan that it is about."""
+    """The allocator's message, with the plan that it is about."""
     text = " ".join(str(decision).split())
     if "what the allocator may lose" not in text:
         return ""

@@ -101,9 +101,10 @@ def test_servers_that_choose_the_workers_of_a_step_send_each_other_two_messages(
 
 
 def test_asynchronous_workers_are_as_fast_as_they_compute_until_the_server_is_full() -> None:
-    """What comes and what goes use a link's two directions at once, but all come in no order: of
-    two links that are passed in turn, s seconds each, N workers keep one busy for N s of (N + 1) s
-    (the closed form of a balanced network); what takes much longer than all else is always busy."""
+    """Messages to and from the server use a link's two directions at once, in no order: of two
+    links that are passed in turn, s seconds each, N workers keep one busy for N s of (N + 1) s (the
+    closed form of a balanced network); a link that takes much longer than all else is always
+    busy."""
     few = priced("dp_replicate=1 servers=1 updates=asynchronous microbatch_size=12", small(2))
     turn = 2 * PAYLOAD / RATE + 3 * PAYLOAD / MEMORY_RATE + 4 * LATENCY
     assert few.time.exposed_s == pytest.approx(turn)

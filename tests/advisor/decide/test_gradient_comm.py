@@ -1,4 +1,4 @@
-"""How gradients are sent is chosen where it matters; nothing of them is lost unasked."""
+"""Gradient communication is chosen where it matters; no precision is lost unasked."""
 
 from __future__ import annotations
 

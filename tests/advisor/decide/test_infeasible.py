@@ -1,4 +1,4 @@
-"""Where nothing fits: what was tried, and four ways out, each of which does help."""
+"""Nothing fits: the plans tried, and four remedies, each of which helps."""
 
 from __future__ import annotations
 

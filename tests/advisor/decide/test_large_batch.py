@@ -1,4 +1,4 @@
-"""What the global batch means: known limits, the documents' noise scale, and growing the batch."""
+"""The global batch: known limits, the documents' noise scale, and growing the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What leaves the device where nothing fits: in which order, why, and at what price."""
+"""Offload where nothing else fits: the order, the reasons, and the price."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_optimizer_leaves_where_that_is_all_that_fits_fast_enough() -> None:
 
 
 def test_the_fastest_of_an_attempt_is_taken() -> None:
-    """What is chosen is what weighing every plan of all three kinds gives."""
+    """The choice is the fastest of all plans of all three kinds."""
     situation = alone(12)
     decision = choose(situation)
     costs = CostModel(situation)

@@ -1,4 +1,4 @@
-"""What the command plans and saves, the engine does: for the bundled models and for configs."""
+"""Plans that the command saves run in the engine: for the bundled models and for configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What published programs keep in memory, by their code: figures worked out by hand."""
+"""Memory of published programs, by their code: figures worked out by hand."""
 
 from __future__ import annotations
 

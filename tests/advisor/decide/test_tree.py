@@ -182,7 +182,7 @@ def test_what_was_timed_over_all_devices_decides_and_is_called_measured() -> Non
 
 
 def between_nodes(gb_per_s: float) -> TraceStep:
-    """What the tree says of links over which all devices were timed at this rate."""
+    """The tree's verdict on links over which all devices were timed at this rate."""
     fit = LinkFit(latency_s=1e-5, busbw_bytes_per_s=gb_per_s * 1e9)
     fits = {Collective.ALL_GATHER: fit, Collective.REDUCE_SCATTER: fit}
     timed = gpus(2, 8).model_copy(update={"axes": (AxisFits(group_size=16, stride=1, fits=fits),)})
@@ -191,7 +191,7 @@ def between_nodes(gb_per_s: float) -> TraceStep:
 
 
 def test_the_verdict_turns_where_what_was_timed_is_what_is_needed() -> None:
-    """How much the model needs is `test_the_needed_bandwidth_is_the_one_derived_by_hand`."""
+    """The needed rate is that of `test_the_needed_bandwidth_is_the_one_derived_by_hand`."""
     assert (between_nodes(2).answer, between_nodes(200).answer) == ("slow", "fast")
     said = re.search(r"needs ([\d.]+) GB/s", between_nodes(2).because)
     assert said is not None

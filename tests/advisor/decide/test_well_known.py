@@ -116,7 +116,7 @@ _ASKED: dict[str, Facts] = {}
 
 @pytest.fixture
 def facts(question: Question, tmp_path: Path) -> Facts:
-    """What is asked, without a plan."""
+    """Facts of the question, without a plan."""
     name = question["name"]
     if name not in _ASKED:
         model = model_of(question, tmp_path)

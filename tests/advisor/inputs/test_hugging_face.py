@@ -165,7 +165,7 @@ class TestWithoutTransformers:
 
 
 def test_a_known_kind_is_planned_without_an_import_of_torch(config: Path) -> None:
-    """Which would take longer than all else."""
+    """Importing torch would take longer than all else."""
     pytest.importorskip("transformers")
     code = """
 import sys
@@ -203,7 +203,7 @@ finally:
 
 
 def without_torch(config: Path, precision: str | None) -> tuple[dict[str, Any], float]:
-    """What `advise` says where torch cannot be imported, and CPU seconds of the process."""
+    """Output of `advise` where torch cannot be imported, and CPU seconds of the process."""
     config.write_text(json.dumps(LLAMA_3_8B))
     command = [sys.executable, "-c", BLOCKED, str(config), "--cluster", "8xH100-SXM-80GB"]
     command += ["--global-batch", "64", "--seq", "2048", "--json"]

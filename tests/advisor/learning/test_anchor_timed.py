@@ -111,7 +111,7 @@ def timing(seconds: list[float]) -> Timing:
 
 @dataclass(frozen=True)
 class Steps:
-    """What was predicted for, and what the clock said.
+    """Predicted and measured step times.
 
     Attributes:
         facts: with the constants of a processor as they are assumed, and as they were timed.

@@ -38,7 +38,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def train(steps: int, **options: object) -> Sequence[TrainingRun]:
-    """What is kept after so many steps of a small GPT."""
+    """Runs saved after so many steps of a small GPT."""
     ids = torch.randint(0, 64, (4, 16))
     cluster = cpus(1)
     parallel = auto_parallelize(
@@ -131,8 +131,8 @@ def _steps_of(width: int, rows: int, cluster: ClusterProfile) -> tuple[ParallelM
 @pytest.mark.usefixtures("_own_cache")
 @pytest.mark.parametrize(("width", "rows"), [(192, 16), (320, 4)], ids=["more rows", "wider"])
 def test_the_next_estimate_is_closer_to_what_another_model_takes(width: int, rows: int) -> None:
-    """Where the first estimate is as near as steps scatter (others use this machine too), there is
-    nothing to learn, and nothing is asked."""
+    """If the first estimate is as near as steps scatter (others use this machine too), there is
+    nothing to learn, and nothing is asserted."""
     closer = []
     for _ in range(3):
         cluster = probe(measure=True)

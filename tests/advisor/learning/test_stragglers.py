@@ -71,7 +71,7 @@ def looked(
 
 
 def sources(decision: Decision) -> dict[str, str]:
-    """What the report says that it rests on."""
+    """Sources that the report names."""
     return {each.what: each.source for each in basis(decision)}
 
 
@@ -192,7 +192,8 @@ def test_of_several_runs_the_middle_counts_and_little_is_nothing() -> None:
 
 
 def test_a_run_with_a_straggler_does_not_make_the_machine_look_slow() -> None:
-    """What is kept is predicted of even ranks, and the step is told to them."""
+    """Runs are saved with the prediction for even ranks, and with the share of the step that is
+    even."""
     known = facts(chain(), cpus(4), batch=192, precision="fp32")
     decision = choose(known, partial=PartialPlan(dp_replicate=4))
     machine = Machine(

@@ -1,4 +1,4 @@
-"""Where axes lie on the links: of all placements the order of the mesh has the fastest plan.
+"""Placement of axes on links: of all placements the order of the mesh has the fastest plan.
 
 A single plan may well be faster under another one. But what is placed badly there is a plan that
 sends most along its outer axes, and then another plan that sends it along inner ones is faster yet.
@@ -71,7 +71,7 @@ class _PlacedLedger(Ledger):
 
 
 def _strides(plan: Plan, order: Sequence[str]) -> dict[str, int]:
-    """How far apart the ranks of each axis are, the last axis nearest."""
+    """Distance between the ranks of each axis, the last axis nearest."""
     found, stride = {}, 1
     for axis in reversed(order):
         found[axis] = stride

@@ -1,4 +1,4 @@
-"""Which of two plans is simpler, and what plans are called."""
+"""Order of plans by simplicity, and their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cells of the notebook found, in plain values; it runs in the notebook's own kernel."""
+"""Results of the notebook's cells, in plain values; it runs in the notebook's own kernel."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Found = dict[str, Any]
 
 
 def test_it_is_kept_without_outputs_and_with_tidy_metadata() -> None:
-    """What a run leaves behind is one reader's numbers, and a difference in every commit."""
+    """Outputs are one reader's numbers, and a difference in every commit."""
     found = nbformat.read(NOTEBOOK, as_version=nbformat.NO_CONVERT)
     nbformat.validate(found)
     assert found.metadata == {

@@ -427,7 +427,7 @@ class TestMeasured:
 def test_alone_the_plans_of_one_device_and_of_threads_are_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where there are no GPUs nn.DataParallel calls the module itself, on the whole batch."""
+    """Without GPUs nn.DataParallel calls the module itself, on the whole batch."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     found = measured_sweep(
         f"{__name__}:napping",

@@ -1,4 +1,4 @@
-"""Why not this plan? Of pipelines, split layers, hybrids, and what cannot be."""
+"""`why_not`: pipelines, split layers, hybrids, and impossible plans."""
 
 from __future__ import annotations
 
