@@ -17,7 +17,6 @@ from advisor.inputs.models import profile_model
 from advisor.inputs.policy import Policy
 from advisor.search.ranking import Candidate, simplicity, weigh
 from engines.plan import PartialPlan
-from profiles.errors import NoPlanError
 from profiles.machine.clusters import resolve_cluster
 from profiles.model.profile import Numerics
 from profiles.workload.workload import Workload

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
-from advisor.report.html import page
+from advisor.report.html import fragment, page
 from advisor.report.terminal import WIDTH, lines
-from advisor.report.view import view_of
+from advisor.report.view import ReportView, view_of
 from advisor.whatif.why_not import WhyNot
 from engines.plan import PartialPlan
 from profiles.model.profile import ModelProfile
