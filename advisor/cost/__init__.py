@@ -1,4 +1,4 @@
-"""Cost: what a plan is predicted to take. `estimate` is a pure function of plan and facts."""
+"""Cost: predicted time and memory of a plan. `estimate` is a pure function of plan and facts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def estimate(plan: Plan, facts: Facts, calibration: Calibration = CALIBRATION) -> Estimate:
-    """Memory, time and traffic of `plan`. The plan must be legal and name its microbatch size.
+    """Estimate memory, time and traffic of `plan`. It must be legal and name its microbatch size.
 
     Stage borders that it leaves open share the FLOP evenly.
 

@@ -1,4 +1,4 @@
-"""What it takes to sum a tensor up over ranks, by `engines.optional.aggregation.rounds`.
+"""Time to sum a tensor over ranks, by `engines.optional.aggregation.rounds`.
 
 Of S bytes over n ranks, k of them on each of N nodes, whose link has latency a and b seconds a
 byte, in one direction (all links send and receive at once):
@@ -30,17 +30,17 @@ from engines.optional.aggregation.rounds import Round, parts, rounds
 from engines.plan import Aggregation
 from profiles.machine.cluster import ClusterProfile, Collective
 
-# How far latency + bytes / bandwidth is from what was measured; and where every link has several
-# messages in and several out at once, whose flows disturb each other. Calibrated: gloo over 100
-# Mbit/s, two to four ranks (`python -m tests.benchmarks.aggregation`).
+# Error of latency + bytes / bandwidth; and if every link carries several messages each way at once,
+# whose flows disturb each other. Calibrated: gloo over 100 Mbit/s, two to four ranks (`python -m
+# tests.benchmarks.aggregation`).
 ONE_BY_ONE_ERROR, CROSSING_ERROR = 0.25, 0.4
 _CROSSING = (Aggregation.ALL_TO_ALL, Aggregation.GATHER_PARTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a round asks of a link: a share of the tensor, sent in groups of `size` ranks, `apart`
-    places of the group that aggregates."""
+    """Demand of a round on a link: a share of the tensor, sent in groups of `size` ranks, `stride`
+    ranks of the aggregating group between them."""
 
     share: float
     size: int
@@ -49,7 +49,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Equal rounds, one after another; each takes as long as its slowest load."""
+    """Equal rounds in sequence; each takes as long as its slowest load."""
 
     rounds: int
     loads: tuple[Load, ...]
@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """An aggregation on given machines.
+    """Cost of an aggregation on a given cluster.
 
     Attributes:
         seconds: from first to last message; `relative_error` is half of the range.
@@ -80,7 +80,7 @@ def price(
     stride: int = 1,
     devices: int = 1,
 ) -> Price:
-    """Of `payload_bytes` over groups of `group_size` ranks, `stride` ranks apart.
+    """Cost of summing `payload_bytes` over groups of `group_size` ranks with a stride of `stride`.
 
     Args:
         devices: parameter devices of GATHER.
@@ -107,7 +107,7 @@ def price(
 def slowest(
     step: Step, payload_bytes: float, ledger: Ledger, *, stride: int = 1
 ) -> tuple[float, Load]:
-    """Seconds of one round, and the load that decides them."""
+    """Seconds of one round, and its slowest load."""
     timed = [
         (
             ledger.seconds(
@@ -117,12 +117,12 @@ def slowest(
         )
         for load in step.loads
     ]
-    return max(timed, key=lambda found: found[0])
+    return max(timed, key=lambda timing: timing[0])
 
 
 @lru_cache(maxsize=256)
 def steps(kind: Aggregation, ranks: int, *, per_node: int, devices: int = 1) -> tuple[Step, ...]:
-    """The rounds of an aggregation over several ranks, `per_node` of them on each node."""
+    """Rounds of an aggregation over several ranks, `per_node` of them on each node."""
     n, k = ranks, per_node
     nodes = n // k
     match kind:
@@ -142,7 +142,7 @@ def steps(kind: Aggregation, ranks: int, *, per_node: int, devices: int = 1) -> 
 
 
 def _both(inside: float, between: float, ranks: int, per_node: int) -> tuple[Load, ...]:
-    """Inside nodes and between them, where there is such a thing."""
+    """Loads inside nodes and between them, if present."""
     loads = []
     if per_node > 1:
         loads.append(Load(inside, per_node))
@@ -152,10 +152,10 @@ def _both(inside: float, between: float, ranks: int, per_node: int) -> tuple[Loa
 
 
 def _walked(kind: Aggregation, ranks: int, per_node: int) -> Iterator[Step]:
-    """Trees straddle nodes in no regular way: their messages are counted."""
+    """Count messages, since trees map to nodes irregularly."""
     pieces = parts(kind, ranks)
-    found = (_busiest(messages, per_node) for messages in rounds(kind, ranks, per_node=1))
-    for (inside, between), same in groupby(found):
+    busiest = (_busiest(messages, per_node) for messages in rounds(kind, ranks, per_node=1))
+    for (inside, between), same in groupby(busiest):
         shares = inside / pieces, between / pieces
         loads = _both(*shares, ranks, per_node)
         yield Step(sum(1 for _ in same), loads)
@@ -174,7 +174,8 @@ def _busiest(messages: Round, per_node: int) -> tuple[int, int]:
 
 
 def buffer_share(kind: Aggregation, ranks: int, *, per_node: int, devices: int = 1) -> float:
-    """What waits to be added at the rank that gets most at once, as a share of the tensor."""
+    """Buffer for incoming messages at the rank that receives most at once, as a share of the
+    tensor."""
     match kind:
         case Aggregation.BACKEND:
             return 0.0

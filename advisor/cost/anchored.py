@@ -1,5 +1,4 @@
-"""Terms of time and memory as a measured step of the model corrects them; see
-`advisor.learning.anchor`.
+"""Corrections of time and memory terms by a measured step; see `advisor.learning.anchor`.
 
 Constants of a cluster that the step corrected are in the cluster already. What is here belongs to
 no constant: the update, waiting, activations, and the ranges. Without such a step nothing changes.
@@ -17,8 +16,7 @@ from profiles.workload.optimizers import Upkeep
 
 
 def loads(counted: Loads, cluster: ClusterProfile) -> Loads:
-    """With activations and temporaries in the measured proportion; what units exchange, and what
-    they take and hand on, has the shapes that it has."""
+    """Scale activations and temporaries as measured; exchanged tensors keep their shapes."""
     step = _step(cluster)
     if step is None or step.activations == 1.0:
         return counted
@@ -37,7 +35,7 @@ def loads(counted: Loads, cluster: ClusterProfile) -> Loads:
 
 
 def update(counted: Upkeep, cluster: ClusterProfile) -> Upkeep:
-    """An optimizer's step that takes the measured multiple of its traffic's time."""
+    """Scale the time of an optimizer's step as measured."""
     step = _step(cluster)
     if step is None or step.update == 1.0:
         return counted
@@ -46,7 +44,7 @@ def update(counted: Upkeep, cluster: ClusterProfile) -> Upkeep:
 
 
 def waiting_s(plan: Plan, cluster: ClusterProfile, *, computing_s: float) -> float:
-    """Seconds of a step that ranks wait for each other and for a core, beyond what is sent."""
+    """Seconds of a step that ranks wait for each other and for a core, besides communication."""
     step = _step(cluster)
     alone = plan.world_size == 1 or not plan.updates_in_step
     return 0.0 if step is None or alone else step.waiting * computing_s
@@ -69,7 +67,7 @@ def update_error(cluster: ClusterProfile, dtype: str) -> float:
 
 
 def launch_error(cluster: ClusterProfile) -> float:
-    """Half-width of the range of launching time, which is measured with computing."""
+    """Half-width of the range of launch time, which is measured with compute."""
     step = _step(cluster)
     if step is None or step.compute_error is None:
         return compute.launch_error(cluster.device)

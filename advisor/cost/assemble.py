@@ -1,4 +1,4 @@
-"""An estimate put together: memory, the terms of time, their ranges and rates."""
+"""Assemble an estimate: memory, terms of time, ranges and rates."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def assemble(
     computing: Computing,
     ledger: Ledger,
 ) -> Estimate:
-    """Memory and time, with their ranges and rates. What is idle is as uncertain as what other
-    stages compute meanwhile."""
+    """Memory and time, with their ranges and rates. Idle time has the relative error of compute,
+    since it waits for other stages' compute."""
     facts, device = model.facts, model.facts.cluster.device
     dtype, host_s = model.dtype(plan), model.facts.workload.host_overhead_s
     added: Slowdown = slowdown(facts.cluster.overlap, computing_s=busy.total, sent_s=sent_s)
     slowed = overlapped_s * added.middle
     straggling_s = straggling(plan, facts.workload, computing_s=busy.total)
     straggling_s += anchored.waiting_s(plan, facts.cluster, computing_s=busy.total)
-    # Both wait in the same queue, so what is exposed is shared out by their lengths.
+    # Both use the same queue, so exposed time is split in proportion to their lengths.
     to_host = min(1.0, ledger.host_s / sent_s) if sent_s else 0.0
     time = Time(
         compute_s=busy.compute_s,
@@ -51,7 +51,7 @@ def assemble(
         host_overhead_s=host_s,
     )
     step_s = time.total
-    # The update is a roofline's whatever the rest is.
+    # The update is always a roofline.
     computed = busy.compute_s + busy.recompute_s
     working = computed + update_s
     doubt = computing.error * computed + anchored.update_error(facts.cluster, dtype) * update_s

@@ -1,4 +1,4 @@
-"""Context and expert parallelism: what they send and spare.
+"""Context and expert parallelism: communication, and effects on a unit's load.
 
 A rank of the cp axis has its part of the tokens (`loads_of` counts so much less of a sample), and
 attention needs the keys and values of all of them (ring attention, arXiv:2310.01889). A rank of the
@@ -24,11 +24,11 @@ EXPERTS_PER_TOKEN = 2
 def over_tokens(
     load: UnitLoad, cost: UnitCost, *, cp: int, samples: float, element_bytes: int
 ) -> UnitLoad:
-    """A block of which `cp` ranks share the tokens; `samples` is a rank's share of a microbatch.
+    """A block whose tokens are split over `cp` ranks; `samples` is a rank's share of a microbatch.
 
     The ring passes keys and values once in the forward; in the backward again, with their
-    gradients, which are summed in fp32 and go one step further, home. A rank holds its own and
-    those that are passing. (`engines.context.ring`)
+    gradients, which are summed in fp32 and take one more hop, home. A rank holds its own and those
+    in transit. (`engines.context.ring`)
     """
     if not load.is_block:
         return load
@@ -37,22 +37,22 @@ def over_tokens(
     wide = own * max(1.0, 4 / element_bytes)
     home = wide * cp * cp / (cp - 1)  # of which a reduce-scatter sends (cp - 1) / cp
     names = "keys and values", "gradients of keys and values"
-    found = (
+    ring = (
         TensorExchange(Collective.ALL_GATHER, names[0], whole, True, True, "cp"),
         TensorExchange(Collective.ALL_GATHER, names[0], whole, False, False, "cp"),
         TensorExchange(Collective.REDUCE_SCATTER, names[1], home, False, False, "cp"),
     )
     return replace(
         load,
-        exchanges=(*load.exchanges, *found),
+        exchanges=(*load.exchanges, *ring),
         forward_transient_bytes=load.forward_transient_bytes + 2 * own,
         backward_transient_bytes=load.backward_transient_bytes + 2 * own + 2 * wide,
     )
 
 
 def _keys_and_values(cost: UnitCost, samples: float) -> float:
-    """Bytes of a rank's keys and values: of the last two among three or more layers, or pieces of
-    one, that take the block's first tensor; else as wide as the block."""
+    """Bytes of a rank's keys and values: outputs of the last two among three or more layers, or
+    pieces of one, that read the block's first tensor; else as wide as the block."""
     first = [layer for layer in cost.layers if layer.same_input == 0]
     if len(first) >= 3:
         return sum(layer.output_bytes.at(samples) for layer in first[-2:])
@@ -63,7 +63,7 @@ def _keys_and_values(cost: UnitCost, samples: float) -> float:
 
 
 def expert_bytes(unit: UnitProfile, *, ep: int) -> float:
-    """Of a unit's experts that `ep` ranks can share: weights with a dimension of their own."""
+    """Bytes of a unit's experts that `ep` ranks can split: weights with an expert dimension."""
     return float(sum(s.nbytes * s.count for s in unit.shapes if _is_shared(unit, s, ep)))
 
 
@@ -72,9 +72,10 @@ def _is_shared(unit: UnitProfile, shape: ParameterShape, ep: int) -> bool:
 
 
 def without_experts(unit: UnitProfile, *, ep: int, shards: int = 1) -> UnitProfile:
-    """`unit` with a rank's part of its experts, for an optimizer to step.
+    """Return `unit` with a rank's part of its experts, for the optimizer step.
 
-    Of what is then divided by `shards` the experts are as many times as much: they are no shards.
+    The result is later divided by `shards`, so experts, which are not sharded, are multiplied by
+    it.
     """
     spared = expert_bytes(unit, ep=ep) * (1 - shards / ep)
     if not unit.experts:
@@ -95,7 +96,7 @@ def without_experts(unit: UnitProfile, *, ep: int, shards: int = 1) -> UnitProfi
 
 
 def split_experts(unit: UnitProfile, *, tp: int) -> UnitProfile:
-    """`unit` with every expert's matrices split over `tp` ranks, as other layers' are."""
+    """Return `unit` with every expert's matrices split over `tp` ranks, as other layers' are."""
     spared = expert_bytes(unit, ep=1) * (1 - 1 / tp)
     if not spared:
         return unit
@@ -125,7 +126,7 @@ def over_experts(
     shards: int = 0,
     element_bytes: int = 2,
 ) -> UnitLoad:
-    """A block whose experts `ep` ranks share: as much computing, for tokens of all of them.
+    """A block whose experts are split over `ep` ranks: the same compute, for tokens of all of them.
 
     FSDP2 shards them among ranks that have the same ones, so that each of all `shards` ranks keeps
     as much of them as of the rest, and gathers its part. Where it does not, a rank holds its part
@@ -141,29 +142,29 @@ def over_experts(
     if not experts:
         return load
     spared = experts if is_sharded and not shards else experts * (1 - 1 / ep)
-    apart = 0.0
-    if is_sharded:  # of the rank's own part a share is a shard like the rest of the block
-        apart = experts * (1 - 1 / ep) / shards if shards else experts / ep
+    unsharded = 0.0
+    if is_sharded:  # a share of the rank's part is sharded like the rest of the block
+        unsharded = experts * (1 - 1 / ep) / shards if shards else experts / ep
     each = per_token or EXPERTS_PER_TOKEN
-    there, back = _travelling(load, each, element_bytes)
-    travelling = there + back  # on their way out, and arrived
+    dispatched, combined = _travelling(load, each, element_bytes)
+    travelling = dispatched + combined  # on their way out, and arrived
     return replace(
         load,
         parameter_bytes=load.parameter_bytes - spared,
         gradient_bytes=load.gradient_bytes - spared,
-        # Experts are no copies of each other on the ranks of the tp axis.
+        # Ranks of the tp axis hold different experts.
         partial_gradient_bytes=max(0.0, load.partial_gradient_bytes - experts),
-        apart_bytes=apart,
+        apart_bytes=unsharded,
         expert_bytes=0.0 if is_sharded and not shards else experts / ep,
         forward_transient_bytes=load.forward_transient_bytes + travelling,
         backward_transient_bytes=load.backward_transient_bytes + travelling,
-        exchanges=(*load.exchanges, *_travel(there, back, each)),
+        exchanges=(*load.exchanges, *_travel(dispatched, combined, each)),
     )
 
 
 def _travelling(load: UnitLoad, per_token: int, element_bytes: int) -> tuple[float, float]:
-    """Bytes of tokens on their way to experts and back: as wide as what experts take in and give,
-    which may be narrower than the block (latent experts); as the block where nobody noted that."""
+    """Bytes of tokens sent to experts and back: as wide as the experts' inputs and outputs, which
+    may be narrower than the block (latent experts); as the block if unknown."""
     grouped = [each for each in load.work.products if each.kind is ProductKind.GROUPED]
     if not grouped:
         return per_token * load.output_bytes, per_token * load.output_bytes

@@ -1,4 +1,4 @@
-"""Borders between the stages of a pipeline: what is sent over them, and received into."""
+"""Borders between pipeline stages: bytes sent and receive buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from profiles.workload.stack import Stack
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """What one microbatch sends over a border, there and back, and the slower of both."""
+    """Bytes of one microbatch across a border, forward and backward, and the slower one's
+    seconds."""
 
     there_bytes: float
     back_bytes: float
@@ -22,7 +23,7 @@ class Border:
 
 
 def sent_samples(plan: Plan, stack: Stack) -> float:
-    """Of a microbatch, what a rank sends to the next stage.
+    """Samples of a microbatch that a rank sends to the next stage.
 
     With regions split by tokens, and in stacks that scatter what is sent, each tensor rank sends
     its part (arXiv:2104.04473, section 4.1).
@@ -37,34 +38,34 @@ def borders_of(model: CostContext, plan: Plan, ends: Sequence[int]) -> list[Bord
     kind = model.numerics(plan)
     ledger, stride = model.ledger(), plan.world_size // plan.pp
     samples = sent_samples(plan, model.stack)
-    found = []
+    borders = []
     for place in ends[1:-1]:
         there, back = model.stages.crossing(place, numerics=kind, samples=samples)
         seconds = ledger.charge(
             Collective.SEND_RECV, "", max(there, back), group_size=2, stride=stride
         )
-        found.append(Border(there, back, seconds))
-    return found
+        borders.append(Border(there, back, seconds))
+    return borders
 
 
 def sent_over(borders: Sequence[Border], stage: int) -> float:
-    """Bytes of a microbatch over the border after a stage; the last one has none, nor has -1."""
+    """Bytes of a microbatch sent after a stage; 0 for the last one and for -1."""
     return borders[stage].there_bytes if 0 <= stage < len(borders) else 0.0
 
 
 def received_into(borders: Sequence[Border], stage: int, *, splits: Container[int]) -> float:
-    """Bytes a microbatch: torch's stages have a tensor for whatever arrives, of every microbatch of
-    a round, as long as they live (`_RecvInfo` in torch/distributed/pipelining/stage.py). Where a
-    backward is split, gradients of what was received stay there too until the round is over
-    (`stage_backward_input`)."""
+    """Bytes of receive buffers per microbatch: torch's stages allocate a tensor for each receive,
+    for every microbatch of a round, for as long as the stage lives (`_RecvInfo` in
+    torch/distributed/pipelining/stage.py). If backwards are split, gradients of the received
+    tensors stay until the round ends (`stage_backward_input`)."""
     received = sent_over(borders, stage - 1)
     returned = borders[stage].back_bytes if stage < len(borders) else 0.0
     return received + returned + (borders[stage - 1].back_bytes if stage in splits else 0.0)
 
 
 def charge_sends(plan: Plan, own: Sequence[int], borders: Sequence[Border], ledger: Ledger) -> None:
-    """What the rank's stages send: forward to the next stage, and gradients to the one before.
-    Under ZBV the last rank hands from one of its stages to the other without sending."""
+    """Charge the sends of the rank's stages: activations to the next, gradients to the previous.
+    Under ZBV the last rank passes between its two stages without sending."""
     stride = plan.world_size // plan.pp
     for stage in own:
         sends = {

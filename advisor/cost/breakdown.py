@@ -1,4 +1,4 @@
-"""Estimate: what a plan is predicted to cost, taken apart."""
+"""Estimate: the predicted cost of a plan, broken down."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from profiles.record import Record
 
 
 class Memory(Record):
-    """Bytes on one device at its fullest moment, by what they are for.
+    """Bytes on one device at its peak, by purpose.
 
     Attributes:
         parameters, gradients, optimizer: what the device holds of the model states.
@@ -96,7 +96,7 @@ class Time(Record):
 
 
 class Traffic(Record):
-    """Equal collectives of one step, as every rank takes part in them.
+    """Equal collectives of one step, per rank.
 
     Attributes:
         kind: the collective; a broadcast is charged as a send.
@@ -151,7 +151,7 @@ class StageEstimate(Record):
 
 
 class Estimate(Record):
-    """The predicted cost of one plan.
+    """Predicted cost of one plan.
 
     Attributes:
         memory: at the fullest moment of the step.
@@ -207,5 +207,5 @@ class Estimate(Record):
     stages: tuple[StageEstimate, ...] = ()
 
     def fits(self, usable_bytes: float) -> bool:
-        """Whether the upper end of the peak stays within `usable_bytes`."""
+        """Return True if the upper end of the peak fits in `usable_bytes`."""
         return self.peak_high_bytes <= usable_bytes

@@ -1,4 +1,4 @@
-"""What a device holds for a unit while it works: gathered parameters, and gradients."""
+"""Device memory of a unit in use: gathered parameters, and gradients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from advisor.cost.unit_load import UnitLoad
 from engines.plan import DataParallel, Plan
 from profiles.workload.stack import Stack
 
-# Gradients go in flat messages: the buckets of DistributedDataParallel (bucket_cap_mb=25, in the
-# MiB that it means), and those of the replicas of a stage (engines/data/replicas.py).
+# Gradients are sent in flat messages: the buckets of DistributedDataParallel (bucket_cap_mb=25, in
+# MiB), and those of a stage's replicas (engines/data/replicas.py).
 BUCKET_BYTES = 25 * 2**20
 
 WHOLE = (DataParallel.NONE, DataParallel.THREADS, DataParallel.REPLICATE)
@@ -21,7 +21,7 @@ KEEPS_PARAMETERS = (DataParallel.ZERO1, DataParallel.ZERO2)
 
 
 def shard_degree(plan: Plan) -> int:
-    """Over how many ranks parameters and optimizer states are divided; those of cp hold parts too.
+    """Number of ranks that shard parameters and optimizer states, including those of cp.
 
     Context parallelism leaves parameters alone, so its ranks share in what is sharded.
     """
@@ -31,8 +31,8 @@ def shard_degree(plan: Plan) -> int:
 
 
 def added_share(plan: Plan) -> float:
-    """Of the gradients, those that a rank adds to what earlier microbatches left: shards where they
-    are reduced after each microbatch; FSDP2 reduces when the round of a pipeline is over."""
+    """Share of the gradients that a rank accumulates over microbatches: shards if they are reduced
+    after each microbatch; FSDP2 reduces at the end of a pipeline's round."""
     is_reduced = plan.data_parallel.is_sharded and plan.data_parallel is not DataParallel.ZERO1
     return 1 / shard_degree(plan) if is_reduced and plan.pp == 1 else 1.0
 
@@ -53,8 +53,8 @@ def gathered_by_torch(plan: Plan, loads: Loads) -> Gathered:
         return copies[following] if 0 <= following < len(copies) else 0.0
 
     def autocast(i: int, following: int) -> float:
-        # bf16 copies of the weights live from their cast in the forward until the backward of the
-        # unit is done; between forward and backward all of them do.
+        # bf16 weight copies live from their cast in the forward to the end of the unit's backward;
+        # all of them are live between forward and backward.
         return cast[i]
 
     def kept(i: int, following: int) -> float:
@@ -72,10 +72,10 @@ def gathered_by_torch(plan: Plan, loads: Loads) -> Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradients held by the device before, and while, entry `i` runs its backward.
+    """Gradients on the device before, and while, entry `i` runs its backward.
 
-    `buffers` are beside them while it runs, `reduced` when it is done and its reduction begins;
-    `carried` is the input of a microbatch's last reduction, held until the next one's first.
+    `buffers` are temporary, `reduced` is live when it is done and its reduction begins; `carried`
+    is the input of a microbatch's last reduction, live until the next one's first.
     """
 
     in_forward: float
@@ -86,12 +86,12 @@ class Gradients:
 
 
 def gradients_of_torch(plan: Plan, loads: Loads, *, on_device: bool) -> Gradients:
-    """Where gradients are, by data-parallel kind; `on_device` False means shards go to the host.
+    """Gradient memory by data-parallel kind; `on_device` False means shards go to the host.
 
-    DDP's live in its buckets from the start (gradient_as_bucket_view); microbatches before the last
-    add up outside them, so with several there are two of each. Otherwise they appear unit by unit,
-    and after the first microbatch they are all there. ZeRO-1 adds up whole gradients until the last
-    microbatch; the other sharded kinds keep the reduced shards.
+    DDP's gradients live in its buckets from the start (gradient_as_bucket_view); microbatches
+    before the last accumulate outside them, so with several there are two copies. Otherwise they
+    are allocated unit by unit, and all exist after the first microbatch. ZeRO-1 accumulates whole
+    gradients until the last microbatch; the other sharded kinds keep reduced shards.
     """
     kind, several = plan.data_parallel, plan.forwards > 1
     share, degree = loads.compute_share, shard_degree(plan)
@@ -101,9 +101,9 @@ def gradients_of_torch(plan: Plan, loads: Loads, *, on_device: bool) -> Gradient
     seen = list(accumulate(unit.gradient_bytes * unit.count for unit in units))
     after = [total - so_far + mine for so_far, mine in zip(seen, own, strict=True)]
     if kind not in WHOLE:
-        # What backward makes of a unit, beside the fp32 input of the reduction before it, which
-        # FSDP2 holds until the unit is done; then its own. The root group's gradients wait whole
-        # for the end of the backward.
+        # The backward's result, besides the fp32 input of the previous reduction, which FSDP2 holds
+        # until the unit is done. The root group's gradients stay unsharded until the end of the
+        # backward.
         before = next_separate(units, backward=False)
         inputs = [unit.gradient_bytes * unit.is_separate for unit in units]
         carried = (
@@ -117,18 +117,18 @@ def gradients_of_torch(plan: Plan, loads: Loads, *, on_device: bool) -> Gradient
         waiting = share * loads.root_gradient_bytes
         if kind is DataParallel.ZERO1 and several:
             return Gradients(total, lambda i: total, lambda i: working[i], lambda i: reduced[i])
-        kept = 1 / degree if on_device else 0.0
+        shard_share = 1 / degree if on_device else 0.0
         return Gradients(
-            total * kept if several else 0.0,
-            lambda i: (total if several else after[i]) * kept,
+            total * shard_share if several else 0.0,
+            lambda i: (total if several else after[i]) * shard_share,
             lambda i: working[i] + waiting,
             lambda i: reduced[i] + waiting,
             carried,
         )
     if plan.is_replicated:
-        # Autograd makes a gradient, then it is copied into its bucket.
-        held = 2 * total if several else total
-        return Gradients(held, lambda i: held, lambda i: own[i])
+        # Autograd allocates a gradient, then copies it into its bucket.
+        total_bytes = 2 * total if several else total
+        return Gradients(total_bytes, lambda i: total_bytes, lambda i: own[i])
     return Gradients(
         total if several else 0.0,
         lambda i: total if several else after[i],
@@ -137,26 +137,26 @@ def gradients_of_torch(plan: Plan, loads: Loads, *, on_device: bool) -> Gradient
 
 
 def next_separate(units: Sequence[UnitLoad], *, backward: bool) -> list[int]:
-    """For each entry, the one that is prefetched while it works; -1 for none."""
+    """For each entry, the index of the one prefetched during it; -1 for none."""
     order = range(len(units))
-    found, latest = [-1] * len(units), -1
+    following, upcoming = [-1] * len(units), -1
     for i in order if backward else reversed(order):
-        found[i] = latest
+        following[i] = upcoming
         if units[i].is_separate:
-            latest = i
-    return found
+            upcoming = i
+    return following
 
 
 def own_gradients(held: float, loads: Loads, stack: Stack) -> Gradients:
-    """Gradients that a stack keeps in buffers of its own; a product writes each in the dtype of
-    computing before it is added, unless it adds by itself."""
+    """Gradients in a stack's own buffers; a product writes each in the compute dtype before it is
+    accumulated, unless the kernel accumulates."""
     units = loads.entries
     made = 0.0 if stack.accumulates_in_product else loads.compute_share
     return Gradients(held, lambda i: held, lambda i: made * units[i].gradient_bytes)
 
 
 def own_gathered(plan: Plan, loads: Loads) -> Gathered:
-    """Weights that are there only while their unit works: under ZeRO-3, with the next one's."""
+    """Gathered weights live only during their unit: under ZeRO-3, with the next one's."""
     units = loads.entries
     share = loads.compute_share * (zero_level(plan) == 3)
     copies = [share * unit.parameter_bytes * unit.is_separate for unit in units]

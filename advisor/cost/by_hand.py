@@ -1,9 +1,9 @@
-"""What a module that was split by hand waits for: copies between its devices.
+"""Exposed copies between devices of a manually placed module.
 
-One process runs the parts one after the other. What the next part needs leaves the device of the
-one before, and its gradient comes back in the backward: with n copies of B bytes in all, over a
-link with latency a and b seconds a byte, a microbatch waits n a + B b there, and the same for the
-gradients back. Nothing computes meanwhile.
+One process runs the parts in sequence. Inputs of the next part leave the previous device, and their
+gradients come back in the backward: with n copies of B bytes in all, over a link with latency a and
+b seconds a byte, a microbatch waits n a + B b forward, and the same for the gradients. No compute
+overlaps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from profiles.model.profile import ModelProfile, Numerics
 
 
 def crossed_s(plan: Plan, model: ModelProfile, numerics: Numerics, ledger: Ledger) -> float:
-    """Seconds of a step in which tensors pass between the devices of a rank."""
+    """Seconds of a step spent on copies between the devices of a rank."""
     return sum(_crossed_s(plan, each, ledger) for each in model.crossings.get(numerics, ()))
 
 

@@ -1,4 +1,4 @@
-"""Calibration: every constant of time and memory that no data sheet gives, in one place.
+"""Calibration: all constants of time and memory that no data sheet gives.
 
 Few and physical. Each has a prior with its source, written down before any fit; the scorecard fits
 them through `advisor.cost.estimate` (`make scorecard`).
@@ -35,7 +35,7 @@ _TWO_ISSUES = ("V100", "T4", "TITAN", "RTX-20", "Quadro-RTX", "A100", "A800", "A
 
 
 class Calibration(Record):
-    """What cannot be read off a data sheet.
+    """Constants that data sheets do not give.
 
     Attributes:
         sustained: share of the published best matmul rate that products keep up in a step, between
@@ -88,7 +88,7 @@ class Calibration(Record):
     slack: NonNegativeFloat = 0.18
 
     def bandwidth_bytes_per_s(self, device: Device) -> float:
-        """What elementwise kernels reach in a step; a rate that was measured is taken as it is."""
+        """Bandwidth of elementwise kernels in a step; a measured rate is used as is."""
         rate = device.memory_bandwidth_bytes_per_s
         if device.kind == "cpu" or rate.source is Source.MEASURED:
             return rate.value
@@ -97,8 +97,8 @@ class Calibration(Record):
     def collective_share(
         self, cluster: ClusterProfile, kind: Collective, group_size: int, stride: int
     ) -> float:
-        """Rate of a group's collectives in a step over that of the links alone; of links that a
-        bench timed, nothing is taken off."""
+        """Rate of a group's collectives in a step over that of the links alone; 1 for measured
+        links."""
         if group_size < 2 or cluster.device.kind == "cpu":
             return 1.0
         crosses = cluster.crosses_nodes(group_size, stride)
@@ -106,7 +106,7 @@ class Calibration(Record):
         if link is None or link.fits or link.bandwidth_bytes_per_s.source is Source.MEASURED:
             return 1.0
         if not crosses and link.name.startswith("PCIe"):
-            # One transfer between two devices meets no others.
+            # A single transfer between two devices has no contention.
             return 1.0 if kind is Collective.SEND_RECV else self.pcie
         cards = cluster.network_cards or cluster.devices_per_node
         return (
@@ -116,20 +116,20 @@ class Calibration(Record):
         )
 
     def matmul_share(self, device: Device) -> float:
-        """Share of the peak that large products reach inside a step. A share that was measured on
-        the machine itself is taken as it is."""
+        """Share of the peak that large products reach inside a step. A share measured on the
+        machine is used as is."""
         fraction = device.matmul_fraction
         if fraction.source is Source.MEASURED or device.kind == "cpu":
             return fraction.value
         return fraction.value * (self.power_bound if is_power_bound(device) else self.sustained)
 
     def vector_share(self, device: Device) -> float:
-        """Share of the fp32 peak that products on plain units reach."""
+        """Share of the fp32 peak that products without matrix units reach."""
         issues = 2 if device.name.startswith(_TWO_ISSUES) else 1
         return min(self.vector, issues / self.vector_slots)
 
     def attention_share(self, device: Device, kernel: AttentionKernel) -> float:
-        """Share of the 16-bit peak that attention without scores reaches."""
+        """Share of the 16-bit peak that fused attention reaches."""
         later = is_hopper_or_later(device)
         share = self.flash2_on_hopper if later else self.flash2
         if kernel is AttentionKernel.FLASH1:
@@ -139,7 +139,7 @@ class Calibration(Record):
         return share * device.attention
 
     def product_share(self, n: float, k: float, kind: ProductKind, device: Device) -> float:
-        """Rate of a product with these sizes over that of large, aligned ones."""
+        """Rate of a product of these sizes over that of large, aligned ones."""
         if device.kind == "cpu":
             return 1.0
         if kind is ProductKind.GROUPED:
@@ -148,12 +148,12 @@ class Calibration(Record):
 
 
 def is_hopper_or_later(device: Device) -> bool:
-    """Whether its matrix units need instructions of their own."""
+    """Return True if the matrix units require warpgroup instructions."""
     return device.name.startswith(_HOPPER_OR_LATER)
 
 
 def is_power_bound(device: Device) -> bool:
-    """Whether the board's power, not its clock, limits long products."""
+    """Return True if long products are limited by the board's power, not its clock."""
     power, peak = device.board_power_w, device.flop_per_s.get("bfloat16")
     peak = peak or device.flop_per_s.get("float16")
     if power is None or peak is None:
@@ -162,7 +162,7 @@ def is_power_bound(device: Device) -> bool:
 
 
 def tile_share(product_rows: float, kind: ProductKind) -> float:
-    """Share of whole tiles that the rows of one expert fill."""
+    """Share of tile area that the rows of one expert fill."""
     if kind is not ProductKind.GROUPED or product_rows <= 0:
         return 1.0
     tiles = -(-product_rows // TILE_ROWS)
@@ -170,13 +170,13 @@ def tile_share(product_rows: float, kind: ProductKind) -> float:
 
 
 def column_share(columns: float) -> float:
-    """Share of whole tiles that a convolution's columns fill."""
+    """Share of tile area that a convolution's columns fill."""
     tiles = -(-columns // TILE_COLUMNS)
     return columns / (tiles * TILE_COLUMNS)
 
 
 def issue_per_s(device: Device) -> float:
-    """Instructions that all lanes of a device issue in a second; two FLOP are one."""
+    """Instructions per second over all lanes of a device; two FLOP are one."""
     issues = 2 if device.name.startswith(_TWO_ISSUES) else 1
     return issues * device.flop_per_s["float32"].value / 2
 

@@ -1,4 +1,4 @@
-"""Seconds of one collective on given machines."""
+"""Time of one collective on a given cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from profiles.machine.cluster import ClusterProfile, Collective
 
 
 class Way(NamedTuple):
-    """How a collective may be carried out: seconds = latency + payload * seconds a byte."""
+    """An algorithm of a collective: seconds = latency + payload * seconds per byte."""
 
     latency_s: float
     s_per_byte: float
@@ -26,15 +26,15 @@ def collective_s(
     group_size: int,
     stride: int = 1,
 ) -> float:
-    """Seconds of one collective: the fastest of its `ways`."""
-    found = ways(cluster, kind, group_size=group_size, stride=stride)
-    return min(way.seconds(payload_bytes) for way in found)
+    """Seconds of one collective with the fastest of its `algorithms`."""
+    options = ways(cluster, kind, group_size=group_size, stride=stride)
+    return min(way.seconds(payload_bytes) for way in options)
 
 
 def ways(
     cluster: ClusterProfile, kind: Collective, *, group_size: int, stride: int = 1
 ) -> tuple[Way, ...]:
-    """The ways to carry out a collective: latency + bus_factor * bytes / bus bandwidth.
+    """Algorithms of a collective: latency + bus_factor * bytes / bus bandwidth.
 
     A measured fit of this collective takes precedence: of exactly this axis, then of the tier.
     Otherwise a ring pays one latency for each of its steps, over the tier that the step uses; an
@@ -51,7 +51,8 @@ def ways(
     bandwidth = cluster.group_bandwidth(group_size, stride).value
     fit = link.fits.get(kind)
     if fit is not None:
-        # The fit saw all ranks of a node share its cards; a sparser group gets its part of them.
+        # The fit included contention of all ranks of a node; a sparser group gets its share of the
+        # cards.
         part = min(1.0, bandwidth / cluster.group_bandwidth(cluster.world_size).value)
         part = part if cluster.crosses_nodes(group_size, stride) else 1.0
         return (Way(fit.latency_s, factor / (fit.busbw_bytes_per_s * part)),)
@@ -75,7 +76,7 @@ def ways(
 def _all_to_all_s_per_byte(
     cluster: ClusterProfile, *, per_node: int, nodes: int, stride: int
 ) -> float:
-    """Of a payload that every rank parts evenly among all of them, over several nodes.
+    """Seconds per byte of an all-to-all over several nodes.
 
     A ring enters each node once; here every rank sends N - 1 of N parts out of its node, and the
     ranks of a node share its cards. What stays inside goes over its links meanwhile.
@@ -89,7 +90,7 @@ def _all_to_all_s_per_byte(
 
 
 def _tree(cluster: ClusterProfile, *, per_node: int, nodes: int, stride: int) -> Way:
-    """An all-reduce over a tree of nodes: what is sent between them does not grow with the ranks.
+    """All-reduce over a tree of nodes: inter-node traffic does not grow with the number of ranks.
 
     A ring of n ranks puts 2(n-1)/n of the payload on a node's cards, double binary trees over N
     nodes 2(N-1)/N: on two nodes of eight 1 instead of 1.9, which is why published two-node figures
@@ -102,8 +103,8 @@ def _tree(cluster: ClusterProfile, *, per_node: int, nodes: int, stride: int) ->
         inside_s = Collective.ALL_REDUCE.bus_factor(per_node) / inside
     if cluster.inter is not None and nodes > 1:
         latency += 2 * log2(nodes) * cluster.inter.latency_s.value
-        # What one rank of every node gets while its neighbours talk too, times those of the group.
-        apart = max(stride, cluster.domain_devices)
-        between = per_node * cluster.group_bandwidth(nodes, apart).value
+        # Bandwidth of one rank per node while its neighbors send too, times the group's ranks.
+        stride_between = max(stride, cluster.domain_devices)
+        between = per_node * cluster.group_bandwidth(nodes, stride_between).value
         between_s = Collective.ALL_REDUCE.bus_factor(nodes) / between
     return Way(latency, max(inside_s, between_s))

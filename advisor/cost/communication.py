@@ -1,4 +1,4 @@
-"""Communication: what a plan sends in a step, unit by unit, and the seconds of it."""
+"""Communication: a plan's traffic in a step, unit by unit, and its time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from profiles.workload.stack import TORCH, Selective, Stack
 # DDP's first bucket is small, so that something is sent early (dist._DEFAULT_FIRST_BUCKET_BYTES),
 # unless the size of buckets is named.
 FIRST_BUCKET_BYTES = 2**20
-# How far latency + bytes/bandwidth is from a real collective, beside the errors of its inputs.
+# Error of latency + bytes/bandwidth against real collectives, besides the errors of its inputs.
 # Published busbw of one link differs by this much between ring and tree (8 H200: 367 and 480 GB/s
 # of all-reduce; ml-engineering network).
 COMMUNICATION_ERROR = 0.25
@@ -30,7 +30,7 @@ COMMUNICATION_ERROR = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Seconds of a plan's collectives for each entry of the loads, of one unit and microbatch.
+    """Seconds of a plan's collectives for each entry of the loads, per unit and microbatch.
 
     Attributes:
         gather_s: of each unit's parameters before its forward or backward.
@@ -53,7 +53,7 @@ class Exchange:
 
 
 def waiting_bytes(plan: Plan, cluster: ClusterProfile, replicas: Sent) -> float:
-    """What arrives of a bucket of gradients beside it, where messages are added up."""
+    """Receive buffer of a gradient bucket, if messages are summed by the engine."""
     group, stride = replica_group(plan)
     per_node = cluster.ranks_per_node(group, stride)
     share = buffer_share(plan.aggregation, group, per_node=per_node)
@@ -70,21 +70,21 @@ def exchange(
     reduced_share: float = 1.0,
     stack: Stack = TORCH,
 ) -> Exchange:
-    """What `plan` sends of the parameters, gradients and activations of `loads` in one step.
+    """Collectives of `plan` for parameters, gradients and activations of `loads` in one step.
 
     Without stages; see `stage_exchange`. `sent` is what replicas exchange of gradients, of which
     `reduced_share` goes over the links. `stack` says how tokens go to experts.
     """
-    found = _inside(plan, loads, ledger, stack=stack)
+    inside = _inside(plan, loads, ledger, stack=stack)
     if plan.is_replicated:
         total = loads.gradient_bytes
         whole = replicas_s(plan, total, ledger, sent, reduced_share=reduced_share)
         # A bucket's latency is shared by the units in it.
         each = _of_entries(loads, lambda unit: whole * unit.gradient_bytes / total)
-        return replace(found, replicate_s=each)
+        return replace(inside, replicate_s=each)
     if plan.data_parallel.is_sharded:
         return _shards(
-            found,
+            inside,
             plan,
             loads,
             ledger,
@@ -94,7 +94,7 @@ def exchange(
             reduced_share=reduced_share,
             stack=stack,
         )
-    return found
+    return inside
 
 
 def stage_exchange(
@@ -107,18 +107,18 @@ def stage_exchange(
     reduced_share: float = 1.0,
     stack: Stack = TORCH,
 ) -> Exchange:
-    """The same of one stage of a pipeline.
+    """Collectives of one pipeline stage.
 
     FSDP2 gathers as without stages, and reduces when a round is over, ZeRO-1 after the last one.
 
     Args:
         root_gathers: how often the root group is gathered where it is not kept for the step.
     """
-    found = _inside(plan, loads, ledger, stack=stack)
+    inside = _inside(plan, loads, ledger, stack=stack)
     if not plan.data_parallel.is_sharded:
-        return found
+        return inside
     return _shards(
-        found,
+        inside,
         plan,
         loads,
         ledger,
@@ -131,20 +131,20 @@ def stage_exchange(
 
 
 def rounds_of(plan: Plan) -> int:
-    """How often the pipeline fills and drains in a step; the naive one does for each microbatch."""
+    """Rounds per step in which the pipeline fills and drains; one per microbatch for naive."""
     return plan.forwards if plan.schedule is Schedule.NAIVE else plan.accumulation
 
 
 def _distinct(ledger: Ledger, group: int, stride: int, copies: float) -> float:
-    """Share of a token's copies that leave for different nodes, or ranks of the only one, experts
-    being drawn evenly."""
+    """Share of a token's copies with distinct destination nodes, or ranks if there is one node,
+    with experts drawn uniformly."""
     nodes = ceil(group / ledger.ranks_per_node(group, stride))
     places = nodes if nodes > 1 else group
     return float(places * (1 - (1 - 1 / places) ** copies) / copies)
 
 
 def _runs_again(plan: Plan, unit: UnitLoad, stack: Stack) -> bool:
-    """Whether recompute repeats a unit's collectives; nothing is sent inside attention's core."""
+    """Return True if recompute repeats a unit's collectives; attention's core has none."""
     if plan.recompute is Recompute.SELECTIVE and stack.selective is Selective.CORE:
         return False
     return unit.is_block and plan.recompute is not Recompute.NONE
@@ -152,8 +152,8 @@ def _runs_again(plan: Plan, unit: UnitLoad, stack: Stack) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class InUnits:
-    """Seconds of the collectives inside each entry, of one unit: in a forward, in a backward, and
-    in a forward that is run again."""
+    """Seconds of the collectives inside each entry, per unit: in a forward, in a backward, and in a
+    recomputed forward."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
@@ -161,7 +161,7 @@ class InUnits:
 
 
 def in_units(plan: Plan, loads: Loads, ledger: Ledger, *, stack: Stack) -> InUnits:
-    """Collectives along tp, cp and ep; each is waited for. Recompute repeats those of forwards."""
+    """Collectives along tp, cp and ep, all exposed. Recompute repeats those of forwards."""
     groups = {
         "tp": (plan.tp, 1),
         "cp": (plan.cp, plan.tp),
@@ -195,7 +195,7 @@ def in_units(plan: Plan, loads: Loads, ledger: Ledger, *, stack: Stack) -> InUni
 
 
 def _inside(plan: Plan, loads: Loads, ledger: Ledger, *, stack: Stack) -> Exchange:
-    """What is sent inside units alone."""
+    """Exchange inside units alone."""
     inside = in_units(plan, loads, ledger, stack=stack)
     zeros = (0.0,) * len(inside.forward_s)
     return Exchange(zeros, zeros, zeros, inside.forward_s, inside.backward_s, inside.again_s)
@@ -204,8 +204,8 @@ def _inside(plan: Plan, loads: Loads, ledger: Ledger, *, stack: Stack) -> Exchan
 def replicas_s(
     plan: Plan, gradient_bytes: float, ledger: Ledger, sent: Sent, *, reduced_share: float
 ) -> float:
-    """DDP: all gradients once per step, in buckets that fill as the backward goes, with what is
-    done to make them smaller."""
+    """DDP: all-reduce all gradients once per step, in buckets overlapped with the backward, after
+    compression."""
     bucket_bytes = plan.bucket_mib * MIB
     is_named = plan.said("bucket_mib")
     first = min(gradient_bytes, bucket_bytes if is_named else FIRST_BUCKET_BYTES)
@@ -221,7 +221,8 @@ def replicas_s(
 
 
 def _summed(plan: Plan, payload: float, ledger: Ledger, *, count: int) -> float:
-    """Seconds of a sum over the replicas: a collective, or the messages that it is made of."""
+    """Seconds of an all-reduce over the replicas: a collective, or the messages that it is made
+    of."""
     group, stride = replica_group(plan)
     if plan.aggregation is Aggregation.BACKEND:
         return ledger.charge(
@@ -248,7 +249,7 @@ def _summed(plan: Plan, payload: float, ledger: Ledger, *, count: int) -> float:
 
 
 def _shards(
-    found: Exchange,
+    inside: Exchange,
     plan: Plan,
     loads: Loads,
     ledger: Ledger,
@@ -259,8 +260,8 @@ def _shards(
     reduced_share: float,
     stack: Stack,
 ) -> Exchange:
-    """ZeRO-1 and ZeRO-2 gather once a step; ZeRO-3 before each forward and backward. ZeRO-1 reduces
-    once a step. HSDP adds one all-reduce of gradient shards a step.
+    """Add shard collectives: ZeRO-1 and ZeRO-2 gather once a step, ZeRO-3 before each forward and
+    backward. ZeRO-1 reduces once a step. HSDP adds an all-reduce of gradient shards per step.
 
     Args:
         root_gathers, reductions: in a step, of plans that gather and reduce more than once.
@@ -283,7 +284,7 @@ def _shards(
         return _of_entries(loads, lambda unit: seconds(unit) if unit.is_separate else 0.0)
 
     return replace(
-        found,
+        inside,
         gather_s=each(
             lambda u: sharded.gather_s(
                 ledger, u.parameter_bytes, u.expert_bytes, count=gathers * u.count
@@ -295,7 +296,7 @@ def _shards(
             )
         ),
         replicate_s=each(lambda u: sharded.replicate_s(ledger, u.gradient_bytes, count=u.count)),
-        # The root group stays whole from the first forward to the end of the backward.
+        # The root group stays gathered from the first forward to the end of the backward.
         root_gather_s=sharded.gather_s(ledger, loads.root_parameter_bytes, count=root_gathers),
         root_reduce_s=sharded.reduce_s(ledger, loads.root_gradient_bytes, count=reductions),
         root_replicate_s=sharded.replicate_s(ledger, loads.root_gradient_bytes),
@@ -303,7 +304,7 @@ def _shards(
 
 
 def _of_entries(loads: Loads, amount: Callable[[UnitLoad], float]) -> tuple[float, ...]:
-    """An amount of each run, once for every entry of it."""
+    """An amount of each run, repeated for each of its entries."""
     return tuple(value for run in loads.runs for value in [amount(run)] * len(ends_of(run.count)))
 
 
@@ -326,7 +327,7 @@ def communication_error(plan: Plan, cluster: ClusterProfile) -> float:
 
 
 def _sent_by(plan: Plan) -> tuple[Collective, ...]:
-    """What moves a plan's parameters and gradients."""
+    """Collectives of a plan's parameters and gradients."""
     if plan.is_replicated:
         is_backend = plan.aggregation is Aggregation.BACKEND
         return (Collective.ALL_REDUCE if is_backend else Collective.SEND_RECV,)

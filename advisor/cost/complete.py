@@ -1,6 +1,6 @@
-"""Settings as a whole plan, by rule: for what a search over plans cannot begin with.
+"""Complete a plan from partial settings by rule, if no search can begin with them.
 
-Settings that allow no legal plan are made whole so that legality says what is in the way.
+Settings that allow no legal plan are completed so that legality names the violated rule.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from profiles.model.profile import ModelProfile
 
 Styles = Callable[[int], tuple[tuple[str, str], ...]]
 TWO_STAGES_A_RANK = (Schedule.INTERLEAVED, Schedule.ZBV)
-# A pipeline of p stages with m microbatches stands still for (p - 1) / (m + p - 1) of its time
-# (GPipe, arXiv:1811.06965, which finds m = 4 p good enough).
+# The bubble of a pipeline with p stages and m microbatches is (p - 1) / (m + p - 1) (GPipe,
+# arXiv:1811.06965, which finds m = 4 p sufficient).
 MICROBATCHES_A_STAGE = 4
 
 
@@ -60,10 +60,10 @@ def completed(
 
 
 def even_stages(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> tuple[str, ...]:
-    """The units that begin stages 1, 2, ...: the largest share of FLOP is as small as can be.
+    """Units that begin stages 1, 2, ..., minimizing the largest share of FLOP.
 
-    Exact, over all borders that are legal alone. Where those are too few, all are taken, so that
-    legality says what is in the way.
+    Exact over all legal borders. If there are too few, all are used, so that legality names the
+    rule.
     """
     count = plan.pp * (2 if plan.schedule in TWO_STAGES_A_RANK else 1)
     order = list(dict.fromkeys(c.unit for c in model.flow.calls if c.unit not in (GLUE, LOSS)))
@@ -80,7 +80,7 @@ def _is_border(unit: str, model: ModelProfile, cluster: ClusterProfile) -> bool:
 
 
 def even_cuts(costs: Sequence[float], places: Sequence[int], count: int) -> list[int]:
-    """Where to cut `costs`, at `count` - 1 of `places`, so that the largest sum is least."""
+    """Split `costs` at `count` - 1 of `places`, minimizing the largest sum."""
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -99,7 +99,8 @@ def even_cuts(costs: Sequence[float], places: Sequence[int], count: int) -> list
 
 
 def _microbatches(partial: PartialPlan, rows: int) -> int:
-    """The fewest equal parts from four a stage on, in multiples of pp; else the most there are."""
+    """Fewest equal microbatches, at least four per stage, in multiples of pp; else the most
+    possible."""
     pp, rounds = partial.pp or 1, partial.accumulation or 1
     if partial.schedule is Schedule.NAIVE:
         return 1

@@ -18,7 +18,7 @@ from engines.plan import Compression, Plan
 from profiles.machine.cluster import Device
 from profiles.model.profile import UnitProfile
 
-# `min_compression_rate` of torch's PowerSGDState: factors that spare less are not made.
+# `min_compression_rate` of torch's PowerSGDState: weaker compressions are not applied.
 LEAST_RATE = 2
 # Bytes of memory moved for a byte of gradient, counted in torch 2.13's hooks. bf16: a cast, a
 # division, a cast back: (4 + 2) + (2 + 2) + (2 + 4) bytes of 4. PowerSGD: the error added (3), a
@@ -31,7 +31,7 @@ PRODUCTS, A_COLUMN = 3, 7
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What replicas exchange in a step.
+    """Exchange of compressed gradients between replicas in a step.
 
     Attributes:
         sums_bytes: of all gradients, by the sums that follow each other in every bucket.
@@ -51,7 +51,7 @@ class Sent:
 def sent(
     plan: Plan, units: Iterable[UnitProfile], *, gradient_bytes: float, device: Device
 ) -> Sent:
-    """Of a replica with these gradients (fp32, where they are compressed)."""
+    """Bytes and work for a replica with these gradients (fp32 if they are compressed)."""
     moves_per_s = device.memory_bandwidth_bytes_per_s.value
     match plan.compression:
         case Compression.NONE:

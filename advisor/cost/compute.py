@@ -1,4 +1,4 @@
-"""Seconds of computing: a roofline for each unit, with an efficiency that depends on size."""
+"""Compute time: a roofline for each unit, with size-dependent efficiency."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from profiles.model.work import ProductKind
 from profiles.workload.optimizers import Upkeep
 from profiles.workload.stack import TORCH, Selective, Stack
 
-# How far a roofline over unfused operations is from a real step, beside the errors of its inputs.
-# Assumed until runs of our own bound it: the same size as the error of published matmul rates.
+# Error of a roofline over unfused operations, besides the errors of its inputs. Assumed until our
+# own runs bound it: the size of the error of published matmul rates.
 COMPUTE_ERROR = 0.15
-# Blocks timed one by one are not a step: their weights stay in caches, their gradients go nowhere.
-# Three small GPTs on a shared processor, forward and backward in turns with their blocks: medians
-# of 1.02, 1.07 and 1.13 of the sum.
+# Blocks timed alone differ from a step: their weights stay cached, and no gradients are passed on.
+# Three small GPTs on a shared CPU, forward and backward alternating with their blocks: medians of
+# 1.02, 1.07 and 1.13 of the sum.
 MEASURED_ERROR = 0.15
-# A time at another microbatch is the measured one times what the roofline says of the two. Assumed:
-# half of what a roofline alone is trusted with.
+# A time at another microbatch is the measured one, scaled by the roofline. Assumed error: half of
+# the roofline's.
 SCALED_ERROR = COMPUTE_ERROR / 2
 # CPU Adam works through the node's memory channels, which its devices share. One socket with eight
 # channels of DDR4-3200 (25.6 GB/s each) has 205 GB/s; streaming reaches about half when reading and
@@ -39,9 +39,9 @@ HOST_BANDWIDTH_BYTES_PER_S = 100e9
 
 @dataclass(frozen=True, slots=True)
 class UnitTime:
-    """Seconds of one unit: busy forward and backward, what recompute repeats, and waiting.
+    """Seconds of one unit: compute, recompute, and waiting.
 
-    `count`: equal units one after the other, each of which takes as long.
+    `count` is the number of equal units in sequence, each of which takes as long.
     """
 
     forward_s: float
@@ -55,7 +55,7 @@ class UnitTime:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Seconds that a rank computes in a step, by what for."""
+    """Compute seconds of a rank in a step, by purpose."""
 
     compute_s: float
     recompute_s: float
@@ -68,7 +68,7 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """Every unit's times, and how far the whole is to be trusted.
+    """Every unit's times, with their error.
 
     Attributes:
         error: half-width of the range of computing time, as a fraction.
@@ -83,7 +83,7 @@ class Computing:
 
 
 def busy_s(computing: Computing, forwards: int) -> Busy:
-    """What a rank computes in `forwards` microbatches."""
+    """Compute seconds of a rank in `forwards` microbatches."""
     times, added, further = computing.times, computing.added, forwards - 1
     return Busy(
         compute_s=forwards * sum(t.count * (t.forward_s + t.backward_s) for t in times)
@@ -101,8 +101,8 @@ def busy_s(computing: Computing, forwards: int) -> Busy:
 def added_s(
     loads: Loads, times: tuple[UnitTime, ...], *, share: float, device: Device, devices: int = 1
 ) -> Busy:
-    """What adding gradients to those of the microbatches before takes: both are read, their sum is
-    written, one tensor after the other (AccumulateGrad in torch/csrc/autograd).
+    """Seconds to accumulate gradients over microbatches: both are read and their sum is written,
+    one tensor after the other (AccumulateGrad in torch/csrc/autograd).
 
     Args:
         times: the roofline's of `loads`.
@@ -117,11 +117,11 @@ def added_s(
         busy = 3 * share * unit.gradient_bytes / bandwidth
         waiting = unit.tensors * launch_s
         if device.kind != "cpu":
-            # Launches run ahead of the device: more of them cost what it does not hide, more work
-            # what they do not.
+            # Launches run ahead of the device: additional ones cost what it does not hide,
+            # additional work what they do not hide.
             ahead = devices * unit.backward_kernels * launch_s - time.backward_s
             waiting = max(0.0, ahead + waiting - busy) - max(0.0, ahead)
-        # Work that hides launches of before is so much less work: no part of a step shrinks.
+        # Work that hides earlier launches reduces idle time: no part of a step shrinks.
         moving += unit.count * (busy + min(0.0, waiting))
         launching += unit.count * max(0.0, waiting)
     return Busy(compute_s=moving, recompute_s=0.0, launch_s=launching)
@@ -136,9 +136,9 @@ def unit_times(
     stack: Stack = TORCH,
     calibration: Calibration = CALIBRATION,
 ) -> tuple[UnitTime, ...]:
-    """Every entry of `loads` on `device`: seconds of one unit."""
+    """Seconds of one unit for every entry of `loads` on `device`."""
     rates = Rates.of(device, dtype, stack, calibration)
-    # Entries of one run are equal but for how many units each stands for.
+    # Entries of one run differ only in count.
     times = [_unit_time(run, recompute, rates, stack) for run in loads.runs]
     return tuple(
         replace(time, count=count)
@@ -150,7 +150,7 @@ def unit_times(
 def block_times(
     model: ModelProfile, cluster: ClusterProfile, kind: Numerics, *, samples: int
 ) -> BlockTimes | None:
-    """The measured times that a plan of these numerics rests on: the nearest microbatch's."""
+    """Measured times for a plan of these numerics, at the nearest microbatch."""
     device = cluster.device
     fitting = [
         times
@@ -175,7 +175,7 @@ def with_measured(
     error: float,
     added: Busy,
 ) -> Computing:
-    """`times` with measured seconds in place of the roofline's, where there are some.
+    """Replace the roofline's times by measured seconds where available.
 
     Args:
         measured: of this device, at a microbatch that may be another one.
@@ -183,7 +183,7 @@ def with_measured(
         error: of the roofline.
         added: as it says; blocks were timed without gradients to add to.
     """
-    found, seconds, doubts, known = [], 0.0, 0.0, 0.0
+    timed, seconds, doubts, known = [], 0.0, 0.0, 0.0
     for unit, time, then in zip(loads.entries, times, at_measured, strict=True):
         timing = measured.units.get(unit.name)
         doubt = error
@@ -192,13 +192,13 @@ def with_measured(
             doubt = hypot(MEASURED_ERROR, _spread(timing))
             if measured.samples != loads.samples:
                 doubt = hypot(doubt, SCALED_ERROR)
-        found.append(time)
+        timed.append(time)
         busy = unit.count * (time.forward_s + time.backward_s + time.recompute_s)
         seconds += busy
         doubts += doubt * busy
         known += busy * (timing is not None)
     return Computing(
-        times=tuple(found),
+        times=tuple(timed),
         error=min(1.0, doubts / seconds) if seconds else error,
         measured_share=known / seconds if seconds else 0.0,
         added=added,
@@ -206,7 +206,7 @@ def with_measured(
 
 
 def _measured_time(time: UnitTime, then: UnitTime, timing: UnitTiming) -> UnitTime:
-    """Launching is in what was measured."""
+    """Scale a measurement to another microbatch; it includes launches."""
     forward, backward = time.forward_s + time.forward_launch_s, time.backward_s
     backward += time.backward_launch_s
     again = time.recompute_s + time.recompute_launch_s
@@ -236,7 +236,7 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack)
     device = rates.device
 
     def multiplying(*, forward: bool) -> tuple[float, float]:
-        """Seconds of all products and attention, and the bytes that they are charged with."""
+        """Seconds of all products and attention, and their bytes."""
         seconds = moved = known = 0.0
         for product in unit.work.products:
             flop = product.forward_flop if forward else product.backward_flop
@@ -253,8 +253,7 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack)
             else:
                 share = rates.calibration.attention_share(device, call.kernel)
             seconds += flop / (rates.half * share)
-        # Products that nobody noted: those of attention that was captured, the scores' and the
-        # values'.
+        # Products without a record: attention's scores and values, if captured.
         rest = (unit.forward_flop if forward else unit.backward_flop) - known
         if rest > 1e-6 * known:
             share = matmul_fraction(device, rates.calibration)
@@ -264,7 +263,7 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack)
 
     def launching(busy: float, kernels: float) -> float:
         launch = kernels * rates.launch_s
-        # An accelerator works while the host launches; a processor does both itself.
+        # An accelerator overlaps with the host's launches; a CPU runs both.
         return launch if device.kind == "cpu" or rates.waits else max(0.0, launch - busy)
 
     def seconds(*, forward: bool) -> tuple[float, float]:
@@ -313,7 +312,7 @@ _PRODUCTS_OF_ATTENTION = 2
 
 
 def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> float:
-    """The update of a rank's parameters: on the host when states are there.
+    """Update of a rank's parameters, on the host if states are offloaded.
 
     It moves bytes; the few optimizers that multiply matrices do that in bf16, on large ones.
     """

@@ -64,7 +64,7 @@ class CostContext:
 
     @property
     def overlaps(self) -> bool:
-        """Whether exchanges go on beside computing.
+        """Return True if communication overlaps with compute.
 
         gloo's threads share the cores with the computing: on processors nothing is hidden. (What
         they were measured to inflict on each other, 2 ranks on 2 cores: computing takes 1.8 times
@@ -74,7 +74,7 @@ class CostContext:
 
     @property
     def load_bytes(self) -> float:
-        """Main memory that one rank takes while the model is loaded."""
+        """Main memory of one rank while the model is loaded."""
         if self._load_bytes is None:
             self._load_bytes = load_memory(self.facts.model, ranks_per_node=1).per_rank_bytes
         return self._load_bytes
@@ -88,13 +88,13 @@ class CostContext:
 
     @property
     def reduced_share(self) -> float:
-        """Of a gradient as built, what goes between replicas."""
+        """Bytes sent between replicas per byte of gradient as built."""
         return reduced_share(self.stack)
 
     def flop(self, plan: Plan, samples: int) -> float:
         """Model FLOP of one forward and backward of all units, without recompute, as MFU counts
-        them: attention as three times two products, whatever its mask hides or its kernel repeats
-        (PaLM, arXiv:2204.02311, appendix B)."""
+        them: attention as three times two products, without masking or kernel repeats (PaLM,
+        arXiv:2204.02311, appendix B)."""
         kind = self.numerics(plan)
         if (kind, samples) not in self._flop:
             found = (
@@ -106,24 +106,24 @@ class CostContext:
         return self._flop[kind, samples]
 
     def ledger(self) -> Ledger:
-        """An empty one for this cluster."""
+        """Create an empty ledger for this cluster."""
         return Ledger(self.facts.cluster, self._wires, self.calibration)
 
     def dtype(self, plan: Plan) -> str:
-        """In which matrices are multiplied by weights."""
+        """Dtype of products with weights."""
         if self.stack.product_dtype is not None:
             return self.stack.product_dtype
         is_built = self.numerics(plan) is Numerics.AS_BUILT
         return self.facts.model.dtype if is_built else "bfloat16"
 
     def batch_bytes(self, plan: Plan) -> float:
-        """A rank's part of the batch of a step."""
+        """Bytes of a rank's part of a step's batch."""
         assert plan.microbatch_size is not None
         local = plan.microbatch_size * plan.forwards
         return self.facts.model.batch_bytes.at(local / plan.cp)
 
     def loads(self, plan: Plan, samples: int | None = None) -> Loads:
-        """All units on one rank of the tp axis; at the plan's microbatch unless said."""
+        """All units on one rank of the tp axis; at the plan's microbatch by default."""
         kind = self.numerics(plan)
         samples = samples or plan.microbatch_size
         assert samples is not None
@@ -152,7 +152,7 @@ class CostContext:
         return self._loads[key]
 
     def stages_of(self, plan: Plan) -> dict[object, Stage]:
-        """Stages that were worked out, of plans that one microbatch cannot tell from this one."""
+        """Cache of stages, shared by plans with the same stage costs."""
         key = (
             self.numerics(plan),
             plan.microbatch_size,
@@ -170,7 +170,7 @@ class CostContext:
         return self._stages.setdefault(key, {})
 
     def _styled_units(self, plan: Plan) -> list[Styled]:
-        """What is done to each unit, looked up once for all microbatches."""
+        """Styles of each unit, cached for all microbatches."""
         kind, styles = self.numerics(plan), self.styles(plan)
         if (kind, styles) not in self._styled:
             self._styled[kind, styles] = styled_units(
@@ -179,7 +179,7 @@ class CostContext:
         return self._styled[kind, styles]
 
     def styles(self, plan: Plan) -> tuple[tuple[str, str], ...]:
-        """How layers are split; as proposed from the profile where the plan leaves it open."""
+        """Styles of split layers; proposed from the profile if the plan has none."""
         if plan.tp == 1 or plan.tensor_styles:
             return plan.tensor_styles if plan.tp > 1 else ()
         if plan.tp not in self._styles:
@@ -187,7 +187,7 @@ class CostContext:
         return self._styles[plan.tp]
 
     def computing(self, plan: Plan, loads: Loads) -> Computing:
-        """Measured times of this device where the model carries some, else the roofline's.
+        """Compute times: measured on this device if the model has some, else the roofline's.
 
         `loads` are all units of the plan, or some neighbours of them.
         """
@@ -231,13 +231,13 @@ class CostContext:
     def update(
         self, plan: Plan, first: int, last: int, copies: Sequence[UnitProfile] = ()
     ) -> Upkeep:
-        """Of the parameters of units [first, last) that one rank holds, and of `copies`."""
+        """Upkeep of one rank's parameters of units [first, last), and of `copies`."""
         return self.update_of(plan, [(first, last)], copies)
 
     def update_of(
         self, plan: Plan, parts: Sequence[tuple[int, int]], copies: Sequence[UnitProfile] = ()
     ) -> Upkeep:
-        """The same of several stages."""
+        """Upkeep of several stages' parameters."""
         optimizer = self.facts.workload.optimizer
         units = self._held(plan)
         own = [unit for first, last in parts for unit in units[first:last]]
@@ -258,8 +258,8 @@ class CostContext:
         return self._updates[key]
 
     def _held(self, plan: Plan) -> tuple[UnitProfile, ...]:
-        """Every unit with the parameters that one rank of the tp axis has; equal ones are one
-        object, unless the optimizer knows them by their names."""
+        """Every unit with one tp rank's parameters; equal ones share an object unless the optimizer
+        distinguishes names."""
         model = self.facts.model
         if self.facts.workload.optimizer.units is not None:
             return model.units
@@ -279,7 +279,7 @@ class CostContext:
         return self._units[key]
 
     def partial_s(self, plan: Plan, units: Sequence[UnitLoad], ledger: Ledger) -> float:
-        """Seconds of a step to sum the gradients of parameters that the tp axis holds whole."""
+        """Seconds per step to sum gradients of parameters that are replicated over tp."""
         return summed_s(
             ledger,
             "gradients of whole parameters",

@@ -1,4 +1,4 @@
-"""Groups of ranks that exchange something: size, and how far apart their ranks are."""
+"""Groups of communicating ranks: size and stride."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from profiles.workload.stack import TORCH, Stack
 
 
 def shard_group(plan: Plan) -> tuple[int, int]:
-    """Size and stride of the group that shares parameters or states; cp lies inside it."""
+    """Size and stride of the group that shards parameters or states, including cp."""
     return shard_degree(plan), plan.tp
 
 
 def replica_group(plan: Plan) -> tuple[int, int]:
-    """Size and stride of the group whose ranks hold the same shard, or the same whole."""
+    """Size and stride of the group whose ranks hold the same shard, or full replica."""
     if plan.data_parallel is DataParallel.HYBRID_SHARD:
         return plan.dp_replicate, plan.dp_shard * plan.cp * plan.tp
     return plan.dp_replicate * plan.cp, plan.tp
@@ -35,10 +35,10 @@ def expert_copies(plan: Plan, stack: Stack = TORCH) -> tuple[int, int]:
 
 
 def tie_stride(stages: Sequence[int], plan: Plan) -> int:
-    """The distance in ranks between the stages that hold a tied weight, the mean of several.
+    """Stride between the stages with copies of a tied weight; the mean for several.
 
-    Three need not be equally far apart (an encoder's embeddings, a decoder's and the head). The
-    mean is rounded up, but never past the last rank.
+    Three copies need not be equidistant (an encoder's embedding, a decoder's and the head). The
+    mean is rounded up, up to the last rank.
     """
     ranks_per_stage, gaps = plan.world_size // plan.pp, len(stages) - 1
     mean = ceil((stages[-1] - stages[0]) * ranks_per_stage / gaps)

@@ -1,4 +1,4 @@
-"""Units with the parameters that one rank of the tp and ep axes has, for an optimizer to step."""
+"""Units with one rank's part of the parameters along tp and ep, for the optimizer step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def held_units(
     shards: int,
     splits_experts: bool = False,
 ) -> tuple[UnitProfile, ...]:
-    """Every unit of `model` on one rank; equal ones are one object.
+    """Return every unit of `model` on one rank; equal ones share an object.
 
     Args:
         styled: what the plan's styles do to each unit.

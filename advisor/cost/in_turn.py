@@ -1,4 +1,4 @@
-"""Traffic that a stack does not overlap with computing: it is waited for."""
+"""Communication that a stack does not overlap with compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from profiles.workload.stack import Stack
 
 
 def reduced_share(stack: Stack) -> float:
-    """Of a gradient as built, what goes between replicas."""
+    """Bytes sent between replicas per byte of gradient as built."""
     wanted = stack.reduce_bytes
     if wanted is None and stack.states is not None:
         wanted = stack.states.gradient
@@ -23,8 +23,8 @@ def reduced_share(stack: Stack) -> float:
 def in_turn(
     stack: Stack, plan: Plan, exchanged: Exchange, computing: Computing
 ) -> tuple[Exchange, float]:
-    """What `stack` overlaps of `exchanged`, and the seconds of what it waits for: gradients and
-    parameters that go when computing is over."""
+    """Split `exchanged` into the part that `stack` overlaps, and the seconds of exposed gradients
+    and parameters, sent after compute."""
     waited, counts = 0.0, [time.count for time in computing.times]
     zeros = (0.0,) * len(counts)
 
@@ -50,12 +50,12 @@ def in_turn(
 
 
 def gathers_beside(stack: Stack) -> bool:
-    """Whether parameters that stay whole for a step are gathered beside its first forwards."""
+    """Return True if parameters gathered for the whole step overlap with its first forwards."""
     return stack.states is None or stack.overlap_parameters
 
 
 def gathers_s(stack: Stack, ranks: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Seconds that the first forwards of a pipeline's step wait for parameters that stay whole.
+    """Seconds that the first forwards of a pipeline's step wait for gathered parameters.
 
     FSDP2 gathers a stage when its forward begins: the first microbatch waits at every stage. Stacks
     with states of their own gather on all ranks from the beginning of the step, beside the forwards

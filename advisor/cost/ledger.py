@@ -1,4 +1,4 @@
-"""The ledger: every collective that a plan is charged with, equal ones together."""
+"""Ledger: all collectives charged to a plan, equal ones combined."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Wires = dict[tuple[Collective, int, int], tuple[Way, ...]]
 
 
 def host_link_bytes_per_s(cluster: ClusterProfile) -> Quantity:
-    """Between a device and main memory, one way."""
+    """Bandwidth between a device and main memory, one way."""
     assumed = Quantity(value=HOST_LINK_BYTES_PER_S, source=Source.ASSUMED)
     return cluster.device.host_link_bytes_per_s or assumed
 
 
 def disk_bytes_per_s(cluster: ClusterProfile) -> tuple[Quantity, Quantity]:
-    """(written, read) by all devices of a node together, a file in a folder."""
+    """(write, read) bandwidth of a file system, shared by all devices of a node."""
     written, read = cluster.disk_write_bytes_per_s, cluster.disk_read_bytes_per_s
     return (
         written or Quantity(value=DISK_WRITE_BYTES_PER_S, source=Source.ASSUMED),
@@ -54,15 +54,14 @@ class Ledger:
         self._parts: Ledger | None = None
 
     def to_host(self, size_bytes: float, *, count: float = 1) -> float:
-        """Note `count` transfers between device and main memory; the seconds of one, hidden or
-        not."""
+        """Record `count` transfers between device and main memory; return the seconds of one."""
         seconds = size_bytes / host_link_bytes_per_s(self._cluster).value
         self.host_bytes += count * size_bytes
         self.host_s += count * seconds
         return seconds
 
     def ranks_per_node(self, group_size: int, stride: int) -> int:
-        """How many ranks of one such group share a node."""
+        """Number of ranks of one such group on a node."""
         return self._cluster.ranks_per_node(group_size, stride)
 
     def charge(
@@ -75,7 +74,7 @@ class Ledger:
         stride: int = 1,
         count: float = 1,
     ) -> float:
-        """Note `count` collectives; the seconds of one."""
+        """Record `count` collectives; return the seconds of one."""
         if group_size < 2 or count == 0 or payload_bytes == 0:
             return 0.0
         key = (kind, purpose, payload_bytes, group_size, stride)
@@ -83,7 +82,7 @@ class Ledger:
         return self.seconds(kind, payload_bytes, group_size, stride)
 
     def between_parts(self, purpose: str, payload_bytes: float, *, count: float) -> float:
-        """Note `count` copies between two devices of this rank; the seconds of one.
+        """Record `count` copies between two devices of this rank; return the seconds of one.
 
         Any two are taken to be as near as the first two.
         """
@@ -95,18 +94,18 @@ class Ledger:
         )
 
     def seconds(self, kind: Collective, payload_bytes: float, group: int, stride: int) -> float:
-        """Of one collective; nothing is noted."""
+        """Seconds of one collective, without recording."""
         return min(way.seconds(payload_bytes) for way in self.ways(kind, group, stride))
 
     def ways(self, kind: Collective, group_size: int, stride: int) -> tuple[Way, ...]:
-        """How a collective may be carried out in such groups."""
-        found = self._wires.get((kind, group_size, stride))
-        if found is None:
+        """Algorithms of a collective in such groups."""
+        options = self._wires.get((kind, group_size, stride))
+        if options is None:
             best = ways(self._cluster, kind, group_size=group_size, stride=stride)
             share = self._calibration.collective_share(self._cluster, kind, group_size, stride)
-            found = tuple(Way(way.latency_s, way.s_per_byte / share) for way in best)
-            self._wires[kind, group_size, stride] = found
-        return found
+            options = tuple(Way(way.latency_s, way.s_per_byte / share) for way in best)
+            self._wires[kind, group_size, stride] = options
+        return options
 
     def traffic(self) -> tuple[Traffic, ...]:
         own = tuple(

@@ -1,4 +1,4 @@
-"""What each unit of a model asks of a device at one microbatch size: floats, nothing else."""
+"""Demands of each unit of a model on a device at one microbatch size, as plain floats."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ BF16_SHARE = 2 / 4
 
 @dataclass(frozen=True)
 class Loads:
-    """Units in call order, and the sums that several formulas need.
+    """Units in call order, and sums over them.
 
-    Equal neighbours come as one `UnitLoad` in `runs`. `entries` are they again, with both ends of a
-    long run taken out of it: what changes along a run changes evenly, so that its moments lie
-    between those of its first two units and of its last two.
+    Equal neighbors are one `UnitLoad` in `runs`. `entries` are the same with both ends of a long
+    run separated: quantities change linearly along a run, so its moments lie between those of its
+    first two units and of its last two.
 
     Attributes:
-        compute_share: what a parameter's copy for computing takes of it: 1/2 where an fp32 model
+        compute_share: share of a parameter's bytes in its copy for compute: 1/2 if an fp32 model
             runs in bf16, else 1.
-        pieces: of a part of other loads, (which of their runs, how many units of it).
+        pieces: of a part of other loads, (index of the run, number of its units).
     """
 
     runs: tuple[UnitLoad, ...]
@@ -44,17 +44,17 @@ class Loads:
 
     @cached_property
     def entries(self) -> tuple[UnitLoad, ...]:
-        found: list[UnitLoad] = []
+        entries: list[UnitLoad] = []
         place = 0
         for run in self.runs:
             for count in ends_of(run.count):
-                found.append(replace(run, name=self.names[place], count=count))
+                entries.append(replace(run, name=self.names[place], count=count))
                 place += count
-        return tuple(found)
+        return tuple(entries)
 
     @property
     def units(self) -> Iterator[UnitLoad]:
-        """Every single unit."""
+        """Yield every unit."""
         names = iter(self.names)
         for run in self.runs:
             for _ in range(run.count):
@@ -78,12 +78,12 @@ class Loads:
 
     @cached_property
     def expert_bytes(self) -> float:
-        """Of the parameters, experts that are not on every rank."""
+        """Bytes of parameters of experts, which differ between ranks."""
         return sum(run.expert_bytes * run.count for run in self.runs)
 
     @cached_property
     def root_parameter_bytes(self) -> float:
-        """Of everything that is not a separate unit: FSDP's root group."""
+        """Parameter bytes of FSDP's root group: all units without a group of their own."""
         return sum(run.parameter_bytes * run.count for run in self.runs if not run.is_separate)
 
     @cached_property
@@ -92,21 +92,21 @@ class Loads:
 
     @cached_property
     def tensors(self) -> int:
-        """Trainable parameters."""
+        """Number of trainable parameters."""
         return sum(run.tensors * run.count for run in self.runs)
 
     def part(self, first: int, last: int) -> Loads:
-        """Units [first, last) alone."""
+        """Loads of units [first, last)."""
         if (first, last) not in self._parts:
-            found, pieces, place = [], [], 0
+            runs, pieces, place = [], [], 0
             for number, run in enumerate(self.runs):
                 count = min(last, place + run.count) - max(first, place)
                 if count > 0:
-                    found.append(run if count == run.count else replace(run, count=count))
+                    runs.append(run if count == run.count else replace(run, count=count))
                     pieces.append((number, count))
                 place += run.count
             self._parts[first, last] = Loads(
-                runs=tuple(found),
+                runs=tuple(runs),
                 samples=self.samples,
                 compute_share=self.compute_share,
                 buffer_bytes=self.buffer_bytes,
@@ -121,7 +121,7 @@ class Loads:
 
 
 def ends_of(count: int) -> tuple[int, ...]:
-    """The units that each entry of a run of so many stands for: both its ends are by themselves.
+    """Number of units for each entry of a run: both its ends are separate.
 
     >>> ends_of(2), ends_of(9)
     ((1, 1), (1, 1, 5, 1, 1))
@@ -130,7 +130,7 @@ def ends_of(count: int) -> tuple[int, ...]:
 
 
 def together(parts: Sequence[Loads]) -> Loads:
-    """Parts of the same loads as one, in their order."""
+    """Concatenate parts of the same loads."""
     if len(parts) == 1:
         return parts[0]
     return replace(
@@ -156,7 +156,7 @@ def loads_of(
     styled: Sequence[Styled] | None = None,
     stack: Stack = TORCH,
 ) -> Loads:
-    """Every unit of `model` at a microbatch of `samples` under `numerics`, on one rank.
+    """Load of every unit of `model` on one rank, at a microbatch of `samples` under `numerics`.
 
     Args:
         tp, styles: layers are split as `Plan.tensor_styles` says, over so many ranks.
@@ -175,7 +175,7 @@ def loads_of(
     if tp > 1:
         runs = divided(runs, styled)
     head = _split_head(runs, styled, numerics) if tp > 1 else None
-    found = []
+    loads = []
     for run in runs:
         load = _load(
             run,
@@ -211,9 +211,9 @@ def loads_of(
             load = _over_expert_ranks(load, ep)
         if head is not None and run.unit.name == _loss_unit(model):
             load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp, stack=stack)
-        found.append(load)
+        loads.append(load)
     return Loads(
-        runs=tuple(found),
+        runs=tuple(loads),
         samples=samples,
         compute_share=1.0 if numerics is Numerics.AS_BUILT else BF16_SHARE,
         buffer_bytes=model.buffer_bytes,
@@ -222,7 +222,7 @@ def loads_of(
 
 
 def _over_expert_ranks(load: UnitLoad, ep: int) -> UnitLoad:
-    """The weights of experts on other ranks are not read here."""
+    """Remove weight reads of experts on other ranks."""
     work = over_expert_ranks(load.work, ep)
     pairs = list(zip(load.work.products, work.products, strict=True))
     forward = sum(old.forward_bytes - new.forward_bytes for old, new in pairs)
@@ -238,7 +238,7 @@ def _over_expert_ranks(load: UnitLoad, ep: int) -> UnitLoad:
 def styled_units(
     model: ModelProfile, *, numerics: Numerics, styles: Iterable[tuple[str, str]]
 ) -> list[Styled]:
-    """What `styles` do to each unit of `model`."""
+    """Styles applied to each unit of `model`."""
     wanted = Styles(styles)
     return [wanted.of_unit(unit, unit.cost(numerics).layers) for unit in model.units]
 
@@ -246,7 +246,7 @@ def styled_units(
 def _split_head(
     runs: Sequence[Run], styled: Sequence[Styled], numerics: Numerics
 ) -> LayerCost | None:
-    """The layer that hands on logits which stay split, if there is one."""
+    """Layer that outputs split logits, if any."""
     split = Style(kind=Kind.VOCAB)
     for run in runs:
         layers, places = run.unit.cost(numerics).layers, styled[run.first]
@@ -257,7 +257,8 @@ def _split_head(
 
 
 def _loss_unit(model: ModelProfile) -> str:
-    """Where the loss is computed: apart, or in code between units of a model that returns it."""
+    """Unit that computes the loss: separate, or code between units of a model that returns its
+    loss."""
     names = [unit.name for unit in model.units]
     return LOSS if LOSS in names else GLUE
 
@@ -322,7 +323,7 @@ def _load(
 
 
 def _with_less(load: UnitLoad, spared: float) -> UnitLoad:
-    """`load` without bytes of weights that other ranks of the tp axis have."""
+    """Return `load` without weight bytes of other tp ranks."""
     return replace(
         load,
         parameter_bytes=load.parameter_bytes - spared,
@@ -332,7 +333,7 @@ def _with_less(load: UnitLoad, spared: float) -> UnitLoad:
 
 
 def _tensors(unit: UnitProfile) -> int:
-    """Trainable parameters of a unit; one where its shapes are not known."""
+    """Trainable parameters of a unit; 1 if its shapes are unknown."""
     return sum(shape.count for shape in unit.shapes) or int(unit.gradient_bytes > 0)
 
 
@@ -346,12 +347,12 @@ def _with_split_loss(
     tp: int,
     stack: Stack,
 ) -> UnitLoad:
-    """The loss of logits that stay split: a rank computes on its share of the vocabulary."""
+    """Loss of split logits: a rank computes its share of the vocabulary."""
     dtype = model.dtype if numerics is Numerics.AS_BUILT else "bfloat16"
     rows = head.output_bytes.at(samples) / (head.outputs * (4 if dtype == "float32" else 2))
     share = 1 / tp
-    # Beside the exponentials the engine keeps what they are of: picking a row's class needs its
-    # shape, and torch's backward of `gather` holds the whole of it.
+    # The engine saves the exponentials' input, too: selecting a row's class requires its shape, and
+    # torch's backward of `gather` saves all of it.
     picked = rows * head.outputs * share * FP32_BYTES * (stack.loss is Loss.MATERIALISED)
     return replace(
         load,
@@ -369,13 +370,13 @@ def _with_split_loss(
 
 
 def describe(name: str) -> str:
-    """The unit as a sentence names it."""
+    """Name of a unit for sentences."""
     if name == LOSS:
         return "the loss"
     return f"`{name}`" if name else "the model"
 
 
 def _element_bytes(model: ModelProfile, kind: Numerics) -> int:
-    """Of what attention is given."""
+    """Bytes per element of attention inputs."""
     is_half = kind is not Numerics.AS_BUILT or model.dtype in ("bfloat16", "float16")
     return 2 if is_half else 4

@@ -1,8 +1,8 @@
-"""Memory as a timeline: every moment of a step in order, and the fullest of them.
+"""Peak memory from a timeline of a step.
 
 Moments: the forward of each unit, the loss, the backward of each unit in reverse and the reduction
-of its gradients, the reduction of the root group, the optimizer step. Each is a sum of what lives
-then, so the peak is a real moment and not a sum of maxima. Stages of pipelines: `stage_memory`.
+of its gradients, the reduction of the root group, the optimizer step. Each is a sum of live bytes,
+so the peak is one moment and not a sum of maxima. Stages of pipelines: `stage_memory`.
 """
 
 from __future__ import annotations
@@ -51,14 +51,13 @@ if TYPE_CHECKING:
     Amount = TypeVar("Amount", float, NDArray[np.float64])
     """Of one plan, or of many."""
 
-# What the allocator holds over what is allocated: 1.08 to 1.10 in Mist's README. The upper end is
-# charged to the upper end of the range, the estimate itself carries none; the middle makes what is
-# reserved of what is allocated.
+# Reserved over allocated memory: 1.08 to 1.10 in Mist's README. Only the upper end of the range
+# includes the upper end of this; its middle converts allocated to reserved bytes.
 ALLOCATOR_SLACK = 0.10
 USUAL_SLACK = 0.09
-# Activations are counted operation by operation on fake tensors. What is not seen there is the
-# kernels' own scratch memory; published peaks of one configuration scatter by less than 0.1 %, so
-# the range is this model's own doubt, not noise. Assumed until runs of our own bound it.
+# Activations are counted operation by operation on fake tensors, which excludes kernels' scratch
+# memory; published peaks of one configuration scatter by less than 0.1 %, so the range is this
+# model's error, not noise. Assumed until our own runs bound it.
 ACTIVATION_ERROR = 0.08
 # cuBLAS's workspace of one handle in torch (ATen/cuda/CublasHandlePool.cpp): 2 of 4096 and 8 of 16
 # KiB, from Hopper on 32 MiB.
@@ -70,9 +69,9 @@ UNITS_WHEN_AHEAD = 1
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What lives at one point of a step, in bytes, beside what always lives.
+    """Live bytes at one point of a step, without permanent ones.
 
-    `loss` says how much of it is the loss's, at the moments that are its own.
+    `loss` is the loss's share of it.
     """
 
     event: str
@@ -94,8 +93,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The fullest moment, with its range. `host_bytes` is what one rank keeps in main memory,
-    `disk_bytes` what in files."""
+    """Peak of a step, with its range. `host_bytes` and `disk_bytes` are one rank's offloaded
+    bytes."""
 
     memory: Memory
     phase: str
@@ -119,7 +118,7 @@ def peak(
     stack: Stack = TORCH,
     calibration: Calibration = CALIBRATION,
 ) -> Peak:
-    """The fullest moment of a step under `plan` on one rank that has the whole model.
+    """Peak of a step under `plan` on one rank that has the whole model.
 
     `update` is of the rank's part of the parameters. `batch_bytes` is the rank's whole part of the
     batch: it is on the device for the whole step. `exchange_bytes` are what replicas keep, and what
@@ -166,7 +165,7 @@ def moments_of(
     stack: Stack = TORCH,
     own_gradient_bytes: float = 0.0,
 ) -> list[Moment]:
-    """A step's moments up to the optimizer's, of a rank that has the whole model.
+    """Moments of a step before the optimizer's, on a rank that has the whole model.
 
     What is sharded of them goes by 1/degree: all else is the same for every number of ranks.
 
@@ -196,7 +195,7 @@ def last_moment(
     stack: Stack = TORCH,
     own: HeldStates | None = None,
 ) -> Moment | None:
-    """The optimizer's step; None where it is made elsewhere."""
+    """Moment of the optimizer's step; None if it runs elsewhere."""
     on_device = not states_leave(plan, device)
     if optimizer_leaves(plan, device) or (device.kind == "cpu" and not on_device):
         return _step_in_chunks(plan, loads, update, device)
@@ -212,14 +211,14 @@ def upper_end(
     doubtful: Amount | float = 0.0,
     ahead: Amount | float = 0.0,
 ) -> Amount:
-    """Bytes that a peak does not exceed, of one plan or of many: with the doubt about activations
-    and temporaries, what is gathered `ahead`, the allocator's slack and the context."""
+    """Upper end of a peak, for one plan or many: with the error of activations and temporaries,
+    gathers `ahead`, the allocator's slack and the context."""
     high = allocated + ACTIVATION_ERROR * doubtful + ahead
     return high * (1 + ALLOCATOR_SLACK) + device.context_bytes.high
 
 
 def room_bytes(usable_bytes: float, device: Device) -> float:
-    """What a plan may allocate: with its slack and context it takes `usable_bytes`."""
+    """Bytes that a plan may allocate so that it fits `usable_bytes` with slack and context."""
     return (usable_bytes - device.context_bytes.high) / (1 + ALLOCATOR_SLACK)
 
 
@@ -240,10 +239,9 @@ def peak_at(
     own: HeldStates | None = None,
     calibration: Calibration = CALIBRATION,
 ) -> Peak:
-    """`fullest` beside what always lives, with its range; `ahead` is what a host that runs ahead
-    gathers besides, `apart` what is not sharded and has gradients as large, `away` what waits
-    outside the device beside the states of shards. `own` are the states of a stack that keeps its
-    own."""
+    """Peak of moment `fullest` and permanent bytes, with its range. `ahead` are gathers of a host
+    that runs ahead, `apart` unsharded parameters with gradients of the same size, `away` offloaded
+    bytes besides states of shards, `own` the states of a stack that manages its own."""
     degree, offloaded = shard_degree(plan), states_leave(plan, device)
     on_disk = plan.offload_to is OffloadTo.DISK
     parameters, states = parameter_bytes / degree + apart_bytes, update.state_bytes
@@ -282,7 +280,7 @@ def peak_at(
 
 
 def workspace_bytes(device: Device, stack: Stack = TORCH) -> float:
-    """Of the libraries that multiply, in the allocator from their first product on."""
+    """Bytes of matrix-multiply libraries' workspaces in the allocator."""
     if device.kind == "cpu":
         return 0.0
     each = HOPPER_WORKSPACE_BYTES if is_hopper_or_later(device) else WORKSPACE_BYTES
@@ -290,14 +288,14 @@ def workspace_bytes(device: Device, stack: Stack = TORCH) -> float:
 
 
 def largest_copy(plan: Plan, loads: Loads, stack: Stack = TORCH) -> float:
-    """Of a unit's whole parameters, which a host that runs ahead gathers early."""
+    """Largest gathered unit, which a host that runs ahead gathers early."""
     if not plan.data_parallel.is_sharded or (stack.states is not None and zero_level(plan) < 3):
         return 0.0
     return max((u.parameter_bytes for u in loads.separate), default=0.0) * loads.compute_share
 
 
 def kept_bytes(unit: UnitLoad, recompute: Recompute) -> float:
-    """Bytes that stay from the unit's forward to its backward."""
+    """Bytes saved from a unit's forward to its backward."""
     if not unit.is_block or recompute is Recompute.NONE:
         return unit.activation_bytes
     return unit.input_bytes if recompute is Recompute.FULL else unit.selective_bytes
@@ -324,15 +322,15 @@ def forward_moments(
 
 
 def _stays_bytes(unit: UnitLoad, plan: Plan, away: bool) -> float:
-    """What is kept of a unit on the device; `away` says that blocks keep theirs elsewhere."""
+    """Saved bytes of a unit on the device; `away` if blocks' are offloaded."""
     return 0.0 if unit.is_block and away else kept_bytes(unit, plan.recompute)
 
 
 def backward_work(
     unit: UnitLoad, recompute: Recompute, kept: float, *, comes_back: bool = False
 ) -> float:
-    """Bytes while the unit's backward runs, beside those that were `kept` for it: the gradient that
-    comes in, temporaries, and activations that are computed again or come back.
+    """Bytes of a unit's backward besides its saved ones (`kept`): the incoming gradient,
+    temporaries, and activations that are recomputed or loaded.
 
     A block that is computed again has all its activations while its backward runs. Those that come
     back do so operation by operation: at most all of them.
@@ -346,7 +344,7 @@ def backward_work(
 def backward_moments(
     plan: Plan, loads: Loads, gradients: Gradients, gathered: Gathered, *, away: bool = False
 ) -> Iterator[Moment]:
-    """Each unit's backward with the forward that recompute runs before it, and its reduction."""
+    """Moments of each unit's backward with its recomputed forward, and its reduction."""
     units = loads.entries
     following = next_separate(units, backward=True)
     kept = [_stays_bytes(unit, plan, away) for unit in units]
@@ -383,7 +381,7 @@ def backward_moments(
 
 
 def _root_reduction(plan: Plan, loads: Loads, gradients: Gradients) -> Iterator[Moment]:
-    """The root group is reduced as one tensor when the backward is over."""
+    """The root group is reduced as one tensor after the backward."""
     if not plan.data_parallel.is_sharded:
         return
     share = loads.compute_share
@@ -403,7 +401,7 @@ def optimizer_step(
     stack: Stack = TORCH,
     own: HeldStates | None = None,
 ) -> Moment:
-    """The update's temporaries.
+    """Temporaries of the optimizer step.
 
     torch's default on accelerators is foreach: for Adam one list of tensors as large as all local
     parameters (`_foreach_sqrt` in torch/optim/adam.py). On the CPU it goes tensor by tensor.
@@ -425,8 +423,7 @@ def optimizer_step(
 
 
 def _step_in_chunks(plan: Plan, loads: Loads, update: Upkeep, device: Device) -> Moment:
-    """The same of a chunk of parameters, whose states have come; a processor reads them in their
-    files."""
+    """The same for a chunk of parameters with loaded states; a CPU reads them from files."""
     gradient_bytes = 0.0 if states_leave(plan, device) else loads.gradient_bytes
     whole = optimizer_step(plan, gradient_bytes, update, device)
     fetched = update.state_bytes if device.kind != "cpu" else 0.0

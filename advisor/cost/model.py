@@ -46,7 +46,7 @@ class CostModel(CostContext):
         return one_stage(self, plan) if plan.updates_in_step else updated(self, plan)
 
     def is_beside(self, facts: Facts) -> bool:
-        """Whether only links, memory or batch of `facts` differ from these."""
+        """Return True if `facts` differ only in links, memory or batch."""
         mine, other = self.facts, facts
         device = other.cluster.device.model_copy(
             update={"memory_bytes": mine.cluster.device.memory_bytes}
@@ -63,18 +63,17 @@ class CostModel(CostContext):
         )
 
     def beside(self, facts: Facts) -> CostModel:
-        """The costs of facts that differ: those that are `is_beside` with the sums that were made
-        for these."""
+        """Cost model of other facts, sharing cached sums if `is_beside`."""
         if not self.is_beside(facts):
             return CostModel(facts)
-        mine, found = self.facts.cluster, copy(self)
-        found.facts, found._compiled = facts, None
+        mine, model = self.facts.cluster, copy(self)
+        model.facts, model._compiled = facts, None
         if mine != facts.cluster.model_copy(update={"device": mine.device}):
-            found._wires, found._estimates, found._stages = {}, {}, {}
-        return found
+            model._wires, model._estimates, model._stages = {}, {}, {}
+        return model
 
     def compiled(self) -> CostModel:
-        """The costs of the same facts with compiled blocks."""
+        """Cost model of the same facts with compiled blocks."""
         if self.stack.compiled:
             return self
         if self._compiled is None:

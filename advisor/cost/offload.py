@@ -1,10 +1,9 @@
-"""What waits outside the device: whether it leaves it at all, and what its ways take.
+"""Offloaded states and activations: which are offloaded, and transfer times.
 
-The way of shards between device and main memory is with the exchanges of FSDP2
-(`advisor.cost.communication`): it begins where a gather or a reduction ends. What is here is hidden
-by nothing: copies of activations wait in the device's own stream, the step for its states, and
-whoever touches a page of a file for that page. The page cache is not counted on: all that is in
-files is taken to be read from the disk and written to it.
+FSDP2 overlaps transfers of shards with its exchanges (`advisor.cost.communication`), which begin or
+end with them. Transfers here are exposed: copies of activations wait in the device's own stream,
+the step for its states, and a page fault for its page. The page cache is not modeled: all files are
+read from and written to the disk.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ if TYPE_CHECKING:
 
 
 def states_leave(plan: Plan, device: Device) -> bool:
-    """Whether FSDP2 keeps states elsewhere."""
+    """Return True if FSDP2 offloads states."""
     return plan.offload.states and is_elsewhere(device, to_disk=_to_disk(plan))
 
 
 def optimizer_leaves(plan: Plan, device: Device) -> bool:
-    """Whether optimizer states alone wait elsewhere."""
+    """Return True if only optimizer states are offloaded."""
     return plan.offload.optimizer and is_elsewhere(device, to_disk=_to_disk(plan))
 
 
 def activations_leave(plan: Plan, device: Device) -> bool:
-    """Whether what blocks keep waits elsewhere."""
+    """Return True if blocks' saved activations are offloaded."""
     return plan.offload.activations and is_elsewhere(device, to_disk=_to_disk(plan))
 
 
 def is_elsewhere(device: Device, *, to_disk: bool) -> bool:
-    """Main memory is a processor's own; files, which the kernel may write back, are not."""
+    """Return True if offloading moves bytes: a CPU's own memory is main memory, files are not."""
     return device.kind != "cpu" or to_disk
 
 
 def chunk_share(loads: Loads) -> float:
-    """Of all parameters, those that are stepped together: a chunk, or a unit of one large one."""
+    """Share of the parameters that are stepped together: a chunk, or a larger unit."""
     if not loads.parameter_bytes:
         return 1.0
     largest = max(unit.parameter_bytes for unit in loads.entries)
@@ -55,7 +54,7 @@ def chunk_share(loads: Loads) -> float:
 
 
 def away_bytes(plan: Plan, loads: Loads, update: Upkeep, device: Device) -> float:
-    """What waits elsewhere at most: optimizer states, and a microbatch's activations of blocks."""
+    """Peak of offloaded bytes: optimizer states, and a microbatch's activations of blocks."""
     states = update.state_bytes if optimizer_leaves(plan, device) else 0.0
     return states + (of_blocks_bytes(loads) if activations_leave(plan, device) else 0.0)
 
@@ -63,7 +62,7 @@ def away_bytes(plan: Plan, loads: Loads, update: Upkeep, device: Device) -> floa
 def moved_s(
     plan: Plan, loads: Loads, update: Upkeep, ledger: Ledger, *, cluster: ClusterProfile
 ) -> float:
-    """Seconds of a step in which optimizer states and activations go and come back."""
+    """Seconds per step to offload and reload optimizer states and activations."""
     device, to_disk = cluster.device, _to_disk(plan)
     moved = update.state_bytes if optimizer_leaves(plan, device) else 0.0
     blocks = plan.forwards * of_blocks_bytes(loads)
@@ -79,8 +78,7 @@ def moved_s(
 
 
 def there_and_back_s(cluster: ClusterProfile, *, to_disk: bool) -> float:
-    """Seconds of a byte that leaves a device and comes back; all devices of a node share its
-    disk."""
+    """Seconds per byte to offload and reload; all devices of a node share its disk."""
     seconds = 0.0
     if cluster.device.kind != "cpu":
         seconds += 2 / host_link_bytes_per_s(cluster).value
@@ -91,7 +89,7 @@ def there_and_back_s(cluster: ClusterProfile, *, to_disk: bool) -> float:
 
 
 def copied_s(moved_bytes: Amount, device: Device) -> Amount:
-    """A processor copies them within its memory, there and back: read and written each time."""
+    """On CPU, copies within main memory: a read and a write each way."""
     return moved_bytes * (4 / device.memory_bandwidth_bytes_per_s.value)
 
 
@@ -104,7 +102,7 @@ def shards_in_files_s(
     gathers: Amount,
     reductions: Amount,
 ) -> Amount:
-    """Seconds of a step that files take which hold a rank's shards.
+    """Seconds per step of file accesses for a rank's shards.
 
     Parameters are read by every gather, gradients written by every reduction and read by the next
     one, which adds to them; the step reads all of them and writes parameters and states.
@@ -125,7 +123,7 @@ def filed_s(
     rounds: int,
     cluster: ClusterProfile,
 ) -> float:
-    """`shards_in_files_s` of a plan, 0 where its shards are in none, noted in `ledger`.
+    """`shards_in_files_s` of a plan, recorded in `ledger`; 0 without files.
 
     Args:
         parts: of the model that the rank has a shard of, over `degree` ranks.
@@ -147,7 +145,7 @@ def filed_s(
 
 
 def of_blocks_bytes(loads: Loads) -> float:
-    """What the blocks keep of a microbatch."""
+    """Bytes of a microbatch that blocks save."""
     return sum(unit.activation_bytes * unit.count for unit in loads.entries if unit.is_block)
 
 

@@ -1,7 +1,7 @@
-"""The order in which the ranks of a pipeline run forwards and backwards, schedule by schedule.
+"""Order of forwards and backwards on the ranks of a pipeline, for each schedule.
 
-As torch.distributed.pipelining has it (2.13), which is what the engine runs; a test compares the
-orders with torch's own.
+As in torch.distributed.pipelining (2.13), which the engine runs; a test compares the orders with
+torch's own.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from engines.plan import Schedule
 
 
 class Kind(StrEnum):
-    """What an action computes, in torch's letters."""
+    """Computation of an action, in torch's letters."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradients of inputs and of weights
-    INPUT = "I"  # gradients of inputs alone, so that the stage before may go on
-    WEIGHT = "W"  # gradients of weights, at any time after
+    INPUT = "I"  # gradients of inputs alone, which the previous stage needs
+    WEIGHT = "W"  # gradients of weights, at any later time
 
 
 class Action(NamedTuple):
-    """One stage works on one microbatch."""
+    """A stage's computation for one microbatch."""
 
     kind: Kind
     stage: int
@@ -42,14 +42,14 @@ SPLITS_BACKWARD = (Schedule.ZERO_BUBBLE, Schedule.ZBV)
 
 
 def rank_of(schedule: Schedule, stage: int, *, ranks: int, stages: int) -> int:
-    """The rank that drives a stage: round the ranks; under ZBV down and up again."""
+    """Rank of a stage: cyclic; under ZBV a V over the ranks."""
     if schedule is Schedule.ZBV:
         return min(stage, stages - 1 - stage)
     return stage % ranks
 
 
 def stages_of(schedule: Schedule, rank: int, *, ranks: int, stages: int) -> tuple[int, ...]:
-    """The stages of a rank, in the order of the model."""
+    """Stages of a rank, in model order."""
     if schedule is Schedule.ZBV:
         return rank, stages - 1 - rank
     return tuple(range(rank, stages, ranks))
@@ -57,7 +57,7 @@ def stages_of(schedule: Schedule, rank: int, *, ranks: int, stages: int) -> tupl
 
 @lru_cache(maxsize=256)
 def orders(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> tuple[Order, ...]:
-    """What every rank does in one round, in order; idle slots are left out.
+    """Order of each rank's actions in one round; without idle slots.
 
     The naive schedule is that of one microbatch: a round is `microbatches` of them.
 
@@ -70,7 +70,7 @@ def orders(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) ->
 
 
 def order_of(schedule: Schedule, rank: int, *, ranks: int, stages: int, microbatches: int) -> Order:
-    """What one of the ranks does."""
+    """Order of one rank's actions."""
     match schedule:
         case Schedule.NAIVE:
             return tuple(_in_turn(rank, microbatches))
@@ -139,15 +139,16 @@ def _rounds(
 
 
 def _zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """ZB-V (arXiv:2401.10241, section 6): two stages a rank, the first rank has first and last."""
+    """ZB-V (arXiv:2401.10241, section 6): two stages a rank; the first rank has the first and
+    last."""
     down, up = rank, 2 * ranks - 1 - rank
-    wanted = max(2 * ranks - 1, microbatches)  # what is too many is left out below
+    wanted = max(2 * ranks - 1, microbatches)  # surplus is dropped below
     done = {(kind, stage): 0 for kind in Kind for stage in (down, up)}
-    found: list[Action] = []
+    order: list[Action] = []
 
     def run(kind: Kind, stage: int) -> None:
         if done[kind, stage] < microbatches:
-            found.append(Action(kind, stage, done[kind, stage]))
+            order.append(Action(kind, stage, done[kind, stage]))
         done[kind, stage] += 1
 
     def backward(stage: int) -> None:
@@ -176,15 +177,15 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     for stage in (up, down):
         while done[Kind.WEIGHT, stage] < done[Kind.INPUT, stage]:
             run(Kind.WEIGHT, stage)
-    yield from found
+    yield from order
 
 
 @lru_cache(maxsize=8192)
 def gathers_of_root(
     schedule: Schedule, rank: int, *, ranks: int, stages: int, microbatches: int
 ) -> int:
-    """How often a rank gathers FSDP2's root group in a round. Every backward lets go of it
-    (engines/data/fsdp.py); forwards ask for it again, and so do backwards of the last stage, the
+    """Gathers of FSDP2's root group on a rank per round. Every backward reshards it
+    (engines/data/fsdp.py); forwards gather it again, and so do backwards of the last stage, the
     only one whose forward runs to the model's end and tells FSDP2 that a backward will follow."""
     match schedule:
         case Schedule.NAIVE:
@@ -207,7 +208,7 @@ def gathers_of_root(
 
 
 class Moment(NamedTuple):
-    """What a rank holds when an action begins.
+    """Microbatches in flight on a rank when an action begins.
 
     Attributes:
         kind, chunk: of the action; `chunk` counts the stages of the rank.
@@ -230,7 +231,7 @@ def moments(
     microbatches: int,
     whole: frozenset[int] = frozenset(),
 ) -> tuple[tuple[Moment, ...], ...]:
-    """For every rank the fullest moments of a round: see `moments_of`."""
+    """Fullest moments of a round for every rank: see `moments_of`."""
     shape = {"ranks": ranks, "stages": stages, "microbatches": microbatches}
     return tuple(moments_of(schedule, rank, **shape, whole=whole) for rank in range(ranks))
 
@@ -245,8 +246,8 @@ def moments_of(
     microbatches: int,
     whole: frozenset[int] = frozenset(),
 ) -> tuple[Moment, ...]:
-    """The fullest moments of a round on one rank: those that no other one of the same action holds
-    at least as much as, of every chunk.
+    """Fullest moments of a round on one rank: those not dominated in every chunk by another one of
+    the same action.
 
     Args:
         whole: stages whose backward is never split: all of it is done with the inputs'.
@@ -254,7 +255,7 @@ def moments_of(
     if schedule in ONE_STAGE:
         fullest = _fullest(schedule, rank, ranks, microbatches)
         return tuple(Moment(kind, 0, (held,), (0,)) for kind, held in fullest)
-    # What is in flight repeats itself round by round once the pipeline is full.
+    # In-flight counts are periodic once the pipeline is full.
     shown = min(microbatches, FULL_AFTER * ranks)
     order = order_of(schedule, rank, ranks=ranks, stages=stages, microbatches=shown)
     own = stages_of(schedule, rank, ranks=ranks, stages=stages)
@@ -295,15 +296,15 @@ def _moments(order: Order, own: Sequence[int], whole: frozenset[int]) -> Iterato
             waiting[chunk] -= 1
 
 
-def _not_exceeded(found: Iterator[Moment]) -> Iterator[Moment]:
+def _not_exceeded(candidates: Iterator[Moment]) -> Iterator[Moment]:
     alike: dict[tuple[Kind, int], list[Moment]] = {}
-    for one in dict.fromkeys(found):
+    for one in dict.fromkeys(candidates):
         alike.setdefault((one.kind, one.chunk), []).append(one)
     for moments_of in alike.values():
-        kept: list[tuple[int, ...]] = []
-        # Whatever holds at least as much of everything holds more in sum: it comes first.
+        undominated: list[tuple[int, ...]] = []
+        # Sorted by sum, a dominating entry comes first.
         for one in sorted(moments_of, key=lambda each: -sum(each.held) - sum(each.waiting)):
             counts = one.held + one.waiting
-            if not any(all(map(ge, other, counts)) for other in kept):
-                kept.append(counts)
+            if not any(all(map(ge, other, counts)) for other in undominated):
+                undominated.append(counts)
                 yield one

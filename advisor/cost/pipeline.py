@@ -1,8 +1,8 @@
-"""A pipeline's round played through: when its ranks are done, and how long they stand still.
+"""Simulation of a pipeline's round: end time and idle time of each rank.
 
-Stages may be unequal. An action begins when its rank is free and what it takes has arrived, so a
-round is a longest path; nothing is summarised as a share of bubbles. Closed forms stand where they
-are exact; the others are played action by action.
+Stages may be unequal. An action begins when its rank is free and its input has arrived, so a round
+is a longest path, not a bubble fraction. Exact closed forms are used if available; other schedules
+are simulated action by action.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engines.plan import Schedule
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds of every stage for one microbatch, in the order of the model.
+    """Seconds of every stage for one microbatch, in model order.
 
     Attributes:
         forward_s: of a forward.
@@ -38,14 +38,14 @@ class StageTimes:
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Of a stage, forward and backward."""
+        """Seconds of a stage, forward and backward."""
         parts = zip(self.forward_s, self.backward_s, self.weight_s, strict=True)
         return tuple(sum(part) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One round.
+    """Simulated round of a pipeline.
 
     Attributes:
         wall_s: from the first forward to the end of the last rank.
@@ -59,12 +59,12 @@ class Played:
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """What each rank stands still, waiting for the end too."""
+        """Idle seconds of each rank, including the wait for the end."""
         return tuple(self.wall_s - busy for busy in self.busy_s)
 
 
 class Span(NamedTuple):
-    """When a rank did what, in seconds since the round began."""
+    """Start and end of an action on a rank, in seconds since the round began."""
 
     rank: int
     action: Action
@@ -73,7 +73,7 @@ class Span(NamedTuple):
 
 
 def sends_late(schedule: Schedule) -> bool:
-    """Whether a transfer begins only when its receiver has nothing else to do.
+    """Return True if a transfer begins only when its receiver is idle.
 
     torch's schedules of one stage a rank post a receive right before the action that needs it, so
     every transfer is waited for (`_wait_batch_p2p` in ScheduleGPipe and Schedule1F1B). The others
@@ -88,7 +88,7 @@ _RECEIVES_AHEAD = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE, Schedule.ZBV)
 def play(
     schedule: Schedule, times: StageTimes, *, ranks: int, microbatches: int, waits: bool
 ) -> Played:
-    """One round of `microbatches` over `ranks`.
+    """Simulate one round of `microbatches` over `ranks`.
 
     Args:
         waits: a rank stands still while what it takes is sent (see `sends_late`); else transfers
@@ -113,7 +113,7 @@ def play(
 def timeline(
     schedule: Schedule, times: StageTimes, *, ranks: int, microbatches: int, waits: bool
 ) -> tuple[Span, ...]:
-    """The actions of the round that `play` sums up, each after those that it waits for."""
+    """Actions of the round that `play` simulates, in topological order."""
     shape = {"ranks": ranks, "stages": len(times.forward_s), "microbatches": microbatches}
     path = _path(schedule, **shape)
     todo = [iter(order) for order in orders(schedule, **shape)]
@@ -126,22 +126,22 @@ def timeline(
 
 
 def _in_turn(times: StageTimes, microbatches: int) -> tuple[float, ...]:
-    """One microbatch after the other: a rank is done when the gradient comes back to it."""
+    """One microbatch at a time: a rank is done when its gradient arrives."""
     there = sum(times.forward_s) + sum(times.send_s)
     back = _back(times)
     return tuple((microbatches - 1) * (there + back[0]) + there + done for done in back)
 
 
 def _back(times: StageTimes) -> list[float]:
-    """Seconds from the end of the last forward until each stage has done its backward."""
+    """Seconds from the end of the last forward to the end of each stage's backward."""
     after = [0.0, *reversed(times.send_s)]
     steps = [b + send for b, send in zip(reversed(times.backward_s), after, strict=True)]
     return list(accumulate(steps))[::-1]
 
 
 def _gpipe(times: StageTimes, microbatches: int, *, waits: bool) -> tuple[float, ...]:
-    """Forwards are jobs through a row of machines, and so are backwards the other way: the last job
-    leaves machine n after one pass through all up to it, and m - 1 times the slowest of them."""
+    """A flow shop in each direction: the last job leaves machine n after one pass through all
+    machines up to it, and m - 1 times the slowest of them."""
 
     def through(seconds: Sequence[float], sends: Sequence[float]) -> list[float]:
         arrive = [0.0, *sends]
@@ -156,8 +156,8 @@ def _gpipe(times: StageTimes, microbatches: int, *, waits: bool) -> tuple[float,
 
 
 def _one_f_one_b(times: StageTimes, microbatches: int, *, waits: bool) -> tuple[float, ...]:
-    """Forward i of stage s at tick s + 2i, its backward at tick 2p - 1 - s + 2i: a neighbour's
-    result is always of the tick before, so that one number a rank is all that is remembered.
+    """Forward i of stage s at tick s + 2i, its backward at tick 2p - 1 - s + 2i: a neighbor's
+    result is always from the previous tick, so one number per rank suffices.
 
     Where two ticks move all ranks by the same time, all further ones do until forwards run out.
     """
@@ -241,7 +241,7 @@ def _path(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> 
     queues = orders(schedule, ranks=ranks, stages=stages, microbatches=microbatches)
     home = [rank_of(schedule, stage, ranks=ranks, stages=stages) for stage in range(stages)]
     at, done = [0] * ranks, dict[tuple[bool, int, int], int]()
-    found: list[tuple[int, int, int, int]] = []
+    path: list[tuple[int, int, int, int]] = []
     left = list(range(ranks))
     while left:
         for rank in left:
@@ -258,11 +258,11 @@ def _path(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> 
                 if needs == -2:
                     break
                 if kind is not Kind.WEIGHT:
-                    done[kind is Kind.FORWARD, stage, microbatch] = len(found)
-                found.append((rank, _WORK[kind] * stages + stage, needs, border))
+                    done[kind is Kind.FORWARD, stage, microbatch] = len(path)
+                path.append((rank, _WORK[kind] * stages + stage, needs, border))
                 at[rank] += 1
         left = [rank for rank in left if at[rank] < len(queues[rank])]
-    return tuple(found)
+    return tuple(path)
 
 
 _WORK = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT: 1, Kind.WEIGHT: 2}
@@ -271,7 +271,7 @@ _WORK = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT: 1, Kind.WEIGHT: 2}
 def _replayed(
     path: _Path, times: StageTimes, ranks: int, *, waits: bool
 ) -> tuple[tuple[float, ...], list[float]]:
-    """When each rank, and when each action is done."""
+    """End time of each rank, and of each action."""
     seconds = (*times.forward_s, *times.backward_s, *times.weight_s)
     sends = (0.0, *times.send_s)
     free = [0.0] * ranks

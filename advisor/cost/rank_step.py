@@ -1,8 +1,8 @@
-"""One rank's step as a caching allocator sees it: tensors of its units, and microbatches in order.
+"""A rank's step as a trace for the caching allocator: its units' tensors, in microbatch order.
 
-For what torch itself allocates: parameters and their shards, gathers and reductions of FSDP2, DDP's
-buckets, a pipeline's stages. Programs with states of their own lay them out in few large buffers
-when they start, which a step does not show.
+For torch's own allocations: parameters and their shards, gathers and reductions of FSDP2, DDP's
+buckets, a pipeline's stages. Stacks with their own states allocate few large buffers at startup,
+which a step does not show.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ MICROBATCHES = 2
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """What `profiles.allocator.step_replay` takes."""
+    """Inputs of `profiles.allocator.step_replay`."""
 
     stages: Sequence[Sequence[UnitMemory]]
     standing: Resident
     order: Sequence[Pass]
 
     def replay(self) -> Replayed:
-        """What the allocator takes for it on a device that has enough."""
+        """Replay on a device with enough memory."""
         return replay_stages(self.stages, self.standing, order=self.order)
 
 
 def can_replay(costs: CostContext, plan: Plan) -> bool:
-    """Whether torch's allocator holds all that the plan allocates, as torch lays it out."""
+    """Return True if all of the plan's memory is in torch's allocator, as torch allocates it."""
     return (
         costs.facts.cluster.device.kind != "cpu"
         and costs.stack.states is None
@@ -54,7 +54,7 @@ def can_replay(costs: CostContext, plan: Plan) -> bool:
 
 
 def rank_step(costs: CostContext, plan: Plan, rank: int = 0) -> RankStep:
-    """The step of a rank of the pp axis.
+    """Step of a rank of the pp axis.
 
     Raises:
         PlanError: a pipeline without a schedule.
@@ -83,7 +83,7 @@ def rank_step(costs: CostContext, plan: Plan, rank: int = 0) -> RankStep:
 
 
 def _order(plan: Plan, rank: int, *, stages: int, own: Sequence[int]) -> list[Pass]:
-    """Of as many microbatches as it takes to fill the pipeline and go on for a while."""
+    """Enough microbatches to fill the pipeline and reach a steady state."""
     schedule = plan.schedule
     assert schedule is not None
     microbatches = plan.microbatches
@@ -127,7 +127,7 @@ def _standing(
 
 
 def _units(costs: CostContext, plan: Plan, loads: Loads) -> list[UnitMemory]:
-    """The tensors of every run of equal units on one rank."""
+    """Tensors of every run of equal units on one rank."""
     profiles = {unit.name: unit for unit in costs.facts.model.units}
     return [
         _unit(
@@ -152,11 +152,11 @@ def _unit(
     kept = kept_bytes(load, plan.recompute)
     again = load.activation_bytes - kept if load.is_block else 0.0
     copy = load.parameter_bytes * share
-    # Copies for computing: of autocast, or gathered once for all microbatches.
+    # Copies for compute: by autocast, or gathered once for all microbatches.
     casts = copy * (kind in KEEPS_PARAMETERS or (kind in WHOLE and share != 1))
-    held = scaled(tensors, kept)
+    saved_tensors = scaled(tensors, saved_bytes)
     if again > 0 and plan.recompute is Recompute.FULL:
-        held = (kept,) if kept else ()
+        saved_tensors = (saved_bytes,) if saved_bytes else ()
     gathers = kind.is_sharded and load.is_separate and not casts
     # Stages of a pipeline reduce when a round is over, ZeRO-1 after the last microbatch; until then
     # gradients are whole.
@@ -164,7 +164,7 @@ def _unit(
     reduces = kind.is_sharded and load.is_separate and not late
     gradients = load.gradient_bytes / degree if reduces else load.gradient_bytes
     if kind.is_sharded and not load.is_separate and not late:
-        gradients *= share  # the root group's wait whole, in the dtype of computing
+        gradients *= share  # unsharded in the root group, in the compute dtype
     return UnitMemory(
         parameters=scaled(sizes, load.parameter_bytes / degree),
         gradients=scaled(sizes, gradients),
@@ -172,7 +172,7 @@ def _unit(
         reduced=(load.gradient_bytes,) if reduces else (),
         saved=scaled(sizes, casts) + held,
         again=scaled(tensors, again) if again > 0 else (),
-        forward_bytes=load.forward_transient_bytes + casts + kept * (again > 0),
+        forward_bytes=load.forward_transient_bytes + casts + saved_bytes * (again > 0),
         backward_bytes=load.backward_transient_bytes,
         gathered=(copy,) if gathers else (),
         count=load.count,

@@ -1,4 +1,4 @@
-"""Rates of a device: what products by their sizes, traffic and launches take of a second."""
+"""Rates of a device: products by size, memory traffic and launches."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ NARROW_BYTES = 4
 
 
 def peak_flop_per_s(device: Device, dtype: str) -> Quantity:
-    """Dense peak for `dtype`; a CPU without an entry runs it at its float32 rate.
+    """Dense peak for `dtype`; a CPU without an entry uses its float32 rate.
 
     Processors without matrix units convert bf16 to fp32, so no faster; legality refuses dtypes that
     an accelerator lacks.
     """
     rates = device.flop_per_s
     if dtype == "float4" and dtype not in rates and "float8_e4m3fn" in rates:
-        # Twice the rate of 8 bits, as all that have both are printed with.
+        # Twice the 8-bit rate, as for all devices with both.
         eight = rates["float8_e4m3fn"]
         return eight.model_copy(update={"value": 2 * eight.value})
     if dtype.startswith("float8") and dtype not in rates:
@@ -58,7 +58,7 @@ def matmul_fraction(device: Device, calibration: Calibration = CALIBRATION) -> f
 
 
 def size_efficiency(flop: float, peak: float) -> float:
-    """Share of the best matmul rate that a product of `flop` reaches, 0.11 to 1."""
+    """Share of the best matmul rate for a product of `flop`, 0.11 to 1."""
     size = flop / peak * CURVE_PEAK_FLOP_PER_S
     best = CURVE[-1][1]
     for (small, low), (large, high) in pairwise(CURVE):
@@ -68,7 +68,7 @@ def size_efficiency(flop: float, peak: float) -> float:
 
 
 def product_efficiency(device: Device, flop: float, peak: float) -> float:
-    """`size_efficiency` as it was measured on an accelerator, else the curve.
+    """`size_efficiency` as measured on an accelerator, else the curve.
 
     Between the measured sizes along the logarithm of their FLOP. Not on processors: there a small
     product's time is mostly that of launching it, which is charged by itself.
@@ -87,7 +87,7 @@ def product_efficiency(device: Device, flop: float, peak: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device does in a second under one stack.
+    """Rates of a device under one stack.
 
     Attributes:
         peak: of products with weights in the plan's dtype, FLOP/s; `half` of 16-bit ones.
@@ -109,7 +109,7 @@ class Rates:
         if dtype == "float16":
             half = peak_flop_per_s(device, dtype).value
         is_cpu = device.kind == "cpu"
-        # Where 16 bits are slower than 32 (Pascal's consumer cards), libraries convert operands.
+        # If 16 bits are slower than 32 (Pascal's consumer cards), libraries convert operands.
         plain = device.flop_per_s["float32"].value
         return cls(
             device=device,
@@ -145,7 +145,7 @@ class Rates:
         if self.device.kind != "cpu":
             forward = flop == product.forward_flop
             waves = wave_share(self.device, product, forward=forward)
-            # Without a number of multiprocessors the rows of one expert still fill whole tiles.
+            # If the number of multiprocessors is unknown, expert rows still fill whole tiles.
             share = min(share, waves) if waves else share * tile_share(product.m, product.kind)
         share *= self.calibration.product_share(product.n, product.k, product.kind, self.device)
         reached = peak * self._best_share() * share
@@ -163,9 +163,9 @@ class Rates:
         return seconds + written / self.bandwidth
 
     def _convolution_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
-        """All groups are one kernel; thinner ones than a tile leave the rest of it idle."""
+        """All groups are one kernel; groups narrower than a tile leave the rest of it idle."""
         if product.n == 1 < product.repeats:
-            # Depthwise: a kernel of its own on plain units, which hardly multiplies.
+            # Depthwise: a memory-bound kernel without matrix units.
             reached = self.vector_peak * self.calibration.vector_share(self.device)
             return max(flop / reached, moved_bytes / self.bandwidth)
         one = 2 * product.m * product.n * product.k * product.repeats
@@ -182,16 +182,16 @@ class Rates:
         return self.device.flop_per_s["float32"].value
 
     def _best_share(self) -> float:
-        """Of the peak that large products reach: on matrix units what was searched for, else what
-        instructions beside the multiplications leave."""
+        """Share of the peak that large products reach: calibrated on matrix units, else limited by
+        the instructions besides multiplications."""
         if self.device.kind == "cpu" or self.peak > self.vector_peak:
             return matmul_fraction(self.device, self.calibration)
         return self.calibration.vector_share(self.device)
 
 
 def _written(product: ProductLoad, flop: float) -> float:
-    """Bytes of the results: of a forward its output, of a backward the gradients of both factors;
-    those of weights are few."""
+    """Bytes of the results: of a forward its output, of a backward both factors' gradients; those
+    of weights are few."""
     m, n, k = product.m, product.n, product.k
     results = m * n if flop == product.forward_flop else m * k + n * k
     return ELEMENT_BYTES * results * product.repeats

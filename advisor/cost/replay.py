@@ -1,4 +1,4 @@
-"""Overlap by replay: one step on a computing queue and communication queues beside it."""
+"""Overlap by replay: one step on a compute queue and communication queues."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engines.plan import DataParallel, Plan
 from profiles.machine.cluster import Overlap
 from profiles.provenance import Quantity, Source
 
-# Computing and communication slow each other by 1.1 to 1.3 while they overlap (Galvatron), where
-# nobody measured it. Assumed of both alike.
+# Compute and communication slow each other by 1.1 to 1.3 while they overlap (Galvatron), unless
+# measured. Assumed equal for both.
 USUAL_SLOWDOWN = Quantity(value=1.2, source=Source.ASSUMED, relative_error=0.1 / 1.2)
 USUAL_OVERLAP = Overlap(computing=USUAL_SLOWDOWN, communication=USUAL_SLOWDOWN)
 
@@ -28,14 +28,14 @@ class Slowdown:
 
 
 def slowdown(overlap: Overlap | None, *, computing_s: float, sent_s: float) -> Slowdown:
-    """What overlap costs where computing takes `computing_s` alone, communication `sent_s`.
+    """Cost of overlap, for `computing_s` and `sent_s` measured alone.
 
     Let the longer one take l times as long while they overlap, the other one o times. A second of
     the other one then lasts o seconds, in which the longer one does o / l of its own work: the step
     is longer by o - o / l.
     """
-    found = overlap or USUAL_OVERLAP
-    longer, other = found.computing, found.communication
+    factors = overlap or USUAL_OVERLAP
+    longer, other = factors.computing, factors.communication
     if sent_s > computing_s:
         longer, other = other, longer
 
@@ -52,14 +52,14 @@ def slowdown(overlap: Overlap | None, *, computing_s: float, sent_s: float) -> S
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One step's forwards and backwards played through. `wall_s` = computing + exposed."""
+    """Replayed forwards and backwards of one step. `wall_s` = computing + exposed."""
 
     wall_s: float
     sent_s: float
 
 
 def replay(plan: Plan, times: Sequence[UnitTime], exchanged: Exchange, *, overlaps: bool) -> Replay:
-    """Play all microbatches of a step on one computing and two communication queues.
+    """Replay all microbatches of a step on one compute and two communication queues.
 
     FSDP2 prefetches one unit ahead and reduces behind; all-reduces between replicas have a queue of
     their own. Without overlap (gloo's threads share the cores) everything takes its turn.
@@ -87,7 +87,7 @@ def forward(
     gathers: bool,
     overlaps: bool,
 ) -> Replay:
-    """One microbatch forward through all units."""
+    """Replay one microbatch's forward through all units."""
     tensor_s = exchanged.tensor_forward_s
     seconds = [
         t.forward_s + t.forward_launch_s + sent for t, sent in zip(times, tensor_s, strict=True)
@@ -115,7 +115,7 @@ def backward(
     replicates: bool,
     overlaps: bool,
 ) -> Replay:
-    """One microbatch backward through all units, last to first."""
+    """Replay one microbatch's backward through all units, last to first."""
     tensor_s = [
         sent + again
         for sent, again in zip(exchanged.tensor_backward_s, exchanged.tensor_again_s, strict=True)
@@ -149,7 +149,7 @@ def _sum(times: Sequence[UnitTime], seconds: Sequence[float]) -> float:
 
 
 class _Steps(NamedTuple):
-    """Units one after the other: what each computes, gathers before it and sends behind it."""
+    """Equal units in sequence: compute, gather before, and reduction after each."""
 
     units: int
     busy_s: float
@@ -159,8 +159,7 @@ class _Steps(NamedTuple):
 
 
 class _Queues(NamedTuple):
-    """When the computing, the shard group's queue and that between replicas are free, and when the
-    unit that was fetched last is whole."""
+    """Times at which the compute, shard and replica queues are free, and the last gather ends."""
 
     clock: float
     queue: float
@@ -169,8 +168,8 @@ class _Queues(NamedTuple):
 
 
 def _through(steps: Sequence[_Steps], start: _Queues) -> _Queues:
-    """Units in order, the next gather beside each. Of many equal ones only so many are played until
-    each moves all queues by the same time."""
+    """Replay units in order, prefetching the next. Equal units are replayed only until each
+    advances all queues by the same time."""
     following = [0.0] * len(steps)
     latest = 0.0
     for i in range(len(steps) - 1, -1, -1):
@@ -207,5 +206,5 @@ def _after(step: _Steps, now: _Queues, *, following: float) -> _Queues:
         queue = max(queue, clock) + step.reduce_s
     if step.replicate_s:
         between = max(between, queue if step.reduce_s else clock) + step.replicate_s
-    # Nothing begins before this moment any more, so that a queue that is idle moves along.
+    # Nothing begins before this time any more, so idle queues advance to it.
     return _Queues(clock, max(queue, clock), max(between, clock), max(ready, clock))

@@ -1,6 +1,6 @@
-"""Model states of a stage through a round of its pipeline: the shares that a rank holds of them.
+"""Model states of a stage during a round: shares that a rank holds.
 
-The cost model multiplies them with one rank's bytes, the search with columns of them.
+The cost model multiplies them with one rank's bytes, the search with columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from profiles.workload.stack import TORCH, Stack
 
 @dataclass(frozen=True, slots=True)
 class RoundShares:
-    """Bytes that a rank holds of every byte of its stages, until a round is over.
+    """Bytes on a rank per byte of its stages, until a round ends.
 
     Attributes:
         parameters: of parameters; in a stack with states of its own with gradients and masters.
@@ -35,15 +35,15 @@ class RoundShares:
 
     @property
     def of_parameters(self) -> float:
-        """All that goes by parameters."""
+        """Shares that scale with parameters."""
         return self.parameters + self.gathered
 
 
 def round_shares(
     plan: Plan, device: Device, *, compute_share: float, stack: Stack = TORCH
 ) -> RoundShares:
-    """FSDP2 reduces when a round is over: gradients are whole until then, beside shards of those of
-    the rounds before; ZeRO-1 adds all of them up whole."""
+    """FSDP2 reduces when a round ends: gradients are unsharded until then, next to the shards of
+    earlier rounds; ZeRO-1 accumulates all of them unsharded."""
     kind, degree = plan.data_parallel, shard_degree(plan)
     on_device = not states_leave(plan, device)
     if stack.states is not None:

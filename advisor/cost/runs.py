@@ -1,4 +1,4 @@
-"""Equal units one after the other: what is true of one is true of all, and is worked out once."""
+"""Runs of equal consecutive units, costed once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from profiles.model.profile import ModelProfile, UnitProfile
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Units [first, first + count) of a model, equal but for their names and places."""
+    """Units [first, first + count) of a model, equal but for names and positions."""
 
     unit: UnitProfile
     first: int
@@ -18,27 +18,27 @@ class Run:
 
     @property
     def last(self) -> int:
-        """The place after the run."""
+        """Index after the run."""
         return self.first + self.count
 
 
 def runs_of(model: ModelProfile) -> tuple[Run, ...]:
-    """The units of `model` in order, equal neighbours together.
+    """Units of `model` in order, equal neighbors combined.
 
     Units whose measured times differ are different; those that FSDP treats differently are too.
     """
     separate = {unit.name for unit in model.shard_units()}
     timed = [times.units for times in model.times]
-    found: list[Run] = []
+    runs: list[Run] = []
     previous: tuple[object, ...] | None = None
     for place, unit in enumerate(model.units):
         key = (unit.name in separate, [units.get(unit.name) for units in timed])
-        if previous == key and _alike(found[-1].unit, unit):
-            found[-1] = Run(found[-1].unit, found[-1].first, found[-1].count + 1)
+        if previous == key and _alike(runs[-1].unit, unit):
+            runs[-1] = Run(runs[-1].unit, runs[-1].first, runs[-1].count + 1)
         else:
-            found.append(Run(unit, place, 1))
+            runs.append(Run(unit, place, 1))
         previous = key
-    return tuple(found)
+    return tuple(runs)
 
 
 def _alike(one: UnitProfile, other: UnitProfile) -> bool:
@@ -50,12 +50,12 @@ def _alike(one: UnitProfile, other: UnitProfile) -> bool:
 
 
 def divided(runs: Sequence[Run], keys: Sequence[object]) -> tuple[Run, ...]:
-    """`runs` cut where neighbours have different `keys`, one for each unit of the model."""
-    found: list[Run] = []
+    """Split `runs` at neighbors with different `keys`, one per unit of the model."""
+    divided_runs: list[Run] = []
     for run in runs:
         start = run.first
         for place in range(run.first + 1, run.last + 1):
             if place == run.last or keys[place] != keys[start]:
-                found.append(Run(run.unit, start, place - start))
+                divided_runs.append(Run(run.unit, start, place - start))
                 start = place
-    return tuple(found)
+    return tuple(divided_runs)

@@ -1,4 +1,4 @@
-"""What a sharded plan sends of one unit: gathers of parameters, reductions of gradients."""
+"""Sharded data parallelism of a unit: gathers of parameters, reductions of gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Group = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """Collectives of FSDP2: gathers in the dtype of computing, reductions in that of the masters.
+    """Collectives of FSDP2: gathers in the compute dtype, reductions in that of the masters.
 
     Experts are sharded among the ranks that hold the same ones. HSDP adds an all-reduce of gradient
     shards between replicas. Payloads are those of whole units as built, in bytes.
@@ -46,8 +46,7 @@ class Sharded:
         has_host: bool,
         stack: Stack = TORCH,
     ) -> Sharded:
-        """The groups of a plan whose kind is sharded; `has_host`: devices have memory of their
-        own."""
+        """Groups of a plan of a sharded kind; `has_host` if devices have memory of their own."""
         is_hybrid = plan.data_parallel is DataParallel.HYBRID_SHARD
         return cls(
             shards=shard_group(plan),
@@ -88,7 +87,7 @@ class Sharded:
         parts: tuple[float, float],
         count: float,
     ) -> float:
-        """Of a unit's bytes without experts, and of its experts."""
+        """Charge a unit's bytes without experts, and its experts."""
         rest, experts = parts
         return _charged(ledger, kind, purpose, rest, self.shards, count) + _charged(
             ledger, kind, f"{purpose} of experts", experts, self.experts, count

@@ -1,4 +1,4 @@
-"""Small collectives that nothing hides, and sums of gradients in flat messages."""
+"""Small exposed collectives, and sums of gradients in flat messages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from engines.plan import Plan
 from profiles.machine.cluster import Collective
 from profiles.model.profile import ModelProfile
 
-# What the ranks count is two fp64 numbers (samples, ranks that failed), and two more for every
-# replica that has several ranks (engines/data/microbatches.py); a loss is one fp32 number, and the
-# seed that the ranks of the tp axis agree on an int64.
+# The ranks count with two fp64 numbers (samples, failed ranks), and two more for every replica of
+# several ranks (engines/data/microbatches.py); a loss is one fp32 number, and the tp axis's common
+# seed an int64.
 COUNT_BYTES, PRINT_BYTES, SCALAR_BYTES, SEED_BYTES = 16, 16, 4, 8
 
 
 def apart_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
-    """Small collectives that nothing hides: sample count and loss of every step, the seed of split
-    layers, what DDP asks about unused parameters, batch norms. Seconds of a step."""
+    """Seconds per step of small exposed collectives: sample count and loss, the seed of split
+    layers, DDP's check for unused parameters, batch norms."""
     world = plan.world_size
     replicas, stride = plan.data_degree, plan.cp * plan.tp
     count = COUNT_BYTES + (PRINT_BYTES * replicas if world > replicas else 0)
@@ -33,7 +33,7 @@ def apart_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
     )
     is_ddp = plan.is_replicated and plan.pp == plan.tp == 1
     if model.unused and is_ddp:
-        # One number per parameter tensor; a profile does not count those, and latency is all of it.
+        # One number per parameter tensor; profiles do not count those, and latency dominates.
         seconds += ledger.charge(
             Collective.ALL_REDUCE, "unused parameters", SCALAR_BYTES, group_size=replicas * plan.cp
         )
@@ -87,7 +87,7 @@ def summed_s(
     group_size: int,
     stride: int,
 ) -> float:
-    """Seconds of `engines.data.replicas.sum_gradients`: who has gradients, then flat messages.
+    """Seconds of `engines.data.replicas.sum_gradients`: presence of gradients, then flat messages.
 
     A message is full when a tensor has passed 25 MiB: half a tensor more, on the average.
     """

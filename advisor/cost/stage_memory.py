@@ -1,8 +1,7 @@
-"""Memory of a rank of a pipeline: its stages' moments beside what other microbatches hold.
+"""Peak memory of a pipeline rank: moments of its stages plus other microbatches in flight.
 
-Of each stage the fullest moments of one forward and of one backward are found as without stages.
-Beside them live the activations of as many microbatches as the schedule has in flight at that
-moment, whole gradients until the round is over, and tensors to receive into.
+The fullest moments of each stage's forward and backward are those without stages. The activations
+of microbatches in flight, unsharded gradients until the round ends, and receive buffers are added.
 """
 
 from __future__ import annotations
@@ -54,21 +53,21 @@ if TYPE_CHECKING:
     """Of one stage, or of many."""
 
 
-# Buffers of the last stage, one more than the microbatch that is in flight there.
+# Buffers of the last stage, one more than its microbatches in flight.
 READ_OUT_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A stage of a pipeline, or the whole model, while one microbatch is in it.
+    """Memory of a pipeline stage, or the whole model, for one microbatch.
 
     Attributes:
-        forward, backward: the fullest moments, beside what other microbatches hold.
-        kept_bytes: what a microbatch holds between its forward and its backward: activations, and
-            what is sent on, but for what it received, which stays where it was received into.
+        forward, backward: the fullest moments, without other microbatches.
+        kept_bytes: saved by a microbatch between its forward and its backward: activations and sent
+            outputs, but not received inputs, which stay in receive buffers.
         own_bytes: all activations.
-        cast_bytes: copies of the weights that autocast made, which it holds as well.
-        waiting_bytes: gradients between layers, where those of the weights come later.
+        cast_bytes: autocast copies of the weights, saved as well.
+        waiting_bytes: gradients between layers, if weight gradients are computed later.
     """
 
     forward: Moment
@@ -87,7 +86,7 @@ def chunk_of(
     sent_bytes: float,
     stack: Stack = TORCH,
 ) -> Chunk:
-    """The units of `loads` as one stage of `plan`.
+    """Memory of the units of `loads` as one stage of `plan`.
 
     Gradients are whole until a round is over, and so are the parameters that ZeRO-1 and ZeRO-2
     gather: both are the rank's, not the stage's (see `stage_peak`).
@@ -103,7 +102,7 @@ def chunk_of(
     def by_torch(i: int, following: int) -> float:
         return copies[i] + (copies[following] if 0 <= following < len(copies) else 0.0)
 
-    # Of every unit a new gradient is made before it is added to that of other microbatches.
+    # Each unit's new gradient is allocated before it is added to those of other microbatches.
     made = share if kind.is_sharded else 1.0
     gradients = Gradients(0.0, lambda i: 0.0, lambda i: made * units[i].gradient_bytes)
     gathered: Gathered = by_torch
@@ -134,9 +133,8 @@ def chunk_of(
 def between_bytes(
     own: Amount, received: Amount, sent: Amount, plan: Plan, stack: Stack = TORCH
 ) -> Amount:
-    """What a microbatch holds of a stage between its forward and its backward, of one stage or of
-    many: what was kept and what is sent on, but for what was received, which stays in the buffer
-    that it was received into.
+    """Bytes that a microbatch saves in one stage, or many, between forward and backward: saved
+    activations and sent outputs, but not received inputs, which stay in receive buffers.
 
     In a stack with states of its own outputs are released when they were sent, unless it clones
     what it receives and holds on to what it sends.
@@ -148,17 +146,18 @@ def between_bytes(
 
 
 def message_bytes(stack: Stack) -> float:
-    """Buffers for gradients on their way, of a stack with states of its own."""
+    """Buffers of gradients in transit, of a stack with its own states."""
     return (stack.bucket_bytes or 0.0) if stack.states is not None else 0.0
 
 
 def holds_outputs(plan: Plan, stack: Stack) -> bool:
-    """Whether buffers keep what stages take and make; the engines that do so run 1F1B alone."""
+    """Return True if inputs and outputs of stages stay in buffers; engines that do so run only
+    1F1B."""
     return stack.holds_outputs and plan.schedule is Schedule.ONE_F_ONE_B
 
 
 def read_out_bytes(part: Loads) -> float:
-    """Of a microbatch what the last stage makes before its loss, in fp32; 0 of other stages."""
+    """Bytes of fp32 outputs of the last stage before its loss; 0 for other stages."""
     units = part.runs
     if len(units) < 2 or units[-1].name != LOSS:
         return 0.0
@@ -183,7 +182,7 @@ def stage_peak(
     stack: Stack = TORCH,
     calibration: Calibration = CALIBRATION,
 ) -> Peak:
-    """The fullest moment of a step on one rank of a pipeline.
+    """Peak of a step on one rank of a pipeline.
 
     Args:
         parts, chunks: the rank's stages, in order.
@@ -221,11 +220,13 @@ def stage_peak(
         during = chunk.forward if is_forward else chunk.backward
         kept, cast, waiting = during.activations, during.gathered + always, during.transient
         if not is_forward:
-            kept -= chunk.own_bytes  # of the microbatch in work, which is among those held
-        for held, late, each in zip(moment.held, moment.waiting, chunks, strict=True):
-            kept += held * each.kept_bytes
-            cast += held * each.cast_bytes
-            waiting += late * each.waiting_bytes
+            kept -= chunk.own_bytes  # of the current microbatch, which is among those in flight
+        for forwards, waiting_microbatches, each in zip(
+            moment.held, moment.waiting, chunks, strict=True
+        ):
+            kept += forwards * each.kept_bytes
+            cast += forwards * each.cast_bytes
+            waiting += waiting_microbatches * each.waiting_bytes
         return Moment(during.event, during.unit, whole, kept, cast, waiting, during.loss)
 
     moments = [at(moment) for moment in in_flight]
@@ -253,8 +254,8 @@ def stage_peak(
 def _meeting(
     plan: Plan, parts: Sequence[Loads], whole: float, *, root: float, always: float
 ) -> Moment:
-    """The replicas of a stage meet when the round is over: gradients go by buckets, or are reduced
-    group by group from an fp32 copy."""
+    """Replicas of a stage reduce when the round ends: gradients in buckets, or group by group from
+    an fp32 copy."""
     if plan.data_parallel.is_sharded:
         groups = [unit.gradient_bytes for part in parts for unit in part.separate]
         return Moment(

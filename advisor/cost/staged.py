@@ -1,4 +1,4 @@
-"""The estimate of a plan with stages: every rank of the pp axis, and the step of all together."""
+"""Estimate of a pipelined plan: every rank of the pp axis, and the whole pipeline's step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from profiles.workload.optimizers import Upkeep
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A plan's stages on the ranks of its pp axis.
+    """Stages of a plan on the ranks of its pp axis.
 
     Attributes:
         own: the stages of each rank.
@@ -51,23 +51,23 @@ class Layout:
     whole: frozenset[int]
 
     def of(self, rank: int) -> list[Stage]:
-        """The stages of a rank."""
+        """Stages of a rank."""
         return [self.stages[stage] for stage in self.own[rank]]
 
     def in_flight(self, rank: int) -> tuple[Moment, ...]:
-        """What a rank holds at the fullest moments of a round."""
-        found = moments(
+        """Microbatches in flight on a rank at the fullest moments of a round."""
+        by_rank = moments(
             self.schedule,
             ranks=len(self.own),
             stages=len(self.stages),
             microbatches=self.in_round,
             whole=self.whole,
         )
-        return found[rank]
+        return by_rank[rank]
 
     @property
     def splits(self) -> frozenset[int]:
-        """Stages that serve their inputs first in a backward; the first stage has none."""
+        """Stages that compute input gradients first in a backward; the first stage has none."""
         if self.schedule not in SPLITS_BACKWARD:
             return frozenset()
         return frozenset(range(1, len(self.stages))) - self.whole
@@ -80,7 +80,7 @@ def staged(model: CostContext, plan: Plan) -> Estimate:
     peaks = [peak_of_rank(model, plan, layout, rank) for rank in range(plan.pp)]
     order = sorted(range(plan.pp), key=lambda rank: -peaks[rank].high_bytes)
     fullest = order[0]
-    # Its moments are named after its own units, not after those of the first stage like it.
+    # Name moments by this rank's units, not by those of an equal earlier stage.
     named = [_chunk(model, plan, layout, stage) for stage in layout.own[fullest]]
     memory = peak_of_rank(model, plan, layout, fullest, named)
 
@@ -90,8 +90,8 @@ def staged(model: CostContext, plan: Plan) -> Estimate:
     )
     tails = [_Tail.of(model, plan, layout, rank) for rank in range(plan.pp)]
     busiest = max(range(plan.pp), key=lambda rank: played.busy_s[rank] + tails[rank].total_s)
-    ledger, apart = _charged(model, plan, layout, busiest)
-    apart += filed_s(
+    ledger, unhidden_s = _charged(model, plan, layout, busiest)
+    unhidden_s += filed_s(
         plan,
         [stage.part for stage in layout.of(busiest)],
         updates[busiest],
@@ -105,10 +105,10 @@ def staged(model: CostContext, plan: Plan) -> Estimate:
     late = gathers_s(model.stack, timed)
     between = max(end + tail.round_s for end, tail in zip(played.end_s, tails, strict=True))
     last = max(end + tail.last_s for end, tail in zip(played.end_s, tails, strict=True))
-    wall = late + again * between + last + apart
+    wall = late + again * between + last + unhidden_s
     busy = _busy(layout.of(busiest), plan.forwards)
     inside = layout.rounds * played.busy_s[busiest] - busy.total
-    waited = again * tails[busiest].round_s + tails[busiest].last_s + apart + late
+    waited = again * tails[busiest].round_s + tails[busiest].last_s + unhidden_s + late
     exposed = max(0.0, inside) + waited
     sent = plan.forwards * sum(stage.sent_s for stage in layout.of(busiest)) + waited
     device, ranks = model.facts.cluster.device, model.facts.cluster.devices_per_node
@@ -130,7 +130,7 @@ def staged(model: CostContext, plan: Plan) -> Estimate:
         _estimate_of(layout, rank, peaks[rank], names=names, played=played, wall_s=wall)
         for rank in order
     ]
-    return found.model_copy(update={"stages": tuple(stages)})
+    return estimate.model_copy(update={"stages": tuple(stages)})
 
 
 def laid_out(model: CostContext, plan: Plan) -> Layout:
@@ -158,7 +158,7 @@ def laid_out(model: CostContext, plan: Plan) -> Layout:
 
 
 def _update(model: CostContext, plan: Plan, layout: Layout, rank: int) -> Upkeep:
-    """The optimizer of a rank's parameters, its copies of tied ones among them."""
+    """Optimizer of a rank's parameters, including copies of tied ones."""
     return model.update_of(
         plan,
         [layout.places[stage] for stage in layout.own[rank]],
@@ -173,8 +173,7 @@ def peak_of_rank(
     rank: int,
     chunks: Sequence[Chunk] | None = None,
 ) -> Peak:
-    """The fullest moment of a rank, with `chunks` for its stages: by default those of the first
-    stages like them."""
+    """Peak of a rank, with `chunks` for its stages; by default those of the first equal stages."""
     received = received_bytes(layout, rank)
     copies = [tie.unit.parameter_bytes for tie in layout.ties if rank in tie.ranks[1:]]
     return stage_peak(
@@ -193,7 +192,7 @@ def peak_of_rank(
 
 
 def received_bytes(layout: Layout, rank: int) -> float:
-    """What a rank receives into, of every microbatch of a round."""
+    """Bytes of a rank's receive buffers, for each microbatch of a round."""
     return sum(
         received_into(layout.borders, stage, splits=layout.splits) for stage in layout.own[rank]
     )
@@ -210,14 +209,15 @@ def _chunk(model: CostContext, plan: Plan, layout: Layout, stage: int) -> Chunk:
 
 
 def traffic_of_ranks(model: CostContext, plan: Plan) -> tuple[tuple[Traffic, ...], ...]:
-    """What each rank of the pp axis is charged for, in their order; a legal plan with stages."""
+    """Traffic of each rank of the pp axis, for a legal plan with stages."""
     layout = laid_out(model, plan)
-    found = (_charged(model, plan, layout, rank) for rank in range(plan.pp))
-    return tuple(ledger.traffic() for ledger, _ in found)
+    charged = (_charged(model, plan, layout, rank) for rank in range(plan.pp))
+    return tuple(ledger.traffic() for ledger, _ in charged)
 
 
 def _charged(model: CostContext, plan: Plan, layout: Layout, rank: int) -> tuple[Ledger, float]:
-    """All that a rank sends in a step; seconds of the small collectives."""
+    """Charge all of a rank's communication in a step; return the seconds of small collectives
+    too."""
     ledger = model.ledger()
     gathers = layout.rounds * gathers_of_root(
         layout.schedule,
@@ -226,7 +226,7 @@ def _charged(model: CostContext, plan: Plan, layout: Layout, rank: int) -> tuple
         stages=len(layout.stages),
         microbatches=layout.in_round,
     )
-    # FSDP2's root group is the rank's, whichever of its stages the parameters are in.
+    # FSDP2's root group belongs to the rank, whichever of its stages has the parameters.
     parts = together([stage.part for stage in layout.of(rank)])
     stage_exchange(
         plan,
@@ -245,9 +245,9 @@ def _charged(model: CostContext, plan: Plan, layout: Layout, rank: int) -> tuple
 def _stages(
     model: CostContext, plan: Plan, ends: Sequence[int], borders: Sequence[Border]
 ) -> list[Stage]:
-    """Every stage; those of equal units are worked out once, for all plans."""
-    loads, found = model.loads(plan), []
-    # Of a microbatch: schedules and how many there are make no difference to one.
+    """All stages; equal ones are computed once, for all plans."""
+    loads, stages = model.loads(plan), []
+    # Of one microbatch: independent of schedule and number of microbatches.
     known = model.stages_of(plan)
     for stage, (first, last) in enumerate(pairwise(ends)):
         part = loads.part(first, last)
@@ -257,8 +257,8 @@ def _stages(
             known[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)
         alike = known[key]
         added = alike.computing.added.total * (plan.forwards - 1) / plan.forwards
-        found.append(replace(alike, part=part, backward_s=alike.backward_s + added))
-    return found
+        stages.append(replace(alike, part=part, backward_s=alike.backward_s + added))
+    return stages
 
 
 def _stage(
@@ -283,8 +283,8 @@ def _stage(
     )
     late_s = 0.0
     if kind.is_sharded and not gathers:
-        beside = model.overlaps and gathers_beside(model.stack)
-        whole = forward(computing.times, exchanged, gathers=True, overlaps=beside)
+        overlaps = model.overlaps and gathers_beside(model.stack)
+        whole = forward(computing.times, exchanged, gathers=True, overlaps=overlaps)
         late_s = whole.wall_s - there.wall_s
     counts = [time.count for time in computing.times]
 
@@ -307,8 +307,8 @@ def _stage(
 
 
 def _times(layout: Layout) -> StageTimes:
-    """Halves of a backward are equal: a product has a gradient of each factor. What is computed
-    again is so for the first of them; the first stage does all with the weights."""
+    """Halves of a backward are equal: a product has a gradient of each factor. Recompute belongs to
+    the first half; the first stage does all with the weights."""
     schedule, stages = layout.schedule, layout.stages
     backward_s, weight_s = [], []
     for number, stage in enumerate(stages):
@@ -328,7 +328,7 @@ def _times(layout: Layout) -> StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """What a rank exchanges when a round is over: after one of several, and after the last."""
+    """Communication of a rank at the end of a round: of an inner one, and of the last."""
 
     round_s: float
     last_s: float
@@ -346,7 +346,7 @@ class _Tail:
         rank: int,
         ledger: Ledger | None = None,
     ) -> _Tail:
-        """Of a rank; what is sent is noted in `ledger`."""
+        """Create for a rank; communication is recorded in `ledger`."""
         ledger = ledger or model.ledger()
         kind, stages = plan.data_parallel, layout.of(rank)
         copies = [tie for tie in layout.ties if rank in tie.ranks[1:]]
@@ -380,7 +380,7 @@ class _Tail:
                     stride=tie_stride(tie.ranks, plan),
                 )
         if model.stack.states is not None and model.stack.overlap_gradients:
-            # Buckets go while the last microbatch's backward is on its way.
+            # Buckets overlap with the last microbatch's backward.
             hidden = sum(stage.backward_s for stage in stages)
             left = max(0.0, hidden - reduce_s)
             reduce_s, settle_s = max(0.0, reduce_s - hidden), max(0.0, settle_s - left)
@@ -398,14 +398,15 @@ def _busy(stages: Sequence[Stage], forwards: int) -> Busy:
 
 
 def _of_all(stages: Sequence[Stage]) -> Computing:
-    """How far the computing of all stages is to be trusted, by their seconds."""
+    """Error and measured share of all stages' compute, weighted by seconds."""
     busy = [stage.forward_s + stage.backward_s for stage in stages]
     total = sum(busy) or 1.0
-    found = [stage.computing for stage in stages]
+    computing = [stage.computing for stage in stages]
     return Computing(
         times=(),
-        error=sum(c.error * s for c, s in zip(found, busy, strict=True)) / total,
-        measured_share=sum(c.measured_share * s for c, s in zip(found, busy, strict=True)) / total,
+        error=sum(c.error * s for c, s in zip(computing, busy, strict=True)) / total,
+        measured_share=sum(c.measured_share * s for c, s in zip(computing, busy, strict=True))
+        / total,
     )
 
 

@@ -1,4 +1,4 @@
-"""Stages of a pipeline as the cost model sees them: which units, what crosses, what is copied."""
+"""Pipeline stages in the cost model: units, border traffic, tied copies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tie:
 
 
 class Stages:
-    """Borders of pipelines in one model; what was found is kept for other plans."""
+    """Stage borders of one model; results are cached for other plans."""
 
     def __init__(self, model: ModelProfile, cluster: ClusterProfile) -> None:
         self._model = model
@@ -50,7 +50,7 @@ class Stages:
             self._edges_to[edge.target].append(edge)
 
     def ends(self, plan: Plan) -> tuple[int, ...]:
-        """Places in the model where the stages of `plan` begin and end: 0, ..., all units.
+        """Indices of units at which the stages of `plan` begin and end: 0, ..., all units.
 
         Raises:
             PlanError: a border is no unit, or borders are not in order.
@@ -63,14 +63,14 @@ class Stages:
             raise PlanError(
                 f"stage border {error} is not a unit of {self._model.name}", where=f"plan: {plan}"
             ) from None
-        found = (0, *borders, len(self._model.units))
-        if any(one >= other for one, other in pairwise(found)):
+        ends = (0, *borders, len(self._model.units))
+        if any(one >= other for one, other in pairwise(ends)):
             raise PlanError("stage borders are in the order of calls", where=f"plan: {plan}")
-        return found
+        return ends
 
     def _evenly(self, plan: Plan) -> tuple[int, ...]:
-        """As `advisor.cost.complete` fills them in; over all units where nobody knows the
-        dataflow."""
+        """Borders as `advisor.cost.complete` sets them; over all units if the dataflow is
+        unknown."""
         chunks = 1 if plan.schedule in (*ONE_STAGE, Schedule.ZERO_BUBBLE, None) else 2
         key = plan.pp, chunks
         if key not in self._even:
@@ -80,8 +80,8 @@ class Stages:
             else:
                 order = [n for n, unit in enumerate(model.units) if unit.name not in (GLUE, LOSS)]
                 flop = [model.units[n].flop(model.samples, model.numerics[0]) for n in order]
-                found = even_cuts(flop, list(range(1, len(order))), plan.pp * chunks)
-                cuts = [order[n] for n in found]
+                starts = even_cuts(flop, list(range(1, len(order))), plan.pp * chunks)
+                cuts = [order[n] for n in starts]
             if len(cuts) < plan.pp * chunks - 1:
                 raise PlanError(
                     f"{model.name} has no {plan.pp * chunks} stages", where=f"plan: {plan}"
@@ -90,7 +90,8 @@ class Stages:
         return self._even[key]
 
     def crossing(self, place: int, *, numerics: Numerics, samples: float) -> tuple[float, float]:
-        """Bytes of one microbatch over the border before unit `place`: there, and gradients back.
+        """Bytes of one microbatch across the border before unit `place`: activations, and
+        gradients.
 
         Recorded as the model is built; FSDP computes in bf16, autocast leaves sums in fp32.
         """
@@ -109,8 +110,8 @@ class Stages:
         return share * there.at(samples), share * back.at(samples)
 
     def ties(self, plan: Plan, ends: Sequence[int]) -> tuple[Tie, ...]:
-        """Tied parameters whose places lie on several ranks."""
-        found = []
+        """Tied parameters whose copies are on several ranks."""
+        ties = []
         for names in self._model.tied:
             homes = [self._home(name) for name in names]
             ranks = {
@@ -124,11 +125,11 @@ class Stages:
             }
             if len(ranks) > 1:
                 alone = self._alone(names[0], homes[0], plan)
-                found.append(Tie(alone, tuple(sorted(ranks))))
-        return tuple(found)
+                ties.append(Tie(alone, tuple(sorted(ranks))))
+        return tuple(ties)
 
     def _home(self, parameter: str) -> int:
-        """The place of the unit that holds a parameter."""
+        """Index of the unit that holds a parameter."""
         path = parameter
         while path:
             path = path.rpartition(".")[0]
@@ -137,8 +138,8 @@ class Stages:
         return self._place.get(GLUE, 0)
 
     def _alone(self, parameter: str, home: int, plan: Plan) -> UnitProfile:
-        """A unit that is nothing but a rank's part of the parameter: its layer's weight, else all
-        its unit has."""
+        """A unit with nothing but a rank's part of the parameter: its layer's weight, else all of
+        its unit's parameters."""
         unit = self._model.units[home]
         layers = next(iter(unit.costs.values())).layers
         prefix = f"{unit.name}." if unit.name else ""
@@ -159,8 +160,8 @@ class Stages:
         return unit
 
     def whole_backwards(self, ends: Sequence[int]) -> frozenset[int]:
-        """Stages whose backward is not split in two halves: `engines.pipeline.split_backward`
-        without the modules. The first one does all of it later."""
+        """Stages whose backward is not split: `engines.pipeline.split_backward` without the
+        modules. The first stage runs all of it later."""
         return frozenset(
             stage
             for stage, (first, last) in enumerate(pairwise(ends))
@@ -177,7 +178,7 @@ class Stages:
         names = {unit.name: unit for unit in units[first:last]}
         start = flow.first_call(units[first].name)
         if start is None:
-            return True  # nobody looked at what is between the units
+            return True  # dataflow between the units is unknown
         if any(unit.is_shared for unit in names.values()):
             return False
         if self._callers & set(names):

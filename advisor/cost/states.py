@@ -1,4 +1,5 @@
-"""Model states of stacks that keep their own: weights, gradients, masters and moments on a rank."""
+"""Model states of stacks that manage their own: weights, gradients, masters and moments on a
+rank."""
 
 from __future__ import annotations
 
@@ -33,12 +34,12 @@ class HeldStates:
 
 
 def zero_level(plan: Plan) -> int:
-    """0 where all states are whole, to 3 where weights are sharded too (arXiv:1910.02054)."""
+    """ZeRO stage of a plan, 0 (unsharded) to 3 (arXiv:1910.02054)."""
     return zero_level_of(plan.data_parallel)
 
 
 def zero_level_of(kind: DataParallel) -> int:
-    """The same of every plan of this kind."""
+    """ZeRO stage of a data-parallel kind."""
     return _LEVELS.get(kind, 0)
 
 
@@ -52,7 +53,7 @@ def held_states(
     copied_bytes: float = 0.0,
     folds_experts: bool = False,
 ) -> HeldStates:
-    """What a rank with these `parts` of the model holds.
+    """States of a rank with these `parts` of the model.
 
     Experts are sharded over the ranks that hold the same ones, degree / ep of them.
 
@@ -80,21 +81,21 @@ def held_states(
 
 
 def own_share(states: States, level: int, degree: float, *, on_device: bool = True) -> float:
-    """Bytes on a rank of every byte of fp32 parameters, beside moments that the optimizer says: no
-    more than `held_states`, which knows that experts are sharded among fewer ranks.
+    """State bytes on a rank per byte of fp32 parameters, without the optimizer's own moments; a
+    lower bound of `held_states`, since experts are sharded over fewer ranks.
 
     Args:
         level: see `zero_level`.
         degree: over how many ranks states are sharded.
         on_device: whether weights and the optimizer's states are there.
     """
-    held = states.gradient * _part(level, 2, degree)
+    share = states.gradient * _part(level, 2, degree)
     if on_device:
-        held += states.weight * _part(level, 3, degree)
-        held += (states.master + (states.moments or 0.0)) * _part(level, 1, degree)
-    return held / FP32_BYTES
+        share += states.weight * _part(level, 3, degree)
+        share += (states.master + (states.moments or 0.0)) * _part(level, 1, degree)
+    return share / FP32_BYTES
 
 
 def _part(level: int, from_level: int, degree: float) -> float:
-    """What a rank has of states that are sharded from a level on."""
+    """Share of a rank, of states that are sharded from a ZeRO stage on."""
     return 1 / degree if level >= from_level else 1.0

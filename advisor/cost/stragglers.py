@@ -12,8 +12,8 @@ from profiles.workload.workload import Workload
 def waiting_s(
     plan: Plan, *, computing_s: float, imbalance: float, straggling: float = 0.0
 ) -> float:
-    """Seconds of a step in which a rank waits for slower ones, where ranks' times scatter or one
-    rank is slower in every step.
+    """Seconds per step that a rank waits for slower ones, with random scatter or a persistent
+    straggler.
 
     The k-th of n draws from a normal distribution is expected at the quantile (k - 3/8) / (n + 1/4)
     (Blom 1958, "Statistical Estimates and Transformed Beta-Variables"). All n are waited for; of
@@ -42,7 +42,7 @@ def waiting_s(
 
 
 def straggling(plan: Plan, workload: Workload, *, computing_s: float) -> float:
-    """The same, of ranks that differ as `workload` says."""
+    """The same, for ranks that differ as in `workload`."""
     return waiting_s(
         plan,
         computing_s=computing_s,
@@ -52,5 +52,5 @@ def straggling(plan: Plan, workload: Workload, *, computing_s: float) -> float:
 
 
 def _place(place: int, count: int) -> float:
-    """Where one of so many draws is expected, in standard deviations."""
+    """Expected order statistic, in standard deviations."""
     return NormalDist().inv_cdf((place - 3 / 8) / (count + 1 / 4))

@@ -1,8 +1,8 @@
-"""Tensor parallelism: what the styles of a plan leave of a unit on one rank, and what they send.
+"""Tensor parallelism: a unit's load on one rank, and its collectives.
 
-The collectives are those of `engines.tensor` (Megatron's, arXiv:1909.08053, and those of its
-sequence parallelism, arXiv:2205.05198): a column-wise layer sums the gradients of its input, a
-row-wise one its outputs; a layer with gathered output does the first and puts outputs together.
+The collectives are those of `engines.tensor` (Megatron's, arXiv:1909.08053, and its sequence
+parallelism's, arXiv:2205.05198): a column-wise layer sums the gradients of its input, a row-wise
+one its outputs; a layer with gathered output does the former and gathers outputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from profiles.workload.stack import TORCH, Stack
 
 @dataclass(frozen=True, slots=True)
 class TensorExchange:
-    """A collective of a unit among the ranks of the tp axis, once for every microbatch.
+    """A collective of a unit over the tp axis, once per microbatch.
 
     Attributes:
         in_forward: else in the backward.
@@ -43,7 +43,7 @@ class TensorExchange:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A unit as one rank has it, as shares of what the whole unit has or as bytes."""
+    """Load of a unit on one rank, as shares of the whole unit or in bytes."""
 
     parameter_bytes: float
     gradient_bytes: float
@@ -63,8 +63,8 @@ class Cut:
 
 
 class Place(NamedTuple):
-    """What is done to a module: its styles, and where the tokens that it takes are joined (its own
-    path, or that of a module around it)."""
+    """Styles of a module, and the path of the module that gathers its input tokens (its own, or an
+    enclosing one's)."""
 
     styles: tuple[Style, ...]
     joined_at: str | None = None
@@ -77,7 +77,7 @@ Styled = tuple[Place, ...]
 class _Pattern(NamedTuple):
     """`engines.tensor.styles.matches`, for one pattern and many paths.
 
-    `names`: the parts that stand for themselves, by their places; `others` for several names.
+    `names`: literal parts by position; `others` for alternatives.
     """
 
     length: int
@@ -91,32 +91,32 @@ class _Pattern(NamedTuple):
         return cls(len(parts), tuple(part for part in parts if part not in others), others)
 
     def fits(self, parts: Sequence[str]) -> bool:
-        """Whether it stands for a path of as many parts."""
+        """Return True if it matches a path with as many parts."""
         return all(parts[place] == name for place, name in self.names) and all(
             fnmatchcase(parts[place], wanted) for place, wanted in self.others
         )
 
 
 class Styles:
-    """`Plan.tensor_styles`, looked up by path."""
+    """Lookup of `Plan.tensor_styles` by path."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
-        found = [(_Pattern.of(pattern), Style.parse(text)) for pattern, text in pairs]
+        styles = [(_Pattern.of(pattern), Style.parse(text)) for pattern, text in pairs]
         self._of_length: dict[int, list[tuple[_Pattern, Style]]] = {}
-        # Whether blocks of one list are treated alike, whatever their numbers are.
+        # True if blocks of one list have the same styles, whatever their numbers.
         self._ignores_numbers = all(
             not any(name.isdecimal() for _, name in pattern.names)
             and all(wanted == "*" for _, wanted in pattern.others)
-            for pattern, _ in found
+            for pattern, _ in styles
         )
         self._known: dict[tuple[str, int], tuple[Sequence[LayerCost], Styled]] = {}
-        for pattern, style in found:
+        for pattern, style in styles:
             self._of_length.setdefault(pattern.length, []).append((pattern, style))
 
     def of_unit(self, unit: UnitProfile, layers: Sequence[LayerCost]) -> Styled:
-        """What is done to `unit` and to each of its `layers`."""
+        """Styles of `unit` and of each of its `layers`."""
         name = without_numbers(unit.name) if self._ignores_numbers else unit.name
-        key = name, id(layers)  # of equal blocks the layers are one object
+        key = name, id(layers)  # equal blocks share one layers object
         if key not in self._known:
             inside = [self._of_layer(unit.name, layer.path) for layer in layers]
             self._known[key] = layers, (Place(self._at(unit.name)), *inside)
@@ -143,7 +143,7 @@ def _joined(unit: str, path: str) -> str:
 
 
 def cut_share(layer: LayerCost, style: Style, tp: int) -> float:
-    """Share of a layer's weight that the first rank holds, the largest: as `torch.chunk` cuts."""
+    """Share of a layer's weight on the first rank, the largest, as `torch.chunk` splits."""
     length = layer.inputs if style.kind is Kind.ROW else layer.outputs
     if layer.kind is LayerKind.EMBEDDING:
         length = layer.inputs
@@ -152,7 +152,7 @@ def cut_share(layer: LayerCost, style: Style, tp: int) -> float:
 
 
 def is_split(styled: Styled) -> bool:
-    """Whether anything is done to the unit at all."""
+    """Return True if the unit has any style."""
     return any(place.styles for place in styled)
 
 
@@ -165,12 +165,12 @@ def cut(
     samples: float,
     stack: Stack = TORCH,
 ) -> Cut:
-    """`unit` on one of `tp` ranks at a microbatch of `samples`, as `stack` splits it."""
+    """Split `unit` over `tp` ranks at a microbatch of `samples`, as `stack` does."""
     by_tokens = any(style.kind is Kind.SEQUENCE for style in styled[0].styles)
     around = 1 / tp if by_tokens else 1.0
     sums = _Sums(cost, samples, around)
     parameter_bytes, gradient_bytes = float(unit.parameter_bytes), float(unit.gradient_bytes)
-    # By tokens, whatever is whole; else what lies between a column-wise layer and its row.
+    # Everything outside is split by tokens, or else between a column-wise layer and its row.
     partial = gradient_bytes if by_tokens else 0.0
     tensors = sum(shape.count for shape in unit.shapes) if by_tokens else 0
     for layer, place in zip(cost.layers, styled[1:], strict=True):
@@ -206,8 +206,8 @@ def cut(
     exchanges = tuple(_exchanges(cost, styled, samples=samples, by_tokens=by_tokens, stack=stack))
     kept = sums.activation_bytes
     if by_tokens and stack.keeps_gathered:
-        # Joined tokens are kept whole for the gradient of the weight, as often as they are joined,
-        # where a share of what was made was.
+        # Gathered tokens are saved unsharded for the weight gradient, once per gather, in place of
+        # the share of their producer.
         joined = [layer for layer in _joining(cost, styled) if _keeps(layer, samples)]
         once = {layer.same_input: layer for layer in joined}
         kept += sum(layer.input_bytes.at(samples) for layer in joined)
@@ -217,11 +217,11 @@ def cut(
     in_work = sums.backward_moved_bytes / moved if moved else 1.0
     output = cost.output_bytes.at(samples) * _output_share(cost, styled, tp)
     if by_tokens and stack.sequence_parallel:
-        output *= around  # the next block is entered with a share of the tokens too
+        output *= around  # the next block receives its share of the tokens too
     forward = cost.forward_transient_bytes.at(samples)
     share_kept = kept / whole_kept if whole_kept else 1.0
     inputs = cost.input_bytes.at(samples)
-    if by_tokens:  # blocks are entered with their share of the tokens
+    if by_tokens:  # blocks receive their share of the tokens
         inputs = max(inputs - (1 - around) * output, around * inputs)
     return Cut(
         parameter_bytes=parameter_bytes,
@@ -236,7 +236,7 @@ def cut(
         selective_bytes=sums.selective_bytes,
         input_bytes=inputs,
         output_bytes=output,
-        # The highest moment is late in the forward: nearly all that is kept is there.
+        # The peak of the forward is near its end, when nearly all activations are saved.
         forward_transient_bytes=max(forward - (whole_kept - kept), forward * min(1.0, share_kept))
         + _room(exchanges, in_forward=True),
         backward_transient_bytes=cost.backward_transient_bytes.at(samples) * min(1.0, in_work)
@@ -246,7 +246,7 @@ def cut(
 
 
 def _output_share(cost: UnitCost, styled: Styled, tp: int) -> float:
-    """Share of the unit's output on a rank: logits that stay split are a part of the vocabulary."""
+    """Share of the unit's output on a rank: split logits are a part of the vocabulary."""
     for layer, place in zip(cost.layers, styled[1:], strict=True):
         style = cutting(place.styles)
         if layer.reaches_output and layer.kind is not LayerKind.EMBEDDING and style is not None:
@@ -255,7 +255,7 @@ def _output_share(cost: UnitCost, styled: Styled, tp: int) -> float:
 
 
 class _Sums:
-    """Adds up what stretches of a unit leave on a rank; the rest of the unit at share `around`."""
+    """Sums over the stretches of a unit on a rank; the rest of the unit has share `around`."""
 
     def __init__(self, cost: UnitCost, samples: float, around: float) -> None:
         self._samples = samples
@@ -281,8 +281,8 @@ class _Sums:
         kept: float,
         whole: object = None,
     ) -> None:
-        """A layer at shares `own` and `after`; what it keeps itself at `kept`. `whole` is what it
-        reads or writes whole: once in the forward, twice in the backward."""
+        """Add a layer at shares `own` and `after`; its own activations at `kept`. `whole` is
+        accessed unsharded: once in the forward, twice in the backward."""
         n = self._samples
         full = whole.at(n) if whole is not None else 0.0  # type: ignore[attr-defined]
         moved = layer.own.forward_moved_bytes.at(n)
@@ -302,12 +302,12 @@ class _Sums:
 
 
 def _keeps(layer: LayerCost, samples: float) -> bool:
-    """Whether the layer keeps the very tensor that it is given, and no copy of it."""
+    """Return True if the layer saves its input itself, not a copy."""
     return layer.own.activation_bytes.at(samples) == 0.0
 
 
 def _joining(cost: UnitCost, styled: Styled) -> Iterator[LayerCost]:
-    """The first layers that take what was joined, one for each place where tokens are."""
+    """First layers that read gathered tokens, one per gather."""
     seen = set()
     for layer, place in zip(cost.layers, styled[1:], strict=True):
         style = cutting(place.styles)
@@ -320,7 +320,7 @@ def _joining(cost: UnitCost, styled: Styled) -> Iterator[LayerCost]:
 def _exchanges(
     cost: UnitCost, styled: Styled, *, samples: float, by_tokens: bool, stack: Stack
 ) -> Iterator[TensorExchange]:
-    """In the order of `engines.tensor.split`: what is dressed how."""
+    """Collectives in the order of `engines.tensor.split`."""
     copied = None  # the tensor whose gradient the last layer of that kind sums
     for layer, place in zip(cost.layers, styled[1:], strict=True):
         style = cutting(place.styles)
@@ -357,15 +357,15 @@ def _exchanges(
             yield TensorExchange(Collective.REDUCE_SCATTER, "gradients by tokens", given, False)
     if stack.sequence_parallel:
         return
-    # A block is entered and left with whole sequences; recompute is inside.
+    # Blocks receive and return unsharded sequences; recompute is inside.
     whole = cost.output_bytes.at(samples)
     yield TensorExchange(Collective.ALL_GATHER, "tokens", whole, True)
     yield TensorExchange(Collective.ALL_GATHER, "gradients by tokens", whole, False)
 
 
 def split_loss(rows: float) -> tuple[TensorExchange, ...]:
-    """Of cross-entropy on logits that are split: for every row its highest logit, the sum of its
-    exponentials and the logit of its class (`engines.tensor.logits`), in fp32."""
+    """Cross-entropy of split logits: for every row its highest logit, the sum of its exponentials
+    and the logit of its class (`engines.tensor.logits`), in fp32."""
     purposes = ("highest logits", "sums of exponentials", "logits of classes")
     return tuple(
         TensorExchange(Collective.ALL_REDUCE, purpose, rows * FP32_BYTES, True)
@@ -374,8 +374,8 @@ def split_loss(rows: float) -> tuple[TensorExchange, ...]:
 
 
 def _room(exchanges: Sequence[TensorExchange], *, in_forward: bool) -> float:
-    """What the largest exchange holds beside what is there: a sum clones what others may hold; what
-    is gathered or scattered is laid out anew on the way."""
+    """Temporary bytes of the largest exchange: a sum clones shared tensors; gathers and scatters
+    copy."""
     rooms = [
         (1 if each.kind is Collective.ALL_REDUCE else 2) * each.payload_bytes
         for each in exchanges
@@ -385,7 +385,7 @@ def _room(exchanges: Sequence[TensorExchange], *, in_forward: bool) -> float:
 
 
 def cut_unit(unit: UnitProfile, cost: UnitCost, styled: Styled, *, tp: int) -> UnitProfile:
-    """`unit` with the parameters that one of `tp` ranks holds, for an optimizer to step."""
+    """Return `unit` with the parameters on one of `tp` ranks, for the optimizer step."""
     shapes = list(unit.shapes)
     parameter_bytes, gradient_bytes = float(unit.parameter_bytes), float(unit.gradient_bytes)
     for layer, place in zip(cost.layers, styled[1:], strict=True):

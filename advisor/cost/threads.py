@@ -34,7 +34,7 @@ from profiles.model.profile import LOSS, ModelProfile, Numerics
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What meets at the first device in one forward and backward, in bytes and seconds.
+    """Tensors gathered on the first device in one forward and backward, in bytes and seconds.
 
     Attributes:
         input_bytes, output_bytes: of one device's microbatch.
@@ -54,24 +54,24 @@ class Meeting:
         """Outputs are those of the last unit before the loss."""
         last = next((u for u in reversed(model.units) if u.name != LOSS), None)
         loss = next((u.cost(numerics) for u in model.units if u.name == LOSS), None)
-        held = moved = 0.0
+        saved = moved = 0.0
         if loss is not None:
-            held = loss.activation_bytes.at(samples)
-            held += max(
+            saved = loss.activation_bytes.at(samples)
+            saved += max(
                 loss.forward_transient_bytes.at(samples), loss.backward_transient_bytes.at(samples)
             )
             moved = loss.forward_moved_bytes.at(samples) + loss.backward_moved_bytes.at(samples)
         return cls(
             input_bytes=model.batch_bytes.at(samples),
             output_bytes=last.cost(numerics).output_bytes.at(samples) if last else 0.0,
-            loss_bytes=held,
+            loss_bytes=saved,
             loss_s=moved / bytes_per_s,
         )
 
 
 def launching_s(loads: Loads, computing: Computing, device: Device, *, devices: int) -> float:
-    """Seconds that launching for `devices` devices adds to a forward and backward of one."""
-    found = 0.0
+    """Seconds added to a device's forward and backward by launching for `devices` devices."""
+    seconds = 0.0
     for unit, time in zip(loads.entries, computing.times, strict=True):
         forward, backward = (
             devices * kernels * device.launch_s.value
@@ -80,12 +80,12 @@ def launching_s(loads: Loads, computing: Computing, device: Device, *, devices: 
         added = max(0.0, forward - time.forward_s) + max(0.0, backward - time.backward_s)
         if time.recompute_s:
             added += max(0.0, forward - time.recompute_s)
-        found += time.count * added
-    return found
+        seconds += time.count * added
+    return seconds
 
 
 def threaded(model: CostContext, plan: Plan) -> Estimate:
-    """The estimate of a plan whose replicas are threads."""
+    """Estimate a plan whose replicas are threads."""
     facts, own, others = model.facts, alone(plan), plan.dp_replicate - 1
     assert plan.microbatch_size is not None
     device, forwards = facts.cluster.device, plan.forwards
@@ -117,7 +117,7 @@ def threaded(model: CostContext, plan: Plan) -> Estimate:
         launch_s=forwards * launching_s(loads, computing, device, devices=plan.dp_replicate)
         + (forwards - 1) * added.launch_s,
     )
-    # A process takes the batch of all devices; what the others get is counted as theirs.
+    # A process reads the batch of all devices; each device counts its part.
     batch_bytes = model.batch_bytes(own) * plan.dp_replicate
     first = others * (meeting.output_bytes + meeting.loss_bytes)
     memory = peak(

@@ -10,7 +10,7 @@ from advisor.cost.work import NO_WORK, UnitWork
 
 @dataclass(frozen=True, slots=True)
 class UnitLoad:
-    """A unit at one microbatch size, on one rank of the tp axis.
+    """Load of a unit at one microbatch size, on one rank of the tp axis.
 
     Attributes:
         name: of the first unit, where it stands for several.

@@ -1,6 +1,6 @@
-"""Updates apart from each other: what servers pass on, what meetings cost, waiting for the slow.
+"""Asynchronous and periodic updates: server traffic, synchronization, waiting for stragglers.
 
-Pure functions of a plan and facts. A rank computes as it would alone; this is what comes besides.
+Pure functions of a plan and facts: costs in addition to a rank's step alone.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from engines.plan import DataParallel, Plan, Updates
 from profiles.machine.cluster import ClusterProfile, Collective
 from profiles.workload.optimizers import Upkeep
 
-# Passes over the parameters in a meeting of DiLoCo (engines/optional/async_updates/periodic.py):
-# the difference is two reads and a write, SGD's Nesterov step three times that, a copy two more.
+# Passes over the parameters in a synchronization of DiLoCo
+# (engines/optional/async_updates/periodic.py): the difference is two reads and a write, SGD's
+# Nesterov step three times that, a copy two more.
 OUTER_PASSES = 14
-# A server adds up gradients two by two: two reads and a write for each.
+# A server sums gradients pairwise: two reads and a write for each.
 SUM_PASSES = 3
-# Numbers, then tensors: two messages there and two back (engines/optional/async_updates/link.py).
+# Numbers, then tensors: two messages each way (engines/optional/async_updates/link.py).
 MESSAGES = 4
-# Between servers that agree on the workers of a step: what came, and what is chosen.
+# Between servers, to agree on the workers of a step: arrivals, and the choice.
 AGREEING = 2
-# On a server, beside a worker's gradients: the flat message that they came in.
+# On a server, besides a worker's gradients: their flat message.
 COPIES_OF_A_GRADIENT = 2
 
 
 def alone(plan: Plan) -> Plan:
-    """What one worker or replica of `plan` does between exchanges: a plan of one device."""
+    """Plan of one worker or replica between exchanges: one device."""
     update = {
         "data_parallel": DataParallel.NONE,
         "dp_replicate": 1,
@@ -48,7 +49,7 @@ def alone(plan: Plan) -> Plan:
 
 
 def updated(model: CostContext, plan: Plan) -> Estimate:
-    """The estimate of a plan whose ranks update apart from each other."""
+    """Estimate a plan with asynchronous or periodic updates."""
     facts, own = model.facts, alone(plan)
     device = facts.cluster.device
     loads, ledger = model.loads(own), model.ledger()
@@ -73,8 +74,8 @@ def updated(model: CostContext, plan: Plan) -> Estimate:
         meeting_s = _meeting_s(plan, model, loads.gradient_bytes, ledger)
         sent_s = meeting_s / plan.sync_every
         outer = 2 * loads.gradient_bytes * (plan.updates is Updates.DILOCO)
-        held = replace(update, state_bytes=update.state_bytes + outer)
-        states = [(held, None), (held, _meeting(plan, loads.gradient_bytes))]
+        with_outer = replace(update, state_bytes=update.state_bytes + outer)
+        states = [(with_outer, None), (with_outer, _meeting(plan, loads.gradient_bytes))]
     batch_bytes = model.batch_bytes(own)
 
     def fullest(update: Upkeep, moment: Moment | None) -> Peak:
@@ -94,7 +95,7 @@ def updated(model: CostContext, plan: Plan) -> Estimate:
     return assemble(
         model,
         plan,
-        memory=max((fullest(*each) for each in states), key=lambda found: found.high_bytes),
+        memory=max((fullest(*each) for each in states), key=lambda peak: peak.high_bytes),
         busy=busy,
         update_s=update_s,
         exposed_s=sent_s,
@@ -108,7 +109,7 @@ def updated(model: CostContext, plan: Plan) -> Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The traffic of servers in a step, in which every worker gives and takes once.
+    """Server traffic of a step in which every worker pushes and pulls once.
 
     Attributes:
         workers: that give gradients, backup workers too.
@@ -154,18 +155,18 @@ class Served:
 
     @property
     def part_bytes(self) -> float:
-        """What one server holds, gets from each worker and gives to each."""
+        """Bytes of one server's part, received from and sent to each worker."""
         return self.payload_bytes / self.servers
 
     @property
     def passed_bytes(self) -> float:
-        """What one server takes in a step, and gives."""
+        """Bytes that one server receives in a step, and sends."""
         return self.part_bytes * self.workers
 
     def charge(
         self, ledger: Ledger, *, update_s: float, computing_s: float, waiting_s: float = 0.0
     ) -> float:
-        """Note what a worker sends; the seconds that nothing hides.
+        """Charge a worker's traffic; return the exposed seconds.
 
         Args:
             waiting_s: until the slowest that is needed has computed: others send meanwhile.
@@ -176,12 +177,12 @@ class Served:
                 stride=self.stride, count=self.servers,
             )  # fmt: skip
         host_s = 0.0
-        if self.reaches_host:  # gloo's messages lie in main memory
+        if self.reaches_host:  # gloo's messages are in main memory
             host_s = ledger.to_host(2 * self.payload_bytes)
         adding_s = SUM_PASSES * self.part_bytes / self.memory_bytes_per_s
         if self.is_synchronous:
-            # Those that are not waited for come at the same time; parameters go when the update is
-            # made.
+            # Gradients of backup workers arrive at the same time; parameters are sent after the
+            # update.
             there_s = max(self.in_s * self.needed / self.workers - waiting_s, self.worker_s)
             back_s = max(self.in_s, self.worker_s)
             return there_s + self.needed * adding_s + back_s + self.latency_s + host_s
@@ -195,7 +196,7 @@ class Served:
         return sent_s + updating_s - update_s + self.latency_s + host_s
 
     def fullest(self) -> Moment:
-        """A server with the gradients of all workers, and what it answers."""
+        """A server with the gradients of all workers, and its reply."""
         return Moment(
             event="update on a server",
             gradients=COPIES_OF_A_GRADIENT * self.passed_bytes,
@@ -204,19 +205,19 @@ class Served:
 
 
 def spent_s(stations: Sequence[float], *, thinking_s: float, customers: int) -> tuple[float, ...]:
-    """Seconds that a customer spends at each station, waiting included, where all go round from one
-    to the next and think in between.
+    """Seconds that a customer spends at each station, including waiting, in a closed queueing
+    network with think time.
 
-    Workers come to a server's link in no order: now several share it, now it is idle, so it is
-    never quite busy. Mean value analysis is exact for that, whatever the sizes, where a link is
-    shared evenly (Reiser and Lavenberg 1980, "Mean-Value Analysis of Closed Multichain Queuing
-    Networks"; Baskett et al. 1975).
+    Workers reach a server's link in random order, so it is sometimes shared and sometimes idle.
+    Mean value analysis is exact for that, whatever the sizes, if a link is shared evenly (Reiser
+    and Lavenberg 1980, "Mean-Value Analysis of Closed Multichain Queuing Networks"; Baskett et al.
+    1975).
 
     >>> spent_s((1.0, 1.0), thinking_s=0.0, customers=3)
     (2.0, 2.0)
 
     Args:
-        stations: seconds that one needs there if alone.
+        stations: service seconds of one customer.
     """
     queues = spent = (0.0,) * len(stations)
     for number in range(1, customers + 1):
@@ -229,22 +230,22 @@ def spent_s(stations: Sequence[float], *, thinking_s: float, customers: int) -> 
 
 
 def _nodes(plan: Plan, cluster: ClusterProfile) -> range:
-    """The nodes that servers are on."""
+    """Nodes of the servers."""
     return range(ceil(plan.servers / cluster.devices_per_node))
 
 
 def _into(cluster: ClusterProfile, plan: Plan, node: int, workers: int) -> float:
-    """Seconds until a byte of every worker has come to each server of a node."""
+    """Seconds until a byte of every worker has reached each server of a node."""
     per_node = cluster.devices_per_node
     here = min(per_node, plan.servers - node * per_node)
-    beside = per_node - here  # workers of the same node
-    beside_s = beside / cluster.intra.bandwidth_bytes_per_s.value if cluster.intra else 0.0
-    away_s = (workers - beside) * here / _rate_of_node(cluster, here)
-    return max(beside_s, away_s)
+    local_workers = per_node - here  # workers of the same node
+    local_s = local_workers / cluster.intra.bandwidth_bytes_per_s.value if cluster.intra else 0.0
+    remote_s = (workers - local_workers) * here / _rate_of_node(cluster, here)
+    return max(local_s, remote_s)
 
 
 def _rate_of_node(cluster: ClusterProfile, talking: int) -> float:
-    """Bytes/s of a node's cards, of which so many ranks use one each."""
+    """Bytes/s of a node's cards, one each for so many ranks."""
     if cluster.inter is None:
         return inf
     cards = min(cluster.network_cards or cluster.devices_per_node, cluster.devices_per_node)
@@ -259,7 +260,7 @@ def _rate_of_one(cluster: ClusterProfile, talking: int) -> float:
 
 
 def _meeting_s(plan: Plan, model: CostContext, payload_bytes: float, ledger: Ledger) -> float:
-    """Seconds of one meeting of all replicas: nothing computes meanwhile."""
+    """Seconds of one synchronization of all replicas; no compute overlaps."""
     cluster, profile = model.facts.cluster, model.facts.model
     every, group = plan.sync_every, plan.dp_replicate
     count = max(1, ceil(payload_bytes / BUCKET_BYTES))
@@ -284,14 +285,15 @@ def _meeting_s(plan: Plan, model: CostContext, payload_bytes: float, ledger: Led
 
 
 def _meeting(plan: Plan, payload_bytes: float) -> Moment:
-    """What a replica holds in a meeting: gradients of the step, and what it moved by."""
+    """Memory of a replica during synchronization: gradients of the step, and the parameter
+    difference."""
     moved = payload_bytes if plan.updates is Updates.DILOCO else 0.0
     flat = min(payload_bytes, BUCKET_BYTES)
     return Moment(event="meeting", gradients=payload_bytes, transient=moved + flat)
 
 
 def _shared(update: Upkeep, share: float) -> Upkeep:
-    """`share` of what an optimizer keeps and holds."""
+    """`share` of an optimizer's states and work."""
     return replace(
         update,
         state_bytes=update.state_bytes * share,

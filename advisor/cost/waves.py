@@ -1,6 +1,6 @@
-"""Waves: how evenly the tiles of a product's result go over the multiprocessors of a device.
+"""Wave quantization: distribution of a product's tiles over multiprocessors.
 
-A kernel computes a tile of the result on each multiprocessor at a time. Tiles at the edges are
+A kernel computes one tile of the result on each multiprocessor at a time. Tiles at the edges are
 computed whole, and the last wave leaves multiprocessors idle (NVIDIA, Matrix Multiplication
 Background User's Guide, tile and wave quantization).
 """
@@ -15,13 +15,13 @@ from profiles.machine.catalogue import multiprocessors
 from profiles.machine.cluster import Device
 from profiles.model.work import ProductKind
 
-# Tiles that libraries choose from, and how fast each computes over the fastest: smaller ones read
-# more for every multiplication (the same guide, figure 6: 64 x 64 at about two thirds).
+# Library tiles, with their relative rates: smaller ones read more per multiplication (the same
+# guide, figure 6: 64 x 64 at about two thirds).
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.65))
 
 
 def wave_share(device: Device, product: ProductLoad, *, forward: bool) -> float | None:
-    """Rate of a product over that of one whose tiles fill every wave, up to 1.
+    """Rate of a product relative to one whose tiles fill every wave, up to 1.
 
     None for devices whose multiprocessors are unknown.
 
@@ -43,7 +43,7 @@ def _share(rows: float, columns: float, batch: float, multiprocessors: int) -> f
     best = 0.0
     for height, width, rate in TILES:
         tiles = batch * ceil(rows / height) * ceil(columns / width)
-        # Fewer tiles than multiprocessors: each sum is split among several of them (split-k).
+        # Fewer tiles than multiprocessors: split-k.
         split = max(1, multiprocessors // ceil(tiles))
         waves = ceil(tiles * split / multiprocessors)
         room = waves * multiprocessors * height * width / split

@@ -1,4 +1,4 @@
-"""Products and attention of a unit on one rank: sizes after tensor parallelism has cut them."""
+"""Products and attention of a unit on one rank, after tensor parallelism."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from profiles.model.layers import LayerCost, LayerKind, Stretch
 from profiles.model.profile import UnitCost
 from profiles.model.work import AttentionKernel, Product, ProductKind, attention_cost
 
-# Of operands, where a profile does not say what a product reads and writes.
+# Bytes per operand element if a profile does not record them.
 ELEMENT_BYTES = 2.0
 
 
@@ -45,7 +45,7 @@ class AttentionLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
-    """What a unit multiplies; the rest of its FLOP is of products that nobody noted."""
+    """Products and attention of a unit; the rest of its FLOP is of unrecorded products."""
 
     products: tuple[ProductLoad, ...] = ()
     attention: tuple[AttentionLoad, ...] = ()
@@ -55,7 +55,7 @@ NO_WORK = UnitWork()
 
 
 def unit_work(cost: UnitCost, styled: Styled, *, tp: int, samples: float) -> UnitWork:
-    """Of `cost` at a microbatch of `samples`, on one of `tp` ranks."""
+    """Work of `cost` at a microbatch of `samples`, on one of `tp` ranks."""
     by_tokens = any(style.kind is Kind.SEQUENCE for style in styled[0].styles)
     around = 1 / tp if by_tokens else 1.0
     products: list[ProductLoad] = []
@@ -74,9 +74,9 @@ def unit_work(cost: UnitCost, styled: Styled, *, tp: int, samples: float) -> Uni
             own = cut_share(layer, style, tp)
             is_local = style.kind in (Kind.COLUMN, Kind.VOCAB)
             after = own if is_local and layer.kind is not LayerKind.EMBEDDING else around
-        found = _own(layer, None if style is None else style.kind, own, samples)
-        if found is not None:
-            products.append(found)
+        product = _own(layer, None if style is None else style.kind, own, samples)
+        if product is not None:
+            products.append(product)
         inside(layer.after, after)
     return UnitWork(tuple(products), tuple(attention))
 
