@@ -149,8 +149,8 @@ def _unit(
     kind, degree = plan.data_parallel, shard_degree(plan)
     sizes = parameter_tensors(profile)
     tensors = saved_sizes(profile.cost(costs.numerics(plan)), samples)
-    kept = kept_bytes(load, plan.recompute)
-    again = load.activation_bytes - kept if load.is_block else 0.0
+    saved_bytes = kept_bytes(load, plan.recompute)
+    again = load.activation_bytes - saved_bytes if load.is_block else 0.0
     copy = load.parameter_bytes * share
     # Copies for compute: by autocast, or gathered once for all microbatches.
     casts = copy * (kind in KEEPS_PARAMETERS or (kind in WHOLE and share != 1))
@@ -170,7 +170,7 @@ def _unit(
         gradients=scaled(sizes, gradients),
         whole_gradients=scaled(sizes, load.gradient_bytes * share) if reduces else (),
         reduced=(load.gradient_bytes,) if reduces else (),
-        saved=scaled(sizes, casts) + held,
+        saved=scaled(sizes, casts) + saved_tensors,
         again=scaled(tensors, again) if again > 0 else (),
         forward_bytes=load.forward_transient_bytes + casts + saved_bytes * (again > 0),
         backward_bytes=load.backward_transient_bytes,

@@ -112,7 +112,7 @@ def staged(model: CostContext, plan: Plan) -> Estimate:
     exposed = max(0.0, inside) + waited
     sent = plan.forwards * sum(stage.sent_s for stage in layout.of(busiest)) + waited
     device, ranks = model.facts.cluster.device, model.facts.cluster.devices_per_node
-    found = assemble(
+    estimate = assemble(
         model,
         plan,
         memory=memory,
