@@ -48,7 +48,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EqualRounds:
     """Equal rounds in sequence; each takes as long as its slowest load."""
 
     rounds: int
@@ -105,7 +105,7 @@ def price(
 
 
 def slowest(
-    step: Step, payload_bytes: float, ledger: Ledger, *, stride: int = 1
+    step: EqualRounds, payload_bytes: float, ledger: Ledger, *, stride: int = 1
 ) -> tuple[float, Load]:
     """Seconds of one round, and its slowest load."""
     timed = [
@@ -121,7 +121,9 @@ def slowest(
 
 
 @lru_cache(maxsize=256)
-def steps(kind: Aggregation, ranks: int, *, per_node: int, devices: int = 1) -> tuple[Step, ...]:
+def steps(
+    kind: Aggregation, ranks: int, *, per_node: int, devices: int = 1
+) -> tuple[EqualRounds, ...]:
     """Rounds of an aggregation over several ranks, `per_node` of them on each node."""
     n, k = ranks, per_node
     nodes = n // k
@@ -129,14 +131,14 @@ def steps(kind: Aggregation, ranks: int, *, per_node: int, devices: int = 1) -> 
         case Aggregation.GATHER | Aggregation.GATHER_PARTS:
             homes = n if kind is Aggregation.GATHER_PARTS else devices
             here = -(-homes // nodes)  # parameter devices on one node
-            return (Step(2, _both((k - 1) / homes, here * (n - k) / homes, n, k)),)
+            return (EqualRounds(2, _both((k - 1) / homes, here * (n - k) / homes, n, k)),)
         case Aggregation.ALL_TO_ALL:
-            return (Step(1, _both(k - 1, k * (n - k), n, k)),)
+            return (EqualRounds(1, _both(k - 1, k * (n - k), n, k)),)
         case Aggregation.RING:
-            return (Step(2 * (n - 1), (Load(1 / n, n),)),)
+            return (EqualRounds(2 * (n - 1), (Load(1 / n, n),)),)
         case Aggregation.HIERARCHICAL:
-            inside = Step(2 * (k - 1), (Load(1 / k, k),))
-            between = Step(2 * (nodes - 1), (Load(1 / n, nodes, k),))
+            inside = EqualRounds(2 * (k - 1), (Load(1 / k, k),))
+            between = EqualRounds(2 * (nodes - 1), (Load(1 / n, nodes, k),))
             return tuple(step for step in (inside, between) if step.rounds)
     return tuple(_walked(kind, n, k))
 
@@ -151,14 +153,14 @@ def _both(inside: float, between: float, ranks: int, per_node: int) -> tuple[Loa
     return tuple(loads)
 
 
-def _walked(kind: Aggregation, ranks: int, per_node: int) -> Iterator[Step]:
+def _walked(kind: Aggregation, ranks: int, per_node: int) -> Iterator[EqualRounds]:
     """Count messages, since trees map to nodes irregularly."""
     pieces = parts(kind, ranks)
     busiest = (_busiest(messages, per_node) for messages in rounds(kind, ranks, per_node=1))
     for (inside, between), same in groupby(busiest):
         shares = inside / pieces, between / pieces
         loads = _both(*shares, ranks, per_node)
-        yield Step(sum(1 for _ in same), loads)
+        yield EqualRounds(sum(1 for _ in same), loads)
 
 
 def _busiest(messages: Round, per_node: int) -> tuple[int, int]:

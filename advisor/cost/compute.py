@@ -7,7 +7,7 @@ from math import hypot, log
 
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.loads import Loads, ends_of
-from advisor.cost.rates import Rates as Rates
+from advisor.cost.rates import DeviceRates as Rates
 from advisor.cost.rates import matmul_fraction as matmul_fraction
 from advisor.cost.rates import peak_flop_per_s as peak_flop_per_s
 from advisor.cost.rates import product_efficiency as product_efficiency

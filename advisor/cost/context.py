@@ -21,11 +21,11 @@ from advisor.cost.in_turn import reduced_share
 from advisor.cost.ledger import Ledger, Wires
 from advisor.cost.loads import Loads, loads_of, styled_units
 from advisor.cost.memory import added_share, shard_degree
-from advisor.cost.runs import Run, runs_of
+from advisor.cost.runs import UnitRun, runs_of
 from advisor.cost.small_collectives import summed_s
-from advisor.cost.stage import Stage
+from advisor.cost.stage import StageCost
 from advisor.cost.stage_memory import holds_outputs
-from advisor.cost.stages import Stages
+from advisor.cost.stages import StageBorders
 from advisor.cost.tensor import Styled
 from advisor.cost.unit_load import UnitLoad
 from advisor.cost.work import convention
@@ -48,11 +48,11 @@ class CostContext:
         self.facts = facts
         self.stack = facts.stack
         self.calibration = calibration
-        self.runs: tuple[Run, ...] = runs_of(facts.model)
-        self.stages = Stages(facts.model, facts.cluster)
+        self.runs: tuple[UnitRun, ...] = runs_of(facts.model)
+        self.stages = StageBorders(facts.model, facts.cluster)
         self._wires: Wires = {}
         self._loads: dict[tuple[object, ...], Loads] = {}
-        self._stages: dict[tuple[object, ...], dict[object, Stage]] = {}
+        self._stages: dict[tuple[object, ...], dict[object, StageCost]] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._units: dict[tuple[object, ...], tuple[UnitProfile, ...]] = {}
         self._styled: dict[tuple[Numerics, tuple[tuple[str, str], ...]], list[Styled]] = {}
@@ -151,7 +151,7 @@ class CostContext:
             self._loads[key] = anchored.loads(counted, self.facts.cluster)
         return self._loads[key]
 
-    def stages_of(self, plan: Plan) -> dict[object, Stage]:
+    def stages_of(self, plan: Plan) -> dict[object, StageCost]:
         """Cache of stages, shared by plans with the same stage costs."""
         key = (
             self.numerics(plan),

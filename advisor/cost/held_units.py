@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from advisor.cost.axes import split_experts, without_experts
-from advisor.cost.runs import Run
+from advisor.cost.runs import UnitRun
 from advisor.cost.tensor import Styled, cut_unit, is_split
 from engines.plan import Plan
 from profiles.model.profile import ModelProfile, Numerics, UnitProfile
@@ -14,7 +14,7 @@ from profiles.model.profile import ModelProfile, Numerics, UnitProfile
 def held_units(
     plan: Plan,
     model: ModelProfile,
-    runs: Sequence[Run],
+    runs: Sequence[UnitRun],
     styled: Sequence[Styled],
     *,
     numerics: Numerics,

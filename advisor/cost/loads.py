@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from advisor.cost.axes import over_experts, over_tokens, split_experts
-from advisor.cost.runs import Run, divided, runs_of
+from advisor.cost.runs import UnitRun, divided, runs_of
 from advisor.cost.tensor import Styled, Styles, cut, is_split, split_loss
 from advisor.cost.unit_load import UnitLoad
 from advisor.cost.work import over_expert_ranks, unit_work
@@ -152,7 +152,7 @@ def loads_of(
     ep: int = 1,
     is_sharded: bool = False,
     expert_shards: int = 0,
-    runs: Sequence[Run] | None = None,
+    runs: Sequence[UnitRun] | None = None,
     styled: Sequence[Styled] | None = None,
     stack: Stack = TORCH,
 ) -> Loads:
@@ -244,7 +244,7 @@ def styled_units(
 
 
 def _split_head(
-    runs: Sequence[Run], styled: Sequence[Styled], numerics: Numerics
+    runs: Sequence[UnitRun], styled: Sequence[Styled], numerics: Numerics
 ) -> LayerCost | None:
     """Layer that outputs split logits, if any."""
     split = Style(kind=Kind.VOCAB)
@@ -264,7 +264,7 @@ def _loss_unit(model: ModelProfile) -> str:
 
 
 def _load(
-    run: Run,
+    run: UnitRun,
     numerics: Numerics,
     samples: float,
     *,

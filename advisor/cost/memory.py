@@ -35,7 +35,7 @@ from advisor.cost.offload import (
     optimizer_leaves,
     states_leave,
 )
-from advisor.cost.states import HeldStates, held_states, zero_level
+from advisor.cost.states import ResidentStates, resident_states, zero_level
 from advisor.cost.unit_load import UnitLoad
 from engines.plan import OffloadTo, Plan, Recompute
 from profiles.machine.cluster import Device
@@ -124,9 +124,9 @@ def peak(
     batch: it is on the device for the whole step. `exchange_bytes` are what replicas keep, and what
     they receive at once, to sum up gradients in another way than by the backend.
     """
-    own: HeldStates | None = None
+    own: ResidentStates | None = None
     if stack.states is not None:
-        own = held_states(
+        own = resident_states(
             stack.states,
             plan,
             [loads],
@@ -193,7 +193,7 @@ def last_moment(
     device: Device,
     *,
     stack: Stack = TORCH,
-    own: HeldStates | None = None,
+    own: ResidentStates | None = None,
 ) -> Moment | None:
     """Moment of the optimizer's step; None if it runs elsewhere."""
     on_device = not states_leave(plan, device)
@@ -236,7 +236,7 @@ def peak_at(
     apart_bytes: float = 0.0,
     away: float = 0.0,
     stack: Stack = TORCH,
-    own: HeldStates | None = None,
+    own: ResidentStates | None = None,
     calibration: Calibration = CALIBRATION,
 ) -> Peak:
     """Peak of moment `fullest` and permanent bytes, with its range. `ahead` are gathers of a host
@@ -399,7 +399,7 @@ def optimizer_step(
     device: Device,
     *,
     stack: Stack = TORCH,
-    own: HeldStates | None = None,
+    own: ResidentStates | None = None,
 ) -> Moment:
     """Temporaries of the optimizer step.
 

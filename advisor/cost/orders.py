@@ -15,7 +15,7 @@ from typing import NamedTuple
 from engines.plan import Schedule
 
 
-class Kind(StrEnum):
+class PassKind(StrEnum):
     """Computation of an action, in torch's letters."""
 
     FORWARD = "F"
@@ -27,7 +27,7 @@ class Kind(StrEnum):
 class Action(NamedTuple):
     """A stage's computation for one microbatch."""
 
-    kind: Kind
+    kind: PassKind
     stage: int
     microbatch: int
 
@@ -86,12 +86,12 @@ def order_of(schedule: Schedule, rank: int, *, ranks: int, stages: int, microbat
 
 def _in_turn(rank: int, microbatches: int) -> Iterator[Action]:
     for microbatch in range(microbatches):
-        yield Action(Kind.FORWARD, rank, microbatch)
-        yield Action(Kind.BACKWARD, rank, microbatch)
+        yield Action(PassKind.FORWARD, rank, microbatch)
+        yield Action(PassKind.BACKWARD, rank, microbatch)
 
 
 def _gpipe(rank: int, microbatches: int) -> Iterator[Action]:
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
+    for kind in (PassKind.FORWARD, PassKind.BACKWARD):
         for microbatch in range(microbatches):
             yield Action(kind, rank, microbatch)
 
@@ -99,11 +99,11 @@ def _gpipe(rank: int, microbatches: int) -> Iterator[Action]:
 def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     ahead = min(microbatches, ranks - rank)
     for microbatch in range(ahead):
-        yield Action(Kind.FORWARD, rank, microbatch)
+        yield Action(PassKind.FORWARD, rank, microbatch)
     for microbatch in range(microbatches):
-        yield Action(Kind.BACKWARD, rank, microbatch)
+        yield Action(PassKind.BACKWARD, rank, microbatch)
         if microbatch + ahead < microbatches:
-            yield Action(Kind.FORWARD, rank, microbatch + ahead)
+            yield Action(PassKind.FORWARD, rank, microbatch + ahead)
 
 
 def _rounds(
@@ -126,16 +126,16 @@ def _rounds(
         return chunk * ranks + rank, round_ * per_round + offset
 
     for step in range(warm_up):
-        yield Action(Kind.FORWARD, *place(step, backward=False))
+        yield Action(PassKind.FORWARD, *place(step, backward=False))
     for step in range(total):
         if step + warm_up < total:
-            yield Action(Kind.FORWARD, *place(step + warm_up, backward=False))
-        yield Action(Kind.INPUT if splits else Kind.BACKWARD, *place(step, backward=True))
+            yield Action(PassKind.FORWARD, *place(step + warm_up, backward=False))
+        yield Action(PassKind.INPUT if splits else PassKind.BACKWARD, *place(step, backward=True))
         if splits and step >= rank:
-            yield Action(Kind.WEIGHT, *place(step - rank, backward=True))
+            yield Action(PassKind.WEIGHT, *place(step - rank, backward=True))
     if splits:
         for step in range(max(0, total - rank), total):
-            yield Action(Kind.WEIGHT, *place(step, backward=True))
+            yield Action(PassKind.WEIGHT, *place(step, backward=True))
 
 
 def _zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -143,40 +143,43 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     last."""
     down, up = rank, 2 * ranks - 1 - rank
     wanted = max(2 * ranks - 1, microbatches)  # surplus is dropped below
-    done = {(kind, stage): 0 for kind in Kind for stage in (down, up)}
+    done = {(kind, stage): 0 for kind in PassKind for stage in (down, up)}
     order: list[Action] = []
 
-    def run(kind: Kind, stage: int) -> None:
+    def run(kind: PassKind, stage: int) -> None:
         if done[kind, stage] < microbatches:
             order.append(Action(kind, stage, done[kind, stage]))
         done[kind, stage] += 1
 
     def backward(stage: int) -> None:
-        run(Kind.INPUT, stage)
-        run(Kind.WEIGHT, stage)
+        run(PassKind.INPUT, stage)
+        run(PassKind.WEIGHT, stage)
 
     for _ in range(2 * (ranks - rank) - 1):
-        run(Kind.FORWARD, down)
+        run(PassKind.FORWARD, down)
     for _ in range(rank):
-        run(Kind.FORWARD, up)
-        run(Kind.FORWARD, down)
+        run(PassKind.FORWARD, up)
+        run(PassKind.FORWARD, down)
     for _ in range(ranks - rank):
-        run(Kind.FORWARD, up)
+        run(PassKind.FORWARD, up)
         backward(up)
-    while done[Kind.FORWARD, up] < done[Kind.FORWARD, down] or done[Kind.FORWARD, down] < wanted:
-        if done[Kind.FORWARD, down] < wanted:
-            run(Kind.FORWARD, down)
+    while (
+        done[PassKind.FORWARD, up] < done[PassKind.FORWARD, down]
+        or done[PassKind.FORWARD, down] < wanted
+    ):
+        if done[PassKind.FORWARD, down] < wanted:
+            run(PassKind.FORWARD, down)
         backward(down)
-        run(Kind.FORWARD, up)
+        run(PassKind.FORWARD, up)
         backward(up)
     for _ in range(rank):
-        run(Kind.INPUT, down)
-        run(Kind.INPUT, up)
+        run(PassKind.INPUT, down)
+        run(PassKind.INPUT, up)
     for _ in range(ranks - rank):
         backward(down)
     for stage in (up, down):
-        while done[Kind.WEIGHT, stage] < done[Kind.INPUT, stage]:
-            run(Kind.WEIGHT, stage)
+        while done[PassKind.WEIGHT, stage] < done[PassKind.INPUT, stage]:
+            run(PassKind.WEIGHT, stage)
     yield from order
 
 
@@ -200,14 +203,16 @@ def gathers_of_root(
             order = order_of(schedule, rank, ranks=ranks, stages=stages, microbatches=shown)
             first, is_there = 0, False
             for kind, stage, _ in order:
-                asks = kind is Kind.FORWARD or (stage == stages - 1 and kind is not Kind.WEIGHT)
+                asks = kind is PassKind.FORWARD or (
+                    stage == stages - 1 and kind is not PassKind.WEIGHT
+                )
                 if asks and not is_there:
                     first, is_there = first + 1, True
-                is_there = is_there and kind not in (Kind.BACKWARD, Kind.INPUT)
+                is_there = is_there and kind not in (PassKind.BACKWARD, PassKind.INPUT)
             return first + (microbatches - shown) * stages // ranks
 
 
-class Moment(NamedTuple):
+class InFlight(NamedTuple):
     """Microbatches in flight on a rank when an action begins.
 
     Attributes:
@@ -217,7 +222,7 @@ class Moment(NamedTuple):
         waiting: of those, the ones that wait for their weights' gradients.
     """
 
-    kind: Kind
+    kind: PassKind
     chunk: int
     held: tuple[int, ...]
     waiting: tuple[int, ...]
@@ -230,7 +235,7 @@ def moments(
     stages: int,
     microbatches: int,
     whole: frozenset[int] = frozenset(),
-) -> tuple[tuple[Moment, ...], ...]:
+) -> tuple[tuple[InFlight, ...], ...]:
     """Fullest moments of a round for every rank: see `moments_of`."""
     shape = {"ranks": ranks, "stages": stages, "microbatches": microbatches}
     return tuple(moments_of(schedule, rank, **shape, whole=whole) for rank in range(ranks))
@@ -245,7 +250,7 @@ def moments_of(
     stages: int,
     microbatches: int,
     whole: frozenset[int] = frozenset(),
-) -> tuple[Moment, ...]:
+) -> tuple[InFlight, ...]:
     """Fullest moments of a round on one rank: those not dominated in every chunk by another one of
     the same action.
 
@@ -254,7 +259,7 @@ def moments_of(
     """
     if schedule in ONE_STAGE:
         fullest = _fullest(schedule, rank, ranks, microbatches)
-        return tuple(Moment(kind, 0, (held,), (0,)) for kind, held in fullest)
+        return tuple(InFlight(kind, 0, (held,), (0,)) for kind, held in fullest)
     # In-flight counts are periodic once the pipeline is full.
     shown = min(microbatches, FULL_AFTER * ranks)
     order = order_of(schedule, rank, ranks=ranks, stages=stages, microbatches=shown)
@@ -269,35 +274,35 @@ two microbatches a rank and stage, and a stage takes `ranks` of them before the 
 
 def _fullest(
     schedule: Schedule, rank: int, ranks: int, microbatches: int
-) -> tuple[tuple[Kind, int], tuple[Kind, int]]:
+) -> tuple[tuple[PassKind, int], tuple[PassKind, int]]:
     in_flight = {
         Schedule.NAIVE: 1,
         Schedule.GPIPE: microbatches,
         Schedule.ONE_F_ONE_B: min(microbatches, ranks - rank),
     }[schedule]
-    return (Kind.FORWARD, in_flight - 1), (Kind.BACKWARD, in_flight)
+    return (PassKind.FORWARD, in_flight - 1), (PassKind.BACKWARD, in_flight)
 
 
-def _moments(order: Order, own: Sequence[int], whole: frozenset[int]) -> Iterator[Moment]:
+def _moments(order: Order, own: Sequence[int], whole: frozenset[int]) -> Iterator[InFlight]:
     held, waiting = [0] * len(own), [0] * len(own)
     for kind, stage, _ in order:
         chunk = own.index(stage)
         is_whole = stage in whole
-        if not (kind is Kind.WEIGHT and is_whole):
-            yield Moment(kind, chunk, tuple(held), tuple(waiting))
-        if kind is Kind.FORWARD:
+        if not (kind is PassKind.WEIGHT and is_whole):
+            yield InFlight(kind, chunk, tuple(held), tuple(waiting))
+        if kind is PassKind.FORWARD:
             held[chunk] += 1
-        elif kind is Kind.BACKWARD or (kind is Kind.INPUT and is_whole):
+        elif kind is PassKind.BACKWARD or (kind is PassKind.INPUT and is_whole):
             held[chunk] -= 1
-        elif kind is Kind.INPUT:
+        elif kind is PassKind.INPUT:
             waiting[chunk] += 1
         elif not is_whole:
             held[chunk] -= 1
             waiting[chunk] -= 1
 
 
-def _not_exceeded(candidates: Iterator[Moment]) -> Iterator[Moment]:
-    alike: dict[tuple[Kind, int], list[Moment]] = {}
+def _not_exceeded(candidates: Iterator[InFlight]) -> Iterator[InFlight]:
+    alike: dict[tuple[PassKind, int], list[InFlight]] = {}
     for one in dict.fromkeys(candidates):
         alike.setdefault((one.kind, one.chunk), []).append(one)
     for moments_of in alike.values():

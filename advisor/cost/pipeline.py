@@ -13,9 +13,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from advisor.cost.orders import FULL_AFTER, Kind, orders, rank_of, stages_of
+from advisor.cost.orders import FULL_AFTER, PassKind, orders, rank_of, stages_of
 from advisor.cost.orders import Action as Action
-from advisor.cost.orders import Moment as Moment
 from advisor.cost.orders import moments as moments
 from engines.plan import Schedule
 
@@ -63,7 +62,7 @@ class Played:
         return tuple(self.wall_s - busy for busy in self.busy_s)
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """Start and end of an action on a rank, in seconds since the round began."""
 
     rank: int
@@ -112,7 +111,7 @@ def play(
 
 def timeline(
     schedule: Schedule, times: StageTimes, *, ranks: int, microbatches: int, waits: bool
-) -> tuple[Span, ...]:
+) -> tuple[ActionSpan, ...]:
     """Actions of the round that `play` simulates, in topological order."""
     shape = {"ranks": ranks, "stages": len(times.forward_s), "microbatches": microbatches}
     path = _path(schedule, **shape)
@@ -120,7 +119,7 @@ def timeline(
     seconds = (*times.forward_s, *times.backward_s, *times.weight_s)
     _, ends = _replayed(path, times, ranks, waits=waits)
     return tuple(
-        Span(rank, next(todo[rank]), end - seconds[work], end)
+        ActionSpan(rank, next(todo[rank]), end - seconds[work], end)
         for (rank, work, _, _), end in zip(path, ends, strict=True)
     )
 
@@ -249,23 +248,23 @@ def _path(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> 
             while at[rank] < len(queue):
                 kind, stage, microbatch = queue[at[rank]]
                 needs, border = -1, 0
-                if kind is Kind.FORWARD and stage:
+                if kind is PassKind.FORWARD and stage:
                     needs = done.get((True, stage - 1, microbatch), -2)
                     border = stage if home[stage] != home[stage - 1] else 0
-                elif kind in (Kind.BACKWARD, Kind.INPUT) and stage < stages - 1:
+                elif kind in (PassKind.BACKWARD, PassKind.INPUT) and stage < stages - 1:
                     needs = done.get((False, stage + 1, microbatch), -2)
                     border = stage + 1 if home[stage] != home[stage + 1] else 0
                 if needs == -2:
                     break
-                if kind is not Kind.WEIGHT:
-                    done[kind is Kind.FORWARD, stage, microbatch] = len(path)
+                if kind is not PassKind.WEIGHT:
+                    done[kind is PassKind.FORWARD, stage, microbatch] = len(path)
                 path.append((rank, _WORK[kind] * stages + stage, needs, border))
                 at[rank] += 1
         left = [rank for rank in left if at[rank] < len(queues[rank])]
     return tuple(path)
 
 
-_WORK = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT: 1, Kind.WEIGHT: 2}
+_WORK = {PassKind.FORWARD: 0, PassKind.BACKWARD: 1, PassKind.INPUT: 1, PassKind.WEIGHT: 2}
 
 
 def _replayed(

@@ -15,7 +15,7 @@ from advisor.cost.buffers import KEEPS_PARAMETERS, WHOLE, shard_degree
 from advisor.cost.context import CostContext
 from advisor.cost.loads import Loads
 from advisor.cost.memory import kept_bytes, workspace_bytes
-from advisor.cost.orders import ONE_STAGE, Kind, order_of
+from advisor.cost.orders import ONE_STAGE, PassKind, order_of
 from advisor.cost.staged import laid_out, received_bytes
 from advisor.cost.unit_load import UnitLoad
 from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
@@ -94,9 +94,9 @@ def _order(plan: Plan, rank: int, *, stages: int, own: Sequence[int]) -> list[Pa
         microbatches = min(microbatches, enough)
     actions = order_of(schedule, rank, ranks=plan.pp, stages=stages, microbatches=microbatches)
     return [
-        Pass(action.kind is Kind.FORWARD, own.index(action.stage), action.microbatch)
+        Pass(action.kind is PassKind.FORWARD, own.index(action.stage), action.microbatch)
         for action in actions
-        if action.kind is not Kind.WEIGHT
+        if action.kind is not PassKind.WEIGHT
     ]
 
 

@@ -86,7 +86,7 @@ def product_efficiency(device: Device, flop: float, peak: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class DeviceRates:
     """Rates of a device under one stack.
 
     Attributes:
@@ -104,7 +104,7 @@ class Rates:
     is_narrow: bool = False
 
     @classmethod
-    def of(cls, device: Device, dtype: str, stack: Stack, calibration: Calibration) -> Rates:
+    def of(cls, device: Device, dtype: str, stack: Stack, calibration: Calibration) -> DeviceRates:
         half = peak_flop_per_s(device, dtype if dtype in _WIDE else "bfloat16").value
         if dtype == "float16":
             half = peak_flop_per_s(device, dtype).value

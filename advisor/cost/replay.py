@@ -51,14 +51,16 @@ def slowdown(overlap: Overlap | None, *, computing_s: float, sent_s: float) -> S
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class StepReplay:
     """Replayed forwards and backwards of one step. `wall_s` = computing + exposed."""
 
     wall_s: float
     sent_s: float
 
 
-def replay(plan: Plan, times: Sequence[UnitTime], exchanged: Exchange, *, overlaps: bool) -> Replay:
+def replay(
+    plan: Plan, times: Sequence[UnitTime], exchanged: Exchange, *, overlaps: bool
+) -> StepReplay:
     """Replay all microbatches of a step on one compute and two communication queues.
 
     FSDP2 prefetches one unit ahead and reduces behind; all-reduces between replicas have a queue of
@@ -71,10 +73,10 @@ def replay(plan: Plan, times: Sequence[UnitTime], exchanged: Exchange, *, overla
     first = forward(times, exchanged, gathers=True, **way)
     last = backward(times, exchanged, gathers=not once, reduces=True, replicates=True, **way)
     if count == 1:
-        return Replay(first.wall_s + last.wall_s, first.sent_s + last.sent_s)
+        return StepReplay(first.wall_s + last.wall_s, first.sent_s + last.sent_s)
     later = forward(times, exchanged, gathers=not once, **way)
     middle = backward(times, exchanged, gathers=not once, reduces=every, replicates=False, **way)
-    return Replay(
+    return StepReplay(
         wall_s=first.wall_s + last.wall_s + (count - 1) * (later.wall_s + middle.wall_s),
         sent_s=first.sent_s + last.sent_s + (count - 1) * (later.sent_s + middle.sent_s),
     )
@@ -86,7 +88,7 @@ def forward(
     *,
     gathers: bool,
     overlaps: bool,
-) -> Replay:
+) -> StepReplay:
     """Replay one microbatch's forward through all units."""
     tensor_s = exchanged.tensor_forward_s
     seconds = [
@@ -94,16 +96,16 @@ def forward(
     ]
     inside = _sum(times, tensor_s)
     if not gathers:
-        return Replay(_sum(times, seconds), inside)
+        return StepReplay(_sum(times, seconds), inside)
     sent = exchanged.root_gather_s + _sum(times, exchanged.gather_s)
     if not overlaps:
-        return Replay(_sum(times, seconds) + sent, sent + inside)
+        return StepReplay(_sum(times, seconds) + sent, sent + inside)
     steps = [
         _Steps(time.count, busy, gather)
         for time, busy, gather in zip(times, seconds, exchanged.gather_s, strict=True)
     ]
     queues = _Queues(exchanged.root_gather_s, exchanged.root_gather_s, 0.0, 0.0)
-    return Replay(_through(steps, queues).clock, sent + inside)
+    return StepReplay(_through(steps, queues).clock, sent + inside)
 
 
 def backward(
@@ -114,7 +116,7 @@ def backward(
     reduces: bool,
     replicates: bool,
     overlaps: bool,
-) -> Replay:
+) -> StepReplay:
     """Replay one microbatch's backward through all units, last to first."""
     tensor_s = [
         sent + again
@@ -134,14 +136,14 @@ def backward(
     sent += root_reduce + root_replicate
     inside = _sum(times, tensor_s)
     if not overlaps:
-        return Replay(_sum(times, seconds) + sent, sent + inside)
+        return StepReplay(_sum(times, seconds) + sent, sent + inside)
     order = range(len(times) - 1, -1, -1)
     steps = [
         _Steps(times[i].count, seconds[i], gather_s[i], reduce_s[i], replicate_s[i]) for i in order
     ]
     queues = _through(steps, _Queues(0.0, 0.0, 0.0, 0.0))
     queue = max(queues.queue, queues.clock) + root_reduce
-    return Replay(max(queues.between, queue) + root_replicate, sent + inside)
+    return StepReplay(max(queues.between, queue) + root_replicate, sent + inside)
 
 
 def _sum(times: Sequence[UnitTime], seconds: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ from profiles.model.profile import ModelProfile, UnitProfile
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class UnitRun:
     """Units [first, first + count) of a model, equal but for names and positions."""
 
     unit: UnitProfile
@@ -22,21 +22,21 @@ class Run:
         return self.first + self.count
 
 
-def runs_of(model: ModelProfile) -> tuple[Run, ...]:
+def runs_of(model: ModelProfile) -> tuple[UnitRun, ...]:
     """Units of `model` in order, equal neighbors combined.
 
     Units whose measured times differ are different; those that FSDP treats differently are too.
     """
     separate = {unit.name for unit in model.shard_units()}
     timed = [times.units for times in model.times]
-    runs: list[Run] = []
+    runs: list[UnitRun] = []
     previous: tuple[object, ...] | None = None
     for place, unit in enumerate(model.units):
         key = (unit.name in separate, [units.get(unit.name) for units in timed])
         if previous == key and _alike(runs[-1].unit, unit):
-            runs[-1] = Run(runs[-1].unit, runs[-1].first, runs[-1].count + 1)
+            runs[-1] = UnitRun(runs[-1].unit, runs[-1].first, runs[-1].count + 1)
         else:
-            runs.append(Run(unit, place, 1))
+            runs.append(UnitRun(unit, place, 1))
         previous = key
     return tuple(runs)
 
@@ -49,13 +49,13 @@ def _alike(one: UnitProfile, other: UnitProfile) -> bool:
     )
 
 
-def divided(runs: Sequence[Run], keys: Sequence[object]) -> tuple[Run, ...]:
+def divided(runs: Sequence[UnitRun], keys: Sequence[object]) -> tuple[UnitRun, ...]:
     """Split `runs` at neighbors with different `keys`, one per unit of the model."""
-    divided_runs: list[Run] = []
+    divided_runs: list[UnitRun] = []
     for run in runs:
         start = run.first
         for place in range(run.first + 1, run.last + 1):
             if place == run.last or keys[place] != keys[start]:
-                divided_runs.append(Run(run.unit, start, place - start))
+                divided_runs.append(UnitRun(run.unit, start, place - start))
                 start = place
     return tuple(divided_runs)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from advisor.cost.compute import Computing
 from advisor.cost.loads import Loads
-from advisor.cost.stage_memory import Chunk
+from advisor.cost.stage_memory import StageMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageCost:
     """One stage: seconds of one microbatch, and bytes.
 
     Attributes:
@@ -19,7 +19,7 @@ class Stage:
     """
 
     part: Loads
-    chunk: Chunk
+    chunk: StageMemory
     computing: Computing
     forward_s: float
     backward_s: float

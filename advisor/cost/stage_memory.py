@@ -36,10 +36,9 @@ from advisor.cost.memory import (
     peak_at,
 )
 from advisor.cost.offload import states_leave
-from advisor.cost.orders import Kind
-from advisor.cost.orders import Moment as InFlight
+from advisor.cost.orders import InFlight, PassKind
 from advisor.cost.round_shares import round_shares
-from advisor.cost.states import held_states
+from advisor.cost.states import resident_states
 from engines.plan import Plan, Schedule
 from profiles.machine.cluster import Device
 from profiles.model.profile import LOSS
@@ -58,7 +57,7 @@ READ_OUT_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StageMemory:
     """Memory of a pipeline stage, or the whole model, for one microbatch.
 
     Attributes:
@@ -85,7 +84,7 @@ def chunk_of(
     received_bytes: float,
     sent_bytes: float,
     stack: Stack = TORCH,
-) -> Chunk:
+) -> StageMemory:
     """Memory of the units of `loads` as one stage of `plan`.
 
     Gradients are whole until a round is over, and so are the parameters that ZeRO-1 and ZeRO-2
@@ -120,7 +119,7 @@ def chunk_of(
     own = sum(kept_bytes(unit, plan.recompute) * unit.count for unit in loads.runs)
     if stack.states is not None:
         cast = 0.0
-    return Chunk(
+    return StageMemory(
         forward=replace(forward, gathered=forward.gathered + cast),
         backward=backward,
         kept_bytes=between_bytes(own, received_bytes, sent_bytes, plan, stack),
@@ -171,7 +170,7 @@ def _fullest(moments: Iterable[Moment]) -> Moment:
 def stage_peak(
     plan: Plan,
     parts: Sequence[Loads],
-    chunks: Sequence[Chunk],
+    chunks: Sequence[StageMemory],
     in_flight: Sequence[InFlight],
     *,
     update: Upkeep,
@@ -200,7 +199,7 @@ def stage_peak(
     always = shares.gathered * parameter_bytes + shares.root * root
     own = None
     if stack.states is not None:
-        own = held_states(
+        own = resident_states(
             stack.states,
             plan,
             parts,
@@ -216,7 +215,7 @@ def stage_peak(
 
     def at(moment: InFlight) -> Moment:
         chunk = chunks[moment.chunk]
-        is_forward = moment.kind is Kind.FORWARD
+        is_forward = moment.kind is PassKind.FORWARD
         during = chunk.forward if is_forward else chunk.backward
         kept, cast, waiting = during.activations, during.gathered + always, during.transient
         if not is_forward:

@@ -18,20 +18,20 @@ from advisor.cost.ledger import Ledger
 from advisor.cost.loads import Loads, together
 from advisor.cost.memory import Peak, shard_degree
 from advisor.cost.offload import filed_s
-from advisor.cost.orders import SPLITS_BACKWARD, Moment, gathers_of_root, moments, stages_of
+from advisor.cost.orders import SPLITS_BACKWARD, InFlight, gathers_of_root, moments, stages_of
 from advisor.cost.pipeline import Played, StageTimes, play, sends_late
 from advisor.cost.replay import backward, forward
 from advisor.cost.small_collectives import apart_s, summed_s
-from advisor.cost.stage import Stage
-from advisor.cost.stage_memory import Chunk, chunk_of, stage_peak
-from advisor.cost.stages import Tie, require_places
+from advisor.cost.stage import StageCost
+from advisor.cost.stage_memory import StageMemory, chunk_of, stage_peak
+from advisor.cost.stages import TiedParameter, require_places
 from engines.plan import DataParallel, Plan, Schedule
 from profiles.errors import PlanError
 from profiles.workload.optimizers import Upkeep
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StageLayout:
     """Stages of a plan on the ranks of its pp axis.
 
     Attributes:
@@ -44,17 +44,17 @@ class Layout:
     places: tuple[tuple[int, int], ...]
     own: tuple[tuple[int, ...], ...]
     borders: tuple[Border, ...]
-    stages: tuple[Stage, ...]
-    ties: tuple[Tie, ...]
+    stages: tuple[StageCost, ...]
+    ties: tuple[TiedParameter, ...]
     in_round: int
     rounds: int
     whole: frozenset[int]
 
-    def of(self, rank: int) -> list[Stage]:
+    def of(self, rank: int) -> list[StageCost]:
         """Stages of a rank."""
         return [self.stages[stage] for stage in self.own[rank]]
 
-    def in_flight(self, rank: int) -> tuple[Moment, ...]:
+    def in_flight(self, rank: int) -> tuple[InFlight, ...]:
         """Microbatches in flight on a rank at the fullest moments of a round."""
         by_rank = moments(
             self.schedule,
@@ -133,7 +133,7 @@ def staged(model: CostContext, plan: Plan) -> Estimate:
     return estimate.model_copy(update={"stages": tuple(stages)})
 
 
-def laid_out(model: CostContext, plan: Plan) -> Layout:
+def laid_out(model: CostContext, plan: Plan) -> StageLayout:
     """Raises:
     PlanError: no schedule, or stages that do not go round the ranks.
     """
@@ -144,7 +144,7 @@ def laid_out(model: CostContext, plan: Plan) -> Layout:
     require_places(plan, count)
     borders = borders_of(model, plan, ends)
     splits = schedule in SPLITS_BACKWARD
-    return Layout(
+    return StageLayout(
         schedule=schedule,
         places=tuple(pairwise(ends)),
         own=tuple(stages_of(schedule, r, ranks=plan.pp, stages=count) for r in range(plan.pp)),
@@ -157,7 +157,7 @@ def laid_out(model: CostContext, plan: Plan) -> Layout:
     )
 
 
-def _update(model: CostContext, plan: Plan, layout: Layout, rank: int) -> Upkeep:
+def _update(model: CostContext, plan: Plan, layout: StageLayout, rank: int) -> Upkeep:
     """Optimizer of a rank's parameters, including copies of tied ones."""
     return model.update_of(
         plan,
@@ -169,9 +169,9 @@ def _update(model: CostContext, plan: Plan, layout: Layout, rank: int) -> Upkeep
 def peak_of_rank(
     model: CostContext,
     plan: Plan,
-    layout: Layout,
+    layout: StageLayout,
     rank: int,
-    chunks: Sequence[Chunk] | None = None,
+    chunks: Sequence[StageMemory] | None = None,
 ) -> Peak:
     """Peak of a rank, with `chunks` for its stages; by default those of the first equal stages."""
     received = received_bytes(layout, rank)
@@ -191,14 +191,14 @@ def peak_of_rank(
     )
 
 
-def received_bytes(layout: Layout, rank: int) -> float:
+def received_bytes(layout: StageLayout, rank: int) -> float:
     """Bytes of a rank's receive buffers, for each microbatch of a round."""
     return sum(
         received_into(layout.borders, stage, splits=layout.splits) for stage in layout.own[rank]
     )
 
 
-def _chunk(model: CostContext, plan: Plan, layout: Layout, stage: int) -> Chunk:
+def _chunk(model: CostContext, plan: Plan, layout: StageLayout, stage: int) -> StageMemory:
     return chunk_of(
         plan,
         layout.stages[stage].part,
@@ -215,7 +215,9 @@ def traffic_of_ranks(model: CostContext, plan: Plan) -> tuple[tuple[Traffic, ...
     return tuple(ledger.traffic() for ledger, _ in charged)
 
 
-def _charged(model: CostContext, plan: Plan, layout: Layout, rank: int) -> tuple[Ledger, float]:
+def _charged(
+    model: CostContext, plan: Plan, layout: StageLayout, rank: int
+) -> tuple[Ledger, float]:
     """Charge all of a rank's communication in a step; return the seconds of small collectives
     too."""
     ledger = model.ledger()
@@ -244,7 +246,7 @@ def _charged(model: CostContext, plan: Plan, layout: Layout, rank: int) -> tuple
 
 def _stages(
     model: CostContext, plan: Plan, ends: Sequence[int], borders: Sequence[Border]
-) -> list[Stage]:
+) -> list[StageCost]:
     """All stages; equal ones are computed once, for all plans."""
     loads, stages = model.loads(plan), []
     # Of one microbatch: independent of schedule and number of microbatches.
@@ -263,7 +265,7 @@ def _stages(
 
 def _stage(
     model: CostContext, plan: Plan, part: Loads, *, received_bytes: float, sent_bytes: float
-) -> Stage:
+) -> StageCost:
     computing = model.computing(plan, part)
     exchanged = stage_exchange(
         plan,
@@ -291,7 +293,7 @@ def _stage(
     def all_of(seconds: Sequence[float]) -> float:
         return sum(n * each for n, each in zip(counts, seconds, strict=True))
 
-    return Stage(
+    return StageCost(
         part=part,
         chunk=chunk_of(
             plan, part, received_bytes=received_bytes, sent_bytes=sent_bytes, stack=model.stack
@@ -306,7 +308,7 @@ def _stage(
     )
 
 
-def _times(layout: Layout) -> StageTimes:
+def _times(layout: StageLayout) -> StageTimes:
     """Halves of a backward are equal: a product has a gradient of each factor. Recompute belongs to
     the first half; the first stage does all with the weights."""
     schedule, stages = layout.schedule, layout.stages
@@ -342,7 +344,7 @@ class _Tail:
         cls,
         model: CostContext,
         plan: Plan,
-        layout: Layout,
+        layout: StageLayout,
         rank: int,
         ledger: Ledger | None = None,
     ) -> _Tail:
@@ -388,7 +390,7 @@ class _Tail:
         return cls(round_s=0.0 if once else reduce_s, last_s=reduce_s + replicate_s + settle_s)
 
 
-def _busy(stages: Sequence[Stage], forwards: int) -> Busy:
+def _busy(stages: Sequence[StageCost], forwards: int) -> Busy:
     parts = [busy_s(stage.computing, forwards) for stage in stages]
     return Busy(
         compute_s=sum(part.compute_s for part in parts),
@@ -397,7 +399,7 @@ def _busy(stages: Sequence[Stage], forwards: int) -> Busy:
     )
 
 
-def _of_all(stages: Sequence[Stage]) -> Computing:
+def _of_all(stages: Sequence[StageCost]) -> Computing:
     """Error and measured share of all stages' compute, weighted by seconds."""
     busy = [stage.forward_s + stage.backward_s for stage in stages]
     total = sum(busy) or 1.0
@@ -411,7 +413,13 @@ def _of_all(stages: Sequence[Stage]) -> Computing:
 
 
 def _estimate_of(
-    layout: Layout, rank: int, peak: Peak, *, names: Sequence[str], played: Played, wall_s: float
+    layout: StageLayout,
+    rank: int,
+    peak: Peak,
+    *,
+    names: Sequence[str],
+    played: Played,
+    wall_s: float,
 ) -> StageEstimate:
     busy_s = layout.rounds * played.busy_s[rank]
     ends = [layout.places[stage] for stage in layout.own[rank]]

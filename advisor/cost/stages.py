@@ -20,7 +20,7 @@ from profiles.model.profile import ModelProfile, Numerics, UnitProfile
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
+class TiedParameter:
     """A parameter that several ranks of a pipeline hold.
 
     Attributes:
@@ -32,7 +32,7 @@ class Tie:
     ranks: tuple[int, ...]
 
 
-class Stages:
+class StageBorders:
     """Stage borders of one model; results are cached for other plans."""
 
     def __init__(self, model: ModelProfile, cluster: ClusterProfile) -> None:
@@ -109,7 +109,7 @@ class Stages:
         there, back = self._crossing[place]
         return share * there.at(samples), share * back.at(samples)
 
-    def ties(self, plan: Plan, ends: Sequence[int]) -> tuple[Tie, ...]:
+    def ties(self, plan: Plan, ends: Sequence[int]) -> tuple[TiedParameter, ...]:
         """Tied parameters whose copies are on several ranks."""
         ties = []
         for names in self._model.tied:
@@ -125,7 +125,7 @@ class Stages:
             }
             if len(ranks) > 1:
                 alone = self._alone(names[0], homes[0], plan)
-                ties.append(Tie(alone, tuple(sorted(ranks))))
+                ties.append(TiedParameter(alone, tuple(sorted(ranks))))
         return tuple(ties)
 
     def _home(self, parameter: str) -> int:

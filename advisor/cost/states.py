@@ -21,7 +21,7 @@ _LEVELS = {
 
 
 @dataclass(frozen=True, slots=True)
-class HeldStates:
+class ResidentStates:
     """Bytes on one rank between steps."""
 
     parameters: float
@@ -43,7 +43,7 @@ def zero_level_of(kind: DataParallel) -> int:
     return _LEVELS.get(kind, 0)
 
 
-def held_states(
+def resident_states(
     states: States,
     plan: Plan,
     parts: Sequence[Loads],
@@ -52,7 +52,7 @@ def held_states(
     degree: int,
     copied_bytes: float = 0.0,
     folds_experts: bool = False,
-) -> HeldStates:
+) -> ResidentStates:
     """States of a rank with these `parts` of the model.
 
     Experts are sharded over the ranks that hold the same ones, degree / ep of them.
@@ -73,7 +73,7 @@ def held_states(
         return nbytes * (rest + experts * _part(level, from_level, copies))
 
     moments = update.state_bytes if states.moments is None else spread(states.moments, 1)
-    return HeldStates(
+    return ResidentStates(
         parameters=spread(states.weight, 3),
         gradients=spread(states.gradient, 2),
         optimizer=spread(states.master, 1) + moments,

@@ -42,7 +42,7 @@ class TensorExchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SplitUnit:
     """Load of a unit on one rank, as shares of the whole unit or in bytes."""
 
     parameter_bytes: float
@@ -62,7 +62,7 @@ class Cut:
     exchanges: tuple[TensorExchange, ...]
 
 
-class Place(NamedTuple):
+class AppliedStyles(NamedTuple):
     """Styles of a module, and the path of the module that gathers its input tokens (its own, or an
     enclosing one's)."""
 
@@ -70,7 +70,7 @@ class Place(NamedTuple):
     joined_at: str | None = None
 
 
-Styled = tuple[Place, ...]
+Styled = tuple[AppliedStyles, ...]
 """Of a unit itself, then of each of its layers."""
 
 
@@ -119,7 +119,7 @@ class Styles:
         key = name, id(layers)  # equal blocks share one layers object
         if key not in self._known:
             inside = [self._of_layer(unit.name, layer.path) for layer in layers]
-            self._known[key] = layers, (Place(self._at(unit.name)), *inside)
+            self._known[key] = layers, (AppliedStyles(self._at(unit.name)), *inside)
         return self._known[key][1]
 
     def _at(self, path: str) -> tuple[Style, ...]:
@@ -127,12 +127,12 @@ class Styles:
         alike = self._of_length.get(len(parts), ())
         return tuple(style for pattern, style in alike if pattern.fits(parts))
 
-    def _of_layer(self, unit: str, path: str) -> Place:
+    def _of_layer(self, unit: str, path: str) -> AppliedStyles:
         styles = self._at(_joined(unit, path))
         parts = path.split(".")
         around = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)] if path else []
         joined = [p for p in around if _JOINED in self._at(_joined(unit, p))]
-        return Place(styles, joined[-1] if joined else None)
+        return AppliedStyles(styles, joined[-1] if joined else None)
 
 
 _JOINED = Style(kind=Kind.JOINED)
@@ -164,7 +164,7 @@ def cut(
     tp: int,
     samples: float,
     stack: Stack = TORCH,
-) -> Cut:
+) -> SplitUnit:
     """Split `unit` over `tp` ranks at a microbatch of `samples`, as `stack` does."""
     by_tokens = any(style.kind is Kind.SEQUENCE for style in styled[0].styles)
     around = 1 / tp if by_tokens else 1.0
@@ -223,7 +223,7 @@ def cut(
     inputs = cost.input_bytes.at(samples)
     if by_tokens:  # blocks receive their share of the tokens
         inputs = max(inputs - (1 - around) * output, around * inputs)
-    return Cut(
+    return SplitUnit(
         parameter_bytes=parameter_bytes,
         gradient_bytes=gradient_bytes,
         partial_gradient_bytes=partial,

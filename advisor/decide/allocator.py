@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from advisor.cost.memory import ALLOCATOR_SLACK
-from advisor.decide.comparison import Verdict
+from advisor.decide.comparison import PlanVerdict
 from advisor.decide.decision import Decision
 from advisor.decide.reserved import reserved_bytes
 from advisor.inputs.policy import Policy
@@ -78,7 +78,7 @@ def allocator_hint(decision: Decision) -> Iterator[str]:
     usable = format_gib(policy.usable_bytes(device))
     for other in decision.alternatives:
         high = other.peak_high_bytes
-        if other.verdict is Verdict.NO_FIT and slack_decides(high, device, policy):
+        if other.verdict is PlanVerdict.NO_FIT and slack_decides(high, device, policy):
             yield (
                 f"only what the allocator may lose leaves {other.title} out: it needs up to"
                 f" {format_gib(high)} with it, {format_gib(without_slack(high, device))} without,"

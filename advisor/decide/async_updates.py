@@ -14,7 +14,7 @@ from typing import Any
 
 from advisor.cost import CostModel
 from advisor.cost.updates import Served
-from advisor.decide.tree import Trace
+from advisor.decide.tree import TreeTrace
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.ranking import Candidate, first_of_fastest
@@ -44,7 +44,7 @@ def apart(
     replicas: Candidate | None,
     costs: CostModel,
     policy: Policy,
-    trace: Trace,
+    trace: TreeTrace,
     partial: PartialPlan,
 ) -> Apart:
     """The winner, or `replicas` updating apart where that is faster beyond the margin.

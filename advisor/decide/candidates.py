@@ -8,11 +8,11 @@ from advisor.cost import CostModel
 from advisor.cost.complete import completed
 from advisor.inputs.facts import Facts, captured
 from advisor.inputs.policy import Policy
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.legal import Styles, expert_degrees, space_of, styles_of
 from advisor.search.search import Search
 from advisor.search.space import KINDS, RECOMPUTES, SCHEDULES, Space
-from advisor.search.stages import Stages
+from advisor.search.stages import StageSearch
 from engines.legality import Problem, problems
 from engines.plan import DataParallel, Offload, PartialPlan, Plan
 from profiles.errors import InputError, PlanError
@@ -34,12 +34,12 @@ def legal_plans(
     costs = costs or CostModel(facts)
     styles = styles or styles_of(facts)
     space = space_of(facts, partial, styles=styles, offload=offload, costs=costs)
-    stages = Stages(Kept(costs), partial, Policy())
+    stages = StageSearch(SearchCache(costs), partial, Policy())
     return [stages.plan(space, index) for index in range(len(space))]
 
 
 def searched(
-    kept: Kept,
+    kept: SearchCache,
     partial: PartialPlan,
     policy: Policy,
     *,
@@ -51,7 +51,7 @@ def searched(
     if partial.compile:
         kept = kept.compiled()
     space = kept.space(partial, offload=offload, styles=styles, is_long=is_long)
-    return Search(kept, policy, space, Stages(kept, partial, policy))
+    return Search(kept, policy, space, StageSearch(kept, partial, policy))
 
 
 def why_illegal(

@@ -11,11 +11,11 @@ from advisor.decide.decide import decide
 from advisor.decide.decision import Alternative, Decision, runner_up
 from advisor.decide.infeasible import no_plan
 from advisor.decide.reasons import reasons
-from advisor.decide.tree import Trace, in_leaf, names_hybrids
+from advisor.decide.tree import TreeTrace, in_leaf, names_hybrids
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.inputs.stacks import with_stack
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.legal import Styles
 from advisor.search.ranking import Candidate, beats, fastest_first
 from engines.plan import PartialPlan
@@ -38,7 +38,7 @@ def choose(
         PlanError: `partial` allows no legal plan, or contradict the stack.
         NoPlanError: there are legal plans and none fits.
     """
-    partial, kept = with_stack(partial, facts.stack), Kept(CostModel(facts))
+    partial, kept = with_stack(partial, facts.stack), SearchCache(CostModel(facts))
     choice = decide(facts, policy=policy, partial=partial, styles=styles, compares=True, kept=kept)
     winner, weighed, trace = choice.winner, choice.weighed, choice.trace
     if winner is None:
@@ -77,7 +77,7 @@ def _alternatives(
     weighed: Sequence[Candidate],
     winner: Candidate,
     policy: Policy,
-    trace: Trace,
+    trace: TreeTrace,
     fastest_s: float,
 ) -> list[Alternative]:
     """The best plan of every other kind, and of the winner's kind with other degrees."""
@@ -112,7 +112,7 @@ def _alternatives(
 
 
 def _shown(
-    others: Sequence[Alternative], second: Alternative | None, policy: Policy, trace: Trace
+    others: Sequence[Alternative], second: Alternative | None, policy: Policy, trace: TreeTrace
 ) -> tuple[Alternative, ...]:
     """The first of them, as many as the policy shows; the runner-up and the best plan of stages
     with split layers, where the tree names them, are among them."""
@@ -126,7 +126,7 @@ def _shown(
 
 
 def _dissent(
-    winner: Candidate, fitting: Sequence[Candidate], policy: Policy, trace: Trace
+    winner: Candidate, fitting: Sequence[Candidate], policy: Policy, trace: TreeTrace
 ) -> str | None:
     """A plan that the tree passes over and that is faster by more than a tie."""
     outside = [c for c in fitting if not in_leaf(c.plan, trace)]

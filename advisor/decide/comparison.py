@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from advisor.cost import Estimate
-from advisor.decide.tree import Trace, in_leaf
+from advisor.decide.tree import TreeTrace, in_leaf
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.ranking import Candidate, preferred, simplicity, tie_limit_s
 from engines.plan import (
@@ -23,7 +23,7 @@ from engines.plan import (
 from profiles.units import format_gib, format_percent, format_seconds
 
 
-class Verdict(StrEnum):
+class PlanVerdict(StrEnum):
     """How another plan stands against the one that was taken."""
 
     CHOSEN = "chosen"
@@ -216,11 +216,11 @@ def compare(
     other: Candidate,
     chosen: Candidate,
     policy: Policy,
-    trace: Trace,
+    trace: TreeTrace,
     *,
     fastest_s: float,
     was_open: bool = True,
-) -> tuple[Verdict, str]:
+) -> tuple[PlanVerdict, str]:
     """How `other` stands against the choice, with the numbers.
 
     Args:
@@ -229,31 +229,34 @@ def compare(
         was_open: the choice was free to take it: no setting that was given stood against it.
     """
     if other.plan == chosen.plan:
-        return Verdict.CHOSEN, "it is the plan that was taken"
+        return PlanVerdict.CHOSEN, "it is the plan that was taken"
     if other.finding is not None:
-        return Verdict.NO_FIT, other.finding.because
+        return PlanVerdict.NO_FIT, other.finding.because
     mine, theirs = chosen.estimate, other.estimate
     if policy.objective is Objective.MEMORY:
         more = theirs.peak_high_bytes - mine.peak_high_bytes
         if more < 0:
-            return Verdict.RULED_OUT, f"needs {format_gib(-more)} less, but other settings are kept"
-        return Verdict.LARGER, f"needs {format_gib(more)} more"
+            return (
+                PlanVerdict.RULED_OUT,
+                f"needs {format_gib(-more)} less, but other settings are kept",
+            )
+        return PlanVerdict.LARGER, f"needs {format_gib(more)} more"
     difference = theirs.step_s - mine.step_s
     by = signed_percent(difference / mine.step_s)
     follows = policy.objective is Objective.TREE and in_leaf(chosen.plan, trace)
     if theirs.step_s <= tie_limit_s(fastest_s, policy):
         if follows and not in_leaf(other.plan, trace):
             words = f"{by}, but" if difference <= 0 else f"tie: {by};"
-            return Verdict.OUTSIDE, f"{words} outside the tree's leaf"
+            return PlanVerdict.OUTSIDE, f"{words} outside the tree's leaf"
         if not was_open and theirs.step_s < fastest_s:
-            return Verdict.RULED_OUT, f"{by}, but other settings are kept"
+            return PlanVerdict.RULED_OUT, f"{by}, but other settings are kept"
         simpler = simplicity(other.plan) < simplicity(chosen.plan)
         ending = "" if simpler or policy.objective is not Objective.TREE else "; not simpler"
-        return Verdict.TIE, f"tie: {by}{ending}"
+        return PlanVerdict.TIE, f"tie: {by}{ending}"
     because = f"{by}, {format_seconds(difference)}: {causes(theirs, mine)}"
     if difference <= tie_limit_s(mine.step_s, policy) - mine.step_s:
         because += f"; {signed_percent(theirs.step_s / fastest_s - 1)} on the fastest plan"
-    return Verdict.SLOWER, because
+    return PlanVerdict.SLOWER, because
 
 
 def signed_percent(fraction: float) -> str:

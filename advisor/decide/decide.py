@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from advisor.cost import CostModel
 from advisor.decide.candidates import refuse, searched
 from advisor.decide.refinements import REFINEMENTS, Deciding
-from advisor.decide.tree import Trace, in_leaf
+from advisor.decide.tree import TreeTrace, in_leaf
 from advisor.decide.walk import walk
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.legal import Styles, expert_degrees
 from advisor.search.ranking import (
     Candidate,
@@ -44,7 +44,7 @@ class Choice:
     pool: Sequence[Candidate]
     fitting: Sequence[Candidate]
     weighed: Sequence[Candidate]
-    trace: Trace
+    trace: TreeTrace
     total: int
     estimated: int
     rejected: dict[str, int]
@@ -60,7 +60,7 @@ def decide(
     styles: Styles | None = None,
     compares: bool = False,
     nearest: bool = True,
-    kept: Kept | None = None,
+    kept: SearchCache | None = None,
 ) -> Choice:
     """The plan for these facts: deterministic, nothing else is looked at.
 
@@ -80,7 +80,7 @@ def decide(
     Raises:
         PlanError: `partial` allows no legal plan.
     """
-    kept = kept or Kept(CostModel(facts))
+    kept = kept or SearchCache(CostModel(facts))
     spaces = [partial.fixing(ep=ep) if ep > 1 else partial for ep in expert_degrees(facts, partial)]
     # One answer for all degrees of experts: where some of them spare cp, the others need none.
     is_long = not partial.fixes("cp") and kept.is_too_long(partial, styles)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Self
 from pydantic import AliasChoices, Field
 
 from advisor.cost import CostModel, Estimate
-from advisor.decide.comparison import Verdict
+from advisor.decide.comparison import PlanVerdict
 from advisor.decide.decide import decide
 from advisor.decide.sensitivity import Flip, flip
-from advisor.decide.tree import Trace
+from advisor.decide.tree import TreeTrace
 from advisor.inputs.changed_facts import Lever
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.ranking import Candidate
 from engines.plan import PartialPlan, Plan
 from profiles.record import Document, Record
@@ -32,7 +32,7 @@ class Alternative(Record):
 
     title: str
     plan: Plan
-    verdict: Verdict
+    verdict: PlanVerdict
     step_s: float | None
     peak_bytes: float
     peak_high_bytes: float
@@ -41,7 +41,7 @@ class Alternative(Record):
 
 def runner_up(alternatives: Sequence[Alternative]) -> Alternative | None:
     """The first of them that lost by numbers, and not because the tree passes it over."""
-    lost = (Verdict.TIE, Verdict.SLOWER, Verdict.LARGER)
+    lost = (PlanVerdict.TIE, PlanVerdict.SLOWER, PlanVerdict.LARGER)
     return next((other for other in alternatives if other.verdict in lost), None)
 
 
@@ -74,7 +74,7 @@ class Decision(Document):
         default=PartialPlan(), validation_alias=AliasChoices("partial", "pins")
     )
     reasons: tuple[str, ...]
-    trace: Trace
+    trace: TreeTrace
     fastest_s: float | None = None
     alternatives: tuple[Alternative, ...] = ()
     weighed: int
@@ -94,7 +94,7 @@ class Decision(Document):
         if self.flipped is not None and not levers:
             return self.flipped
 
-        kept = Kept(CostModel(self.facts))
+        kept = SearchCache(CostModel(self.facts))
 
         def answer(facts: Facts) -> Candidate | None:
             beside = kept.beside(facts)

@@ -26,7 +26,7 @@ from advisor.inputs.changed_facts import (
 )
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.ranking import Candidate, host_bytes_per_node, preferred
 from engines.plan import Offload, OffloadTo, PartialPlan, Plan
 from profiles.errors import InputError, NoPlanError
@@ -228,7 +228,7 @@ class _Tried:
         """
         if not self.near:
             return decide(facts, policy=self.policy, partial=partial, nearest=False).winner
-        kept, found = Kept(CostModel(facts)), []
+        kept, found = SearchCache(CostModel(facts)), []
         tried: list[PartialPlan] = []
         for plan in self.near:
             wanted = partial.fixing(**_spread_as(plan, facts.cluster.world_size))

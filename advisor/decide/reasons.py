@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from advisor.cost import CostModel
 from advisor.cost.by_hand import crossed_s
 from advisor.decide import async_updates, gradient_comm, offload
-from advisor.decide.comparison import Verdict, causes, title
+from advisor.decide.comparison import PlanVerdict, causes, title
 from advisor.decide.decision import Alternative
-from advisor.decide.tree import Family, Trace, belongs, in_leaf
+from advisor.decide.tree import Family, TreeTrace, belongs, in_leaf
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.legal import one_sample_bytes
@@ -31,7 +31,7 @@ def reasons(
     pool: Sequence[Candidate],
     costs: CostModel,
     policy: Policy,
-    trace: Trace,
+    trace: TreeTrace,
     partial: PartialPlan,
     second: Alternative | None,
     weighed: Sequence[Candidate] = (),
@@ -95,7 +95,7 @@ def _states_reason(winner: Candidate, facts: Facts, policy: Policy) -> str:
     return sentence
 
 
-def _leaf_reason(winner: Candidate, policy: Policy, trace: Trace, partial: PartialPlan) -> str:
+def _leaf_reason(winner: Candidate, policy: Policy, trace: TreeTrace, partial: PartialPlan) -> str:
     advice = f"The tree says: {trace.advice}"
     if trace.not_weighed:
         advice += f" (not weighed yet: {', '.join(trace.not_weighed)})"
@@ -222,13 +222,13 @@ def _runner_up_reason(
     row of the table."""
     if other is None or other.step_s is None:
         return
-    if other.verdict is Verdict.LARGER:
+    if other.verdict is PlanVerdict.LARGER:
         more = other.peak_high_bytes - winner.estimate.peak_high_bytes
         yield f"Runner-up {other.title} needs {format_gib(more)} more"
         return
     mine = winner.estimate.step_s
     percent = format_percent(abs(other.step_s - mine) / mine)
-    if other.verdict is Verdict.SLOWER:
+    if other.verdict is PlanVerdict.SLOWER:
         yield f"Runner-up {other.title} is {percent} slower"
         return
     tie = f"a tie (within {format_percent(policy.simplicity_margin)} of the fastest plan)"

@@ -17,9 +17,9 @@ from advisor.decide.candidates import searched
 from advisor.decide.comparison import Kind, best_of, cuts_both_ways, kind
 from advisor.decide.gradient_comm import sending
 from advisor.decide.offload import attempts, hopeless
-from advisor.decide.tree import Family, Trace, belongs, in_leaf, names_hybrids
+from advisor.decide.tree import Family, TreeTrace, belongs, in_leaf, names_hybrids
 from advisor.inputs.policy import Objective, Policy
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.legal import Styles
 from advisor.search.ranking import (
     Candidate,
@@ -61,10 +61,10 @@ class Deciding:
         open_kinds: kinds whose best plan would take too long to find.
     """
 
-    kept: Kept
+    kept: SearchCache
     partial: PartialPlan
     policy: Policy
-    trace: Trace
+    trace: TreeTrace
     styles: Styles | None
     compares: bool
     nearest: bool
@@ -261,7 +261,7 @@ class _Taken:
     fastest: Candidate
 
 
-def _preferred(searches: Sequence[Search], policy: Policy, trace: Trace) -> _Taken | None:
+def _preferred(searches: Sequence[Search], policy: Policy, trace: TreeTrace) -> _Taken | None:
     """Of the tree's families where one of their plans fits and the policy follows it; else of all.
 
     The fastest is found over all searches first, so that one limit holds for what ties with it.
@@ -287,7 +287,7 @@ def _preferred_of(pool: Sequence[tuple[Search, Rows]], policy: Policy) -> _Taken
     return _Taken(min(tied, key=simplest_first), fastest)
 
 
-def _rows_in_leaf(search: Search, trace: Trace) -> Rows:
+def _rows_in_leaf(search: Search, trace: TreeTrace) -> Rows:
     of_leaf = [rows for plan, rows in search.kinds() if in_leaf(plan, trace)]
     return np.concatenate(of_leaf) if of_leaf else search.rows[:0]
 

@@ -136,7 +136,7 @@ class TraceStep(Record):
     because: str
 
 
-class Trace(Record):
+class TreeTrace(Record):
     """The path that the facts took through the tree.
 
     Attributes:
@@ -264,12 +264,12 @@ def _shards_in_node(plan: Plan, devices_per_node: int | None) -> bool:
     return devices_per_node is not None and devices_per_node % reach == 0
 
 
-def names_hybrids(trace: Trace) -> bool:
+def names_hybrids(trace: TreeTrace) -> bool:
     """Whether the leaf names stages together with split layers."""
     return bool({Family.PP_TP_DP, Family.DP_PP_TP_ZERO1} & set(trace.families))
 
 
-def in_leaf(plan: Plan, trace: Trace) -> bool:
+def in_leaf(plan: Plan, trace: TreeTrace) -> bool:
     """Whether `plan` is of a family that the leaf names."""
     reach = trace.devices_per_node
     return any(belongs(plan, Family(name), devices_per_node=reach) for name in trace.families)

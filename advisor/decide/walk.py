@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from advisor.cost import CostModel, Estimate
 from advisor.decide.candidates import legal_plans
-from advisor.decide.tree import EDGES, LEAVES, NOT_WEIGHED, QUESTIONS, ROOT, Trace, TraceStep
+from advisor.decide.tree import EDGES, LEAVES, NOT_WEIGHED, QUESTIONS, ROOT, TraceStep, TreeTrace
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.search.ranking import Candidate, weigh
@@ -19,7 +19,7 @@ from profiles.units import format_bandwidth, format_gib
 from profiles.workload.optimizers import upkeep
 
 
-def walk(costs: CostModel, policy: Policy) -> Trace:
+def walk(costs: CostModel, policy: Policy) -> TreeTrace:
     """The path of these facts.
 
     No partial are kept: the questions are about the model and the machines, not about what a user
@@ -34,7 +34,7 @@ def walk(costs: CostModel, policy: Policy) -> Trace:
         steps.append(TraceStep(question=question.text, answer=answer, because=because))
         name = next(end for start, said, end in EDGES if (start, said) == (name, answer))
     leaf = leaves[name]
-    return Trace(
+    return TreeTrace(
         steps=tuple(steps),
         leaf=leaf.name,
         advice=leaf.text,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import cbrt
 from types import MappingProxyType
 
-from advisor.predict.rows import Row
+from advisor.predict.rows import TableRow
 from advisor.predict.software import family_of
 from profiles.closed_forms.transformer import TransformerShape as Shape
 
@@ -108,7 +108,7 @@ GPT_VOCABULARY = 50257
 VOCABULARIES = MappingProxyType({"bert": 30522, "t5": 32128, "llama": 32000})
 
 
-def shape_of(row: Row) -> tuple[Shape, tuple[str, ...]] | str:
+def shape_of(row: TableRow) -> tuple[Shape, tuple[str, ...]] | str:
     """Return the shape of a row's transformer and the assumptions, or the reason for refusal."""
     assumed: list[str] = []
     name = (row.model_name or "").lower().replace("_", "-").replace("llama3", "llama-3")

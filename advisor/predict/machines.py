@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from advisor.predict.rows import Row
+from advisor.predict.rows import TableRow
 from profiles.errors import InputError, UnknownNameError
 from profiles.machine import catalogue
 from profiles.machine.cluster import ClusterProfile, HostBridge, Link
@@ -68,7 +68,7 @@ def accelerator_of(name: str, memory_gb: float | None) -> str:
     return min(fitting, key=lambda full: (form not in full.lower(), known[full].printed_memory))
 
 
-def cluster_of(row: Row) -> tuple[ClusterProfile, tuple[str, ...]]:
+def cluster_of(row: TableRow) -> tuple[ClusterProfile, tuple[str, ...]]:
     """Return the cluster of a row, and the assumptions made.
 
     Raises:

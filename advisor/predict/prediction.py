@@ -14,7 +14,7 @@ from advisor.predict.case import case_of
 from advisor.predict.filled import fits, used_bytes
 from advisor.predict.ranges import ranges
 from advisor.predict.resolve import resolve
-from advisor.predict.rows import Row
+from advisor.predict.rows import TableRow
 from advisor.predict.setup import Refusal, Setup
 from profiles.errors import AdvisorError, FileError
 
@@ -42,10 +42,10 @@ class Prediction:
     note: str = ""
 
 
-def predict(row: Row | Refusal, calibration: Calibration = CALIBRATION) -> Prediction:
+def predict(row: TableRow | Refusal, calibration: Calibration = CALIBRATION) -> Prediction:
     """Predict time and memory of a row, or note the reason why not."""
     try:
-        setup = resolve(row) if isinstance(row, Row) else row
+        setup = resolve(row) if isinstance(row, TableRow) else row
         if isinstance(setup, Refusal):
             return Prediction(row_id=row.row_id, note=f"no prediction: {setup.reason}")
         return predict_setup(setup, calibration)

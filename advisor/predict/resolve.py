@@ -9,7 +9,7 @@ from math import ceil, gcd
 from advisor.predict.architectures import parameters_of, shape_of
 from advisor.predict.filled import filled, with_least_recompute
 from advisor.predict.machines import cluster_of
-from advisor.predict.rows import Row
+from advisor.predict.rows import TableRow
 from advisor.predict.setup import ParallelLayout, Refusal, Setup
 from advisor.predict.software import (
     ATTENTIVE,
@@ -50,7 +50,7 @@ TOKENS_AT_ONCE = 16384
 LEAST_PIXELS = 32
 
 
-def resolve(row: Row) -> Setup | Refusal:
+def resolve(row: TableRow) -> Setup | Refusal:
     """Resolve a row to a setup; returns a refusal instead of raising."""
     try:
         return _resolve(row)
@@ -64,7 +64,7 @@ class _Impossible(Exception):
     """Raised for a layout that no program can run, with the violated rule and its numbers."""
 
 
-def _resolve(row: Row) -> Setup:
+def _resolve(row: TableRow) -> Setup:
     cluster, assumed = cluster_of(row)
     notes = list(assumed)
     vision = row.arch in CONVOLUTIONAL
@@ -139,7 +139,7 @@ def _resolve(row: Row) -> Setup:
     return replace(setup, assumed=(*(n for n in notes if n != "microbatch 1"), filling))
 
 
-def _optimizer(row: Row, *, vision: bool, notes: list[str]) -> str:
+def _optimizer(row: TableRow, *, vision: bool, notes: list[str]) -> str:
     """Return a name of `profiles.workload.optimizers`, or LAMB; convolutional networks default to
     momentum."""
     requested = (row.optimizer or "").lower()
@@ -169,7 +169,7 @@ def _recomputed(setup: Setup) -> Setup:
 
 
 def _layout(
-    row: Row, shape: Shape | None, cluster: ClusterProfile
+    row: TableRow, shape: Shape | None, cluster: ClusterProfile
 ) -> tuple[ParallelLayout, tuple[str, ...]]:
     world, notes = cluster.world_size, []
     degrees = {"tp": row.tp, "pp": row.pp, "cp": row.cp}
@@ -280,7 +280,7 @@ def _smallest(shape: Shape, cluster: ClusterProfile) -> tuple[int, int]:
     return (tp, pp) if cluster.world_size % (tp * pp) == 0 else (1, 1)
 
 
-def _batch(row: Row, dp: int, pp: int, shape: Shape | None) -> tuple[int, int, list[str]]:
+def _batch(row: TableRow, dp: int, pp: int, shape: Shape | None) -> tuple[int, int, list[str]]:
     """Return microbatch, microbatches a step, and assumptions."""
     batch, micro, accumulation = row.global_batch, row.microbatch, row.grad_accum
     if micro is None and batch is not None and accumulation is not None:

@@ -35,7 +35,7 @@ Flag = Literal["y", "n"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TableRow:
     """One run; None where the cell is blank. Columns as in the table's README.
 
     `params_b` counts 1e9 parameters, `gpu_mem_gb` is as printed on the card, `inter_gbps_per_node`
@@ -92,10 +92,10 @@ class Row:
 # Upper bound of any number in a row: larger ones are typing errors and slow to factorize.
 MOST = 10**9
 _LIMITS = {"n_gpus": 10**6, "gpus_per_node": 1024, "n_layers": 10**5, "global_batch": 10**8}
-_KINDS = {f.name: str(f.type) for f in fields(Row)}
+_KINDS = {f.name: str(f.type) for f in fields(TableRow)}
 
 
-def read_rows(path: str | os.PathLike[str]) -> list[Row | Refusal]:
+def read_rows(path: str | os.PathLike[str]) -> list[TableRow | Refusal]:
     """Read a CSV file's rows in order; a row with an unusable cell becomes a refusal.
 
     Raises:
@@ -112,7 +112,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row | Refusal]:
     return [_row_or_reason(cells, number) for number, cells in enumerate(table, 1)]
 
 
-def _row_or_reason(cells: Mapping[str, str | None], number: int) -> Row | Refusal:
+def _row_or_reason(cells: Mapping[str, str | None], number: int) -> TableRow | Refusal:
     row_id = (cells.get("row_id") or "").strip() or f"row {number}"
     try:
         return row_of({**cells, "row_id": row_id})
@@ -120,7 +120,7 @@ def _row_or_reason(cells: Mapping[str, str | None], number: int) -> Row | Refusa
         return Refusal(row_id=row_id, reason="; ".join([error.what, *error.hints]))
 
 
-def row_of(cells: Mapping[str, str | None], *, where: str | None = None) -> Row:
+def row_of(cells: Mapping[str, str | None], *, where: str | None = None) -> TableRow:
     """Parse `cells` (column name to text) to a row; unknown columns are ignored.
 
     Raises:
@@ -131,7 +131,7 @@ def row_of(cells: Mapping[str, str | None], *, where: str | None = None) -> Row:
         text = (cells.get(name) or "").strip()
         if text:
             values[name] = _parse(name, text, kind, where)
-    return Row(**values)  # type: ignore[arg-type]
+    return TableRow(**values)  # type: ignore[arg-type]
 
 
 def _parse(name: str, text: str, kind: str, where: str | None) -> object:

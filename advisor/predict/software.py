@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from advisor.predict.rows import Row
+from advisor.predict.rows import TableRow
 from advisor.predict.setup import Software
 from profiles.closed_forms.transformer import TransformerShape
 from profiles.model.work import AttentionKernel
@@ -97,7 +97,7 @@ PRESETS: Mapping[str, tuple[tuple[float, str], ...]] = MappingProxyType(
 )
 
 
-def _named(row: Row) -> str | None:
+def _named(row: TableRow) -> str | None:
     """Framework that a row names, if any."""
     for text in (row.framework, row.source, row.source_ref):
         for pattern, family in _WORDS:
@@ -106,7 +106,7 @@ def _named(row: Row) -> str | None:
     return None
 
 
-def family_of(row: Row) -> str:
+def family_of(row: TableRow) -> str:
     """Software family of a row."""
     named = _named(row)
     if named is not None:
@@ -122,7 +122,7 @@ def family_of(row: Row) -> str:
     return "ddp"
 
 
-def year_of(row: Row) -> float | None:
+def year_of(row: TableRow) -> float | None:
     """Release date in years, e.g. 2022.25 for the end of March 2022; None if the row has none."""
     if (release := _RELEASE.search(f"{row.source or ''} {row.source_ref or ''}")) is not None:
         return 2000 + float(release[1]) + float(release[2]) / 12
@@ -132,13 +132,13 @@ def year_of(row: Row) -> float | None:
     return float(date[1]) + (float(date[2]) / 12 if date[2] else 0.5)
 
 
-def eight_bit(row: Row) -> bool:
+def eight_bit(row: TableRow) -> bool:
     """Return True if the optimizer stores both moments in 8 bits, as bitsandbytes does."""
     return re.search(r"8-?bit", (row.optimizer or "").lower()) is not None
 
 
 def software_of(
-    row: Row, *, dtype: str, device: str, shape: TransformerShape | None
+    row: TableRow, *, dtype: str, device: str, shape: TransformerShape | None
 ) -> tuple[Software, list[str]]:
     """Return the software of a row that trains a model of `shape`, and the assumptions made.
 
@@ -219,7 +219,7 @@ _GRACE = ("GB200", "GB300")
 _MEGATRONS = ("megatron", "megatron-deepspeed", "nemo")
 
 
-def _preset(row: Row, family: str, year: float, shape: TransformerShape | None) -> Stack:
+def _preset(row: TableRow, family: str, year: float, shape: TransformerShape | None) -> Stack:
     """Return the newest preset of a family at this date."""
     name = next(preset for since, preset in PRESETS[family] if year >= since)
     if name == "nemo" and shape is not None and shape.experts:
@@ -228,7 +228,7 @@ def _preset(row: Row, family: str, year: float, shape: TransformerShape | None) 
 
 
 def _attention(
-    row: Row, stack: Stack, family: str, year: float, device: str
+    row: TableRow, stack: Stack, family: str, year: float, device: str
 ) -> tuple[AttentionKernel, bool]:
     """The kernel, and whether the row says so."""
     kernel = (row.attention or "").lower()
@@ -255,13 +255,13 @@ def _attention(
 _WITHOUT_FLASH = ("V100", "P100", "P40", "GTX", "T4", "Quadro", "TITAN")
 
 
-def drops_out(row: Row, family: str, year: float, kind: str, *, gated: bool) -> bool:
+def drops_out(row: TableRow, family: str, year: float, kind: str, *, gated: bool) -> bool:
     """Return True if recipes of this family use dropout."""
     classic = not gated and kind in ("dense_gpt", "bert", "t5", "moe")
     return family in _MEGATRONS and (classic or (year < FLASH_DEFAULT and not gated))
 
 
-def _recompute(row: Row, family: str, year: float, megatron: bool) -> str:
+def _recompute(row: TableRow, family: str, year: float, megatron: bool) -> str:
     mode = (row.recompute or "").lower()
     if mode.startswith("full"):
         return "full"
@@ -278,7 +278,7 @@ def _recompute(row: Row, family: str, year: float, megatron: bool) -> str:
     return "selective" if year < FLASH_DEFAULT else "none"
 
 
-def _date(row: Row) -> str:
+def _date(row: TableRow) -> str:
     return row.source_date or ""
 
 

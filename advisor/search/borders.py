@@ -24,7 +24,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StageCut:
     """A row of pieces as stages.
 
     Attributes:
@@ -68,7 +68,7 @@ def cut(
     *,
     in_flight: Sequence[int],
     usable_bytes: float,
-) -> Cut:
+) -> StageCut:
     """The stages whose slowest is fastest, among those where every stage stays within memory.
 
     Of cuts that are equally fast it takes one whose fullest stage has least, then the one whose
@@ -110,7 +110,7 @@ def cut(
     else:
         _, starts = _least(nbytes)
     bounds = list(pairwise([0, *starts, pieces]))
-    return Cut(
+    return StageCut(
         starts=tuple(starts),
         seconds=float(max(seconds[i, j] for i, j in bounds)),
         nbytes=float(

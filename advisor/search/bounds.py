@@ -13,7 +13,7 @@ import numpy as np
 
 from advisor.cost.memory import upper_end
 from advisor.inputs.policy import Policy
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.columns import Columns, Microbatches
 from advisor.search.space import Floats, Space
 from advisor.search.staged import staged_peak_bytes, staged_step_s
@@ -40,7 +40,7 @@ class Bounds:
     peak_high_bytes: Floats
 
 
-def bounds_of(space: Space, kept: Kept, policy: Policy) -> Bounds:
+def bounds_of(space: Space, kept: SearchCache, policy: Policy) -> Bounds:
     """The bounds of every row of `space`; of rows that do not fit, of memory alone."""
     count = len(space)
     device, overhead_s = kept.costs.facts.cluster.device, kept.costs.facts.workload.host_overhead_s

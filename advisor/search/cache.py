@@ -9,7 +9,7 @@ from advisor.cost import CostModel
 from advisor.cost.memory import shard_degree
 from advisor.inputs.facts import Facts
 from advisor.search.legal import Styles, is_too_long, space_of, styles_of
-from advisor.search.microbatch import Crossing, Microbatch, crossing_of, microbatch
+from advisor.search.microbatch import BorderTraffic, Microbatch, crossing_of, microbatch
 from advisor.search.space import Space
 from advisor.search.step_moments import StepMoments
 from engines.plan import Offload, PartialPlan, Plan
@@ -21,7 +21,7 @@ _SENT = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER
 _TRAVEL = (Collective.ALL_TO_ALL,)
 
 
-class Kept:
+class SearchCache:
     """The costs of some facts, the spaces that were written down and the microbatches added up.
 
     `beside` says what of it holds for other facts.
@@ -29,18 +29,18 @@ class Kept:
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
-        self._compiled: Kept | None = None
+        self._compiled: SearchCache | None = None
         self._spaces: dict[Hashable, Space] = {}
         self._microbatches: dict[Hashable, Microbatch] = {}
-        self._crossing: dict[tuple[Numerics, tuple[int, ...]], Crossing] = {}
+        self._crossing: dict[tuple[Numerics, tuple[int, ...]], BorderTraffic] = {}
         self.step_moments: dict[Hashable, StepMoments] = {}
         self._styles_of: Styles = cache(styles_of(costs.facts))
 
-    def beside(self, facts: Facts) -> Kept:
+    def beside(self, facts: Facts) -> SearchCache:
         """Of facts in which only links, memory or batch differ: all that does not hang on them."""
         if not self.costs.is_beside(facts):
-            return Kept(CostModel(facts))
-        found = Kept(self.costs.beside(facts))
+            return SearchCache(CostModel(facts))
+        found = SearchCache(self.costs.beside(facts))
         found._spaces = self._spaces
         found._microbatches = self._microbatches
         found._crossing = self._crossing
@@ -48,13 +48,13 @@ class Kept:
         found._styles_of = self._styles_of
         return found
 
-    def compiled(self) -> Kept:
+    def compiled(self) -> SearchCache:
         """Of the same facts, with compiled blocks."""
         costs = self.costs.compiled()
         if costs is self.costs:
             return self
         if self._compiled is None:
-            self._compiled = Kept(costs)
+            self._compiled = SearchCache(costs)
         return self._compiled
 
     def is_too_long(self, partial: PartialPlan, styles: Styles | None) -> bool:

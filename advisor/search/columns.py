@@ -16,7 +16,7 @@ from advisor.cost.compression import Sent
 from advisor.cost.compute import optimizer_s
 from advisor.cost.sharded import Sharded
 from advisor.cost.small_collectives import experts_s
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.microbatch import Growing, Microbatch
 from advisor.search.space import KINDS, RECOMPUTES, Floats, Integers, Space
 from engines.plan import DataParallel, Plan
@@ -35,7 +35,7 @@ SMALL = 2  # samples of the largest microbatch that is always added up
 class Microbatches:
     """The microbatches of a space, by (tp, cp, size, recompute, how FSDP2 runs them)."""
 
-    def __init__(self, space: Space, kept: Kept) -> None:
+    def __init__(self, space: Space, kept: SearchCache) -> None:
         self.costs = kept.costs
         self.most_shards = kept.costs.facts.cluster.world_size
         self.kept = kept

@@ -23,7 +23,7 @@ from engines.plan import Plan, Recompute
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class BorderTraffic:
     """What one microbatch sends over each place where a stage may begin, there and back, as bytes
     that are fixed and bytes for every sample."""
 
@@ -36,7 +36,7 @@ class Crossing:
         return there, back
 
 
-def crossing_of(costs: CostModel, plan: Plan, places: Sequence[int]) -> Crossing:
+def crossing_of(costs: CostModel, plan: Plan, places: Sequence[int]) -> BorderTraffic:
     """Of the borders before these units, in the numerics of `plan`."""
     kind = numerics(plan, costs.facts.model)
 
@@ -45,7 +45,7 @@ def crossing_of(costs: CostModel, plan: Plan, places: Sequence[int]) -> Crossing
         return np.array(found, dtype=float).reshape(-1, 2).T
 
     fixed, one = bytes_at(0.0), bytes_at(1.0)
-    return Crossing((fixed[0], one[0] - fixed[0]), (fixed[1], one[1] - fixed[1]))
+    return BorderTraffic((fixed[0], one[0] - fixed[0]), (fixed[1], one[1] - fixed[1]))
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Microbatch:
 
     loads: Loads
     recompute: Recompute
-    crossing: Crossing
+    crossing: BorderTraffic
     sent_share: float
     timed: Callable[[], tuple[tuple[UnitTime, ...], tuple[tuple[float, float], ...]]]
 
@@ -277,7 +277,7 @@ class Growing:
         return found
 
 
-def microbatch(costs: CostModel, plan: Plan, crossing: Crossing) -> Microbatch:
+def microbatch(costs: CostModel, plan: Plan, crossing: BorderTraffic) -> Microbatch:
     """The microbatch of `plan`; of degrees only tp and cp matter."""
     loads = costs.loads(plan)
     share = sent_samples(plan, costs.stack) / loads.samples

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.bounds import ROUNDING, Bounds, bounds_of
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.columns import unique
 from advisor.search.ranking import (
     NOT_ESTIMATED,
@@ -32,7 +32,7 @@ from advisor.search.ranking import (
     tie_limit_s,
 )
 from advisor.search.space import KINDS, SCHEDULES, Space
-from advisor.search.stages import Stages
+from advisor.search.stages import StageSearch
 from engines.plan import Plan, Schedule
 
 # Plans of which none fits that are estimated to find which of them misses by least.
@@ -50,7 +50,9 @@ class Search:
         usable_bytes: of a device.
     """
 
-    def __init__(self, kept: Kept, policy: Policy, space: Space, stages: Stages) -> None:
+    def __init__(
+        self, kept: SearchCache, policy: Policy, space: Space, stages: StageSearch
+    ) -> None:
         costs = kept.costs
         self.space = space
         self.bounds: Bounds = bounds_of(space, kept, policy)

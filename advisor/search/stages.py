@@ -20,7 +20,7 @@ from advisor.cost.stage_memory import between_bytes, message_bytes
 from advisor.cost.staged import laid_out, peak_of_rank
 from advisor.inputs.policy import Policy
 from advisor.search.borders import Matrix, cut, spans
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.pieces import Pieces, pieces_of
 from advisor.search.space import KINDS, SCHEDULES, Space
 from engines.plan import PartialPlan, Plan, Schedule
@@ -45,10 +45,10 @@ class _Found:
     backward_s: tuple[float, ...]
 
 
-class Stages:
+class StageSearch:
     """Finds borders, once for rows that share all that they depend on."""
 
-    def __init__(self, kept: Kept, partial: PartialPlan, policy: Policy) -> None:
+    def __init__(self, kept: SearchCache, partial: PartialPlan, policy: Policy) -> None:
         costs = kept.costs
         self._kept = kept
         self._costs = costs

@@ -21,7 +21,7 @@ from advisor.cost.memory import (
     peak_at,
     upper_end,
 )
-from advisor.cost.states import HeldStates, held_states
+from advisor.cost.states import ResidentStates, resident_states
 from advisor.search.columns import SMALL, Columns
 from advisor.search.space import KINDS, RECOMPUTES, Floats
 from advisor.search.step_moments import StepMoments
@@ -95,7 +95,7 @@ class _Peaks:
         self._stack = costs.stack if space.updates_in_step else TORCH
         # A worker's optimizer states are on servers.
         self._kept_share = 0.0 if space.carried.servers else 1.0
-        self._states: dict[tuple[int, ...], HeldStates] = {}
+        self._states: dict[tuple[int, ...], ResidentStates] = {}
         self._keys = [space.tp, columns.shards, columns.sharded, self.kind]
         self.own = columns.each(self._keys, self._own_gradients)
 
@@ -193,13 +193,13 @@ class _Peaks:
         found = self._columns.upkeep(tp, shards, sharded)
         return found if self._kept_share == 1 else found.part(self._kept_share)
 
-    def _own(self, tp: int, shards: int, sharded: int, kind: int) -> HeldStates | None:
+    def _own(self, tp: int, shards: int, sharded: int, kind: int) -> ResidentStates | None:
         """The states of a stack that keeps its own."""
         states, key = self._stack.states, (tp, shards, sharded, kind)
         if states is None:
             return None
         if key not in self._states:
-            self._states[key] = held_states(
+            self._states[key] = resident_states(
                 states,
                 self._plan(tp, shards, KINDS[kind]),
                 [self._loads(tp, sharded)],

@@ -18,7 +18,7 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.inputs.resize import on
 from advisor.search.bounds import ROUNDING
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.ranking import Candidate, simplicity
 from advisor.search.search import Search
 from engines.plan import PartialPlan, Plan
@@ -92,7 +92,7 @@ def front_of(
     candidates: list[Candidate] = []
     for count in dict.fromkeys((facts.cluster.world_size, *devices)):
         part = on(facts, count)
-        candidates += _undominated(searched(Kept(CostModel(part)), partial, policy))
+        candidates += _undominated(searched(SearchCache(CostModel(part)), partial, policy))
     return front(candidates, price_per_device_hour=price_per_device_hour)
 
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from advisor.cost import CostModel, Estimate
 from advisor.decide.candidates import nearest_settings, searched, why_illegal
-from advisor.decide.comparison import Verdict, compare
+from advisor.decide.comparison import PlanVerdict, compare
 from advisor.decide.decision import Decision
 from advisor.inputs.policy import Objective
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.ranking import tie_limit_s
 from engines.plan import PartialPlan, Plan
 from profiles.record import Record
@@ -25,7 +25,7 @@ class WhyNot(Record):
     """
 
     settings: str
-    verdict: Verdict
+    verdict: PlanVerdict
     because: str
     plan: Plan | None = None
     estimate: Estimate | None = None
@@ -46,7 +46,7 @@ def why_not(decision: Decision, settings: str) -> WhyNot:
     """See `Decision.why_not`."""
     asked = PartialPlan.parse(settings)
     partial = _without_conflicts(decision.partial, asked).fixing(**asked.fixed)
-    search = searched(Kept(CostModel(decision.facts)), partial, decision.policy)
+    search = searched(SearchCache(CostModel(decision.facts)), partial, decision.policy)
     limit_s = tie_limit_s(decision.fastest_step_s, decision.policy)
     tied = None
     if decision.policy.objective is Objective.TREE:
@@ -55,7 +55,7 @@ def why_not(decision: Decision, settings: str) -> WhyNot:
     if best is None:
         found = [problem.what for problem in why_illegal(decision.facts, partial)]
         found += nearest_settings(decision.facts, partial)
-        return WhyNot(settings=settings, verdict=Verdict.NOT_LEGAL, because="; ".join(found))
+        return WhyNot(settings=settings, verdict=PlanVerdict.NOT_LEGAL, because="; ".join(found))
     was_open = all(getattr(partial, key) == value for key, value in decision.partial.fixed.items())
     verdict, because = compare(
         best,

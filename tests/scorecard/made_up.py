@@ -7,7 +7,7 @@ from datetime import date
 from typing import Any
 
 from advisor.predict.prediction import Prediction
-from advisor.predict.rows import Row
+from advisor.predict.rows import TableRow
 from profiles.record import Record
 from tests.scorecard.model import Model
 from tests.scorecard.published import Published
@@ -37,7 +37,7 @@ PUBLISHERS = {"A": frozenset({"a1", "a2"}), "B": frozenset("b"), "C": frozenset(
 TODAY = date(2026, 11, 22)
 
 
-def predict(row: Row, device: Device) -> Prediction:
+def predict(row: TableRow, device: Device) -> Prediction:
     """An m x k by k x n product: m tokens, k = n = hidden; allocated memory of the weights."""
     assert row.hidden is not None
     assert row.seq_len is not None
@@ -80,7 +80,7 @@ def runs(file: str, device: Device, *, slower: Sequence[float] = (1.0,), count: 
     """Runs that `device` would measure on products of several sizes; in turn `slower` than that."""
     results = []
     for index in range(count):
-        row = Row(row_id=f"{file}-{index}", source=file, seq_len=1024, n_gpus=1,
+        row = TableRow(row_id=f"{file}-{index}", source=file, seq_len=1024, n_gpus=1,
                   hidden=1024 * (1 + index % 5), global_batch=1 + index, **cells)  # fmt: skip
         true = predict(row, device)
         assert true.predicted_step_time_s is not None

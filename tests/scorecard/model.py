@@ -13,7 +13,7 @@ from advisor.predict.case import case_of
 from advisor.predict.filled import used_bytes
 from advisor.predict.prediction import GIB, Prediction, predict, predict_setup
 from advisor.predict.resolve import resolve
-from advisor.predict.rows import Row
+from advisor.predict.rows import TableRow
 from advisor.predict.setup import Refusal, Setup
 from profiles.errors import AdvisorError
 from profiles.record import Record
@@ -37,10 +37,10 @@ class Model:
         stages: memory by stage, for figures that were published of one stage or of their sum.
     """
 
-    predict: Callable[[Row, Any], Prediction]
+    predict: Callable[[TableRow, Any], Prediction]
     calibration: Record
-    stack: Callable[[Row], tuple[str, bool]]
-    stages: Callable[[Row, Any], Stages] = lambda row, calibration: ()
+    stack: Callable[[TableRow], tuple[str, bool]]
+    stages: Callable[[TableRow, Any], Stages] = lambda row, calibration: ()
     most_settings: int = 40
 
     def remembering(self) -> Model:
@@ -73,7 +73,7 @@ def with_values(calibration: Record, values: Mapping[str, float]) -> Any:
 
 
 @cache
-def _setup(row: Row) -> Setup | Refusal:
+def _setup(row: TableRow) -> Setup | Refusal:
     """Setup that a row resolves to, whatever the constants; a refusal for every reason."""
     try:
         return resolve(row)
@@ -81,7 +81,7 @@ def _setup(row: Row) -> Setup | Refusal:
         return Refusal(row_id=row.row_id, reason=error.what)
 
 
-def _predict(row: Row, constants: Any) -> Prediction:
+def _predict(row: TableRow, constants: Any) -> Prediction:
     setup = _setup(row)
     try:
         return (
@@ -93,7 +93,7 @@ def _predict(row: Row, constants: Any) -> Prediction:
         return Prediction(row_id=row.row_id, note=f"no prediction: {error.what}")
 
 
-def _stack(row: Row) -> tuple[str, bool]:
+def _stack(row: TableRow) -> tuple[str, bool]:
     setup = _setup(row)
     if isinstance(setup, Refusal):
         return "none", True
@@ -102,7 +102,7 @@ def _stack(row: Row) -> tuple[str, bool]:
     return stack.name.split(" (")[0], stack.is_generic
 
 
-def _stages(row: Row, constants: Any) -> Stages:
+def _stages(row: TableRow, constants: Any) -> Stages:
     setup = _setup(row)
     assert isinstance(setup, Setup)
     cost = case_of(setup).estimate(constants)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from advisor.predict.resolve import resolve
-from advisor.predict.rows import Row, row_of
+from advisor.predict.rows import TableRow, row_of
 from advisor.predict.setup import Setup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ class Published:
     """A row and its measured columns; None where a figure was not published."""
 
     file: str
-    row: Row
+    row: TableRow
     reliability: str
     step_s: float | None
     samples_per_s: float | None
@@ -64,7 +64,7 @@ def published(folder: Path = FOLDER, files: Collection[str] | None = None) -> li
     return results
 
 
-def _step_s(cells: dict[str, str], row: Row) -> float | None:
+def _step_s(cells: dict[str, str], row: TableRow) -> float | None:
     """The published step time, else the derived one, else from a rate.
 
     Of a row without a batch it is the step of the batch that is assumed: only the rate is compared.
@@ -81,7 +81,7 @@ def _step_s(cells: dict[str, str], row: Row) -> float | None:
     return row.global_batch * row.seq_len / (rate * row.n_gpus)
 
 
-def _assumed_batch(row: Row) -> int | None:
+def _assumed_batch(row: TableRow) -> int | None:
     """Batch that a prediction assumes for a row that leaves it out."""
     setup = resolve(row)
     return setup.layout.global_batch if isinstance(setup, Setup) else None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from advisor.predict.rows import Row
+from advisor.predict.rows import TableRow
 from profiles.errors import UnknownNameError
 from tests.scorecard.calibrate import MOST_SETTINGS, fit, settings
 from tests.scorecard.made_up import MODEL, PRIORS, Device, runs
@@ -104,7 +104,7 @@ GPT = {"model_name": "gpt", "arch": "dense_gpt", "vocab": 50304, "seq_len": 2048
        "gpus_per_node": 8, "gpu_type": "A100-SXM-80GB", "gpu_mem_gb": 80, "pp": 1, "cp": 1,
        "inter_gbps_per_node": 800, "zero_stage": "1", "recompute": "none"}  # fmt: skip
 ROWS = [
-    Row(row_id=f"made up {n}", n_layers=layers, hidden=hidden, n_heads=hidden // 128,
+    TableRow(row_id=f"made up {n}", n_layers=layers, hidden=hidden, n_heads=hidden // 128,
         ffn_hidden=4 * hidden, n_gpus=n, dp=n // tp, tp=tp, microbatch=2, global_batch=8 * n,
         **GPT)  # type: ignore[arg-type]
     for n, tp, layers, hidden in ((1, 1, 12, 768), (8, 1, 24, 2048), (8, 8, 32, 4096),
@@ -122,7 +122,7 @@ _H100 = replace(
     n_layers=4,
     seq_len=8192,
 )
-_IMAGES = Row(
+_IMAGES = TableRow(
     row_id="images",
     arch="resnet",
     model_name="resnet50-224px",
@@ -156,7 +156,7 @@ ROWS += [
 ]  # fmt: skip
 
 
-def _run(row: Row, model: Model, constants: object) -> Published:
+def _run(row: TableRow, model: Model, constants: object) -> Published:
     predicted = model.predict(row, constants)
     assert predicted.predicted_step_time_s is not None, predicted.note
     return Published(

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from advisor.predict.rows import MEASURED_COLUMNS, Row
+from advisor.predict.rows import MEASURED_COLUMNS, TableRow
 from profiles.errors import InputError
 from tests.scorecard import nested, table
 from tests.scorecard.rules import load
 
 DRAWN = ["BigScience", "MosaicML", "NVIDIA", "vision_dp"]
-COLUMNS = [*(one.name for one in fields(Row)), *sorted(MEASURED_COLUMNS)]
+COLUMNS = [*(one.name for one in fields(TableRow)), *sorted(MEASURED_COLUMNS)]
 
 
 def made_up_file(folder: Path, name: str, *, hidden: int = 2048) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.predict.rows import Row
+from advisor.predict.rows import TableRow
 from tests.scorecard.published import Published
 from tests.scorecard.score import Interval, Scored, card, choice, errors, failures, marks
 
@@ -13,7 +13,8 @@ def row(name: str, true: float | None, predicted: float, *, tp: int = 1, oom: bo
         fits: bool = True, kind: str = "eager", reliability: str = "high") -> Scored:  # fmt: skip
     """Of `true` seconds and GiB; the range is a fifth to either side."""
     run = Published(
-        file="f", row=Row(row_id=name, source="s", tp=tp), reliability=reliability, step_s=true,
+        file="f", row=TableRow(row_id=name, source="s", tp=tp), reliability=reliability,
+        step_s=true,
         memory_gib=true, memory_metric="", oom=oom, samples_per_s=None,
     )  # fmt: skip
     told = Interval(predicted, 0.8 * predicted, 1.2 * predicted)

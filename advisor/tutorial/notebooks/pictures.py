@@ -10,7 +10,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from advisor.cost.orders import Kind
+from advisor.cost.orders import PassKind
 from profiles.units import GIB, KIB, MIB, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -180,10 +180,10 @@ def sums(
 
 # Color, hatch and name of each action; the halves of a split backward differ.
 _LOOKS = {
-    Kind.FORWARD: (SKY, "", "forward"),
-    Kind.BACKWARD: (ORANGE, "", "backward"),
-    Kind.INPUT: (ORANGE, "//", "backward: input"),
-    Kind.WEIGHT: (GREEN, "..", "backward: weights"),
+    PassKind.FORWARD: (SKY, "", "forward"),
+    PassKind.BACKWARD: (ORANGE, "", "backward"),
+    PassKind.INPUT: (ORANGE, "//", "backward: input"),
+    PassKind.WEIGHT: (GREEN, "..", "backward: weights"),
 }
 
 

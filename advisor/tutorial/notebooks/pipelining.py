@@ -11,7 +11,7 @@ from torch import Tensor
 
 from advisor.auto.measure import measured_sweep
 from advisor.cost.orders import SPLITS_BACKWARD
-from advisor.cost.pipeline import Span, StageTimes, sends_late, timeline
+from advisor.cost.pipeline import ActionSpan, StageTimes, sends_late, timeline
 from advisor.inputs.bundled.gpt import Block
 from advisor.tutorial.notebooks.splitting import BATCH, SHAPE, STEPS
 from advisor.whatif.sweep.points import Sweep, Swept
@@ -67,7 +67,7 @@ def _seconds(run: Callable[[], object]) -> float:
 class Drawn:
     """One round of a schedule: each rank's actions, and the bubble fraction."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[ActionSpan, ...]
     wall_s: float
     bubble: float
 

@@ -8,7 +8,7 @@ from advisor.cost import CostModel, Estimate, estimate
 from advisor.cost.groups import expert_copies
 from advisor.decide.candidates import searched
 from advisor.inputs.policy import Policy
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from engines.plan import DataParallel, PartialPlan, Plan
 from profiles.closed_forms.families import profile_from_config
 from profiles.machine.cluster import Collective
@@ -186,7 +186,7 @@ def test_copies_of_experts_are_ranks_of_both_axes(words: str) -> None:
 @pytest.mark.parametrize("ep", [2, 4])
 def test_no_estimate_with_experts_is_below_the_bounds_that_a_search_rests_on(ep: int) -> None:
     known = facts(mixture(), cpus(8), batch=16, precision="fp32")
-    search = searched(Kept(CostModel(known)), PartialPlan.build({"ep": ep}), Policy())
+    search = searched(SearchCache(CostModel(known)), PartialPlan.build({"ep": ep}), Policy())
     kinds = set()
     for index in range(len(search.space)):
         candidate = search.candidate(index)

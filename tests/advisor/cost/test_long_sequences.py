@@ -14,11 +14,11 @@ from advisor.decide.tree import in_leaf
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.search.bounds import ROUNDING
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.legal import is_too_long, space_of, styles_of
 from advisor.search.search import Search
 from advisor.search.space import Space
-from advisor.search.stages import Stages
+from advisor.search.stages import StageSearch
 from engines.context.proof import prove
 from engines.plan import PartialPlan, Plan
 from profiles.closed_forms.families import profile_from_config
@@ -90,9 +90,9 @@ def test_experts_are_shared_where_gathering_them_takes_longer_than_tokens_travel
 
 def require_bounds(whole: Facts, partial: PartialPlan) -> Space:
     """Every row of the space is estimated, and not below its bounds."""
-    kept, policy = Kept(CostModel(whole)), Policy()
+    kept, policy = SearchCache(CostModel(whole)), Policy()
     space = space_of(whole, partial, styles=styles_of(whole))
-    search = Search(kept, policy, space, Stages(kept, partial, policy))
+    search = Search(kept, policy, space, StageSearch(kept, partial, policy))
     for index in range(len(space)):
         found, bounds = search.candidate(index).estimate, search.bounds
         assert bounds.step_s[index] <= found.step_s * (1 + ROUNDING), str(space.plan(index))

@@ -14,8 +14,8 @@ from advisor.cost.orders import (
     ONE_STAGE,
     SPLITS_BACKWARD,
     Action,
-    Kind,
     Order,
+    PassKind,
     gathers_of_root,
     moments,
     orders,
@@ -68,7 +68,7 @@ def of_torch(schedule: Schedule, ranks: int, chunks: int, microbatches: int) -> 
     else:
         own = [stage(chunk * ranks) for chunk in range(chunks)]
         made = TORCH[schedule](own, microbatches, loss_fn=Mock()).pipeline_order
-    kinds = {getattr(torch_schedules, kind.value): kind for kind in Kind}
+    kinds = {getattr(torch_schedules, kind.value): kind for kind in PassKind}
     return tuple(
         tuple(
             Action(kinds[slot.computation_type], slot.stage_index, slot.microbatch_index)
@@ -89,7 +89,7 @@ def test_orders_are_torchs_own(
         # torch's table, which only draws pictures of this schedule, counts the last rank's forwards
         # from one; what it runs (`_step_microbatches`) counts from zero, as the other ranks' do.
         last = [
-            action._replace(microbatch=action.microbatch - (action.kind is Kind.FORWARD))
+            action._replace(microbatch=action.microbatch - (action.kind is PassKind.FORWARD))
             for action in theirs[-1]
         ]
         theirs = (*theirs[:-1], tuple(last))
@@ -135,10 +135,10 @@ def by_hand(
         for stage in stages_of(schedule, rank, ranks=ranks, stages=stages)
     }
     seconds = {
-        Kind.FORWARD: times.forward_s,
-        Kind.BACKWARD: times.backward_s,
-        Kind.INPUT: times.backward_s,
-        Kind.WEIGHT: times.weight_s,
+        PassKind.FORWARD: times.forward_s,
+        PassKind.BACKWARD: times.backward_s,
+        PassKind.INPUT: times.backward_s,
+        PassKind.WEIGHT: times.weight_s,
     }
     ends: dict[tuple[bool, int, int], float] = {}
     free = [0.0] * ranks
@@ -148,17 +148,17 @@ def by_hand(
             if not queue:
                 continue
             kind, stage, microbatch = queue[0]
-            source = stage - 1 if kind is Kind.FORWARD else stage + 1
+            source = stage - 1 if kind is PassKind.FORWARD else stage + 1
             start = free[rank]
-            if kind is not Kind.WEIGHT and 0 <= source < stages:
-                made = ends.get((kind is Kind.FORWARD, source, microbatch))
+            if kind is not PassKind.WEIGHT and 0 <= source < stages:
+                made = ends.get((kind is PassKind.FORWARD, source, microbatch))
                 if made is None:
                     continue
                 send = times.send_s[min(stage, source)] if home[source] != rank else 0.0
                 start = max(start, made) + send if waits else max(start, made + send)
             free[rank] = start + seconds[kind][stage]
-            if kind is not Kind.WEIGHT:
-                ends[kind is Kind.FORWARD, stage, microbatch] = free[rank]
+            if kind is not PassKind.WEIGHT:
+                ends[kind is PassKind.FORWARD, stage, microbatch] = free[rank]
             queue.pop(0)
         assert sum(map(len, left)) < before, "the orders wait for each other"
     return free
@@ -303,9 +303,9 @@ def test_moments_hold_all_that_playing_the_orders_piles_up(schedule: Schedule) -
         held = dict.fromkeys(own, 0)
         fullest = dict(held)
         for kind, stage, _ in order:
-            held[stage] += kind is Kind.FORWARD
+            held[stage] += kind is PassKind.FORWARD
             fullest = {stage: max(fullest[stage], held[stage]) for stage in own}
-            held[stage] -= kind in (Kind.BACKWARD, Kind.WEIGHT)
+            held[stage] -= kind in (PassKind.BACKWARD, PassKind.WEIGHT)
         assert not any(held.values())
         shown = [max(moment.held[n] for moment in found[rank]) for n in range(len(own))]
         assert shown == list(fullest.values())
@@ -320,9 +320,9 @@ def test_the_root_group_is_gathered_where_it_is_asked_for_and_a_backward_let_it_
         shape = {"ranks": 3, "stages": stages, "microbatches": microbatches}
         for rank, order in enumerate(orders(schedule, **shape)):
             letters = "".join(
-                "F" if kind is Kind.FORWARD else "L" if stage == stages - 1 else "b"
+                "F" if kind is PassKind.FORWARD else "L" if stage == stages - 1 else "b"
                 for kind, stage, _ in order
-                if kind is not Kind.WEIGHT
+                if kind is not PassKind.WEIGHT
             )
             asked = re.findall("(?<!F)[FL]", letters)  # a forward before has it there already
             assert gathers_of_root(schedule, rank, **shape) == len(asked)

@@ -6,7 +6,7 @@ import pytest
 
 from advisor.cost import CostModel, Estimate
 from advisor.decide.choose import choose
-from advisor.decide.comparison import Verdict
+from advisor.decide.comparison import PlanVerdict
 from advisor.inputs.facts import Facts
 from advisor.inputs.models import profile_model
 from engines.plan import PartialPlan, Plan
@@ -108,7 +108,7 @@ def test_it_is_weighed_where_it_is_asked_for_and_loses_to_ddp(facts: Facts) -> N
     decision = choose(small, partial=PartialPlan(zero=0))
     assert decision.plan.dp_replicate == DEVICES
     answer = decision.why_not("data_parallel=threads")
-    assert answer.verdict is Verdict.SLOWER
+    assert answer.verdict is PlanVerdict.SLOWER
     assert answer.estimate is not None
     assert answer.estimate.step_s > decision.estimate.step_s
     assert "more exposed communication" in answer.because
@@ -119,5 +119,5 @@ def test_across_nodes_it_is_no_choice(facts: Facts) -> None:
     batch = facts.workload.model_copy(update={"global_batch_size": 256})
     decision = choose(Facts(model=facts.model, cluster=cluster, workload=batch))
     answer = decision.why_not("data_parallel=threads dp_replicate=8")
-    assert answer.verdict is Verdict.NOT_LEGAL
+    assert answer.verdict is PlanVerdict.NOT_LEGAL
     assert "threads of one process reach the 4 devices of its node" in answer.because

@@ -11,7 +11,7 @@ from advisor.cost.updates import Served
 from advisor.decide.candidates import searched
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from engines.plan import PartialPlan, Plan
 from profiles.machine.cluster import ClusterProfile
 from tests.factories import chain, cpus, facts, gpus
@@ -184,7 +184,7 @@ def test_no_estimate_is_below_the_bounds_that_a_search_rests_on(
 ) -> None:
     known = facts(chain(), cluster, batch=24, precision="fp32")
     partial = PartialPlan.build(settings)
-    search = searched(Kept(CostModel(known)), partial, Policy())
+    search = searched(SearchCache(CostModel(known)), partial, Policy())
     space = search.space
     beside = partial.extra_ranks
     assert (len(space) > 0) == (24 % (cluster.world_size - beside) == 0)

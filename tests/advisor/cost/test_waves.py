@@ -6,7 +6,7 @@ import pytest
 
 from advisor.cost.calibration import CALIBRATION
 from advisor.cost.in_turn import gathers_s
-from advisor.cost.rates import Rates
+from advisor.cost.rates import DeviceRates
 from advisor.cost.waves import wave_share
 from advisor.cost.work import ProductLoad, UnitWork, over_expert_ranks
 from profiles.machine import catalogue
@@ -37,7 +37,7 @@ def test_devices_of_unknown_size_have_no_waves() -> None:
 
 
 def test_short_sums_hide_less_of_their_results() -> None:
-    rates = Rates.of(A100, "bfloat16", TORCH, CALIBRATION)
+    rates = DeviceRates.of(A100, "bfloat16", TORCH, CALIBRATION)
 
     def rate(k: float) -> float:
         one = product(65536, 4096, k)

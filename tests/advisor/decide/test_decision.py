@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from advisor.cost import Time, estimate
 from advisor.decide.choose import choose
-from advisor.decide.comparison import Verdict, compare
+from advisor.decide.comparison import PlanVerdict, compare
 from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
@@ -55,7 +55,7 @@ def test_a_model_that_does_not_fit_is_sharded(seven_billion: Decision) -> None:
     assert seven_billion.estimate.fits(usable)
     ddp = next(a for a in seven_billion.alternatives if a.title == "DDP over 16")
     # 16 bytes x 6.74 B parameters are 100 GiB before the first activation.
-    assert ddp.verdict is Verdict.NO_FIT
+    assert ddp.verdict is PlanVerdict.NO_FIT
     assert ddp.step_s is None
     assert ddp.peak_bytes > 100 * GIB
 
@@ -83,7 +83,7 @@ def test_what_a_plan_loses_is_named_until_it_adds_up() -> None:
     fast = timed("dp_shard=8", optimizer_s=0.05, launch_s=0.001)
     slow = timed("dp_replicate=8", optimizer_s=0.35, exposed_s=0.2, launch_s=0.002)
     verdict, because = compare(slow, fast, policy, trace, fastest_s=fast.estimate.step_s)
-    assert verdict is Verdict.SLOWER
+    assert verdict is PlanVerdict.SLOWER
     assert because == ("+48%, 501 ms: 300 ms more optimizer, 200 ms more exposed communication")
     hidden = timed("dp_replicate=8", exposed_s=0.55)
     _, because = compare(hidden, fast, policy, trace, fastest_s=fast.estimate.step_s)
@@ -98,7 +98,7 @@ def test_a_simpler_plan_that_ties_with_the_choice_but_not_with_the_fastest_is_ex
     simplest = timed("dp_replicate=8", optimizer_s=0.08)
     assert preferred([fastest, choice, simplest], policy) == choice
     verdict, because = compare(simplest, choice, policy, trace, fastest_s=1.0)
-    assert verdict is Verdict.SLOWER
+    assert verdict is PlanVerdict.SLOWER
     assert because.endswith("; +8.0% on the fastest plan")
 
 
@@ -110,8 +110,8 @@ def test_whatever_two_plans_do_differently_the_margin_is_one_part_of_the_fastest
     assert tie_limit_s(fastest.estimate.step_s, policy) == pytest.approx(1.05)
     assert preferred([fastest, inside], policy) == inside
     assert preferred([fastest, beyond], policy) == fastest
-    assert compare(inside, fastest, policy, trace, fastest_s=1.0)[0] is Verdict.TIE
-    assert compare(beyond, fastest, policy, trace, fastest_s=1.0)[0] is Verdict.SLOWER
+    assert compare(inside, fastest, policy, trace, fastest_s=1.0)[0] is PlanVerdict.TIE
+    assert compare(beyond, fastest, policy, trace, fastest_s=1.0)[0] is PlanVerdict.SLOWER
 
 
 def test_a_model_that_fits_whole_and_is_sharded_all_the_same_says_why() -> None:
@@ -157,26 +157,26 @@ SLOW = 4e9
 @pytest.mark.parametrize(
     ("asked", "verdict", "words"),
     [
-        ("tp=4", Verdict.NOT_LEGAL, "tp=4 splits layers, and `tensor_styles` names none"),
-        ("dp_shard=5", Verdict.NOT_LEGAL, "`dp_shard` may be 1, 2, 4, 8 or 16 here"),
-        ("zero=0", Verdict.NO_FIT, "GiB usable, "),
-        ("recompute=full", Verdict.SLOWER, "more recompute"),
-        ("offload=states", Verdict.SLOWER, "more optimizer"),
-        ("dp_shard=16", Verdict.TIE, "tie: -0.7%; not simpler"),
+        ("tp=4", PlanVerdict.NOT_LEGAL, "tp=4 splits layers, and `tensor_styles` names none"),
+        ("dp_shard=5", PlanVerdict.NOT_LEGAL, "`dp_shard` may be 1, 2, 4, 8 or 16 here"),
+        ("zero=0", PlanVerdict.NO_FIT, "GiB usable, "),
+        ("recompute=full", PlanVerdict.SLOWER, "more recompute"),
+        ("offload=states", PlanVerdict.SLOWER, "more optimizer"),
+        ("dp_shard=16", PlanVerdict.TIE, "tie: -0.7%; not simpler"),
     ],
 )
 def test_why_not_answers_with_numbers(
-    seven_billion: Decision, asked: str, verdict: Verdict, words: str
+    seven_billion: Decision, asked: str, verdict: PlanVerdict, words: str
 ) -> None:
     answer = seven_billion.why_not(asked)
     assert answer.verdict is verdict
     assert words in answer.because
-    assert (answer.plan is None) == (verdict is Verdict.NOT_LEGAL)
+    assert (answer.plan is None) == (verdict is PlanVerdict.NOT_LEGAL)
     assert str(answer).startswith(f"{asked}: {verdict}")
 
 
 def test_why_not_the_plan_itself_says_so(seven_billion: Decision) -> None:
-    assert seven_billion.why_not(str(seven_billion.plan)).verdict is Verdict.CHOSEN
+    assert seven_billion.why_not(str(seven_billion.plan)).verdict is PlanVerdict.CHOSEN
 
 
 def test_why_not_says_when_only_the_given_settings_stand_in_the_way() -> None:
@@ -184,7 +184,7 @@ def test_why_not_says_when_only_the_given_settings_stand_in_the_way() -> None:
     answer = decision.why_not("recompute=none")
     # A forward is a third of the computing: of the step 1/4, less what hides behind it and what
     # torch does not run again at the end of a block.
-    assert answer.verdict is Verdict.RULED_OUT
+    assert answer.verdict is PlanVerdict.RULED_OUT
     assert answer.because.startswith("-20%")
 
 
@@ -229,7 +229,9 @@ def test_any_decision_is_legal_fits_and_round_trips(
     assert decision.estimate.fits(policy.usable_bytes(whole.cluster.device))
     assert Decision.from_json(decision.to_json()) == decision
     assert choose(whole, policy=policy).to_json() == decision.to_json()
-    assert all((a.step_s is None) == (a.verdict is Verdict.NO_FIT) for a in decision.alternatives)
+    assert all(
+        (a.step_s is None) == (a.verdict is PlanVerdict.NO_FIT) for a in decision.alternatives
+    )
 
 
 def test_another_process_with_another_hash_seed_writes_the_same_bytes() -> None:

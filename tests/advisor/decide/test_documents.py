@@ -18,7 +18,7 @@ from advisor.cost import CostModel, Estimate
 from advisor.inputs.facts import Facts
 from advisor.predict.case import case_of
 from advisor.predict.resolve import resolve
-from advisor.predict.rows import Row
+from advisor.predict.rows import TableRow
 from advisor.predict.setup import Setup
 from engines.plan import Plan, Schedule
 from profiles.closed_forms.convnets.profile import profile_of
@@ -30,7 +30,7 @@ SPLITS = (1, 3, 5, 8, 10, 12, 20, 40, 60)
 ONE_S, NAIVE_S, SPLIT_20_S, SPLIT_12_S = 3.75, 4.02, 2.51, 2.43
 
 
-def setup(row: Row) -> Setup:
+def setup(row: TableRow) -> Setup:
     found = resolve(row)
     assert isinstance(found, Setup)
     return found
@@ -39,7 +39,7 @@ def setup(row: Row) -> Setup:
 @cache
 def two_devices(split: int, *, stages: int = 2) -> float:
     """Seconds of a step of 120 images, `split` at a time."""
-    row = Row(
+    row = TableRow(
         row_id="tutorial",
         source="pytorch",
         source_date="2019-10",
@@ -143,7 +143,7 @@ def test_the_cost_model_of_plans_scales_replicas_on_a_node_with_nvlink(replicas:
 
 
 def step(n_gpus: int, **cells: object) -> Estimate:
-    row = Row(
+    row = TableRow(
         row_id="replicas",
         source="pytorch",
         model_name="resnet50-224px",

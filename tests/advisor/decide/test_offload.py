@@ -10,7 +10,7 @@ from advisor.cost import CostModel
 from advisor.cost.ledger import HOST_LINK_BYTES_PER_S
 from advisor.decide.candidates import legal_plans
 from advisor.decide.choose import choose
-from advisor.decide.comparison import Verdict
+from advisor.decide.comparison import PlanVerdict
 from advisor.decide.offload import attempts, with_disk
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
@@ -47,7 +47,7 @@ def test_where_everything_fits_on_the_device_nothing_leaves_and_why_not_says_wha
     assert decision.plan.offload is Offload.NONE
     for settings in ("offload=optimizer", "offload=activations", "offload=states zero=3"):
         answer = decision.why_not(settings)
-        assert answer.verdict is Verdict.SLOWER
+        assert answer.verdict is PlanVerdict.SLOWER
         assert answer.estimate is not None
         assert answer.estimate.step_s > decision.estimate.step_s
         assert "more transfers to the host" in answer.because
@@ -147,7 +147,7 @@ def test_what_is_free_on_the_disk_decides_too() -> None:
         choose(facts(MIDDLE, full, batch=8))
     roomy = alone(24).cluster.model_copy(update={"disk_free_bytes": exact(0.9 * ADAM_BYTES)})
     asked = choose(facts(MIDDLE, roomy, batch=8)).why_not("offload=optimizer offload_to=disk")
-    assert asked.verdict is Verdict.NO_FIT
+    assert asked.verdict is PlanVerdict.NO_FIT
     assert "that are free on a node's disk" in asked.because
 
 

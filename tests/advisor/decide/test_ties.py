@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from advisor.cost import CostModel
 from advisor.decide.candidates import legal_plans
 from advisor.decide.choose import choose
-from advisor.decide.comparison import Verdict
+from advisor.decide.comparison import PlanVerdict
 from advisor.decide.decide import decide
 from advisor.decide.decision import Alternative, Decision
 from advisor.decide.tree import in_leaf
@@ -70,20 +70,20 @@ def agree(decision: Decision) -> None:
     might: list[Alternative] = []
     for other in decision.alternatives:
         if other.step_s is None:
-            assert other.verdict is Verdict.NO_FIT
+            assert other.verdict is PlanVerdict.NO_FIT
             continue
         is_of_leaf = in_the_trees_leaf(other, decision)
         is_tied = other.step_s <= limit_s
-        wanted = Verdict.SLOWER
+        wanted = PlanVerdict.SLOWER
         if is_tied:
-            wanted = Verdict.TIE if is_of_leaf else Verdict.OUTSIDE
+            wanted = PlanVerdict.TIE if is_of_leaf else PlanVerdict.OUTSIDE
         assert other.verdict is wanted, other
-        assert other.verdict is not Verdict.RULED_OUT
+        assert other.verdict is not PlanVerdict.RULED_OUT
         if is_of_leaf:
             assert other.step_s >= decision.fastest_s, "a row is faster than the fastest plan"
-        if other.verdict is not Verdict.OUTSIDE:
+        if other.verdict is not PlanVerdict.OUTSIDE:
             might.append(other)
-        if other.verdict is Verdict.TIE:
+        if other.verdict is PlanVerdict.TIE:
             assert simplicity(other.plan) > simplicity(decision.plan), other
     others = [reason for reason in decision.reasons if "Runner-up" in reason or "a tie (" in reason]
     if not might:
@@ -92,7 +92,9 @@ def agree(decision: Decision) -> None:
     second = min(might, key=lambda other: other.step_s or 0.0)
     (reason,) = others
     assert second.title in reason
-    assert ("a tie (within 5.0% of the fastest plan)" in reason) == (second.verdict is Verdict.TIE)
+    assert ("a tie (within 5.0% of the fastest plan)" in reason) == (
+        second.verdict is PlanVerdict.TIE
+    )
     assert (" faster" in reason) == ((second.step_s or 0.0) < mine)
 
 
@@ -106,9 +108,9 @@ def test_why_not_says_of_a_row_what_the_row_says(decision: Decision) -> None:
         degrees = ("pp", "tp", "dp_replicate", "dp_shard", "data_parallel")
         asked = " ".join(f"{name}={getattr(plan, name)}" for name in degrees)
         answer = decision.why_not(asked)
-        is_tied = {Verdict.TIE, Verdict.OUTSIDE, Verdict.CHOSEN}
+        is_tied = {PlanVerdict.TIE, PlanVerdict.OUTSIDE, PlanVerdict.CHOSEN}
         assert (answer.verdict in is_tied) == (other.verdict in is_tied), (answer, other)
-        assert (answer.verdict is Verdict.NO_FIT) == (other.verdict is Verdict.NO_FIT)
+        assert (answer.verdict is PlanVerdict.NO_FIT) == (other.verdict is PlanVerdict.NO_FIT)
 
 
 @settings(max_examples=40, deadline=None)

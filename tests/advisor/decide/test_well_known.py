@@ -30,9 +30,9 @@ from advisor.inputs.precision import MIXED
 from advisor.inputs.stacks import stack_of
 from advisor.predict.case import Case, case_of
 from advisor.predict.resolve import resolve
-from advisor.predict.rows import Row
+from advisor.predict.rows import TableRow
 from advisor.predict.setup import Setup
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.ranking import Candidate
 from engines.plan import DataParallel, PartialPlan
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
@@ -155,7 +155,7 @@ def priced(question: Question, facts: Facts, settings: str) -> Candidate:
         partial = settings_of(question, facts, settings)
         problems = why_illegal(facts, partial)
         assert not problems, problems[0].what
-        search = searched(Kept(CostModel(facts)), partial, POLICY)
+        search = searched(SearchCache(CostModel(facts)), partial, POLICY)
         found = search.fastest(search.rows) or search.nearest(search.rows)
         assert found is not None
         _PRICED[key] = found
@@ -220,7 +220,7 @@ def test_the_choice_is_no_slower_than_the_published_layout(
 
 
 def t4(*, pp: int, tp: int, dp: int, microbatch: int) -> Case:
-    row = Row(
+    row = TableRow(
         row_id="t4",
         source="amp",
         source_date="2022-10",

@@ -15,7 +15,7 @@ from advisor.inputs.policy import Objective, Policy
 from advisor.learning.anchor import Anchor, Links, Term, anchored, fits
 from advisor.learning.residuals import StepMeasurement, anchor_of, busy_s, products_s
 from advisor.learning.run_log import anchor_here, keep_anchor
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from engines.plan import PartialPlan, Plan
 from profiles.errors import InputError
 from profiles.machine.cluster import AxisFits, ClusterProfile, Collective, LinkFit
@@ -364,7 +364,7 @@ def test_the_search_finds_what_weighing_every_plan_finds() -> None:
     for each in (slow, fast):
         corrected = anchored(known, each)
         search = searched(
-            Kept(CostModel(corrected)), PartialPlan(), Policy(objective=Objective.TIME)
+            SearchCache(CostModel(corrected)), PartialPlan(), Policy(objective=Objective.TIME)
         )
         best = search.fastest(search.rows)
         assert best is not None

@@ -6,7 +6,7 @@ import pytest
 
 from advisor.predict.networks import network_case
 from advisor.predict.resolve import resolve
-from advisor.predict.rows import Row
+from advisor.predict.rows import TableRow
 from advisor.predict.setup import Setup
 from engines.plan import Precision, Recompute, Schedule
 from profiles.model.profile import Numerics
@@ -27,7 +27,7 @@ def setup(**cells: object) -> Setup:
         "microbatch": 64,
         "recompute": "none",
     }
-    found = resolve(Row(**{**given, **cells}))  # type: ignore[arg-type]
+    found = resolve(TableRow(**{**given, **cells}))  # type: ignore[arg-type]
     assert isinstance(found, Setup)
     return found
 

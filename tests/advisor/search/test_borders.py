@@ -13,7 +13,7 @@ from advisor.cost import CostModel
 from advisor.decide.candidates import searched
 from advisor.inputs.policy import Policy
 from advisor.search.borders import cut, largest, spans
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.ranking import Candidate
 from engines.plan import PartialPlan, Recompute, Schedule
 from profiles.errors import PlanError
@@ -140,7 +140,7 @@ def test_a_border_goes_where_what_is_received_of_sixteen_microbatches_has_room()
             microbatches=16,
             recompute=Recompute.NONE,
         )
-        search = searched(Kept(CostModel(known)), partial, Policy())
+        search = searched(SearchCache(CostModel(known)), partial, Policy())
         (index,) = range(len(search.space))
         return search.candidate(index)
 

@@ -11,11 +11,11 @@ from advisor.cost import CostModel
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.search.bounds import ROUNDING
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.legal import space_of, styles_of
 from advisor.search.ranking import preferred, weigh
 from advisor.search.search import Search
-from advisor.search.stages import Stages
+from advisor.search.stages import StageSearch
 from engines.plan import Offload, PartialPlan, Schedule
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.workload.stack import Stack, States, stack_named
@@ -78,8 +78,8 @@ def situations(draw: st.DrawFn) -> Facts:
 
 def searched(whole: Facts, offload: Offload = Offload.NONE) -> Search:
     space = space_of(whole, PartialPlan(), styles=styles_of(whole), offload=offload)
-    kept = Kept(CostModel(whole))
-    return Search(kept, Policy(), space, Stages(kept, PartialPlan(), Policy()))
+    kept = SearchCache(CostModel(whole))
+    return Search(kept, Policy(), space, StageSearch(kept, PartialPlan(), Policy()))
 
 
 @settings(max_examples=30, deadline=None)
@@ -89,7 +89,7 @@ def test_no_estimate_is_below_its_bound_and_the_preferred_plan_is_of_all(
 ) -> None:
     """Every row is weighed once, and both are told from that."""
     search, costs = searched(whole, offload), CostModel(whole)
-    stages = Stages(Kept(costs), PartialPlan(), Policy())
+    stages = StageSearch(SearchCache(costs), PartialPlan(), Policy())
     plans = [stages.plan(search.space, index) for index in range(len(search.space))]
     every = weigh(plans, costs, Policy())
     assert len(every) == len(plans)
@@ -120,7 +120,7 @@ def test_a_schedule_without_buffers_of_outputs_is_not_charged_those_of_another()
         stack=stack_named("deepspeed"),
     )
     search, costs = searched(whole), CostModel(whole)
-    rows = Stages(Kept(costs), PartialPlan(), Policy())
+    rows = StageSearch(SearchCache(costs), PartialPlan(), Policy())
     staged = [rows.plan(search.space, n) for n in np.flatnonzero(search.space.pp > 1)[:12]]
     assert {plan.schedule for plan in staged} >= {Schedule.ONE_F_ONE_B, Schedule.GPIPE}
     alone = [CostModel(whole).estimate(plan) for plan in staged]

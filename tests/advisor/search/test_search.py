@@ -13,12 +13,12 @@ from advisor.decide.comparison import nearest_miss
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.bounds import ROUNDING
-from advisor.search.cache import Kept
+from advisor.search.cache import SearchCache
 from advisor.search.columns import unique
 from advisor.search.legal import space_of, styles_of
 from advisor.search.ranking import Candidate, preferred, simplicity, simplicity_columns, weigh
 from advisor.search.search import Search
-from advisor.search.stages import Stages
+from advisor.search.stages import StageSearch
 from engines.plan import Offload, OffloadTo, PartialPlan
 from profiles.closed_forms.families import profile_from_config
 from profiles.model.profile import ModelProfile, Numerics
@@ -37,13 +37,13 @@ def searched(
     to_disk = {} if to is OffloadTo.HOST else {"offload_to": to}
     partial = PartialPlan.build({**to_disk, **degrees})
     space = space_of(whole, partial, styles=styles_of(whole), offload=offload)
-    kept = Kept(CostModel(whole))
-    return Search(kept, policy, space, Stages(kept, PartialPlan(), policy))
+    kept = SearchCache(CostModel(whole))
+    return Search(kept, policy, space, StageSearch(kept, PartialPlan(), policy))
 
 
 def all_of(search: Search, whole: Facts, policy: Policy) -> list[Candidate]:
     costs = CostModel(whole)
-    stages = Stages(Kept(costs), PartialPlan(), policy)
+    stages = StageSearch(SearchCache(costs), PartialPlan(), policy)
     plans = [stages.plan(search.space, index) for index in range(len(search.space))]
     return weigh(plans, costs, policy)
 
@@ -99,7 +99,10 @@ def situations(draw: st.DrawFn) -> Facts:
 
 
 def assert_bounded(search: Search, whole: Facts, every: Sequence[Candidate]) -> None:
-    bounds, stages = search.bounds, Stages(Kept(CostModel(whole)), PartialPlan(), Policy())
+    bounds, stages = (
+        search.bounds,
+        StageSearch(SearchCache(CostModel(whole)), PartialPlan(), Policy()),
+    )
     assert len(every) == len(search.space)
     for index, candidate in enumerate(every):
         found = candidate.estimate
@@ -165,7 +168,7 @@ def test_a_row_in_stages_needs_no_less_than_its_borders_say_and_little_more() ->
     )
     whole, policy = facts(model, gpus(1, 4), batch=16), Policy()
     search = searched(whole, policy)
-    stages = Stages(Kept(CostModel(whole)), PartialPlan(), policy)
+    stages = StageSearch(SearchCache(CostModel(whole)), PartialPlan(), policy)
     rows = np.flatnonzero(search.space.pp > 1)
     alike, group = unique(
         np.stack([getattr(search.space, name)[rows] for name in ("schedule", "recompute", "kind")])

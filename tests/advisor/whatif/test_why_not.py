@@ -7,7 +7,7 @@ import pytest
 from advisor.cost import estimate
 from advisor.decide.candidates import legal_plans
 from advisor.decide.choose import choose
-from advisor.decide.comparison import Verdict, causes, signed_percent
+from advisor.decide.comparison import PlanVerdict, causes, signed_percent
 from advisor.decide.decision import Decision
 from advisor.inputs.policy import Policy
 from engines.plan import PartialPlan
@@ -66,13 +66,18 @@ def test_the_best_plan_that_has_the_settings_is_weighed_against_the_choice(
     assert fastest <= answer.estimate.step_s <= 1.3 * fastest
     difference = answer.estimate.step_s / decision.estimate.step_s - 1
     assert signed_percent(difference) in answer.because
-    assert answer.verdict in (Verdict.SLOWER, Verdict.TIE, Verdict.OUTSIDE, Verdict.CHOSEN)
+    assert answer.verdict in (
+        PlanVerdict.SLOWER,
+        PlanVerdict.TIE,
+        PlanVerdict.OUTSIDE,
+        PlanVerdict.CHOSEN,
+    )
 
 
 def test_a_pipeline_is_slower_by_what_its_stages_wait(decision: Decision) -> None:
     """Stages in turn: of four only one works at a time."""
     answer = decision.why_not("pp=4 schedule=naive")
-    assert answer.verdict is Verdict.SLOWER
+    assert answer.verdict is PlanVerdict.SLOWER
     assert "more waiting for other stages" in answer.because
     assert answer.estimate is not None
     assert answer.estimate.time.idle_s > 0.5 * answer.estimate.step_s
@@ -81,7 +86,7 @@ def test_a_pipeline_is_slower_by_what_its_stages_wait(decision: Decision) -> Non
 def test_a_plan_that_does_not_fit_says_what_is_missing() -> None:
     tight = facts(SMALL, gpus(1, 4, memory_gib=4.0), batch=16)
     answer = choose(tight).why_not("zero=0 pp=1 tp=1 recompute=none")
-    assert answer.verdict is Verdict.NO_FIT
+    assert answer.verdict is PlanVerdict.NO_FIT
     assert answer.estimate is not None
     usable = Policy().usable_bytes(tight.cluster.device)
     missing = answer.estimate.peak_high_bytes - usable
@@ -102,7 +107,7 @@ def test_a_plan_that_does_not_fit_says_what_is_missing() -> None:
 )
 def test_what_cannot_be_says_why_with_numbers(decision: Decision, asked: str, words: str) -> None:
     answer = decision.why_not(asked)
-    assert answer.verdict is Verdict.NOT_LEGAL
+    assert answer.verdict is PlanVerdict.NOT_LEGAL
     assert words in answer.because
     assert (answer.plan, answer.estimate) == (None, None)
 
@@ -116,7 +121,7 @@ def test_more_stages_than_units_are_not_legal() -> None:
         numerics=tuple(Numerics),
     )
     answer = choose(facts(few, gpus(1, 8), batch=16)).why_not("pp=8")
-    assert answer.verdict is Verdict.NOT_LEGAL
+    assert answer.verdict is PlanVerdict.NOT_LEGAL
     assert "pp=8 needs 8 units" in answer.because
 
 
