@@ -40,6 +40,7 @@ def test_other_operations_are_none_of_them() -> None:
     assert times.share == 0
 
 
+@pytest.mark.timed
 def test_most_of_large_products_is_products() -> None:
     matrix = torch.rand(512, 512)
     times = ProductTime(CPU)
