@@ -27,7 +27,7 @@ pytest.importorskip("ipykernel", reason="pip install 'parallel-advisor[test]'")
 pytest.importorskip("matplotlib", reason="pip install 'parallel-advisor[plots]'")
 
 ROOT = Path(__file__).resolve().parents[3]
-NOTEBOOK = ROOT / "advisor" / "notebooks" / "parallel_training.ipynb"
+NOTEBOOK = ROOT / "advisor" / "tutorial" / "notebooks" / "parallel_training.ipynb"
 CELL_S, WHOLE_S = 150.0, 300.0  # it takes 50 s; a machine that is busy may take longer
 LEAVING_S = 10.0
 LONGEST_CELL = 20  # lines; more belongs into a lesson's module
