@@ -35,6 +35,8 @@ def start(folder: Path, *options: str, **variables: str) -> Iterator[subprocess.
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A job in the background of a shell ignores interrupts, and so would its processes.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         yield process
