@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,17 +60,12 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", local_only)
 
 
-class LeftGroupWarning(UserWarning):
-    """A file of tests left a process group behind in this process."""
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End a default process group that a file of tests left behind, and name the file: the next
-    file of this worker that starts one of its own would fail in its place."""
+    """End the group of one that a sharded plan made in this process: the next file may start one of
+    its own."""
     if nextitem is not None and nextitem.path == item.path:
         return
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
-        warnings.warn(LeftGroupWarning(f"{item.nodeid} was the last"), stacklevel=1)
         dist.destroy_process_group()

@@ -21,6 +21,7 @@ WITH_TORCH_PACKAGES = (
     "advisor.tutorial",
     "engines.apply",
     "engines.blocks",
+    "engines.checkpoint",
     "engines.context",
     "engines.data",
     "engines.experts",

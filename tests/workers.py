@@ -11,6 +11,7 @@ waits in a collective cannot be asked to stop) and the next run starts new ones.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -45,6 +46,8 @@ class Pool:
     def __init__(self, size: int) -> None:
         self.size = size
         self._ranks: list[tuple[BaseProcess, Connection]] = []
+        self._stores = itertools.count()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(
         self,
@@ -64,11 +67,12 @@ class Pool:
         if not self._ranks:
             self._start()
         deadline = time.monotonic() + timeout_s
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
-                job = (function, args, rank, world_size, f"{folder}/store", timeout_s)
-                pipe.send_bytes(pickle.dumps(job))
-            return self._collect(world_size, deadline)
+        # All stores stay as long as the ranks: a group that is collected late opens its file again.
+        assert self._folder is not None
+        store = f"{self._folder.name}/{next(self._stores)}"
+        for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
+            pipe.send_bytes(pickle.dumps((function, args, rank, world_size, store, timeout_s)))
+        return self._collect(world_size, deadline)
 
     def _collect(self, world_size: int, deadline: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -95,6 +99,7 @@ class Pool:
         return [results[rank] for rank in range(world_size)]
 
     def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(IMPORTED))
         threads = os.environ.get("OMP_NUM_THREADS")
@@ -120,6 +125,9 @@ class Pool:
         for process, _ in self._ranks:
             process.join(timeout=10)
         self._ranks.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
 
 def _serve(pipe: Connection) -> None:

@@ -6,7 +6,9 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import cast
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from engines.runtime.random_states import random_states, restore_random_states
 from profiles.capture.batch import Batch, batch_size, split_rows
 from profiles.errors import InputError
 
@@ -54,6 +57,9 @@ class ShardedLoader:
         self._source = loader
         self._indices: _ReplicaBatches | None = None
         self._sampler: DistributedSampler[object] | None = None
+        self._generator: torch.Generator | None = None
+        self._pass = _Pass()
+        self._resumed: _Pass | None = None
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return
         inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -63,8 +69,8 @@ class ShardedLoader:
             self._indices = _ReplicaBatches(loader.batch_sampler, replica, replicas, seed)
             # Its own randomness: the user's is not touched, and loading workers of different
             # replicas augment differently.
-            own = torch.Generator().manual_seed(seed + replica)
-            self._source = _with_batches(loader, self._indices, loader.generator or own)
+            self._generator = loader.generator or torch.Generator().manual_seed(seed + replica)
+            self._source = _with_batches(loader, self._indices, self._generator)
         elif not isinstance(inner, SequentialSampler):
             raise InputError(
                 "a DataLoader with batch_size=None and its own order cannot be split: ranks would"
@@ -74,18 +80,79 @@ class ShardedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of the next pass; without it each pass takes the next epoch."""
+        if self._resumed is not None and self._resumed.epoch != epoch:
+            self._resumed = None
         self.epoch = epoch
 
     def __len__(self) -> int:
         return len(cast(Sized, self._source))
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
+        resumed, self._resumed = self._resumed, None
+        if resumed is None:
+            self._pass = _Pass(epoch=self.epoch, random=random_states())
+            if self._generator is not None:
+                self._pass.generator = self._generator.get_state()
+        else:
+            self._pass = resumed
+            if self._generator is not None and resumed.generator is not None:
+                self._generator.set_state(resumed.generator)
+        self.epoch = self._pass.epoch + 1
+        batches = self._batches(self._pass)
+        if resumed is not None and not self._is_stateful:
+            # Its randomness is that of the pass's start; the training's goes on as it was loaded.
+            users = random_states()
+            restore_random_states(resumed.random or users)
+            for _ in islice(batches, self._to_read(resumed.batches)):
+                pass
+            restore_random_states(users)
+        for batch in batches:
+            self._pass.batches += 1
+            yield batch
+        self._pass = _Pass(epoch=self.epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data: of the next batch of this pass, for a resumed training."""
+        state: dict[str, Any] = {
+            "epoch": self._pass.epoch if self._pass.random else self.epoch,
+            "batches": self._pass.batches,
+            "random": self._pass.random,
+            "generator": self._pass.generator,
+        }
+        if self._is_stateful:
+            state["source"] = cast(Any, self._source).state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass go on where `state_dict` was taken, in the same order.
+
+        Index lists are skipped without loading rows; a source that is no indexed dataset is read up
+        to there, unless it has a `load_state_dict` of its own.
+        """
+        self.epoch = state["epoch"]
+        self._resumed = None
+        if state["random"] is not None:
+            self._resumed = _Pass(
+                state["epoch"], state["batches"], state["random"], state["generator"]
+            )
+        if self._is_stateful and "source" in state:
+            cast(Any, self._source).load_state_dict(state["source"])
+
+    @property
+    def _is_stateful(self) -> bool:
+        """True if the source knows its own place, as torchdata's StatefulDataLoader does."""
+        return self._indices is None and hasattr(self._source, "load_state_dict")
+
+    def _to_read(self, batches: int) -> int:
+        """Batches to read and drop: none where index lists are skipped."""
+        return 0 if self._indices is not None else batches
+
+    def _batches(self, of: _Pass) -> Iterator[Batch]:
         if self._sampler is not None:
-            self._sampler.set_epoch(epoch)
+            self._sampler.set_epoch(of.epoch)
             yield from self._source
         elif self._indices is not None:
-            self._indices.begin(epoch)
+            self._indices.begin(of.epoch, skip=of.batches)
             for batch in self._source:
                 has_rows = self._indices.rows.popleft()
                 yield batch if has_rows else split_rows(batch, [0, batch_size(batch)])[0]
@@ -93,6 +160,17 @@ class ShardedLoader:
             for batch in self._source:
                 parts = split_rows(batch, split_rows_evenly(batch_size(batch), self.replicas))
                 yield parts[self.replica]
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One pass over the data: its epoch, the batches handed out, and the random states and those
+    of the loader's generator when it began."""
+
+    epoch: int = 0
+    batches: int = 0
+    random: dict[str, Any] | None = None
+    generator: torch.Tensor | None = None
 
 
 class _ReplicaBatches(Sampler[list[int]]):
@@ -107,16 +185,17 @@ class _ReplicaBatches(Sampler[list[int]]):
     ) -> None:
         self._batches, self._replica, self._replicas = batches, replica, replicas
         self._seed = seed
-        self._epoch = 0
+        self._epoch = self._skip = 0
         self.rows: deque[int] = deque()
 
-    def begin(self, epoch: int) -> None:
-        self._epoch = epoch
+    def begin(self, epoch: int, *, skip: int = 0) -> None:
+        """Draw those of `epoch`, without the first `skip`."""
+        self._epoch, self._skip = epoch, skip
         self.rows = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         rows = self.rows
-        for batch in _seeded(self._batches, self._seed + self._epoch):
+        for batch in islice(_seeded(self._batches, self._seed + self._epoch), self._skip, None):
             sizes = split_rows_evenly(len(batch), self._replicas)
             first = sum(sizes[: self._replica])
             mine = batch[first : first + sizes[self._replica]]
@@ -130,11 +209,11 @@ class _ReplicaBatches(Sampler[list[int]]):
 
 def _seeded(batches: Iterable[list[int]], seed: int) -> Iterator[list[int]]:
     """`batches` in an order that depends on `seed` alone, drawn as they go."""
-    state = _RandomState.of_seed(seed)
-    with state.installed():
+    own = _OwnRandomness(seed)
+    with own.installed():
         source = iter(batches)
     while True:
-        with state.installed():
+        with own.installed():
             try:
                 batch = list(next(source))
             except StopIteration:
@@ -142,39 +221,26 @@ def _seeded(batches: Iterable[list[int]], seed: int) -> Iterator[list[int]]:
         yield batch
 
 
-class _RandomState:
-    """Random states of torch, numpy and Python for a sampler, separate from the user's."""
+class _OwnRandomness:
+    """Random states for a sampler, separate from the user's."""
 
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._numpy = np.random.get_state()
-        self._python = random.getstate()
-
-    @classmethod
-    def of_seed(cls, seed: int) -> _RandomState:
-        users = cls()
+    def __init__(self, seed: int) -> None:
+        users = random_states()
         torch.random.default_generator.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
-        fresh = cls()
-        users._install()
-        return fresh
+        self._states = random_states()
+        restore_random_states(users)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        users = _RandomState()
-        self._install()
+        users = random_states()
+        restore_random_states(self._states)
         try:
             yield
         finally:
-            left_off = _RandomState()
-            vars(self).update(vars(left_off))
-            users._install()
-
-    def _install(self) -> None:
-        torch.set_rng_state(self._torch)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
+            self._states = random_states()
+            restore_random_states(users)
 
 
 def _with_batches(

@@ -2,76 +2,234 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from engines.checkpoint.agreement import Alone, peers_of
+from engines.checkpoint.load import SavedStates, Step, fill, open_save
+from engines.checkpoint.save import SaveOptions, Saving, start_saving
+from engines.checkpoint.training_state import StatesToLoad, states_to_save
 from engines.data.fsdp import release
+from engines.data.loader import ShardedLoader
 from engines.optional.async_updates.exchange import UpdateExchange
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
-from engines.runtime.world import World, rank_error_context
-from engines.state import checkpoint
+from engines.runtime.random_states import random_states, restore_random_states
+from engines.runtime.world import World, rank_error_context, require_same
 from engines.state.full_state import set_whole_state, whole_state
 from engines.state.layout import Layout
 from engines.state.optimizer import empty_optimizer, send_from_first
+from profiles.errors import InputError
 from profiles.model.profile import ModelProfile
+
+PathLike = str | os.PathLike[str]
+
+
+class Stateful(Protocol):
+    """An object whose state a checkpoint can hold, as torch's schedulers are."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
 class CheckpointMixin:
-    """Checkpoints and state dicts: whole tensors under the names of the user's own module."""
+    """Checkpoints and state dicts: whole tensors under the names of the user's own module.
 
+    Attributes:
+        step: optimizer steps of the training so far, those before a load included.
+    """
+
+    step: int
     plan: Plan
     module: nn.Module
     optimizer: torch.optim.Optimizer
     _exchange: UpdateExchange
     _job: World
     _layout: Layout
+    _loaders: list[weakref.ref[ShardedLoader]]
     _mesh: Mesh
+    _objects: dict[str, Stateful]
     _profile: ModelProfile
+    _saving: Saving | None
     _world: World
 
-    @rank_error_context("saving")
-    def save(self, path: checkpoint.PathLike) -> None:
-        """Write weights and optimizer states to the folder `path`; all ranks call it.
+    def register(self, **objects: Stateful) -> None:
+        """Save and load these too: schedulers, a loader, moving averages, whatever has a
+        `state_dict` and a `load_state_dict`.
 
-        Any plan with any world size can load it. An interrupted save leaves the old folder.
-        Replicas that update on their own average first; each writes its optimizer's states.
+        Each rank saves its own state of them. Loaders that `shard` made are registered already.
+
+        Raises:
+            InputError: an object has no such methods.
         """
+        for name, value in objects.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise InputError(
+                    f"`{name}` is a {type(value).__name__}, without `state_dict` and"
+                    " `load_state_dict`",
+                    where="parallel.register",
+                )
+            self._objects[name] = value
+
+    def save(
+        self, folder: PathLike, *, keep_last: int | None = None, keep_every: int | None = None
+    ) -> Path:
+        """Write a checkpoint into a new folder `step-...` in `folder`; all ranks call it.
+
+        It holds weights, optimizer states, random states of each rank, the place in the data of
+        loaders that `shard` made, and what is registered. Any plan with any world size can load it.
+        The new folder gets its name when all of it is on the disk, so an interrupted save leaves
+        the older ones as they are. Replicas that update on their own average first; each writes its
+        optimizer's states.
+
+        Args:
+            keep_last: newest saves to retain; older ones are deleted after this one is complete.
+                By default all are retained.
+            keep_every: saves of steps that this divides are retained all the same.
+
+        Returns the folder of this save.
+
+        Raises:
+            FileError: it cannot be written, or another job saves there.
+            InputError: a registered object has a value that checkpoints cannot hold.
+            PlanMismatchError: ranks name different folders.
+        """
+        return self._start_save(folder, keep_last, keep_every, background=False).wait()
+
+    def async_save(
+        self, folder: PathLike, *, keep_last: int | None = None, keep_every: int | None = None
+    ) -> Saving:
+        """As `save`, but copy the states to host memory and return; a thread writes them.
+
+        `wait()` of the result returns the folder, or raises what went wrong; the next save and the
+        next load wait for it themselves.
+        """
+        return self._start_save(folder, keep_last, keep_every, background=True)
+
+    @rank_error_context("saving")
+    def _start_save(
+        self,
+        folder: PathLike,
+        keep_last: int | None,
+        keep_every: int | None,
+        *,
+        background: bool,
+    ) -> Saving:
+        root = Path(os.path.abspath(folder))
+        self._finish_save()
+        require_same("checkpoint folder", f"{root.name} {root}", self._job)
+        step = self.step
+        own = self._own_states()
         release(self.module)
         self._exchange.synchronise()
         self._follow_first_replica(every_buffer=True)
         with self._exchange.saving() as writers:
-            if self._exchange.keeps_states:
-                checkpoint.save(
-                    path,
-                    self.module,
-                    self.optimizer,
-                    world=self._job,
-                    layout=self._layout,
-                    writers=writers,
-                    outer=self._exchange.outer_states(),
-                    replica=self._exchange.states_of,
-                )
-
-    @rank_error_context("loading")
-    def load(self, path: checkpoint.PathLike) -> None:
-        """Read what `save` wrote under any plan; all ranks call it."""
-        release(self.module)
-        with self._exchange.loading():
-            states = self.optimizer if self._exchange.keeps_states else empty_optimizer()
-            has_outer = checkpoint.load(
-                path,
+            if not self._exchange.keeps_states:
+                return Saving.done(root / f"step-{step:08d}")
+            states = states_to_save(
                 self.module,
-                states,
-                layout=self._layout,
-                alone=bool(self.plan.servers),
+                self.optimizer,
+                self._layout,
                 outer=self._exchange.outer_states(),
                 replica=self._exchange.states_of,
             )
+            self.step = step  # torch makes missing optimizer states by a step of zeros
+            saving = start_saving(
+                root,
+                states,
+                own,
+                peers=peers_of(self._job, writers),
+                options=SaveOptions(step, str(self.plan), keep_last, keep_every),
+                timeout_s=self._job.timeout_s,
+                background=background and writers is None,
+            )
+        self._saving = saving
+        return saving
+
+    def _finish_save(self) -> None:
+        """Wait for a save in the background, and raise what went wrong in it, once."""
+        saving, self._saving = self._saving, None
+        if saving is not None and not saving.was_waited_for:
+            saving.wait()
+
+    @rank_error_context("loading")
+    def load(self, folder: PathLike, *, step: Step = "newest", verify: bool = True) -> int:
+        """Read what `save` wrote under any plan; all ranks call it.
+
+        Files are compared with their hashes before anything is changed. Random states are restored
+        where as many ranks saved as there are now; others go on with theirs, and dropout draws
+        other numbers than the undisturbed run.
+
+        Args:
+            folder: that `save` was given, or one of the `step-...` folders in it.
+            step: of the save; "newest": the last one; "latest": the last one that is whole, with a
+                warning where a newer one is damaged.
+            verify: False compares sizes alone.
+
+        Returns the step of the training that was loaded.
+
+        Raises:
+            FileError: there is no complete checkpoint, it is damaged, or of another model or
+                optimizer; nothing was changed.
+        """
+        root = Path(os.path.abspath(folder))
+        self._finish_save()
+        require_same("checkpoint folder", f"{root.name} {root}", self._job)
+        release(self.module)
+        # Ranks that servers exchange with have the whole model each, and load without the others.
+        everyone = Alone(self._job.rank) if self.plan.servers else peers_of(self._job, None)
+        saved = open_save(root, step=step, peers=everyone, verify=verify)
+        with self._exchange.loading():
+            states = StatesToLoad(
+                self.module,
+                self.optimizer if self._exchange.keeps_states else empty_optimizer(),
+                self._layout,
+                outer=self._exchange.outer_states(),
+            )
+            has_outer = fill(saved, states, peers=everyone, replica=self._exchange.states_of)
         if not has_outer:
             self._exchange.forget_outer_states()
+        self.step = saved.step
+        self._restore_own(saved)
+        return self.step
+
+    def _own_states(self) -> dict[str, Any]:
+        """Random states and objects of this rank."""
+        objects = {name: value.state_dict() for name, value in self._objects.items()}
+        loaders = [loader.state_dict() for loader in self._live_loaders()]
+        return {
+            "random": random_states(self._world.device),
+            "loaders": loaders,
+            "objects": objects,
+        }
+
+    def _live_loaders(self) -> list[ShardedLoader]:
+        """Those that `shard` made and the script still has, in their order."""
+        every = [loader for reference in self._loaders if (loader := reference()) is not None]
+        self._loaders = [weakref.ref(loader) for loader in every]
+        return every
+
+    def _restore_own(self, saved: SavedStates) -> None:
+        """Restore random states and objects: this rank's, or of the first where ranks differ."""
+        same = saved.world_size == self._job.size
+        own = saved.of_rank(self._job.rank if same else 0)
+        for loader, state in zip(self._live_loaders(), own.get("loaders", ()), strict=False):
+            loader.load_state_dict(state)
+        objects = own.get("objects", {})
+        for name, value in self._objects.items():
+            if name in objects:
+                value.load_state_dict(objects[name])
+            elif self._job.rank == 0:
+                warnings.warn(f"`{saved.path}` has no `{name}`: it begins anew", stacklevel=4)
+        if same and "random" in own:
+            restore_random_states(own["random"], self._world.device)
 
     @rank_error_context("gathering the state")
     def state_dict(

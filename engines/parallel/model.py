@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engines.blocks.autocast import as_fp32, autocast
 from engines.blocks.recompute import explained_recompute
+from engines.checkpoint.save import Saving
 from engines.context.context import Context
 from engines.data.ddp import explained_reduction, require_all_reduced
 from engines.data.fsdp import prepare_backward, release, start_over, whole_gradients
@@ -26,7 +28,7 @@ from engines.experts.experts import Experts
 from engines.offload.pool import OffloadPool
 from engines.optional.async_updates.exchange import UpdateExchange
 from engines.parallel.async_updates import AsyncUpdatesMixin
-from engines.parallel.checkpointing import CheckpointMixin
+from engines.parallel.checkpointing import CheckpointMixin, Stateful
 from engines.parallel.monitoring import MonitoringMixin
 from engines.parallel.naming import NamingMixin
 from engines.plan import Plan
@@ -159,6 +161,11 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         self._is_pending = False
         if self._averaged or experts is not None or (split is not None and split.partial):
             optimizer.register_step_pre_hook(self._finish_pending)
+        self.step = 0
+        self._objects: dict[str, Stateful] = {}
+        self._loaders: list[weakref.ref[ShardedLoader]] = []
+        self._saving: Saving | None = None
+        optimizer.register_step_post_hook(self._count_step)
         # Not in the module tree: a wrapper must not show in names or state dicts.
         object.__setattr__(self, "_runner", runner)
 
@@ -219,6 +226,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
             RankError: names a rank that is gone or late, and without which there is no step.
         """
         if self._exchange.replace_step():
+            self.step += 1
             return self._exchange.take_loss()
         with self.steps.noted(batch):
             loss = self.forward_backward(batch)
@@ -284,9 +292,11 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
 
     def shard(self, loader: Iterable[Batch]) -> ShardedLoader:
         """`loader` yields global batches; the result yields this replica's rows of each."""
-        return ShardedLoader(
+        sharded = ShardedLoader(
             loader, replica=self.data_rank, replicas=self.data_world_size, seed=self._seed
         )
+        self._loaders.append(weakref.ref(sharded))
+        return sharded
 
     @rank_error_context("summing the norms of gradients")
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -342,6 +352,9 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
             sum_gradients(map(self.module.get_parameter, partial), self._mesh.tp.group)
         if pipeline is not None:
             pipeline.sum_ties()
+
+    def _count_step(self, *_: object) -> None:
+        self.step += 1
 
     def _mark_pending(self, _: Tensor) -> None:
         self._is_pending = True

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from engines.runtime.mesh import Axis, Mesh
-from engines.state.shard_spec import placed
+from engines.state.shard_spec import PlacedTensor, placed, placed_slice
 from engines.state.slices import Slice
 
 
@@ -152,14 +152,13 @@ class Layout:
             return shard.to(like.device)
         return whole
 
-    def placed(self, name: str, tensor: Tensor) -> Tensor:
-        """`tensor`, the parameter `name` or a state of it, for saving and loading: with its offsets
-        in the whole, if it is split over an axis."""
+    def placed(self, name: str, tensor: Tensor) -> PlacedTensor:
+        """The chunks of `tensor`, the parameter `name` or a state of it, for saving and loading."""
         cut, shape = self._cut(name), self.shape(name)
         if cut is None or shape is None or tensor.dim() != len(shape):
-            return tensor
+            return placed(tensor)
         how, axis = cut
-        return placed(tensor, how, shape=shape, rank=axis.position, size=axis.size)
+        return placed_slice(tensor, how, shape=shape, rank=axis.position, size=axis.size)
 
     def _whole(self, name: str, tensor: Tensor | None) -> Tensor:
         """Put together on the stage that owns it, then sent to the others."""

@@ -289,14 +289,14 @@ def saving_hook() -> object | None:
     return hooks[0] if hooks else None
 
 
-def rows_of_shard(shard: DTensor) -> int:
-    """The first row of the whole tensor that this rank has; DTensor shards by rows."""
+def offsets_of_shard(shard: DTensor) -> tuple[int, ...]:
+    """The place of this rank's part in the whole tensor, one offset a dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offsets = compute_local_shape_and_global_offset(
         shard.shape, shard.device_mesh, shard.placements
     )
-    return int(offsets[0])
+    return tuple(map(int, offsets))
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engines.checkpoint.agreement import peers_of
+from engines.checkpoint.load import fill, open_save
+from engines.checkpoint.save import SaveOptions, start_saving
+from engines.checkpoint.training_state import StatesToLoad, states_to_save
 from engines.data.fsdp import shard
 from engines.data.gradients import clip_gradients, full_gradients
 from engines.data.replicas import local_part, sum_gradients
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import World, join_world
-from engines.state import checkpoint
 from engines.state.full_state import set_whole_state, whole_state
 from engines.state.layout import Layout
 from engines.state.slices import Slice
@@ -84,6 +87,27 @@ def spread(plan: str, seed: int) -> tuple[Gated, Layout, Mesh]:
     return model, layout, mesh
 
 
+def save(
+    folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, layout: Layout
+) -> None:
+    start_saving(
+        Path(folder),
+        states_to_save(model, optimizer, layout, outer={}, replica=0),
+        {},
+        peers=peers_of(world, None),
+        options=SaveOptions(step=1, plan=""),
+        timeout_s=60,
+    ).wait()
+
+
+def restore(
+    folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, layout: Layout
+) -> None:
+    peers = peers_of(world, None)
+    saved = open_save(Path(folder), step="newest", peers=peers, verify=True)
+    fill(saved, StatesToLoad(model, optimizer, layout, outer={}), peers=peers, replica=0)
+
+
 def stepped(seed: int, max_norm: float) -> tuple[Gated, torch.optim.Optimizer, Tensor]:
     """One clipped step on one process; the gradients are the parameters of another model."""
     model, optimizer = build(seed), None
@@ -110,7 +134,7 @@ def step(plan: str, folder: str) -> dict[str, Any]:
     actual = clip_gradients(model, layout, mesh, 0.5)
     optimizer = adam(model)
     optimizer.step()
-    checkpoint.save(folder, model, optimizer, world=join_world(), layout=layout)
+    save(folder, model, optimizer, join_world(), layout)
     state = whole_state(model, layout)
     assert list(state) == list(whole) == list(gradients)
     return {
@@ -136,7 +160,7 @@ def test_parts_are_stepped_and_saved_as_the_whole_is(pool: Pool, tmp_path: Path,
     model, optimizer = build(9), None
     optimizer = adam(model)
     layout = Layout(model, Mesh(Plan(), World(0, 1, CPU, 60.0)), device=CPU)
-    checkpoint.load(folder, model, optimizer, layout=layout)
+    restore(folder, model, optimizer, join_world(), layout)
     wanted, its_optimizer, _ = stepped(3, max_norm=0.5)
     for name, parameter in model.named_parameters():
         other = wanted.get_parameter(name)
@@ -150,7 +174,7 @@ def load(plan: str, folder: str) -> tuple[float, float]:
     wanted, its_optimizer, _ = stepped(3, max_norm=0.5)
     model, layout, _ = spread(plan, seed=7)
     optimizer = adam(model)
-    checkpoint.load(folder, model, optimizer, layout=layout)
+    restore(folder, model, optimizer, join_world(), layout)
     actual = whole_state(model, layout)
     error = max((actual[n] - v).abs().max().item() for n, v in wanted.state_dict().items())
     momenta = {n: optimizer.state[p]["exp_avg"] for n, p in model.named_parameters()}
@@ -171,5 +195,5 @@ def test_what_was_saved_whole_is_loaded_into_parts(pool: Pool, tmp_path: Path, p
     model, optimizer, _ = stepped(3, max_norm=0.5)
     world = World(0, 1, CPU, 60.0)
     layout = Layout(model, Mesh(Plan(), world), device=CPU)
-    checkpoint.save(folder, model, optimizer, world=world, layout=layout)
+    save(str(folder), model, optimizer, world, layout)
     assert pool.run(load, plan, str(folder), world_size=4) == [(0.0, 0.0)] * 4

@@ -202,7 +202,7 @@ def test_what_is_put_in_place_of_a_call_runs_instead_of_hooks_and_forward() -> N
 
 def _first_rows() -> int:
     mesh = init_device_mesh("cpu", (2,))
-    return compat.rows_of_shard(distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
+    return compat.offsets_of_shard(distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))[0]
 
 
 @pytest.mark.dist

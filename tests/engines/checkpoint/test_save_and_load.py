@@ -57,23 +57,24 @@ def test_what_one_plan_saved_another_loads(
         assert loss == pytest.approx(same[0][1], rel=1e-5)
 
 
-def test_an_interrupted_save_leaves_the_old_checkpoint(
+def test_a_save_that_fails_leaves_the_older_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import engines.state.checkpoint
+    import engines.checkpoint.save
 
     _, parallel = alone("gpt")
-    parallel.save(tmp_path / "checkpoint")
+    parallel.save(tmp_path)
     before = parallel.state_dict()["head.weight"].clone()
     parallel.train_step(CASES["gpt"].batch(4))
 
-    def no_space(*args: object, **kwargs: object) -> None:
+    def no_space(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(engines.state.checkpoint.dcp, "save", no_space)
-    with pytest.raises(FileError, match="No space left"):
-        parallel.save(tmp_path / "checkpoint")
-    parallel.load(tmp_path / "checkpoint")
+    monkeypatch.setattr(engines.checkpoint.save, "write_shard", no_space)
+    with pytest.raises(FileError, match=r"cannot write .*rank 0: .*No space left"):
+        parallel.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "lock", "step-00000000"]
+    parallel.load(tmp_path)
     assert torch.equal(parallel.state_dict()["head.weight"], before)
 
 
@@ -251,5 +252,5 @@ def test_a_folder_that_cannot_be_written_fails_on_every_rank(
     (tmp_path / "file").write_text("not a folder")
     folder = str(tmp_path / "file" / "checkpoint")
     first, second = pool.run(_unwritable, plan, folder, world_size=2, timeout_s=20)
-    assert f"cannot write `{folder}`: [Errno 17] File exists" in first
-    assert f"cannot write `{folder}`: rank 0 could not" in second
+    assert f"cannot write `{folder}`: Not a directory" in first
+    assert f"rank 0: cannot write `{folder}`: Not a directory" in second

@@ -1,0 +1,251 @@
+"""The root folder of a run's checkpoints: one folder for each save, and a pointer to the newest.
+
+    runs/gpt/
+        latest                      "step-00001200", replaced atomically after each save
+        lock                        the job that saves here
+        step-00000600/              complete: renamed to this name when all is on the disk
+            manifest.json
+            rank-00000.safetensors
+        step-00001200/
+        .partial-step-00001800-5f0c93d2/    being written, or left by a job that died
+
+Files that no manifest of ours names are never deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import socket
+import time
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+from engines.checkpoint.manifest import FILE_NAME, MANIFEST, Manifest, file_of, read_manifest
+from profiles.errors import FileError
+
+LATEST, LOCK, PLANNED = "latest", "lock", "files.json"
+STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_PARTIAL, _DELETED = ".partial-", ".deleted-"
+PATIENCE_S = 5.0
+"""Time that a job which was told to end has left to let go of the folder."""
+_LOCKS: dict[str, CheckpointLock] = {}
+
+
+def is_checkpoint(path: Path) -> bool:
+    """True if `path` is the folder of one complete save."""
+    return (path / MANIFEST).is_file()
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a save's folder; -1 where it has none."""
+    match = STEP.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def complete_saves(root: Path) -> list[Path]:
+    """Folders of the complete saves in `root`: that of the pointer first, then newest first."""
+    try:
+        saves = [path for path in root.iterdir() if STEP.fullmatch(path.name)]
+    except OSError:
+        return []
+    saves = [path for path in saves if is_checkpoint(path)]
+    pointed = root / _pointer(root)
+    return sorted(
+        saves, key=lambda path: (path == pointed, _saved_ns(path), path.name), reverse=True
+    )
+
+
+def _pointer(root: Path) -> str:
+    try:
+        with open(root / LATEST, encoding="utf-8") as file:
+            return file.read(64).strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _saved_ns(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return (path / MANIFEST).stat().st_mtime_ns
+    return 0
+
+
+class SaveFolder:
+    """One save on its way: files are written into `partial`, which `commit` gives its name.
+
+    The first rank of a job makes it, commits it, and removes what it may remove.
+    """
+
+    def __init__(self, root: Path, *, step: int, ranks: Iterable[int]) -> None:
+        """Lock `root`, clear what dead saves left in it, and make `partial`.
+
+        Raises:
+            FileError: another job saves here, or the folder cannot be written.
+        """
+        self.root, self.step = root, step
+        self.files = [file_of(rank) for rank in ranks]
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            lock(root)
+            _clear(root)
+            name = f"{_PARTIAL}step-{step:08d}-{secrets.token_hex(4)}"
+            self.partial = root / name
+            self.partial.mkdir()
+            _write_new(self.partial / PLANNED, json.dumps(self.files).encode())
+        except OSError as error:
+            raise FileError(f"cannot write `{root}`: {error.strerror}") from None
+
+    def commit(self, manifest: Manifest) -> Path:
+        """Write the manifest, give the folder its name and let the pointer name it."""
+        _write_new(self.partial / MANIFEST, manifest.to_bytes())
+        (self.partial / PLANNED).unlink()
+        sync_folder(self.partial)
+        target = self.root / f"step-{self.step:08d}"
+        number = 0
+        while os.path.lexists(target):  # this step was saved before
+            number += 1
+            target = self.root / f"step-{self.step:08d}.{number}"
+        os.rename(self.partial, target)
+        sync_folder(self.root)
+        temporary = self.root / f".{LATEST}-{secrets.token_hex(4)}"
+        _write_new(temporary, f"{target.name}\n".encode())
+        os.replace(temporary, self.root / LATEST)
+        sync_folder(self.root)
+        return target
+
+    def abandon(self) -> None:
+        """Remove the files of a save that failed."""
+        with contextlib.suppress(OSError):
+            _remove(self.partial, [*self.files, MANIFEST, PLANNED])
+
+
+def prune(root: Path, *, keep_last: int | None, keep_every: int | None) -> None:
+    """Delete complete saves beyond the `keep_last` newest, but not steps that `keep_every` divides.
+
+    None keeps all. The save that the pointer names is always kept.
+    """
+    if keep_last is None:
+        return
+    for path in complete_saves(root)[max(1, keep_last) :]:
+        if keep_every and step_of(path) % keep_every == 0:
+            continue
+        with contextlib.suppress(OSError):
+            # Renamed first: an interrupted deletion leaves nothing that looks complete.
+            dying = root / f"{_DELETED}{path.name}-{secrets.token_hex(4)}"
+            os.rename(path, dying)
+            _delete(dying)
+
+
+def _clear(root: Path) -> None:
+    """Remove what saves and deletions left that were interrupted; this job has the lock."""
+    for path in root.iterdir():
+        with contextlib.suppress(OSError, FileError, ValueError, TypeError):
+            if path.is_symlink():
+                continue
+            if path.name.startswith(_DELETED):
+                _delete(path)
+            elif path.name.startswith(_PARTIAL):
+                planned = json.loads((path / PLANNED).read_bytes())
+                files = [name for name in planned if FILE_NAME.fullmatch(name)]
+                _remove(path, [*files, MANIFEST, PLANNED])
+
+
+def _delete(path: Path) -> None:
+    files = list(read_manifest(path).files) if is_checkpoint(path) else []
+    _remove(path, [*files, MANIFEST])
+
+
+def _remove(path: Path, names: list[str]) -> None:
+    """Unlink the files named, the last one last, then the folder if nothing else is in it."""
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            (path / name).unlink()
+    path.rmdir()
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the folder's names."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class CheckpointLock:
+    """The right to save into a folder: one process on all machines that share it, while it lives.
+
+    The kernel frees it when the process ends, however it ends; forked workers do not inherit it.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Raises FileError where another live job has it for longer than `PATIENCE_S`."""
+        self._path = root / LOCK
+        self._file: IO[str] = open(self._path, "a+", encoding="utf-8")  # noqa: SIM115
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() > deadline:
+                    raise self._taken() from None
+                time.sleep(0.1)
+            except OSError as error:  # a file system without locks
+                warnings.warn(
+                    f"`{root}` cannot be locked ({error.strerror}): do not let two jobs save there",
+                    stacklevel=2,
+                )
+                return
+        self._file.truncate(0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+        self._file.flush()
+
+    def is_current(self) -> bool:
+        """False where the folder was deleted, and maybe made again, after it was locked."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+        return False
+
+    def release(self) -> None:
+        """Let other jobs save here."""
+        self._file.close()
+
+    def _taken(self) -> FileError:
+        self._file.seek(0)
+        owner = self._file.read(500).strip() or "another process"
+        self._file.close()
+        return FileError(
+            f"another job saves its checkpoints in `{self._path.parent}`: {owner}",
+            hints=["give each job a folder of its own, or end the other one first"],
+        )
+
+
+def lock(root: Path) -> None:
+    """Take the lock of `root` for this process, once, until it ends or `unlock` is called."""
+    key = os.path.realpath(root)
+    if key in _LOCKS and not _LOCKS[key].is_current():
+        unlock(root)
+    if key not in _LOCKS:
+        _LOCKS[key] = CheckpointLock(root)
+
+
+def unlock(root: Path) -> None:
+    """Give the lock of `root` back."""
+    taken = _LOCKS.pop(os.path.realpath(root), None)
+    if taken is not None:
+        taken.release()

@@ -1,0 +1,176 @@
+"""One rank's tensors in a safetensors file, written with its hash and read chunk by chunk.
+
+Written here, since safetensors' own writer first copies all tensors to bytes and cannot hash as it
+goes; read by safetensors. Format: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engines.checkpoint.manifest import Manifest, SavedChunk, SavedFile
+from engines.checkpoint.values import dtype_of
+from profiles.errors import FileError
+from profiles.units import MIB
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_READ_BYTES = 8 * MIB
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> SavedFile:
+    """Write a new file and wait until the disk has it; one tensor at a time is in host memory."""
+    header: dict[str, Any] = {}
+    place = 0
+    for key, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        header[key] = {
+            "dtype": _name(tensor.dtype, key),
+            "shape": list(_stored(tensor).shape),
+            "data_offsets": [place, place + nbytes],
+        }
+        place += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    digest, size = hashlib.sha256(), 0
+    with open(path, "xb") as file:
+        for part in _parts(text, tensors.values()):
+            file.write(part)
+            digest.update(part)
+            size += len(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return SavedFile(bytes=size, sha256=digest.hexdigest())
+
+
+def _parts(header: bytes, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    yield memoryview(len(header).to_bytes(8, "little") + header)
+    for tensor in tensors:
+        if tensor.numel():
+            flat = _stored(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
+            yield flat.numpy().data
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of reals: the format has none."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _name(dtype: torch.dtype, key: str) -> str:
+    real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
+    if real not in _NAMES:
+        raise FileError(f"`{key}` is {dtype}, which checkpoints cannot hold")
+    return _NAMES[real]
+
+
+def file_problem(path: Path, saved: SavedFile) -> str:
+    """Why the file is not the one that was saved; empty where it is. Reads all of it."""
+    digest = hashlib.sha256()
+    try:
+        size = path.stat().st_size
+        if size != saved.bytes:
+            return f"`{path.name}` has {size:,} bytes, {saved.bytes:,} were saved"
+        with open(path, "rb") as file:
+            while part := file.read(_READ_BYTES):
+                digest.update(part)
+    except OSError as error:
+        return f"`{path.name}` cannot be read: {error.strerror}"
+    same = digest.hexdigest() == saved.sha256
+    return "" if same else f"the content of `{path.name}` does not match its SHA-256"
+
+
+class ShardReader:
+    """Tensors of a checkpoint, read slice by slice from the files of all ranks."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._tensors = folder, manifest.tensors
+        self._open: dict[str, Any] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor `name`.
+
+        Raises:
+            FileError: there is none, or its file cannot be read.
+        """
+        if name not in self._tensors:
+            raise FileError(f"`{self._folder}` has no tensor `{name}`")
+        saved = self._tensors[name]
+        whole = torch.empty(saved.shape, dtype=dtype_of(saved.dtype))
+        self.read(name, whole, offsets=(0,) * len(saved.shape))
+        return whole
+
+    @torch.no_grad()
+    def read(self, name: str, target: Tensor, *, offsets: Sequence[int]) -> None:
+        """Copy into `target`, the box at `offsets` of the whole tensor `name`.
+
+        Raises:
+            FileError: the file cannot be read, or no chunk has some of the elements.
+        """
+        count = 0
+        for chunk in self._tensors[name].chunks:
+            box = overlap(chunk, offsets, target.shape)
+            if box is not None:
+                inside, into = box
+                part = self._slice(chunk, inside, complex_=target.is_complex())
+                target[into].copy_(part)
+                count += part.numel()
+        if count != target.numel():
+            raise FileError(
+                f"`{self._folder}` has {count:,} of {target.numel():,} elements of `{name}`"
+            )
+
+    def _slice(self, chunk: SavedChunk, inside: tuple[slice, ...], *, complex_: bool) -> Tensor:
+        try:
+            if chunk.file not in self._open:
+                path = str(self._folder / chunk.file)
+                self._open[chunk.file] = safe_open(path, framework="pt", device="cpu")
+            file = self._open[chunk.file]
+            whole = not inside  # a number: it has no dimension to slice
+            part: Tensor = (
+                file.get_tensor(chunk.key) if whole else file.get_slice(chunk.key)[inside]
+            )
+        except (OSError, SafetensorError) as error:
+            raise FileError(f"cannot read `{self._folder / chunk.file}`: {error}") from None
+        return torch.view_as_complex(part) if complex_ else part
+
+
+Slices = tuple[slice, ...]
+
+
+def overlap(
+    chunk: SavedChunk, offsets: Sequence[int], sizes: Sequence[int]
+) -> tuple[Slices, Slices] | None:
+    """The elements that a chunk and a box share, as slices of the one and of the other."""
+    inside, into = [], []
+    for start, length, offset, size in zip(chunk.offsets, chunk.sizes, offsets, sizes, strict=True):
+        low, high = max(start, offset), min(start + length, offset + size)
+        if low >= high:
+            return None
+        inside.append(slice(low - start, high - start))
+        into.append(slice(low - offset, high - offset))
+    return tuple(inside), tuple(into)

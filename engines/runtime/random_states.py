@@ -1,0 +1,30 @@
+"""Random states of this process: Python's, numpy's, torch's and its device's."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_states(device: torch.device | None = None) -> dict[str, Any]:
+    """The states of all global generators; that of `device` too where it has its own."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if device is not None and device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: dict[str, Any], device: torch.device | None = None) -> None:
+    """The inverse of `random_states`; a device that had no state keeps its own."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device is not None and device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
