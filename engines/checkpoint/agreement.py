@@ -125,7 +125,7 @@ def on_first(peers: Peers, work: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def together(peers: Peers, doing: str) -> Iterator[None]:
+def all_peers_succeed(peers: Peers, doing: str) -> Iterator[None]:
     """Around work without messages: where it fails on one rank, all raise.
 
     Raises:
@@ -178,7 +178,7 @@ class Results:
             default_store().set(f"{self._key}end", json.dumps(value))
 
     def hear(self, *, timeout_s: float) -> Any:
-        """What the first rank announced."""
+        """Return what the first rank announced."""
         return self._wait("end", self._peers.ranks[0], timeout_s)
 
     def _wait(self, key: str, rank: int, timeout_s: float) -> Any:

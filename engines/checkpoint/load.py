@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from engines.checkpoint.agreement import Peers, on_first, together
+from engines.checkpoint.agreement import Peers, all_peers_succeed, on_first
 from engines.checkpoint.folder import complete_saves, is_checkpoint, step_of
 from engines.checkpoint.legacy import LegacyReader, is_legacy
 from engines.checkpoint.manifest import SavedTensor, read_manifest
@@ -156,9 +156,9 @@ def fill(saved: SavedStates, states: StatesToLoad, *, peers: Peers, replica: int
     """
     names = saved.names
     try:
-        with together(peers, f"loading `{saved.path}`"):
+        with all_peers_succeed(peers, f"loading `{saved.path}`"):
             states.require_fit(saved.path, saved.tensors, names)
-        with together(peers, f"loading `{saved.path}`"):
+        with all_peers_succeed(peers, f"loading `{saved.path}`"):
             for name, target in states.places(replica=replica, names=names).items():
                 for chunk in target.chunks:
                     saved.reader.read(name, chunk.part, offsets=chunk.offsets)

@@ -34,7 +34,7 @@ SLOWEST_DISK = 5 * MIB
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """What a save is called and which older ones may go.
+    """Name of a save, and the older ones that may go.
 
     Attributes:
         step: of the training.
@@ -49,7 +49,7 @@ class SaveOptions:
     keep_every: int | None = None
 
 
-class Saving:
+class CheckpointSave:
     """A save whose files are being written; `wait` returns the folder when it is complete."""
 
     def __init__(self, work: Callable[[], Path], *, background: bool) -> None:
@@ -66,7 +66,7 @@ class Saving:
             self._run()
 
     @classmethod
-    def done(cls, path: Path) -> Saving:
+    def done(cls, path: Path) -> CheckpointSave:
         """Of a rank that has nothing to write."""
         return cls(lambda: path, background=False)
 
@@ -101,7 +101,7 @@ def start_saving(
     options: SaveOptions,
     timeout_s: float,
     background: bool = False,
-) -> Saving:
+) -> CheckpointSave:
     """Begin a save into a new folder in `root`; all `peers` call it.
 
     Args:
@@ -169,7 +169,7 @@ def start_saving(
             raise FileError(f"cannot write `{root}`: {end['failure']}")
         return Path(end["path"])
 
-    return Saving(write, background=background)
+    return CheckpointSave(write, background=background)
 
 
 def _commit(

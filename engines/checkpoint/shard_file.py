@@ -89,7 +89,7 @@ def _name(dtype: torch.dtype, key: str) -> str:
 
 
 def file_problem(path: Path, saved: SavedFile) -> str:
-    """Why the file is not the one that was saved; empty where it is. Reads all of it."""
+    """Compare a file with the one that was saved: the first difference, else empty. Reads all of it."""
     digest = hashlib.sha256()
     try:
         size = path.stat().st_size

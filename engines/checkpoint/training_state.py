@@ -129,7 +129,7 @@ class StatesToLoad:
                 )
 
     def places(self, *, replica: int, names: Collection[str]) -> dict[str, PlacedTensor]:
-        """Where the tensors of a checkpoint go that has `names`; those of a replica's own optimizer
+        """Targets for the tensors of a checkpoint that has `names`; a replica's own optimizer states
         where it has some, else those of the first."""
         layout = self._layout
         result = {

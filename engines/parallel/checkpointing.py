@@ -13,7 +13,7 @@ from torch import nn
 
 from engines.checkpoint.agreement import Alone, peers_of
 from engines.checkpoint.load import SavedStates, Step, fill, open_save
-from engines.checkpoint.save import SaveOptions, Saving, start_saving
+from engines.checkpoint.save import CheckpointSave, SaveOptions, start_saving
 from engines.checkpoint.training_state import StatesToLoad, states_to_save
 from engines.data.fsdp import release
 from engines.data.loader import ShardedLoader
@@ -57,7 +57,7 @@ class CheckpointMixin:
     _mesh: Mesh
     _objects: dict[str, Stateful]
     _profile: ModelProfile
-    _saving: Saving | None
+    _saving: CheckpointSave | None
     _world: World
 
     def register(self, **objects: Stateful) -> None:
@@ -105,7 +105,7 @@ class CheckpointMixin:
 
     def async_save(
         self, folder: PathLike, *, keep_last: int | None = None, keep_every: int | None = None
-    ) -> Saving:
+    ) -> CheckpointSave:
         """As `save`, but copy the states to host memory and return; a thread writes them.
 
         `wait()` of the result returns the folder, or raises what went wrong; the next save and the
@@ -121,7 +121,7 @@ class CheckpointMixin:
         keep_every: int | None,
         *,
         background: bool,
-    ) -> Saving:
+    ) -> CheckpointSave:
         root = Path(os.path.abspath(folder))
         self._finish_save()
         require_same("checkpoint folder", f"{root.name} {root}", self._job)
@@ -132,7 +132,7 @@ class CheckpointMixin:
         self._follow_first_replica(every_buffer=True)
         with self._exchange.saving() as writers:
             if not self._exchange.keeps_states:
-                return Saving.done(root / f"step-{step:08d}")
+                return CheckpointSave.done(root / f"step-{step:08d}")
             states = states_to_save(
                 self.module,
                 self.optimizer,

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engines.blocks.autocast import as_fp32, autocast
 from engines.blocks.recompute import explained_recompute
-from engines.checkpoint.save import Saving
+from engines.checkpoint.save import CheckpointSave
 from engines.context.context import Context
 from engines.data.ddp import explained_reduction, require_all_reduced
 from engines.data.fsdp import prepare_backward, release, start_over, whole_gradients
@@ -164,7 +164,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         self.step = 0
         self._objects: dict[str, Stateful] = {}
         self._loaders: list[weakref.ref[ShardedLoader]] = []
-        self._saving: Saving | None = None
+        self._saving: CheckpointSave | None = None
         optimizer.register_step_post_hook(self._count_step)
         # Not in the module tree: a wrapper must not show in names or state dicts.
         object.__setattr__(self, "_runner", runner)
