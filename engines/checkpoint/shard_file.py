@@ -89,7 +89,7 @@ def _name(dtype: torch.dtype, key: str) -> str:
 
 
 def file_problem(path: Path, saved: SavedFile) -> str:
-    """Compare a file with the one that was saved: the first difference, else empty. Reads all of it."""
+    """Read a file and compare it with the one that was saved: the first difference, else empty."""
     digest = hashlib.sha256()
     try:
         size = path.stat().st_size

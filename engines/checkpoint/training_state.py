@@ -129,8 +129,8 @@ class StatesToLoad:
                 )
 
     def places(self, *, replica: int, names: Collection[str]) -> dict[str, PlacedTensor]:
-        """Targets for the tensors of a checkpoint that has `names`; a replica's own optimizer states
-        where it has some, else those of the first."""
+        """Targets for the tensors of a checkpoint that has `names`; a replica's own optimizer
+        states where it has some, else those of the first."""
         layout = self._layout
         result = {
             MODEL + name: layout.placed(name, value)

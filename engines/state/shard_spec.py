@@ -45,8 +45,8 @@ def placed(tensor: Tensor) -> PlacedTensor:
 def placed_slice(
     tensor: Tensor, cut: Slice, *, shape: torch.Size, rank: int, size: int
 ) -> PlacedTensor:
-    """The part of rank `rank` of `size`: a slice by `cut` of a tensor of `shape`, or a shard of that
-    along its first dimension."""
+    """The part of rank `rank` of `size`: a slice by `cut` of a tensor of `shape`, or a shard of
+    that along its first dimension."""
     local, first_row = tensor.detach(), 0
     if isinstance(tensor, DTensor):
         local, first_row = tensor.to_local().detach(), offsets_of_shard(tensor)[0]
