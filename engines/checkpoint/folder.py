@@ -25,7 +25,6 @@ import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
 
 from engines.checkpoint.manifest import FILE_NAME, MANIFEST, Manifest, file_of, read_manifest
 from profiles.errors import FileError
@@ -194,7 +193,7 @@ class CheckpointLock:
     def __init__(self, root: Path) -> None:
         """Raises FileError where another live job has it for longer than `PATIENCE_S`."""
         self._path = root / LOCK
-        self._file: IO[str] = open(self._path, "a+", encoding="utf-8")  # noqa: SIM115
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -210,27 +209,27 @@ class CheckpointLock:
                     stacklevel=2,
                 )
                 return
-        self._file.truncate(0)
+        os.ftruncate(self._file, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-        self._file.flush()
+        owner = f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
+        os.pwrite(self._file, owner.encode(), 0)
 
     def is_current(self) -> bool:
         """False where the folder was deleted, and maybe made again, after it was locked."""
         with contextlib.suppress(OSError):
-            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+            return os.path.samestat(os.fstat(self._file), os.stat(self._path))
         return False
 
     def release(self) -> None:
         """Let other jobs save here."""
-        self._file.close()
+        os.close(self._file)
 
     def _taken(self) -> FileError:
-        self._file.seek(0)
-        owner = self._file.read(500).strip() or "another process"
-        self._file.close()
+        owner = os.pread(self._file, 500, 0).decode(errors="replace").strip()
+        os.close(self._file)
         return FileError(
-            f"another job saves its checkpoints in `{self._path.parent}`: {owner}",
+            f"another job saves its checkpoints in `{self._path.parent}`:"
+            f" {owner or 'another process'}",
             hints=["give each job a folder of its own, or end the other one first"],
         )
 
