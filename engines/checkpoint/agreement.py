@@ -6,15 +6,15 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from engines.runtime.failures import first_failure, wait_for_key
 from engines.runtime.world import World
 from profiles.errors import AdvisorError, FileError, RankError
-from profiles.torch_compat import default_store
+from profiles.torch_compat import default_store, store_for_thread
 
 
 class Peers(Protocol):
@@ -154,13 +154,16 @@ class Results:
     def __init__(self, peers: Peers, name: str) -> None:
         self._peers, self._key = peers, f"advisor/checkpoint/{name}/"
         self._own: Any = None
+        if not isinstance(peers, Alone):
+            # A wait of a thread would keep the training from the store.
+            self._store = store_for_thread() or default_store()
 
     def publish(self, value: Any) -> None:
         """Let the first rank collect `value`, or all ranks where the first one announces it."""
         if isinstance(self._peers, Alone):
             self._own = value
             return
-        default_store().set(f"{self._key}{self._peers.rank}", json.dumps(value))
+        self._store.set(f"{self._key}{self._peers.rank}", json.dumps(value))
 
     def collect(self, *, timeout_s: float) -> list[Any]:
         """The values of all ranks, in their order.
@@ -175,20 +178,19 @@ class Results:
     def announce(self, value: Any) -> None:
         """Let all ranks `hear` it."""
         if not isinstance(self._peers, Alone):
-            default_store().set(f"{self._key}end", json.dumps(value))
+            self._store.set(f"{self._key}end", json.dumps(value))
 
     def hear(self, *, timeout_s: float) -> Any:
         """Return what the first rank announced."""
         return self._wait("end", self._peers.ranks[0], timeout_s)
 
     def _wait(self, key: str, rank: int, timeout_s: float) -> Any:
-        store, key = default_store(), f"{self._key}{key}"
-        try:
-            store.wait([key], timedelta(seconds=timeout_s))
-        except RuntimeError:
+        key = f"{self._key}{key}"
+        if not wait_for_key(self._store, key, timeout_s=timeout_s):
             raise RankError(
-                f"rank {rank} did not finish its part of a checkpoint within {timeout_s:.0f} s",
+                first_failure(self._store)
+                or f"rank {rank} did not finish its part of a checkpoint within {timeout_s:.0f} s",
                 where=f"rank {self._peers.rank}, saving",
                 hints=[f"look at the output of rank {rank}"],
-            ) from None
-        return json.loads(store.get(key))
+            )
+        return json.loads(self._store.get(key))

@@ -32,6 +32,7 @@ from engines.parallel.checkpointing import CheckpointMixin, Stateful
 from engines.parallel.monitoring import MonitoringMixin
 from engines.parallel.naming import NamingMixin
 from engines.plan import Plan
+from engines.runtime.heartbeat import start_heartbeat
 from engines.runtime.learning_rate import Rates
 from engines.runtime.mesh import Mesh
 from engines.runtime.rank_times import RankTimer
@@ -161,6 +162,8 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         self._is_pending = False
         if self._averaged or experts is not None or (split is not None and split.partial):
             optimizer.register_step_pre_hook(self._finish_pending)
+        if not self._job.is_fake:
+            start_heartbeat()
         self.step = 0
         self._objects: dict[str, Stateful] = {}
         self._loaders: list[weakref.ref[ShardedLoader]] = []

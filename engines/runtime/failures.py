@@ -18,6 +18,7 @@ import torch.distributed as dist
 from profiles.errors import RankError
 from profiles.torch_compat import default_store, every_group
 
+LOOK_EVERY_S = 5.0
 _FAILED = "advisor/failed"
 _LOST = "advisor/lost/"
 ROLL_CALL_S = 1.0
@@ -31,10 +32,14 @@ def is_lost_contact(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or from_gloo
 
 
-def first_failure() -> str:
-    """The line of the rank that failed first: "rank 1 failed: ValueError: ..."; else empty."""
+def first_failure(store: dist.Store | None = None) -> str:
+    """The line of the rank that failed first: "rank 1 failed: ValueError: ..."; else empty.
+
+    Args:
+        store: the connection to use, the default group's unless said.
+    """
     with suppress(RuntimeError):  # the process that runs the store may be gone
-        store = default_store()
+        store = store or default_store()
         if store.check([_FAILED]):
             return store.get(_FAILED).decode()
     return ""
@@ -78,14 +83,38 @@ def abort_groups(error: BaseException) -> None:
         return
     if not is_lost_contact(error):
         publish_failure(f"rank {dist.get_rank()} failed: {_line(error)}")
+    close_all_connections()
+
+
+def publish_failure(line: str, store: dist.Store | None = None) -> None:
+    """Make `line` the answer of `first_failure`, unless another rank published one before.
+
+    Args:
+        store: the connection to use, the default group's unless said.
+    """
+    with suppress(RuntimeError):
+        (store or default_store()).compare_set(_FAILED, "", line)
+
+
+def close_all_connections() -> None:
+    """End the messages of all groups: whoever waits for one on this rank, or for this rank, raises.
+
+    The process groups of this job cannot be used any more.
+    """
     for group in every_group():
         _close_connections(group)
 
 
-def publish_failure(line: str) -> None:
-    """Make `line` the answer of `first_failure`, unless another rank published one before."""
-    with suppress(RuntimeError):
-        default_store().compare_set(_FAILED, "", line)
+def wait_for_key(store: dist.Store, key: str, *, timeout_s: float) -> bool:
+    """Wait until `key` is set; False when the time is up, or a rank's failure was published."""
+    deadline = time.monotonic() + timeout_s
+    while (left := deadline - time.monotonic()) > 0:
+        with suppress(RuntimeError):
+            store.wait([key], timedelta(seconds=min(left, LOOK_EVERY_S)))
+            return True
+        if left > LOOK_EVERY_S and first_failure(store):
+            return False
+    return False
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
@@ -130,13 +159,11 @@ def all_ranks_succeed(doing: str, *, timeout_s: float) -> Iterator[None]:
         raise
     store.set(f"{key}{rank}", "")
     for other in range(size):
-        try:
-            store.wait([f"{key}{other}"], timedelta(seconds=timeout_s))
-        except RuntimeError:
+        if not wait_for_key(store, f"{key}{other}", timeout_s=timeout_s):
             raise RankError(
-                f"rank {other} did not answer within {timeout_s:.0f} s",
+                first_failure() or f"rank {other} did not answer within {timeout_s:.0f} s",
                 where=f"rank {rank} of {size}, {doing}",
-            ) from None
+            )
         failure = store.get(f"{key}{other}").decode()
         if failure:
             raise RankError(

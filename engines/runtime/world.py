@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from engines.plan import Plan
-from engines.runtime.failures import first_failure, has_store, roll_call
+from engines.runtime.failures import first_failure, has_store, roll_call, wait_for_key
 from engines.runtime.failures import is_lost_contact as is_lost_contact
+from engines.runtime.heartbeat import end_heartbeat
 from profiles.errors import InputError, PlanMismatchError, RankError
 from profiles.torch_compat import bound_waits, default_store
 
@@ -113,6 +114,7 @@ def _missing() -> str:
 
 def leave_world() -> None:
     """Leave the job that `join_world` joined; nothing to do alone."""
+    end_heartbeat()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -154,15 +156,13 @@ def require_same(what: str, text: str, world: World) -> None:
     for rank in range(world.size):
         # Once the wait for one rank timed out, the others have had the same time.
         patience_s = 1.0 if absent else world.timeout_s
-        try:
-            store.wait([f"{key}{rank}"], timedelta(seconds=patience_s))
-        except (dist.DistError, RuntimeError):
+        if not wait_for_key(store, f"{key}{rank}", timeout_s=patience_s):
             absent.append(rank)
             continue
         holders.setdefault(store.get(f"{key}{rank}").decode(), []).append(rank)
     if absent:
         raise RankError(
-            f"{_ranks(absent)} did not answer within {world.timeout_s:.0f} s",
+            first_failure() or f"{_ranks(absent)} did not answer within {world.timeout_s:.0f} s",
             where=f"rank {world.rank} of {world.size}, comparing the {what}",
             hints=["look at the output of the missing ranks: they failed earlier or never started"],
         )

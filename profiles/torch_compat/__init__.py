@@ -50,6 +50,19 @@ def default_store() -> dist.Store:
     return _get_default_store()
 
 
+def store_for_thread() -> dist.Store | None:
+    """A connection of its own to the store of the default group: calls on one wait for each other.
+
+    None where the ranks met over something else than TCP, or torch cannot (torch < 2.9).
+    """
+    store = default_store()
+    inner = getattr(store, "_underlying_non_prefix_store", store)
+    if not isinstance(inner, dist.TCPStore) or not hasattr(store, "clone"):
+        return None
+    clone: dist.Store = store.clone()
+    return clone
+
+
 def register_fake_groups() -> None:
     """Make torch's process groups without other ranks known to it, as the backend "fake"."""
     from torch.testing._internal.distributed import fake_pg

@@ -1,0 +1,96 @@
+"""Signs of life: a rank that is stopped, or whose node is gone, ends the job within a minute.
+
+A collective waits as long as its group's timeout, ten minutes by default, since a rank may have
+good reasons to be late: it evaluates, or writes a file. A rank that is stopped has none. Each rank
+counts up a key of the rendezvous store from a thread, and watches the next rank's. Where that
+stands still, the rank publishes it as the job's failure and closes its connections, so that all
+ranks raise.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+
+import torch.distributed as dist
+
+from engines.runtime.failures import close_all_connections, publish_failure
+from profiles.torch_compat import store_for_thread
+
+EVERY_S = 2.0
+SILENT_S = 45.0
+"""Much longer than a thread waits for Python's lock, or a loaded machine for a core."""
+_ALIVE = "advisor/alive/"
+_LEFT = "left"
+_current: Heartbeat | None = None
+
+
+class Heartbeat:
+    """The thread of this rank; ends with its process group."""
+
+    def __init__(self, store: dist.Store, *, rank: int, size: int) -> None:
+        self._store, self._rank, self._next = store, rank, (rank + 1) % size
+        self._group = dist.group.WORLD
+        self._ended = threading.Event()
+        store.set(f"{_ALIVE}{rank}", "0")  # from now on the rank before watches this one
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def belongs_to(self, group: object) -> bool:
+        """True if it beats for this default group."""
+        return self._group is group and self._thread.is_alive()
+
+    def end(self) -> None:
+        """Tell the others that this rank is done, and stop."""
+        self._ended.set()
+        self._thread.join(timeout=EVERY_S)
+
+    def _run(self) -> None:
+        beats, seen, since = 0, "", time.monotonic()
+        while not self._ended.wait(EVERY_S) and dist.group.WORLD is self._group:
+            beats += 1
+            try:
+                self._store.set(f"{_ALIVE}{self._rank}", str(beats))
+                latest = seen
+                if self._store.check([f"{_ALIVE}{self._next}"]):
+                    latest = self._store.get(f"{_ALIVE}{self._next}").decode()
+                problem = f"rank {self._next} shows no sign of life: it is stopped, or its node is"
+                problem += " gone"
+            except RuntimeError:
+                latest, problem = seen, "the rendezvous store does not answer"
+            if latest != seen or not seen:  # not seen: the next rank does not beat yet
+                seen, since = latest, time.monotonic()
+            elif seen != _LEFT and time.monotonic() - since > SILENT_S:
+                publish_failure(f"{problem} (for {SILENT_S:.0f} s)", self._store)
+                close_all_connections()
+                return
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{_ALIVE}{self._rank}", _LEFT)
+
+
+def start_heartbeat() -> None:
+    """Beat for the default process group until it is destroyed; once for each group.
+
+    Nothing to do for one rank, or where the store takes no second connection.
+    """
+    global _current
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if _current is not None and _current.belongs_to(dist.group.WORLD):
+        return
+    store = store_for_thread()
+    if store is not None:
+        _current = Heartbeat(store, rank=dist.get_rank(), size=dist.get_world_size())
+
+
+def end_heartbeat() -> None:
+    """Stop beating: the process ends, or leaves the job."""
+    global _current
+    heartbeat, _current = _current, None
+    if heartbeat is not None:
+        heartbeat.end()
+
+
+atexit.register(end_heartbeat)
