@@ -44,7 +44,7 @@ class Load:
 
     share: float
     size: int
-    apart: int = 1
+    stride: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def slowest(
     timed = [
         (
             ledger.seconds(
-                Collective.SEND_RECV, load.share * payload_bytes, load.size, load.apart * stride
+                Collective.SEND_RECV, load.share * payload_bytes, load.size, load.stride * stride
             ),
             load,
         )

@@ -1,8 +1,8 @@
 """Context and expert parallelism: communication, and effects on a unit's load.
 
-A rank of the cp axis has its part of the tokens (`loads_of` counts so much less of a sample), and
-attention needs the keys and values of all of them (ring attention, arXiv:2310.01889). A rank of the
-ep axis has its part of the experts, and tokens travel to them and back (GShard, arXiv:2006.16668).
+A rank of the cp axis has 1/cp of a sample's tokens, and attention needs the keys and values of all
+of them (ring attention, arXiv:2310.01889). A rank of the ep axis has 1/ep of the experts; tokens
+are dispatched to them and combined again (GShard, arXiv:2006.16668).
 """
 
 from __future__ import annotations
@@ -129,14 +129,14 @@ def over_experts(
     """A block whose experts are split over `ep` ranks: the same compute, for tokens of all of them.
 
     FSDP2 shards them among ranks that have the same ones, so that each of all `shards` ranks keeps
-    as much of them as of the rest, and gathers its part. Where it does not, a rank holds its part
-    whole, beside what is sharded.
+    as large a share of them as of the rest, and gathers its part. Otherwise a rank's experts are
+    unsharded, in addition to its shards.
 
     Args:
         per_token: experts that each token is sent to, where that is known.
         is_sharded: whether FSDP2 shards the rest.
-        shards: over how many ranks; 0 where experts are no shards.
-        element_bytes: of what travels.
+        shards: number of ranks that shard experts; 0 if they are unsharded.
+        element_bytes: of the tokens sent.
     """
     experts = expert_bytes(unit, ep=ep)
     if not experts:
@@ -146,23 +146,23 @@ def over_experts(
     if is_sharded:  # a share of the rank's part is sharded like the rest of the block
         unsharded = experts * (1 - 1 / ep) / shards if shards else experts / ep
     each = per_token or EXPERTS_PER_TOKEN
-    dispatched, combined = _travelling(load, each, element_bytes)
-    travelling = dispatched + combined  # on their way out, and arrived
+    dispatched, combined = _dispatched_bytes(load, each, element_bytes)
+    in_transit = dispatched + combined
     return replace(
         load,
         parameter_bytes=load.parameter_bytes - spared,
         gradient_bytes=load.gradient_bytes - spared,
         # Ranks of the tp axis hold different experts.
         partial_gradient_bytes=max(0.0, load.partial_gradient_bytes - experts),
-        apart_bytes=unsharded,
+        unsharded_bytes=unsharded,
         expert_bytes=0.0 if is_sharded and not shards else experts / ep,
-        forward_transient_bytes=load.forward_transient_bytes + travelling,
-        backward_transient_bytes=load.backward_transient_bytes + travelling,
-        exchanges=(*load.exchanges, *_travel(dispatched, combined, each)),
+        forward_transient_bytes=load.forward_transient_bytes + in_transit,
+        backward_transient_bytes=load.backward_transient_bytes + in_transit,
+        exchanges=(*load.exchanges, *_token_dispatch(dispatched, combined, each)),
     )
 
 
-def _travelling(load: UnitLoad, per_token: int, element_bytes: int) -> tuple[float, float]:
+def _dispatched_bytes(load: UnitLoad, per_token: int, element_bytes: int) -> tuple[float, float]:
     """Bytes of tokens sent to experts and back: as wide as the experts' inputs and outputs, which
     may be narrower than the block (latent experts); as the block if unknown."""
     grouped = [each for each in load.work.products if each.kind is ProductKind.GROUPED]
@@ -175,8 +175,8 @@ def _travelling(load: UnitLoad, per_token: int, element_bytes: int) -> tuple[flo
     )
 
 
-def _travel(there: float, back: float, per_token: int) -> Iterator[TensorExchange]:
-    for purpose, payload in (("tokens to experts", there), ("tokens from experts", back)):
+def _token_dispatch(dispatched: float, combined: float, per_token: int) -> Iterator[TensorExchange]:
+    for purpose, payload in (("tokens to experts", dispatched), ("tokens from experts", combined)):
         for in_forward in (True, False):
             yield TensorExchange(
                 Collective.ALL_TO_ALL, purpose, payload, in_forward, in_forward, "ep", per_token

@@ -14,19 +14,19 @@ from profiles.workload.stack import Stack
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """Bytes of one microbatch across a border, forward and backward, and the slower one's
-    seconds."""
+    """Bytes of one microbatch across a border in the forward and in the backward, and the seconds
+    of the larger transfer."""
 
-    there_bytes: float
-    back_bytes: float
+    activation_bytes: float
+    gradient_bytes: float
     seconds: float
 
 
 def sent_samples(plan: Plan, stack: Stack) -> float:
     """Samples of a microbatch that a rank sends to the next stage.
 
-    With regions split by tokens, and in stacks that scatter what is sent, each tensor rank sends
-    its part (arXiv:2104.04473, section 4.1).
+    With sequence parallelism, and in stacks that scatter what is sent, each tp rank sends its part
+    (arXiv:2104.04473, section 4.1).
     """
     assert plan.microbatch_size is not None
     scattered = plan.tp if stack.sequence_parallel or stack.states else 1
@@ -40,17 +40,17 @@ def borders_of(model: CostContext, plan: Plan, ends: Sequence[int]) -> list[Bord
     samples = sent_samples(plan, model.stack)
     borders = []
     for place in ends[1:-1]:
-        there, back = model.stages.crossing(place, numerics=kind, samples=samples)
+        activations, gradients = model.stages.crossing(place, numerics=kind, samples=samples)
         seconds = ledger.charge(
-            Collective.SEND_RECV, "", max(there, back), group_size=2, stride=stride
+            Collective.SEND_RECV, "", max(activations, gradients), group_size=2, stride=stride
         )
-        borders.append(Border(there, back, seconds))
+        borders.append(Border(activations, gradients, seconds))
     return borders
 
 
 def sent_over(borders: Sequence[Border], stage: int) -> float:
     """Bytes of a microbatch sent after a stage; 0 for the last one and for -1."""
-    return borders[stage].there_bytes if 0 <= stage < len(borders) else 0.0
+    return borders[stage].activation_bytes if 0 <= stage < len(borders) else 0.0
 
 
 def received_into(borders: Sequence[Border], stage: int, *, splits: Container[int]) -> float:
@@ -59,8 +59,8 @@ def received_into(borders: Sequence[Border], stage: int, *, splits: Container[in
     torch/distributed/pipelining/stage.py). If backwards are split, gradients of the received
     tensors stay until the round ends (`stage_backward_input`)."""
     received = sent_over(borders, stage - 1)
-    returned = borders[stage].back_bytes if stage < len(borders) else 0.0
-    return received + returned + (borders[stage - 1].back_bytes if stage in splits else 0.0)
+    returned = borders[stage].gradient_bytes if stage < len(borders) else 0.0
+    return received + returned + (borders[stage - 1].gradient_bytes if stage in splits else 0.0)
 
 
 def charge_sends(plan: Plan, own: Sequence[int], borders: Sequence[Border], ledger: Ledger) -> None:
@@ -69,10 +69,13 @@ def charge_sends(plan: Plan, own: Sequence[int], borders: Sequence[Border], ledg
     stride = plan.world_size // plan.pp
     for stage in own:
         sends = {
-            "activations": (stage + 1, borders[stage].there_bytes if stage < len(borders) else 0.0),
+            "activations": (
+                stage + 1,
+                borders[stage].activation_bytes if stage < len(borders) else 0.0,
+            ),
             "gradients of activations": (
                 stage - 1,
-                borders[stage - 1].back_bytes if stage else 0.0,
+                borders[stage - 1].gradient_bytes if stage else 0.0,
             ),
         }
         for purpose, (to, payload) in sends.items():

@@ -23,7 +23,7 @@ KEEPS_PARAMETERS = (DataParallel.ZERO1, DataParallel.ZERO2)
 def shard_degree(plan: Plan) -> int:
     """Number of ranks that shard parameters and optimizer states, including those of cp.
 
-    Context parallelism leaves parameters alone, so its ranks share in what is sharded.
+    Context parallelism does not split parameters, so FSDP shards them over the ranks of cp too.
     """
     if plan.data_parallel in KEEPS_PARAMETERS:
         return plan.dp_replicate * plan.cp
@@ -57,7 +57,7 @@ def gathered_by_torch(plan: Plan, loads: Loads) -> Gathered:
         # all of them are live between forward and backward.
         return cast[i]
 
-    def kept(i: int, following: int) -> float:
+    def once_a_step(i: int, following: int) -> float:
         if plan.forwards > 1:
             return root + seen[-1]
         return root + seen[i] + (following_bytes(following) if following > i else 0.0)
@@ -67,15 +67,15 @@ def gathered_by_torch(plan: Plan, loads: Loads) -> Gathered:
 
     if kind in WHOLE:
         return autocast
-    return kept if kind in KEEPS_PARAMETERS else one_by_one
+    return once_a_step if kind in KEEPS_PARAMETERS else one_by_one
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
     """Gradients on the device before, and while, entry `i` runs its backward.
 
-    `buffers` are temporary, `reduced` is live when it is done and its reduction begins; `carried`
-    is the input of a microbatch's last reduction, live until the next one's first.
+    `buffers` are temporary, `reduced` is live when the entry is done and its reduction begins;
+    `carried` is the input of a microbatch's last reduction, live until the next one's first.
     """
 
     in_forward: float
@@ -147,12 +147,12 @@ def next_separate(units: Sequence[UnitLoad], *, backward: bool) -> list[int]:
     return following
 
 
-def own_gradients(held: float, loads: Loads, stack: Stack) -> Gradients:
+def own_gradients(buffer_bytes: float, loads: Loads, stack: Stack) -> Gradients:
     """Gradients in a stack's own buffers; a product writes each in the compute dtype before it is
     accumulated, unless the kernel accumulates."""
     units = loads.entries
     made = 0.0 if stack.accumulates_in_product else loads.compute_share
-    return Gradients(held, lambda i: held, lambda i: made * units[i].gradient_bytes)
+    return Gradients(buffer_bytes, lambda i: buffer_bytes, lambda i: made * units[i].gradient_bytes)
 
 
 def own_gathered(plan: Plan, loads: Loads) -> Gathered:

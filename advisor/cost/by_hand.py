@@ -21,13 +21,13 @@ def crossed_s(plan: Plan, model: ModelProfile, numerics: Numerics, ledger: Ledge
 
 def _crossed_s(plan: Plan, crossing: DeviceCrossing, ledger: Ledger) -> float:
     assert plan.microbatch_size is not None
-    ways = (
+    transfers = (
         ("activations", crossing.bytes, crossing.copies),
         ("gradients", crossing.back_bytes, crossing.back_copies),
     )
     through_host = "cpu" in (crossing.source, crossing.target)
     seconds = 0.0
-    for what, size, copies in ways:
+    for what, size, copies in transfers:
         if not copies:
             continue
         each_bytes, count = size.at(plan.microbatch_size) / copies, copies * plan.forwards

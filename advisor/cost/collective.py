@@ -8,8 +8,8 @@ from typing import NamedTuple
 from profiles.machine.cluster import ClusterProfile, Collective
 
 
-class Way(NamedTuple):
-    """An algorithm of a collective: seconds = latency + payload * seconds per byte."""
+class Algorithm(NamedTuple):
+    """Time of a collective's algorithm: latency + payload * seconds per byte."""
 
     latency_s: float
     s_per_byte: float
@@ -27,26 +27,26 @@ def collective_s(
     stride: int = 1,
 ) -> float:
     """Seconds of one collective with the fastest of its `algorithms`."""
-    options = ways(cluster, kind, group_size=group_size, stride=stride)
-    return min(way.seconds(payload_bytes) for way in options)
+    options = algorithms(cluster, kind, group_size=group_size, stride=stride)
+    return min(each.seconds(payload_bytes) for each in options)
 
 
-def ways(
+def algorithms(
     cluster: ClusterProfile, kind: Collective, *, group_size: int, stride: int = 1
-) -> tuple[Way, ...]:
+) -> tuple[Algorithm, ...]:
     """Algorithms of a collective: latency + bus_factor * bytes / bus bandwidth.
 
     A measured fit of this collective takes precedence: of exactly this axis, then of the tier.
-    Otherwise a ring pays one latency for each of its steps, over the tier that the step uses; an
-    all-reduce takes two rings or, where cheaper, a tree over the nodes (NCCL's two shapes); in an
-    all-to-all the ranks of a node share its cards.
+    Otherwise a ring pays one latency per step, of the tier that the step uses; an all-reduce takes
+    two rings or, if cheaper, a tree over the nodes (as NCCL does); in an all-to-all the ranks of a
+    node share its network cards.
     """
     if group_size < 2:
-        return (Way(0.0, 0.0),)
+        return (Algorithm(0.0, 0.0),)
     factor = kind.bus_factor(group_size)
     exact = cluster.measured(kind, group_size, stride)
     if exact is not None:
-        return (Way(exact.latency_s, factor / exact.busbw_bytes_per_s),)
+        return (Algorithm(exact.latency_s, factor / exact.busbw_bytes_per_s),)
     link = cluster.link(group_size, stride)
     bandwidth = cluster.group_bandwidth(group_size, stride).value
     fit = link.fits.get(kind)
@@ -55,7 +55,7 @@ def ways(
         # cards.
         part = min(1.0, bandwidth / cluster.group_bandwidth(cluster.world_size).value)
         part = part if cluster.crosses_nodes(group_size, stride) else 1.0
-        return (Way(fit.latency_s, factor / (fit.busbw_bytes_per_s * part)),)
+        return (Algorithm(fit.latency_s, factor / (fit.busbw_bytes_per_s * part)),)
     per_node = cluster.ranks_per_node(group_size, stride)
     nodes = ceil(group_size / per_node)
     inside = cluster.intra.latency_s.value if cluster.intra is not None else 0.0
@@ -64,13 +64,13 @@ def ways(
     ring = (group_size - nodes) * inside + (nodes - 1) * between
     if kind is Collective.ALL_REDUCE:
         tree = _tree(cluster, per_node=per_node, nodes=nodes, stride=stride)
-        return Way(2 * ring, factor / bandwidth), tree
+        return Algorithm(2 * ring, factor / bandwidth), tree
     if kind is Collective.ALL_TO_ALL and nodes > 1:
         share = _all_to_all_s_per_byte(cluster, per_node=per_node, nodes=nodes, stride=stride)
-        return (Way(ring, share),)
+        return (Algorithm(ring, share),)
     if kind is Collective.SEND_RECV:
         ring = between if nodes > 1 else inside
-    return (Way(ring, factor / bandwidth),)
+    return (Algorithm(ring, factor / bandwidth),)
 
 
 def _all_to_all_s_per_byte(
@@ -78,8 +78,8 @@ def _all_to_all_s_per_byte(
 ) -> float:
     """Seconds per byte of an all-to-all over several nodes.
 
-    A ring enters each node once; here every rank sends N - 1 of N parts out of its node, and the
-    ranks of a node share its cards. What stays inside goes over its links meanwhile.
+    A ring enters each node once; here every rank sends N - 1 of N parts to other nodes, and the
+    ranks of a node share its network cards. Transfers inside nodes overlap with these.
     """
     card = cluster.group_bandwidth(nodes, max(stride, cluster.domain_devices)).value
     seconds = (nodes - 1) / nodes / card
@@ -89,7 +89,7 @@ def _all_to_all_s_per_byte(
     return seconds
 
 
-def _tree(cluster: ClusterProfile, *, per_node: int, nodes: int, stride: int) -> Way:
+def _tree(cluster: ClusterProfile, *, per_node: int, nodes: int, stride: int) -> Algorithm:
     """All-reduce over a tree of nodes: inter-node traffic does not grow with the number of ranks.
 
     A ring of n ranks puts 2(n-1)/n of the payload on a node's cards, double binary trees over N
@@ -107,4 +107,4 @@ def _tree(cluster: ClusterProfile, *, per_node: int, nodes: int, stride: int) ->
         stride_between = max(stride, cluster.domain_devices)
         between = per_node * cluster.group_bandwidth(nodes, stride_between).value
         between_s = Collective.ALL_REDUCE.bus_factor(nodes) / between
-    return Way(latency, max(inside_s, between_s))
+    return Algorithm(latency, max(inside_s, between_s))

@@ -242,7 +242,7 @@ def _summed(plan: Plan, payload: float, ledger: Ledger, *, count: int) -> float:
             f"gradients ({plan.aggregation})",
             load.share * payload,
             group_size=load.size,
-            stride=load.apart * stride,
+            stride=load.stride * stride,
             count=count * step.rounds,
         )
     return seconds

@@ -1,10 +1,11 @@
-"""Gradients that are sent smaller: how many bytes, what making them costs, what is kept for it.
+"""Gradient compression: bytes sent, time to compress, residuals in memory.
 
-bf16 sends half. Each rank's part and every sum is rounded by at most 2^-8 of its value.
+bf16 sends half the bytes. Each rank's part and every sum is rounded by at most 2^-8 of its value.
 
-PowerSGD (Vogels et al. 2019) sends factors of rank r: r (n + m) numbers for a matrix of n x m, in
-two sums after one another, if that is less than half of n m; biases and the rest whole. What the
-factors miss is added to the next gradient, so that it takes another copy of all gradients.
+PowerSGD (Vogels et al. 2019) sends factors of rank r, r (n + m) numbers for a matrix of n x m, in
+two consecutive all-reduces, if that is less than half of n m; biases and the rest uncompressed.
+The residual is added to the next gradient (error feedback), which takes another copy of all
+gradients.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class Sent:
     """Exchange of compressed gradients between replicas in a step.
 
     Attributes:
-        sums_bytes: of all gradients, by the sums that follow each other in every bucket.
-        work_s: to make and to unpack it.
-        kept_bytes: that stay on the device from step to step.
+        sums_bytes: of all gradients, for each of the consecutive all-reduces of a bucket.
+        work_s: to compress and decompress.
+        residual_bytes: on the device from step to step, for error feedback.
     """
 
     sums_bytes: tuple[float, ...]
     work_s: float = 0.0
-    kept_bytes: float = 0.0
+    residual_bytes: float = 0.0
 
     @property
     def total_bytes(self) -> float:
@@ -75,4 +76,4 @@ def sent(
     work_s = POWERSGD_MOVES * gradient_bytes / moves_per_s + flop / reached
     work_s += operations * device.launch_s.value
     sums = tuple(size for size in (gradient_bytes - spared, left, right) if size)
-    return Sent(sums, work_s, kept_bytes=gradient_bytes)
+    return Sent(sums, work_s, residual_bytes=gradient_bytes)

@@ -1,4 +1,4 @@
-"""Sums that plans of the same facts share, each made once."""
+"""Sums over a model's units, cached for all plans of the same facts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from advisor.cost.compute import (
     unit_times,
     with_measured,
 )
-from advisor.cost.held_units import held_units
-from advisor.cost.in_turn import reduced_share
-from advisor.cost.ledger import Ledger, Wires
+from advisor.cost.exposed import reduced_share
+from advisor.cost.ledger import AlgorithmCache, Ledger
 from advisor.cost.loads import Loads, loads_of, styled_units
+from advisor.cost.local_units import local_units
 from advisor.cost.memory import added_share, shard_degree
 from advisor.cost.runs import UnitRun, runs_of
 from advisor.cost.small_collectives import summed_s
@@ -39,10 +39,7 @@ from profiles.workload.optimizers import Upkeep, upkeep
 
 
 class CostContext:
-    """Facts, with the sums over units that terms of time and memory ask for.
-
-    Every sum is kept for the plans that share it.
-    """
+    """Facts, and cached sums over a model's units that the terms of time and memory need."""
 
     def __init__(self, facts: Facts, calibration: Calibration = CALIBRATION) -> None:
         self.facts = facts
@@ -50,7 +47,7 @@ class CostContext:
         self.calibration = calibration
         self.runs: tuple[UnitRun, ...] = runs_of(facts.model)
         self.stages = StageBorders(facts.model, facts.cluster)
-        self._wires: Wires = {}
+        self._algorithms: AlgorithmCache = {}
         self._loads: dict[tuple[object, ...], Loads] = {}
         self._stages: dict[tuple[object, ...], dict[object, StageCost]] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
@@ -66,9 +63,9 @@ class CostContext:
     def overlaps(self) -> bool:
         """Return True if communication overlaps with compute.
 
-        gloo's threads share the cores with the computing: on processors nothing is hidden. (What
-        they were measured to inflict on each other, 2 ranks on 2 cores: computing takes 1.8 times
-        as long and sending 2.0 times. A second of overlap then adds 0.9, as good as all of it.)
+        On CPUs gloo's threads share the cores with compute, so nothing is hidden. (Measured with 2
+        ranks on 2 cores: while both run, compute takes 1.8 times as long and sending 2.0 times. A
+        second of overlap then adds 0.9 s, nearly as much as no overlap.)
         """
         return self.facts.cluster.device.kind != "cpu"
 
@@ -97,17 +94,16 @@ class CostContext:
         arXiv:2204.02311, appendix B)."""
         kind = self.numerics(plan)
         if (kind, samples) not in self._flop:
-            found = (
+            self._flop[kind, samples] = sum(
                 run.count
                 * (run.unit.flop(samples, kind) + samples * convention(run.unit.cost(kind)))
                 for run in self.runs
             )
-            self._flop[kind, samples] = sum(found)
         return self._flop[kind, samples]
 
     def ledger(self) -> Ledger:
         """Create an empty ledger for this cluster."""
-        return Ledger(self.facts.cluster, self._wires, self.calibration)
+        return Ledger(self.facts.cluster, self._algorithms, self.calibration)
 
     def dtype(self, plan: Plan) -> str:
         """Dtype of products with weights."""
@@ -267,7 +263,7 @@ class CostContext:
         key = (plan.tp, self.styles(plan), plan.ep, shards, plan.shards_experts)
         if key not in self._units:
             kind, styled = self.numerics(plan), self._styled_units(plan)
-            self._units[key] = held_units(
+            self._units[key] = local_units(
                 plan,
                 model,
                 self.runs,

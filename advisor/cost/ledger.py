@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from advisor.cost.breakdown import Traffic
 from advisor.cost.calibration import CALIBRATION, Calibration
-from advisor.cost.collective import Way, ways
+from advisor.cost.collective import Algorithm, algorithms
 from profiles.machine.cluster import ClusterProfile, Collective
 from profiles.provenance import Quantity, Source
 
@@ -17,12 +17,12 @@ HOST_LINK_BYTES_PER_S = 24e9
 DISK_WRITE_BYTES_PER_S = 5e9
 DISK_READ_BYTES_PER_S = 7e9
 
-Wires = dict[tuple[Collective, int, int], tuple[Way, ...]]
-"""The ways of a collective in groups of a size and stride."""
+AlgorithmCache = dict[tuple[Collective, int, int], tuple[Algorithm, ...]]
+"""Algorithms by collective, group size and stride."""
 
 
 def host_link_bytes_per_s(cluster: ClusterProfile) -> Quantity:
-    """Bandwidth between a device and main memory, one way."""
+    """Bandwidth between a device and main memory, in one direction."""
     assumed = Quantity(value=HOST_LINK_BYTES_PER_S, source=Source.ASSUMED)
     return cluster.device.host_link_bytes_per_s or assumed
 
@@ -37,18 +37,18 @@ def disk_bytes_per_s(cluster: ClusterProfile) -> tuple[Quantity, Quantity]:
 
 
 class Ledger:
-    """Adds up equal collectives while a plan is walked through; and what goes to the host.
+    """Record of a plan's collectives, equal ones combined, and of its transfers to the host.
 
-    `wires`: the ways of collectives on this cluster, found once.
+    `cache` has the algorithms of collectives on this cluster.
     """
 
     def __init__(
-        self, cluster: ClusterProfile, wires: Wires, calibration: Calibration = CALIBRATION
+        self, cluster: ClusterProfile, cache: AlgorithmCache, calibration: Calibration = CALIBRATION
     ) -> None:
         self.host_bytes = 0.0
         self.host_s = 0.0
         self._cluster = cluster
-        self._wires = wires
+        self._algorithms = cache
         self._calibration = calibration
         self._counts: dict[tuple[Collective, str, float, int, int], float] = {}
         self._parts: Ledger | None = None
@@ -84,7 +84,7 @@ class Ledger:
     def between_parts(self, purpose: str, payload_bytes: float, *, count: float) -> float:
         """Record `count` copies between two devices of this rank; return the seconds of one.
 
-        Any two are taken to be as near as the first two.
+        Assumes the same link between any two of them.
         """
         parts = self._cluster.parts
         assert parts is not None, f"{self._cluster.name} has one device a rank"
@@ -95,16 +95,16 @@ class Ledger:
 
     def seconds(self, kind: Collective, payload_bytes: float, group: int, stride: int) -> float:
         """Seconds of one collective, without recording."""
-        return min(way.seconds(payload_bytes) for way in self.ways(kind, group, stride))
+        return min(each.seconds(payload_bytes) for each in self.algorithms(kind, group, stride))
 
-    def ways(self, kind: Collective, group_size: int, stride: int) -> tuple[Way, ...]:
+    def algorithms(self, kind: Collective, group_size: int, stride: int) -> tuple[Algorithm, ...]:
         """Algorithms of a collective in such groups."""
-        options = self._wires.get((kind, group_size, stride))
+        options = self._algorithms.get((kind, group_size, stride))
         if options is None:
-            best = ways(self._cluster, kind, group_size=group_size, stride=stride)
+            best = algorithms(self._cluster, kind, group_size=group_size, stride=stride)
             share = self._calibration.collective_share(self._cluster, kind, group_size, stride)
-            options = tuple(Way(way.latency_s, way.s_per_byte / share) for way in best)
-            self._wires[kind, group_size, stride] = options
+            options = tuple(Algorithm(each.latency_s, each.s_per_byte / share) for each in best)
+            self._algorithms[kind, group_size, stride] = options
         return options
 
     def traffic(self) -> tuple[Traffic, ...]:

@@ -32,7 +32,7 @@ class Loads:
     Attributes:
         compute_share: share of a parameter's bytes in its copy for compute: 1/2 if an fp32 model
             runs in bf16, else 1.
-        pieces: of a part of other loads, (index of the run, number of its units).
+        pieces: if these are a part of other loads, (index of the run, number of its units).
     """
 
     runs: tuple[UnitLoad, ...]
@@ -73,8 +73,8 @@ class Loads:
         return sum(run.gradient_bytes * run.count for run in self.runs)
 
     @cached_property
-    def apart_bytes(self) -> float:
-        return sum(run.apart_bytes * run.count for run in self.runs)
+    def unsharded_bytes(self) -> float:
+        return sum(run.unsharded_bytes * run.count for run in self.runs)
 
     @cached_property
     def expert_bytes(self) -> float:
@@ -129,7 +129,7 @@ def ends_of(count: int) -> tuple[int, ...]:
     return (1, 1, count - 4, 1, 1) if count > 5 else (1,) * count
 
 
-def together(parts: Sequence[Loads]) -> Loads:
+def combined(parts: Sequence[Loads]) -> Loads:
     """Concatenate parts of the same loads."""
     if len(parts) == 1:
         return parts[0]

@@ -62,17 +62,14 @@ ACTIVATION_ERROR = 0.08
 # cuBLAS's workspace of one handle in torch (ATen/cuda/CublasHandlePool.cpp): 2 of 4096 and 8 of 16
 # KiB, from Hopper on 32 MiB.
 WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024, 32 * 2**20
-# FSDP2 holds a gathered unit, its flat gather buffer and the unit prefetched next. Two whole units
-# is what its streams allow when the host does not run ahead, three when it does.
+# FSDP2 holds a gathered unit, its flat gather buffer and the unit prefetched next: two whole units
+# if the host does not run ahead, three if it does.
 UNITS_WHEN_AHEAD = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Live bytes at one point of a step, without permanent ones.
-
-    `loss` is the loss's share of it.
-    """
+    """Live bytes at one point of a step, without permanent ones; `loss` of them are the loss's."""
 
     event: str
     unit: str | None = None
@@ -121,8 +118,8 @@ def peak(
     """Peak of a step under `plan` on one rank that has the whole model.
 
     `update` is of the rank's part of the parameters. `batch_bytes` is the rank's whole part of the
-    batch: it is on the device for the whole step. `exchange_bytes` are what replicas keep, and what
-    they receive at once, to sum up gradients in another way than by the backend.
+    batch, on the device for the whole step. `exchange_bytes` are the buffers of gradient
+    compression and of aggregations by the engine.
     """
     own: ResidentStates | None = None
     if stack.states is not None:
@@ -135,8 +132,10 @@ def peak(
             folds_experts=stack.folds_experts,
         )
         exchange_bytes += stack.bucket_bytes or 0.0
-    held = own.gradients if own is not None else 0.0
-    moments = moments_of(plan, loads, device=device, stack=stack, own_gradient_bytes=held)
+    own_gradient_bytes = own.gradients if own is not None else 0.0
+    moments = moments_of(
+        plan, loads, device=device, stack=stack, own_gradient_bytes=own_gradient_bytes
+    )
     last = last_moment(plan, loads, update, device, stack=stack, own=own)
     moments += [last] if last is not None else []
     fullest = max(moments, key=lambda moment: moment.total)
@@ -148,7 +147,7 @@ def peak(
         update=update,
         device=device,
         batch_bytes=batch_bytes + loads.buffer_bytes,
-        apart_bytes=loads.apart_bytes,
+        unsharded_bytes=loads.unsharded_bytes,
         ahead=UNITS_WHEN_AHEAD * largest_copy(plan, loads, stack),
         away=away_bytes(plan, loads, update, device),
         stack=stack,
@@ -167,10 +166,10 @@ def moments_of(
 ) -> list[Moment]:
     """Moments of a step before the optimizer's, on a rank that has the whole model.
 
-    What is sharded of them goes by 1/degree: all else is the same for every number of ranks.
+    Their sharded bytes are proportional to 1/degree; all others are independent of it.
 
     Args:
-        own_gradient_bytes: of all gradients, in a stack that keeps its own states.
+        own_gradient_bytes: of all gradients, in a stack with states of its own.
     """
     away = activations_leave(plan, device)
     if stack.states is None:
@@ -211,8 +210,8 @@ def upper_end(
     doubtful: Amount | float = 0.0,
     ahead: Amount | float = 0.0,
 ) -> Amount:
-    """Upper end of a peak, for one plan or many: with the error of activations and temporaries,
-    gathers `ahead`, the allocator's slack and the context."""
+    """Upper end of a peak, for one plan or many: adds the error of `doubtful` bytes (activations
+    and temporaries), early gathers (`ahead`), the allocator's slack and the context."""
     high = allocated + ACTIVATION_ERROR * doubtful + ahead
     return high * (1 + ALLOCATOR_SLACK) + device.context_bytes.high
 
@@ -233,24 +232,29 @@ def peak_at(
     batch_bytes: float,
     ahead: float,
     buffer_bytes: float = 0.0,
-    apart_bytes: float = 0.0,
+    unsharded_bytes: float = 0.0,
     away: float = 0.0,
     stack: Stack = TORCH,
     own: ResidentStates | None = None,
     calibration: Calibration = CALIBRATION,
 ) -> Peak:
-    """Peak of moment `fullest` and permanent bytes, with its range. `ahead` are gathers of a host
-    that runs ahead, `apart` unsharded parameters with gradients of the same size, `away` offloaded
-    bytes besides states of shards, `own` the states of a stack that manages its own."""
+    """Peak of moment `fullest` and permanent bytes, with its range.
+
+    Args:
+        ahead: gathers of a host that runs ahead.
+        unsharded_bytes: of parameters that are not sharded; their gradients are as large.
+        away: offloaded bytes other than sharded states.
+        own: states of a stack that manages its own.
+    """
     degree, offloaded = shard_degree(plan), states_leave(plan, device)
     on_disk = plan.offload_to is OffloadTo.DISK
-    parameters, states = parameter_bytes / degree + apart_bytes, update.state_bytes
-    held = parameters + gradient_bytes / degree + apart_bytes + states
+    parameters, states = parameter_bytes / degree + unsharded_bytes, update.state_bytes
+    resident = parameters + gradient_bytes / degree + unsharded_bytes + states
     if own is not None:
-        parameters, states, held = own.parameters, own.optimizer, own.total
+        parameters, states, resident = own.parameters, own.optimizer, own.total
     memory = Memory(
         parameters=0.0 if offloaded else parameters,
-        gradients=fullest.gradients + (apart_bytes if own is None else 0.0),
+        gradients=fullest.gradients + (unsharded_bytes if own is None else 0.0),
         optimizer=0.0 if offloaded or optimizer_leaves(plan, device) else states,
         activations=fullest.activations,
         gathered=fullest.gathered,
@@ -261,7 +265,7 @@ def peak_at(
         context=device.context_bytes.value,
     )
     allocated = memory.total - memory.context
-    waits = (held if offloaded else 0.0) + away
+    off_device = (resident if offloaded else 0.0) + away
     doubtful = memory.activations + memory.transient
     usual = USUAL_SLACK if stack.states is None else calibration.slack
     usual = usual if stack.allocator_slack is None else stack.allocator_slack
@@ -272,9 +276,9 @@ def peak_at(
         low_bytes=allocated - ACTIVATION_ERROR * doubtful + device.context_bytes.low,
         high_bytes=upper_end(allocated, device, doubtful=doubtful, ahead=ahead),
         reserved_bytes=allocated * (1 + slack) + memory.context,
-        states_bytes=held,
-        host_bytes=0.0 if on_disk else waits,
-        disk_bytes=waits if on_disk else 0.0,
+        states_bytes=resident,
+        host_bytes=0.0 if on_disk else off_device,
+        disk_bytes=off_device if on_disk else 0.0,
         loss_bytes=fullest.loss,
     )
 
@@ -294,7 +298,7 @@ def largest_copy(plan: Plan, loads: Loads, stack: Stack = TORCH) -> float:
     return max((u.parameter_bytes for u in loads.separate), default=0.0) * loads.compute_share
 
 
-def kept_bytes(unit: UnitLoad, recompute: Recompute) -> float:
+def saved_bytes(unit: UnitLoad, recompute: Recompute) -> float:
     """Bytes saved from a unit's forward to its backward."""
     if not unit.is_block or recompute is Recompute.NONE:
         return unit.activation_bytes
@@ -318,25 +322,25 @@ def forward_moments(
                 transient=work,
                 loss=work * (unit.name == LOSS),
             )
-        before += _stays_bytes(unit, plan, away) * unit.count
+        before += _on_device_bytes(unit, plan, away) * unit.count
 
 
-def _stays_bytes(unit: UnitLoad, plan: Plan, away: bool) -> float:
-    """Saved bytes of a unit on the device; `away` if blocks' are offloaded."""
-    return 0.0 if unit.is_block and away else kept_bytes(unit, plan.recompute)
+def _on_device_bytes(unit: UnitLoad, plan: Plan, away: bool) -> float:
+    """Saved bytes of a unit on the device; `away` if those of blocks are offloaded."""
+    return 0.0 if unit.is_block and away else saved_bytes(unit, plan.recompute)
 
 
 def backward_work(
-    unit: UnitLoad, recompute: Recompute, kept: float, *, comes_back: bool = False
+    unit: UnitLoad, recompute: Recompute, saved: float, *, is_reloaded: bool = False
 ) -> float:
-    """Bytes of a unit's backward besides its saved ones (`kept`): the incoming gradient,
-    temporaries, and activations that are recomputed or loaded.
+    """Bytes of a unit's backward in addition to its `saved` ones: the incoming gradient,
+    temporaries, and activations that are recomputed or reloaded.
 
-    A block that is computed again has all its activations while its backward runs. Those that come
-    back do so operation by operation: at most all of them.
+    A recomputed block has all its activations while its backward runs. Offloaded ones are reloaded
+    operation by operation: at most all of them.
     """
     runs_again = unit.is_block and recompute is not Recompute.NONE
-    again = max(0.0, unit.activation_bytes - kept) if runs_again or comes_back else 0.0
+    again = max(0.0, unit.activation_bytes - saved) if runs_again or is_reloaded else 0.0
     work = again + unit.backward_transient_bytes
     return unit.output_bytes + (max(work, unit.forward_transient_bytes) if runs_again else work)
 
@@ -347,31 +351,31 @@ def backward_moments(
     """Moments of each unit's backward with its recomputed forward, and its reduction."""
     units = loads.entries
     following = next_separate(units, backward=True)
-    kept = [_stays_bytes(unit, plan, away) for unit in units]
-    live = sum(mine * unit.count for mine, unit in zip(kept, units, strict=True))
+    saved = [_on_device_bytes(unit, plan, away) for unit in units]
+    live = sum(mine * unit.count for mine, unit in zip(saved, units, strict=True))
     for i in reversed(range(len(units))):
         unit = units[i]
         if unit.count > 1:
-            live -= kept[i] * unit.count
+            live -= saved[i] * unit.count
             continue
-        work = backward_work(unit, plan.recompute, kept[i], comes_back=unit.is_block and away)
-        held = gradients.in_backward(i)
+        work = backward_work(unit, plan.recompute, saved[i], is_reloaded=unit.is_block and away)
+        live_gradients = gradients.in_backward(i)
         yield Moment(
             event="backward",
             unit=unit.name,
-            gradients=held,
+            gradients=live_gradients,
             activations=live,
             gathered=gathered(i, following[i]) + gradients.buffers(i),
             transient=work,
-            loss=(kept[i] + work) * (unit.name == LOSS),
+            loss=(saved[i] + work) * (unit.name == LOSS),
         )
-        live -= kept[i]
+        live -= saved[i]
         if gradients.reduced is not None and unit.is_separate:
             freed = 0.0 if plan.data_parallel in KEEPS_PARAMETERS else unit.parameter_bytes
             yield Moment(
                 event="reduction",
                 unit=unit.name,
-                gradients=held,
+                gradients=live_gradients,
                 activations=live,
                 gathered=gathered(i, following[i])
                 - freed * loads.compute_share
@@ -404,7 +408,7 @@ def optimizer_step(
     """Temporaries of the optimizer step.
 
     torch's default on accelerators is foreach: for Adam one list of tensors as large as all local
-    parameters (`_foreach_sqrt` in torch/optim/adam.py). On the CPU it goes tensor by tensor.
+    parameters (`_foreach_sqrt` in torch/optim/adam.py). On the CPU it steps tensor by tensor.
     """
     work = update.loop_bytes if device.kind == "cpu" else update.list_bytes
     work = 0.0 if stack.fused_optimizer else work
@@ -423,7 +427,7 @@ def optimizer_step(
 
 
 def _step_in_chunks(plan: Plan, loads: Loads, update: Upkeep, device: Device) -> Moment:
-    """The same for a chunk of parameters with loaded states; a CPU reads them from files."""
+    """Temporaries of a step by chunks, with a chunk's states; a CPU reads them from files."""
     gradient_bytes = 0.0 if states_leave(plan, device) else loads.gradient_bytes
     whole = optimizer_step(plan, gradient_bytes, update, device)
     fetched = update.state_bytes if device.kind != "cpu" else 0.0

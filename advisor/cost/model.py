@@ -22,7 +22,7 @@ class CostModel(CostContext):
 
     def __init__(self, facts: Facts, calibration: Calibration = CALIBRATION) -> None:
         super().__init__(facts, calibration)
-        # A plan says all of its batch, and its cost does not ask how much memory there is.
+        # A plan names its whole batch, and its cost does not depend on the amount of memory.
         self._estimates: dict[Plan, Estimate] = {}
         self._compiled: CostModel | None = None
 
@@ -45,7 +45,7 @@ class CostModel(CostContext):
             return threaded(self, plan)
         return one_stage(self, plan) if plan.updates_in_step else updated(self, plan)
 
-    def is_beside(self, facts: Facts) -> bool:
+    def shares_sums(self, facts: Facts) -> bool:
         """Return True if `facts` differ only in links, memory or batch."""
         mine, other = self.facts, facts
         device = other.cluster.device.model_copy(
@@ -62,14 +62,14 @@ class CostModel(CostContext):
             and mine.workload == other.workload.model_copy(update=batch)
         )
 
-    def beside(self, facts: Facts) -> CostModel:
-        """Cost model of other facts, sharing cached sums if `is_beside`."""
-        if not self.is_beside(facts):
+    def for_facts(self, facts: Facts) -> CostModel:
+        """Create a cost model of other facts, sharing cached sums if `shares_sums`."""
+        if not self.shares_sums(facts):
             return CostModel(facts)
         mine, model = self.facts.cluster, copy(self)
         model.facts, model._compiled = facts, None
         if mine != facts.cluster.model_copy(update={"device": mine.device}):
-            model._wires, model._estimates, model._stages = {}, {}, {}
+            model._algorithms, model._estimates, model._stages = {}, {}, {}
         return model
 
     def compiled(self) -> CostModel:

@@ -15,11 +15,11 @@ from advisor.cost.compute import (
     optimizer_s,
 )
 from advisor.cost.context import CostContext
-from advisor.cost.in_turn import in_turn
+from advisor.cost.exposed import split_exposed
 from advisor.cost.memory import peak, shard_degree
 from advisor.cost.offload import filed_s, moved_s
 from advisor.cost.replay import replay
-from advisor.cost.small_collectives import apart_s
+from advisor.cost.small_collectives import small_collectives_s
 from engines.plan import Plan
 
 
@@ -36,7 +36,7 @@ def one_stage(context: CostContext, plan: Plan) -> Estimate:
         update=update,
         device=device,
         batch_bytes=context.batch_bytes(plan),
-        exchange_bytes=replicas.kept_bytes + waiting_bytes(plan, cluster, replicas),
+        exchange_bytes=replicas.residual_bytes + waiting_bytes(plan, cluster, replicas),
         stack=context.stack,
         calibration=context.calibration,
     )
@@ -50,18 +50,19 @@ def one_stage(context: CostContext, plan: Plan) -> Estimate:
         reduced_share=context.reduced_share,
         stack=context.stack,
     )
-    exchanged, waited_s = in_turn(context.stack, plan, exchanged, computing)
-    apart = waited_s + apart_s(plan, model, ledger) + context.partial_s(plan, loads.runs, ledger)
-    apart += moved_s(plan, loads, update, ledger, cluster=cluster)
+    exchanged, waited_s = split_exposed(context.stack, plan, exchanged, computing)
+    unhidden_s = waited_s + small_collectives_s(plan, model, ledger)
+    unhidden_s += context.partial_s(plan, loads.runs, ledger)
+    unhidden_s += moved_s(plan, loads, update, ledger, cluster=cluster)
     shards = {"degree": shard_degree(plan), "rounds": plan.forwards}
-    apart += filed_s(plan, [loads], update, ledger, **shards, cluster=cluster)
-    apart += crossed_s(plan, model, context.numerics(plan), ledger)
+    unhidden_s += filed_s(plan, [loads], update, ledger, **shards, cluster=cluster)
+    unhidden_s += crossed_s(plan, model, context.numerics(plan), ledger)
     overlaps = context.overlaps
     played = replay(plan, computing.times, exchanged, overlaps=overlaps)
     busy = busy_s(computing, plan.forwards)
     added = (plan.forwards - 1) * computing.added.total
-    exposed = max(0.0, played.wall_s + added - busy.total) + apart
-    sending_s = played.sent_s + apart
+    exposed = max(0.0, played.wall_s + added - busy.total) + unhidden_s
+    sending_s = played.sent_s + unhidden_s
     return assemble(
         context,
         plan,

@@ -38,7 +38,7 @@ Order = tuple[Action, ...]
 ONE_STAGE = (Schedule.NAIVE, Schedule.GPIPE, Schedule.ONE_F_ONE_B)
 """Schedules whose ranks have one stage each."""
 SPLITS_BACKWARD = (Schedule.ZERO_BUBBLE, Schedule.ZBV)
-"""Schedules that do the two halves of a backward apart."""
+"""Schedules that split a backward into the gradients of inputs and those of weights."""
 
 
 def rank_of(schedule: Schedule, stage: int, *, ranks: int, stages: int) -> int:
@@ -59,7 +59,7 @@ def stages_of(schedule: Schedule, rank: int, *, ranks: int, stages: int) -> tupl
 def orders(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> tuple[Order, ...]:
     """Order of each rank's actions in one round; without idle slots.
 
-    The naive schedule is that of one microbatch: a round is `microbatches` of them.
+    The naive schedule runs `microbatches` one after the other.
 
     Args:
         stages: of the whole pipeline: a multiple of `ranks`, twice as many under ZBV.
@@ -73,7 +73,7 @@ def order_of(schedule: Schedule, rank: int, *, ranks: int, stages: int, microbat
     """Order of one rank's actions."""
     match schedule:
         case Schedule.NAIVE:
-            return tuple(_in_turn(rank, microbatches))
+            return tuple(_naive(rank, microbatches))
         case Schedule.GPIPE:
             return tuple(_gpipe(rank, microbatches))
         case Schedule.ONE_F_ONE_B:
@@ -84,7 +84,7 @@ def order_of(schedule: Schedule, rank: int, *, ranks: int, stages: int, microbat
     return tuple(_rounds(rank, ranks, stages // ranks, microbatches, splits=splits))
 
 
-def _in_turn(rank: int, microbatches: int) -> Iterator[Action]:
+def _naive(rank: int, microbatches: int) -> Iterator[Action]:
     for microbatch in range(microbatches):
         yield Action(PassKind.FORWARD, rank, microbatch)
         yield Action(PassKind.BACKWARD, rank, microbatch)
@@ -111,8 +111,8 @@ def _rounds(
 ) -> Iterator[Action]:
     """Interleaved 1F1B (arXiv:2104.04473), and ZB1P (arXiv:2401.10241) where backwards are split.
 
-    A rank takes as many microbatches through one of its stages as a round has, then through the
-    next. Zero bubble warms up half as long, and is `rank` backwards late with its weights.
+    A rank takes the microbatches of a round through one of its stages, then through the next. Zero
+    bubble warms up half as long, and computes weight gradients `rank` backwards late.
     """
     per_round = microbatches // max(1, microbatches // ranks)
     total = chunks * microbatches
@@ -217,14 +217,14 @@ class InFlight(NamedTuple):
 
     Attributes:
         kind, chunk: of the action; `chunk` counts the stages of the rank.
-        held: microbatches whose activations are kept, for every chunk: forwards that are over and
-            backwards that are not.
-        waiting: of those, the ones that wait for their weights' gradients.
+        saved: for every chunk, microbatches whose activations are saved: their forward is done,
+            their backward is not.
+        waiting: those of them that lack only the gradients of weights.
     """
 
     kind: PassKind
     chunk: int
-    held: tuple[int, ...]
+    saved: tuple[int, ...]
     waiting: tuple[int, ...]
 
 
@@ -255,11 +255,11 @@ def moments_of(
     the same action.
 
     Args:
-        whole: stages whose backward is never split: all of it is done with the inputs'.
+        whole: stages whose backward is never split: it runs when the inputs' gradients are due.
     """
     if schedule in ONE_STAGE:
         fullest = _fullest(schedule, rank, ranks, microbatches)
-        return tuple(InFlight(kind, 0, (held,), (0,)) for kind, held in fullest)
+        return tuple(InFlight(kind, 0, (saved,), (0,)) for kind, saved in fullest)
     # In-flight counts are periodic once the pipeline is full.
     shown = min(microbatches, FULL_AFTER * ranks)
     order = order_of(schedule, rank, ranks=ranks, stages=stages, microbatches=shown)
@@ -268,8 +268,8 @@ def moments_of(
 
 
 FULL_AFTER = 4
-"""Microbatches a rank after which every schedule has filled the pipeline: warm-ups are at most
-two microbatches a rank and stage, and a stage takes `ranks` of them before the next one does."""
+"""Microbatches per rank after which every schedule has filled the pipeline: warm-ups are at most
+two microbatches per rank and stage, and a stage takes `ranks` of them before the next one does."""
 
 
 def _fullest(
@@ -284,20 +284,20 @@ def _fullest(
 
 
 def _moments(order: Order, own: Sequence[int], whole: frozenset[int]) -> Iterator[InFlight]:
-    held, waiting = [0] * len(own), [0] * len(own)
+    saved, waiting = [0] * len(own), [0] * len(own)
     for kind, stage, _ in order:
         chunk = own.index(stage)
         is_whole = stage in whole
         if not (kind is PassKind.WEIGHT and is_whole):
-            yield InFlight(kind, chunk, tuple(held), tuple(waiting))
+            yield InFlight(kind, chunk, tuple(saved), tuple(waiting))
         if kind is PassKind.FORWARD:
-            held[chunk] += 1
+            saved[chunk] += 1
         elif kind is PassKind.BACKWARD or (kind is PassKind.INPUT and is_whole):
-            held[chunk] -= 1
+            saved[chunk] -= 1
         elif kind is PassKind.INPUT:
             waiting[chunk] += 1
         elif not is_whole:
-            held[chunk] -= 1
+            saved[chunk] -= 1
             waiting[chunk] -= 1
 
 
@@ -308,8 +308,8 @@ def _not_exceeded(candidates: Iterator[InFlight]) -> Iterator[InFlight]:
     for moments_of in alike.values():
         undominated: list[tuple[int, ...]] = []
         # Sorted by sum, a dominating entry comes first.
-        for one in sorted(moments_of, key=lambda each: -sum(each.held) - sum(each.waiting)):
-            counts = one.held + one.waiting
+        for one in sorted(moments_of, key=lambda each: -sum(each.saved) - sum(each.waiting)):
+            counts = one.saved + one.waiting
             if not any(all(map(ge, other, counts)) for other in undominated):
                 undominated.append(counts)
                 yield one

@@ -99,7 +99,7 @@ def play(
         for own in (stages_of(schedule, rank, ranks=ranks, stages=stages) for rank in range(ranks))
     )
     if schedule is Schedule.NAIVE:
-        end = _in_turn(times, microbatches)
+        end = _naive(times, microbatches)
     elif schedule is Schedule.GPIPE:
         end = _gpipe(times, microbatches, waits=waits)
     elif schedule is Schedule.ONE_F_ONE_B:
@@ -124,7 +124,7 @@ def timeline(
     )
 
 
-def _in_turn(times: StageTimes, microbatches: int) -> tuple[float, ...]:
+def _naive(times: StageTimes, microbatches: int) -> tuple[float, ...]:
     """One microbatch at a time: a rank is done when its gradient arrives."""
     there = sum(times.forward_s) + sum(times.send_s)
     back = _back(times)

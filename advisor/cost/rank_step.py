@@ -14,7 +14,7 @@ from math import ceil
 from advisor.cost.buffers import KEEPS_PARAMETERS, WHOLE, shard_degree
 from advisor.cost.context import CostContext
 from advisor.cost.loads import Loads
-from advisor.cost.memory import kept_bytes, workspace_bytes
+from advisor.cost.memory import saved_bytes, workspace_bytes
 from advisor.cost.orders import ONE_STAGE, PassKind, order_of
 from advisor.cost.staged import laid_out, received_bytes
 from advisor.cost.unit_load import UnitLoad
@@ -149,14 +149,14 @@ def _unit(
     kind, degree = plan.data_parallel, shard_degree(plan)
     sizes = parameter_tensors(profile)
     tensors = saved_sizes(profile.cost(costs.numerics(plan)), samples)
-    saved_bytes = kept_bytes(load, plan.recompute)
-    again = load.activation_bytes - saved_bytes if load.is_block else 0.0
+    saved = saved_bytes(load, plan.recompute)
+    again = load.activation_bytes - saved if load.is_block else 0.0
     copy = load.parameter_bytes * share
     # Copies for compute: by autocast, or gathered once for all microbatches.
     casts = copy * (kind in KEEPS_PARAMETERS or (kind in WHOLE and share != 1))
-    saved_tensors = scaled(tensors, saved_bytes)
+    saved_tensors = scaled(tensors, saved)
     if again > 0 and plan.recompute is Recompute.FULL:
-        saved_tensors = (saved_bytes,) if saved_bytes else ()
+        saved_tensors = (saved,) if saved else ()
     gathers = kind.is_sharded and load.is_separate and not casts
     # Stages of a pipeline reduce when a round is over, ZeRO-1 after the last microbatch; until then
     # gradients are whole.
@@ -172,7 +172,7 @@ def _unit(
         reduced=(load.gradient_bytes,) if reduces else (),
         saved=scaled(sizes, casts) + saved_tensors,
         again=scaled(tensors, again) if again > 0 else (),
-        forward_bytes=load.forward_transient_bytes + casts + saved_bytes * (again > 0),
+        forward_bytes=load.forward_transient_bytes + casts + saved * (again > 0),
         backward_bytes=load.backward_transient_bytes,
         gathered=(copy,) if gathers else (),
         count=load.count,

@@ -69,13 +69,13 @@ def replay(
     kind = plan.data_parallel
     count, once = plan.forwards, kind in (DataParallel.ZERO1, DataParallel.ZERO2)
     every = kind is not DataParallel.ZERO1
-    way = {"overlaps": overlaps}
-    first = forward(times, exchanged, gathers=True, **way)
-    last = backward(times, exchanged, gathers=not once, reduces=True, replicates=True, **way)
+    mode = {"overlaps": overlaps}
+    first = forward(times, exchanged, gathers=True, **mode)
+    last = backward(times, exchanged, gathers=not once, reduces=True, replicates=True, **mode)
     if count == 1:
         return StepReplay(first.wall_s + last.wall_s, first.sent_s + last.sent_s)
-    later = forward(times, exchanged, gathers=not once, **way)
-    middle = backward(times, exchanged, gathers=not once, reduces=every, replicates=False, **way)
+    later = forward(times, exchanged, gathers=not once, **mode)
+    middle = backward(times, exchanged, gathers=not once, reduces=every, replicates=False, **mode)
     return StepReplay(
         wall_s=first.wall_s + last.wall_s + (count - 1) * (later.wall_s + middle.wall_s),
         sent_s=first.sent_s + last.sent_s + (count - 1) * (later.sent_s + middle.sent_s),

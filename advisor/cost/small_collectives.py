@@ -18,7 +18,7 @@ from profiles.model.profile import ModelProfile
 COUNT_BYTES, PRINT_BYTES, SCALAR_BYTES, SEED_BYTES = 16, 16, 4, 8
 
 
-def apart_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
+def small_collectives_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
     """Seconds per step of small exposed collectives: sample count and loss, the seed of split
     layers, DDP's check for unused parameters, batch norms."""
     world = plan.world_size

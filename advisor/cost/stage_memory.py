@@ -30,10 +30,10 @@ from advisor.cost.memory import (
     Peak,
     backward_moments,
     forward_moments,
-    kept_bytes,
     largest_copy,
     optimizer_step,
     peak_at,
+    saved_bytes,
 )
 from advisor.cost.offload import states_leave
 from advisor.cost.orders import InFlight, PassKind
@@ -62,7 +62,7 @@ class StageMemory:
 
     Attributes:
         forward, backward: the fullest moments, without other microbatches.
-        kept_bytes: saved by a microbatch between its forward and its backward: activations and sent
+        saved_bytes: of a microbatch between its forward and its backward: activations and sent
             outputs, but not received inputs, which stay in receive buffers.
         own_bytes: all activations.
         cast_bytes: autocast copies of the weights, saved as well.
@@ -71,7 +71,7 @@ class StageMemory:
 
     forward: Moment
     backward: Moment
-    kept_bytes: float
+    saved_bytes: float
     own_bytes: float
     cast_bytes: float
     waiting_bytes: float
@@ -87,8 +87,8 @@ def chunk_of(
 ) -> StageMemory:
     """Memory of the units of `loads` as one stage of `plan`.
 
-    Gradients are whole until a round is over, and so are the parameters that ZeRO-1 and ZeRO-2
-    gather: both are the rank's, not the stage's (see `stage_peak`).
+    Gradients are unsharded until a round ends, and so are the parameters that ZeRO-1 and ZeRO-2
+    gather: both are counted per rank, not per stage (see `stage_peak`).
 
     Args:
         received_bytes, sent_bytes: of one microbatch, over the borders before and after the stage.
@@ -116,13 +116,13 @@ def chunk_of(
         key=lambda moment: moment.total,
     )
     cast = loads.parameter_bytes * share * (share != 1 and kind in WHOLE)
-    own = sum(kept_bytes(unit, plan.recompute) * unit.count for unit in loads.runs)
+    own = sum(saved_bytes(unit, plan.recompute) * unit.count for unit in loads.runs)
     if stack.states is not None:
         cast = 0.0
     return StageMemory(
         forward=replace(forward, gathered=forward.gathered + cast),
         backward=backward,
-        kept_bytes=between_bytes(own, received_bytes, sent_bytes, plan, stack),
+        saved_bytes=between_bytes(own, received_bytes, sent_bytes, plan, stack),
         own_bytes=own,
         cast_bytes=cast,
         waiting_bytes=sum(unit.layer_bytes * unit.count for unit in loads.runs),
@@ -150,7 +150,7 @@ def message_bytes(stack: Stack) -> float:
 
 
 def holds_outputs(plan: Plan, stack: Stack) -> bool:
-    """Return True if inputs and outputs of stages stay in buffers; engines that do so run only
+    """Return True if inputs and outputs of stages stay in buffers; stacks that do so run only
     1F1B."""
     return stack.holds_outputs and plan.schedule is Schedule.ONE_F_ONE_B
 
@@ -185,11 +185,11 @@ def stage_peak(
 
     Args:
         parts, chunks: the rank's stages, in order.
-        in_flight: what it holds of other microbatches when its actions begin.
+        in_flight: other microbatches' activations when its actions begin.
         update: of the rank's part of the parameters.
-        batch_bytes: every stage is given the whole batch, and the model's buffers.
-        buffer_bytes: what is received is received into, for all microbatches of a round.
-        copied_bytes: parameters that another stage counts, and this one holds a copy of.
+        batch_bytes: of the whole batch and the model's buffers, which every stage has.
+        buffer_bytes: receive buffers for all microbatches of a round.
+        copied_bytes: this rank's copies of tied parameters that another stage counts.
     """
     shares = round_shares(plan, device, compute_share=parts[0].compute_share, stack=stack)
     parameter_bytes = sum(part.parameter_bytes for part in parts) + copied_bytes
@@ -217,20 +217,18 @@ def stage_peak(
         chunk = chunks[moment.chunk]
         is_forward = moment.kind is PassKind.FORWARD
         during = chunk.forward if is_forward else chunk.backward
-        kept, cast, waiting = during.activations, during.gathered + always, during.transient
+        saved, cast, transient = during.activations, during.gathered + always, during.transient
         if not is_forward:
-            kept -= chunk.own_bytes  # of the current microbatch, which is among those in flight
-        for forwards, waiting_microbatches, each in zip(
-            moment.held, moment.waiting, chunks, strict=True
-        ):
-            kept += forwards * each.kept_bytes
+            saved -= chunk.own_bytes  # of the current microbatch, which is among those in flight
+        for forwards, waiting, each in zip(moment.saved, moment.waiting, chunks, strict=True):
+            saved += forwards * each.saved_bytes
             cast += forwards * each.cast_bytes
-            waiting += waiting_microbatches * each.waiting_bytes
-        return Moment(during.event, during.unit, whole, kept, cast, waiting, during.loss)
+            transient += waiting * each.waiting_bytes
+        return Moment(during.event, during.unit, whole, saved, cast, transient, during.loss)
 
     moments = [at(moment) for moment in in_flight]
     if own is None:
-        moments.append(_meeting(plan, parts, whole, root=root, always=always))
+        moments.append(_reduction(plan, parts, whole, root=root, always=always))
     if not states_leave(plan, device):
         moments.append(optimizer_step(plan, gradient_bytes, update, device, stack=stack, own=own))
     fullest = _fullest(moments)
@@ -250,7 +248,7 @@ def stage_peak(
     )
 
 
-def _meeting(
+def _reduction(
     plan: Plan, parts: Sequence[Loads], whole: float, *, root: float, always: float
 ) -> Moment:
     """Replicas of a stage reduce when the round ends: gradients in buckets, or group by group from

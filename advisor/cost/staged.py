@@ -12,16 +12,16 @@ from advisor.cost.breakdown import Estimate, StageEstimate, Traffic
 from advisor.cost.communication import rounds_of, stage_exchange
 from advisor.cost.compute import Busy, Computing, busy_s, optimizer_s
 from advisor.cost.context import CostContext
+from advisor.cost.exposed import gathers_s, overlaps_gathers
 from advisor.cost.groups import replica_group, tie_stride
-from advisor.cost.in_turn import gathers_beside, gathers_s
 from advisor.cost.ledger import Ledger
-from advisor.cost.loads import Loads, together
+from advisor.cost.loads import Loads, combined
 from advisor.cost.memory import Peak, shard_degree
 from advisor.cost.offload import filed_s
 from advisor.cost.orders import SPLITS_BACKWARD, InFlight, gathers_of_root, moments, stages_of
 from advisor.cost.pipeline import Played, StageTimes, play, sends_late
 from advisor.cost.replay import backward, forward
-from advisor.cost.small_collectives import apart_s, summed_s
+from advisor.cost.small_collectives import small_collectives_s, summed_s
 from advisor.cost.stage import StageCost
 from advisor.cost.stage_memory import StageMemory, chunk_of, stage_peak
 from advisor.cost.stages import TiedParameter, require_places
@@ -229,7 +229,7 @@ def _charged(
         microbatches=layout.in_round,
     )
     # FSDP2's root group belongs to the rank, whichever of its stages has the parameters.
-    parts = together([stage.part for stage in layout.of(rank)])
+    parts = combined([stage.part for stage in layout.of(rank)])
     stage_exchange(
         plan,
         parts,
@@ -241,7 +241,7 @@ def _charged(
     )
     charge_sends(plan, layout.own[rank], layout.borders, ledger)
     _Tail.of(model, plan, layout, rank, ledger)
-    return ledger, apart_s(plan, model.facts.model, ledger)
+    return ledger, small_collectives_s(plan, model.facts.model, ledger)
 
 
 def _stages(
@@ -278,14 +278,14 @@ def _stage(
     )
     kind = plan.data_parallel
     gathers = kind in (DataParallel.FULL_SHARD, DataParallel.HYBRID_SHARD)
-    way = {"overlaps": model.overlaps}
-    there = forward(computing.times, exchanged, gathers=gathers, **way)
+    mode = {"overlaps": model.overlaps}
+    there = forward(computing.times, exchanged, gathers=gathers, **mode)
     back = backward(
-        computing.times, exchanged, gathers=gathers, reduces=False, replicates=False, **way
+        computing.times, exchanged, gathers=gathers, reduces=False, replicates=False, **mode
     )
     late_s = 0.0
     if kind.is_sharded and not gathers:
-        overlaps = model.overlaps and gathers_beside(model.stack)
+        overlaps = model.overlaps and overlaps_gathers(model.stack)
         whole = forward(computing.times, exchanged, gathers=True, overlaps=overlaps)
         late_s = whole.wall_s - there.wall_s
     counts = [time.count for time in computing.times]
@@ -431,7 +431,7 @@ def _estimate_of(
         peak_high_bytes=peak.high_bytes,
         reserved_bytes=peak.reserved_bytes,
         states_bytes=peak.states_bytes,
-        in_flight=max(sum(moment.held) for moment in layout.in_flight(rank)),
+        in_flight=max(sum(moment.saved) for moment in layout.in_flight(rank)),
         forward_s=sum(stage.forward_s for stage in layout.of(rank)),
         backward_s=sum(stage.backward_s for stage in layout.of(rank)),
         busy_s=busy_s,

@@ -93,7 +93,8 @@ class StageBorders:
         """Bytes of one microbatch across the border before unit `place`: activations, and
         gradients.
 
-        Recorded as the model is built; FSDP computes in bf16, autocast leaves sums in fp32.
+        Recorded in the dtype the model is built in; FSDP computes in bf16, autocast leaves sums in
+        fp32.
         """
         model = self._model
         start = model.flow.first_call(model.units[place].name) if model.flow.calls else None
@@ -102,12 +103,12 @@ class StageBorders:
             return sent, sent
         if place not in self._crossing:
             values = model.flow.crossing(start)
-            there = sum((value.bytes for value in values), Affine())
-            back = sum((value.bytes for value in values if value.needs_gradient), Affine())
-            self._crossing[place] = there, back
+            activations = sum((value.bytes for value in values), Affine())
+            gradients = sum((value.bytes for value in values if value.needs_gradient), Affine())
+            self._crossing[place] = activations, gradients
         share = 1 / 2 if numerics is Numerics.BF16 and model.dtype == "float32" else 1.0
-        there, back = self._crossing[place]
-        return share * there.at(samples), share * back.at(samples)
+        activations, gradients = self._crossing[place]
+        return share * activations.at(samples), share * gradients.at(samples)
 
     def ties(self, plan: Plan, ends: Sequence[int]) -> tuple[TiedParameter, ...]:
         """Tied parameters whose copies are on several ranks."""

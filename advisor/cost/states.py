@@ -82,12 +82,12 @@ def resident_states(
 
 def own_share(states: States, level: int, degree: float, *, on_device: bool = True) -> float:
     """State bytes on a rank per byte of fp32 parameters, without the optimizer's own moments; a
-    lower bound of `held_states`, since experts are sharded over fewer ranks.
+    lower bound of `resident_states`, since experts are sharded over fewer ranks.
 
     Args:
         level: see `zero_level`.
         degree: over how many ranks states are sharded.
-        on_device: whether weights and the optimizer's states are there.
+        on_device: whether weights and the optimizer's states are on the device.
     """
     share = states.gradient * _part(level, 2, degree)
     if on_device:

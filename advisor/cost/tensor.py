@@ -26,10 +26,10 @@ class TensorExchange:
     """A collective of a unit over the tp axis, once per microbatch.
 
     Attributes:
-        in_forward: else in the backward.
+        in_forward: in the forward, else in the backward.
         is_repeated: recompute runs it again before the backward.
-        axis: of the mesh: "tp", or "cp" and "ep", which are estimated alone.
-        copies: of every token among the payload, for experts that may lie on one node.
+        axis: of the mesh: "tp", "cp" or "ep".
+        copies: of each token in the payload, sent to experts that may be on one node.
     """
 
     kind: Collective
@@ -177,7 +177,7 @@ def cut(
         style = cutting(place.styles)
         weights, biases = layer.weight_gradient_bytes, layer.bias_gradient_bytes
         if style is None:
-            sums.add(layer, own=around, after=around, kept=around)
+            sums.add(layer, own=around, after=around, saved=around)
             continue
         share = cut_share(layer, style, tp)
         row = style.kind is Kind.ROW
@@ -193,33 +193,33 @@ def cut(
                 partial -= biases
                 tensors -= biases > 0
         if layer.kind is LayerKind.EMBEDDING:
-            sums.add(layer, own=1.0, after=around, kept=1.0)
+            sums.add(layer, own=1.0, after=around, saved=1.0)
         elif row:
-            sums.add(layer, own=share, after=around, kept=share, whole=layer.output_bytes)
+            sums.add(layer, own=share, after=around, saved=share, whole=layer.output_bytes)
         else:
             is_local = style.kind in (Kind.COLUMN, Kind.VOCAB)
             after = share if is_local else around
             if is_local and not by_tokens:
                 partial += sum(layer.after.parameter_gradient_bytes)
                 tensors += len(layer.after.parameter_gradient_bytes)
-            sums.add(layer, own=share, after=after, kept=1.0, whole=layer.input_bytes)
+            sums.add(layer, own=share, after=after, saved=1.0, whole=layer.input_bytes)
     exchanges = tuple(_exchanges(cost, styled, samples=samples, by_tokens=by_tokens, stack=stack))
-    kept = sums.activation_bytes
+    saved = sums.activation_bytes
     if by_tokens and stack.keeps_gathered:
-        # Gathered tokens are saved unsharded for the weight gradient, once per gather, in place of
-        # the share of their producer.
+        # Gathered tokens are saved unsharded for the weight gradient, once per gather, instead of
+        # their producer's share.
         joined = [layer for layer in _joining(cost, styled) if _keeps(layer, samples)]
         once = {layer.same_input: layer for layer in joined}
-        kept += sum(layer.input_bytes.at(samples) for layer in joined)
-        kept -= around * sum(layer.input_bytes.at(samples) for layer in once.values())
-    whole_kept = cost.activation_bytes.at(samples)
+        saved += sum(layer.input_bytes.at(samples) for layer in joined)
+        saved -= around * sum(layer.input_bytes.at(samples) for layer in once.values())
+    whole_saved = cost.activation_bytes.at(samples)
     moved = cost.backward_moved_bytes.at(samples)
     in_work = sums.backward_moved_bytes / moved if moved else 1.0
     output = cost.output_bytes.at(samples) * _output_share(cost, styled, tp)
     if by_tokens and stack.sequence_parallel:
         output *= around  # the next block receives its share of the tokens too
     forward = cost.forward_transient_bytes.at(samples)
-    share_kept = kept / whole_kept if whole_kept else 1.0
+    saved_share = saved / whole_saved if whole_saved else 1.0
     inputs = cost.input_bytes.at(samples)
     if by_tokens:  # blocks receive their share of the tokens
         inputs = max(inputs - (1 - around) * output, around * inputs)
@@ -232,12 +232,14 @@ def cut(
         backward_flop=sums.backward_flop,
         forward_moved_bytes=sums.forward_moved_bytes,
         backward_moved_bytes=sums.backward_moved_bytes,
-        activation_bytes=kept,
+        activation_bytes=saved,
         selective_bytes=sums.selective_bytes,
         input_bytes=inputs,
         output_bytes=output,
         # The peak of the forward is near its end, when nearly all activations are saved.
-        forward_transient_bytes=max(forward - (whole_kept - kept), forward * min(1.0, share_kept))
+        forward_transient_bytes=max(
+            forward - (whole_saved - saved), forward * min(1.0, saved_share)
+        )
         + _room(exchanges, in_forward=True),
         backward_transient_bytes=cost.backward_transient_bytes.at(samples) * min(1.0, in_work)
         + _room(exchanges, in_forward=False),
@@ -278,10 +280,10 @@ class _Sums:
         *,
         own: float,
         after: float,
-        kept: float,
+        saved: float,
         whole: object = None,
     ) -> None:
-        """Add a layer at shares `own` and `after`; its own activations at `kept`. `whole` is
+        """Add a layer at shares `own` and `after`; its own activations at `saved`. `whole` is
         accessed unsharded: once in the forward, twice in the backward."""
         n = self._samples
         full = whole.at(n) if whole is not None else 0.0  # type: ignore[attr-defined]
@@ -291,8 +293,8 @@ class _Sums:
         self.backward_flop += own * layer.own.backward_flop.at(n)
         self.forward_moved_bytes += own * moved + (1 - own) * min(full, moved)
         self.backward_moved_bytes += own * back + (1 - own) * min(2 * full, back)
-        self.activation_bytes += kept * layer.own.activation_bytes.at(n)
-        self.selective_bytes += kept * layer.own.selective_activation_bytes.at(n)
+        self.activation_bytes += saved * layer.own.activation_bytes.at(n)
+        self.selective_bytes += saved * layer.own.selective_activation_bytes.at(n)
         self.forward_flop += after * layer.after.forward_flop.at(n)
         self.backward_flop += after * layer.after.backward_flop.at(n)
         self.forward_moved_bytes += after * layer.after.forward_moved_bytes.at(n)

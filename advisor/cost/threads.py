@@ -1,19 +1,19 @@
-"""One process, a thread for each of n devices (nn.DataParallel): everything meets at the first.
+"""One process with a thread for each of n devices (nn.DataParallel); the first one collects all.
 
 With P bytes of parameters, G of gradients, X of a microbatch's inputs and Y of its outputs on one
 device, over links with latency a and b seconds a byte, every forward and its backward take
 
     scatter     (n-1) (a + X b)     inputs leave the first device, one after another
-    replicate   a + P b             parameters are broadcast anew, as the optimizer changed them
-    gather      (n-1) (a + Y b)     outputs arrive at the first device, where the loss is
-    and back    (n-1) (a + Y b)     their gradients leave it
-    reduce      a + G b             gradients are summed there, when the backward is over
+    replicate   a + P b             parameters are broadcast again, as the optimizer changed them
+    gather      (n-1) (a + Y b)     outputs arrive at the first device, which computes the loss
+    backward    (n-1) (a + Y b)     their gradients are scattered
+    reduce      a + G b             gradients are summed there, after the backward
 
-none of it hidden: autograd reaches the broadcast last (torch/nn/parallel/_functions.py). DDP sends
-2 (n-1)/n G once a step, beside the backward. One interpreter launches the operations of all
-devices, one at a time: a unit takes n times its launches where they are longer than its computing.
-The first device holds the batch, all outputs and their loss, and the sum of gradients beside
-its own; the others have no optimizer states and wait for its step.
+all of it exposed: autograd reaches the broadcast last (torch/nn/parallel/_functions.py). DDP sends
+2 (n-1)/n G once a step, overlapped with the backward. One interpreter launches the operations of
+all devices, one at a time: a unit takes n times its launches if they take longer than its compute.
+The first device holds the batch, all outputs and their loss, and the sum of gradients in addition
+to its own; the others have no optimizer states and wait for its step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from profiles.model.profile import LOSS, ModelProfile, Numerics
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class ScatterGather:
     """Tensors gathered on the first device in one forward and backward, in bytes and seconds.
 
     Attributes:
@@ -50,7 +50,7 @@ class Meeting:
     @classmethod
     def of(
         cls, model: ModelProfile, numerics: Numerics, *, samples: int, bytes_per_s: float
-    ) -> Meeting:
+    ) -> ScatterGather:
         """Outputs are those of the last unit before the loss."""
         last = next((u for u in reversed(model.units) if u.name != LOSS), None)
         loss = next((u.cost(numerics) for u in model.units if u.name == LOSS), None)
@@ -93,7 +93,7 @@ def threaded(model: CostContext, plan: Plan) -> Estimate:
     update = model.update(own, 0, len(facts.model.units))
     computing = model.computing(own, loads)
     added = added_s(loads, computing.times, share=1.0, device=device, devices=plan.dp_replicate)
-    meeting = Meeting.of(
+    copied = ScatterGather.of(
         facts.model,
         model.numerics(plan),
         samples=plan.microbatch_size,
@@ -106,20 +106,20 @@ def threaded(model: CostContext, plan: Plan) -> Estimate:
         )
         return count * seconds
 
-    sent_s = send("scattered inputs", meeting.input_bytes, others * forwards)
+    sent_s = send("scattered inputs", copied.input_bytes, others * forwards)
     sent_s += send("parameters of replicas", loads.parameter_bytes, forwards)
-    sent_s += send("outputs and their gradients", meeting.output_bytes, 2 * others * forwards)
+    sent_s += send("outputs and their gradients", copied.output_bytes, 2 * others * forwards)
     sent_s += send("gradients of replicas", loads.gradient_bytes, forwards)
     alone_busy = busy_s(replace(computing, added=added), forwards)
     busy = replace(
         alone_busy,
-        compute_s=alone_busy.compute_s + others * forwards * meeting.loss_s,
+        compute_s=alone_busy.compute_s + others * forwards * copied.loss_s,
         launch_s=forwards * launching_s(loads, computing, device, devices=plan.dp_replicate)
         + (forwards - 1) * added.launch_s,
     )
     # A process reads the batch of all devices; each device counts its part.
     batch_bytes = model.batch_bytes(own) * plan.dp_replicate
-    first = others * (meeting.output_bytes + meeting.loss_bytes)
+    first = others * (copied.output_bytes + copied.loss_bytes)
     memory = peak(
         own,
         loads,

@@ -13,16 +13,17 @@ class UnitLoad:
     """Load of a unit at one microbatch size, on one rank of the tp axis.
 
     Attributes:
-        name: of the first unit, where it stands for several.
-        count: equal units one after the other, for which it stands.
+        name: of the first unit of a run.
+        count: equal consecutive units that it represents.
         is_separate: gathered and released on its own by FSDP.
-        layer_bytes: outputs of its weight layers, whose gradients wait where a backward is split.
+        layer_bytes: outputs of its weight layers, whose gradients are saved where a backward is
+            split.
         tensors: trainable parameters.
         partial_gradient_bytes, partial_tensors: of parameters that are whole on every rank of the
             tp axis while their gradients are parts of a sum.
-        apart_bytes: parameters beside those, which no sharding divides any further, and gradients
-            as many: what a rank keeps of experts that others hold too.
-        expert_bytes: of the parameters those that are sharded among ranks with the same experts.
+        unsharded_bytes: further parameters that sharding does not divide: a rank's experts, where
+            other ranks hold copies of them. Their gradients take as many bytes.
+        expert_bytes: parameters that are sharded among ranks with the same experts.
         exchanges: the tensor collectives of one unit's forward and backward.
         work: its products and attention.
     """
@@ -49,7 +50,7 @@ class UnitLoad:
     tensors: int = 1
     partial_gradient_bytes: float = 0.0
     partial_tensors: int = 0
-    apart_bytes: float = 0.0
+    unsharded_bytes: float = 0.0
     expert_bytes: float = 0.0
     exchanges: tuple[TensorExchange, ...] = ()
     work: UnitWork = NO_WORK

@@ -71,11 +71,11 @@ def updated(model: CostContext, plan: Plan) -> Estimate:
             (_shared(update, 1 / plan.servers), served.fullest()),
         ]
     else:
-        meeting_s = _meeting_s(plan, model, loads.gradient_bytes, ledger)
-        sent_s = meeting_s / plan.sync_every
+        synchronization_s = _synchronization_s(plan, model, loads.gradient_bytes, ledger)
+        sent_s = synchronization_s / plan.sync_every
         outer = 2 * loads.gradient_bytes * (plan.updates is Updates.DILOCO)
         with_outer = replace(update, state_bytes=update.state_bytes + outer)
-        states = [(with_outer, None), (with_outer, _meeting(plan, loads.gradient_bytes))]
+        states = [(with_outer, None), (with_outer, _synchronization(plan, loads.gradient_bytes))]
     batch_bytes = model.batch_bytes(own)
 
     def fullest(update: Upkeep, moment: Moment | None) -> Peak:
@@ -259,7 +259,9 @@ def _rate_of_one(cluster: ClusterProfile, talking: int) -> float:
     return cluster.intra.bandwidth_bytes_per_s.value if cluster.intra else inf
 
 
-def _meeting_s(plan: Plan, model: CostContext, payload_bytes: float, ledger: Ledger) -> float:
+def _synchronization_s(
+    plan: Plan, model: CostContext, payload_bytes: float, ledger: Ledger
+) -> float:
     """Seconds of one synchronization of all replicas; no compute overlaps."""
     cluster, profile = model.facts.cluster, model.facts.model
     every, group = plan.sync_every, plan.dp_replicate
@@ -284,7 +286,7 @@ def _meeting_s(plan: Plan, model: CostContext, payload_bytes: float, ledger: Led
     return seconds
 
 
-def _meeting(plan: Plan, payload_bytes: float) -> Moment:
+def _synchronization(plan: Plan, payload_bytes: float) -> Moment:
     """Memory of a replica during synchronization: gradients of the step, and the parameter
     difference."""
     moved = payload_bytes if plan.updates is Updates.DILOCO else 0.0

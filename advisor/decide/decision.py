@@ -97,7 +97,7 @@ class Decision(Document):
         kept = SearchCache(CostModel(self.facts))
 
         def answer(facts: Facts) -> Candidate | None:
-            beside = kept.beside(facts)
+            beside = kept.for_facts(facts)
             choice = decide(
                 facts, policy=self.policy, partial=self.partial, nearest=False, kept=beside
             )

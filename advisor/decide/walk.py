@@ -70,7 +70,7 @@ class _Situation:
             world = facts.cluster.world_size
             workload = facts.workload.model_copy(update={"global_batch_size": world})
             other = facts.model_copy(update={"workload": workload})
-            plans = legal_plans(other, partial, costs=self.costs.beside(other))
+            plans = legal_plans(other, partial, costs=self.costs.for_facts(other))
         return weigh(plans, self.costs, self.policy)
 
 

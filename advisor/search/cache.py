@@ -16,9 +16,8 @@ from engines.plan import Offload, PartialPlan, Plan
 from profiles.machine.cluster import Collective
 from profiles.model.profile import Numerics
 
-# What an axis along which layers are split may send.
-_SENT = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-_TRAVEL = (Collective.ALL_TO_ALL,)
+# Collectives of split layers (tp) and split sequences (cp).
+_SPLIT_LAYERS = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 
 
 class SearchCache:
@@ -36,11 +35,11 @@ class SearchCache:
         self.step_moments: dict[Hashable, StepMoments] = {}
         self._styles_of: Styles = cache(styles_of(costs.facts))
 
-    def beside(self, facts: Facts) -> SearchCache:
+    def for_facts(self, facts: Facts) -> SearchCache:
         """Of facts in which only links, memory or batch differ: all that does not hang on them."""
-        if not self.costs.is_beside(facts):
+        if not self.costs.shares_sums(facts):
             return SearchCache(CostModel(facts))
-        found = SearchCache(self.costs.beside(facts))
+        found = SearchCache(self.costs.for_facts(facts))
         found._spaces = self._spaces
         found._microbatches = self._microbatches
         found._crossing = self._crossing
@@ -104,9 +103,9 @@ class SearchCache:
             plan.microbatch_size,
             plan.recompute,
             tuple(places),
-            *(ledger.ways(kind, plan.tp, 1) for kind in _SENT),
-            *(ledger.ways(kind, plan.cp, plan.tp) for kind in _SENT if plan.cp > 1),
-            *(ledger.ways(kind, plan.ep, plan.cp * plan.tp) for kind in _TRAVEL if plan.ep > 1),
+            *(ledger.algorithms(kind, plan.tp, 1) for kind in _SPLIT_LAYERS),
+            *(ledger.algorithms(kind, plan.cp, plan.tp) for kind in _SPLIT_LAYERS if plan.cp > 1),
+            plan.ep > 1 and ledger.algorithms(Collective.ALL_TO_ALL, plan.ep, plan.cp * plan.tp),
         )
         if key not in self._microbatches:
             crossed = numerics, tuple(places)

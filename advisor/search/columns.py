@@ -167,9 +167,9 @@ class Columns:
         """Any microbatch of this tp degree that is sharded so: their parameters are the same."""
         return self._sharded[tp, sharded] if sharded else self._whole[tp]
 
-    def apart_bytes(self) -> Floats:
+    def unsharded_bytes(self) -> Floats:
         """Parameters of experts that are no shards of a rank's others; gradients are as large."""
-        found = self.of(lambda g: g.loads.apart_bytes)
+        found = self.of(lambda g: g.loads.unsharded_bytes)
         most = self.space.cp * self._most_shards  # that `Microbatches` takes
         return np.where(self.sharded == WITH_EXPERTS, found * most / self.shards, found)
 
@@ -232,8 +232,8 @@ class Columns:
 
         def seconds(tp: int, cp: int, data: int) -> float:
             of, plan = self._sharded[tp, 1], self._holding(tp, cp, 1, cp=cp, replicas=data)
-            tensors = sum(unit.count for unit in of.units if unit.apart_bytes)
-            gradient_bytes = of.loads.apart_bytes
+            tensors = sum(unit.count for unit in of.units if unit.unsharded_bytes)
+            gradient_bytes = of.loads.unsharded_bytes
             return experts_s(plan, self._ledger, gradient_bytes=gradient_bytes, tensors=tensors)
 
         found = np.zeros(len(space))

@@ -15,7 +15,7 @@ from advisor.cost.borders import sent_samples
 from advisor.cost.communication import in_units
 from advisor.cost.compute import UnitTime
 from advisor.cost.loads import Loads
-from advisor.cost.memory import backward_work, kept_bytes
+from advisor.cost.memory import backward_work, saved_bytes
 from advisor.cost.unit_load import UnitLoad
 from advisor.search.space import Floats
 from engines.legality import numerics
@@ -146,7 +146,7 @@ class Microbatch:
     @cached_property
     def kept(self) -> Floats:
         """Bytes of each unit from its forward to its backward."""
-        return np.array([kept_bytes(u, self.recompute) for u in self.units], dtype=float)
+        return np.array([saved_bytes(u, self.recompute) for u in self.units], dtype=float)
 
     # Blocks: what the least of them has
 

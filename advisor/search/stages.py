@@ -206,4 +206,4 @@ def _in_flight(plan: Plan, stages: int) -> list[int]:
     if plan.schedule in (Schedule.NAIVE, Schedule.GPIPE):
         schedule = plan.schedule
     found = moments(schedule, ranks=stages, stages=stages, microbatches=_in_round(plan))
-    return [max(moment.held[0] for moment in rank) for rank in found]
+    return [max(moment.saved[0] for moment in rank) for rank in found]

@@ -106,7 +106,7 @@ class _Peaks:
         last = columns.each(self._keys, lambda *key: self._last(*key).total)
         doubtful = columns.each(self._keys, lambda *key: self._last(*key).transient)
         if self._stack.states is None:
-            return always + 2 * columns.apart_bytes(), last, doubtful
+            return always + 2 * columns.unsharded_bytes(), last, doubtful
         return always + (self._stack.bucket_bytes or 0.0), last, doubtful
 
     def moments(self, row: int, kind: DataParallel, *, forwards: int) -> StepMoments:

@@ -95,9 +95,9 @@ def test_loads_are_those_of_the_messages(kind: Aggregation, n: int, k: int) -> N
     for step in steps(kind, n, per_node=k):
         for load in step.loads:
             # A ring over all ranks puts its load on both tiers; rings side by side share the cards.
-            crosses = load.size * load.apart > k
+            crosses = load.size * load.stride > k
             stays = not crosses or (kind is Aggregation.RING and k > 1)
-            charged_between += step.rounds * load.share * load.apart * crosses
+            charged_between += step.rounds * load.share * load.stride * crosses
             charged_inside += step.rounds * load.share * stays
     assert charged_inside == pytest.approx(inside)
     assert charged_between == pytest.approx(between)

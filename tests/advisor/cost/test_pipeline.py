@@ -277,7 +277,7 @@ def test_longer_stages_and_sends_never_shorten_a_round() -> None:
 
 def most(schedule: Schedule, ranks: int, chunks: int, microbatches: int) -> list[int]:
     found = moments(schedule, ranks=ranks, stages=ranks * chunks, microbatches=microbatches)
-    return [max(sum(moment.held) for moment in of_rank) for of_rank in found]
+    return [max(sum(moment.saved) for moment in of_rank) for of_rank in found]
 
 
 def test_as_many_microbatches_are_in_flight_as_the_papers_say() -> None:
@@ -307,7 +307,7 @@ def test_moments_hold_all_that_playing_the_orders_piles_up(schedule: Schedule) -
             fullest = {stage: max(fullest[stage], held[stage]) for stage in own}
             held[stage] -= kind in (PassKind.BACKWARD, PassKind.WEIGHT)
         assert not any(held.values())
-        shown = [max(moment.held[n] for moment in found[rank]) for n in range(len(own))]
+        shown = [max(moment.saved[n] for moment in found[rank]) for n in range(len(own))]
         assert shown == list(fullest.values())
 
 
@@ -332,7 +332,7 @@ def test_a_stage_whose_backward_is_not_split_lets_go_with_the_gradient_of_its_in
     shape = {"ranks": 4, "stages": 4, "microbatches": 16}
     split = moments(ZERO_BUBBLE, **shape)
     whole = moments(ZERO_BUBBLE, **shape, whole=frozenset(range(4)))
-    assert [max(sum(m.held) for m in rank) for rank in whole] == [4, 3, 2, 1]
+    assert [max(sum(m.saved) for m in rank) for rank in whole] == [4, 3, 2, 1]
     assert [max(sum(m.waiting) for m in rank) for rank in split] == [1, 2, 3, 4]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from advisor.cost.calibration import CALIBRATION
-from advisor.cost.in_turn import gathers_s
+from advisor.cost.exposed import gathers_s
 from advisor.cost.rates import DeviceRates
 from advisor.cost.waves import wave_share
 from advisor.cost.work import ProductLoad, UnitWork, over_expert_ranks

@@ -196,5 +196,5 @@ def test_costs_that_are_shared_are_the_costs_of_the_facts(lever: Lever) -> None:
     plan = Plan.parse("dp_shard=8 microbatch_size=2 precision=bf16")
     costs = CostModel(whole)
     before = costs.estimate(plan)
-    assert costs.beside(changed).estimate(plan) == CostModel(changed).estimate(plan)
+    assert costs.for_facts(changed).estimate(plan) == CostModel(changed).estimate(plan)
     assert costs.estimate(plan) == before

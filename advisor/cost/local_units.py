@@ -11,7 +11,7 @@ from engines.plan import Plan
 from profiles.model.profile import ModelProfile, Numerics, UnitProfile
 
 
-def held_units(
+def local_units(
     plan: Plan,
     model: ModelProfile,
     runs: Sequence[UnitRun],
@@ -24,8 +24,8 @@ def held_units(
     """Return every unit of `model` on one rank; equal ones share an object.
 
     Args:
-        styled: what the plan's styles do to each unit.
-        shards: over how many ranks states are divided, where experts are.
+        styled: styles of each unit.
+        shards: number of ranks that shard states, if experts are split.
         splits_experts: see `Stack`.
     """
     units: list[UnitProfile] = []

@@ -20,7 +20,7 @@ def reduced_share(stack: Stack) -> float:
     return 1.0 if wanted is None else wanted / FP32_BYTES
 
 
-def in_turn(
+def split_exposed(
     stack: Stack, plan: Plan, exchanged: Exchange, computing: Computing
 ) -> tuple[Exchange, float]:
     """Split `exchanged` into the part that `stack` overlaps, and the seconds of exposed gradients
@@ -49,7 +49,7 @@ def in_turn(
     return exchanged, waited
 
 
-def gathers_beside(stack: Stack) -> bool:
+def overlaps_gathers(stack: Stack) -> bool:
     """Return True if parameters gathered for the whole step overlap with its first forwards."""
     return stack.states is None or stack.overlap_parameters
 
@@ -58,17 +58,17 @@ def gathers_s(stack: Stack, ranks: Sequence[Sequence[tuple[float, float]]]) -> f
     """Seconds that the first forwards of a pipeline's step wait for gathered parameters.
 
     FSDP2 gathers a stage when its forward begins: the first microbatch waits at every stage. Stacks
-    with states of their own gather on all ranks from the beginning of the step, beside the forwards
-    of a rank's earlier stages where they overlap.
+    with states of their own gather on all ranks from the beginning of the step, overlapped with the
+    forwards of a rank's earlier stages if they overlap gathers.
 
     Args:
-        ranks: (seconds of its forward, of its own wait) of each stage of each rank.
+        ranks: (seconds of its forward, exposed seconds of its gather) of each stage of each rank.
     """
     if stack.states is None:
-        return sum(late for stages in ranks for _, late in stages)
+        return sum(gather for stages in ranks for _, gather in stages)
     worst = 0.0
     for (forward, first), *rest in ranks:
-        hidden = forward + sum(beside for beside, _ in rest[:-1])
-        behind = sum(late for _, late in rest)
-        worst = max(worst, first + max(0.0, behind - hidden * gathers_beside(stack)))
+        hidden = forward + sum(later for later, _ in rest[:-1])
+        gathers = sum(gather for _, gather in rest)
+        worst = max(worst, first + max(0.0, gathers - hidden * overlaps_gathers(stack)))
     return worst
