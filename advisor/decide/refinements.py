@@ -166,7 +166,9 @@ def compare_kinds(deciding: Deciding) -> None:
         if len(search.space) <= _FEW_ROWS:
             search.weigh_all()
             continue
-        groups = [(plan, search.besides(rows, winner.plan)) for plan, rows in search.kinds()]
+        groups = [
+            (plan, search.with_other_degrees(rows, winner.plan)) for plan, rows in search.kinds()
+        ]
         groups.sort(
             key=lambda group: (group[0].pp * group[0].tp > 1, search.least_step_s(group[1]))
         )

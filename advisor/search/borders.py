@@ -1,7 +1,7 @@
-"""Borders of stages: exact, by dynamic programming on time and memory.
+"""Stage borders by exact dynamic programming on time and memory.
 
-A row of pieces that no border divides is cut into contiguous stages. Every stage has a time and,
-because it holds as many microbatches as its place in the pipeline asks for, a memory of its own.
+Segments of a model, which have no borders inside, are grouped into contiguous stages. The memory of
+a stage depends on its place in the pipeline, which determines its microbatches in flight.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from profiles.errors import PlanError
 
 Amounts = Sequence[float] | NDArray[np.float64]
 Matrix = NDArray[np.float64]
-"""[i, j]: of a stage that holds pieces i, ..., j - 1, of n pieces; n + 1 rows and columns."""
+"""[i, j]: of a stage of segments i, ..., j - 1; n + 1 rows and columns for n segments."""
 
-# Sums of seconds in another order differ in their last digits: nobody is slower for that.
+# Sums of seconds in another order differ in the last digits: such times count as equal.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
-    """A row of pieces as stages.
+    """Segments grouped into stages.
 
     Attributes:
-        starts: the first piece of stages 1, 2, ...
+        starts: the first segment of stages 1, 2, ...
         seconds: of the slowest stage.
         nbytes: of the fullest stage.
     """
@@ -39,7 +39,7 @@ class StageCut:
 
 
 def spans(amounts: Amounts) -> Matrix:
-    """Sums of contiguous pieces.
+    """Sums over contiguous segments.
 
     >>> spans([1.0, 2.0])[0].tolist()
     [0.0, 1.0, 3.0]
@@ -49,53 +49,55 @@ def spans(amounts: Amounts) -> Matrix:
 
 
 def largest(amounts: Amounts) -> Matrix:
-    """The largest of contiguous pieces.
+    """Maxima over contiguous segments.
 
     >>> largest([2.0, 1.0])[0].tolist()
     [0.0, 2.0, 2.0]
     """
     count = len(amounts)
-    found = np.zeros((count + 1, count + 1))
+    maxima = np.zeros((count + 1, count + 1))
     for start in range(count):
-        found[start, start + 1 :] = np.maximum.accumulate(np.asarray(amounts[start:]))
-    return found
+        maxima[start, start + 1 :] = np.maximum.accumulate(np.asarray(amounts[start:]))
+    return maxima
 
 
 def cut(
     seconds: Matrix,
-    held: Matrix,
-    kept: Matrix,
+    resident: Matrix,
+    saved: Matrix,
     *,
     in_flight: Sequence[int],
     usable_bytes: float,
 ) -> StageCut:
-    """The stages whose slowest is fastest, among those where every stage stays within memory.
+    """Cut segments into stages that fit in memory, minimizing the seconds of the slowest stage.
 
-    Of cuts that are equally fast it takes one whose fullest stage has least, then the one whose
-    last stages begin first. Where none stays within memory, the one whose fullest stage has least.
+    Of equally fast cuts it takes one whose fullest stage is smallest, then the one whose last
+    stages begin first. If none fits, it takes one whose fullest stage is smallest.
 
     Args:
         seconds: of every possible stage.
-        held: bytes of every possible stage, beside those `kept` for each microbatch in flight.
-        in_flight: microbatches at every place in the pipeline: its length is how many stages.
+        resident: bytes of every possible stage, without microbatches in flight.
+        saved: bytes of every possible stage per microbatch in flight.
+        in_flight: microbatches in flight of each stage; its length is the number of stages.
 
     Raises:
-        PlanError: more stages than pieces.
+        PlanError: more stages than segments.
     """
-    pieces, stages = len(seconds) - 1, len(in_flight)
-    if pieces < stages:
+    segments, stages = len(seconds) - 1, len(in_flight)
+    if segments < stages:
         raise PlanError(
-            f"{stages} stages need as many pieces that can be parted, there are {pieces}",
-            hints=[f"take at most {pieces} stages"],
+            f"{stages} stages need as many units that can begin one, there are {segments}",
+            hints=[f"take at most {segments} stages"],
         )
-    # So many pieces at least are before and behind each stage: what is left of a matrix.
-    spare = pieces - stages + 1
+    # Stage k begins at segment k or later, as stages before it have at least one segment each, and
+    # leaves one for each stage after it: a window of the matrix.
+    spare = segments - stages + 1
     windows = [(slice(k, k + spare), slice(k + 1, k + 1 + spare)) for k in range(stages)]
-    # Stages hold at least one piece: on and below the diagonal there is none.
+    # Stages have at least one segment: there are none on and below the diagonal.
     is_stage = np.triu(np.ones(seconds.shape, dtype=bool), 1)
     seconds = np.where(is_stage, seconds, np.inf)
-    held = np.where(is_stage, held, np.inf)
-    nbytes = [held[w] + n * kept[w] for n, w in zip(in_flight, windows, strict=True)]
+    resident = np.where(is_stage, resident, np.inf)
+    nbytes = [resident[w] + n * saved[w] for n, w in zip(in_flight, windows, strict=True)]
     within = [
         np.where(one <= usable_bytes, seconds[w], np.inf)
         for one, w in zip(nbytes, windows, strict=True)
@@ -109,20 +111,23 @@ def cut(
         _, starts = _least(even)
     else:
         _, starts = _least(nbytes)
-    bounds = list(pairwise([0, *starts, pieces]))
+    bounds = list(pairwise([0, *starts, segments]))
     return StageCut(
         starts=tuple(starts),
         seconds=float(max(seconds[i, j] for i, j in bounds)),
         nbytes=float(
-            max(held[i, j] + n * kept[i, j] for n, (i, j) in zip(in_flight, bounds, strict=True))
+            max(
+                resident[i, j] + n * saved[i, j]
+                for n, (i, j) in zip(in_flight, bounds, strict=True)
+            )
         ),
     )
 
 
 def _least(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
-    """The cut whose largest cost is least: its value, and the first pieces of stages 1, 2, ...
+    """Cut with the smallest largest cost: that cost, and the first segments of stages 1, 2, ...
 
-    Of stage k [i, j]: it holds pieces k + i, ..., k + j.
+    Entry [i, j] of stage k is the cost of segments k + i, ..., k + j.
     """
     columns = np.arange(len(costs[0]))
     best = costs[0][0]

@@ -1,8 +1,8 @@
 """Lower bounds of time and memory for all rows at once.
 
-Every formula leaves something out that an estimate has, and adds nothing to it. Rows that share a
-microbatch (size, recompute, tp, numerics) share the sums over the model's units, which are the cost
-model's own; what is done to them for each row is arithmetic on columns.
+Every formula leaves out terms of the estimate and adds none. Rows that share a microbatch (size,
+recompute, tp, numerics) share the cost model's sums over the model's units; the rest is arithmetic
+on columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from advisor.search.whole import moved_s, whole_time
 from advisor.search.whole_peak import whole_peak_bytes
 from engines.plan import Offload
 
-# Bounds add up the same numbers in another order: their last digits may differ from the estimate's.
+# Bounds add the same numbers in another order: the last digits may differ from the estimate's.
 ROUNDING = 1e-9
 
 _PARTS = ("compute_s", "recompute_s", "optimizer_s", "launch_s", "exposed_s")
@@ -29,10 +29,10 @@ _PARTS = ("compute_s", "recompute_s", "optimizer_s", "launch_s", "exposed_s")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What no estimate of a row is below.
+    """Lower bounds of each row's estimate.
 
     Attributes:
-        step_s: of the whole step.
+        step_s: of the step.
         peak_high_bytes: of the upper end of the peak.
     """
 
@@ -40,31 +40,32 @@ class Bounds:
     peak_high_bytes: Floats
 
 
-def bounds_of(space: Space, kept: SearchCache, policy: Policy) -> Bounds:
-    """The bounds of every row of `space`; of rows that do not fit, of memory alone."""
+def bounds_of(space: Space, cache: SearchCache, policy: Policy) -> Bounds:
+    """Bounds of every row of `space`; of memory alone for rows that do not fit."""
     count = len(space)
-    device, overhead_s = kept.costs.facts.cluster.device, kept.costs.facts.workload.host_overhead_s
+    facts = cache.costs.facts
+    device, overhead_s = facts.cluster.device, facts.workload.host_overhead_s
     usable = policy.usable_bytes(device)
-    microbatches = Microbatches(space, kept)
-    found = Bounds(np.zeros(count), np.zeros(count))
+    microbatches = Microbatches(space, cache)
+    bounds = Bounds(np.zeros(count), np.zeros(count))
     for is_whole in (True, False):
         rows = np.flatnonzero((space.pp == 1) == is_whole)
         if not len(rows):
             continue
         columns = Columns(space.part(rows), microbatches, for_memory=True)
-        least = columns.of(lambda g: g.unit_bytes)
+        least = columns.of(lambda g: g.largest_unit_bytes)
         peak = whole_peak_bytes(columns, usable) if is_whole else staged_peak_bytes(columns)
         peak = np.maximum(peak, upper_end(least, device))
-        found.peak_high_bytes[rows] = peak
+        bounds.peak_high_bytes[rows] = peak
         rows = rows[peak * (1 - ROUNDING) <= usable]
         if not len(rows):
             continue
         columns = Columns(space.part(rows), microbatches)
         if not is_whole:
-            found.step_s[rows] = staged_step_s(columns) + overhead_s
+            bounds.step_s[rows] = staged_step_s(columns) + overhead_s
             continue
         time = whole_time(columns)
-        found.step_s[rows] = sum(getattr(time, name) for name in _PARTS) + overhead_s
+        bounds.step_s[rows] = sum(getattr(time, name) for name in _PARTS) + overhead_s
         if space.offload is not Offload.NONE:
-            found.step_s[rows] += moved_s(columns)
-    return found
+            bounds.step_s[rows] += moved_s(columns)
+    return bounds

@@ -1,4 +1,4 @@
-"""What searches of one model share: many decisions then cost little more than one."""
+"""Cache of searches over one model: many decisions then cost little more than one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from advisor.cost import CostModel
 from advisor.cost.memory import shard_degree
 from advisor.inputs.facts import Facts
 from advisor.search.legal import Styles, is_too_long, space_of, styles_of
-from advisor.search.microbatch import BorderTraffic, Microbatch, crossing_of, microbatch
+from advisor.search.microbatch import BorderTraffic, Microbatch, border_traffic, microbatch
 from advisor.search.space import Space
 from advisor.search.step_moments import StepMoments
 from engines.plan import Offload, PartialPlan, Plan
@@ -21,9 +21,9 @@ _SPLIT_LAYERS = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE
 
 
 class SearchCache:
-    """The costs of some facts, the spaces that were written down and the microbatches added up.
+    """Cost model of some facts, and cached spaces and microbatches.
 
-    `beside` says what of it holds for other facts.
+    `for_facts` shares with other facts what does not depend on the difference.
     """
 
     def __init__(self, costs: CostModel) -> None:
@@ -31,24 +31,25 @@ class SearchCache:
         self._compiled: SearchCache | None = None
         self._spaces: dict[Hashable, Space] = {}
         self._microbatches: dict[Hashable, Microbatch] = {}
-        self._crossing: dict[tuple[Numerics, tuple[int, ...]], BorderTraffic] = {}
+        self._traffic: dict[tuple[Numerics, tuple[int, ...]], BorderTraffic] = {}
         self.step_moments: dict[Hashable, StepMoments] = {}
         self._styles_of: Styles = cache(styles_of(costs.facts))
 
     def for_facts(self, facts: Facts) -> SearchCache:
-        """Of facts in which only links, memory or batch differ: all that does not hang on them."""
+        """Create a cache for other facts; shared with this one if only links, memory or batch
+        differ."""
         if not self.costs.shares_sums(facts):
             return SearchCache(CostModel(facts))
-        found = SearchCache(self.costs.for_facts(facts))
-        found._spaces = self._spaces
-        found._microbatches = self._microbatches
-        found._crossing = self._crossing
-        found.step_moments = self.step_moments
-        found._styles_of = self._styles_of
-        return found
+        other = SearchCache(self.costs.for_facts(facts))
+        other._spaces = self._spaces
+        other._microbatches = self._microbatches
+        other._traffic = self._traffic
+        other.step_moments = self.step_moments
+        other._styles_of = self._styles_of
+        return other
 
     def compiled(self) -> SearchCache:
-        """Of the same facts, with compiled blocks."""
+        """Cache of the same facts with compiled blocks."""
         costs = self.costs.compiled()
         if costs is self.costs:
             return self
@@ -57,7 +58,7 @@ class SearchCache:
         return self._compiled
 
     def is_too_long(self, partial: PartialPlan, styles: Styles | None) -> bool:
-        """See `advisor.search.legal.is_too_long`; `styles` by default what the profile tells."""
+        """See `advisor.search.legal.is_too_long`; `styles` follow from the profile by default."""
         split = styles or self._styles_of
         return is_too_long(self.costs.facts, partial, split, costs=self.costs)
 
@@ -69,7 +70,7 @@ class SearchCache:
         styles: Styles | None,
         is_long: bool | None = None,
     ) -> Space:
-        """See `advisor.search.legal.space_of`; `styles` by default what the profile tells."""
+        """See `advisor.search.legal.space_of`; `styles` follow from the profile by default."""
         facts = self.costs.facts
         if is_long is None:
             is_long = not partial.fixes("cp") and self.is_too_long(partial, styles)
@@ -84,10 +85,10 @@ class SearchCache:
         return space
 
     def microbatch(self, plan: Plan, places: Sequence[int]) -> Microbatch:
-        """That of `plan`, of which only tp, cp and ep matter among the degrees.
+        """Microbatch of `plan`; of its degrees only tp, cp and ep matter.
 
         Args:
-            places: of the units, but for the first, that may begin a stage.
+            places: indices of the units that may begin a stage, without the first.
         """
         costs = self.costs
         numerics = costs.numerics(plan)
@@ -108,8 +109,8 @@ class SearchCache:
             plan.ep > 1 and ledger.algorithms(Collective.ALL_TO_ALL, plan.ep, plan.cp * plan.tp),
         )
         if key not in self._microbatches:
-            crossed = numerics, tuple(places)
-            if crossed not in self._crossing:
-                self._crossing[crossed] = crossing_of(costs, plan, places)
-            self._microbatches[key] = microbatch(costs, plan, self._crossing[crossed])
+            borders = numerics, tuple(places)
+            if borders not in self._traffic:
+                self._traffic[borders] = border_traffic(costs, plan, places)
+            self._microbatches[key] = microbatch(costs, plan, self._traffic[borders])
         return self._microbatches[key]

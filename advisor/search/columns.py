@@ -1,8 +1,8 @@
-"""The columns of a space with what belongs to each row: sums over its microbatch's units, the
-seconds of its collectives, and what a rank holds of the parameters.
+"""Costs of each row of a space: sums over its microbatch's units, seconds of its collectives, and
+a rank's share of the parameters.
 
-Amounts are those of the whole model on one rank of the tp axis. Of a model in stages a rank has on
-average its part of them, and the fullest or slowest rank has no less.
+Amounts are those of the whole model on one rank of the tp axis. With pipeline stages a rank has
+1/pp of them on average, and the fullest or slowest rank has no less.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from advisor.cost.compute import optimizer_s
 from advisor.cost.sharded import Sharded
 from advisor.cost.small_collectives import experts_s
 from advisor.search.cache import SearchCache
-from advisor.search.microbatch import Growing, Microbatch
+from advisor.search.microbatch import ExtrapolatedMicrobatch, Microbatch
 from advisor.search.space import KINDS, RECOMPUTES, Floats, Integers, Space
 from engines.plan import DataParallel, Plan
 from profiles.machine.cluster import Collective
@@ -26,41 +26,41 @@ from profiles.workload.optimizers import Upkeep
 SHARDED = np.array([kind.is_sharded for kind in KINDS])
 ZERO1, ZERO2 = KINDS.index(DataParallel.ZERO1), KINDS.index(DataParallel.ZERO2)
 HYBRID = KINDS.index(DataParallel.HYBRID_SHARD)
-# How FSDP2 runs a plan: not at all, with experts whole on their ranks, or with shards of them too.
+# Data-parallel kinds to estimate with: unsharded, sharded without experts, sharded with experts.
 SHARDED_AS = (DataParallel.REPLICATE, DataParallel.HYBRID_SHARD, DataParallel.FULL_SHARD)
 WITH_EXPERTS = 2
-SMALL = 2  # samples of the largest microbatch that is always added up
+SMALL = 2  # samples of the largest microbatch that is not extrapolated
 
 
 class Microbatches:
-    """The microbatches of a space, by (tp, cp, size, recompute, how FSDP2 runs them)."""
+    """Microbatches of a space, by (tp, cp, size, recompute, index into `SHARDED_AS`)."""
 
-    def __init__(self, space: Space, kept: SearchCache) -> None:
-        self.costs = kept.costs
-        self.most_shards = kept.costs.facts.cluster.world_size
-        self.kept = kept
+    def __init__(self, space: Space, cache: SearchCache) -> None:
+        self.costs = cache.costs
+        self.most_shards = cache.costs.facts.cluster.world_size
+        self.cache = cache
         self._space = space
-        place = {unit.name: n for n, unit in enumerate(kept.costs.facts.model.units)}
-        self._places = [place[name] for name in space.pieces[1:]]
-        self._found: dict[tuple[int, int, int, int, int], Microbatch] = {}
-        self._growing: dict[tuple[int, int, int, int], Growing] = {}
+        place = {unit.name: n for n, unit in enumerate(cache.costs.facts.model.units)}
+        self._places = [place[name] for name in space.segments[1:]]
+        self._exact: dict[tuple[int, int, int, int, int], Microbatch] = {}
+        self._extrapolated: dict[tuple[int, int, int, int], ExtrapolatedMicrobatch] = {}
 
     def exact(self, tp: int, cp: int, size: int, recompute: int, sharded: int) -> Microbatch:
-        """This microbatch, with its times."""
+        """Microbatch with exact times and memory."""
         key = tp, cp, size, recompute, sharded
-        if key not in self._found:
-            self._found[key] = self._microbatch(*key)
-        return self._found[key]
+        if key not in self._exact:
+            self._exact[key] = self._microbatch(*key)
+        return self._exact[key]
 
     def memory(self, tp: int, cp: int, size: int, recompute: int, sharded: int) -> Microbatch:
-        """This microbatch for its memory alone, which those of 1 and 2 samples tell."""
+        """Microbatch for its memory alone, extrapolated from those of 1 and 2 samples."""
         if size <= SMALL:
             return self.exact(tp, cp, size, recompute, sharded)
-        alike = tp, cp, recompute, sharded
-        if alike not in self._growing:
+        key = tp, cp, recompute, sharded
+        if key not in self._extrapolated:
             one, two = (self.exact(tp, cp, n, recompute, sharded) for n in range(1, SMALL + 1))
-            self._growing[alike] = Growing(one, two)
-        return self._growing[alike].at(size)
+            self._extrapolated[key] = ExtrapolatedMicrobatch(one, two)
+        return self._extrapolated[key].at(size)
 
     def _microbatch(self, tp: int, cp: int, size: int, recompute: int, sharded: int) -> Microbatch:
         plan = Plan.model_construct(
@@ -74,20 +74,23 @@ class Microbatches:
             precision=self._space.precision,
             data_parallel=SHARDED_AS[sharded],
         )
-        return self.kept.microbatch(plan, self._places)
+        return self.cache.microbatch(plan, self._places)
 
 
 class Columns:
-    """Looks amounts up for all rows; what rows share is worked out once.
+    """Amounts of all rows; those that rows share are computed once.
 
     Attributes:
-        shards: over how many ranks parameters and states are divided, those of cp among them.
-        is_replicated: by row; whether DDP averages its gradients.
-        is_sharded, gathers, reduces: by row; whether FSDP2 runs it, gathers parameters for every
-            microbatch, and reduces gradients for every one (ZeRO-1 and ZeRO-2 gather once a step,
-            ZeRO-1 reduces once).
-        sharded: by row; index into `SHARDED_AS`.
-        for_memory: no times are asked for.
+        shards: ranks that shard parameters and states, including those of cp.
+        is_replicated: whether DDP averages a row's gradients.
+        is_sharded: whether FSDP2 runs a row.
+        gathers, reduces: 1 if it gathers parameters, or reduces gradients, for every microbatch
+            (ZeRO-1 and ZeRO-2 gather once a step, ZeRO-1 reduces once).
+        sharded: index into `SHARDED_AS`.
+        groups: distinct microbatches; `group` is each row's index among them.
+
+    Args:
+        for_memory: times are not needed.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class Columns:
         take = microbatches.memory if for_memory else microbatches.exact
         self.groups = [take(*(int(n) for n in key)) for key in different.T]
         pairs = list(zip(different.T, self.groups, strict=True))
-        # Parameters are the same in every microbatch of one tp degree that is sharded alike.
+        # Parameters are the same in every microbatch of one tp degree and kind of sharding.
         self._sharded = {(int(key[0]), int(key[4])): group for key, group in pairs if key[4]}
         self._whole = {int(key[0]): group for key, group in pairs if not key[4]}
         self._most_shards = microbatches.most_shards
@@ -122,61 +125,59 @@ class Columns:
         self._different: dict[tuple[int, ...], tuple[Integers, Integers, Sequence[Integers]]] = {}
 
     def of(self, amount: Callable[[Microbatch], float]) -> Floats:
-        """An amount of its microbatch for each row."""
+        """Amount of each row's microbatch."""
         return np.array([amount(group) for group in self.groups])[self.group]
 
     def each(self, keys: Sequence[Integers], amount: Callable[..., float]) -> Floats:
-        """`amount` of every distinct combination of `keys`, for each row."""
-        known = tuple(id(key) for key in keys)
-        if known not in self._different:
-            # The keys are kept with what was found, so that no other array gets their places.
-            self._different[known] = (*unique(np.stack(keys)), keys)
-        different, back, _ = self._different[known]
-        return np.array([amount(*(int(n) for n in key)) for key in different.T])[back]
+        """`amount` for each row, computed once per distinct combination of `keys`."""
+        ids = tuple(id(key) for key in keys)
+        if ids not in self._different:
+            # The entry refers to the keys, so that no other array can get their ids.
+            self._different[ids] = (*unique(np.stack(keys)), keys)
+        different, inverse, _ = self._different[ids]
+        return np.array([amount(*(int(n) for n in key)) for key in different.T])[inverse]
 
     def optimizer_s(self) -> Floats:
-        """The update of a rank's parameters."""
+        """Seconds of the optimizer step for a rank's parameters."""
         cluster = self.costs.facts.cluster
 
         def seconds(tp: int, shards: int, sharded: int) -> float:
-            plan, update = self._holding(tp, shards, sharded), self.upkeep(tp, shards, sharded)
+            plan, update = self._plan(tp, shards, sharded), self.upkeep(tp, shards, sharded)
             ranks = cluster.devices_per_node
             return optimizer_s(plan, update, device=cluster.device, ranks=ranks)
 
         return self.each([self.space.tp, self.shards, self.sharded], seconds)
 
     def states_bytes(self) -> Floats:
-        """What the optimizer keeps for a rank's parameters."""
+        """Bytes of optimizer states for a rank's parameters."""
         keys = [self.space.tp, self.shards, self.sharded]
         return self.each(keys, lambda *key: self.upkeep(*key).state_bytes)
 
     def upkeep(self, tp: int, shards: int, sharded: int) -> Upkeep:
-        """What the optimizer keeps and does for a rank's part of the parameters; what goes by
-        elements is in proportion to them, where all are divided."""
+        """States and work of the optimizer for a rank's part of the parameters; an elementwise
+        optimizer's are proportional to them, if all parameters are sharded."""
         key = tp, shards, sharded
         if key not in self._upkeeps:
-            by_parts = self.space.ep == 1 and self.costs.facts.workload.optimizer.is_elementwise
-            if by_parts and key != (tp, 1, 1):
+            proportional = self.space.ep == 1 and self.costs.facts.workload.optimizer.is_elementwise
+            if proportional and key != (tp, 1, 1):
                 self._upkeeps[key] = self.upkeep(tp, 1, 1).part(1 / shards)
             else:
                 units = len(self.costs.facts.model.units)
-                self._upkeeps[key] = self.costs.update(self._holding(*key), 0, units)
+                self._upkeeps[key] = self.costs.update(self._plan(*key), 0, units)
         return self._upkeeps[key]
 
-    def holding(self, tp: int, sharded: int) -> Microbatch:
-        """Any microbatch of this tp degree that is sharded so: their parameters are the same."""
+    def any_microbatch(self, tp: int, sharded: int) -> Microbatch:
+        """Any microbatch of this tp degree and kind of sharding: all have the same parameters."""
         return self._sharded[tp, sharded] if sharded else self._whole[tp]
 
     def unsharded_bytes(self) -> Floats:
-        """Parameters of experts that are no shards of a rank's others; gradients are as large."""
-        found = self.of(lambda g: g.loads.unsharded_bytes)
-        most = self.space.cp * self._most_shards  # that `Microbatches` takes
-        return np.where(self.sharded == WITH_EXPERTS, found * most / self.shards, found)
+        """Bytes of unsharded experts' parameters; their gradients are as large."""
+        nbytes = self.of(lambda g: g.loads.unsharded_bytes)
+        most = self.space.cp * self._most_shards  # the degree in `Microbatches`
+        return np.where(self.sharded == WITH_EXPERTS, nbytes * most / self.shards, nbytes)
 
-    def _holding(
-        self, tp: int, shards: int, sharded: int, *, cp: int = 1, replicas: int = 1
-    ) -> Plan:
-        """A plan whose ranks hold this part of the parameters."""
+    def _plan(self, tp: int, shards: int, sharded: int, *, cp: int = 1, replicas: int = 1) -> Plan:
+        """Plan whose ranks have this part of the parameters."""
         return Plan.model_construct(
             tp=tp,
             cp=cp,
@@ -190,11 +191,11 @@ class Columns:
         )
 
     def gather_s(self) -> tuple[Floats, Floats]:
-        """(separate units, the root group): to gather all parameters once."""
+        """Seconds to gather all parameters once: (units with their own group, the root group)."""
         return self._sent(Collective.ALL_GATHER)
 
     def reduce_s(self) -> tuple[Floats, Floats]:
-        """(separate units, the root group): to reduce all gradients once."""
+        """Seconds to reduce all gradients once: (units with their own group, the root group)."""
         return self._sent(Collective.REDUCE_SCATTER)
 
     def _sent(self, collective: Collective) -> tuple[Floats, Floats]:
@@ -203,59 +204,62 @@ class Columns:
         def seconds(tp: int, shards: int, cp: int, sharded: int, *, of_root: bool) -> float:
             if shards < 2:
                 return 0.0
-            of, plan = self.holding(tp, sharded), self._holding(tp, shards, sharded, cp=cp)
-            how = self._how(plan, of)
-            units = of.root if of_root else of.separate
+            microbatch = self.any_microbatch(tp, sharded)
+            fsdp = self._fsdp(self._plan(tp, shards, sharded, cp=cp), microbatch)
+            units = microbatch.root if of_root else microbatch.separate
             if is_gather:
-                return sum(n * how.gather_s(self._ledger, p, e) for (p, _, e), n in units.items())
-            return sum(n * how.reduce_s(self._ledger, g, e) for (_, g, e), n in units.items())
+                return sum(n * fsdp.gather_s(self._ledger, p, e) for (p, _, e), n in units.items())
+            return sum(n * fsdp.reduce_s(self._ledger, g, e) for (_, g, e), n in units.items())
 
         keys = [self.space.tp, self.shards, self.space.cp, self.sharded]
         separate = self.each(keys, lambda *key: seconds(*key, of_root=False))
         return separate, self.each(keys, lambda *key: seconds(*key, of_root=True))
 
-    def _how(self, plan: Plan, of: Microbatch) -> Sharded:
-        """Transfers to the host are no part of the bounds: they go on beside these."""
+    def _fsdp(self, plan: Plan, microbatch: Microbatch) -> Sharded:
+        """Collectives of `plan`, without transfers to the host, which overlap with them."""
         return Sharded.of(
             plan,
-            compute_share=of.loads.compute_share,
+            compute_share=microbatch.loads.compute_share,
             reduced_share=self.costs.reduced_share,
             has_host=False,
             stack=self.costs.stack,
         )
 
     def experts_s(self) -> Floats:
-        """To sum up the gradients of experts that are no shards, once a step."""
+        """Seconds per step to all-reduce the gradients of unsharded experts."""
         space = self.space
         if space.ep == 1:
             return np.zeros(len(space))
 
         def seconds(tp: int, cp: int, data: int) -> float:
-            of, plan = self._sharded[tp, 1], self._holding(tp, cp, 1, cp=cp, replicas=data)
-            tensors = sum(unit.count for unit in of.units if unit.unsharded_bytes)
-            gradient_bytes = of.loads.unsharded_bytes
+            microbatch, plan = self._sharded[tp, 1], self._plan(tp, cp, 1, cp=cp, replicas=data)
+            tensors = sum(unit.count for unit in microbatch.units if unit.unsharded_bytes)
+            gradient_bytes = microbatch.loads.unsharded_bytes
             return experts_s(plan, self._ledger, gradient_bytes=gradient_bytes, tensors=tensors)
 
-        found = np.zeros(len(space))
+        by_row = np.zeros(len(space))
         rows = np.flatnonzero(self.sharded == 1)
         keys = [space.tp[rows], space.cp[rows], (space.dp_replicate * space.dp_shard)[rows]]
-        found[rows] = self.each(keys, seconds)
-        return found
+        by_row[rows] = self.each(keys, seconds)
+        return by_row
 
     def replicate_s(self) -> tuple[Floats, Floats]:
-        """(separate units, the rest): the all-reduces between replicas of a step, of gradients
-        under DDP and of their shards under HSDP. Of stages it is not known how many messages each
-        sends; one takes no longer than many."""
+        """Seconds per step of all-reduces between replicas (units with their own group, the rest):
+        of gradients under DDP, of their shards under HSDP.
+
+        With pipeline stages the number of buckets is unknown: one takes no longer than several.
+        """
 
         def shards(tp: int, replicas: int, shard: int, *, of_root: bool) -> float:
             if replicas < 2:
                 return 0.0
-            of, plan = self._sharded[tp, 1], self._holding(tp, shard, 1, replicas=replicas)
-            how, units = self._how(plan, of), of.root if of_root else of.separate
-            return sum(n * how.replicate_s(self._ledger, g) for (_, g, _), n in units.items())
+            microbatch, plan = self._sharded[tp, 1], self._plan(tp, shard, 1, replicas=replicas)
+            fsdp = self._fsdp(plan, microbatch)
+            units = microbatch.root if of_root else microbatch.separate
+            return sum(n * fsdp.replicate_s(self._ledger, g) for (_, g, _), n in units.items())
 
         def whole(tp: int, replicas: int, pp: int) -> float:
-            if replicas < 2 or self._is_sent_otherwise:
+            if replicas < 2 or self._has_other_aggregation:
                 return 0.0
             nbytes, share = self._whole[tp].loads.gradient_bytes, self.costs.reduced_share
             if pp > 1:
@@ -264,7 +268,7 @@ class Columns:
                 tp=tp,
                 dp_replicate=replicas,
                 data_parallel=DataParallel.REPLICATE,
-                **self.space.carried.only("bucket_mib").fixed,
+                **self.space.common.only("bucket_mib").fixed,
             )
             return replicas_s(plan, nbytes, self._ledger, Sent((nbytes,)), reduced_share=share)
 
@@ -278,12 +282,13 @@ class Columns:
         return separate + self.each(keys, whole), root
 
     @property
-    def _is_sent_otherwise(self) -> bool:
-        """Whether gradients are not summed up whole by the backend; no bound is known then."""
-        return bool({"aggregation", "compression"} & set(self.space.carried))
+    def _has_other_aggregation(self) -> bool:
+        """Return True if gradients are compressed, or not reduced by the backend: no bound is known
+        then."""
+        return bool({"aggregation", "compression"} & set(self.space.common))
 
     def send_s(self, payload_bytes: Callable[[Microbatch], float]) -> Floats:
-        """Of a payload from one stage to the next."""
+        """Seconds to send a payload from one stage to the next."""
         world = self.costs.facts.cluster.world_size
 
         def seconds(group: int, pp: int) -> float:
@@ -296,24 +301,24 @@ class Columns:
         return self._ledger.charge(kind, "", payload, group_size=group, stride=stride)
 
 
-# Codes up to this are counted in a table, which takes a byte for each; larger ones are sorted.
+# Codes up to this are looked up in a table of a byte each; larger ones are sorted.
 _TABLE = 1 << 24
 
 
 def unique(keys: Integers) -> tuple[Integers, Integers]:
-    """The distinct columns of `keys`, and for every column which of them it is."""
+    """Distinct columns of `keys`, and the index of each column among them."""
     code = np.zeros(keys.shape[1], dtype=np.int64)
     for row in keys:
         code = code * (int(row.max(initial=0)) + 1) + row
     if code.max(initial=0) >= _TABLE:
-        _, first, back = np.unique(code, return_index=True, return_inverse=True)
-        return keys[:, first], back
+        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+        return keys[:, first], inverse
     seen = np.zeros(int(code.max(initial=0)) + 1, dtype=bool)
     seen[code] = True
-    found = np.flatnonzero(seen)
-    place = np.empty(len(seen), dtype=np.int64)
-    place[found] = np.arange(len(found))
-    back = place[code]
-    first = np.zeros(len(found), dtype=np.int64)
-    first[back] = np.arange(len(code))
-    return keys[:, first], back
+    distinct = np.flatnonzero(seen)
+    index = np.empty(len(seen), dtype=np.int64)
+    index[distinct] = np.arange(len(distinct))
+    inverse = index[code]
+    representative = np.zeros(len(distinct), dtype=np.int64)
+    representative[inverse] = np.arange(len(code))
+    return keys[:, representative], inverse

@@ -1,7 +1,7 @@
-"""Which rows there are: all degrees, cuts of the batch and tricks that the engines can carry out.
+"""Legal rows: all degrees, batch splits, recompute modes and schedules that the engines can run.
 
-`engines.legality` is asked for one plan of every group of rows that it cannot tell apart, and what
-is refused is never written down.
+`engines.legality` checks one plan of every group of rows that it treats the same; illegal rows are
+not created.
 """
 
 from __future__ import annotations
@@ -39,17 +39,25 @@ from profiles.model.flow import GLUE, LOSS
 from profiles.model.profile import ModelProfile
 
 Styles = Callable[[int], tuple[tuple[str, str], ...]]
-"""How layers are split over a tp axis of this size; empty where they cannot be."""
+"""Tensor styles of layers by tp degree; empty if they cannot be split."""
 
-# Settings that are not searched: pinned or default.
-_APART = ("updates", "sync_every", "servers", "backup_workers", "max_staleness")
-_SENT = ("aggregation", "compression", "compression_rank")
-_CARRIED = ("ep", "sync_batch_norm", "compile", "offload_to", "bucket_mib", *_SENT, *_APART)
+# Settings that are not searched: given or default.
+_UPDATES = ("updates", "sync_every", "servers", "backup_workers", "max_staleness")
+_AGGREGATION = ("aggregation", "compression", "compression_rank")
+_NOT_SEARCHED = (
+    "ep",
+    "sync_batch_norm",
+    "compile",
+    "offload_to",
+    "bucket_mib",
+    *_AGGREGATION,
+    *_UPDATES,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A data-parallel kind with its degrees."""
+class DataDegrees:
+    """Data-parallel kind with its degrees."""
 
     kind: DataParallel
     replicate: int
@@ -65,14 +73,14 @@ def space_of(
     costs: CostModel | None = None,
     is_long: bool | None = None,
 ) -> Space:
-    """Every legal plan that keeps `partial`, simpler degrees and kinds first.
+    """Every legal plan with the settings of `partial`, simpler degrees and kinds first.
 
-    Sequences are sharded (cp) where one is too long for a device, or a pin says so: elsewhere
-    replicas do the same work and send no keys and values. `is_long`: the answer of `is_too_long`,
-    where it is known.
+    Sequences are sharded (cp) only if one is too long for a device (`is_long`, computed by
+    `is_too_long` unless given) or `partial` says so: otherwise replicas do the same work without
+    sending keys and values.
 
-    Precision is the workload's and never searched; states go to the host only where `offload` or a
-    pin says so.
+    Precision is the workload's and not searched; states are offloaded only if `offload` or
+    `partial` says so.
     """
     offload = partial.offload or offload
     costs = costs or CostModel(facts)
@@ -82,12 +90,12 @@ def space_of(
 
 
 def styles_of(facts: Facts) -> Styles:
-    """How layers of the model are split, as far as its profile and the stack tell."""
+    """Tensor styles that follow from the model's profile and the stack."""
     return lambda tp: styles_under(facts.stack, proposed_styles(facts.model, tp))
 
 
-def pieces(model: ModelProfile, cluster: ClusterProfile) -> list[str]:
-    """Units that may begin a stage, in the order of their calls; the first one begins the model."""
+def segment_starts(model: ModelProfile, cluster: ClusterProfile) -> list[str]:
+    """Units that may begin a stage, in call order, including the first one of the model."""
     order = list(dict.fromkeys(c.unit for c in model.flow.calls if c.unit not in (GLUE, LOSS)))
     return order[:1] + [unit for unit in order[1:] if _is_border(unit, model, cluster)]
 
@@ -97,32 +105,34 @@ def _is_border(unit: str, model: ModelProfile, cluster: ClusterProfile) -> bool:
     return not any(pipeline(alone, model, cluster))
 
 
-def shapes(world: int) -> Iterator[Shape]:
-    """All ways to replicate and shard over `world` ranks."""
+def data_degrees(world: int) -> Iterator[DataDegrees]:
+    """Yield all data-parallel kinds and degrees of `world` ranks."""
     if world == 1:
-        yield Shape(DataParallel.NONE, 1, 1)
+        yield DataDegrees(DataParallel.NONE, 1, 1)
     else:
-        yield Shape(DataParallel.REPLICATE, world, 1)
-    yield Shape(DataParallel.ZERO1, world, 1)
-    yield Shape(DataParallel.ZERO2, world, 1)
-    yield Shape(DataParallel.FULL_SHARD, 1, world)
+        yield DataDegrees(DataParallel.REPLICATE, world, 1)
+    yield DataDegrees(DataParallel.ZERO1, world, 1)
+    yield DataDegrees(DataParallel.ZERO2, world, 1)
+    yield DataDegrees(DataParallel.FULL_SHARD, 1, world)
     for shard in divisors(world)[1:-1]:
-        yield Shape(DataParallel.HYBRID_SHARD, world // shard, shard)
+        yield DataDegrees(DataParallel.HYBRID_SHARD, world // shard, shard)
 
 
 def precision_of(facts: Facts, partial: PartialPlan) -> Precision:
-    """Of all plans that keep `partial`."""
+    """Precision of all plans with the settings of `partial`."""
     return partial.precision or facts.precision
 
 
 def is_too_long(
     facts: Facts, partial: PartialPlan, styles: Styles, *, costs: CostModel | None = None
 ) -> bool:
-    """Whether a device cannot train on one sample with the model sharded over all and recomputed,
-    nor where the devices of a node split its layers, nor where as many ranks as can share the
-    experts: no cut of the batch helps then.
+    """Return True if one sample does not fit a device, whatever the split of the batch.
 
-    `costs`: of these facts, where sums were made already.
+    Tried with full sharding and recompute: alone, with layers split over the devices of a node, and
+    with experts split over as many ranks as possible.
+
+    Args:
+        costs: cost model of these facts, if there is one.
     """
     if not facts.model.tokens_per_sample:
         return False
@@ -148,7 +158,8 @@ def one_sample_bytes(
     styles: tuple[tuple[str, str], ...] = (),
     costs: CostModel | None = None,
 ) -> float:
-    """The upper end of that peak; 0 where the model was not looked at in this precision."""
+    """Upper end of the peak for one sample, fully sharded and recomputed; 0 if the model was not
+    captured in this precision."""
     plan = Plan(
         dp_shard=facts.cluster.world_size // tp,
         data_parallel=DataParallel.FULL_SHARD,
@@ -165,8 +176,8 @@ def one_sample_bytes(
 
 
 def expert_degrees(facts: Facts, partial: PartialPlan) -> list[int]:
-    """Over how many ranks experts may be shared, if a pin does not say so: every number that
-    divides both them and the devices."""
+    """Possible degrees of expert parallelism: `partial`'s, or all common divisors of the numbers of
+    experts and devices."""
     counts = {count for unit in facts.model.blocks() for count in unit.experts}
     if partial.fixes("ep") or not counts:
         return [partial.ep or 1]
@@ -174,7 +185,7 @@ def expert_degrees(facts: Facts, partial: PartialPlan) -> list[int]:
 
 
 class _Builder:
-    """Writes the columns, block by block."""
+    """Builder of a space's columns, block by block."""
 
     def __init__(
         self, facts: Facts, partial: PartialPlan, styles: Styles, offload: Offload, is_long: bool
@@ -182,7 +193,7 @@ class _Builder:
         self._facts = facts
         self._shards_tokens = partial.fixes("cp") or is_long
         self._partial = partial
-        self._carried = partial.only(*_CARRIED)
+        self._common = partial.only(*_NOT_SEARCHED)
         self._offload = offload
         self._precision = precision_of(facts, partial)
         self._styles_of = styles
@@ -199,45 +210,45 @@ class _Builder:
             offload=self._offload,
             precision=self._precision,
             styles=self._styles,
-            pieces=tuple(self._pieces) if columns["pp"].max(initial=1) > 1 else (),
-            carried=self._carried,
+            segments=tuple(self._segment_starts) if columns["pp"].max(initial=1) > 1 else (),
+            common=self._common,
         )
 
     def _blocks(self) -> Iterator[Integers]:
-        """Rows of one shape and way to recompute, as columns."""
+        """Yield the columns of rows with the same degrees, kind and recompute."""
         batch = self._facts.workload.global_batch_size
         for pp, tp, cp, rest in self._model_degrees():
-            for shape in self._shapes(rest, cp):
-                local, left = divmod(batch, shape.replicate * shape.shard)
+            for data in self._data_degrees(rest, cp):
+                local, left = divmod(batch, data.replicate * data.shard)
                 if left:
                     continue
                 for recompute in self._recomputes():
-                    if not self._is_legal(pp, tp, cp, shape, recompute):
+                    if not self._is_legal(pp, tp, cp, data, recompute):
                         continue
-                    ways = self._ways(pp, local)
-                    numbers = (pp, tp, cp, shape.replicate, shape.shard, KINDS.index(shape.kind))
+                    cuts = self._cuts_with_schedules(pp, local)
+                    numbers = (pp, tp, cp, data.replicate, data.shard, KINDS.index(data.kind))
                     fixed = np.array([[*numbers, RECOMPUTES.index(recompute)]]).T
-                    yield np.concatenate([np.repeat(fixed, ways.shape[1], axis=1), ways])
+                    yield np.concatenate([np.repeat(fixed, cuts.shape[1], axis=1), cuts])
 
     def _model_degrees(self) -> Iterator[tuple[int, int, int, int]]:
-        """(pp, tp, cp, ranks left for data), the model in one piece first."""
+        """Yield (pp, tp, cp, data-parallel ranks), smaller degrees first."""
         world = self._facts.cluster.world_size
         world -= self._partial.extra_ranks
         if world < 1:
             return
         for pp in self._pinned("pp", divisors(world)):
-            if pp > 1 and pp > len(self._pieces):
+            if pp > 1 and pp > len(self._segment_starts):
                 continue
             for tp in self._pinned("tp", divisors(world // pp)):
-                if (tp > 1 and not self._splits(tp)) or not self._goes_with_experts(pp, tp):
+                if (tp > 1 and not self._can_split(tp)) or not self._allows_experts(pp, tp):
                     continue
                 rest = world // pp // tp
                 for cp in self._pinned("cp", self._sequence_degrees(rest)):
                     yield pp, tp, cp, rest // cp
 
     def _sequence_degrees(self, rest: int) -> list[int]:
-        """Degrees of cp: all of them where sequences are sharded, else the least with which the
-        batch divides over the replicas. Experts leave the devices no other axis."""
+        """Degrees of cp: all if sequences are sharded, else the smallest with which the batch is
+        divisible by the replicas, if ep is given: with experts no other axis is left."""
         if self._shards_tokens:
             return divisors(rest)
         batch = self._facts.workload.global_batch_size
@@ -245,71 +256,73 @@ class _Builder:
             return [1]
         return [next(n for n in divisors(rest) if batch % (rest // n) == 0)]
 
-    def _goes_with_experts(self, pp: int, tp: int) -> bool:
-        """Whether a model that is cut so may share its experts, whatever the other degrees are."""
+    def _allows_experts(self, pp: int, tp: int) -> bool:
+        """Return True if expert parallelism may be legal with these degrees."""
         plan = Plan.model_construct(pp=pp, tp=tp, ep=self._partial.ep or 1)
-        found = experts(plan, self._facts.model, self._facts.cluster)
-        return not any(problem.rule == "experts-with-model-axes" for problem in found)
+        violations = experts(plan, self._facts.model, self._facts.cluster)
+        return not any(problem.rule == "experts-with-model-axes" for problem in violations)
 
     def _pinned(self, axis: str, degrees: list[int]) -> list[int]:
         wanted: int | None = getattr(self._partial, axis)
         return [n for n in degrees if wanted is None or n == wanted]
 
-    def _splits(self, tp: int) -> bool:
+    def _can_split(self, tp: int) -> bool:
         if tp not in self._styles:
             pinned = self._partial.tensor_styles
             self._styles[tp] = tuple(pinned) if pinned else self._styles_of(tp)
         return bool(self._styles[tp])
 
     @cached_property
-    def _pieces(self) -> list[str]:
-        return pieces(self._facts.model, self._facts.cluster) if self._facts.model.has_loss else []
+    def _segment_starts(self) -> list[str]:
+        model = self._facts.model
+        return segment_starts(model, self._facts.cluster) if model.has_loss else []
 
-    def _shapes(self, rest: int, cp: int) -> Iterator[Shape]:
+    def _data_degrees(self, rest: int, cp: int) -> Iterator[DataDegrees]:
         partial, wanted = self._partial, self._partial.kinds
-        # Slower than DDP in every part, so nobody looks for it unasked; priced where it is named.
-        threads = [Shape(DataParallel.THREADS, rest, 1)] if rest > 1 and wanted else []
-        for shape in (*shapes(rest), *threads):
-            if wanted is not None and shape.kind not in wanted:
+        # Slower than DDP in every term, so not searched; estimated if it is named.
+        threads = [DataDegrees(DataParallel.THREADS, rest, 1)] if rest > 1 and wanted else []
+        for data in (*data_degrees(rest), *threads):
+            if wanted is not None and data.kind not in wanted:
                 continue
-            if partial.dp_replicate not in (None, shape.replicate):
+            if partial.dp_replicate not in (None, data.replicate):
                 continue
-            if partial.dp_shard not in (None, shape.shard):
+            if partial.dp_shard not in (None, data.shard):
                 continue
-            # One device shards nothing; only offload or the user's word makes it FSDP. Ranks of cp
-            # share in what is sharded: of one replica as ZeRO-3 does it, the least memory.
+            # One device shards nothing: FSDP only with offload or if named. With cp its ranks shard
+            # one replica, as ZeRO-3, which takes the least memory.
             only = DataParallel.NONE if cp == 1 else DataParallel.FULL_SHARD
-            alone = rest == 1 and shape.kind not in (DataParallel.NONE, only)
+            alone = rest == 1 and data.kind not in (DataParallel.NONE, only)
             if alone and wanted is None and not self._offload.states:
                 continue
-            yield shape
+            yield data
 
     def _recomputes(self) -> tuple[Recompute, ...]:
         if self._partial.recompute is not None:
             return (self._partial.recompute,)
         return RECOMPUTES if any(self._facts.model.blocks()) else (Recompute.NONE,)
 
-    def _is_legal(self, pp: int, tp: int, cp: int, shape: Shape, recompute: Recompute) -> bool:
-        """Cuts of the batch and orders of the pipeline are looked at apart; of degrees it matters
-        whether they are 1, whether cp cuts a sequence evenly, and over how many ranks the shards of
-        HSDP reach."""
-        reach = shape.shard * cp * tp if shape.kind is DataParallel.HYBRID_SHARD else 0
-        data = shape.replicate * shape.shard if self._partial.fixes("ep") else 0
-        key = (pp > 1, tp > 1, cp, shape.kind, reach, data, recompute)
+    def _is_legal(self, pp: int, tp: int, cp: int, data: DataDegrees, recompute: Recompute) -> bool:
+        """Return True if a plan is legal, whatever its batch split and schedule.
+
+        It depends on which degrees are 1, on cp, and on the ranks that a shard group of HSDP spans.
+        """
+        span = data.shard * cp * tp if data.kind is DataParallel.HYBRID_SHARD else 0
+        ranks = data.replicate * data.shard if self._partial.fixes("ep") else 0
+        key = (pp > 1, tp > 1, cp, data.kind, span, ranks, recompute)
         if key not in self._legal:
-            plan = self._representative(pp, tp, cp, shape, recompute)
+            plan = self._representative(pp, tp, cp, data, recompute)
             whole = self._facts.workload.optimizer.whole_because
             model, cluster = self._facts.model, self._facts.cluster
-            found = problems(plan, model, cluster, whole_because=whole)
-            self._legal[key] = not found and captured(plan, model)
+            violations = problems(plan, model, cluster, whole_because=whole)
+            self._legal[key] = not violations and captured(plan, model)
         return self._legal[key]
 
     def _representative(
-        self, pp: int, tp: int, cp: int, shape: Shape, recompute: Recompute
+        self, pp: int, tp: int, cp: int, data: DataDegrees, recompute: Recompute
     ) -> Plan:
         staged: dict[str, Any] = {}
         if pp > 1:
-            staged = {"schedule": Schedule.GPIPE, "stages": tuple(self._pieces[1:pp])}
+            staged = {"schedule": Schedule.GPIPE, "stages": tuple(self._segment_starts[1:pp])}
         elif self._partial.fixes("schedule", "stages"):
             staged = self._partial.only("schedule", "stages").fixed
         elif tp == 1 and self._partial.fixes("tensor_styles"):
@@ -317,22 +330,22 @@ class _Builder:
         return Plan.build(
             {
                 "tensor_styles": self._styles[tp],
-                **self._carried.fixed,
+                **self._common.fixed,
                 **staged,
                 "pp": pp,
                 "tp": tp,
                 "cp": cp,
-                "data_parallel": shape.kind,
-                "dp_replicate": shape.replicate,
-                "dp_shard": shape.shard,
+                "data_parallel": data.kind,
+                "dp_replicate": data.replicate,
+                "dp_shard": data.shard,
                 "recompute": recompute,
                 "precision": self._precision,
                 "offload": self._offload,
             }
         )
 
-    def _ways(self, pp: int, local: int) -> Integers:
-        """The last columns: cuts of the `local` samples of a replica, with orders of stages."""
+    def _cuts_with_schedules(self, pp: int, local: int) -> Integers:
+        """Last columns: cuts of a replica's `local` samples, with schedule and stages per rank."""
         cuts = self._cuts_of(pp, local)
         if pp == 1:
             alone = np.repeat([[0], [1]], cuts.shape[1], axis=1)
@@ -340,11 +353,11 @@ class _Builder:
         if (pp, local) not in self._orders:
             blocks = [np.empty((5, 0), dtype=np.int64)]
             for schedule in self._schedules():
-                runs = [self._runs(schedule, pp, int(count)) for count in cuts[1]]
-                kept = cuts[:, np.array(runs, dtype=bool)]
+                is_legal = [self._is_schedule_legal(schedule, pp, int(n)) for n in cuts[1]]
+                legal = cuts[:, np.array(is_legal, dtype=bool)]
                 for per_rank in self._per_rank(schedule, pp):
                     order = np.array([[SCHEDULES.index(schedule)], [per_rank]])
-                    blocks.append(np.concatenate([kept, np.repeat(order, kept.shape[1], axis=1)]))
+                    blocks.append(np.concatenate([legal, np.repeat(order, legal.shape[1], axis=1)]))
             self._orders[pp, local] = np.concatenate(blocks, axis=1)
         return self._orders[pp, local]
 
@@ -354,12 +367,12 @@ class _Builder:
             partial = self._partial
             rounds = partial.microbatches or (None if pp > 1 else 1)
             wanted = (partial.microbatch_size, rounds, partial.accumulation)
-            found = [
-                way
-                for way in factors(local)
-                if all(w is None or w == n for w, n in zip(wanted, way, strict=True))
+            cuts = [
+                cut
+                for cut in factors(local)
+                if all(w is None or w == n for w, n in zip(wanted, cut, strict=True))
             ]
-            self._cuts[key] = np.array(found, dtype=np.int64).reshape(-1, 3).T
+            self._cuts[key] = np.array(cuts, dtype=np.int64).reshape(-1, 3).T
         return self._cuts[key]
 
     def _schedules(self) -> tuple[Schedule, ...]:
@@ -369,16 +382,17 @@ class _Builder:
 
     def _per_rank(self, schedule: Schedule, pp: int) -> list[int]:
         if self._partial.stages is None:
-            return list(stages_per_rank(schedule, pp, len(self._pieces)))
+            return list(stages_per_rank(schedule, pp, len(self._segment_starts)))
         stages = self._partial.stages
         plan = Plan(pp=pp, schedule=schedule, stages=stages, microbatches=pp)
-        found = list(pipeline(plan, self._facts.model, self._facts.cluster))
-        return [] if found else [(len(stages) + 1) // pp]
+        violations = list(pipeline(plan, self._facts.model, self._facts.cluster))
+        return [] if violations else [(len(stages) + 1) // pp]
 
-    def _runs(self, schedule: Schedule, pp: int, microbatches: int) -> bool:
-        """Whether a schedule goes with so many microbatches.
+    def _is_schedule_legal(self, schedule: Schedule, pp: int, microbatches: int) -> bool:
+        """Return True if a schedule can run so many microbatches.
 
-        The naive one is GPipe of one microbatch: unless it is asked for, that is where it counts.
+        With one microbatch GPipe is the naive schedule: unless given, only the latter is searched
+        there, and only there.
         """
         is_open = not self._partial.fixes("schedule")
         if is_open and (schedule is Schedule.NAIVE) != (microbatches == 1):

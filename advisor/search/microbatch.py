@@ -1,4 +1,4 @@
-"""What one microbatch asks of one tp rank: the sums that all rows with it share."""
+"""Cost of one microbatch on one rank of the tp axis: sums that all rows with it share."""
 
 from __future__ import annotations
 
@@ -24,25 +24,30 @@ from engines.plan import Plan, Recompute
 
 @dataclass(frozen=True, slots=True)
 class BorderTraffic:
-    """What one microbatch sends over each place where a stage may begin, there and back, as bytes
-    that are fixed and bytes for every sample."""
+    """Traffic of one microbatch over each possible border between stages.
 
-    there: tuple[Floats, Floats]
-    back: tuple[Floats, Floats]
+    Attributes:
+        activations, gradients: fixed bytes, and bytes per sample.
+    """
+
+    activations: tuple[Floats, Floats]
+    gradients: tuple[Floats, Floats]
 
     def at(self, samples: float) -> tuple[Floats, Floats]:
-        """Bytes (there, back) at every place."""
-        there, back = (fixed + each * samples for fixed, each in (self.there, self.back))
-        return there, back
+        """Bytes of (activations, gradients) over every border."""
+        activations, gradients = (
+            fixed + each * samples for fixed, each in (self.activations, self.gradients)
+        )
+        return activations, gradients
 
 
-def crossing_of(costs: CostModel, plan: Plan, places: Sequence[int]) -> BorderTraffic:
-    """Of the borders before these units, in the numerics of `plan`."""
+def border_traffic(costs: CostModel, plan: Plan, places: Sequence[int]) -> BorderTraffic:
+    """Traffic over the borders before these units, in the numerics of `plan`."""
     kind = numerics(plan, costs.facts.model)
 
     def bytes_at(samples: float) -> Floats:
-        found = [costs.stages.crossing(n, numerics=kind, samples=samples) for n in places]
-        return np.array(found, dtype=float).reshape(-1, 2).T
+        pairs = [costs.stages.crossing(n, numerics=kind, samples=samples) for n in places]
+        return np.array(pairs, dtype=float).reshape(-1, 2).T
 
     fixed, one = bytes_at(0.0), bytes_at(1.0)
     return BorderTraffic((fixed[0], one[0] - fixed[0]), (fixed[1], one[1] - fixed[1]))
@@ -50,24 +55,24 @@ def crossing_of(costs: CostModel, plan: Plan, places: Sequence[int]) -> BorderTr
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The units of a model at one size, and their times.
+    """Units of a model at one microbatch size, and their times.
 
     Attributes:
-        loads: of equal neighbours one that counts for all.
-        crossing: what it sends between stages; `sent_share` of its samples by each rank.
-        timed: works out `times` and `exchange_s`, which its memory does without.
+        loads: of the units, equal neighbours combined.
+        traffic: between stages; each rank sends `sent_share` of the samples.
+        timed: computes `times` and `exchange_s` when they are needed; memory does not need them.
     """
 
     loads: Loads
     recompute: Recompute
-    crossing: BorderTraffic
+    traffic: BorderTraffic
     sent_share: float
     timed: Callable[[], tuple[tuple[UnitTime, ...], tuple[tuple[float, float], ...]]]
 
     @cached_property
-    def crossed(self) -> tuple[Floats, Floats]:
-        """Bytes that a rank sends over every place where a stage may begin, there and back."""
-        return self.crossing.at(self.loads.samples * self.sent_share)
+    def border_bytes(self) -> tuple[Floats, Floats]:
+        """Bytes of (activations, gradients) that a rank sends over every possible border."""
+        return self.traffic.at(self.loads.samples * self.sent_share)
 
     @cached_property
     def _timed(self) -> tuple[tuple[UnitTime, ...], tuple[tuple[float, float], ...]]:
@@ -75,13 +80,13 @@ class Microbatch:
 
     @property
     def times(self) -> tuple[UnitTime, ...]:
-        """Of each entry of the loads."""
+        """Times of each entry of the loads."""
         return self._timed[0]
 
     @property
     def exchange_s(self) -> tuple[tuple[float, float], ...]:
-        """Of each entry of the loads, what it sends along tp and cp: in the forward, and in the
-        backward with what is computed again."""
+        """Seconds of each entry's collectives over tp, cp and ep: in the forward, and in the
+        backward, including recomputed forwards."""
         return self._timed[1]
 
     @cached_property
@@ -90,7 +95,7 @@ class Microbatch:
 
     @cached_property
     def counts(self) -> Floats:
-        """For how many units each stands."""
+        """Number of units that each entry represents."""
         return np.array([unit.count for unit in self.units], dtype=float)
 
     def _sum(self, amounts: list[float]) -> float:
@@ -112,7 +117,7 @@ class Microbatch:
 
     @cached_property
     def forward_s(self) -> float:
-        """With its launches; the rest of the seconds are the backward's."""
+        """Seconds of the forward with its launches; the rest of `busy_s` is the backward's."""
         return self._sum([t.forward_s + t.forward_launch_s for t in self.times])
 
     @property
@@ -121,34 +126,38 @@ class Microbatch:
 
     @cached_property
     def exchanged_s(self) -> tuple[float, float]:
-        """Of all units: in a forward, and in a backward."""
-        there, back = zip(*self.exchange_s, strict=True)
-        return self._sum(list(there)), self._sum(list(back))
+        """Seconds of all units' collectives: in a forward, and in a backward."""
+        forward, backward = zip(*self.exchange_s, strict=True)
+        return self._sum(list(forward)), self._sum(list(backward))
 
     @cached_property
     def unit_s(self) -> Floats:
-        """[2, entries]: of one unit, forward and backward, with all it sends along the tp axis."""
-        found = [
+        """Seconds of one unit, [forward and backward, entries], with its collectives."""
+        pairs = [
             (
-                t.forward_s + t.forward_launch_s + there,
-                t.backward_s + t.backward_launch_s + t.recompute_s + t.recompute_launch_s + back,
+                t.forward_s + t.forward_launch_s + sent,
+                t.backward_s
+                + t.backward_launch_s
+                + t.recompute_s
+                + t.recompute_launch_s
+                + returned,
             )
-            for t, (there, back) in zip(self.times, self.exchange_s, strict=True)
+            for t, (sent, returned) in zip(self.times, self.exchange_s, strict=True)
         ]
-        return np.array(found).T
+        return np.array(pairs).T
 
     @cached_property
     def forward_share(self) -> float:
-        """Of no unit the forward takes a larger part."""
+        """Largest share of a unit's seconds that its forward takes."""
         total = self.unit_s.sum(axis=0)
         return float((self.unit_s[0][total > 0] / total[total > 0]).max(initial=0.0))
 
     @cached_property
-    def kept(self) -> Floats:
-        """Bytes of each unit from its forward to its backward."""
+    def saved(self) -> Floats:
+        """Bytes that each unit saves from its forward to its backward."""
         return np.array([saved_bytes(u, self.recompute) for u in self.units], dtype=float)
 
-    # Blocks: what the least of them has
+    # The smallest block
 
     @cached_property
     def _is_block(self) -> NDArray[np.bool_]:
@@ -163,13 +172,13 @@ class Microbatch:
 
     @cached_property
     def block_s(self) -> tuple[float, float]:
-        """Forward and backward."""
-        there, back = self.unit_s
-        return self._least(there), self._least(back)
+        """Seconds of the fastest block's forward, and of the fastest backward."""
+        forward, backward = self.unit_s
+        return self._least(forward), self._least(backward)
 
     @cached_property
     def block_bytes(self) -> tuple[float, float]:
-        """Parameters and gradients."""
+        """Parameters and gradients of the smallest block."""
         parameters = np.array([unit.parameter_bytes for unit in self.units], dtype=float)
         return self._least(parameters), self._least(self._gradients)
 
@@ -178,116 +187,119 @@ class Microbatch:
         return np.array([unit.gradient_bytes for unit in self.units], dtype=float)
 
     @cached_property
-    def block_part(self) -> float:
-        """Of all gradients, and so of an optimizer's states that are as large."""
+    def block_share(self) -> float:
+        """Smallest block's share of all gradients, and so of elementwise optimizer states."""
         return self._least(self._gradients) / self.loads.gradient_bytes
 
     @cached_property
-    def block_kept_bytes(self) -> float:
-        return self._least(self.kept)
+    def block_saved_bytes(self) -> float:
+        return self._least(self.saved)
 
     # Borders
 
     @cached_property
     def least_sent_bytes(self) -> float:
-        """Over any border, whichever way is more."""
-        there, back = self.crossed
-        return float(np.maximum(there, back).min(initial=np.inf)) if len(there) else 0.0
+        """Larger of activations and gradients, over the border where that is least."""
+        activations, gradients = self.border_bytes
+        larger = np.maximum(activations, gradients)
+        return float(larger.min(initial=np.inf)) if len(larger) else 0.0
 
     @cached_property
     def most_sent_bytes(self) -> float:
-        there, back = self.crossed
-        return float(np.maximum(there, back).max(initial=0.0))
+        activations, gradients = self.border_bytes
+        return float(np.maximum(activations, gradients).max(initial=0.0))
 
     @cached_property
-    def least_held_bytes(self) -> float:
-        """Over any border, whichever way is less."""
-        there, back = self.crossed
-        return float(np.minimum(there, back).min(initial=np.inf)) if len(there) else 0.0
+    def least_received_bytes(self) -> float:
+        """Smaller of activations and gradients, over the border where that is least."""
+        return _least_received_bytes(*self.border_bytes)
 
     @cached_property
     def separate(self) -> Counter[tuple[float, float, float]]:
-        """(parameter, gradient, sharded expert) bytes of the units that FSDP gathers, and how many
-        there are."""
-        found: Counter[tuple[float, float, float]] = Counter()
+        """Number of units with their own FSDP group, by (parameter, gradient, sharded expert)
+        bytes."""
+        groups: Counter[tuple[float, float, float]] = Counter()
         for unit, count in zip(self.units, self.counts, strict=True):
             if unit.is_separate:
                 key = unit.parameter_bytes, unit.gradient_bytes, unit.expert_bytes
-                found[key] += int(count)
-        return found
+                groups[key] += int(count)
+        return groups
 
     @property
     def root(self) -> Counter[tuple[float, float, float]]:
-        """The same of all the others, which are gathered as one."""
+        """`separate` for FSDP's root group, which has all other units."""
         return Counter({(self.loads.root_parameter_bytes, self.loads.root_gradient_bytes, 0.0): 1})
 
     @cached_property
-    def unit_bytes(self) -> float:
-        """What a rank holds at least, whichever units it has, if it has the largest of them."""
-        return float((self.kept + self.work).max())
+    def largest_unit_bytes(self) -> float:
+        """Bytes of the largest unit's backward, which some rank holds."""
+        return float((self.saved + self.work).max())
 
     @cached_property
     def work(self) -> Floats:
-        """Bytes that each unit's backward holds beside what was kept."""
-        kept = zip(self.units, self.kept.tolist(), strict=True)
-        return np.array([backward_work(unit, self.recompute, one) for unit, one in kept])
+        """Bytes of each unit's backward, without those saved."""
+        saved = zip(self.units, self.saved.tolist(), strict=True)
+        return np.array([backward_work(unit, self.recompute, nbytes) for unit, nbytes in saved])
 
 
-# What a microbatch has at any size.
-_ALWAYS = (
+def _least_received_bytes(activations: Floats, gradients: Floats) -> float:
+    smaller = np.minimum(activations, gradients)
+    return float(smaller.min(initial=np.inf)) if len(smaller) else 0.0
+
+
+# Properties that do not depend on the size.
+_OF_ANY_SIZE = (
     "units",
     "counts",
     "blocks",
     "block_bytes",
-    "block_part",
+    "block_share",
     "separate",
     "_is_block",
 )
 
 
-class Growing:
-    """The memory of a microbatch of any size from two sizes: no more than it takes.
+class ExtrapolatedMicrobatch:
+    """Memory of a microbatch of any size, extrapolated from two sizes: a lower bound.
 
-    What units keep grows by the sample; what they work in is the largest of several sums that do,
-    so that it grows faster beyond two sizes than between them.
+    Saved bytes are linear in samples. Work is a maximum of sums that are linear in samples, so it
+    grows faster beyond the two sizes than between them.
     """
 
     def __init__(self, one: Microbatch, two: Microbatch) -> None:
         self._two = two
         samples = two.loads.samples - one.loads.samples
-        self._kept = (two.kept - one.kept) / samples
-        self._work = (two.work - one.work) / samples
-        self._always = {name: getattr(two, name) for name in _ALWAYS}
+        self._saved_per_sample = (two.saved - one.saved) / samples
+        self._work_per_sample = (two.work - one.work) / samples
+        self._of_any_size = {name: getattr(two, name) for name in _OF_ANY_SIZE}
 
     def at(self, samples: int) -> Microbatch:
-        """Of more samples than the two have; times are those of the larger of them."""
+        """Microbatch of more samples than the two have; times are those of the larger one."""
         two = self._two
         further = samples - two.loads.samples
-        crossed = two.crossing.at(samples * two.sent_share)
-        there, back = crossed
-        least = float(np.minimum(there, back).min(initial=np.inf)) if len(there) else 0.0
-        found = Microbatch(two.loads, two.recompute, two.crossing, two.sent_share, two.timed)
-        vars(found).update(
-            self._always,
-            crossed=crossed,
-            kept=two.kept + further * self._kept,
-            work=two.work + further * self._work,
-            least_held_bytes=least,
+        border_bytes = two.traffic.at(samples * two.sent_share)
+        larger = Microbatch(two.loads, two.recompute, two.traffic, two.sent_share, two.timed)
+        vars(larger).update(
+            self._of_any_size,
+            border_bytes=border_bytes,
+            saved=two.saved + further * self._saved_per_sample,
+            work=two.work + further * self._work_per_sample,
+            least_received_bytes=_least_received_bytes(*border_bytes),
         )
-        return found
+        return larger
 
 
-def microbatch(costs: CostModel, plan: Plan, crossing: BorderTraffic) -> Microbatch:
-    """The microbatch of `plan`; of degrees only tp and cp matter."""
+def microbatch(costs: CostModel, plan: Plan, traffic: BorderTraffic) -> Microbatch:
+    """Microbatch of `plan`; of its degrees only tp, cp and ep matter."""
     loads = costs.loads(plan)
     share = sent_samples(plan, costs.stack) / loads.samples
-    return Microbatch(loads, plan.recompute, crossing, share, lambda: _timed(costs, plan, loads))
+    return Microbatch(loads, plan.recompute, traffic, share, lambda: _timed(costs, plan, loads))
 
 
 def _timed(
     costs: CostModel, plan: Plan, loads: Loads
 ) -> tuple[tuple[UnitTime, ...], tuple[tuple[float, float], ...]]:
     inside = in_units(plan, loads, costs.ledger(), stack=costs.stack)
-    back = (one + again for one, again in zip(inside.backward_s, inside.again_s, strict=True))
-    exchange_s = tuple(zip(inside.forward_s, back, strict=True))
+    backward = (own + again for own, again in zip(inside.backward_s, inside.again_s, strict=True))
+    exchange_s = tuple(zip(inside.forward_s, backward, strict=True))
     return costs.computing(plan, loads).times, exchange_s

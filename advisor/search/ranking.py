@@ -1,4 +1,4 @@
-"""Rules: which plans may be taken, and which of two is preferred. They say why, never how much.
+"""Rules that exclude plans, and the order of preference among the others.
 
 Numbers come from the facts, the policy and the estimate; a rule only compares.
 """
@@ -28,7 +28,7 @@ NOT_ESTIMATED = "not-estimated"
 
 
 class Finding(Record):
-    """Why a plan is left out: the rule, the sentence with its numbers, and what is missing."""
+    """Reason to exclude a plan: the rule, a sentence with its numbers, and the missing bytes."""
 
     rule: str
     because: str
@@ -37,7 +37,7 @@ class Finding(Record):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan that was weighed; `finding` is None where it may be taken."""
+    """Plan with its estimate; `finding` is None if no rule excludes it."""
 
     plan: Plan
     estimate: Estimate
@@ -52,7 +52,7 @@ Rule = Callable[[Plan, Estimate, Facts, Policy], Finding | None]
 
 
 def fits_device(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> Finding | None:
-    """The upper end of the predicted peak stays within usable memory: OOM is the worst error."""
+    """Exclude a plan if the upper end of its peak exceeds usable memory: OOM is the worst error."""
     usable = policy.usable_bytes(facts.cluster.device)
     if estimate.fits(usable):
         return None
@@ -66,7 +66,7 @@ def fits_device(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) ->
 
 
 def fits_host(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> Finding | None:
-    """Offloaded states of all devices of a node stay within its main memory."""
+    """Exclude a plan if offloaded states of a node's devices exceed its main memory."""
     if not estimate.host_bytes:
         return None
     needed = host_bytes_per_node(estimate, facts.cluster)
@@ -89,7 +89,7 @@ def fits_host(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> F
 
 
 def fits_disk(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> Finding | None:
-    """What all devices of a node keep in files stays within what was free in their folder."""
+    """Exclude a plan if the files of a node's devices exceed the free space of its disk."""
     free = facts.cluster.disk_free_bytes
     if not estimate.disk_bytes or free is None:
         return None
@@ -105,17 +105,17 @@ def fits_disk(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> F
 
 
 def host_bytes_per_node(estimate: Estimate, cluster: ClusterProfile) -> float:
-    """Main memory that the offloaded states of a node's devices take."""
+    """Bytes of main memory for the offloaded states of a node's devices."""
     return estimate.host_bytes * cluster.devices_per_node
 
 
 def load_bytes_per_node(estimate: Estimate, cluster: ClusterProfile) -> float:
-    """Main memory that a node's ranks take while they load: the engines want the model whole."""
+    """Bytes of main memory while a node's ranks load: each builds the whole model."""
     return estimate.load_bytes * cluster.devices_per_node
 
 
 class Loadable(StrEnum):
-    """How the engines can load a model here."""
+    """Possibility to load a model on this cluster."""
 
     WHOLE = "it fits"
     BY_STAGE = "fits, loaded by stage"
@@ -123,9 +123,9 @@ class Loadable(StrEnum):
 
 
 def loading(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> Loadable:
-    """Whether a node's main memory holds what its ranks build; where none is known it does.
+    """Compare a node's main memory with what its ranks build; it suffices if it is unknown.
 
-    Stages are built one by one from the meta device (`weights=`); no engine loads shards alone.
+    Stages can be built one by one from the meta device (`weights=`); no engine loads only shards.
     """
     memory = facts.cluster.host_memory_bytes
     needed = load_bytes_per_node(estimate, facts.cluster)
@@ -139,34 +139,34 @@ RULES: tuple[Rule, ...] = (fits_device, fits_host, fits_disk)
 
 
 def judged(plan: Plan, costs: CostModel, policy: Policy) -> Candidate:
-    """A plan with its estimate and the first rule against it."""
+    """Estimate a plan, and find the first rule that excludes it."""
     estimate = costs.estimate(plan)
     findings = (rule(plan, estimate, costs.facts, policy) for rule in RULES)
     return Candidate(plan, estimate, next((one for one in findings if one is not None), None))
 
 
 def weigh(plans: Iterable[Plan], costs: CostModel, policy: Policy) -> list[Candidate]:
-    """Every plan that can be estimated, with the first rule against it."""
-    found = []
+    """Judge all plans; those that cannot be estimated are left out."""
+    candidates = []
     for plan in plans:
-        with losing_one_plan(plan):
-            found.append(judged(plan, costs, policy))
-    return found
+        with skipped_on_error(plan):
+            candidates.append(judged(plan, costs, policy))
+    return candidates
 
 
 @contextmanager
-def losing_one_plan(plan: Plan, *, is_said: bool = True) -> Iterator[None]:
-    """A mistake of ours while one plan is estimated loses that plan, not the answer.
+def skipped_on_error(plan: Plan, *, is_logged: bool = True) -> Iterator[None]:
+    """Suppress internal errors while one plan is estimated: it is left out, others are not.
 
-    It is logged, with its traceback where this logger shows debug messages (`advise --debug`).
-    Errors about what was given concern all plans, and are raised.
+    They are logged, with a traceback if this logger shows debug messages (`advise --debug`). Errors
+    in the input concern all plans and are raised.
     """
     try:
         yield
     except AdvisorError:
         raise
     except Exception as error:
-        if not is_said:
+        if not is_logged:
             return
         is_shown = log.isEnabledFor(logging.DEBUG)
         what = f"{type(error).__name__}: {error}"
@@ -191,7 +191,7 @@ SIMPLER_FIRST = (
 
 
 def simplicity_columns(space: Space) -> list[Integers]:
-    """`simplicity` of every row of `space`, number by number; offload is the same in all."""
+    """Columns of `simplicity` for all rows, without offload and updates, equal in all of them."""
     kinds = np.array([_KINDS.index(kind) for kind in KINDS])
     return [
         (space.tp * space.cp * space.ep > 1) + 2 * (space.pp > 1),
@@ -205,16 +205,16 @@ def simplicity_columns(space: Space) -> list[Integers]:
 
 
 def simplicity(plan: Plan | Row) -> tuple[int, ...]:
-    """Less is simpler, in the order of `SIMPLER_FIRST`.
+    """Sort key in the order of `SIMPLER_FIRST`, simpler plans first.
 
-    Simple means: fewer moving parts to understand, and fewer ways to be slower than predicted. A
-    model in one piece trains in the loop that its user wrote. Split layers still do, but another
-    way of splitting is proved for every kind of layer; stages need `train_step`, a schedule, and
-    microbatches that are even. Ranks that update apart come after all others.
+    Simpler means fewer moving parts, and fewer ways to be slower than predicted. Without pp and tp
+    the user's training loop runs unchanged. With tp it does too, but each kind of layer needs a
+    proof of its split; stages need `train_step`, a schedule, and equal microbatches. Asynchronous
+    and periodic updates come last.
     """
     return (
-        int(plan.offload is not Offload.NONE) + 2 * _apart(plan),
-        # 0 whole, 1 split layers, 2 stages, 3 both.
+        int(plan.offload is not Offload.NONE) + 2 * _asynchrony(plan),
+        # 0 neither, 1 split layers or sequences, 2 stages, 3 both.
         int(max(plan.tp, plan.cp, plan.ep) > 1) + 2 * int(plan.pp > 1),
         _KINDS.index(plan.data_parallel),
         SCHEDULES.index(plan.schedule),
@@ -225,45 +225,44 @@ def simplicity(plan: Plan | Row) -> tuple[int, ...]:
     )
 
 
-def _apart(plan: Plan | Row) -> int:
-    """How far ranks update apart from each other: the same for all plans of a space."""
+def _asynchrony(plan: Plan | Row) -> int:
+    """Order of updates from synchronous to asynchronous: the same for all plans of a space."""
     order = (Updates.SYNCHRONOUS, Updates.LOCAL, Updates.DILOCO, Updates.ASYNCHRONOUS)
     return 2 * order.index(plan.updates) + (plan.servers > 0) + (plan.backup_workers > 0)
 
 
 def tie_limit_s(fastest_s: float, policy: Policy) -> float:
-    """The longest step that ties with `fastest_s`, the step of the fastest plan among those that
-    are compared.
+    """Longest step that ties with `fastest_s`, the step of the fastest of the compared plans.
 
-    One limit for all of them: two plans within it tie with each other as well, which margins
-    between pairs of plans do not give.
+    With one limit for all of them, plans within it tie with each other too; with margins between
+    pairs they need not.
     """
     return fastest_s * (1 + policy.simplicity_margin)
 
 
 def beats(one: Candidate, other: Candidate, policy: Policy) -> bool:
-    """Whether it is faster by more than a tie."""
+    """Return True if `one` is faster than `other` by more than a tie."""
     return other.estimate.step_s > tie_limit_s(one.estimate.step_s, policy)
 
 
 def first_of_fastest(
     plans: Iterable[Plan], than: Candidate, costs: CostModel, policy: Policy
 ) -> Candidate | None:
-    """The first of `plans`, which come in an order of preference, that fits and ties with the
-    fastest of them; None where that one does not beat `than`."""
-    found = [c for c in weigh(plans, costs, policy) if c.fits]
-    fastest = min(found, key=lambda c: c.estimate.step_s, default=None)
+    """First of `plans`, in their order of preference, that fits and ties with the fastest of them;
+    None if the fastest does not beat `than`."""
+    fitting = [c for c in weigh(plans, costs, policy) if c.fits]
+    fastest = min(fitting, key=lambda c: c.estimate.step_s, default=None)
     if fastest is None or not beats(fastest, than, policy):
         return None
-    return next(c for c in found if not beats(fastest, c, policy))
+    return next(c for c in fitting if not beats(fastest, c, policy))
 
 
 def preferred(candidates: Sequence[Candidate], policy: Policy) -> Candidate:
-    """The best of plans that may all be taken, by the policy's objective.
+    """Best of the plans that fit, by the policy's objective.
 
-    `time` takes the fastest, `memory` the smallest; the tree's way is the simplest of those that
-    tie with the fastest. What is still equal is settled by the plan's text, so that the same facts
-    give the same decision.
+    `time` takes the fastest, `memory` the smallest, `tree` the simplest of those that tie with the
+    fastest. Remaining ties are broken by the plan's text, so that the same facts give the same
+    decision.
     """
     match policy.objective:
         case Objective.TIME:
@@ -274,22 +273,22 @@ def preferred(candidates: Sequence[Candidate], policy: Policy) -> Candidate:
 
 
 def ties(candidates: Sequence[Candidate], policy: Policy) -> list[Candidate]:
-    """The fastest candidate and those within the margin of it."""
+    """Candidates within the margin of the fastest, and the fastest itself."""
     limit_s = tie_limit_s(min(c.estimate.step_s for c in candidates), policy)
     return [c for c in candidates if c.estimate.step_s <= limit_s]
 
 
 def simplest_first(candidate: Candidate) -> tuple[tuple[int, ...], float, str]:
-    """The order in which plans that tie are preferred."""
+    """Sort key among plans that tie."""
     return simplicity(candidate.plan), candidate.estimate.step_s, str(candidate.plan)
 
 
 def fastest_first(candidate: Candidate) -> tuple[float, tuple[int, ...], str]:
-    """By time; on equal times the simpler one."""
+    """Sort key by time, then simplicity."""
     return candidate.estimate.step_s, simplicity(candidate.plan), str(candidate.plan)
 
 
 def smallest_first(candidate: Candidate) -> tuple[float, float, str]:
-    """By memory; on equal memory the faster one."""
+    """Sort key by memory, then time."""
     estimate = candidate.estimate
     return estimate.peak_high_bytes, estimate.step_s, str(candidate.plan)

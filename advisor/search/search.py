@@ -1,7 +1,7 @@
-"""Branch and bound over a space: the exact answers of weighing every row, from few of them.
+"""Branch and bound over a space: the same answers as an exhaustive search, from few estimates.
 
-Rows are taken in the order of their lower bounds; one whose bound is above the best that was found
-cannot be better, nor can any that comes after it.
+Rows are estimated in the order of their lower bounds. Once a bound exceeds the best estimate, no
+further row can be better.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from advisor.search.ranking import (
     fastest_first,
     fits_device,
     judged,
-    losing_one_plan,
     simplest_first,
     simplicity,
     simplicity_columns,
+    skipped_on_error,
     smallest_first,
     tie_limit_s,
 )
@@ -35,27 +35,27 @@ from advisor.search.space import KINDS, SCHEDULES, Space
 from advisor.search.stages import StageSearch
 from engines.plan import Plan, Schedule
 
-# Plans of which none fits that are estimated to find which of them misses by least.
+# Rows estimated to find the nearest miss, if none fits.
 _MOST_MISSING = 12
 Rows = NDArray[np.int64]
-"""Numbers of rows of a space."""
+"""Indices of rows of a space."""
 
 
 class Search:
-    """Questions about a space, answered exactly; what was weighed once is kept.
+    """Exact queries on a space; estimates are cached.
 
     Attributes:
         space: the rows.
-        bounds: no estimate is below them.
+        bounds: lower bounds of their estimates.
         usable_bytes: of a device.
     """
 
     def __init__(
-        self, kept: SearchCache, policy: Policy, space: Space, stages: StageSearch
+        self, cache: SearchCache, policy: Policy, space: Space, stages: StageSearch
     ) -> None:
-        costs = kept.costs
+        costs = cache.costs
         self.space = space
-        self.bounds: Bounds = bounds_of(space, kept, policy)
+        self.bounds: Bounds = bounds_of(space, cache, policy)
         self._costs = costs
         self._policy = policy
         self._stages = stages
@@ -71,14 +71,14 @@ class Search:
 
     @property
     def weighed(self) -> list[Candidate]:
-        """Rows that were estimated exactly, in the order of the space."""
+        """Estimated rows, in the order of the space."""
         return [self._weighed[index] for index in sorted(self._weighed)]
 
     @property
     def left_out(self) -> Counter[str]:
-        """Rows that do not fit, by rule: as they were estimated, or already by their bound.
+        """Number of rows that do not fit, by rule, according to their estimate or their bound.
 
-        Of rows that were not estimated some more may not fit.
+        Further rows that were not estimated may not fit.
         """
         counts = Counter(c.finding.rule for c in self._weighed.values() if c.finding)
         by_bound = np.flatnonzero(self._missing > 0)
@@ -94,28 +94,25 @@ class Search:
             self.candidate(index)
 
     def candidate(self, index: int) -> Candidate | None:
-        """A row, estimated; None where it cannot be (`rules.losing_one_plan`)."""
+        """Estimate a row; None if that fails (see `skipped_on_error`)."""
         if index not in self._weighed and index not in self._failed:
             is_first = not self._failed
             self._failed.add(index)
-            with losing_one_plan(self.space.plan(index), is_said=is_first):
+            with skipped_on_error(self.space.plan(index), is_logged=is_first):
                 plan = self._stages.plan(self.space, index)
                 self._weighed[index] = judged(plan, self._costs, self._policy)
                 self._failed.remove(index)
         return self._weighed.get(index)
 
     def kinds(self) -> list[tuple[Plan, Rows]]:
-        """Rows that use the same axes and shard the same, with a plan that stands for them.
-
-        Its stages are not named.
-        """
+        """Rows by axes and data-parallel kind, each group with one of its plans without stages."""
         space = self.space
         different, group = unique(np.stack([space.pp > 1, space.tp > 1, space.cp > 1, space.kind]))
-        found = (np.flatnonzero(group == number) for number in range(different.shape[1]))
-        return [(space.plan(int(rows[0])), rows) for rows in found]
+        groups = (np.flatnonzero(group == number) for number in range(different.shape[1]))
+        return [(space.plan(int(rows[0])), rows) for rows in groups]
 
-    def besides(self, rows: Rows, plan: Plan) -> Rows:
-        """Those of `rows` with other degrees or another kind than `plan`."""
+    def with_other_degrees(self, rows: Rows, plan: Plan) -> Rows:
+        """Select `rows` with other degrees or another kind than `plan`."""
         space = self.space
         same = space.kind[rows] == KINDS.index(plan.data_parallel)
         for axis in ("pp", "tp", "cp", "dp_replicate", "dp_shard"):
@@ -125,51 +122,52 @@ class Search:
         return np.asarray(rows[~same])
 
     def with_schedule(self, rows: Rows, schedule: Schedule) -> Rows:
-        """Those of `rows` in this schedule; all where none is."""
-        found = rows[self.space.schedule[rows] == SCHEDULES.index(schedule)]
-        return np.asarray(found if len(found) else rows)
+        """Select `rows` with this schedule; all if none has it."""
+        matching = rows[self.space.schedule[rows] == SCHEDULES.index(schedule)]
+        return np.asarray(matching if len(matching) else rows)
 
     def strongest(self, rows: Rows, *, most: int | None = None) -> Candidate | None:
-        """The fastest that fits (the smallest, where memory is the objective), else the one that
-        misses by least; None where the first `most` by their bounds do not tell, or where none fits
-        the first few."""
+        """Fastest of `rows` that fits (smallest, if memory is the objective), else the nearest
+        miss; None if the first `most` rows, or the first few misses, do not decide it."""
         is_memory = self._policy.objective is Objective.MEMORY
         bounds = self.bounds.step_s
         key: Callable[[Candidate], tuple[Any, ...]] = fastest_first
         if is_memory:
             bounds, key = self.bounds.peak_high_bytes, smallest_first
         try:
-            found = self._least(self._may_fit(rows), bounds, key, most=most)
-            least = most or _MOST_MISSING
-            return found or self._least(rows, self._missing, _by_missing, fits=False, most=least)
+            fitting = self._least(self._may_fit(rows), bounds, key, most=most)
+            if fitting is not None:
+                return fitting
+            most = most or _MOST_MISSING
+            return self._least(rows, self._missing, _by_missing, fits=False, most=most)
         except _TooMany:
             return None
 
     def least_step_s(self, rows: Rows) -> float:
-        """Of those that may fit none is faster."""
+        """Lower bound of the step over `rows` that may fit."""
         return float(self.bounds.step_s[self._may_fit(rows)].min(initial=np.inf))
 
     def fastest(self, rows: Rows) -> Candidate | None:
-        """Of those that fit; on equal times the simpler one."""
+        """Fastest of `rows` that fits; on equal times the simpler one."""
         return self._least(self._may_fit(rows), self.bounds.step_s, fastest_first)
 
     def smallest(self, rows: Rows) -> Candidate | None:
-        """Of those that fit the one with the most memory left."""
+        """Smallest of `rows` that fits."""
         return self._least(self._may_fit(rows), self.bounds.peak_high_bytes, smallest_first)
 
     @property
     def least_missing_bytes(self) -> float:
-        """No row misses memory by less."""
+        """Lower bound of the missing memory over all rows."""
         return float(self._missing.min(initial=np.inf))
 
     def nearest(self, rows: Rows, *, below_bytes: float = np.inf) -> Candidate | None:
-        """The one that misses memory by least, for rows of which none fits; None where none of them
-        misses by less than `below_bytes`."""
+        """Row with the least missing memory, if none of `rows` fits; None if all miss by
+        `below_bytes` or more."""
         rows = rows[self._missing[rows] * (1 - ROUNDING) <= below_bytes]
         return self._least(rows, self._missing, _by_missing, fits=False, below=below_bytes)
 
     def preferred(self, rows: Rows) -> Candidate | None:
-        """What `advisor.search.ranking.preferred` takes of all rows that fit; None if none does."""
+        """Result of `advisor.search.ranking.preferred` for `rows` that fit; None if none does."""
         match self._policy.objective:
             case Objective.TIME:
                 return self.fastest(rows)
@@ -182,12 +180,11 @@ class Search:
 
     @property
     def may_fit(self) -> NDArray[np.bool_]:
-        """By row: whether its bound of memory leaves that open."""
+        """Mask of rows whose lower bound of memory fits."""
         return np.asarray(self._missing == 0)
 
     def with_borders(self, index: int) -> tuple[float, float]:
-        """Seconds and bytes that a row's estimate is not below, with the borders of its stages; a
-        little less, for rounding."""
+        """Lower bounds of a row's seconds and bytes with its borders, reduced for rounding."""
         step_s = self._stages.least_step_s(self.space, index)
         nbytes = self._stages.least_peak_bytes(self.space, index)
         return (
@@ -208,53 +205,55 @@ class Search:
         most: int | None = None,
         below: float = np.inf,
     ) -> Candidate | None:
-        """The candidate of least key, whose first number `bounds` are not above, nor is `below`.
+        """Candidate with the least key, if the key's first number is less than `below`.
+
+        Args:
+            bounds: lower bounds of the key's first number.
 
         Raises:
-            _TooMany: the first `most` rows leave open whether another one is better.
+            _TooMany: another row than the first `most` may be better.
         """
         ordered = rows[np.argsort(bounds[rows], kind="stable")]
         shown, left = (ordered, ordered[:0]) if most is None else (ordered[:most], ordered[most:])
         best: Candidate | None = None
         least: tuple[Any, ...] = (below,)
-        # Rows that wait for their turn with the borders that are best for them.
+        # Rows whose bound with their stage borders is larger than without: (bound, place, index).
         waiting: list[tuple[float, int, int]] = []
         for place in range(len(shown) + 1):
             bound = bounds[shown[place]] if place < len(shown) else np.inf
             while waiting and waiting[0][0] <= min(bound, least[0] * (1 + ROUNDING)):
                 index = heappop(waiting)[-1]
-                if fits and self._surely_misses(index):
+                if fits and self._cannot_fit(index):
                     continue
                 candidate = self.candidate(index)
                 if candidate is not None and (candidate.fits or not fits):
-                    found = key(candidate)
-                    if found < least:
-                        best, least = candidate, found
+                    rank = key(candidate)
+                    if rank < least:
+                        best, least = candidate, rank
             if place == len(shown) or bound * (1 - ROUNDING) > least[0]:
                 break
             index = int(shown[place])
             if bounds is self.bounds.step_s:
                 bound = max(bound, self._stages.least_step_s(self.space, index))
-            elif bounds is self._missing and self._surely_misses(index):
+            elif bounds is self._missing and self._cannot_fit(index):
                 bound = max(bound, float(self._missing[index]))
             heappush(waiting, (bound, place, index))
         if len(left) and bounds[left[0]] * (1 - ROUNDING) <= least[0]:
             raise _TooMany
         return best
 
-    def _surely_misses(self, index: int) -> bool:
-        """Whether a row does not fit with the borders that are best for it; noted as its bound."""
+    def _cannot_fit(self, index: int) -> bool:
+        """Return True if a row exceeds memory with its best borders; its bound is raised."""
         if index not in self._weighed:
             least = 0.0
-            with losing_one_plan(self.space.plan(index), is_said=False):
+            with skipped_on_error(self.space.plan(index), is_logged=False):
                 least = self._stages.least_peak_bytes(self.space, index)
             missing = least * (1 - ROUNDING) - self.usable_bytes
             self._missing[index] = max(self._missing[index], missing)
         return bool(self._missing[index] > 0)
 
     def simplest(self, rows: Rows, limit_s: float) -> Candidate | None:
-        """Of those that fit and take no longer than `limit_s` the simplest; of equally simple ones
-        the fastest."""
+        """Simplest of `rows` that fits within `limit_s`; of equally simple ones the fastest."""
         rows = self._may_fit(rows)
         rows = rows[self.bounds.step_s[rows] * (1 - ROUNDING) <= limit_s]
         for group in self._by_simplicity(rows):
@@ -263,7 +262,7 @@ class Search:
                 if self.bounds.step_s[index] * (1 - ROUNDING) > least_s:
                     break
                 step_s = self._stages.least_step_s(self.space, int(index))
-                if step_s * (1 - ROUNDING) > least_s or self._surely_misses(int(index)):
+                if step_s * (1 - ROUNDING) > least_s or self._cannot_fit(int(index)):
                     continue
                 candidate = self.candidate(int(index))
                 if candidate is None or not candidate.fits:
@@ -288,7 +287,7 @@ class Search:
 
 
 class _TooMany(Exception):
-    """A question is left open: no answer would depend on it enough."""
+    """Query that would take too many estimates."""
 
 
 def _by_missing(candidate: Candidate) -> tuple[Any, ...]:

@@ -1,10 +1,10 @@
-"""The space: every legal plan as a row of numbers, column by column.
+"""Search space: every legal plan as a row of numbers, in columns.
 
-A row says all of a plan but the units that begin its stages: those follow from it (see
-`advisor.search.stages`). Where the axes lie on the links follows from the degrees too: the order of
-the mesh is the engines' (`engines.plan.AXES`), what is sent most between the nearest ranks. Another
-order would make some plans faster, but none faster than the best of this order: a plan that gains
-from it sends most along its outer axes, and one that sends it along inner ones is in the space too
+A row has all settings of a plan but its stage borders, which follow from them (see
+`advisor.search.stages`). The order of mesh axes is the engines' (`engines.plan.AXES`): axes with
+the most traffic are innermost, between the nearest ranks. Another order would make some plans
+faster, but none faster than the best of this order: a plan that gains from it has most traffic on
+its outer axes, and the space also has a plan with that traffic on inner axes
 (tests/advisor/search/test_placement.py tries every order on small clusters).
 """
 
@@ -38,7 +38,7 @@ RECOMPUTES = tuple(Recompute)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row with the names of `Plan`; `stages` are as many as there are borders, unnamed."""
+    """Row with the field names of `Plan`; `stages` has one number per border."""
 
     pp: int
     tp: int
@@ -76,11 +76,11 @@ class Space:
         pp, tp, cp, dp_replicate, dp_shard, microbatch_size, microbatches, accumulation: as in
             `Plan`.
         per_rank: stages per rank; 1 without a pipeline.
-        kind, schedule, recompute: positions in `KINDS`, `SCHEDULES`, `RECOMPUTES`.
+        kind, schedule, recompute: indices into `KINDS`, `SCHEDULES`, `RECOMPUTES`.
         offload, precision: of all rows.
-        styles: by tp degree.
-        pieces: units that may begin a stage, the first one of the model among them.
-        carried: settings that every plan has and no search varies.
+        styles: tensor styles by tp degree.
+        segments: units that may begin a stage, including the first one of the model.
+        common: settings of all plans that are not searched.
     """
 
     pp: Integers
@@ -98,8 +98,8 @@ class Space:
     offload: Offload
     precision: Precision
     styles: Mapping[int, tuple[tuple[str, str], ...]]
-    pieces: tuple[str, ...]
-    carried: PartialPlan
+    segments: tuple[str, ...]
+    common: PartialPlan
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -111,18 +111,18 @@ class Space:
 
     @property
     def updates(self) -> Updates:
-        """Of all rows."""
-        return self.carried.updates or Updates.SYNCHRONOUS
+        """Kind of updates of all rows."""
+        return self.common.updates or Updates.SYNCHRONOUS
 
     @property
     def updates_in_step(self) -> bool:
-        """Whether the replicas of all rows exchange gradients in every step."""
-        return self.updates is Updates.SYNCHRONOUS and not self.carried.servers
+        """Return True if replicas all-reduce gradients in every step, in all rows."""
+        return self.updates is Updates.SYNCHRONOUS and not self.common.servers
 
     @property
     def offload_to(self) -> OffloadTo:
-        """Where what `offload` names goes, of all rows."""
-        return self.carried.offload_to or OffloadTo.HOST
+        """Target of `offload`, of all rows."""
+        return self.common.offload_to or OffloadTo.HOST
 
     @property
     def is_to_disk(self) -> bool:
@@ -130,15 +130,15 @@ class Space:
 
     @property
     def ep(self) -> int:
-        """Of all rows."""
-        return self.carried.ep or 1
+        """Expert-parallel degree of all rows."""
+        return self.common.ep or 1
 
     def part(self, rows: Integers) -> Space:
-        """Those rows alone."""
+        """Subspace of these rows."""
         return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
 
     def row(self, index: int) -> Row:
-        """What a rule may ask of a plan, without building it."""
+        """Settings of a row, without building its plan."""
         return Row(
             pp=int(self.pp[index]),
             tp=int(self.tp[index]),
@@ -154,18 +154,18 @@ class Space:
             recompute=RECOMPUTES[self.recompute[index]],
             offload=self.offload,
             updates=self.updates,
-            sync_every=self.carried.sync_every or 1,
-            servers=self.carried.servers or 0,
-            backup_workers=self.carried.backup_workers or 0,
+            sync_every=self.common.sync_every or 1,
+            servers=self.common.servers or 0,
+            backup_workers=self.common.backup_workers or 0,
             ep=self.ep,
         )
 
     def plan(self, index: int, *, stages: tuple[str, ...] = ()) -> Plan:
-        """The plan of a row, whose stages begin with these units."""
+        """Plan of a row, whose stages begin with the units `stages`."""
         row = self.row(index)
         return Plan.build(
             {
-                **self.carried.fixed,
+                **self.common.fixed,
                 "pp": row.pp,
                 "tp": row.tp,
                 "cp": row.cp,
@@ -189,7 +189,7 @@ COLUMNS = tuple(field.name for field in fields(Space))[:12]
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending.
+    """Divisors of `number`, ascending.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -199,7 +199,7 @@ def divisors(number: int) -> list[int]:
 
 
 def factors(number: int) -> Iterator[tuple[int, int, int]]:
-    """(size, microbatches, accumulation) whose product is `number`, large microbatches first.
+    """Yield (size, microbatches, accumulation) with product `number`, large sizes first.
 
     >>> list(factors(2))
     [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
@@ -209,20 +209,20 @@ def factors(number: int) -> Iterator[tuple[int, int, int]]:
             yield size, microbatches, number // size // microbatches
 
 
-def stages_per_rank(schedule: Schedule, pp: int, pieces: int) -> Sequence[int]:
-    """How many stages a rank may have, of a model of so many pieces.
+def stages_per_rank(schedule: Schedule, pp: int, segments: int) -> Sequence[int]:
+    """Possible numbers of stages per rank, for a model of `segments` segments.
 
-    Of numbers that leave the largest stage as many pieces, only the least: more stages of the same
-    size are more turns and more to send, and nobody waits less.
+    Of numbers with equally many segments in the largest stage only the smallest: more stages of the
+    same size send more, without a smaller bubble.
 
     >>> stages_per_rank(Schedule.INTERLEAVED, 2, 12), stages_per_rank(Schedule.ZBV, 2, 12)
     ([2, 3, 6], [2])
     """
     first = {Schedule.INTERLEAVED: 2, Schedule.ZERO_BUBBLE: 1, Schedule.ZBV: 2}.get(schedule, 1)
-    most = pieces // pp
+    most = segments // pp
     if schedule not in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE):
         return [first] if first <= most else []
-    found: dict[int, int] = {}
+    by_largest: dict[int, int] = {}
     for count in range(first, most + 1):
-        found.setdefault(-(-pieces // (pp * count)), count)
-    return list(found.values())
+        by_largest.setdefault(-(-segments // (pp * count)), count)
+    return list(by_largest.values())

@@ -1,4 +1,4 @@
-"""Bytes at every moment of a step, for rows that differ in the degree of sharding alone."""
+"""Bytes at every moment of a step, for rows that differ only in the degree of sharding."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from advisor.search.space import Floats
 
 @dataclass(frozen=True, slots=True)
 class StepMoments:
-    """Bytes at every moment of a step up to the optimizer's.
+    """Bytes at every moment of a step before the optimizer's.
 
     Attributes:
-        fixed: on every rank, whatever the degree.
-        sharded: what ranks share, each 1/degree of it.
-        doubtful: of `fixed`, activations and temporaries.
-        ahead: what a host that runs ahead gathers besides.
-        error: of a moment, how much less it may be than is said here, as a fraction.
+        fixed: on every rank, independent of the degree.
+        sharded: of all ranks; each holds 1/degree.
+        doubtful: activations and temporaries, among `fixed`.
+        ahead: gathered early by a host that runs ahead, not counted in the moments.
+        error: fraction by which a moment may be smaller.
     """
 
     fixed: Floats
@@ -26,7 +26,7 @@ class StepMoments:
     error: float = 0.0
 
     def beyond(self, before: StepMoments, samples: int, *, error: float) -> StepMoments:
-        """Of `samples` more than these are of, which have one more than those `before`."""
+        """Extrapolate by `samples` more, from the moments `before` of one sample less."""
         return StepMoments(
             fixed=(1 - error) * (self.fixed + samples * (self.fixed - before.fixed)),
             sharded=self.sharded,

@@ -1,4 +1,4 @@
-"""Lower bounds for models in one piece, whose ranks are all alike: a step is the time of one."""
+"""Lower bounds of time without pipeline stages: all ranks are equal, a step is one rank's time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from advisor.search.space import Floats
 
 @dataclass(frozen=True, slots=True)
 class WholeTime:
-    """Seconds of a step, none above the estimate's."""
+    """Lower bounds of a step's seconds."""
 
     compute_s: Floats
     recompute_s: Floats
@@ -30,7 +30,7 @@ class WholeTime:
 
 
 def whole_time(columns: Columns) -> WholeTime:
-    """What a rank computes is exact; of what it sends, that which no computing can hide."""
+    """Compute time is exact; communication is what compute cannot hide."""
     forwards = columns.space.forwards
     compute = forwards * columns.of(lambda g: g.compute_s)
     recompute = forwards * columns.of(lambda g: g.recompute_s)
@@ -38,42 +38,43 @@ def whole_time(columns: Columns) -> WholeTime:
     busy = compute + recompute + launch
     update = columns.optimizer_s()
     if not columns.space.updates_in_step:
-        # What such ranks wait for is not bounded from below, nor what they leave to servers.
-        served = bool(columns.space.carried.servers)
+        # Waiting for other ranks and for servers has no lower bound, nor has the servers' update.
+        served = bool(columns.space.common.servers)
         return WholeTime(compute, recompute, update * (not served), launch, 0.0 * compute)
     exposed, sent = _exposed_s(columns, busy)
     experts = columns.experts_s()
     exposed, sent = exposed + experts, sent + experts
     if columns.costs.overlaps:
         overlap = columns.costs.facts.cluster.overlap
-        # What a second of overlap adds, whichever of the two takes longer; never more than hiding
-        # it saves.
+        # Slowdown per second of overlap, whichever of the two takes longer, but at most what
+        # overlapping saves.
         either = [slowdown(overlap, computing_s=c, sent_s=1.0 - c).middle for c in (0.0, 1.0)]
         exposed = exposed + min(*either, 1.0) * np.maximum(0.0, sent - exposed)
     return WholeTime(compute, recompute, update, launch, exposed)
 
 
 def _exposed_s(columns: Columns, busy: Floats) -> tuple[Floats, Floats]:
-    """(what nothing hides, all that is sent)."""
+    """Seconds of (exposed communication, all communication)."""
     forwards, overlaps = columns.space.forwards, columns.costs.overlaps
-    there = columns.of(lambda g: g.forward_s + g.exchanged_s[0])
-    back = columns.of(lambda g: g.busy_s - g.forward_s + g.exchanged_s[1])
+    forward = columns.of(lambda g: g.forward_s + g.exchanged_s[0])
+    backward = columns.of(lambda g: g.busy_s - g.forward_s + g.exchanged_s[1])
     inside = columns.of(lambda g: sum(g.exchanged_s))
     gather, root_gather = columns.gather_s()
     reduce, root_reduce = columns.reduce_s()
     between, root_between = columns.replicate_s()
     gathers, reduces = columns.gathers, columns.reduces
 
-    def one_way(computing: Floats, *, around: Floats, sent: Floats) -> Floats:
-        """Through all units: what comes before or after them, and the longer of two queues."""
-        beside = np.maximum(computing, sent) if overlaps else computing + sent
-        return np.asarray(around + beside)
+    def one_pass(computing: Floats, *, root: Floats, sent: Floats) -> Floats:
+        """Pass through all units: the root group's collective, and the longer of two queues."""
+        overlapped = np.maximum(computing, sent) if overlaps else computing + sent
+        return np.asarray(root + overlapped)
 
-    first = one_way(there, around=root_gather, sent=gather)
-    again = one_way(there, around=gathers * root_gather, sent=gathers * gather)
-    middle = one_way(back, around=reduces * root_reduce, sent=gathers * gather + reduces * reduce)
-    last = one_way(back, around=root_reduce, sent=gathers * gather + reduce)
-    # Between replicas there is a queue of its own; the root's comes after everything.
+    first = one_pass(forward, root=root_gather, sent=gather)
+    again = one_pass(forward, root=gathers * root_gather, sent=gathers * gather)
+    both = gathers * gather + reduces * reduce
+    middle = one_pass(backward, root=reduces * root_reduce, sent=both)
+    last = one_pass(backward, root=root_reduce, sent=gathers * gather + reduce)
+    # All-reduces between replicas have a queue of their own; the root group's is exposed.
     last = (np.maximum(last, between) if overlaps else last + between) + root_between
     wall = first + last + (forwards - 1) * (again + middle)
     sent = gather + root_gather + gathers * (2 * forwards - 1) * gather
@@ -83,18 +84,18 @@ def _exposed_s(columns: Columns, busy: Floats) -> tuple[Floats, Floats]:
 
 
 def moved_s(columns: Columns) -> Floats:
-    """What is moved out of the device and back while nothing else goes on (`cost.offload`)."""
+    """Seconds of exposed offloading (see `advisor.cost.offload`)."""
     space, cluster = columns.space, columns.costs.facts.cluster
-    device, what = cluster.device, space.offload
-    elsewhere = is_elsewhere(device, to_disk=space.is_to_disk)
+    device, offload = cluster.device, space.offload
+    leaves_device = is_elsewhere(device, to_disk=space.is_to_disk)
     seconds = np.zeros(len(space))
-    a_byte_s = there_and_back_s(cluster, to_disk=space.is_to_disk)
-    if what.optimizer and elsewhere:
-        seconds += a_byte_s * columns.states_bytes()
-    if what.activations:
+    s_per_byte = there_and_back_s(cluster, to_disk=space.is_to_disk)
+    if offload.optimizer and leaves_device:
+        seconds += s_per_byte * columns.states_bytes()
+    if offload.activations:
         blocks = space.forwards * columns.of(lambda g: of_blocks_bytes(g.loads))
-        seconds += a_byte_s * blocks if elsewhere else copied_s(blocks, device)
-    if what.states and space.is_to_disk:
+        seconds += s_per_byte * blocks if leaves_device else copied_s(blocks, device)
+    if offload.states and space.is_to_disk:
         keeps = (space.kind == ZERO1) | (space.kind == ZERO2)
         seconds += shards_in_files_s(
             cluster,

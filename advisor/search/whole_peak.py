@@ -1,9 +1,9 @@
-"""Peaks of models in one piece, for many rows at once: the moments of `advisor.cost.memory`.
+"""Peaks without pipeline stages, for many rows at once, from the moments of `advisor.cost.memory`.
 
-No formula stands here. What rows share is asked of the cost model: for every microbatch the moments
-of its step, for every way to hold the parameters what always lives. Over how many ranks states are
-sharded, moments say themselves (they are linear in 1/degree), and larger microbatches take no less
-than two small ones say (what is kept grows by the sample, temporaries are maxima of such sums).
+There are no formulas of memory here: the cost model computes what rows share, the moments of a step
+for each microbatch and the resident bytes for each way to shard. Moments are linear in 1/degree of
+sharding. For larger microbatches two small ones give a lower bound: saved bytes are linear in
+samples, temporaries are maxima of such sums.
 """
 
 from __future__ import annotations
@@ -29,60 +29,59 @@ from engines.plan import DataParallel, Plan
 from profiles.workload.optimizers import Upkeep
 from profiles.workload.stack import TORCH
 
-# Temporaries of split layers go by the share that a rank keeps, which differs from size to size, by
-# 0.14 % in models of 128 channels: larger microbatches are taken to hold so much less than two
-# small ones say.
+# Temporaries of split layers depend on the share that a rank saves, which varies with the size, by
+# 0.14 % in models of 128 channels: bounds of larger microbatches are lowered by this fraction.
 _SHARES_DIFFER = 5e-3
-# Sums in another order differ in their last digits.
+# Sums in another order differ in the last digits.
 _ROUNDING = 1e-12
-# Times the usable memory: nobody asks how much exactly such plans miss.
+# Times the usable memory; the exact peak of such plans does not matter.
 _FAR_TOO_MUCH = 2
-# So many ranks that nothing is left of a shard.
+# So many ranks that shards have no size.
 _ENDLESS = 1 << 50
 _THREADS = KINDS.index(DataParallel.THREADS)
 
 
 def whole_peak_bytes(columns: Columns, usable_bytes: float) -> Floats:
-    """The upper end of the peak: for microbatches of one and two samples that of the estimate, for
-    others no more. Rows whose states alone are far too much are not looked at more closely."""
+    """Upper end of each row's peak: exact for microbatches of one and two samples, else a lower
+    bound. Rows whose states alone are far too large get no more than that bound."""
     peaks = _Peaks(columns)
     space, facts = columns.space, columns.costs.facts
-    always, last, last_doubtful = peaks.beside_moments()
+    resident, last, last_doubtful = peaks.resident_and_update()
     total, doubtful, ahead = last.copy(), last_doubtful.copy(), np.zeros(len(space))
     several = (space.forwards > 1).astype(np.int64)
-    is_open = np.flatnonzero(always + last <= _FAR_TOO_MUCH * usable_bytes)
+    is_open = np.flatnonzero(resident + last <= _FAR_TOO_MUCH * usable_bytes)
     keys = np.stack([columns.group, peaks.kind, several])[:, is_open]
     alike, which = np.unique(keys, axis=1, return_inverse=True)
     order = is_open[np.argsort(which.ravel(), kind="stable")]
     ends = np.cumsum(np.bincount(which.ravel(), minlength=alike.shape[1]))
     groups = np.split(order, ends[:-1]) if len(is_open) else []
     for (_, kind, again), rows in zip(alike.T, groups, strict=True):
-        found = peaks.moments(int(rows[0]), KINDS[kind], forwards=1 + int(again))
-        shared = found.sharded / columns.shards[rows, None]
-        every = np.column_stack([found.fixed + shared + peaks.own[rows, None], last[rows]])
-        doubts = np.broadcast_to(found.doubtful, (len(rows), len(found.doubtful)))
+        moments = peaks.moments(int(rows[0]), KINDS[kind], forwards=1 + int(again))
+        shards = moments.sharded / columns.shards[rows, None]
+        every = np.column_stack([moments.fixed + shards + peaks.own[rows, None], last[rows]])
+        doubts = np.broadcast_to(moments.doubtful, (len(rows), len(moments.doubtful)))
         total[rows] = every.max(axis=1)
-        # Of moments that may be the fullest, the one with the least doubt.
-        may_be = every >= total[rows, None] * (1 - found.error)
+        # Of moments that may be the fullest, the one with the fewest doubtful bytes.
+        may_be = every >= total[rows, None] * (1 - moments.error)
         doubts = np.column_stack([doubts, last_doubtful[rows]])
         doubtful[rows] = np.where(may_be, doubts, np.inf).min(axis=1)
-        ahead[rows] = found.ahead
+        ahead[rows] = moments.ahead
     batch = facts.model.batch_bytes
     local = space.microbatch_size * space.forwards / space.cp
-    allocated = always + total + batch.fixed + batch.per_sample * local + facts.model.buffer_bytes
+    allocated = resident + total + batch.fixed + batch.per_sample * local + facts.model.buffer_bytes
     peak = upper_end(allocated, facts.cluster.device, doubtful=doubtful, ahead=ahead)
-    # Threads keep the states of torch whatever else the stack does.
+    # Threads have torch's states in any stack.
     is_unknown = (space.kind == _THREADS) & (columns.costs.stack.states is not None)
     return np.where(is_unknown, 0.0, peak)
 
 
 class _Peaks:
-    """Asks the cost model about rows.
+    """Moments and resident bytes of rows, from the cost model.
 
     Attributes:
-        kind: by row, as a plan of one rank where ranks update by themselves or replicas are
-            threads: what those hold besides is not bounded.
-        own: gradients by row, in a stack with states of its own.
+        kind: data-parallel kind of each row; that of one rank if ranks update asynchronously or
+            replicas are threads, whose further memory has no bound.
+        own: gradients of each row, in a stack with states of its own.
     """
 
     def __init__(self, columns: Columns) -> None:
@@ -91,26 +90,26 @@ class _Peaks:
         none = KINDS.index(DataParallel.NONE)
         is_alone = (space.kind == _THREADS) | (not space.updates_in_step)
         self.kind = np.where(is_alone, none, space.kind)
-        # Ranks that update by themselves keep the states of torch, whatever the stack does.
+        # Ranks that update asynchronously have torch's states in any stack.
         self._stack = costs.stack if space.updates_in_step else TORCH
         # A worker's optimizer states are on servers.
-        self._kept_share = 0.0 if space.carried.servers else 1.0
+        self._states_share = 0.0 if space.common.servers else 1.0
         self._states: dict[tuple[int, ...], ResidentStates] = {}
         self._keys = [space.tp, columns.shards, columns.sharded, self.kind]
         self.own = columns.each(self._keys, self._own_gradients)
 
-    def beside_moments(self) -> tuple[Floats, Floats, Floats]:
-        """What always lives; the optimizer's moment, and of that what is doubtful."""
+    def resident_and_update(self) -> tuple[Floats, Floats, Floats]:
+        """Bytes of (permanent tensors, the optimizer's moment, doubtful ones of the latter)."""
         columns = self._columns
-        always = columns.each(self._keys, self._always)
+        resident = columns.each(self._keys, self._resident)
         last = columns.each(self._keys, lambda *key: self._last(*key).total)
         doubtful = columns.each(self._keys, lambda *key: self._last(*key).transient)
         if self._stack.states is None:
-            return always + 2 * columns.unsharded_bytes(), last, doubtful
-        return always + (self._stack.bucket_bytes or 0.0), last, doubtful
+            return resident + 2 * columns.unsharded_bytes(), last, doubtful
+        return resident + (self._stack.bucket_bytes or 0.0), last, doubtful
 
     def moments(self, row: int, kind: DataParallel, *, forwards: int) -> StepMoments:
-        """Of the microbatch of a row."""
+        """Moments of a row's microbatch."""
         size = int(self._columns.space.microbatch_size[row])
 
         def at(samples: int) -> StepMoments:
@@ -125,15 +124,15 @@ class _Peaks:
         columns, space = self._columns, self._columns.space
         tp, cp, recompute = int(space.tp[row]), int(space.cp[row]), int(space.recompute[row])
         sharded = int(columns.sharded[row])
-        of = (tp, cp, samples, recompute, sharded)
-        same = (space.ep, space.styles[tp], space.precision, space.offload, space.offload_to)
-        key = (*of, *same, kind, forwards, self._stack.name)
-        known = columns.microbatches.kept.step_moments
+        of_row = (tp, cp, samples, recompute, sharded)
+        of_space = (space.ep, space.styles[tp], space.precision, space.offload, space.offload_to)
+        key = (*of_row, *of_space, kind, forwards, self._stack.name)
+        known = columns.microbatches.cache.step_moments
         if key not in known:
-            known[key] = self._counted(tp, cp, samples, recompute, sharded, kind, forwards)
+            known[key] = self._computed(tp, cp, samples, recompute, sharded, kind, forwards)
         return known[key]
 
-    def _counted(
+    def _computed(
         self,
         tp: int,
         cp: int,
@@ -166,7 +165,7 @@ class _Peaks:
         )
 
     def _plan(self, tp: int, degree: int, kind: DataParallel, *, cp: int = 1) -> Plan:
-        """A plan of this kind whose states `degree` x cp ranks share, if they are shared."""
+        """Plan of this kind whose states, if sharded, are sharded over `degree` x cp ranks."""
         space = self._columns.space
         replicas = degree if kind in KEEPS_PARAMETERS else 1
         if kind in (DataParallel.REPLICATE, DataParallel.HYBRID_SHARD):
@@ -186,15 +185,15 @@ class _Peaks:
         )
 
     def _loads(self, tp: int, sharded: int) -> Loads:
-        """Of any microbatch: parameters are the same in all."""
-        return self._columns.holding(tp, sharded).loads
+        """Loads of any microbatch: all have the same parameters."""
+        return self._columns.any_microbatch(tp, sharded).loads
 
     def _upkeep(self, tp: int, shards: int, sharded: int) -> Upkeep:
-        found = self._columns.upkeep(tp, shards, sharded)
-        return found if self._kept_share == 1 else found.part(self._kept_share)
+        upkeep = self._columns.upkeep(tp, shards, sharded)
+        return upkeep if self._states_share == 1 else upkeep.part(self._states_share)
 
     def _own(self, tp: int, shards: int, sharded: int, kind: int) -> ResidentStates | None:
-        """The states of a stack that keeps its own."""
+        """States of a stack that manages its own, else None."""
         states, key = self._stack.states, (tp, shards, sharded, kind)
         if states is None:
             return None
@@ -213,9 +212,9 @@ class _Peaks:
         own = self._own(*key)
         return own.gradients if own is not None else 0.0
 
-    def _always(self, tp: int, shards: int, sharded: int, kind: int) -> float:
+    def _resident(self, tp: int, shards: int, sharded: int, kind: int) -> float:
         loads = self._loads(tp, sharded)
-        found = peak_at(
+        peak = peak_at(
             Moment("always"),
             self._plan(tp, shards, KINDS[kind]),
             parameter_bytes=loads.parameter_bytes,
@@ -227,10 +226,10 @@ class _Peaks:
             stack=self._stack,
             own=self._own(tp, shards, sharded, kind),
         )
-        return found.memory.total - found.memory.context
+        return peak.memory.total - peak.memory.context
 
     def _last(self, tp: int, shards: int, sharded: int, kind: int) -> Moment:
-        found = last_moment(
+        moment = last_moment(
             self._plan(tp, shards, KINDS[kind]),
             self._loads(tp, sharded),
             self._upkeep(tp, shards, sharded),
@@ -238,4 +237,4 @@ class _Peaks:
             stack=self._stack,
             own=self._own(tp, shards, sharded, kind),
         )
-        return found or Moment("elsewhere")
+        return moment or Moment("elsewhere")

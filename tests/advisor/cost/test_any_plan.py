@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from advisor.cost import estimate
 from advisor.inputs.networks import network_profile
-from advisor.search.legal import pieces
+from advisor.search.legal import segment_starts
 from advisor.search.space import divisors, stages_per_rank
 from engines.legality import problems
 from engines.plan import Aggregation, Compression, DataParallel, Offload, Plan, Recompute, Schedule
@@ -82,7 +82,7 @@ def plans(draw: st.DrawFn, name: str, cluster_name: str) -> Plan:
         update["tensor_styles"] = proposed_styles(model, tp)
     if pp > 1:
         schedule = draw(st.sampled_from(list(Schedule)))
-        places = pieces(model, machines)[1:]
+        places = segment_starts(model, machines)[1:]
         counts = [n * pp - 1 for n in stages_per_rank(schedule, pp, len(places) + 1)]
         counts = [n for n in counts if n <= len(places)]
         assume(counts)

@@ -91,7 +91,7 @@ def test_of_equally_fast_cuts_the_emptier_one_is_taken_and_then_the_earlier_bord
 
 
 def test_more_stages_than_pieces_are_refused_with_the_numbers() -> None:
-    with pytest.raises(PlanError, match=r"3 stages need as many pieces .* there are 2"):
+    with pytest.raises(PlanError, match=r"3 stages need as many units .* there are 2"):
         cut(
             spans([1.0, 1.0]),
             spans([0.0, 0.0]),
