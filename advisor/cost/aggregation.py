@@ -11,10 +11,10 @@ byte, in one direction (all links send and receive at once):
     tree                            every piece up and down, one after another (Sanders et al. 2009)
     hierarchical                    2 (k-1) (a + S/k b) inside, 2 (N-1) (a + S/(k N) b) between
 
-so that a ring sends 2 (n-1)/n of the tensor whatever n is, which nothing can undercut on equal
-links, and pays for it in latencies. Where nodes are several, a round takes as long as the slower of
-two: what the busiest device exchanges inside its node, and the busiest node through its cards. The
-additions are not charged: they move 3 bytes of memory for a byte received.
+A ring sends 2 (n-1)/n of the tensor, the minimum on equal links, at the price of latencies. On
+several nodes a round takes as long as the slower of two: the busiest device's exchange inside its
+node, and the busiest node's through its network cards. Additions are not charged: they move 3 bytes
+of memory per byte received.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from engines.optional.aggregation.rounds import Round, parts, rounds
 from engines.plan import Aggregation
 from profiles.machine.cluster import ClusterProfile, Collective
 
-# Error of latency + bytes / bandwidth; and if every link carries several messages each way at once,
-# whose flows disturb each other. Calibrated: gloo over 100 Mbit/s, two to four ranks (`python -m
+# Error of latency + bytes / bandwidth, and if links carry several concurrent messages in each
+# direction, whose flows interfere. Calibrated: gloo over 100 Mbit/s, two to four ranks (`python -m
 # tests.benchmarks.aggregation`).
 ONE_BY_ONE_ERROR, CROSSING_ERROR = 0.25, 0.4
 _CROSSING = (Aggregation.ALL_TO_ALL, Aggregation.GATHER_PARTS)
@@ -39,8 +39,8 @@ _CROSSING = (Aggregation.ALL_TO_ALL, Aggregation.GATHER_PARTS)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Demand of a round on a link: a share of the tensor, sent in groups of `size` ranks, `stride`
-    ranks of the aggregating group between them."""
+    """Demand of a round on a link: a share of the tensor, sent in groups of `size` ranks with this
+    stride within the aggregating group."""
 
     share: float
     size: int
@@ -61,8 +61,8 @@ class Price:
 
     Attributes:
         seconds: from first to last message; `relative_error` is half of the range.
-        link_bytes: that the busiest link carries, in and out one after the other.
-        buffer_bytes: beside the tensor, at the rank that takes most at once.
+        link_bytes: over the busiest link, in both directions.
+        buffer_bytes: of the rank that receives most at once, without the tensor.
     """
 
     seconds: float

@@ -1,7 +1,8 @@
 """Corrections of time and memory terms by a measured step; see `advisor.learning.anchor`.
 
-Constants of a cluster that the step corrected are in the cluster already. What is here belongs to
-no constant: the update, waiting, activations, and the ranges. Without such a step nothing changes.
+Corrected constants of a cluster are in the cluster profile already. The corrections here belong to
+no constant: the update, waiting, activations, and the ranges. Without a measured step nothing
+changes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def update(counted: Upkeep, cluster: ClusterProfile) -> Upkeep:
 
 
 def waiting_s(plan: Plan, cluster: ClusterProfile, *, computing_s: float) -> float:
-    """Seconds of a step that ranks wait for each other and for a core, besides communication."""
+    """Seconds of a step that ranks wait for each other and for a core, without communication."""
     step = _step(cluster)
     alone = plan.world_size == 1 or not plan.updates_in_step
     return 0.0 if step is None or alone else step.waiting * computing_s

@@ -10,15 +10,15 @@ class Memory(Record):
     """Bytes on one device at its peak, by purpose.
 
     Attributes:
-        parameters, gradients, optimizer: what the device holds of the model states.
-        activations: kept from forward to backward.
-        gathered: whole parameters of sharded plans (or bf16 copies under autocast), and the buffers
-            that gathers and reductions work in.
-        transient: the unit in work (the loss too): temporaries, and gradients of activations.
+        parameters, gradients, optimizer: model states on the device.
+        activations: saved from forward to backward.
+        gathered: unsharded parameters of sharded plans (or bf16 copies under autocast), and the
+            buffers of gathers and reductions.
+        transient: temporaries and gradients of activations of the running unit, including the loss.
         batch: the batch, and the model's own buffers.
-        transfers: what the stages of a pipeline receive into, for all microbatches of a round.
-        workspaces: scratch memory of libraries' products, in the allocator.
-        context: runtime and libraries, among them the buffers of NCCL or gloo.
+        transfers: receive buffers of pipeline stages, for all microbatches of a round.
+        workspaces: scratch memory of matrix-multiply libraries, in the allocator.
+        context: runtime and libraries, including the buffers of NCCL or gloo.
     """
 
     parameters: float = 0.0
@@ -59,13 +59,14 @@ class Time(Record):
     Attributes:
         compute_s: forward and backward.
         recompute_s: forwards run again in the backward.
-        optimizer_s: the update.
-        exposed_s: communication that no computing hides, and by how much hidden one slows it.
+        optimizer_s: the optimizer step.
+        exposed_s: communication not hidden by compute, and the slowdown of compute by hidden
+            communication.
         host_s: the same for transfers between device and main memory.
-        overlapped_s: communication and transfers that are hidden.
-        launch_s: operations too short to keep the device busy.
-        idle_s: standing still while other stages of a pipeline work.
-        straggling_s: waiting for the slowest of ranks that do the same (`Workload.imbalance`).
+        overlapped_s: hidden communication and transfers.
+        launch_s: launches of operations too short to hide them.
+        idle_s: waiting for other pipeline stages.
+        straggling_s: waiting for the slowest of equal ranks (`Workload.imbalance`).
         host_overhead_s: waiting for data and the host; the workload's own figure.
     """
 
@@ -102,11 +103,11 @@ class Traffic(Record):
         kind: the collective; a broadcast is charged as a send.
         purpose: what is exchanged.
         payload_bytes: of one call: the whole tensor, as `Collective.bus_factor` counts.
-        count: calls per step; a fraction where there is one every so many steps.
-        group_size, stride: the ranks of a group, and how far apart they are; 0 apart are devices of
-            one rank.
-        link: the tier that the slowest hop uses.
-        seconds: all calls together, if nothing else runs.
+        count: calls per step; a fraction if calls are less frequent than steps.
+        group_size, stride: number of ranks in a group, and the distance between them; 0 for devices
+            of one rank.
+        link: tier of the slowest hop.
+        seconds: of all calls, if nothing else runs.
     """
 
     kind: Collective
@@ -128,12 +129,12 @@ class StageEstimate(Record):
     """One rank of a pipeline, with all its stages.
 
     Attributes:
-        rank: its place on the pp axis.
+        rank: coordinate on the pp axis.
         units: first and last unit of each of its stages.
         peak_bytes, peak_low_bytes, peak_high_bytes, reserved_bytes, states_bytes: as `Estimate`'s.
-        in_flight: the most microbatches that it holds at once, of all its stages together.
-        forward_s, backward_s: of one microbatch through its stages, exchanges within them too.
-        busy_s, idle_s: of a step, what it works at microbatches and what it waits for others.
+        in_flight: maximum number of microbatches in flight, summed over its stages.
+        forward_s, backward_s: of one microbatch through its stages, including their collectives.
+        busy_s, idle_s: of a step, working on microbatches and waiting for other ranks.
     """
 
     rank: int
@@ -155,29 +156,29 @@ class Estimate(Record):
 
     Attributes:
         memory: at the fullest moment of the step.
-        phase: that moment, in words.
-        peak_bytes, peak_low_bytes, peak_high_bytes: prediction and range, of what is allocated; the
-            upper end holds allocator slack.
-        reserved_bytes: what the allocator takes from the device for it: as much, and what it
-            cannot use again (1.08 to 1.10 in Mist's README).
-        states_bytes: parameters, gradients and optimizer states held when the optimizer steps.
-        loss_bytes: what the loss holds of the peak: the logits in fp32, what is kept of them for
-            the backward, their gradient. 0 where the peak is at another moment.
-        host_bytes: main memory that one rank's offloaded states and activations take.
+        phase: description of that moment.
+        peak_bytes, peak_low_bytes, peak_high_bytes: allocated bytes, with their range; the upper
+            end includes allocator slack.
+        reserved_bytes: by the allocator: the peak and its fragmentation (1.08 to 1.10 times the
+            peak in Mist's README).
+        states_bytes: parameters, gradients and optimizer states during the optimizer step.
+        loss_bytes: the loss's share of the peak: logits in fp32, those saved for the backward, and
+            their gradient. 0 if the peak is at another moment.
+        host_bytes: main memory for one rank's offloaded states and activations.
         disk_bytes: the same in files.
-        load_bytes: main memory that one rank takes while the model is loaded.
+        load_bytes: main memory of one rank while the model is loaded.
         step_s, step_low_s, step_high_s: one optimizer step.
-        time: where it goes.
-        compute_error, launch_error, communication_error: half-widths of the ranges of its parts, as
-            fractions; communication_error holds for transfers to the host too.
-        measured_share: of the time that forward and backward compute, what rests on measured times
-            of the model's own blocks.
+        time: its breakdown.
+        compute_error, launch_error, communication_error: half-widths of the ranges of its terms, as
+            fractions; communication_error applies to transfers to the host too.
+        measured_share: fraction of compute time that is based on measured times of the model's own
+            blocks.
         mfu: model FLOP (no recompute) over the peak of the dtype.
         samples_per_s, tokens_per_s: of the whole job; tokens None where samples are not text.
         traffic: the collectives that were charged.
-        host_traffic_bytes: between device and host per step and device.
-        stages: of a pipeline, the ranks of its pp axis, fullest first. Memory is that of the first
-            of them, time and traffic those of the rank that works most.
+        host_traffic_bytes: between device and host, per step and device.
+        stages: ranks of the pp axis, fullest first. `memory` is that of the first of them, `time`
+            and `traffic` are those of the busiest rank.
     """
 
     memory: Memory

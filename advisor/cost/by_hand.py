@@ -1,9 +1,9 @@
 """Exposed copies between devices of a manually placed module.
 
 One process runs the parts in sequence. Inputs of the next part leave the previous device, and their
-gradients come back in the backward: with n copies of B bytes in all, over a link with latency a and
-b seconds a byte, a microbatch waits n a + B b forward, and the same for the gradients. No compute
-overlaps.
+gradients return in the backward. With n copies of B bytes in total, over a link with latency a and
+b seconds a byte, a microbatch waits n a + B b in the forward, and the same for the gradients. No
+compute overlaps.
 """
 
 from __future__ import annotations

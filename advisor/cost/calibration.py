@@ -28,9 +28,10 @@ TILE_ROWS = 128
 # leave the rest idle.
 TILE_COLUMNS = 64
 # Devices whose multiprocessors issue two instructions for each that their fp32 units take: 64 units
-# beside four schedulers of 32 lanes, so that loads and addresses go beside multiplications. Others
-# have 128 units, or two schedulers (CUDA C++ Programming Guide, throughput of native arithmetic
-# instructions: 64 results a clock at compute capability 7.0, 7.5, 8.0; 128 at 6.1, 8.6, 8.9, 9.0).
+# and four schedulers of 32 lanes, so that loads and address arithmetic run in parallel with
+# multiplications. Others have 128 units, or two schedulers (CUDA C++ Programming Guide, throughput
+# of native arithmetic instructions: 64 results a clock at compute capability 7.0, 7.5, 8.0; 128 at
+# 6.1, 8.6, 8.9, 9.0).
 _TWO_ISSUES = ("V100", "T4", "TITAN", "RTX-20", "Quadro-RTX", "A100", "A800", "A30")
 
 
@@ -38,9 +39,9 @@ class Calibration(Record):
     """Constants that data sheets do not give.
 
     Attributes:
-        sustained: share of the published best matmul rate that products keep up in a step, between
-            other kernels and with sizes that nobody searched for.
-        power_bound: the same of boards that reach the limit of their power.
+        sustained: share of the published best matmul rate that products sustain in a step, between
+            other kernels and with sizes that were not tuned.
+        power_bound: the same for boards that reach their power limit.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
         unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
         grouped: rate of grouped products of experts, as a share of others'.
@@ -48,22 +49,22 @@ class Calibration(Record):
             0.61 of the printed peak, what the model before this one was fitted to, over 0.76.
         vector: share of the fp32 peak that products on plain units reach at best. Prior 0.9:
             cuBLAS on devices before matrix units.
-        vector_slots: instructions that such a kernel issues for each fused multiply-add: operands
-            are loaded and addresses counted beside it. Prior 1.5.
-        winograd: rate of convolutions by Winograd's way, as a share of what its fewer
-            multiplications promise. Prior 0.65: what transforms leave.
+        vector_slots: instructions that such a kernel issues per fused multiply-add, including loads
+            and address arithmetic. Prior 1.5.
+        winograd: rate of Winograd convolutions, as a share of what their fewer multiplications
+            allow. Prior 0.65: the rest is for transforms.
         norm_slots: instructions for each element that training norms of images read or write.
-            Prior 57: what one A100 takes in 16 bits beyond its bandwidth.
+            Prior 57: measured on an A100 in 16 bits, beyond its bandwidth.
         flash1, flash2, flash3: of attention, as a share of the 16-bit peak. FlashAttention reaches
             25 to 40 % of an A100 (arXiv:2205.14135), the second 50 to 73 % (2307.08691), the third
             up to 75 % of an H100 (2407.08608); a backward less than a forward.
         flash2_on_hopper: 35 % (arXiv:2407.08608, section 1): instructions of the generation before.
         collectives: rate of collectives inside a step, as a share of their best.
-        pcie: the same inside a node without NVLink, where transfers of all devices meet.
+        pcie: the same inside a node without NVLink, where devices share the bus.
         shared_cards: the same between nodes whose devices share network cards.
-        launch: host time of a launch inside a step over that of an empty loop.
-        context_bytes: of a process, over what the cluster says.
-        slack: what the allocator holds over what is allocated.
+        launch: host time of a launch inside a step, over that in an empty loop.
+        context_bytes: of a process, in addition to the cluster profile's.
+        slack: bytes that the allocator reserves in addition to allocated ones, as a share of them.
     """
 
     sustained: PositiveFloat = 0.868

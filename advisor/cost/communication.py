@@ -19,10 +19,10 @@ from profiles.machine.cluster import ClusterProfile, Collective
 from profiles.units import MIB
 from profiles.workload.stack import TORCH, Selective, Stack
 
-# DDP's first bucket is small, so that something is sent early (dist._DEFAULT_FIRST_BUCKET_BYTES),
-# unless the size of buckets is named.
+# DDP's first bucket is small, so that communication starts early
+# (dist._DEFAULT_FIRST_BUCKET_BYTES), unless the bucket size is given.
 FIRST_BUCKET_BYTES = 2**20
-# Error of latency + bytes/bandwidth against real collectives, besides the errors of its inputs.
+# Error of latency + bytes/bandwidth against real collectives, in addition to its inputs' errors.
 # Published busbw of one link differs by this much between ring and tree (8 H200: 367 and 480 GB/s
 # of all-reduce; ml-engineering network).
 COMMUNICATION_ERROR = 0.25
@@ -37,7 +37,7 @@ class Exchange:
         reduce_s: of each unit's gradients inside the shard group.
         replicate_s: of each unit's gradients (or shards) between replicas.
         tensor_forward_s, tensor_backward_s, tensor_again_s: among the ranks of the tp axis, in a
-            forward, a backward, and a forward that is run again.
+            forward, a backward, and a recomputed forward.
         root_gather_s, root_reduce_s, root_replicate_s: the same for the root group.
     """
 
@@ -72,8 +72,8 @@ def exchange(
 ) -> Exchange:
     """Collectives of `plan` for parameters, gradients and activations of `loads` in one step.
 
-    Without stages; see `stage_exchange`. `sent` is what replicas exchange of gradients, of which
-    `reduced_share` goes over the links. `stack` says how tokens go to experts.
+    Without stages; see `stage_exchange`. `sent` are the replicas' gradients; `reduced_share` of
+    their bytes go over the links. `stack` determines the dispatch of tokens to experts.
     """
     inside = _inside(plan, loads, ledger, stack=stack)
     if plan.is_replicated:
@@ -109,10 +109,10 @@ def stage_exchange(
 ) -> Exchange:
     """Collectives of one pipeline stage.
 
-    FSDP2 gathers as without stages, and reduces when a round is over, ZeRO-1 after the last one.
+    FSDP2 gathers as without stages, and reduces when a round ends, ZeRO-1 after the last one.
 
     Args:
-        root_gathers: how often the root group is gathered where it is not kept for the step.
+        root_gathers: number of gathers of the root group, if it is not gathered once a step.
     """
     inside = _inside(plan, loads, ledger, stack=stack)
     if not plan.data_parallel.is_sharded:

@@ -30,15 +30,15 @@ def completed(
     rows: int,
     styles: Styles,
 ) -> Plan:
-    """`partial` as a whole plan; whether it is legal is looked at later.
+    """Complete `partial` to a plan, which need not be legal.
 
     Devices that no degree uses hold replicas (DDP). A pipeline runs 1F1B; its stages share the FLOP
-    as evenly as borders between units allow, and a rank's part of the batch is cut into some four
-    microbatches a stage.
+    as evenly as borders between units allow, and a replica's batch is split into at least four
+    microbatches per stage, if possible.
 
     Args:
         rows: of the batch of one replica.
-        styles: how layers are split over a tp axis of this size; asked if `partial` does not say.
+        styles: tensor styles by tp degree, used if `partial` has none.
     """
     settings = partial.fixed
     if not partial.fixes("dp_replicate", "dp_shard"):

@@ -21,7 +21,7 @@ from profiles.model.work import ProductKind
 from profiles.workload.optimizers import Upkeep
 from profiles.workload.stack import TORCH, Selective, Stack
 
-# Error of a roofline over unfused operations, besides the errors of its inputs. Assumed until our
+# Error of a roofline over unfused operations, in addition to its inputs' errors. Assumed until our
 # own runs bound it: the size of the error of published matmul rates.
 COMPUTE_ERROR = 0.15
 # Blocks timed alone differ from a step: their weights stay cached, and no gradients are passed on.
@@ -72,8 +72,8 @@ class Computing:
 
     Attributes:
         error: half-width of the range of computing time, as a fraction.
-        measured_share: of the seconds, what rests on measured times.
-        added: what every microbatch after the first takes beside `times`, see `added_s`.
+        measured_share: fraction of the seconds that is based on measured times.
+        added: further seconds of every microbatch after the first, see `added_s`.
     """
 
     times: tuple[UnitTime, ...]
@@ -106,8 +106,8 @@ def added_s(
 
     Args:
         times: the roofline's of `loads`.
-        share: of the gradients, those that this rank adds up.
-        devices: those that the process launches backwards for; gradients are added on one.
+        share: fraction of the gradients that this rank accumulates.
+        devices: number of devices whose backwards the process launches; one accumulates gradients.
     """
     bandwidth, launch_s = CALIBRATION.bandwidth_bytes_per_s(device), device.launch_s.value
     moving = launching = 0.0
@@ -178,10 +178,10 @@ def with_measured(
     """Replace the roofline's times by measured seconds where available.
 
     Args:
-        measured: of this device, at a microbatch that may be another one.
+        measured: times on this device, possibly at another microbatch.
         at_measured: the roofline at that microbatch.
         error: of the roofline.
-        added: as it says; blocks were timed without gradients to add to.
+        added: the roofline's; blocks were timed without accumulating gradients.
     """
     timed, seconds, doubts, known = [], 0.0, 0.0, 0.0
     for unit, time, then in zip(loads.entries, times, at_measured, strict=True):
@@ -226,7 +226,7 @@ def _measured_time(time: UnitTime, then: UnitTime, timing: UnitTiming) -> UnitTi
 
 
 def _spread(timing: UnitTiming) -> float:
-    """Half of the range over the median, forward and backward together."""
+    """Half of the range over the median, of forward plus backward."""
     parts = (timing.forward, timing.backward)
     median = sum(part.median_s for part in parts)
     return sum(part.high_s - part.low_s for part in parts) / (2 * median) if median else 0.0

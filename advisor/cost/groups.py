@@ -25,8 +25,8 @@ def replica_group(plan: Plan) -> tuple[int, int]:
 def expert_copies(plan: Plan, stack: Stack = TORCH) -> tuple[int, int]:
     """Size and stride of the group whose ranks hold the same experts (`Mesh.expert_copies`).
 
-    With cp they are rows of cp neighbours, ep x cp places apart: taken as evenly spread over the
-    same ranks, where there are several rows.
+    With cp the group consists of rows of cp neighbours with a stride of ep x cp; several rows are
+    assumed to be evenly spread over the same ranks.
     """
     if stack.folds_experts:
         return max(1, plan.data_degree * plan.cp * plan.tp // plan.ep), plan.ep

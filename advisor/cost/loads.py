@@ -17,7 +17,7 @@ from profiles.model.profile import GLUE, LOSS, ModelProfile, Numerics, UnitProfi
 from profiles.workload.optimizer_states import FP32_BYTES
 from profiles.workload.stack import TORCH, Loss, Stack
 
-# bfloat16 is 2 bytes, float32 is 4: what a cast leaves of a parameter.
+# Share of a float32 parameter (4 bytes) in its bfloat16 copy (2 bytes).
 BF16_SHARE = 2 / 4
 
 
@@ -159,14 +159,15 @@ def loads_of(
     """Load of every unit of `model` on one rank, at a microbatch of `samples` under `numerics`.
 
     Args:
-        tp, styles: layers are split as `Plan.tensor_styles` says, over so many ranks.
-        cp: ranks that share the tokens of a sample: each has 1/cp of what grows with the sample.
-        ep: ranks that share the experts of a block.
-        is_sharded: whether FSDP2 shards what is not experts; only for ep.
-        expert_shards: over how many ranks it shards all, experts too; 0 where those are none.
-        runs: of the model, where they are known.
-        styled: what `styles` do to each unit, where it is known (`styled_units`).
-        stack: whose way of tensor parallelism it is.
+        tp, styles: tensor-parallel degree, and styles as in `Plan.tensor_styles`.
+        cp: ranks that split the tokens of a sample: each has 1/cp of amounts per sample.
+        ep: ranks that split the experts of a block.
+        is_sharded: whether FSDP2 shards parameters other than experts; only for ep.
+        expert_shards: number of ranks over which it shards everything, including experts; 0 if
+            experts are unsharded.
+        runs: of the model, if known.
+        styled: styles of each unit (`styled_units`), if known.
+        stack: whose implementation of tensor parallelism it is.
     """
     runs = runs_of(model) if runs is None else runs
     separate = {unit.name for unit in model.shard_units()}
@@ -257,7 +258,7 @@ def _split_head(
 
 
 def _loss_unit(model: ModelProfile) -> str:
-    """Unit that computes the loss: separate, or code between units of a model that returns its
+    """Unit that computes the loss: one of its own, or code between units if the model returns its
     loss."""
     names = [unit.name for unit in model.units]
     return LOSS if LOSS in names else GLUE

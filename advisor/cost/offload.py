@@ -1,9 +1,9 @@
 """Offloaded states and activations: which are offloaded, and transfer times.
 
-FSDP2 overlaps transfers of shards with its exchanges (`advisor.cost.communication`), which begin or
-end with them. Transfers here are exposed: copies of activations wait in the device's own stream,
-the step for its states, and a page fault for its page. The page cache is not modeled: all files are
-read from and written to the disk.
+FSDP2's transfers of shards are part of its collectives (`advisor.cost.communication`) and overlap
+like them. Transfers here are exposed: copies of activations run in the compute stream, the
+optimizer step waits for its states, and a page fault for its page. The page cache is not modeled:
+all files are read from and written to the disk.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Action(NamedTuple):
 
 
 Order = tuple[Action, ...]
-"""What one rank does, first to last."""
+"""Actions of one rank, first to last."""
 
 ONE_STAGE = (Schedule.NAIVE, Schedule.GPIPE, Schedule.ONE_F_ONE_B)
 """Schedules whose ranks have one stage each."""
@@ -187,9 +187,12 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 def gathers_of_root(
     schedule: Schedule, rank: int, *, ranks: int, stages: int, microbatches: int
 ) -> int:
-    """Gathers of FSDP2's root group on a rank per round. Every backward reshards it
-    (engines/data/fsdp.py); forwards gather it again, and so do backwards of the last stage, the
-    only one whose forward runs to the model's end and tells FSDP2 that a backward will follow."""
+    """Number of gathers of FSDP2's root group on a rank per round.
+
+    Every backward reshards it (engines/data/fsdp.py); forwards gather it again, and so do backwards
+    of the last stage, the only one whose forward reaches the model's end, which announces a
+    backward to FSDP2.
+    """
     match schedule:
         case Schedule.NAIVE:
             return microbatches
@@ -201,15 +204,15 @@ def gathers_of_root(
             # Once the pipeline is full every forward follows a backward.
             shown = min(microbatches, FULL_AFTER * ranks + microbatches % ranks)
             order = order_of(schedule, rank, ranks=ranks, stages=stages, microbatches=shown)
-            first, is_there = 0, False
+            gathers, is_gathered = 0, False
             for kind, stage, _ in order:
-                asks = kind is PassKind.FORWARD or (
+                needs_root = kind is PassKind.FORWARD or (
                     stage == stages - 1 and kind is not PassKind.WEIGHT
                 )
-                if asks and not is_there:
-                    first, is_there = first + 1, True
-                is_there = is_there and kind not in (PassKind.BACKWARD, PassKind.INPUT)
-            return first + (microbatches - shown) * stages // ranks
+                if needs_root and not is_gathered:
+                    gathers, is_gathered = gathers + 1, True
+                is_gathered = is_gathered and kind not in (PassKind.BACKWARD, PassKind.INPUT)
+            return gathers + (microbatches - shown) * stages // ranks
 
 
 class InFlight(NamedTuple):
@@ -264,7 +267,7 @@ def moments_of(
     shown = min(microbatches, FULL_AFTER * ranks)
     order = order_of(schedule, rank, ranks=ranks, stages=stages, microbatches=shown)
     own = stages_of(schedule, rank, ranks=ranks, stages=stages)
-    return tuple(_not_exceeded(_moments(order, own, whole)))
+    return tuple(_undominated(_moments(order, own, whole)))
 
 
 FULL_AFTER = 4
@@ -301,15 +304,15 @@ def _moments(order: Order, own: Sequence[int], whole: frozenset[int]) -> Iterato
             waiting[chunk] -= 1
 
 
-def _not_exceeded(candidates: Iterator[InFlight]) -> Iterator[InFlight]:
-    alike: dict[tuple[PassKind, int], list[InFlight]] = {}
-    for one in dict.fromkeys(candidates):
-        alike.setdefault((one.kind, one.chunk), []).append(one)
-    for moments_of in alike.values():
+def _undominated(candidates: Iterator[InFlight]) -> Iterator[InFlight]:
+    by_action: dict[tuple[PassKind, int], list[InFlight]] = {}
+    for moment in dict.fromkeys(candidates):
+        by_action.setdefault((moment.kind, moment.chunk), []).append(moment)
+    for of_action in by_action.values():
         undominated: list[tuple[int, ...]] = []
         # Sorted by sum, a dominating entry comes first.
-        for one in sorted(moments_of, key=lambda each: -sum(each.saved) - sum(each.waiting)):
-            counts = one.saved + one.waiting
+        for moment in sorted(of_action, key=lambda each: -sum(each.saved) - sum(each.waiting)):
+            counts = moment.saved + moment.waiting
             if not any(all(map(ge, other, counts)) for other in undominated):
                 undominated.append(counts)
-                yield one
+                yield moment

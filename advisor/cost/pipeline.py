@@ -25,9 +25,9 @@ class StageTimes:
 
     Attributes:
         forward_s: of a forward.
-        backward_s: of a backward; where the schedule splits it, of the half for the inputs.
-        weight_s: of the half for the weights; zeros where it is not split.
-        send_s: from each stage to the next, and as long back: one less than there are stages.
+        backward_s: of a backward; of the inputs' gradients alone, if the schedule splits it.
+        weight_s: of the weights' gradients; zeros if backwards are not split.
+        send_s: from each stage to the next, and as long back; one less than stages.
     """
 
     forward_s: tuple[float, ...]
@@ -49,7 +49,7 @@ class Played:
     Attributes:
         wall_s: from the first forward to the end of the last rank.
         end_s: when each rank has done its last action.
-        busy_s: what each rank computes.
+        busy_s: seconds that each rank computes.
     """
 
     wall_s: float
@@ -90,8 +90,8 @@ def play(
     """Simulate one round of `microbatches` over `ranks`.
 
     Args:
-        waits: a rank stands still while what it takes is sent (see `sends_late`); else transfers
-            go on beside its computing.
+        waits: ranks are idle while they receive (see `sends_late`); else transfers overlap with
+            compute.
     """
     stages = len(times.forward_s)
     busy = tuple(
@@ -125,13 +125,13 @@ def timeline(
 
 
 def _naive(times: StageTimes, microbatches: int) -> tuple[float, ...]:
-    """One microbatch at a time: a rank is done when its gradient arrives."""
-    there = sum(times.forward_s) + sum(times.send_s)
-    back = _back(times)
-    return tuple((microbatches - 1) * (there + back[0]) + there + done for done in back)
+    """One microbatch at a time: a rank is done when its last gradient arrives."""
+    forward = sum(times.forward_s) + sum(times.send_s)
+    backward = _backward_ends(times)
+    return tuple((microbatches - 1) * (forward + backward[0]) + forward + end for end in backward)
 
 
-def _back(times: StageTimes) -> list[float]:
+def _backward_ends(times: StageTimes) -> list[float]:
     """Seconds from the end of the last forward to the end of each stage's backward."""
     after = [0.0, *reversed(times.send_s)]
     steps = [b + send for b, send in zip(reversed(times.backward_s), after, strict=True)]
@@ -163,7 +163,7 @@ def _one_f_one_b(times: StageTimes, microbatches: int, *, waits: bool) -> tuple[
     forward, backward = times.forward_s, times.backward_s
     count, last = len(forward), len(forward) - 1
     if len(set(forward)) == len(set(backward)) == 1 and not any(times.send_s):
-        # As many rounds as microbatches, and one way through the others: (m + p - 1)(f + b).
+        # One pass per microbatch, and one through the other stages: (m + p - 1)(f + b).
         ends = (microbatches + last - rank for rank in range(count))
         rest = [rank * forward[0] for rank in range(count)]
         return tuple(n * (forward[0] + backward[0]) + r for n, r in zip(ends, rest, strict=True))
@@ -210,9 +210,9 @@ def _one_f_one_b(times: StageTimes, microbatches: int, *, waits: bool) -> tuple[
 def _by_orders(
     schedule: Schedule, times: StageTimes, *, ranks: int, microbatches: int, waits: bool
 ) -> tuple[float, ...]:
-    """Up to eight microbatches a rank exactly. Beyond that, a full pipeline takes as long for every
-    further `ranks` microbatches as it took for the last ones: within 2 % where stages differ
-    twofold and sends take as long as forwards."""
+    """Exact up to eight microbatches per rank. Beyond that, every further `ranks` microbatches take
+    as long as the last ones: within 2 % if stages differ twofold and sends take as long as
+    forwards."""
 
     def played(count: int) -> tuple[float, ...]:
         path = _path(schedule, ranks=ranks, stages=len(times.forward_s), microbatches=count)
@@ -229,9 +229,9 @@ def _by_orders(
 _Path = tuple[tuple[int, int, int, int], ...]
 """(rank, work, needs, border) of every action, each after those that it depends on.
 
-`work` is its place among the seconds of all stages, `needs` the place of the action whose result
-it takes (-1: none); that is sent over the border before stage `border` (0: not sent, both stages
-are on one rank).
+`work` is its index among the seconds of all stages, `needs` the index of the action whose result it
+uses (-1: none), sent over the border before stage `border` (0: not sent, both stages are on one
+rank).
 """
 
 

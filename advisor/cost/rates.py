@@ -70,8 +70,8 @@ def size_efficiency(flop: float, peak: float) -> float:
 def product_efficiency(device: Device, flop: float, peak: float) -> float:
     """`size_efficiency` as measured on an accelerator, else the curve.
 
-    Between the measured sizes along the logarithm of their FLOP. Not on processors: there a small
-    product's time is mostly that of launching it, which is charged by itself.
+    Interpolated between measured sizes by the logarithm of their FLOP. Not on CPUs: there a small
+    product's time is mostly its launch, which is charged separately.
     """
     if not device.matmul_efficiency or device.kind == "cpu":
         return size_efficiency(flop, peak)
@@ -127,8 +127,7 @@ class DeviceRates:
     def product_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
         """Seconds of a product.
 
-        Its arithmetic and what it reads go on together; results leave when all of their sum is
-        there, the less hidden the shorter the sums are.
+        Arithmetic and reads overlap; writes of results do not, as they follow the whole sum.
         """
         if not flop:
             return 0.0
@@ -163,7 +162,8 @@ class DeviceRates:
         return seconds + written / self.bandwidth
 
     def _convolution_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
-        """All groups are one kernel; groups narrower than a tile leave the rest of it idle."""
+        """Seconds of a convolution: all groups are one kernel; groups narrower than a tile leave
+        the rest of it idle."""
         if product.n == 1 < product.repeats:
             # Depthwise: a memory-bound kernel without matrix units.
             reached = self.vector_peak * self.calibration.vector_share(self.device)

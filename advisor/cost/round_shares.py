@@ -20,10 +20,10 @@ class RoundShares:
     """Bytes on a rank per byte of its stages, until a round ends.
 
     Attributes:
-        parameters: of parameters; in a stack with states of its own with gradients and masters.
+        parameters: of parameters; in a stack with states of its own, with gradients and masters.
         gathered: of parameters, as whole copies for the step.
         gradients: of gradients as built.
-        optimizer: of a rank's part of what the optimizer says that it keeps.
+        optimizer: of the rank's optimizer states.
         root: of the parameters that FSDP2 gathers as one group.
     """
 

@@ -19,14 +19,14 @@ class Sharded:
     """Collectives of FSDP2: gathers in the compute dtype, reductions in that of the masters.
 
     Experts are sharded among the ranks that hold the same ones. HSDP adds an all-reduce of gradient
-    shards between replicas. Payloads are those of whole units as built, in bytes.
+    shards between replicas. Payloads are bytes of unsharded units as built.
 
     Attributes:
-        shards, experts, replicas: who shares a unit, its experts, and who holds the same shard;
-            no replicas but those of HSDP.
-        compute_share: what a parameter's copy for computing takes of it.
-        reduced_share: of a gradient as built, what goes over the links.
-        to_host: whether shards live in main memory.
+        shards, experts: groups that shard a unit, and its experts.
+        replicas: group that holds the same shard; only of HSDP.
+        compute_share: share of a parameter's bytes in its copy for compute.
+        reduced_share: bytes sent per byte of gradient as built.
+        to_host: whether shards are in main memory.
     """
 
     shards: Group

@@ -89,7 +89,7 @@ def summed_s(
 ) -> float:
     """Seconds of `engines.data.replicas.sum_gradients`: presence of gradients, then flat messages.
 
-    A message is full when a tensor has passed 25 MiB: half a tensor more, on the average.
+    A message is full when its last tensor exceeds 25 MiB: by half a tensor on average.
     """
     if group_size < 2 or not tensors or not gradient_bytes:
         return 0.0

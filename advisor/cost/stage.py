@@ -1,4 +1,4 @@
-"""A stage of a pipeline: what one microbatch takes on it."""
+"""Cost of one microbatch on a pipeline stage."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from advisor.cost.stage_memory import StageMemory
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage: seconds of one microbatch, and bytes.
+    """Seconds and bytes of one microbatch on a stage.
 
     Attributes:
-        late_s: what its first forward of a step waits for parameters that stay whole after it.
-        reduce_s: to reduce its gradients, `replicate_s` between replicas of the shards.
+        late_s: wait of a step's first forward for parameters that are gathered once a step.
+        reduce_s: to reduce its gradients; `replicate_s` between replicas of the shards.
     """
 
     part: Loads

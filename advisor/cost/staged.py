@@ -36,8 +36,8 @@ class StageLayout:
 
     Attributes:
         own: the stages of each rank.
-        in_round: microbatches between filling and draining; a step has `rounds` of that.
-        whole: stages whose backward is not split, where the schedule splits backwards.
+        in_round: microbatches of a round, between filling and draining; a step has `rounds`.
+        whole: stages whose backward is not split, if the schedule splits backwards.
     """
 
     schedule: Schedule
@@ -74,7 +74,7 @@ class StageLayout:
 
 
 def staged(model: CostContext, plan: Plan) -> Estimate:
-    """Memory of the fullest rank; time of the whole pipeline, and traffic of its busiest rank."""
+    """Estimate memory of the fullest rank, time of the pipeline, traffic of the busiest rank."""
     layout = laid_out(model, plan)
     updates = [_update(model, plan, layout, rank) for rank in range(plan.pp)]
     peaks = [peak_of_rank(model, plan, layout, rank) for rank in range(plan.pp)]
@@ -134,8 +134,10 @@ def staged(model: CostContext, plan: Plan) -> Estimate:
 
 
 def laid_out(model: CostContext, plan: Plan) -> StageLayout:
-    """Raises:
-    PlanError: no schedule, or stages that do not go round the ranks.
+    """Assign the stages of `plan` to its ranks.
+
+    Raises:
+        PlanError: no schedule, or a number of stages that the schedule cannot run.
     """
     if plan.schedule is None:
         raise PlanError("a pipeline needs a schedule to have a cost", where=f"plan: {plan}")
@@ -309,8 +311,8 @@ def _stage(
 
 
 def _times(layout: StageLayout) -> StageTimes:
-    """Halves of a backward are equal: a product has a gradient of each factor. Recompute belongs to
-    the first half; the first stage does all with the weights."""
+    """Times of all stages. The halves of a split backward are equal, since a product has a gradient
+    for each factor. Recompute belongs to the first half; the first stage has only the second."""
     schedule, stages = layout.schedule, layout.stages
     backward_s, weight_s = [], []
     for number, stage in enumerate(stages):
@@ -330,7 +332,7 @@ def _times(layout: StageLayout) -> StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """Communication of a rank at the end of a round: of an inner one, and of the last."""
+    """Seconds of a rank's communication at the end of a round, and at the end of the last one."""
 
     round_s: float
     last_s: float

@@ -21,11 +21,11 @@ from profiles.model.profile import ModelProfile, Numerics, UnitProfile
 
 @dataclass(frozen=True, slots=True)
 class TiedParameter:
-    """A parameter that several ranks of a pipeline hold.
+    """A parameter with copies on several ranks of a pipeline.
 
     Attributes:
-        unit: with the parameter alone, as big as it is.
-        ranks: positions on the pp axis, ascending; the first one's unit counts it.
+        unit: with this parameter alone.
+        ranks: coordinates on the pp axis, ascending; the first one's unit counts it.
     """
 
     unit: UnitProfile
@@ -139,8 +139,8 @@ class StageBorders:
         return self._place.get(GLUE, 0)
 
     def _alone(self, parameter: str, home: int, plan: Plan) -> UnitProfile:
-        """A unit with nothing but a rank's part of the parameter: its layer's weight, else all of
-        its unit's parameters."""
+        """Unit with a rank's part of the parameter alone: its layer's weight, else all parameters
+        of its unit."""
         unit = self._model.units[home]
         layers = next(iter(unit.costs.values())).layers
         prefix = f"{unit.name}." if unit.name else ""

@@ -16,17 +16,17 @@ def waiting_s(
     straggler.
 
     The k-th of n draws from a normal distribution is expected at the quantile (k - 3/8) / (n + 1/4)
-    (Blom 1958, "Statistical Estimates and Transformed Beta-Variables"). All n are waited for; of
-    backup workers the last are not; replicas that meet every H steps wait for sums of H draws, each
-    drawn anew; who updates asynchronously waits for nobody.
+    (Blom 1958, "Statistical Estimates and Transformed Beta-Variables"). A step waits for all n, or
+    with backup workers for all but the last; replicas that synchronize every H steps wait for sums
+    of H independent draws; asynchronous updates do not wait.
 
-    A straggler is waited for by all alike: sums of H steps are late by H times as much, and where
-    staleness is bounded the others are soon as far ahead as they may be. Backup workers let it go
-    as soon as the others are there.
+    A persistent straggler delays all: sums of H steps are late by H times as much, and with bounded
+    staleness the others soon reach the bound. With backup workers a step does not wait for it once
+    the others are done.
 
     Args:
-        imbalance: standard deviation of a rank's computing time, over its mean.
-        straggling: what the slowest rank computes longer than the others, over their time.
+        imbalance: standard deviation of a rank's compute time, over its mean.
+        straggling: additional compute time of the slowest rank, over that of the others.
     """
     is_asynchronous = plan.updates is Updates.ASYNCHRONOUS
     needed = plan.world_size - plan.servers - plan.backup_workers
@@ -42,7 +42,7 @@ def waiting_s(
 
 
 def straggling(plan: Plan, workload: Workload, *, computing_s: float) -> float:
-    """The same, for ranks that differ as in `workload`."""
+    """Seconds of `waiting_s` for the workload's imbalance and straggling."""
     return waiting_s(
         plan,
         computing_s=computing_s,

@@ -91,7 +91,7 @@ class _Pattern(NamedTuple):
         return cls(len(parts), tuple(part for part in parts if part not in others), others)
 
     def fits(self, parts: Sequence[str]) -> bool:
-        """Return True if it matches a path with as many parts."""
+        """Return True if the pattern matches a path of the same length."""
         return all(parts[place] == name for place, name in self.names) and all(
             fnmatchcase(parts[place], wanted) for place, wanted in self.others
         )

@@ -38,8 +38,8 @@ class ScatterGather:
 
     Attributes:
         input_bytes, output_bytes: of one device's microbatch.
-        loss_bytes: that the loss keeps and works in, for one device's outputs.
-        loss_s: seconds of it.
+        loss_bytes: saved and temporary bytes of the loss, for one device's outputs.
+        loss_s: seconds of the loss.
     """
 
     input_bytes: float

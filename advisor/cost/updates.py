@@ -30,7 +30,7 @@ SUM_PASSES = 3
 MESSAGES = 4
 # Between servers, to agree on the workers of a step: arrivals, and the choice.
 AGREEING = 2
-# On a server, besides a worker's gradients: their flat message.
+# On a server: a worker's gradients, and their flat message.
 COPIES_OF_A_GRADIENT = 2
 
 
@@ -112,10 +112,10 @@ class Served:
     """Server traffic of a step in which every worker pushes and pulls once.
 
     Attributes:
-        workers: that give gradients, backup workers too.
-        needed: whose gradients a step waits for.
-        payload_bytes: of all gradients of one worker; parameters are as many.
-        in_s: until the fullest server has all that comes, or has sent as much, at its links' rate.
+        workers: number of workers, including backup workers.
+        needed: number of workers whose gradients a step waits for.
+        payload_bytes: of all gradients of one worker; parameters are as large.
+        in_s: for the busiest server to receive all messages of a step, or to send as much.
         worker_s: the same for one worker.
         latency_s: of all messages of an exchange.
     """
@@ -169,7 +169,7 @@ class Served:
         """Charge a worker's traffic; return the exposed seconds.
 
         Args:
-            waiting_s: until the slowest that is needed has computed: others send meanwhile.
+            waiting_s: for the slowest needed worker to compute, while others send.
         """
         for purpose in ("gradients to servers", "parameters from servers"):
             ledger.charge(

@@ -84,8 +84,8 @@ def unit_work(cost: UnitCost, styled: Styled, *, tp: int, samples: float) -> Uni
 def over_expert_ranks(work: UnitWork, ep: int) -> UnitWork:
     """A rank has its part of the experts, and the tokens of all `ep` ranks for them.
 
-    As many rows are read and written as without `ep`, and a part of the weights; their gradients
-    are written by the backward, which reads them too.
+    It reads and writes as many rows as without `ep`, but only its part of the weights; the backward
+    reads them and writes their gradients.
     """
 
     def part(each: ProductLoad) -> ProductLoad:
@@ -158,7 +158,7 @@ def _noted(product: Product, share: float, samples: float) -> ProductLoad:
 def _attention(part: Stretch | UnitCost, share: float, samples: float) -> Iterator[AttentionLoad]:
     for call in part.attention:
         if call.kernel is AttentionKernel.CPU:
-            continue  # products like any other, which a processor's own rate says the time of
+            continue  # ordinary products, at a CPU's own rate
         cost = attention_cost(call, call.kernel)
         yield AttentionLoad(
             call.kernel,
@@ -168,7 +168,7 @@ def _attention(part: Stretch | UnitCost, share: float, samples: float) -> Iterat
 
 
 def convention(cost: UnitCost) -> float:
-    """FLOP of a sample that papers count of attention beside those that its kernels do."""
+    """FLOP per sample that papers count for attention, less those that its kernels execute."""
     missing = 0.0
     for call in cost.calls():
         done = attention_cost(call, call.kernel)
