@@ -379,7 +379,12 @@ def partial_plan_of(plan: PlanLike) -> PartialPlan:
             return PartialPlan.build(dict(plan), where="plan")
         case str() if not plan.endswith(".json"):
             return PartialPlan.parse(plan)
-    return load_plan(plan).as_partial()
+        case str() | PathLike():
+            return load_plan(plan).as_partial()
+    raise InputError(
+        f"plan is a {type(plan).__name__}",
+        hints=['give "dp_shard=8", {"dp_shard": 8}, a Plan, or the path of a plan.json'],
+    )
 
 
 def _require_same_request(

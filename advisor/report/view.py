@@ -77,8 +77,8 @@ def view_of(decision: Decision) -> ReportView:
     plan, estimate, facts = decision.plan, decision.estimate, decision.facts
     usable = decision.policy.usable_bytes(facts.cluster.device)
     degrees, settings = (
-        " ".join(word for word in str(plan).split() if word.split("=")[0] in names)
-        for names in (_DEGREES, _TRAINING_SETTINGS)
+        " ".join(word for word in str(plan).split() if is_shown(word.split("=")[0]))
+        for is_shown in (_is_degree, _is_setting)
     )
     built = decision.trace.not_weighed
     advice = batch_advice(facts)
@@ -125,21 +125,20 @@ _SHOWN = 0.0005
 # Loss memory is reported from this share of the peak on.
 _MATTERS = 0.1
 _DEGREES = frozenset({"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "data_parallel"})
-# Settings that change the training or where states reside, shown next to the degrees.
-_TRAINING_SETTINGS = frozenset(
-    {
-        "aggregation",
-        "compression",
-        "compression_rank",
-        "updates",
-        "sync_every",
-        "servers",
-        "backup_workers",
-        "max_staleness",
-        "offload",
-        "offload_to",
-    }
+# Settings that `cuts` says in words, and those that are too long for a line: `plan.json` has them.
+_IN_WORDS = frozenset(
+    {"microbatch_size", "microbatches", "accumulation", "schedule", "recompute", "precision"}
 )
+_LONG = frozenset({"stages", "tensor_styles"})
+
+
+def _is_degree(name: str) -> bool:
+    return name in _DEGREES
+
+
+def _is_setting(name: str) -> bool:
+    """True for settings shown beside the degrees: all that nothing else shows."""
+    return name not in _DEGREES | _IN_WORDS | _LONG
 
 
 def _rate(estimate: Estimate) -> str:

@@ -28,8 +28,11 @@ wait later than this is named too, though it only waits longer."""
 
 def is_lost_contact(error: BaseException) -> bool:
     """True if a collective failed for its connection: torch's own types, or gloo's bare text."""
-    from_gloo = isinstance(error, RuntimeError) and "gloo/transport/" in str(error)
-    return isinstance(error, dist.DistError) or from_gloo
+    if not isinstance(error, RuntimeError):
+        return False
+    # The second is what a collective says whose connections this process closed itself.
+    texts = ("gloo/transport/", "pair closure")
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in texts)
 
 
 def first_failure(store: dist.Store | None = None) -> str:

@@ -364,3 +364,10 @@ def test_what_changes_the_training_is_in_the_plan_as_a_user_would_write_it() -> 
     degrees, beside, _ = view_of(apart).plan
     assert (degrees, beside) == ("dp_replicate=7", "updates=asynchronous servers=1 max_staleness=4")
     assert len(view_of(DECISIONS["7b_2x8"]).plan) == 2  # nothing of the kind: no line
+
+
+@pytest.mark.parametrize("setting", ["bucket_mib=50", "compile=true", "sync_batch_norm=true"])
+def test_every_setting_that_is_fixed_is_in_the_plan(setting: str) -> None:
+    partial = PartialPlan.parse(f"dp_replicate=8 {setting}")
+    decision = choose(facts(MIDDLE, gpus(1, 8), batch=64), partial=partial)
+    assert setting in " ".join(view_of(decision).plan)
