@@ -1,4 +1,4 @@
-"""Candidates: every legal plan, and why settings allow none."""
+"""Candidates: all legal plans, and the reasons why settings allow none."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def legal_plans(
     styles: Styles | None = None,
     costs: CostModel | None = None,
 ) -> list[Plan]:
-    """Every legal plan that keeps `partial`, one by one: for few devices (see `advisor.search`).
+    """List every legal plan with the settings of `partial`; for few devices (see `advisor.search`).
 
-    Precision is the workload's and never searched; states go to the host only where `offload` or a
-    pin says so. In a fixed order: simpler degrees and kinds first, larger microbatches first.
+    Precision is the workload's; states are offloaded only if `offload` or `partial` says so. The
+    order is fixed: simpler degrees and kinds first, larger microbatches first.
     """
     costs = costs or CostModel(facts)
     styles = styles or styles_of(facts)
@@ -39,7 +39,7 @@ def legal_plans(
 
 
 def searched(
-    kept: SearchCache,
+    cache: SearchCache,
     partial: PartialPlan,
     policy: Policy,
     *,
@@ -47,17 +47,17 @@ def searched(
     styles: Styles | None = None,
     is_long: bool | None = None,
 ) -> Search:
-    """A search over the same plans, of the facts that `kept` is of."""
+    """Return a search over the plans of `legal_plans`, for the facts of `cache`."""
     if partial.compile:
-        kept = kept.compiled()
-    space = kept.space(partial, offload=offload, styles=styles, is_long=is_long)
-    return Search(kept, policy, space, StageSearch(kept, partial, policy))
+        cache = cache.compiled()
+    space = cache.space(partial, offload=offload, styles=styles, is_long=is_long)
+    return Search(cache, policy, space, StageSearch(cache, partial, policy))
 
 
 def why_illegal(
     facts: Facts, partial: PartialPlan, *, styles: Styles | None = None
 ) -> list[Problem]:
-    """Rules that every plan with `partial` breaks; empty where a plan is legal."""
+    """Return the rules that every plan with `partial` breaks; empty if some plan is legal."""
     styles = styles or styles_of(facts)
     if len(space_of(facts, partial, styles=styles)):
         return []
@@ -66,46 +66,46 @@ def why_illegal(
     except InputError as error:
         return [Problem(rule="settings", what=error.what, hint=" ".join(error.hints))]
     whole_because = facts.workload.optimizer.whole_because
-    found = problems(plan, facts.model, facts.cluster, whole_because=whole_because)
-    if not found and not captured(plan, facts.model):
-        found.append(
+    broken = problems(plan, facts.model, facts.cluster, whole_because=whole_because)
+    if not broken and not captured(plan, facts.model):
+        broken.append(
             Problem(
                 rule="precision-profile",
-                what=f"the model was not looked at in precision={plan.precision}",
+                what=f"the model was not profiled in precision={plan.precision}",
                 hint="profile the model with this precision",
             )
         )
-    return found or [_batch_problem(facts, partial, plan)]
+    return broken or [_batch_problem(facts, partial, plan)]
 
 
 def refuse(facts: Facts, partial: PartialPlan) -> PlanError:
-    """The error for settings that allow no legal plan: the problems, the nearest legal settings."""
-    found = why_illegal(facts, partial)
+    """Return the error for settings that allow no legal plan, with the nearest legal settings."""
+    broken = why_illegal(facts, partial)
     where = [f"plan: {partial}"] if partial.fixes() else []
-    where += [f"also: {problem.what}" for problem in found[1:]]
+    where += [f"also: {problem.what}" for problem in broken[1:]]
     hints = list(nearest_settings(facts, partial))
-    hints += [problem.hint for problem in found if problem.hint and problem.hint not in hints]
-    return PlanError(found[0].what, where="\n".join(where) or None, hints=hints)
+    hints += [problem.hint for problem in broken if problem.hint and problem.hint not in hints]
+    return PlanError(broken[0].what, where="\n".join(where) or None, hints=hints)
 
 
 def nearest_settings(facts: Facts, partial: PartialPlan) -> Iterator[str]:
-    """For each fixed setting, the values that it may have if the others stay."""
+    """Yield, for each fixed setting, the values that are legal with the others unchanged."""
     for key, value in partial.fixed.items():
         others = partial.leaving(key)
-        wanted = [others]
-        if key == "ep":  # a space has one degree of it
-            wanted = [others.fixing(ep=degree) for degree in expert_degrees(facts, others)]
-        spaces = [space_of(facts, each, styles=styles_of(facts)) for each in wanted]
-        values = {found for space in spaces for found in _values(space, key)}
-        values.discard(value)
-        words = [str(v) for v in sorted(values)]
+        variants = [others]
+        if key == "ep":  # a space has a single degree of it
+            variants = [others.fixing(ep=degree) for degree in expert_degrees(facts, others)]
+        spaces = [space_of(facts, each, styles=styles_of(facts)) for each in variants]
+        legal = {each for space in spaces for each in _values(space, key)}
+        legal.discard(value)
+        words = [str(each) for each in sorted(legal)]
         if words:
             listed = " or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
             yield f"`{key}` may be {listed} here"
 
 
 def _values(space: Space, key: str) -> set[int] | set[str]:
-    """What plans of `space` have for a setting: a number or a word."""
+    """Return the values of a setting in `space`, as numbers or words."""
     if not len(space):
         return set()
     match key:
@@ -133,7 +133,7 @@ def _zero(kind: DataParallel) -> int:
 
 
 def _filled(facts: Facts, partial: PartialPlan, styles: Styles) -> Plan:
-    """`partial` as a plan: what it leaves open of the degrees goes where it points."""
+    """Complete `partial` to a plan; remaining devices become replicas or shards, as it suggests."""
     partial = partial.fixing(precision=partial.precision or facts.precision)
     left = facts.cluster.world_size - partial.extra_ranks
     replicas = max(1, left // partial.model_ranks)
@@ -159,7 +159,7 @@ def _batch_problem(facts: Facts, partial: PartialPlan, plan: Plan) -> Problem:
     named = partial.only("microbatch_size", "microbatches", "accumulation")
     return Problem(
         rule="batch",
-        what=f"{named} does not cut the {local} samples of a replica evenly",
+        what=f"{named} does not divide the {local} samples of a replica evenly",
         hint="microbatch_size x microbatches x accumulation is the batch of a replica:"
         f" {batch} / {replicas} = {local}",
     )

@@ -1,4 +1,4 @@
-"""choose: facts and policy in, decision out."""
+"""choose: from facts and a policy to a decision."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from advisor.cost import CostModel
 from advisor.decide import async_updates, gradient_comm
-from advisor.decide.comparison import Kind, best_of, compare, cuts_both_ways, kind, shape, title
+from advisor.decide.comparison import Kind, best_of, compare, is_hybrid, kind, shape, title
 from advisor.decide.decide import decide
 from advisor.decide.decision import Alternative, Decision, runner_up
 from advisor.decide.infeasible import no_plan
@@ -32,14 +32,16 @@ def choose(
     partial: PartialPlan = _ALL_OPEN,
     styles: Styles | None = None,
 ) -> Decision:
-    """The plan for these facts, with the argument for it: see `decide`.
+    """Decide on a plan for these facts, and give the reasons: see `decide`.
 
     Raises:
-        PlanError: `partial` allows no legal plan, or contradict the stack.
+        PlanError: `partial` allows no legal plan, or contradicts the stack.
         NoPlanError: there are legal plans and none fits.
     """
-    partial, kept = with_stack(partial, facts.stack), SearchCache(CostModel(facts))
-    choice = decide(facts, policy=policy, partial=partial, styles=styles, compares=True, kept=kept)
+    partial, cache = with_stack(partial, facts.stack), SearchCache(CostModel(facts))
+    choice = decide(
+        facts, policy=policy, partial=partial, styles=styles, compares=True, cache=cache
+    )
     winner, weighed, trace = choice.winner, choice.weighed, choice.trace
     if winner is None:
         raise no_plan(facts, policy, partial, choice)
@@ -53,7 +55,7 @@ def choose(
         policy=policy,
         partial=partial,
         reasons=tuple(
-            reasons(winner, choice.pool, kept.costs, policy, trace, partial, second, weighed)
+            reasons(winner, choice.pool, cache.costs, policy, trace, partial, second, weighed)
         ),
         trace=trace,
         fastest_s=fastest_s,
@@ -62,15 +64,22 @@ def choose(
         estimated=choice.estimated,
         rejected=choice.rejected,
         dissent=_dissent(winner, choice.fitting, policy, trace),
-        offers=tuple(_offer(found, winner) for found in choice.offered),
+        offers=tuple(offer(faster, winner) for faster in choice.offered),
     )
 
 
-def _offer(offered: Candidate, winner: Candidate) -> str:
-    """What a plan that needs the user's word would gain."""
-    if async_updates.settings(offered.plan):
-        return async_updates.offer(offered, winner)
-    return gradient_comm.offer(offered, winner)
+def offer(faster: Candidate, winner: Candidate) -> str:
+    """Describe a faster plan that changes the training, and the option that allows it."""
+    plan, step_s = faster.plan, faster.estimate.step_s
+    if settings := async_updates.settings(plan):
+        risk, option = async_updates.risk(plan), "stale"
+    else:
+        settings, risk, option = gradient_comm.settings(plan), gradient_comm.risk(plan), "lossy"
+    return (
+        f"{settings} is predicted {winner.estimate.step_s / step_s:.1f} times as fast"
+        f" ({format_seconds(step_s)} a step); {risk}; only `--allow-{option}`"
+        f" (`allow_{option}=True`) takes it"
+    )
 
 
 def _alternatives(
@@ -80,16 +89,16 @@ def _alternatives(
     trace: TreeTrace,
     fastest_s: float,
 ) -> list[Alternative]:
-    """The best plan of every other kind, and of the winner's kind with other degrees."""
+    """Return the best plan of every other kind, and of the winner's kind with other degrees."""
     kinds: dict[Kind, list[Candidate]] = {}
     for candidate in weighed:
         if shape(candidate.plan) != shape(winner.plan):
             kinds.setdefault(kind(candidate.plan), []).append(candidate)
-    found = []
+    alternatives = []
     for group in kinds.values():
         best = best_of(group, policy.by_numbers)
         verdict, because = compare(best, winner, policy, trace, fastest_s=fastest_s)
-        found.append(
+        alternatives.append(
             Alternative(
                 title=title(best.plan),
                 plan=best.plan,
@@ -101,25 +110,27 @@ def _alternatives(
             )
         )
     is_memory = policy.objective is Objective.MEMORY
-    found.sort(
+    alternatives.sort(
         key=lambda a: (
             a.step_s is None,
             a.peak_high_bytes if is_memory or a.step_s is None else a.step_s,
             a.title,
         )
     )
-    return found
+    return alternatives
 
 
 def _shown(
     others: Sequence[Alternative], second: Alternative | None, policy: Policy, trace: TreeTrace
 ) -> tuple[Alternative, ...]:
-    """The first of them, as many as the policy shows; the runner-up and the best plan of stages
-    with split layers, where the tree names them, are among them."""
-    wanted = [second]
+    """Return the first alternatives, as many as the policy shows.
+
+    They include the runner-up and, if the tree names hybrids, the best plan with PP and TP.
+    """
+    always = [second]
     if names_hybrids(trace):
-        wanted += [next((other for other in others if cuts_both_ways(other.plan)), None)]
-    required = [other for other in others if other in wanted]
+        always += [next((other for other in others if is_hybrid(other.plan)), None)]
+    required = [other for other in others if other in always]
     rest = [other for other in others if other not in required]
     shown = required + rest[: max(0, policy.alternatives - len(required))]
     return tuple(other for other in others if other in shown)
@@ -128,7 +139,8 @@ def _shown(
 def _dissent(
     winner: Candidate, fitting: Sequence[Candidate], policy: Policy, trace: TreeTrace
 ) -> str | None:
-    """A plan that the tree passes over and that is faster by more than a tie."""
+    """Describe the fastest plan outside the tree's leaf, if it beats the winner by more than a
+    tie."""
     outside = [c for c in fitting if not in_leaf(c.plan, trace)]
     if policy.objective is not Objective.TREE or not outside:
         return None

@@ -1,4 +1,4 @@
-"""decide: which of the legal plans is taken. `advisor.decide.choose` adds the argument for it."""
+"""decide: take one of the legal plans. `advisor.decide.choose` adds the reasons."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.search.cache import SearchCache
 from advisor.search.legal import Styles, expert_degrees
-from advisor.search.ranking import (
-    Candidate,
-)
+from advisor.search.ranking import Candidate
 from engines.plan import PartialPlan, Plan
 
 _DEFAULT = Policy()
@@ -26,17 +24,17 @@ _ALL_OPEN = PartialPlan()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was weighed, and what was taken of it.
+    """Result of `decide`: the plan taken, and the plans it was compared with.
 
     Attributes:
-        winner: None where nothing fits.
-        fastest: the fastest plan of `pool`: what ties is within the margin of it.
-        weighed: the plans that were estimated exactly: all that an answer depends on. `pool` are
-            those that fit and that the winner was taken from, `fitting` all that fit.
-        total: plans that were weighed, most of them by their bounds alone; `estimated` exactly.
-        rejected: by rule, how many of them cannot be taken.
-        kinds: a plan of every kind that was weighed; its stages are not named.
-        offered: faster than the winner, but the training is another: what no user allowed.
+        winner: None if nothing fits.
+        fastest: the fastest plan of `pool`; ties are within the margin of it.
+        weighed: plans that were estimated exactly: all that an answer depends on. `fitting` are
+            those that fit, `pool` those of them that the winner was taken from.
+        total: number of plans weighed, most by bounds only; `estimated` of them exactly.
+        rejected: number of plans that each rule leaves out.
+        kinds: a plan of every kind that was weighed, without stages.
+        offered: plans faster than the winner that change the training and were not allowed.
     """
 
     winner: Candidate | None
@@ -60,35 +58,34 @@ def decide(
     styles: Styles | None = None,
     compares: bool = False,
     nearest: bool = True,
-    kept: SearchCache | None = None,
+    cache: SearchCache | None = None,
 ) -> Choice:
-    """The plan for these facts: deterministic, nothing else is looked at.
+    """Choose the plan for these facts; deterministic.
 
-    Every legal plan is weighed, most of them by lower bounds (`advisor.search`). The tree's leaf
-    says which families come first; the fastest plan of them that fits is taken, the simpler one on
-    a tie. Something waits outside the device only where nothing else fits:
-    `advisor.decide.offload`.
+    Every legal plan is weighed, most by lower bounds (`advisor.search`). Of the families of the
+    tree's leaf, the fastest plan that fits is taken, and on a tie the simplest. Offload is used
+    only if nothing fits without it: `advisor.decide.offload`.
 
     Args:
-        styles: how layers are split over a tp axis of some size; by default what the profile alone
-            tells (`engines.tensor.rules`).
+        styles: splits of layers for each size of a tp axis; by default from the profile alone
+            (`engines.tensor.rules`).
         compares: also estimate the best plan of every other kind.
-        nearest: where nothing fits also estimate the plans that miss memory by least; it takes
-            longer than the rest, and a caller that reads `winner` alone needs none.
-        kept: of these facts, where others were decided on before.
+        nearest: if nothing fits, also estimate the plans that exceed memory by least. This takes
+            longer than the rest; callers that only read `winner` can skip it.
+        cache: results for these facts from earlier decisions.
 
     Raises:
         PlanError: `partial` allows no legal plan.
     """
-    kept = kept or SearchCache(CostModel(facts))
+    cache = cache or SearchCache(CostModel(facts))
     spaces = [partial.fixing(ep=ep) if ep > 1 else partial for ep in expert_degrees(facts, partial)]
-    # One answer for all degrees of experts: where some of them spare cp, the others need none.
-    is_long = not partial.fixes("cp") and kept.is_too_long(partial, styles)
-    searches = [searched(kept, each, policy, styles=styles, is_long=is_long) for each in spaces]
+    # One answer for all expert degrees: if one of them makes cp unnecessary, the others skip it.
+    is_long = not partial.fixes("cp") and cache.is_too_long(partial, styles)
+    searches = [searched(cache, each, policy, styles=styles, is_long=is_long) for each in spaces]
     if not any(len(search.space) for search in searches):
         raise refuse(facts, partial)
-    trace = walk(kept.costs, policy)
-    deciding = Deciding(kept, partial, policy, trace, styles, compares, nearest, searches)
+    trace = walk(cache.costs, policy)
+    deciding = Deciding(cache, partial, policy, trace, styles, compares, nearest, searches)
     for refine in REFINEMENTS:
         refine(deciding)
     return _choice_of(deciding)

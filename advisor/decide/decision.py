@@ -1,4 +1,4 @@
-"""Decision: the plan that was chosen, why, and why not another. A value that is saved and shown."""
+"""Decision: the chosen plan with the reasons for it and against others, as saved and shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import AliasChoices, Field
 from advisor.cost import CostModel, Estimate
 from advisor.decide.comparison import PlanVerdict
 from advisor.decide.decide import decide
-from advisor.decide.sensitivity import Flip, flip
+from advisor.decide.sensitivity import Sensitivity, flip
 from advisor.decide.tree import TreeTrace
 from advisor.inputs.changed_facts import Lever
 from advisor.inputs.facts import Facts
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Alternative(Record):
-    """Another plan, and why it was not taken; no step time where it does not fit."""
+    """Another plan and the reason against it; no step time if it does not fit."""
 
     title: str
     plan: Plan
@@ -40,29 +40,29 @@ class Alternative(Record):
 
 
 def runner_up(alternatives: Sequence[Alternative]) -> Alternative | None:
-    """The first of them that lost by numbers, and not because the tree passes it over."""
+    """Return the first alternative that lost by numbers, not because the tree leaves it out."""
     lost = (PlanVerdict.TIE, PlanVerdict.SLOWER, PlanVerdict.LARGER)
     return next((other for other in alternatives if other.verdict in lost), None)
 
 
 class Decision(Document):
-    """What was decided for these facts under this policy.
+    """Decision for some facts under a policy.
 
     Attributes:
-        plan, estimate: the plan that was taken and its predicted cost.
-        facts, policy, partial: all that it was decided from.
+        plan, estimate: the plan taken and its predicted cost.
+        facts, policy, partial: the inputs of the decision.
         reasons: sentences with their numbers, in the order of the argument.
         trace: the path through the decision tree.
-        fastest_s: the step of the fastest plan that it was taken from: plans within the policy's
-            margin of it tie. None in files of before.
+        fastest_s: step time of the fastest plan considered: plans within the policy's margin of it
+            tie. None in files of earlier releases.
         alternatives: the best plan of other kinds, each with the reason against it.
-        weighed: plans that were weighed, most of them by lower bounds where there are many;
-            `estimated` of them exactly. `rejected` counts those left out, by rule.
-        dissent: where a plan outside the tree's leaf is faster by more than the range.
-        offers: what would be faster and needs the user's word, with its predicted gain.
-        suggestions: changes of the question that would pay, in decisions that were asked for them
+        weighed: number of plans weighed, most by lower bounds if there are many; `estimated` of
+            them exactly. `rejected` counts those left out, by rule.
+        dissent: a plan outside the tree's leaf that is faster by more than a tie.
+        offers: faster plans that change the training, with their predicted gain.
+        suggestions: changes of the inputs that would pay, in decisions that were asked for them
             (`advisor.whatif.suggestions`).
-        flipped: what would change the answer, in decisions that were asked to keep it.
+        flipped: result of `flip`, in decisions that save it (`with_flip`).
     """
 
     plan: Plan
@@ -83,36 +83,39 @@ class Decision(Document):
     dissent: str | None = None
     offers: tuple[str, ...] = ()
     suggestions: tuple[str, ...] = ()
-    flipped: Flip | None = None
+    flipped: Sensitivity | None = None
 
-    def flip(self, *levers: Lever) -> Flip:
-        """The smallest change that changes the answer: of links, memory, batch or sequence.
+    def flip(self, *levers: Lever) -> Sensitivity:
+        """Find the smallest change of links, memory, batch or sequence that changes the answer.
 
-        Dozens of decisions are made for it. `levers` asks for some of them alone, each followed to
-        where it turns if it does.
+        It takes dozens of decisions. `levers` restricts it to some facts, each followed to its own
+        crossover.
         """
         if self.flipped is not None and not levers:
             return self.flipped
 
-        kept = SearchCache(CostModel(self.facts))
+        cache = SearchCache(CostModel(self.facts))
 
         def answer(facts: Facts) -> Candidate | None:
-            beside = kept.for_facts(facts)
             choice = decide(
-                facts, policy=self.policy, partial=self.partial, nearest=False, kept=beside
+                facts,
+                policy=self.policy,
+                partial=self.partial,
+                nearest=False,
+                cache=cache.for_facts(facts),
             )
             return choice.winner
 
         if not levers:
             return flip(self.facts, answer)
-        found = [flip(self.facts, answer, levers=[lever]) for lever in levers]
-        return Flip(
-            turns=tuple(turn for each in found for turn in each.turns),
-            steady=tuple(item for each in found for item in each.steady),
+        each = [flip(self.facts, answer, levers=[lever]) for lever in levers]
+        return Sensitivity(
+            turns=tuple(crossover for one in each for crossover in one.turns),
+            steady=tuple(insensitive for one in each for insensitive in one.steady),
         )
 
     def with_flip(self) -> Self:
-        """This decision, keeping the answer of `flip` in its file."""
+        """Return this decision with the result of `flip`, to be saved with it."""
         return self.model_copy(update={"flipped": self.flip()})
 
     def why_not(self, settings: str) -> WhyNot:
@@ -128,11 +131,11 @@ class Decision(Document):
     def pareto(
         self, *, devices: Sequence[int] = (), price_per_device_hour: float | None = None
     ) -> tuple[ParetoPoint, ...]:
-        """The plans that no other beats in step time, memory and device-seconds:
+        """Return the plans that no other beats in step time, memory and device-seconds:
         `advisor.whatif.pareto`.
 
         Args:
-            devices: smaller numbers of devices to look at as well.
+            devices: smaller numbers of devices to consider as well.
             price_per_device_hour: for `ParetoPoint.money`, in any currency.
         """
         from advisor.whatif.pareto import front_of
@@ -152,7 +155,7 @@ class Decision(Document):
 
     @property
     def fastest_step_s(self) -> float:
-        """The step of the fastest plan that it was taken from."""
+        """Step time of the fastest plan considered."""
         return self.estimate.step_s if self.fastest_s is None else self.fastest_s
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Refinements: the steps of a decision, in order, each over what the ones before have left.
+"""Refinements: the steps of a decision, in order.
 
-A refinement takes a plan, takes a better one in its place, or estimates what the taken plan is
-shown against. All of them read and write one state; `advisor.decide.decide` runs them.
+A refinement takes a plan, replaces it by a better one, or estimates the plans that the decision is
+compared with. All read and write one state; `advisor.decide.decide` runs them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from advisor.cost import CostModel
-from advisor.decide.async_updates import apart
+from advisor.decide import async_updates, gradient_comm
 from advisor.decide.candidates import searched
-from advisor.decide.comparison import Kind, best_of, cuts_both_ways, kind
-from advisor.decide.gradient_comm import sending
+from advisor.decide.comparison import Kind, best_of, is_hybrid, kind
 from advisor.decide.offload import attempts, hopeless
 from advisor.decide.tree import Family, TreeTrace, belongs, in_leaf, names_hybrids
 from advisor.inputs.policy import Objective, Policy
@@ -31,13 +30,13 @@ from advisor.search.ranking import (
 from advisor.search.search import Rows, Search
 from engines.plan import DataParallel, Offload, OffloadTo, PartialPlan, Schedule
 
-# So many plans are all estimated, a fraction of a second: then what is said of them is complete.
+# Up to so many plans are all estimated, in a fraction of a second, for a complete comparison.
 _FEW_ROWS = 256
-# Plans of one kind that are estimated to find its best: another kind is shown for comparison, and
-# what takes longer to tell is not shown.
+# Plans of one kind to estimate at most in search of its best: other kinds are only shown for
+# comparison, and one that takes longer is not shown.
 _MOST_OF_A_KIND = 12
-# What published runs of stages with split layers take, in 1F1B (Megatron-LM, arXiv:2104.04473;
-# Llama 3, arXiv:2407.21783). Of many rows the best of all would take longer than all the rest.
+# Data parallelism in published runs with PP and TP, in 1F1B (Megatron-LM, arXiv:2104.04473;
+# Llama 3, arXiv:2407.21783). The best of many rows would take longer than the rest of a decision.
 _USUAL_OF_HYBRIDS = (
     DataParallel.NONE,
     DataParallel.REPLICATE,
@@ -48,20 +47,20 @@ _USUAL_OF_HYBRIDS = (
 
 @dataclass(slots=True)
 class Deciding:
-    """A decision on its way.
+    """State of a decision in progress.
 
     Attributes:
-        searches: over the legal plans; those with something offloaded come last.
+        searches: over the legal plans; those with offload come last.
         compares: estimate the best plan of every other kind too.
-        nearest: where nothing fits, estimate the plans that miss memory by least.
-        winner: the plan that is taken so far; None where nothing fits.
-        fastest: the fastest plan of those that it was taken from: ties are within the margin of it.
-        built: plans that no search has as a row.
-        offered: faster than the winner, but the training is another: what no user allowed.
+        nearest: if nothing fits, estimate the plans that exceed memory by least.
+        winner: the plan taken so far; None if nothing fits.
+        fastest: the fastest plan of those the winner was taken from; ties are within its margin.
+        built: plans that are rows of no search.
+        offered: faster plans that change the training and were not allowed.
         open_kinds: kinds whose best plan would take too long to find.
     """
 
-    kept: SearchCache
+    cache: SearchCache
     partial: PartialPlan
     policy: Policy
     trace: TreeTrace
@@ -77,21 +76,21 @@ class Deciding:
 
     @property
     def costs(self) -> CostModel:
-        return self.kept.costs
+        return self.cache.costs
 
     @property
     def follows_tree(self) -> bool:
         return self.policy.objective is Objective.TREE
 
     def take(self, searches: Sequence[Search]) -> bool:
-        """Take the preferred plan of `searches`; False where none of theirs fits."""
+        """Take the preferred plan of `searches`; return False if none of them has one that fits."""
         taken = _preferred(searches, self.policy, self.trace)
         if taken is not None:
             self.winner, self.fastest = taken.winner, taken.fastest
         return taken is not None
 
     def replace(self, candidate: Candidate, offered: Candidate | None) -> None:
-        """Take `candidate`, which was built from a row, and note what may be offered."""
+        """Take `candidate`, a variant of a row or the winner itself, and record the offer."""
         if candidate is not self.winner and self.fastest is not None:
             self.built.append(candidate)
             self.fastest = min(self.fastest, candidate, key=fastest_first)
@@ -102,8 +101,7 @@ class Deciding:
     def weighed(self) -> list[Candidate]:
         """Plans that were estimated exactly: all that an answer depends on.
 
-        Of a kind that is left open nothing is said but of its best plan, if that was taken or is
-        what ties are measured by.
+        An open kind has none of its plans here, unless the winner or the fastest plan is of it.
         """
         left_open = self.open_kinds - {kind(c.plan) for c in (self.winner, self.fastest) if c}
         rows = [candidate for search in self.searches for candidate in search.weighed]
@@ -114,12 +112,12 @@ Refinement = Callable[[Deciding], None]
 
 
 def take_preferred(deciding: Deciding) -> None:
-    """Take the tree's plan, or the one that the policy asks for, with everything on the devices."""
+    """Take the plan that the tree or the policy prefers, without offload."""
     deciding.take(deciding.searches)
 
 
 def offload_where_nothing_fits(deciding: Deciding) -> None:
-    """Take the best plan of the first attempt to keep something outside the device that fits."""
+    """Take the best plan of the first offload attempt with one that fits."""
     if deciding.winner is not None:
         return
     short: list[Offload] = []
@@ -129,7 +127,7 @@ def offload_where_nothing_fits(deciding: Deciding) -> None:
             if attempt.to is OffloadTo.HOST and hopeless(offload, short):
                 continue
             search = searched(
-                deciding.kept,
+                deciding.cache,
                 attempt.partial(deciding.partial),
                 deciding.policy,
                 styles=deciding.styles,
@@ -145,20 +143,23 @@ def offload_where_nothing_fits(deciding: Deciding) -> None:
 
 
 def estimate_nearest_misses(deciding: Deciding) -> None:
-    """Where nothing fits, estimate the plan that misses memory by least, for every offload."""
+    """If nothing fits, estimate the plan that exceeds memory by least, for every offload."""
     if deciding.winner is not None or not deciding.nearest:
         return
     least: dict[tuple[Offload, OffloadTo], float] = {}
     for search in sorted(deciding.searches, key=lambda search: search.least_missing_bytes):
-        way = search.space.offload, search.space.offload_to
-        nearest = search.nearest(search.rows, below_bytes=least.get(way, np.inf))
+        offload = search.space.offload, search.space.offload_to
+        nearest = search.nearest(search.rows, below_bytes=least.get(offload, np.inf))
         if nearest is not None and nearest.finding is not None:
-            least[way] = nearest.finding.missing_bytes
+            least[offload] = nearest.finding.missing_bytes
 
 
 def compare_kinds(deciding: Deciding) -> None:
-    """Estimate what the winner is set against: few rows all, else the best of every kind without
-    stages and split layers, and of the others that may be fastest."""
+    """Estimate plans to compare the winner with.
+
+    In a small space these are all plans; in a large one the best plan of every kind without PP and
+    TP, and of the other kinds that may be fastest.
+    """
     winner, policy = deciding.winner, deciding.policy
     if winner is None or not deciding.compares:
         return
@@ -176,22 +177,22 @@ def compare_kinds(deciding: Deciding) -> None:
         deciding.open_kinds |= {
             kind(plan)
             for number, (plan, rows) in enumerate(groups)
-            if not _is_told(
+            if not _best_is_known(
                 search, rows, is_shown=number < shown, is_own=kind(plan) == kind(winner.plan)
             )
         }
 
 
 def compare_hybrids(deciding: Deciding) -> None:
-    """Estimate the best plan of stages with split layers, where the tree names them."""
+    """Estimate the best plan with PP and TP, if the tree names such hybrids."""
     winner, trace = deciding.winner, deciding.trace
-    if winner is None or not deciding.compares or cuts_both_ways(winner.plan):
+    if winner is None or not deciding.compares or is_hybrid(winner.plan):
         return
     if not names_hybrids(trace):
         return
     hybrids = []
     for search in deciding.searches:
-        kinds = [(p, r) for p, r in search.kinds() if cuts_both_ways(p) and in_leaf(p, trace)]
+        kinds = [(p, r) for p, r in search.kinds() if is_hybrid(p) and in_leaf(p, trace)]
         rows = np.concatenate([r for _, r in kinds]) if kinds else search.rows[:0]
         if len(rows) > _FEW_ROWS:
             usual = [r for p, r in kinds if p.data_parallel in _USUAL_OF_HYBRIDS]
@@ -205,40 +206,37 @@ def compare_hybrids(deciding: Deciding) -> None:
 
 
 def choose_gradient_comm(deciding: Deciding) -> None:
-    """Take another way for the gradients of DDP where that is faster beyond the margin."""
+    """Take or offer other gradient communication for DDP, if it is faster beyond the margin."""
     winner = deciding.winner
     if winner is None:
         return
     replicas = fastest_replicas(deciding)
     follows = deciding.follows_tree and in_leaf(winner.plan, deciding.trace)
-    may_send = replicas is None or not follows or in_leaf(replicas.plan, deciding.trace)
-    sent = sending(
-        winner,
-        replicas if may_send else None,
-        deciding.costs,
-        deciding.policy,
-        deciding.partial,
+    if replicas is not None and follows and not in_leaf(replicas.plan, deciding.trace):
+        replicas = None
+    deciding.replace(
+        *gradient_comm.select(winner, replicas, deciding.costs, deciding.policy, deciding.partial)
     )
-    deciding.replace(sent.winner, sent.offered)
 
 
 def choose_updates(deciding: Deciding) -> None:
-    """Take or offer ranks that update on their own, where links or ranks are slow."""
+    """Take or offer asynchronous or periodic updates, if links or ranks are slow."""
     if deciding.winner is None:
         return
-    updates = apart(
-        deciding.winner,
-        fastest_replicas(deciding),
-        deciding.costs,
-        deciding.policy,
-        deciding.trace,
-        deciding.partial,
+    deciding.replace(
+        *async_updates.select(
+            deciding.winner,
+            fastest_replicas(deciding),
+            deciding.costs,
+            deciding.policy,
+            deciding.trace,
+            deciding.partial,
+        )
     )
-    deciding.replace(updates.winner, updates.offered)
 
 
 def fastest_replicas(deciding: Deciding) -> Candidate | None:
-    """The fastest DDP plan of the last search."""
+    """Return the fastest DDP plan of the last search."""
     search = deciding.searches[-1]
     of_ddp = [rows for plan, rows in search.kinds() if belongs(plan, Family.DDP)]
     return search.fastest(np.concatenate(of_ddp)) if of_ddp else None
@@ -257,16 +255,17 @@ REFINEMENTS: tuple[Refinement, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """The preferred plan of some searches, and the fastest of those it was taken from."""
+    """Preferred plan of some searches, and the fastest of those it was taken from."""
 
     winner: Candidate
     fastest: Candidate
 
 
 def _preferred(searches: Sequence[Search], policy: Policy, trace: TreeTrace) -> _Taken | None:
-    """Of the tree's families where one of their plans fits and the policy follows it; else of all.
+    """Return the preferred plan of the tree's families, or of all plans if the policy does not
+    follow the tree or none of its families fits.
 
-    The fastest is found over all searches first, so that one limit holds for what ties with it.
+    The fastest plan of all searches comes first: it sets one limit for ties.
     """
     if policy.objective is Objective.TREE:
         taken = _preferred_of([(s, _rows_in_leaf(s, trace)) for s in searches], policy)
@@ -277,16 +276,16 @@ def _preferred(searches: Sequence[Search], policy: Policy, trace: TreeTrace) -> 
 
 def _preferred_of(pool: Sequence[tuple[Search, Rows]], policy: Policy) -> _Taken | None:
     if policy.objective is Objective.MEMORY:
-        smallest = [found for search, rows in pool if (found := search.smallest(rows))]
-        winner = min(smallest, key=smallest_first, default=None)
+        smallest = (search.smallest(rows) for search, rows in pool)
+        winner = min(filter(None, smallest), key=smallest_first, default=None)
         return _Taken(winner, winner) if winner else None
-    every = [found for search, rows in pool if (found := search.fastest(rows))]
-    fastest = min(every, key=fastest_first, default=None)
+    fastest_of_each = (search.fastest(rows) for search, rows in pool)
+    fastest = min(filter(None, fastest_of_each), key=fastest_first, default=None)
     if fastest is None or policy.objective is not Objective.TREE:
         return _Taken(fastest, fastest) if fastest else None
     limit_s = tie_limit_s(fastest.estimate.step_s, policy)
-    tied = [found for search, rows in pool if (found := search.simplest(rows, limit_s))]
-    return _Taken(min(tied, key=simplest_first), fastest)
+    simplest = (search.simplest(rows, limit_s) for search, rows in pool)
+    return _Taken(min(filter(None, simplest), key=simplest_first), fastest)
 
 
 def _rows_in_leaf(search: Search, trace: TreeTrace) -> Rows:
@@ -294,9 +293,11 @@ def _rows_in_leaf(search: Search, trace: TreeTrace) -> Rows:
     return np.concatenate(of_leaf) if of_leaf else search.rows[:0]
 
 
-def _is_told(search: Search, rows: Rows, *, is_shown: bool, is_own: bool) -> bool:
-    """Whether the best of `rows` is known now. Of the winner's own kind it always is: it is weighed
-    already, and a plan of it is the first that one would rather have taken."""
+def _best_is_known(search: Search, rows: Rows, *, is_shown: bool, is_own: bool) -> bool:
+    """Estimate the best of `rows`; return False if it is not shown or would take too long.
+
+    The winner's own kind (`is_own`) is always estimated: it has the closest alternatives.
+    """
     if is_own:
         search.strongest(rows)
         return True

@@ -1,8 +1,8 @@
-"""The flip: the smallest change of one fact that makes another kind of plan the answer.
+"""Sensitivity: the smallest change of one fact that makes another kind of plan the answer.
 
-Every value is decided on anew: first a coarse scan of all facts in both directions, nearest first,
-as the answer may change and change back; then a bisection of the step in which it changed. Both
-sides of the place that is reported were decided on.
+Each amount takes a decision of its own. A coarse scan goes in both directions, nearest first, as
+the answer may change and change back; then the step in which it changed is bisected. Decisions were
+made on both sides of a reported crossover.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from profiles.errors import InputError
 from profiles.record import Record
 from profiles.units import format_seconds
 
-# A sixteenth to sixteen times: from one generation of links or memory to four doublings away.
+# From a sixteenth to sixteen times: four doublings each way, several generations of hardware.
 OCTAVES = 4
-# Points tried in each doubling. An answer that comes and goes within a factor of 1.41 is not seen.
+# Points per doubling. An answer that changes and changes back within a factor of 1.41 is missed.
 PER_OCTAVE = 2
-# A change is placed to one part in twenty: as finely as links and memory in use are known.
+# Crossovers are located to 5 %, about the precision to which links and memory are known.
 RESOLUTION = 0.05
 
 
-class Turn(Record):
-    """Where an amount of one fact changes the answer.
+class Crossover(Record):
+    """Amount of one fact at which the answer changes.
 
     Attributes:
-        now: the amount that was decided from.
-        stays: the farthest amount towards `turns` at which the answer was seen to stay.
-        turns: the nearest at which it was seen to be another.
+        now: the amount of the decision.
+        stays: the farthest amount towards `turns` with the same answer.
+        turns: the nearest amount with another answer.
         factor: `turns` over `now`.
-        before, after: the kinds of plan, in words; `plan` is the one at `turns`, None where nothing
-            fits there.
-        because: the steps there.
+        before, after: the kinds of plan, in words.
+        plan: the plan at `turns`; None if nothing fits there.
+        because: the step time at `turns`.
     """
 
     lever: Lever
@@ -61,8 +61,8 @@ class Turn(Record):
         )
 
 
-class Steady(Record):
-    """A fact that does not change the answer within the bounds, or cannot be varied, and why."""
+class Insensitive(Record):
+    """Fact that does not change the answer within the bounds, or cannot be varied, and why."""
 
     lever: Lever
     because: str
@@ -71,60 +71,59 @@ class Steady(Record):
         return f"{self.lever}: {self.because}"
 
 
-class Flip(Record):
-    """What would change the answer: the smallest change, as a factor, first."""
+class Sensitivity(Record):
+    """Changes of facts that change the answer, the smallest factor first; and facts that do not."""
 
-    turns: tuple[Turn, ...]
-    steady: tuple[Steady, ...]
+    turns: tuple[Crossover, ...]
+    steady: tuple[Insensitive, ...]
 
     @property
-    def smallest(self) -> Turn | None:
+    def smallest(self) -> Crossover | None:
         return self.turns[0] if self.turns else None
 
     def __str__(self) -> str:
-        return "\n".join(str(found) for found in (*self.turns, *self.steady))
+        return "\n".join(str(each) for each in (*self.turns, *self.steady))
 
 
 Decide = Callable[[Facts], Candidate | None]
-"""The plan for some facts; None where nothing fits, InputError where they allow no legal plan."""
+"""The plan for some facts: None if nothing fits, InputError if no plan is legal."""
 
 
-def flip(facts: Facts, decide: Decide, *, levers: Sequence[Lever] = tuple(Lever)) -> Flip:
-    """The smallest change of `levers` that changes the kind of plan that `decide` gives.
+def flip(facts: Facts, decide: Decide, *, levers: Sequence[Lever] = tuple(Lever)) -> Sensitivity:
+    """Find the smallest change of `levers` that changes the kind of plan that `decide` returns.
 
-    A kind is which axes a plan uses and what its replicas shard: degrees and microbatches are not
-    looked at. All levers are scanned side by side and the scan ends where the first of them turns,
-    to within a step of it; ask for one lever to follow it farther.
+    A kind is the axes of a plan and its sharding, not its degrees and microbatches. All levers are
+    scanned in step until the first crossover; pass a single lever to follow that one farther.
     """
-    found: list[Turn] = []
+    crossovers: list[Crossover] = []
     steady, scans = [], []
     for lever in levers:
         try:
             scans.append(_Scan(facts, decide, lever))
         except InputError as error:
-            steady.append(Steady(lever=lever, because=f"cannot be varied: {error.what}"))
+            steady.append(Insensitive(lever=lever, because=f"cannot be varied: {error.what}"))
     for exponent in range(1, OCTAVES * PER_OCTAVE + 1):
-        turns = [turn for scan in scans if (turn := scan.turn(exponent))]
-        if turns:
-            found = sorted(turns, key=lambda turn: abs(log2(turn.factor)))
+        crossovers = [crossover for scan in scans if (crossover := scan.crossover(exponent))]
+        if crossovers:
+            crossovers.sort(key=lambda crossover: abs(log2(crossover.factor)))
             break
-    turned = {turn.lever for turn in found}
-    ending = "; not looked at farther" if found else ""
+    crossed = {crossover.lever for crossover in crossovers}
+    ending = "; not scanned farther" if crossovers else ""
     steady += [
-        Steady(lever=scan.lever, because=f"{scan.stays}{ending}")
+        Insensitive(lever=scan.lever, because=f"{scan.stays}{ending}")
         for scan in scans
-        if scan.lever not in turned
+        if scan.lever not in crossed
     ]
-    return Flip(turns=tuple(found), steady=tuple(steady))
+    return Sensitivity(turns=tuple(crossovers), steady=tuple(steady))
 
 
 class _Scan:
-    """The answers along one lever, each decided on once.
+    """Answers along one lever, each decided once.
 
     Attributes:
         step: amounts are multiples of it; None for any real number.
-        reached: the farthest amounts upwards (1) and downwards (-1) at which the answer stays.
-        refused: why an amount on the way cannot be.
+        reached: the farthest amounts upwards (1) and downwards (-1) with the same answer.
+        refused: reason why an amount within the bounds is impossible.
     """
 
     def __init__(self, facts: Facts, decide: Decide, lever: Lever) -> None:
@@ -138,18 +137,22 @@ class _Scan:
         self._known: dict[float, Candidate | None] = {}
 
     def answer(self, amount: float) -> Candidate | None:
-        """None: nothing fits. Raises InputError where there is no such amount, or no legal plan."""
+        """Return the plan for an amount; None if nothing fits.
+
+        Raises:
+            InputError: there is no such amount, or no legal plan for it.
+        """
         if amount not in self._known:
             self._known[amount] = self._decide(varied(self._facts, self.lever, amount))
         return self._known[amount]
 
     def changes(self, amount: float) -> bool:
-        """Whether the answer there is of another kind."""
-        found, here = self.answer(amount), self.answer(self.now)
-        return (found and kind(found.plan)) != (here and kind(here.plan))
+        """True if the answer for `amount` is of another kind."""
+        there, here = self.answer(amount), self.answer(self.now)
+        return (there and kind(there.plan)) != (here and kind(here.plan))
 
-    def turn(self, exponent: int) -> Turn | None:
-        """The nearest change so many steps of the scan away, up or down."""
+    def crossover(self, exponent: int) -> Crossover | None:
+        """Look `exponent` steps up and down, and return the nearest crossover."""
         brackets = []
         for direction in (1, -1):
             amount = self._amount(direction * exponent)
@@ -161,16 +164,16 @@ class _Scan:
                 else:
                     self.reached[direction] = amount
             except InputError as error:
-                words = f"; {shown(self.lever, amount)} cannot be: {error.what}"
+                words = f"; {shown(self.lever, amount)} is not possible: {error.what}"
                 self.refused = self.refused or words
-        return _nearest(brackets).turn() if brackets else None
+        return _nearest(brackets).crossover() if brackets else None
 
     def _amount(self, exponent: int) -> float:
         amount = self.now * exp2(exponent / PER_OCTAVE)
         return amount if self.step is None else round(amount / self.step) * self.step
 
     def between(self, one: float, other: float) -> float | None:
-        """The middle, None where they are as good as neighbours."""
+        """Return the middle of two amounts; None if they are close enough."""
         low, high = sorted((one, other))
         if self.step is None:
             return sqrt(low * high) if high / low > 1 + RESOLUTION else None
@@ -179,46 +182,46 @@ class _Scan:
 
     @property
     def stays(self) -> str:
-        """Between which amounts the answer was seen to stay, in words."""
+        """Bounds within which the answer stays, in words."""
         low, high = (shown(self.lever, self.reached[direction]) for direction in (-1, 1))
         return f"the answer stays from {low} to {high}{self.refused}"
 
 
 @dataclass(slots=True)
 class _Bracket:
-    """A change lies between an amount at which the answer stays and one at which it turns."""
+    """Bracket of a crossover: the answer is the same at `stays`, another at `turns`."""
 
     scan: _Scan
     stays: float
     turns: float
 
     def octaves(self, amount: float) -> float:
-        """How far an amount is from what is now."""
+        """Distance of an amount from the present one, in doublings."""
         return abs(log2(amount / self.scan.now))
 
     def halve(self) -> bool:
-        """Whether the change could be placed better."""
+        """Halve the bracket; return False if it is narrow enough."""
         middle = self.scan.between(self.stays, self.turns)
         if middle is None:
             return False
         try:
             changed = self.scan.changes(middle)
-        except InputError:  # no legal plan for that amount: both sides are as near as can be
+        except InputError:  # no legal plan in the middle: the bracket cannot be narrowed
             return False
         self.stays, self.turns = (self.stays, middle) if changed else (middle, self.turns)
         return True
 
-    def turn(self) -> Turn:
-        """As it is placed now."""
+    def crossover(self) -> Crossover:
+        """Return the crossover as located so far."""
         scan = self.scan
         before, after = scan.answer(scan.now), scan.answer(self.turns)
-        assert before is not None  # it was decided on
+        assert before is not None  # the decision itself
         if after is None:
             because = "No plan fits there"
         else:
             seconds = format_seconds(after.estimate.step_s)
             because = f"There {title(after.plan)} takes {seconds} a step"
-        return Turn(
+        return Crossover(
             lever=scan.lever,
             now=scan.now,
             stays=self.stays,
@@ -232,7 +235,7 @@ class _Bracket:
 
 
 def _nearest(brackets: list[_Bracket]) -> _Bracket:
-    """The nearest change, placed as finely as it is looked for; what is farther is left alone."""
+    """Narrow the brackets until the nearest is known to the resolution, and return it."""
     moving = list(brackets)
     while moving:
         bracket = min(moving, key=lambda one: one.octaves(one.stays))

@@ -83,7 +83,7 @@ def test_offload_is_a_candidate_only_when_asked_for() -> None:
         ("", 10, "a global batch of 10 does not divide over 8 replicas: 10 % 8 = 2"),
         ("tp=2", 16, "tp=2 splits layers, and `tensor_styles` names none"),
         ("dp_shard=3", 16, "plan needs 3 ranks (dp_shard=3), 1x8xH100-like has 8"),
-        ("microbatch_size=3", 16, "microbatch_size=3 does not cut the 2 samples"),
+        ("microbatch_size=3", 16, "microbatch_size=3 does not divide the 2 samples"),
     ],
 )
 def test_settings_that_allow_nothing_are_explained(settings: str, batch: int, words: str) -> None:

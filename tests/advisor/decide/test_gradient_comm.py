@@ -57,9 +57,9 @@ def test_a_hierarchy_is_taken_where_the_backend_sends_more_between_nodes() -> No
     """16 MB: 1.5 of them leave a node by the backend's ring, 1 by the hierarchy."""
     decision = decided(slow(is_ring=True), Policy())
     assert decision.plan.aggregation is Aggregation.HIERARCHICAL
-    (said,) = [r for r in decision.reasons if r.startswith("Gradients go by")]
-    assert "aggregation=hierarchical: 1.28 s a step" in said
-    assert "by the backend's all-reduce 1.92 s; nothing of them is lost" in said
+    (said,) = [r for r in decision.reasons if r.startswith("Gradients are reduced with")]
+    assert "aggregation=hierarchical: 1.28 s of a step is exposed communication" in said
+    assert "1.92 s with the backend's all-reduce; no precision is lost" in said
     assert "DDP over 4, hierarchical sums" in str(decision)
 
 
@@ -79,10 +79,10 @@ def test_what_loses_something_is_offered_with_its_gain_and_taken_when_allowed() 
     assert offer.startswith(
         f"compression=powersgd compression_rank=4 is predicted {times:.1f} times as fast"
     )
-    assert "matrices go as factors of rank 4" in offer
+    assert "matrices are sent as factors of rank 4" in offer
     assert "`--allow-lossy`" in " ".join(str(careful).split())
     assert not any("--allow-lossy" in offer for offer in allowed.offers)
-    assert "the training is another" in " ".join(allowed.reasons)
+    assert "which changes the training" in " ".join(allowed.reasons)
     # Factors of rank 4: 8,000 of 1,000,000 numbers.
     assert sum(
         t.payload_bytes * t.count for t in allowed.estimate.traffic if t.purpose == "gradients"

@@ -1,4 +1,4 @@
-"""The flip: what would change the answer, found by search and held against deciding by hand."""
+"""Sensitivity: what would change the answer, found by search and held against deciding by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from advisor.cost import CostModel
 from advisor.decide.choose import choose
 from advisor.decide.comparison import kind
 from advisor.decide.decision import Decision
-from advisor.decide.sensitivity import OCTAVES, RESOLUTION, Flip, flip
+from advisor.decide.sensitivity import OCTAVES, RESOLUTION, Sensitivity, flip
 from advisor.inputs.changed_facts import Lever, value, varied
 from advisor.inputs.facts import Facts
 from advisor.search.ranking import Candidate
@@ -31,18 +31,20 @@ def decision() -> Decision:
 
 
 @pytest.fixture(scope="module")
-def found(decision: Decision) -> Flip:
+def found(decision: Decision) -> Sensitivity:
     return decision.flip()
 
 
-def test_every_lever_is_answered_and_the_smallest_change_comes_first(found: Flip) -> None:
+def test_every_lever_is_answered_and_the_smallest_change_comes_first(found: Sensitivity) -> None:
     assert {item.lever for item in (*found.turns, *found.steady)} == set(Lever)
     changes = [max(turn.factor, 1 / turn.factor) for turn in found.turns]
     assert changes == sorted(changes)
     assert found.smallest == found.turns[0]
 
 
-def test_both_sides_of_a_change_are_as_deciding_again_says(decision: Decision, found: Flip) -> None:
+def test_both_sides_of_a_change_are_as_deciding_again_says(
+    decision: Decision, found: Sensitivity
+) -> None:
     here = kind(decision.plan)
     assert found.turns
     for turn in found.turns:
@@ -53,7 +55,7 @@ def test_both_sides_of_a_change_are_as_deciding_again_says(decision: Decision, f
         assert far == turn.plan
 
 
-def test_a_change_is_as_narrow_as_it_is_said_to_be(found: Flip) -> None:
+def test_a_change_is_as_narrow_as_it_is_said_to_be(found: Sensitivity) -> None:
     for turn in found.turns:
         if turn.lever is Lever.BATCH:
             assert abs(turn.turns - turn.stays) == 8  # one more sample for each of eight
@@ -130,7 +132,7 @@ def test_what_never_changes_says_between_what_bounds() -> None:
         f"the answer stays from {79.6 / widest:.2f} GiB to {79.6 * widest:.1f} GiB"
     )
     assert said[Lever.LINKS_BETWEEN_NODES] == "cannot be varied: there is one node"
-    assert "4096 tokens; 5760 tokens cannot be" in said[Lever.SEQUENCE]
+    assert "4096 tokens; 5760 tokens is not possible" in said[Lever.SEQUENCE]
 
 
 def test_the_scan_ends_at_the_smallest_change() -> None:
@@ -144,7 +146,7 @@ def test_the_scan_ends_at_the_smallest_change() -> None:
     found = flip(facts(SMALL, gpus(1, 8), batch=64), both)
     assert [turn.lever for turn in found.turns] == [Lever.MEMORY]
     links = next(item for item in found.steady if item.lever is Lever.LINKS_IN_NODE)
-    assert links.because == "the answer stays from 255 GB/s to 509 GB/s; not looked at farther"
+    assert links.because == "the answer stays from 255 GB/s to 509 GB/s; not scanned farther"
 
 
 def test_one_lever_can_be_followed_to_where_it_turns(decision: Decision) -> None:
@@ -156,7 +158,7 @@ def test_one_lever_can_be_followed_to_where_it_turns(decision: Decision) -> None
     assert kind(near) == kind(decision.plan) != kind(far)
 
 
-def test_a_profile_of_a_module_says_that_its_sequences_cannot_be_varied(found: Flip) -> None:
+def test_a_profile_of_a_module_says_that_its_sequences_cannot_be_varied(found: Sensitivity) -> None:
     said = next(item for item in found.steady if item.lever is Lever.SEQUENCE)
     assert str(said) == (
         "sequence length: cannot be varied: the profile of middle was taken of a module at 4096"
@@ -180,7 +182,7 @@ def test_measured_rates_vary_with_their_link() -> None:
 
 
 def test_a_flip_is_kept_in_the_file_only_where_that_is_asked_for(
-    decision: Decision, found: Flip
+    decision: Decision, found: Sensitivity
 ) -> None:
     assert decision.flipped is None
     kept = decision.with_flip()

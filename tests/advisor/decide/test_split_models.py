@@ -6,7 +6,7 @@ import pytest
 
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
-from advisor.decide.sensitivity import Flip
+from advisor.decide.sensitivity import Sensitivity
 from advisor.decide.tree import Family, belongs
 from advisor.inputs.changed_facts import Lever
 from advisor.inputs.policy import Objective, Policy
@@ -69,7 +69,7 @@ def test_slow_links_between_nodes_keep_parameters_from_being_gathered_over_them(
 
 
 def test_a_faster_link_turns_a_pipeline_into_another_plan(pipeline: Decision) -> None:
-    found: Flip = pipeline.flip(Lever.LINKS_IN_NODE)
+    found: Sensitivity = pipeline.flip(Lever.LINKS_IN_NODE)
     (turn,) = found.turns
     assert turn.factor > 1
     assert turn.before.startswith("PP")
