@@ -1,4 +1,4 @@
-"""Plans beside each other: what they are called, and how one stands against another, in words."""
+"""Comparison of plans: their titles, and the verdict on one against another, in words."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from profiles.units import format_gib, format_percent, format_seconds
 
 
 class PlanVerdict(StrEnum):
-    """How another plan stands against the one that was taken."""
+    """Verdict on another plan, compared with the one taken."""
 
     CHOSEN = "chosen"
     NOT_LEGAL = "not legal"
@@ -37,7 +37,7 @@ class PlanVerdict(StrEnum):
 
 
 def title(plan: Plan) -> str:
-    """A plan's way of spreading, in words.
+    """Describe a plan's parallelism in words.
 
     >>> title(Plan.parse("dp_replicate=2 dp_shard=8"))
     'HSDP, shard 8 x replicate 2'
@@ -60,7 +60,7 @@ def title(plan: Plan) -> str:
 
 
 def offloaded(plan: Plan) -> str:
-    """All states are what the word usually means."""
+    """Describe the offload; that of all states has the usual name, CPU or disk offload."""
     in_files = plan.offload_to is OffloadTo.DISK
     if plan.offload is Offload.STATES:
         return "disk offload" if in_files else "CPU offload"
@@ -72,7 +72,7 @@ _SENT = {Compression.BF16: "bf16 gradients", Compression.POWERSGD: "PowerSGD"}
 
 
 def _replicas(plan: Plan) -> str:
-    """What the data-parallel ranks are, in words."""
+    """Describe the data-parallel ranks in words."""
     replicate, shard = plan.dp_replicate, plan.dp_shard
     words = {
         DataParallel.NONE: "one device",
@@ -87,7 +87,7 @@ def _replicas(plan: Plan) -> str:
         words = _UPDATES[plan.updates]
     if plan.data_degree > 1 and plan.data_parallel is not DataParallel.HYBRID_SHARD:
         words += f" over {plan.data_degree}"
-    return words + _beside(plan)
+    return words + _extra_ranks(plan)
 
 
 _UPDATES = {
@@ -98,8 +98,8 @@ _UPDATES = {
 }
 
 
-def _beside(plan: Plan) -> str:
-    """What stands beside replicas that update apart."""
+def _extra_ranks(plan: Plan) -> str:
+    """Describe the period of updates, backup workers and servers."""
     every = "step" if plan.sync_every == 1 else f"{plan.sync_every} steps"
     words = [f" every {every}"] * plan.updates.is_periodic
     words += [f" + {plan.backup_workers} workers"] * bool(plan.backup_workers)
@@ -108,7 +108,7 @@ def _beside(plan: Plan) -> str:
 
 
 def cuts(plan: Plan) -> str:
-    """How a replica's batch is cut and run, in words.
+    """Describe in words how a replica's batch is split and run.
 
     >>> cuts(Plan.parse("pp=2 microbatch_size=1 microbatches=8 schedule=1f1b stages=b"))
     'microbatch 1 x 8 in 1F1B, fp32'
@@ -117,7 +117,7 @@ def cuts(plan: Plan) -> str:
 
 
 def short_cuts(plan: Plan) -> str:
-    """The same where there is little room; precision, which all plans share, is left out.
+    """Describe the same more briefly, without the precision, which all plans share.
 
     >>> short_cuts(Plan.parse("microbatch_size=1 accumulation=8 recompute=full"))
     'mb 1 x 8, full recompute'
@@ -138,7 +138,7 @@ _SCHEDULES = {
 
 
 def _rounds(plan: Plan) -> str:
-    """How often a replica runs forward in a step, and how stages take turns."""
+    """Describe the number of forwards in a step, and the pipeline schedule."""
     if plan.schedule is None:
         return f" x {plan.forwards} accumulation" if plan.forwards > 1 else ""
     words = f" x {plan.microbatches} in {_SCHEDULES[plan.schedule]}"
@@ -153,7 +153,7 @@ def _recomputed(plan: Plan) -> str:
 
 
 def _cut_axes(plan: Plan) -> tuple[str, ...]:
-    """The axes along which the model itself is cut."""
+    """Return the axes that split the model or its sequence."""
     return tuple(axis for axis in ("pp", "cp", "tp", "ep") if getattr(plan, axis) > 1)
 
 
@@ -161,19 +161,18 @@ Kind = tuple[tuple[str, ...], DataParallel, Offload, OffloadTo, Updates, bool]
 
 
 def kind(plan: Plan) -> Kind:
-    """Which axes a plan uses, what its replicas shard, what waits outside the device and where, and
-    how ranks update; no degrees."""
+    """Return the plan's axes, sharding, offload and kind of updates, without degrees."""
     shards = plan.data_parallel, plan.offload, plan.offload_to
     return _cut_axes(plan), *shards, plan.updates, plan.servers > 0
 
 
-def cuts_both_ways(plan: Plan) -> bool:
-    """Whether it has stages and split layers."""
+def is_hybrid(plan: Plan) -> bool:
+    """True for plans with both PP and TP."""
     return plan.pp > 1 and plan.tp > 1
 
 
 def kind_words(plan: Plan) -> str:
-    """`kind` in words.
+    """Describe `kind` in words.
 
     >>> kind_words(Plan.parse("pp=4 tp=8 dp_replicate=2 zero=1"))
     'PP + TP + ZeRO-1'
@@ -189,19 +188,20 @@ Shape = tuple[Kind, tuple[int, ...], str]
 
 
 def shape(plan: Plan) -> Shape:
-    """What two plans share that differ only in how the batch is cut and run."""
+    """Return the kind and degrees: plans of one shape differ only in how the batch is split and
+    run."""
     degrees = (plan.pp, plan.cp, plan.tp, plan.ep, plan.dp_replicate, plan.dp_shard)
-    return kind(plan), degrees, _beside(plan)
+    return kind(plan), degrees, _extra_ranks(plan)
 
 
 def best_of(candidates: list[Candidate], policy: Policy) -> Candidate:
-    """The preferred plan that fits; where none does, the one that misses by least."""
+    """Return the preferred plan that fits; if none does, the nearest miss."""
     fitting = [candidate for candidate in candidates if candidate.fits]
     return preferred(fitting, policy) if fitting else nearest_miss(candidates)
 
 
 def nearest_miss(candidates: Sequence[Candidate]) -> Candidate:
-    """The plan that needs least above what there is."""
+    """Return the plan that exceeds the limits by least."""
     return min(
         candidates,
         key=lambda c: (
@@ -221,15 +221,15 @@ def compare(
     fastest_s: float,
     was_open: bool = True,
 ) -> tuple[PlanVerdict, str]:
-    """How `other` stands against the choice, with the numbers.
+    """Return the verdict on `other` against the chosen plan, and the reason with numbers.
 
     Args:
-        fastest_s: the step of the fastest plan that the choice was taken from; plans within the
-            policy's margin of it tie.
-        was_open: the choice was free to take it: no setting that was given stood against it.
+        fastest_s: step time of the fastest plan considered; plans within the policy's margin of it
+            tie.
+        was_open: the fixed settings allowed `other`.
     """
     if other.plan == chosen.plan:
-        return PlanVerdict.CHOSEN, "it is the plan that was taken"
+        return PlanVerdict.CHOSEN, "it is the chosen plan"
     if other.finding is not None:
         return PlanVerdict.NO_FIT, other.finding.because
     mine, theirs = chosen.estimate, other.estimate
@@ -238,7 +238,7 @@ def compare(
         if more < 0:
             return (
                 PlanVerdict.RULED_OUT,
-                f"needs {format_gib(-more)} less, but other settings are kept",
+                f"needs {format_gib(-more)} less, but other settings are fixed",
             )
         return PlanVerdict.LARGER, f"needs {format_gib(more)} more"
     difference = theirs.step_s - mine.step_s
@@ -249,18 +249,18 @@ def compare(
             words = f"{by}, but" if difference <= 0 else f"tie: {by};"
             return PlanVerdict.OUTSIDE, f"{words} outside the tree's leaf"
         if not was_open and theirs.step_s < fastest_s:
-            return PlanVerdict.RULED_OUT, f"{by}, but other settings are kept"
+            return PlanVerdict.RULED_OUT, f"{by}, but other settings are fixed"
         simpler = simplicity(other.plan) < simplicity(chosen.plan)
         ending = "" if simpler or policy.objective is not Objective.TREE else "; not simpler"
         return PlanVerdict.TIE, f"tie: {by}{ending}"
     because = f"{by}, {format_seconds(difference)}: {causes(theirs, mine)}"
     if difference <= tie_limit_s(mine.step_s, policy) - mine.step_s:
-        because += f"; {signed_percent(theirs.step_s / fastest_s - 1)} on the fastest plan"
+        because += f"; {signed_percent(theirs.step_s / fastest_s - 1)} against the fastest plan"
     return PlanVerdict.SLOWER, because
 
 
 def signed_percent(fraction: float) -> str:
-    """With its sign, also where it is rounded to nothing.
+    """Format a fraction as a percentage with its sign, also if it rounds to zero.
 
     >>> signed_percent(-0.014)
     '-1.4%'
@@ -279,27 +279,27 @@ _PARTS = {
     "straggling_s": "waiting for the slowest rank",
     "host_overhead_s": "data loading and host",
 }
-# Parts are named until less than this of a difference is left: about what rounding hides.
+# Parts are named until less than this share of the difference is left, about what rounding hides.
 _UNNAMED = 0.05
-# A nanosecond: less is shown as none.
+# Below a nanosecond a part is shown as zero.
 _SHOWN_S = 1e-9
 
 
 def causes(slower: Estimate, faster: Estimate) -> str:
-    """The parts of the step in which `slower` loses or gains, largest first.
+    """List the parts of the step in which `slower` loses or gains, largest first.
 
-    What is left unnamed is less than 5 % of the difference, so that the numbers add up.
+    Unnamed parts make up less than 5 % of the difference, so that the numbers add up.
     """
     differences = {
         name: getattr(slower.time, part) - getattr(faster.time, part)
         for part, name in _PARTS.items()
     }
     rest = difference = slower.step_s - faster.step_s
-    said = []
+    named = []
     for name in sorted(differences, key=lambda name: (-abs(differences[name]), name)):
         change = differences[name]
         if abs(rest) <= _UNNAMED * abs(difference) or abs(change) < _SHOWN_S:
             break
-        said.append(f"{format_seconds(abs(change))} {'more' if change > 0 else 'less'} {name}")
+        named.append(f"{format_seconds(abs(change))} {'more' if change > 0 else 'less'} {name}")
         rest -= change
-    return ", ".join(said)
+    return ", ".join(named)

@@ -1,8 +1,8 @@
-"""What the size of the global batch means for training: how far it is safe, what goes with it.
+"""Large-batch training: the largest safe global batch, and the learning rate that goes with it.
 
-Adding devices usually adds samples to the batch. Up to some size that costs nothing: the noise of
-the gradient falls, and a larger learning rate makes up for fewer steps. Beyond it samples are
-wasted, or accuracy is lost.
+Adding devices usually adds samples to the batch. Up to some size that costs nothing: the gradient
+noise falls, and a larger learning rate makes up for fewer steps. Beyond it samples are wasted, or
+accuracy is lost.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from profiles.record import Record
 from profiles.units import format_count, format_percent
 
 WARMED_UP_IMAGES = 8192
-"""ResNet-50 on ImageNet without loss of accuracy, with the linear rule and a warm-up, on 256
-devices (Goyal et al. 2017, arXiv:1706.02677: accuracy falls beyond)."""
+"""Largest batch for ResNet-50 on ImageNet without loss of accuracy, with the linear rule and a
+warm-up, on 256 devices (Goyal et al. 2017, arXiv:1706.02677)."""
 LARGEST_IMAGES = 32768
-"""The same with more than that: layer-wise rates (LARS; You et al. 2017, arXiv:1709.05011) or a
-warm-up by RMSprop on 1,024 devices (Akiba et al. 2017, arXiv:1711.04325)."""
+"""The same with layer-wise rates (LARS; You et al. 2017, arXiv:1709.05011) or a warm-up by RMSprop
+on 1,024 devices (Akiba et al. 2017, arXiv:1711.04325)."""
 CRITICAL_TOKENS_AT_LOSS_1 = 2.1e8
 CRITICAL_EXPONENT = 0.21
 """The critical batch of language models is 2.1e8 tokens / loss^(1/0.21), in nats a token (Kaplan et
 al. 2020, arXiv:2001.08361)."""
 LATE_LOSS = 2.0
-"""Nats a token late in the training of a model of billions of parameters; assumed. Earlier losses
-are larger, and their critical batches smaller."""
+"""Nats a token late in the training of a model of billions of parameters; assumed. The critical
+batch is smaller earlier in training, when the loss is larger."""
 
 
 class BatchAdvice(Record):
-    """The global batch of a decision, and what goes with it.
+    """Global batch of a decision, with advice.
 
     Attributes:
         batch: samples per optimizer step over all replicas, the effective batch of every plan.
-        tokens: the same in tokens, where samples are sequences.
-        steps_per_epoch: where the data set's size is known.
-        optimizer, rule: how its learning rate follows the batch.
-        warm_up_steps: after the rate was scaled up; None: five epochs.
+        tokens: the same in tokens, if samples are sequences.
+        steps_per_epoch: if the data set's size is known.
+        optimizer, rule: the scaling of its learning rate with the batch.
+        warm_up_steps: after scaling up the rate; None: five epochs.
         critical_batch: measured, in samples (`parallel.noise_scale`).
-        warnings: sentences, where the batch is larger than what is known to be safe.
+        warnings: sentences, if the batch is larger than what is known to be safe.
     """
 
     batch: int
@@ -56,7 +56,7 @@ class BatchAdvice(Record):
         return "\n".join([*self.lines(), *self.warnings])
 
     def lines(self) -> Iterator[str]:
-        """The effective batch, and what to change in the optimizer when the plan changes."""
+        """Yield the effective batch, and the learning rate at other batches."""
         tokens = f", {format_count(self.tokens)} tokens" if self.tokens else ""
         epoch = ""
         if self.steps_per_epoch is not None:
@@ -68,7 +68,7 @@ class BatchAdvice(Record):
 
 
 def batch_advice(facts: Facts) -> BatchAdvice:
-    """What to know about the global batch of `facts`, whatever the plan."""
+    """Return advice on the global batch of `facts`, for any plan."""
     work = facts.workload
     batch, tokens = work.global_batch_size, facts.tokens_per_sample
     rule = rule_of(work.optimizer.name)
@@ -92,7 +92,7 @@ def _warnings(facts: Facts) -> Iterator[str]:
     if work.dataset_samples is not None and batch > work.dataset_samples:
         yield (
             f"global batch {batch:,} is more than the {work.dataset_samples:,} samples of the"
-            " training set: no step has as many"
+            " training set"
         )
     if critical is not None:
         if batch > critical:
@@ -128,12 +128,13 @@ def _warnings(facts: Facts) -> Iterator[str]:
 
 
 def steps_per_epoch(samples: int, batch: int) -> int:
-    """Optimizer steps that see every sample once, a last smaller batch included."""
+    """Return the optimizer steps of an epoch, including a last smaller batch."""
     return -(-samples // batch)
 
 
 def critical_tokens(loss: float) -> float:
-    """Critical batch of a language model, in tokens, at `loss` nats a token (Kaplan et al. 2020).
+    """Return the critical batch of a language model in tokens, at `loss` nats a token (Kaplan et
+    al. 2020).
 
     >>> format_count(critical_tokens(3.0))
     '1.12 M'
@@ -142,7 +143,7 @@ def critical_tokens(loss: float) -> float:
 
 
 def steps_ratio(one: float, other: float) -> float:
-    """Steps to a loss at one batch over those at another, both in critical batches: S / S_min is
+    """Return the ratio of steps to a loss at two batches, given in critical batches: S / S_min is
     1 + B_crit / B (McCandlish et al. 2018, arXiv:1812.06162).
 
     >>> round(steps_ratio(2.0, 1.0), 3)
@@ -152,7 +153,7 @@ def steps_ratio(one: float, other: float) -> float:
 
 
 def noise_scale(learning_rate: float, *, momentum: float = 0.0, samples: int, batch: int) -> float:
-    """The scale of the random part of SGD's steps: g = eps / (1 - m) (N / B - 1).
+    """Return the noise scale of SGD's steps: g = eps / (1 - m) (N / B - 1).
 
     Args:
         learning_rate, momentum: eps and m of SGD.
@@ -168,10 +169,11 @@ def noise_scale(learning_rate: float, *, momentum: float = 0.0, samples: int, ba
     500.355859
 
     Raises:
-        InputError: no positive sizes, a batch of more than all samples, or momentum 1 and more.
+        InputError: sizes that are not positive, a batch of more than all samples, or momentum
+            outside [0, 1).
     """
     if not 1 <= batch <= samples:
-        raise InputError(f"a batch of {batch} is no part of {samples} samples")
+        raise InputError(f"the batch must be from 1 to {samples} samples, not {batch}")
     if not 0 <= momentum < 1:
-        raise InputError(f"momentum lies in 0 <= m < 1, not {momentum}")
+        raise InputError(f"momentum must satisfy 0 <= m < 1, not {momentum}")
     return learning_rate / (1 - momentum) * (samples / batch - 1)

@@ -1,8 +1,8 @@
-"""Levers on software and training: what each would do to the plan that was taken, in numbers.
+"""Levers on software and training: the predicted effect of each on the plan taken.
 
 Each is a function from facts to changed facts: of the stack, the optimizer or the model. A few
-plans are estimated under it: the one that was taken, the same without recompute or with larger
-microbatches, and those it was set against.
+plans are estimated with it: the plan taken, the same without recompute or with larger microbatches,
+and its alternatives.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ if TYPE_CHECKING:
     from advisor.inputs.wrapped import Wrapped
 
 RANK = 16
+_NOT_OURS = "our engines do not implement it"
+# Smallest relative difference that a report shows.
 _SHOWN = 0.0005
 FP8 = "float8_e4m3fn"
-# Beside the plan that was taken, so many of those it was set against.
+# Alternatives that fit, and that do not, to estimate besides the plan taken.
 _OTHERS = 2
-# What a report points out: this much less of a step; or of what a device holds, where a step takes
-# no more than this longer.
+# A report points out levers that shorten the step by this share; or that save this share of memory
+# and lengthen the step by at most that much.
 NOTABLE_STEP, NOTABLE_MEMORY, MOST_LONGER = 0.05, 0.15, 0.10
 
 
 class Gain(Record):
-    """What a lever would do.
+    """Predicted effect of a lever.
 
     Attributes:
         name: of the lever.
-        says: what is done, and by what software.
-        settings: of a plan that asks our engines for it; empty where it is priced only.
-        keeps_training: whether losses are what they were, but for rounding.
-        plan, estimate: the plan that was taken, under the lever.
-        fits: whether it does.
-        best, best_estimate: the fastest that fits of the few plans that were estimated.
+        says: description of the lever, and the software that has it.
+        settings: of a plan that applies it in our engines; empty if it is priced only.
+        keeps_training: losses stay the same but for rounding.
+        plan, estimate: the plan taken, with the lever.
+        fits: that plan fits.
+        best, best_estimate: the fastest plan that fits of the few that were estimated.
     """
 
     name: str
@@ -63,7 +65,7 @@ class Gain(Record):
 
 @dataclass(frozen=True, slots=True)
 class _Lever:
-    """Facts that are None: there is nothing of the kind to change."""
+    """Lever; `changed` returns None if it does not apply to some facts."""
 
     name: str
     says: str
@@ -73,12 +75,12 @@ class _Lever:
 
     @property
     def is_applied(self) -> bool:
-        """Whether our engines do it."""
+        """True if our engines implement it."""
         return bool(self.settings)
 
 
 def chunked_loss(facts: Facts) -> Facts | None:
-    """Head and loss together, a part of the tokens at a time."""
+    """Compute head and loss together, a part of the tokens at a time."""
     if facts.tokens_per_sample is None or not has_loss_after_head(facts.model.units):
         return None
     if facts.stack.loss in (Loss.CHUNKED, Loss.HEAD):
@@ -87,22 +89,21 @@ def chunked_loss(facts: Facts) -> Facts | None:
 
 
 def fp8_products(facts: Facts) -> Facts | None:
-    """Products with weights in 8 bits, and casts before them, where the device has units for
-    them."""
+    """Multiply weights in fp8, with casts before, if the device has units for it."""
     if FP8 not in facts.cluster.device.flop_per_s or facts.stack.product_dtype == FP8:
         return None
     return _with_stack(facts, "fp8 products", product_dtype=FP8)
 
 
 def cuda_graphs(facts: Facts) -> Facts | None:
-    """Launches of a step replayed as one."""
+    """Replay the launches of a step as one."""
     if facts.cluster.device.kind == "cpu" or facts.stack.cuda_graphs == 1.0:
         return None
     return _with_stack(facts, "CUDA graphs", cuda_graphs=1.0)
 
 
 def core_recompute(facts: Facts) -> Facts | None:
-    """Selective recompute that repeats scores and softmax alone."""
+    """Recompute only scores and softmax."""
     kernel = facts.stack.attention
     costs = [cost for unit in facts.model.blocks() for cost in unit.costs.values()]
     calls = [call for cost in costs for call in cost.attention]
@@ -115,8 +116,7 @@ def core_recompute(facts: Facts) -> Facts | None:
 
 
 def bf16_moments(facts: Facts) -> Facts | None:
-    """The optimizer's moments in 16 bits: half the bytes, half of what a step reads and writes of
-    them."""
+    """Store the optimizer's moments in bf16: half the bytes, to hold and to read and write."""
     optimizer, states = facts.workload.optimizer, facts.stack.states
     each = optimizer.state_bytes_per_element
     if facts.model.dtype != "float32" or not optimizer.is_elementwise or not each:
@@ -124,7 +124,7 @@ def bf16_moments(facts: Facts) -> Facts | None:
     halved = {
         "name": f"{optimizer.name}, moments in bf16",
         "state_bytes_per_element": each / 2,
-        # Read and written once at least.
+        # Each is read and written at least once.
         "moved_bytes_per_element": optimizer.moved_bytes_per_element - each,
     }
     workload = facts.workload.model_copy(update={"optimizer": optimizer.model_copy(update=halved)})
@@ -136,7 +136,7 @@ def bf16_moments(facts: Facts) -> Facts | None:
 
 
 def lora(facts: Facts, *, is_quantised: bool = False) -> Facts | None:
-    """Adapters that learn beside a frozen base in bf16, or in 4 bits."""
+    """Train adapters on a frozen base in bf16, or in 4 bits."""
     is_bf16 = facts.precision.dtype == "bfloat16"
     if not is_bf16 or facts.stack.states is not None or not takes_lora(facts.model):
         return None
@@ -145,36 +145,36 @@ def lora(facts: Facts, *, is_quantised: bool = False) -> Facts | None:
 
 
 def qlora(facts: Facts) -> Facts | None:
-    """The same of a base in 4 bits."""
+    """Train adapters on a frozen base in 4 bits."""
     return lora(facts, is_quantised=True)
 
 
-def _as_they_are(facts: Facts) -> Facts | None:
+def _unchanged(facts: Facts) -> Facts | None:
     return facts
 
 
 LEVERS = (
-    _Lever("compile", "torch.compile of every block", _as_they_are, (("compile", True),)),
+    _Lever("compile", "torch.compile of every block", _unchanged, (("compile", True),)),
     _Lever(
         "offload activations",
-        "what blocks keep waits in main memory, in place of recompute",
-        _as_they_are,
+        "activations of blocks in main memory, in place of recompute",
+        _unchanged,
         (("offload", Offload.ACTIVATIONS), ("recompute", Recompute.NONE)),
     ),
     _Lever(
         "chunked loss",
-        "logits and their loss an eighth of the tokens at a time (Liger-Kernel, torchtune)",
+        "logits and loss for an eighth of the tokens at a time (Liger-Kernel, torchtune)",
         chunked_loss,
     ),
     _Lever(
         "recompute of scores",
-        "selective recompute of attention's scores alone (Megatron-LM)",
+        "selective recompute of only attention's scores (Megatron-LM)",
         core_recompute,
     ),
-    _Lever("CUDA graphs", "launches replayed, not made anew", cuda_graphs),
+    _Lever("CUDA graphs", "recorded launches, replayed", cuda_graphs),
     _Lever(
         "fp8 products",
-        "products with weights in 8 bits (torchao, Transformer Engine)",
+        "products with weights in fp8 (torchao, Transformer Engine)",
         fp8_products,
         keeps_training=False,
     ),
@@ -190,16 +190,16 @@ LEVERS = (
 
 
 def gains(decision: Decision) -> tuple[Gain, ...]:
-    """Every lever that changes something here, in a fixed order.
+    """Return every lever that has an effect here, in a fixed order.
 
-    One that changes nothing may be one whose kernels the profile does not know.
+    A lever may have none because the profile does not know its kernels.
     """
     facts, own = decision.facts, decision.plan
     if not own.updates_in_step:
         return ()
     costs = CostModel(facts)
     plans = [own, *_variants(own), *_others(decision)]
-    found = []
+    effective = []
     for lever in LEVERS:
         if lever.is_applied and not is_of_engines(facts.stack):
             continue
@@ -215,9 +215,9 @@ def gains(decision: Decision) -> tuple[Gain, ...]:
             default=None,
         )
         taken = weighed[0]
-        if _is_nothing(taken.estimate, decision.estimate):
+        if _is_equal(taken.estimate, decision.estimate):
             continue
-        found.append(
+        effective.append(
             Gain(
                 name=lever.name,
                 says=lever.says,
@@ -230,19 +230,19 @@ def gains(decision: Decision) -> tuple[Gain, ...]:
                 best_estimate=best.estimate if best else None,
             )
         )
-    return tuple(found)
+    return tuple(effective)
 
 
-def _is_nothing(found: Estimate, own: Estimate) -> bool:
-    """Whether a report's digits would not show it."""
-    step, memory = found.step_s / own.step_s - 1, found.peak_high_bytes / own.peak_high_bytes - 1
+def _is_equal(one: Estimate, other: Estimate) -> bool:
+    """True if a report's digits would not show the difference."""
+    step, memory = one.step_s / other.step_s - 1, one.peak_high_bytes / other.peak_high_bytes - 1
     return max(abs(step), abs(memory)) < _SHOWN
 
 
 def _weighed(
     lever: _Lever, facts: Facts, plans: list[Plan], costs: CostModel, decision: Decision
 ) -> Iterator[Candidate]:
-    """The plans that are legal with the lever's settings, other than without them."""
+    """Estimate the plans with the lever's settings that are legal and new."""
     model = costs if facts is costs.facts else CostModel(facts)
     because = facts.workload.optimizer.whole_because
     seen: set[Plan] = set()
@@ -257,20 +257,20 @@ def _weighed(
 
 
 def _variants(plan: Plan) -> Iterator[Plan]:
-    """What is tried first where memory is free: no recompute, twice the microbatch."""
+    """Yield variants that use free memory: no recompute, twice the microbatch."""
     wider: dict[str, Any] = {}
     for name in ("accumulation", "microbatches"):
         count = getattr(plan, name)
         if plan.microbatch_size is not None and count % 2 == 0 and not wider:
             wider = {name: count // 2, "microbatch_size": 2 * plan.microbatch_size}
-    kept = {"recompute": Recompute.NONE} if plan.recompute is not Recompute.NONE else {}
-    for change in (kept, wider, {**kept, **wider}):
+    plain = {"recompute": Recompute.NONE} if plan.recompute is not Recompute.NONE else {}
+    for change in (plain, wider, {**plain, **wider}):
         if change:
             yield plan.model_copy(update=change)
 
 
 def _others(decision: Decision) -> list[Plan]:
-    """Of the plans that it was set against the fastest, and those that nearly fit."""
+    """Return the fastest alternatives, and those that nearly fit."""
     ordered = sorted(decision.alternatives, key=lambda each: each.step_s or each.peak_high_bytes)
     fitting = [each.plan for each in ordered if each.step_s is not None]
     missing = [each.plan for each in ordered if each.step_s is None]
@@ -286,33 +286,33 @@ def _shown(value: object) -> str:
 
 
 def _with_stack(facts: Facts, name: str, **changes: object) -> Facts:
-    """Of a changed stack, which has a name of its own: costs are those of its kernels."""
+    """Return facts with a changed stack, under a name of its own."""
     stack = facts.stack.model_copy(update={"name": f"{facts.stack.name} + {name}", **changes})
     return Facts(model=facts.model, cluster=facts.cluster, workload=facts.workload, stack=stack)
 
 
 def sentences(decision: Decision) -> Iterator[str]:
-    """One for every lever: the plan under it, and whether another one would then be faster."""
+    """Yield a sentence for every lever with an effect."""
     for gain in gains(decision):
         yield sentence(gain, decision)
 
 
 def sentence(gain: Gain, decision: Decision) -> str:
-    """The change in time and memory of the plan that was taken."""
-    own, found = decision.estimate, gain.estimate
-    how = f"`{gain.settings}`" if gain.settings else "priced only: no engine of ours does it"
+    """Describe the change in time and memory of the plan taken, and a plan that is then faster."""
+    own, then = decision.estimate, gain.estimate
+    how = f"`{gain.settings}`" if gain.settings else f"priced only: {_NOT_OURS}"
     words = (
-        f"{gain.name} ({gain.says}): step {_change(found.step_s, own.step_s)} to"
-        f" {format_seconds(found.step_s)}, memory"
-        f" {_change(found.peak_high_bytes, own.peak_high_bytes)} to at most"
-        f" {format_gib(found.peak_high_bytes)}; {how}"
+        f"{gain.name} ({gain.says}): step {_change(then.step_s, own.step_s)} to"
+        f" {format_seconds(then.step_s)}, memory"
+        f" {_change(then.peak_high_bytes, own.peak_high_bytes)} to at most"
+        f" {format_gib(then.peak_high_bytes)}; {how}"
     )
     if not gain.keeps_training:
-        words += "; the training is another"
+        words += "; this changes the training"
     if not gain.fits:
         words += "; this plan does not fit then"
     if gain.best_estimate is not None and gain.best != gain.plan:
-        limit = found.step_s * (1 - decision.policy.simplicity_margin)
+        limit = then.step_s * (1 - decision.policy.simplicity_margin)
         if gain.best_estimate.step_s < limit or not gain.fits:
             step = gain.best_estimate.step_s
             words += (
@@ -323,7 +323,7 @@ def sentence(gain: Gain, decision: Decision) -> str:
 
 
 def hint(decision: Decision) -> Iterator[str]:
-    """What is worth knowing of all levers, in one line."""
+    """Yield the notable levers in one line."""
     own = decision.estimate
     applied: list[str] = []
     priced: list[str] = []
@@ -335,14 +335,14 @@ def hint(decision: Decision) -> Iterator[str]:
             continue
         words = [f"{_change(1 + step, 1)} step"] * (step <= -NOTABLE_STEP)
         words += [f"{_change(1 + memory, 1)} memory"] * saves
-        said = f"{gain.name} ({', '.join(words)})"
-        (applied if gain.settings else priced).append(
-            said.replace(gain.name, f"`{gain.settings}`", 1) if gain.settings else said
-        )
+        if gain.settings:
+            applied.append(f"`{gain.settings}` ({', '.join(words)})")
+        else:
+            priced.append(f"{gain.name} ({', '.join(words)})")
     lines = [", ".join(applied)] * bool(applied)
-    lines += [f"priced only, no engine of ours does it: {', '.join(priced)}"] * bool(priced)
+    lines += [f"priced only, {_NOT_OURS}: {', '.join(priced)}"] * bool(priced)
     if lines:
-        more = "`advise explain levers plan.json` says more"
+        more = "`advise explain levers plan.json` shows all"
         yield f"levers on this plan: {'; '.join(lines)}. {more}"
 
 
@@ -352,7 +352,7 @@ def _change(now: float, before: float) -> str:
 
 
 class Levers:
-    """All levers of a decision, as text."""
+    """Levers of a decision, as text."""
 
     def __init__(self, decision: Decision) -> None:
         self._decision = decision

@@ -1,15 +1,15 @@
-"""What may leave the device where nothing fits on it: attempts in order, and what was said of them.
+"""Offload if nothing fits on the device: attempts in order, and the reasons for one.
 
-The first attempt of which a plan fits is taken. Each sends more than the one before, or over a
-slower way, so that what is left to later ones is only what earlier ones cannot hold:
+The first attempt with a plan that fits is taken. Each moves more than the one before, or over a
+slower link:
 
-    one kind of thing in main memory     it goes and comes over the device's own link
-    states and activations there         both go; the block in work and a chunk of states stay
-    one kind of thing in files           main memory is short too; a node's devices share its disk
-    states and activations in files      the last way there is
+    one kind in main memory               over the device's own link to the host
+    states and activations there          the running block and a chunk of states stay on the device
+    one kind in files                     if main memory is short too; a node shares its disk
+    states and activations in files       last resort
 
-Files are tried where the disk is known (`advise probe --disk`, a cluster file, or the folder that a
-job names): others may have none that is fast, or none.
+Files are tried if the disk is known (`advise probe --disk`, a cluster file, or the folder of a
+job): other machines may have no fast one, or none.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _DEVICE = fits_device.__name__.replace("_", "-")
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What leaves, one or the other, and where to."""
+    """Kinds of offload to try, one at a time, and their destination."""
 
     kinds: tuple[Offload, ...]
     to: OffloadTo
 
     def partial(self, partial: PartialPlan) -> PartialPlan:
-        """Those of the search for it."""
+        """Return the settings of the search for it."""
         return partial if self.to is OffloadTo.HOST else partial.fixing(offload_to=self.to)
 
 
@@ -54,13 +54,13 @@ ATTEMPTS = tuple(Attempt(kinds, to) for to in OffloadTo for kinds in (_ONE, _BOT
 
 
 def attempts(facts: Facts, partial: PartialPlan) -> Iterator[Attempt]:
-    """Those that may be made here; none where `partial` says what leaves."""
+    """Yield the attempts that are possible here; none if `partial` fixes the offload."""
     if partial.fixes("offload"):
         return
     cluster = facts.cluster
     for attempt in ATTEMPTS:
         if attempt.to is OffloadTo.HOST:
-            # A CPU rank's device memory is the host's already.
+            # The device memory of a CPU rank is main memory already.
             is_open = cluster.device.kind != "cpu"
         else:
             is_open = cluster.disk_write_bytes_per_s is not None and not partial.fixes("offload_to")
@@ -71,11 +71,11 @@ def attempts(facts: Facts, partial: PartialPlan) -> Iterator[Attempt]:
 def with_disk(
     cluster: ClusterProfile, folder: str | os.PathLike[str] | None = None
 ) -> ClusterProfile:
-    """`cluster` with a disk of the assumed rates where none is known, and with what is free in
+    """Return `cluster` with a disk, of assumed rates if none are known, and the free space of
     `folder`."""
     written, read = disk_bytes_per_s(cluster)
     update = {"disk_write_bytes_per_s": written, "disk_read_bytes_per_s": read}
-    with contextlib.suppress(OSError):  # a folder that is missing is told where it is used
+    with contextlib.suppress(OSError):  # a missing folder is reported on its first use
         if folder is not None:
             free = shutil.disk_usage(folder).free
             update["disk_free_bytes"] = Quantity(value=free, source=Source.MEASURED)
@@ -83,7 +83,7 @@ def with_disk(
 
 
 def hint(plan: Plan) -> Iterator[str]:
-    """What a plan with files needs beside itself."""
+    """Yield what a plan that offloads to files needs to run."""
     if plan.offload_to is OffloadTo.DISK:
         yield (
             "give `offload_folder=` to `auto_parallelize` or `apply_plan`: a folder on a fast local"
@@ -92,20 +92,20 @@ def hint(plan: Plan) -> Iterator[str]:
 
 
 def hopeless(kind: Offload, short_of_memory: Sequence[Offload]) -> bool:
-    """Whether activations would go where the states alone found main memory short already."""
+    """True if main memory was too short for the states alone, without the activations of `kind`."""
     return _FIRST_OF.get(kind) in short_of_memory
 
 
 def reason(winner: Candidate, weighed: Sequence[Candidate]) -> Iterator[str]:
-    """Why something leaves the device, and what its ways cost."""
+    """Yield the reason for the offload, and its cost."""
     estimate = winner.estimate
     waiting = estimate.host_bytes or estimate.disk_bytes
-    if not waiting:  # main memory is a processor's own
+    if not waiting:  # on a CPU, main memory is the device's
         return
     where = "files" if estimate.disk_bytes else "main memory"
     moved_s = estimate.time.host_s
     costs = (
-        f"{format_gib(waiting)} a rank wait in {where}, and their ways take"
+        f"{format_gib(waiting)} a rank are kept in {where}, and transfers take"
         f" {format_seconds(moved_s)} of a step ({format_percent(moved_s / estimate.step_s)})"
     )
     here = [c for c in weighed if c.plan.offload is Offload.NONE]
@@ -113,24 +113,24 @@ def reason(winner: Candidate, weighed: Sequence[Candidate]) -> Iterator[str]:
         miss = nearest_miss(here)
         if miss.finding is not None:
             because = f"{title(miss.plan)} comes nearest and {miss.finding.because}"
-            yield f"With everything on the device nothing fits: {because}. {_capitalised(costs)}"
+            yield f"Nothing fits without offload: {because}. {costs}"
             earlier = _earlier(winner, weighed)
             if earlier:
                 yield earlier
             return
-    yield _capitalised(costs)
+    yield costs
 
 
 def _earlier(winner: Candidate, weighed: Sequence[Candidate]) -> str:
-    """What was tried before with something outside the device, and by how much it missed."""
+    """Describe the earlier attempts at offload, and by how much they missed."""
     own = next(n for n, a in enumerate(ATTEMPTS) if _is_of(winner, a))
     missed = []
     for attempt in ATTEMPTS[:own]:
         tried = [c for c in weighed if _is_of(c, attempt) and not c.fits]
         if tried:
-            # What fits the device and not the place beside it says why that place was left.
-            beside = [c for c in tried if c.finding and c.finding.rule != _DEVICE]
-            miss = nearest_miss(beside or tried)
+            # A plan that fits the device shows best why the destination was not enough.
+            too_large = [c for c in tried if c.finding and c.finding.rule != _DEVICE]
+            miss = nearest_miss(too_large or tried)
             assert miss.finding is not None
             missed.append(f"{title(miss.plan)} {miss.finding.because}")
     return f"Tried before: {'; '.join(missed)}" if missed else ""
@@ -139,7 +139,3 @@ def _earlier(winner: Candidate, weighed: Sequence[Candidate]) -> str:
 def _is_of(candidate: Candidate, attempt: Attempt) -> bool:
     plan = candidate.plan
     return plan.offload in attempt.kinds and plan.offload_to is attempt.to
-
-
-def _capitalised(words: str) -> str:
-    return words[:1].upper() + words[1:]

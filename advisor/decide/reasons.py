@@ -1,10 +1,10 @@
-"""Reasons: the argument for a plan, in sentences with their numbers."""
+"""Reasons: the argument for a plan, as sentences with numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from advisor.cost import CostModel
+from advisor.cost import CostModel, Traffic
 from advisor.cost.by_hand import crossed_s
 from advisor.decide import async_updates, gradient_comm, offload
 from advisor.decide.comparison import PlanVerdict, causes, title
@@ -20,9 +20,9 @@ from profiles.model.profile import Numerics
 from profiles.units import format_gib, format_percent, format_seconds
 from profiles.workload.optimizers import upkeep
 
-# What makes up more than this part of a difference is called its cause.
+# Share of a difference above which a part of it is named as its cause.
 _CAUSE = 0.5
-# States at the peak that differ by less from those at the optimizer step are said once.
+# Relative difference below which states at the peak and at the optimizer step are the same.
 _SAME = 0.01
 
 
@@ -36,12 +36,12 @@ def reasons(
     second: Alternative | None,
     weighed: Sequence[Candidate] = (),
 ) -> Iterator[str]:
-    """What the states need, the path through the tree, and why this plan among its like.
+    """Yield the need of the states, the path through the tree, and the case for this plan.
 
     Args:
-        pool: the plans that fit and that the winner was taken from.
-        second: the row of the runner-up.
-        weighed: all plans, those that do not fit as well.
+        pool: the plans that fit, of which the winner was taken.
+        second: the runner-up, as a row of the table.
+        weighed: all plans, also those that do not fit.
     """
     facts = costs.facts
     yield _states_reason(winner, facts, policy)
@@ -59,39 +59,39 @@ def reasons(
     yield from _by_hand_reason(winner, costs)
     yield from _recompute_reason(winner, costs, policy)
     yield from _runner_up_reason(winner, second, policy)
-    yield from _whole_reason(winner, pool, facts, policy)
+    yield from _not_replicated_reason(winner, pool, facts, policy)
 
 
 def _states_reason(winner: Candidate, facts: Facts, policy: Policy) -> str:
-    """Where the model states are; at the peak it is what the table of memory adds up to."""
+    """Say where the model states are; at the peak they add up to those in the memory table."""
     model, memory = facts.model, winner.estimate.memory
-    held = winner.estimate.states_bytes
+    resident = winner.estimate.states_bytes
     whole = model.parameter_bytes + model.gradient_bytes
     whole += round(upkeep(facts.workload.optimizer, model.units).state_bytes)
     usable = format_gib(policy.usable_bytes(facts.cluster.device))
     needs = f"One copy of the model states needs {format_gib(whole)}; a device has {usable} usable"
     if winner.plan.offload.states:
         where = "files" if winner.estimate.disk_bytes else "main memory"
-        share = f"Its share of {format_gib(held)} waits in {where}, where the optimizer runs"
+        share = f"Its share of {format_gib(resident)} is kept in {where}, where the optimizer runs"
         at_peak = f"; at its peak the device holds {format_gib(memory.gradients)} of gradients"
         return f"{needs}. {share}{at_peak if memory.gradients else ''}"
     if winner.plan.offload.optimizer and not memory.optimizer:
         where = "main memory" if winner.estimate.host_bytes else "files"
         return (
             f"{needs} and holds {format_gib(memory.parameters + memory.gradients)} of them at the"
-            f" step's peak; its optimizer states wait in {where} and come to be stepped, a few"
-            " parameters' at a time"
+            f" step's peak; its optimizer states are kept in {where} and loaded for the update of a"
+            " few parameters at a time"
         )
-    sentence = f"{needs} and holds {format_gib(held)} of them"
-    if abs(memory.states - held) <= _SAME * held:
+    sentence = f"{needs} and holds {format_gib(resident)} of them"
+    if abs(memory.states - resident) <= _SAME * resident:
         return sentence
     sentence += f" when the optimizer steps, and {format_gib(memory.states)} at the step's peak"
-    gradients_then = held - memory.parameters - memory.optimizer
+    gradients_then = resident - memory.parameters - memory.optimizer
     more = memory.gradients > gradients_then * (1 + _SAME)
     if more and winner.plan.data_parallel is DataParallel.ZERO1:
-        sentence += " (gradients stay whole until the last microbatch)"
+        sentence += " (gradients stay unsharded until the last microbatch)"
     if more and winner.plan.data_parallel is DataParallel.REPLICATE:
-        sentence += " (accumulating, DDP holds gradients twice)"
+        sentence += " (with accumulation, DDP holds gradients twice)"
     return sentence
 
 
@@ -101,29 +101,29 @@ def _leaf_reason(winner: Candidate, policy: Policy, trace: TreeTrace, partial: P
         advice += f" (not weighed yet: {', '.join(trace.not_weighed)})"
     if policy.objective is not Objective.TREE:
         wanted = "fastest" if policy.objective is Objective.TIME else "smallest"
-        return f"{advice}; the {wanted} plan was asked for, wherever it stands"
+        return f"{advice}; the {wanted} plan of all was asked for"
     if not in_leaf(winner.plan, trace):
         if not winner.plan.updates_in_step:
-            return f"{advice}; that ranks update apart from each other was allowed"
+            return f"{advice}; asynchronous or periodic updates were allowed"
         if partial.fixes():
-            return f"{advice}; of what you left open, nothing that it names can be taken"
-        return f"{advice}; of the families that are weighed, none of these fits here"
+            return f"{advice}; with the fixed settings, no plan of these families can be taken"
+        return f"{advice}; no plan of these families fits here"
     return advice
 
 
 def _stages_reason(winner: Candidate) -> Iterator[str]:
-    """What a pipeline costs in standing still, and how unequal its ranks are."""
+    """Yield the idle time of a pipeline, and the memory of its fullest and emptiest rank."""
     estimate = winner.estimate
     if not estimate.stages:
         return
     idle = estimate.time.idle_s
     fullest, emptiest = estimate.stages[0], estimate.stages[-1]
-    held = ", ".join(
+    units = ", ".join(
         f"`{first}`" if first == last else f"`{first}` to `{last}`" for first, last in fullest.units
     )
     yield (
         f"Its stages wait {format_seconds(idle)} of a step for each other"
-        f" ({format_percent(idle / estimate.step_s)}); the fullest rank holds {held}, keeps"
+        f" ({format_percent(idle / estimate.step_s)}); the fullest rank holds {units}, has"
         f" {fullest.in_flight} microbatches in flight and needs up to"
         f" {format_gib(fullest.peak_high_bytes)}, the emptiest"
         f" {format_gib(emptiest.peak_high_bytes)}"
@@ -131,23 +131,18 @@ def _stages_reason(winner: Candidate) -> Iterator[str]:
 
 
 def _split_reason(winner: Candidate, facts: Facts) -> Iterator[str]:
-    """What split layers exchange, over which link."""
+    """Yield the traffic of tensor parallelism."""
     plan, estimate = winner.plan, winner.estimate
-    found = [t for t in estimate.traffic if (t.group_size, t.stride) == (plan.tp, 1)]
-    if plan.tp == 1 or not found:
+    tensor = [t for t in estimate.traffic if (t.group_size, t.stride) == (plan.tp, 1)]
+    if plan.tp == 1 or not tensor:
         return
-    sent = sum(traffic.bus_bytes for traffic in found)
-    links = " and ".join(dict.fromkeys(traffic.link for traffic in found))
-    beside = facts.stack.overlap_tensor
-    meanwhile = f"{beside:.0%} of it beside products" if beside else "nothing computes meanwhile"
-    yield (
-        f"Split layers send {format_gib(sent)} a step and device over {links}, in"
-        f" {format_seconds(sum(traffic.seconds for traffic in found))}; {meanwhile}"
-    )
+    share = facts.stack.overlap_tensor
+    overlap = f"{share:.0%} of it overlaps with matrix products" if share else "none of it overlaps"
+    yield f"Split layers send {_sent(tensor)}; {overlap}"
 
 
 def _sequence_reason(winner: Candidate, facts: Facts, policy: Policy) -> Iterator[str]:
-    """Why the tokens of a sample are shared out, and what passes between the ranks."""
+    """Yield the reason for context parallelism, and its traffic."""
     plan = winner.plan
     if plan.cp == 1:
         return
@@ -156,48 +151,54 @@ def _sequence_reason(winner: Candidate, facts: Facts, policy: Policy) -> Iterato
     batch, replicas = facts.workload.global_batch_size, plan.data_degree * plan.cp
     if needed <= usable and batch % replicas:
         yield (
-            f"{batch:,} samples do not divide over {replicas:,} ranks: {plan.cp} of them share the"
-            f" tokens of a sample; {_passing(winner, 'keys and values')}"
+            f"{batch:,} samples do not divide over {replicas:,} ranks: {plan.cp} of them shard each"
+            f" sequence; {_exchanged(winner, 'keys and values')}"
         )
         return
     yield (
         f"A sample of {facts.model.tokens_per_sample:,} tokens needs up to {format_gib(needed)} on"
         f" one device, with full recompute and everything sharded, of {format_gib(usable)} usable:"
-        f" {plan.cp} ranks share its tokens; {_passing(winner, 'keys and values')}"
+        f" {plan.cp} ranks shard its sequence; {_exchanged(winner, 'keys and values')}"
     )
 
 
 def _experts_reason(winner: Candidate) -> Iterator[str]:
-    """What travels to experts on other ranks."""
+    """Yield the traffic of expert parallelism."""
     if winner.plan.ep > 1:
-        yield f"{winner.plan.ep} ranks share the experts; {_passing(winner, 'tokens')}"
+        yield f"{winner.plan.ep} ranks share the experts; {_exchanged(winner, 'tokens')}"
 
 
 def _by_hand_reason(winner: Candidate, costs: CostModel) -> Iterator[str]:
-    """What passes between the devices of a rank where its author split the module."""
+    """Yield the traffic between the devices of a rank, if the module's author placed it."""
     plan, model = winner.plan, costs.facts.model
-    found = model.crossings.get(costs.numerics(plan), ())
-    if not found:
+    crossings = model.crossings.get(costs.numerics(plan), ())
+    if not crossings:
         return
     ledger = costs.ledger()
     seconds = crossed_s(plan, model, costs.numerics(plan), ledger)
-    passed = ledger.traffic()
-    sent = sum(traffic.bus_bytes for traffic in passed) + ledger.host_bytes
-    links = [traffic.link for traffic in passed] + ["the way to the host"] * bool(ledger.host_bytes)
-    ways = dict.fromkeys(f"{each.source} to {each.target}" for each in found)
+    traffic = ledger.traffic()
+    sent = sum(each.bus_bytes for each in traffic) + ledger.host_bytes
+    links = [each.link for each in traffic] + ["the link to the host"] * bool(ledger.host_bytes)
+    cuts = dict.fromkeys(f"{each.source} to {each.target}" for each in crossings)
     yield (
-        f"It was split by hand: what passes from {', '.join(ways)} and back, {format_gib(sent)} a"
-        f" step and rank, takes {format_seconds(seconds)} over"
+        f"The model is split by hand: transfers from {', '.join(cuts)} and back take"
+        f" {format_seconds(seconds)} for {format_gib(sent)} a step and rank over"
         f" {' and '.join(dict.fromkeys(links))}; while one device computes the others wait"
     )
 
 
-def _passing(winner: Candidate, what: str) -> str:
-    found = [t for t in winner.estimate.traffic if what in t.purpose]
-    sent = format_gib(sum(traffic.bus_bytes for traffic in found))
-    links = " and ".join(dict.fromkeys(traffic.link for traffic in found))
-    seconds = format_seconds(sum(traffic.seconds for traffic in found))
-    return f"{what} pass over {links}, {sent} a step and device in {seconds}"
+def _exchanged(winner: Candidate, what: str) -> str:
+    """Describe the traffic whose purpose names `what`."""
+    traffic = [each for each in winner.estimate.traffic if what in each.purpose]
+    return f"exchange of {what}: {_sent(traffic)}"
+
+
+def _sent(traffic: Sequence[Traffic]) -> str:
+    """Describe traffic by its bytes, links and time."""
+    nbytes = format_gib(sum(each.bus_bytes for each in traffic))
+    links = " and ".join(dict.fromkeys(each.link for each in traffic))
+    seconds = format_seconds(sum(each.seconds for each in traffic))
+    return f"{nbytes} a step and device over {links}, in {seconds}"
 
 
 def _recompute_reason(winner: Candidate, costs: CostModel, policy: Policy) -> Iterator[str]:
@@ -218,8 +219,7 @@ def _recompute_reason(winner: Candidate, costs: CostModel, policy: Policy) -> It
 def _runner_up_reason(
     winner: Candidate, other: Alternative | None, policy: Policy
 ) -> Iterator[str]:
-    """By how much the winner wins over the runner-up, or that it is a tie: by the verdict of that
-    row of the table."""
+    """Yield the difference to the runner-up, or that they tie, as its row of the table says."""
     if other is None or other.step_s is None:
         return
     if other.verdict is PlanVerdict.LARGER:
@@ -240,15 +240,15 @@ def _runner_up_reason(
     yield f"Runner-up {other.title} is {loses}, {tie}{ending}"
 
 
-def _whole_reason(
+def _not_replicated_reason(
     winner: Candidate, pool: Sequence[Candidate], facts: Facts, policy: Policy
 ) -> Iterator[str]:
-    """Why a model that fits whole is not just replicated."""
+    """Yield the reason against DDP of a model that fits unsharded."""
     families = (Family.SINGLE, Family.DDP)
-    whole = [c for c in pool if any(belongs(c.plan, family) for family in families)]
-    if policy.objective is not Objective.TREE or not whole or winner in whole:
+    unsharded = [c for c in pool if any(belongs(c.plan, family) for family in families)]
+    if policy.objective is not Objective.TREE or not unsharded or winner in unsharded:
         return
-    simple, fastest = _fastest(whole), _fastest(pool)
+    simple, fastest = _fastest(unsharded), _fastest(pool)
     lost = simple.estimate.step_s - fastest.estimate.step_s
     than = "" if fastest.plan == winner.plan else f" than {title(fastest.plan)}, the fastest"
     sentence = (
@@ -261,7 +261,7 @@ def _whole_reason(
         mine, best = simple.estimate.time, fastest.estimate.time
         casts = mine.compute_s + mine.launch_s - best.compute_s - best.launch_s
         if casts > _CAUSE * lost:
-            sentence += " (autocast casts weights and inputs one by one, FSDP a unit at once)"
+            sentence += " (autocast casts weights and inputs one by one, FSDP a unit at a time)"
     yield sentence
 
 

@@ -1,7 +1,7 @@
-"""Reserved memory of the plan that was taken: its step replayed in the caching allocator.
+"""Reserved memory of the plan taken: its step is replayed in the caching allocator.
 
-A constant share of what is allocated is all that a search can afford; of the one plan that is shown
-the step is replayed (`advisor.cost.rank_step`), 5 to 100 ms.
+A search can only afford a constant share of the allocated memory; a replay
+(`advisor.cost.rank_step`) takes 5 to 100 ms.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from engines.plan import Plan
 
 
 def reserved_bytes(decision: Decision) -> float:
-    """What the process takes of its device for the plan of `decision`, context included."""
+    """Return the device memory of the process for the plan of `decision`, context included."""
     return replayed_bytes(CostModel(decision.facts), decision.plan, decision.estimate)
 
 
 def replayed_bytes(costs: CostModel, plan: Plan, estimate: Estimate) -> float:
-    """The same of the fullest rank of any plan; by the usual share where it cannot be replayed."""
+    """Return the same of the fullest rank of any plan; the usual share if it cannot be replayed."""
     if not can_replay(costs, plan):
         return estimate.reserved_bytes
     rank = estimate.stages[0].rank if estimate.stages else 0

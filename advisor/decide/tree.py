@@ -1,11 +1,12 @@
-"""The decision tree: questions, answers and leaves as data, and the trace of a walk through it.
+"""Decision tree: questions, answers and leaves as data, and the trace of a walk through it.
 
-A leaf is an ordered list of families. The cost model chooses within it; families without an engine
-are named, never skipped in silence.
+A leaf is an ordered list of families, in which the cost model chooses. Families without an engine
+are named too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Family(StrEnum):
-    """Ways to spread a model, as the tree names them."""
+    """Kinds of parallelism, as the tree names them."""
 
     SINGLE = "one device"
     DDP = "DDP"
@@ -36,13 +37,13 @@ class Family(StrEnum):
 
 
 NOT_WEIGHED: tuple[Family, ...] = ()
-# What replicas of stages and split layers may shard without gathering parameters from each other.
+# Sharding by replicas of stages and split layers that gathers no parameters between them.
 _KEEPS_PARAMETERS = (DataParallel.NONE, DataParallel.REPLICATE, DataParallel.ZERO1)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """An inner node; `advisor.decide.walk` answers it, with the numbers that decide."""
+    """Inner node; `advisor.decide.walk` answers it with numbers."""
 
     name: str
     text: str
@@ -50,7 +51,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Where a path ends: families in order of preference, and why they are these."""
+    """End of a path: families in order of preference, and the advice in words."""
 
     name: str
     text: str
@@ -91,7 +92,7 @@ LEAVES = (
     ),
     Leaf(
         "shard-across-nodes",
-        # DDP stands beside ZeRO because it is ZeRO without saving memory: where it fits, simpler.
+        # DDP is also here: it is ZeRO without saving memory, and simpler if it fits.
         "ZeRO first (no change to the model), DDP where it fits, or PP + TP + DP",
         (Family.ZERO, Family.DDP, Family.PP_TP_DP),
     ),
@@ -102,8 +103,8 @@ LEAVES = (
     ),
     Leaf(
         "everything",
-        # HSDP beside it: its gathers stay inside the node, so slow links between nodes carry the
-        # same gradients, and a model that cannot be cut has it alone.
+        # HSDP is also here: its gathers stay inside the node, so slow links between nodes carry the
+        # same gradients, and it is all there is for a model that cannot be split.
         "DP + PP + TP + ZeRO-1 (least traffic); HSDP keeps gathers inside the node",
         (Family.DP_PP_TP_ZERO1, Family.HSDP),
     ),
@@ -129,7 +130,7 @@ ROOT = "devices"
 
 
 class TraceStep(Record):
-    """One question with its answer and the number that decided it."""
+    """Question with its answer and the numbers behind it."""
 
     question: str
     answer: str
@@ -137,10 +138,10 @@ class TraceStep(Record):
 
 
 class TreeTrace(Record):
-    """The path that the facts took through the tree.
+    """Path of some facts through the tree.
 
     Attributes:
-        devices_per_node: how far links inside a node reach; None in files of before.
+        devices_per_node: size of a node; None in files of earlier releases.
     """
 
     steps: tuple[TraceStep, ...]
@@ -168,39 +169,37 @@ class TreeTrace(Record):
 
 
 def graph() -> nx.DiGraph:
-    """The tree as a networkx graph; nodes carry `text` (leaves `families` too), edges `answer`."""
+    """Build the tree as a networkx graph: nodes have `text`, leaves `families`, edges `answer`."""
     import networkx as nx
 
-    drawn = nx.DiGraph()
+    tree = nx.DiGraph()
     for question in QUESTIONS:
-        drawn.add_node(question.name, text=question.text, families=())
+        tree.add_node(question.name, text=question.text, families=())
     for leaf in LEAVES:
-        drawn.add_node(leaf.name, text=leaf.text, families=leaf.families)
+        tree.add_node(leaf.name, text=leaf.text, families=leaf.families)
     for start, answer, end in EDGES:
-        drawn.add_edge(start, end, answer=answer)
-    return drawn
+        tree.add_edge(start, end, answer=answer)
+    return tree
 
 
 def text() -> str:
-    """The whole tree, indented; families without an engine are marked."""
+    """Format the tree as indented text; families without an engine are marked."""
     tree = graph()
 
-    def lines(name: str, depth: int, answer: str) -> list[str]:
+    def lines(name: str, depth: int, answer: str) -> Iterator[str]:
         node = tree.nodes[name]
-        said = f"{answer}: " if answer else ""
-        found = [f"{'    ' * depth}{said}{node['text']}"]
+        yield f"{'    ' * depth}{f'{answer}: ' if answer else ''}{node['text']}"
         if node["families"]:
             marked = ", ".join(_marked(family) for family in node["families"])
-            found.append(f"{'    ' * (depth + 1)}[{marked}]")
+            yield f"{'    ' * (depth + 1)}[{marked}]"
         for child in tree.successors(name):
-            found += lines(child, depth + 1, tree.edges[name, child]["answer"])
-        return found
+            yield from lines(child, depth + 1, tree.edges[name, child]["answer"])
 
     return "\n".join(lines(ROOT, 0, ""))
 
 
 def mermaid() -> str:
-    """The whole tree as a mermaid flow chart, for READMEs and notebooks."""
+    """Format the tree as a mermaid flow chart, for READMEs and notebooks."""
     tree = graph()
     lines = ["flowchart TD"]
     for name, node in tree.nodes(data=True):
@@ -219,12 +218,12 @@ def _marked(family: Family) -> str:
 
 
 def belongs(plan: Plan, family: Family, *, devices_per_node: int | None = None) -> bool:
-    """Whether `plan` is of `family`: which axes it uses, and what its replicas shard.
+    """True if `plan` is of `family`, by its axes and its sharding.
 
-    PP and TP are that axis alone, with replicas or shards of it around; the two hybrids use one of
-    the axes or both. In "DP + PP + TP + ZeRO-1" no parameter is gathered between nodes for every
-    microbatch: shards of stages or layers lie inside a node, as HSDP's do. Ranks that share
-    the tokens of a sample (cp) are as replicas to the model: what they hold and shard.
+    PP and TP use only that axis for the model, with any data parallelism; the two hybrids use one
+    of the axes or both. In "DP + PP + TP + ZeRO-1" no parameter is gathered between nodes for every
+    microbatch: shards of stages or layers stay inside a node, as HSDP's do. Ranks of cp hold and
+    shard the model like replicas.
     """
     kind = plan.data_parallel
     cut = [axis for axis in ("pp", "tp") if getattr(plan, axis) > 1]
@@ -257,7 +256,7 @@ def belongs(plan: Plan, family: Family, *, devices_per_node: int | None = None) 
 
 
 def _shards_in_node(plan: Plan, devices_per_node: int | None) -> bool:
-    """Whether the ranks that share parameters are neighbours inside one node."""
+    """True if ranks that shard the same parameters are inside one node."""
     if plan.data_parallel not in (DataParallel.FULL_SHARD, DataParallel.HYBRID_SHARD):
         return False
     reach = plan.dp_shard * plan.cp * plan.tp
@@ -265,11 +264,11 @@ def _shards_in_node(plan: Plan, devices_per_node: int | None) -> bool:
 
 
 def names_hybrids(trace: TreeTrace) -> bool:
-    """Whether the leaf names stages together with split layers."""
+    """True if the leaf names hybrids of PP and TP."""
     return bool({Family.PP_TP_DP, Family.DP_PP_TP_ZERO1} & set(trace.families))
 
 
 def in_leaf(plan: Plan, trace: TreeTrace) -> bool:
-    """Whether `plan` is of a family that the leaf names."""
+    """True if `plan` is of a family of the leaf."""
     reach = trace.devices_per_node
     return any(belongs(plan, Family(name), devices_per_node=reach) for name in trace.families)

@@ -1,4 +1,4 @@
-"""The walk through the decision tree: each question is answered by numbers."""
+"""Walk through the decision tree: each question is answered with numbers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from profiles.workload.optimizers import upkeep
 
 
 def walk(costs: CostModel, policy: Policy) -> TreeTrace:
-    """The path of these facts.
+    """Return the path of these facts through the tree.
 
-    No partial are kept: the questions are about the model and the machines, not about what a user
-    fixed.
+    Settings fixed by the user do not count: the questions are about the model and the machines.
     """
     situation = _Situation(costs, policy)
     steps, name = [], ROOT
@@ -58,10 +57,10 @@ class _Situation:
         return self.policy.usable_bytes(self.facts.cluster.device)
 
     def probes(self, kind: DataParallel) -> list[Candidate]:
-        """Plans of this kind over all devices, weighed; the model itself stays in one piece.
+        """Estimate the plans of this kind over all devices, without pp, cp and tp.
 
-        Of the workload's batch; where that does not divide, of one sample a device, as the
-        questions are not about the batch.
+        A batch that does not divide is replaced by one sample a device, as the questions are not
+        about the batch.
         """
         facts = self.facts
         partial = PartialPlan(pp=1, cp=1, tp=1, data_parallel=kind)
@@ -96,29 +95,28 @@ def _devices(situation: _Situation) -> Answer:
 
 
 def _fits(situation: _Situation) -> Answer:
-    """Whole on every device, at the microbatch that needs least."""
+    """Answer for the unsharded model, at the microbatch that needs least memory."""
     alone = situation.facts.cluster.world_size == 1
-    whole = situation.probes(DataParallel.NONE if alone else DataParallel.REPLICATE)
+    unsharded = situation.probes(DataParallel.NONE if alone else DataParallel.REPLICATE)
     usable = situation.usable_bytes
-    if not whole:
+    if not unsharded:
         return "no", "no plan keeps the whole model on a device"
-    plain = [c for c in whole if c.plan.recompute is Recompute.NONE]
-    shown = min(plain or whole, key=lambda c: (c.estimate.peak_high_bytes, str(c.plan)))
+    plain = [c for c in unsharded if c.plan.recompute is Recompute.NONE]
+    shown = min(plain or unsharded, key=lambda c: (c.estimate.peak_high_bytes, str(c.plan)))
     if not shown.estimate.fits(usable):
-        shown = min(whole, key=lambda c: (c.estimate.peak_high_bytes, str(c.plan)))
-    recompute = shown.plan.recompute
-    trick = f", {'no' if recompute is Recompute.NONE else recompute} recompute"
+        shown = min(unsharded, key=lambda c: (c.estimate.peak_high_bytes, str(c.plan)))
+    recompute = "no" if shown.plan.recompute is Recompute.NONE else shown.plan.recompute
     needed = shown.estimate.peak_high_bytes
     return (
         "yes" if shown.estimate.fits(usable) else "no",
-        f"whole it needs up to {format_gib(needed)} (derived; microbatch"
-        f" {shown.plan.microbatch_size}{trick}), a device has {format_gib(usable)} usable"
-        f" ({_memory_source(situation)})",
+        f"unsharded it needs up to {format_gib(needed)} (derived; microbatch"
+        f" {shown.plan.microbatch_size}, {recompute} recompute), a device has {format_gib(usable)}"
+        f" usable ({_memory_source(situation)})",
     )
 
 
 def _layer_fits(situation: _Situation) -> Answer:
-    """The largest unit with its own states, whole on one device: what only TP could cut."""
+    """Answer for the largest unit with its states on one device: only TP could split it."""
     facts = situation.facts
     unit = facts.model.largest_unit
     needed = _unit_bytes(unit, facts) + facts.cluster.device.context_bytes.high
@@ -149,10 +147,10 @@ def _links_between_nodes(situation: _Situation) -> Answer:
 
 
 def _links(situation: _Situation, where: str) -> Answer:
-    """Fast: what ZeRO-3 puts on the link in a step can hide behind this model's computing.
+    """Answer "fast" if ZeRO-3's communication can hide behind the model's computation.
 
-    Of plans that fit, the one that sends least for what it computes: mostly that of the largest
-    microbatch. Where none fits, the one that needs least memory, which is the nearest to fitting.
+    Of the plans that fit it takes the one that sends least for its computation, mostly that with
+    the largest microbatch; if none fits, the one that needs least memory.
     """
     cluster = situation.facts.cluster
     sharded = situation.probes(DataParallel.FULL_SHARD)
@@ -169,18 +167,18 @@ def _links(situation: _Situation, where: str) -> Answer:
     answer = "fast" if needed <= given else "slow"
     return (
         answer,
-        f"ZeRO-3 needs {format_bandwidth(needed)} {where} to hide behind computing (derived;"
+        f"ZeRO-3 needs {format_bandwidth(needed)} {where} to hide behind computation (derived;"
         f" microbatch {least.plan.microbatch_size}{unfit}), {_given(cluster)}",
     )
 
 
 def given_bytes_per_s(cluster: ClusterProfile) -> float:
-    """Bus bandwidth of ZeRO-3's traffic over all devices: as timed, else of the links."""
+    """Return the bus bandwidth of ZeRO-3's traffic over all devices, measured or of the links."""
     return _timed_bytes_per_s(cluster) or cluster.group_bandwidth(cluster.world_size).value
 
 
 def _timed_bytes_per_s(cluster: ClusterProfile) -> float | None:
-    """Of two gathers and a reduction of equal size, where a bench timed them over all devices."""
+    """Return that of two gathers and a reduction of equal size, if timed over all devices."""
     gather = cluster.measured(Collective.ALL_GATHER, cluster.world_size)
     reduce = cluster.measured(Collective.REDUCE_SCATTER, cluster.world_size)
     if gather is None or reduce is None:
@@ -189,8 +187,8 @@ def _timed_bytes_per_s(cluster: ClusterProfile) -> float | None:
 
 
 def _given(cluster: ClusterProfile) -> str:
-    """What the ranks were timed to reach; else what each tier on the way of a ring over all devices
-    gives, of which the slowest one decides."""
+    """Describe the measured bandwidth; else that of the link and of the slowest tier in a ring over
+    all devices."""
     timed = _timed_bytes_per_s(cluster)
     if timed:
         name = cluster.link(cluster.world_size).name
@@ -204,7 +202,7 @@ def _given(cluster: ClusterProfile) -> str:
     inside = cluster.topology.share(cluster.world_size).tier.is_inside
     where = "inside the node" if inside else "between nodes"
     source = slowest.bandwidth_bytes_per_s.source
-    return f"{words} and, on the way {where}, {slowest.name} {rate} ({source})"
+    return f"{words} and, {where}, {slowest.name} {rate} ({source})"
 
 
 def _rate(link: Link) -> str:
@@ -213,7 +211,7 @@ def _rate(link: Link) -> str:
 
 
 def needed_bytes_per_s(estimate: Estimate) -> float:
-    """Bus bandwidth at which the plan's gathers and reductions take as long as its computing."""
+    """Return the bus bandwidth at which communication takes as long as computation."""
     busy = estimate.time.compute_s + estimate.time.recompute_s + estimate.time.launch_s
     return sum(traffic.bus_bytes for traffic in estimate.traffic) / busy
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -42,7 +44,7 @@ def test_a_model_whose_sequence_is_too_long_for_one_device_chooses_cp() -> None:
     assert decision.plan.cp > 1
     (why,) = [reason for reason in decision.reasons if "tokens" in reason]
     assert "A sample of 524,288 tokens needs up to" in why
-    assert "keys and values pass over NVLink" in why
+    assert re.search(r"exchange of keys and values: \S+ GiB a step and device over NVLink", why)
     assert in_leaf(decision.plan, decision.trace)
     assert all(plan.cp == 1 for plan in legal_plans(SHORT, PartialPlan()))
 
@@ -80,7 +82,7 @@ def test_experts_are_shared_where_gathering_them_takes_longer_than_tokens_travel
     partial = PartialPlan.build({"pp": 1, "tp": 1})
     decision = choose(slow, partial=partial)
     assert decision.plan.ep > 1
-    assert any("ranks share the experts; tokens pass over" in reason for reason in decision.reasons)
+    assert any("share the experts; exchange of tokens: " in reason for reason in decision.reasons)
     whole = choose(slow, partial=partial.fixing(ep=1))
     assert whole.plan.ep == 1
     assert whole.estimate.step_s > decision.estimate.step_s

@@ -138,7 +138,7 @@ def test_a_pin_is_decided_on_and_its_ways_are_in_the_report() -> None:
     assert decision.plan.offload is Offload.OPTIMIZER_ACTIVATIONS
     text = " ".join(str(decision).split())
     assert "offloaded optimizer and activations" in text
-    assert "its optimizer states wait in files and come" in text
+    assert "its optimizer states are kept in files and loaded for the update" in text
     assert "on disk a rank: " in text
     assert "a node's disk 5.00 GB/s written, 7.00 GB/s read" in text
 
@@ -146,9 +146,9 @@ def test_a_pin_is_decided_on_and_its_ways_are_in_the_report() -> None:
 def _allocators_word(decision: Decision) -> str:
     """The allocator's message, with the plan that it is about."""
     text = " ".join(str(decision).split())
-    if "what the allocator may lose" not in text:
+    if "the allocator's slack" not in text:
         return ""
-    return text.partition("what the allocator may lose")[2].partition("PYTORCH_")[0]
+    return text.partition("the allocator's slack")[2].partition("PYTORCH_")[0]
 
 
 def test_the_allocator_is_spoken_of_only_where_its_slack_decides() -> None:

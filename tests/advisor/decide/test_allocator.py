@@ -47,7 +47,7 @@ def test_the_installed_torch_reads_that_name_and_the_other_one_before_it() -> No
     read = re.findall(r'get_env\("(PYTORCH_\w*ALLOC_CONF)"\)', HEADER.read_text())
     assert variable(metadata.version("torch")) in read
     assert read.index("PYTORCH_CUDA_ALLOC_CONF") < read.index("PYTORCH_ALLOC_CONF")
-    assert "(PYTORCH_CUDA_ALLOC_CONF takes precedence where it is set)" in advice()
+    assert "(PYTORCH_CUDA_ALLOC_CONF takes precedence if it is set)" in advice()
 
 
 def rank(allocated: float, reserved: float, *, retries: int = 0) -> RankMemory:

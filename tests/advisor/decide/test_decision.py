@@ -99,7 +99,7 @@ def test_a_simpler_plan_that_ties_with_the_choice_but_not_with_the_fastest_is_ex
     assert preferred([fastest, choice, simplest], policy) == choice
     verdict, because = compare(simplest, choice, policy, trace, fastest_s=1.0)
     assert verdict is PlanVerdict.SLOWER
-    assert because.endswith("; +8.0% on the fastest plan")
+    assert because.endswith("; +8.0% against the fastest plan")
 
 
 def test_whatever_two_plans_do_differently_the_margin_is_one_part_of_the_fastest_step() -> None:

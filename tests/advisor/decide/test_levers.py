@@ -163,7 +163,7 @@ class TestReport:
         (hint,) = levers.hint(decided(on()))
         assert hint.startswith("levers on this plan: ")
         assert "fp8 products (-" in hint
-        assert "priced only, no engine of ours does it" in hint
+        assert "priced only, our engines do not implement it" in hint
         assert "offload" not in hint  # it takes longer and saves nothing that is needed
 
     def test_models_whose_kernels_are_not_known_have_few(self) -> None:
@@ -179,4 +179,4 @@ class TestReport:
         assert shown.exit_code == 0
         for each in levers.gains(decision):
             assert f"{each.name} (" in shown.stdout
-        assert "priced only: no engine of ours does it" in shown.stdout
+        assert "priced only: our engines do not implement it" in shown.stdout

@@ -150,8 +150,8 @@ def test_a_link_is_named_with_its_own_number() -> None:
     """Eight cards of 50 GB/s are more than one device's 360 GB/s inside the node: both are said."""
     found = choose(facts(MIDDLE, gpus(2, 8), batch=64)).trace
     assert (
-        "InfiniBand gives 400 GB/s (datasheet) and, on the way inside the node, NVLink 360 GB/s"
-        " (datasheet)" in str(found)
+        "InfiniBand gives 400 GB/s (datasheet) and, inside the node, NVLink 360 GB/s (datasheet)"
+        in str(found)
     )
     assert gpus(2, 8).bottleneck(16).name == "NVLink"
     # One rank of every node leaves the node at once: its eighth of the cards, and no NVLink.
@@ -163,7 +163,7 @@ def test_an_oversubscribed_switch_is_named_with_what_it_leaves() -> None:
     crowded = gpus(2, 8).model_copy(update={"oversubscription": 4.0})
     said = str(choose(facts(MIDDLE, crowded, batch=64)).trace)
     assert (
-        "InfiniBand gives 400 GB/s (datasheet) and, on the way between nodes, InfiniBand,"
+        "InfiniBand gives 400 GB/s (datasheet) and, between nodes, InfiniBand,"
         " 4:1 oversubscribed 100 GB/s (datasheet)" in " ".join(said.split())
     )
 

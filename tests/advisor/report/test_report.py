@@ -163,7 +163,7 @@ SPAN = r"[\d.]+ (?:s|ms|us|ns)\b"
 @each
 def test_states_in_the_sentence_are_the_states_in_the_table(name: str) -> None:
     view = view_of(DECISIONS[name])
-    if "wait" in view.reasons[0]:
+    if "where the optimizer runs" in view.reasons[0]:
         said = re.search(rf"holds ({AMOUNT}) of gradients", view.reasons[0])
     else:
         said = re.search(rf"({AMOUNT}) at the step's peak", view.reasons[0])
