@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from advisor.auto.facts_from_module import look
+from advisor.auto.facts_from_module import facts_from_module
 from advisor.auto.job import machines_of
 from advisor.auto.measure import OPTIMIZERS, repeated
 from advisor.auto.parallelize import auto_parallelize, partial_plan_of
@@ -144,29 +144,29 @@ def _with_all_ranks(request: CheckRequest, machines: ClusterProfile, world: Worl
     decision = parallel.decision
     assert isinstance(decision, Decision)
     facts, plan = decision.facts, decision.plan
-    together = run(parallel, loaded, world.device, steps=request.steps)
+    combined = run(parallel, loaded, world.device, steps=request.steps)
     if request.times_links and world.size > 1:
-        together = replace(together, links=links(plan, facts))
+        combined = replace(combined, links=links(plan, facts))
     del parallel, loaded
     if world.size == 1:
-        return Checked(facts, plan, replace(together, alone=together.step))
+        return Checked(facts, plan, replace(combined, alone=combined.step))
     with rank_error_context("leaving the job"):
         dist.barrier()
     leave_world()
     forget_groups()
-    alone = together
+    alone = combined
     if why_not_alone(plan):
-        alone = replace(together, alone=None)
+        alone = replace(combined, alone=None)
     elif world.device.type == "cuda":
         release_freed_memory()
         alone = _alone(request, facts, plan, rank=world.rank, device=world.device)
     share = alone.products_share
-    return Checked(facts, plan, replace(together, alone=alone.alone, products_share=share))
+    return Checked(facts, plan, replace(combined, alone=alone.alone, products_share=share))
 
 
 def _with_one_rank(request: CheckRequest, machines: ClusterProfile) -> Checked:
     loaded, partial = request.built(), partial_plan_of(request.settings)
-    facts = look(
+    facts = facts_from_module(
         loaded.module,
         loaded.sample,
         loss_fn=loaded.loss_fn,

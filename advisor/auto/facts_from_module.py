@@ -39,7 +39,7 @@ Optimizer = torch.optim.Optimizer | OptimizerFactory
 _ALL_OPEN = PartialPlan()
 
 
-def look(
+def facts_from_module(
     model: nn.Module,
     sample: Batch,
     *,
@@ -62,10 +62,10 @@ def look(
     """Collect the facts of a decision.
 
     Args:
-        learns: runs on this machine correct it, and a step of such a model that was measured here.
+        learns: correct constants by runs and by a step of such a model measured on this machine.
         anchor: such a step, read from a file.
-        may_reduce: where no precision is named, bf16 is planned on devices that have units for it;
-            without it what the model is built in.
+        may_reduce: if no precision is named, plan for bf16 on devices that have units for it;
+            otherwise for the model's.
     """
     dtype = _dtype(model)
     wanted = precision or partial.precision

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from advisor.auto.facts_from_module import look
+from advisor.auto.facts_from_module import facts_from_module
 from advisor.auto.job import is_by_threads, machines_of
 from advisor.auto.parallelize import auto_parallelize
 from advisor.decide.choose import choose
@@ -163,7 +163,7 @@ def measured_sweep(
     world = join_world(timeout_s=timeout_s)
     loaded = load_model(model, samples=_ROWS_LOOKED_AT, sequence_length=sequence_length)
     cluster = cluster or machines_of(loaded.module, _most_driven(swept, values, settings), world)
-    facts = look(
+    facts = facts_from_module(
         loaded.module,
         loaded.sample,
         loss_fn=loaded.loss_fn,
@@ -270,7 +270,7 @@ def _together(case: SweepCase, subject: MeasuredModel, loaded: LoadedModel) -> P
 
 def _alone(case: SweepCase, subject: MeasuredModel, loaded: LoadedModel) -> ParallelModel:
     """Apply the plan on each rank by itself; `apply_plan` requires all of them."""
-    facts = look(
+    facts = facts_from_module(
         loaded.module,
         loaded.sample,
         loss_fn=loaded.loss_fn,

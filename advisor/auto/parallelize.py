@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from advisor.auto.facts_from_module import LossFn, Optimizer, look
+from advisor.auto.facts_from_module import LossFn, Optimizer, facts_from_module
 from advisor.auto.job import machines_of, require_ranks
 from advisor.auto.proved_splits import Pairs, choose_checked
 from advisor.decide.decision import Decision
@@ -81,35 +81,35 @@ def advise(
         model: any module, on any device, the meta device too.
         sample: one local batch: a tensor, (inputs..., target) or a dict of keyword arguments; the
             first dimension of every tensor is the batch.
-        loss_fn: loss_fn(output, target), for dicts loss_fn(output, batch); None where the model
+        loss_fn: loss_fn(output, target), for dicts loss_fn(output, batch); None if the model
             returns its loss.
         cluster: a profile, a name ("4x8xH100-SXM-80GB"), a cluster.toml, or "auto": this machine,
             or the job that runs it.
         global_batch_size: samples per optimizer step; by default one sample batch per device, or
-            per replica where `plan` fixes pp or tp.
+            per replica if `plan` fixes pp or tp.
         optimizer: as for `auto_parallelize`; only its memory counts here.
         precision: "fp32" or "bf16"; by default bf16 with fp32 masters on accelerators that have
-            units for it, else what the model is built in. `auto_parallelize` changes no numerics
-            unasked: give it the same.
+            units for it, else that of the model. Pass the same to `auto_parallelize`, which
+            otherwise keeps the model's.
         samples: in the training set, for steps per epoch.
-        critical_batch_size: where it was measured (`ParallelModel.noise_scale`), in samples: a
-            larger global batch is warned of.
-        host_overhead_s: of a step in which devices wait for data or the host; none is assumed.
-        plan: settings that are fixed ("tp=2", {"tp": 2}, a Plan, a file); the rest is decided.
+        critical_batch_size: as measured (`ParallelModel.noise_scale`), in samples: a larger global
+            batch gives a warning.
+        host_overhead_s: time of a step in which devices wait for data or the host; by default zero.
+        plan: fixed settings ("tp=2", {"tp": 2}, a Plan, a file); the rest is decided.
         objective: "tree", "time" or "memory".
-        timed: run the model's blocks on this machine, one at a time, and decide by their times in
-            place of the roofline; kept for the next time. Takes some ten seconds and memory.
-        allow_lossy: gradients may be sent rounded or in part where that is predicted faster: the
-            training is another then. A `compression` that `plan` names needs no such word.
-        imbalance: how much the ranks' times to compute a step scatter: standard deviation over
-            mean. By default what runs that were kept of such machines say, of a rank that is slower
-            in every step too; where there are none, none.
-        allow_stale: ranks may update apart from each other (local SGD, servers) where that is
-            predicted faster: the training is another then. What `plan` names needs no such word.
-        anchor: what a measured step of such a model says (`advise check --anchor`), a file or as it
-            was read; by default, for "auto", the one that was kept here.
+        timed: run the model's blocks on this machine, one at a time, and use their times instead of
+            the roofline. They are saved for the next time. It takes some ten seconds and memory.
+        allow_lossy: allow rounded or compressed gradients if that is predicted faster; it changes
+            the training. A `compression` in `plan` is always allowed.
+        imbalance: spread of the ranks' computation times: standard deviation over mean. By default
+            from saved runs on such machines, with ranks that are always slower; without such runs,
+            zero.
+        allow_stale: allow asynchronous and periodic updates (servers, local SGD) if that is
+            predicted faster; it changes the training. Those in `plan` are always allowed.
+        anchor: a measured step of such a model (`advise check --anchor`), as a file or object; by
+            default, for "auto", the one saved on this machine.
         stack: the software that will run it, a `profiles.workload.stack.Stack` or a preset's name
-            (`advise explain stacks`); our own engines on stock torch unless said.
+            (`advise explain stacks`); by default our own engines on stock torch.
 
     Raises:
         UnknownNameError: no such stack.
@@ -122,7 +122,7 @@ def advise(
     if isinstance(cluster, ClusterProfile):
         machines = cluster
     partial, software = partial_plan_of(plan), stack_of(stack)
-    facts = look(
+    facts = facts_from_module(
         model,
         sample,
         loss_fn=loss_fn,
@@ -185,45 +185,44 @@ def auto_parallelize(
 ) -> ParallelModel:
     """Decide how to spread `model` over the ranks of this job, and apply the plan.
 
-    Start the script with `torchrun --nproc-per-node N`; alone it is a plan of one device. Rank 0
-    looks and decides, the others take its plan. Devices and links are timed for 20 seconds first,
-    unless an equal job did so before (see `profiles.machine.bench.cache`) or `cluster` says what
-    they are.
+    Start the script with `torchrun --nproc-per-node N`; without it the plan is for one device. Rank
+    0 profiles and decides, and the others take its plan. Devices and links are timed for 20 seconds
+    first, unless an equal job did so before (see `profiles.machine.bench.cache`) or `cluster` is
+    given.
 
     Args:
-        precision: "fp32" or "bf16" (with fp32 masters); by default what the model is built in, as a
-            training changes no numerics unasked. On accelerators that are faster in bf16 that is
-            said once.
+        precision: "fp32" or "bf16" (with fp32 masters); by default that of the model, so that the
+            numerics of a training only change on request. A warning says if bf16 would be faster.
         model, sample, loss_fn, samples, critical_batch_size, host_overhead_s, objective, timed,
-            allow_lossy: as for `advise`; all ranks time their blocks at the same moment, as
-            they will train.
+            allow_lossy: as for `advise`; all ranks time their blocks at the same time, as in
+            training.
         optimizer: a factory `lambda params: torch.optim.AdamW(params)`, or an optimizer already
             built on the model, which is carried over; None is AdamW.
         plan: None decides everything. A Plan, its file, or settings such as "dp_shard=4" fix what
-            they name ("pp=2 tp=2 zero=1": borders, microbatches and what is split are decided).
-        global_batch_size: samples per optimizer step over all ranks; by default the sample's for
-            every replica that `plan` names, or for every rank where it names no degree.
-        count: what a microbatch's mean loss is a mean over, where that is not its rows:
+            they name ("pp=2 tp=2 zero=1" leaves stages, microbatches and split layers open).
+        global_batch_size: samples per optimizer step over all ranks; by default one sample batch
+            per replica of `plan`, or per rank if it names no degree.
+        count: number of terms in a microbatch's mean loss, if that is not its rows:
             `lambda batch: (batch["labels"] != -100).sum()`.
         max_grad_norm: clip gradients to this norm in `train_step`.
         weights: of a model built on the meta device: an init function, a state dict or a path to
             safetensors files; see `apply_plan`.
-        cluster: facts of this job's machines, where they are known.
-        learns: predict with constants as runs on such machines say they are, and keep how this one
-            went, for the next (see `advisor.learning.run_log`).
-        anchor: as for `advise`; by default, with `learns`, the one that was kept here.
-        anchors: keep how far each term of this training's steps was from its estimate, when it is
-            over, for later plans and sizes of such models here; from five steps on.
+        cluster: facts of this job's machines, if known.
+        learns: predict with constants fitted to runs on such machines, and save this run for later
+            fits (see `advisor.learning.run_log`).
+        anchor: as for `advise`; by default, with `learns`, the one saved on this machine.
+        anchors: after a training of at least five steps, save the ratio of each measured term to
+            its estimate, for later plans and sizes of such models here.
         imbalance, allow_stale: as for `advise`.
         outer_optimizer: a factory, for `updates=diloco`; None is the paper's Nesterov momentum.
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
-        measure_noise: see `apply_plan`; `.noise_scale` then says from which batch on more samples
+        measure_noise: see `apply_plan`; `.noise_scale` is then the batch above which more samples
             are wasted.
-        timeout_s: bound of every wait for another rank, ten minutes unless said: for the job, for
-            rank 0's decision, in each exchange of a step. Ranks that did not come are named.
-        offload_folder: see `apply_plan`. Where it is given, plans that keep something in its files
-            are weighed too, if nothing else fits.
-        stack: as for `advise`, one that our engines run: "torch" or "torch-compiled", which is
+        timeout_s: limit of every wait for another rank, by default ten minutes: for the job, for
+            rank 0's decision, and in each exchange of a step. The error names missing ranks.
+        offload_folder: see `apply_plan`. If given, offload to its files is considered when nothing
+            else fits.
+        stack: as for `advise`, if our engines run it: "torch" or "torch-compiled", which is
             `plan="compile=true"`.
 
     Returns:
@@ -231,7 +230,7 @@ def auto_parallelize(
 
     Raises:
         as `advise`, InputError for the stack of other software, and PlanMismatchError or RankError
-            where ranks disagree or are missing.
+            if ranks disagree or are missing.
     """
     software = stack_of(stack)
     require_of_engines(software)
@@ -246,7 +245,7 @@ def auto_parallelize(
         machines = with_disk(machines, offload_folder)
 
     def facts() -> Facts:
-        return look(
+        return facts_from_module(
             model,
             sample,
             loss_fn=loss_fn,

@@ -32,7 +32,7 @@ def with_parts(cluster: ClusterProfile, model: ModelProfile) -> ClusterProfile:
         ranks //= count
         parts = resized(cluster, count) if cluster.world_size != count else cluster
     device = cluster.device
-    together = {  # each device has its own context
+    totals = {  # each device has its own context
         name: quantity.model_copy(update={"value": quantity.value * count})
         for name, quantity in (
             ("memory_bytes", device.memory_bytes),
@@ -40,14 +40,14 @@ def with_parts(cluster: ClusterProfile, model: ModelProfile) -> ClusterProfile:
         )
     }
     note = (
-        f"{model.name} is split by hand over {count} devices a rank: their memory counts together,"
-        " one of them computes at a time"
+        f"{model.name} is split by hand over {count} devices a rank: their memory is added up, one"
+        " of them computes at a time"
     )
     return cluster.model_copy(
         update={
             "devices_per_node": ranks,
             "intra": cluster.intra if ranks > 1 else None,
-            "device": device.model_copy(update=together),
+            "device": device.model_copy(update=totals),
             "parts": parts,
             "notes": (*cluster.notes, note),
         }

@@ -186,7 +186,7 @@ def _near(decision: Decision) -> PartialPlan:
 def _winner(
     decision: Decision, changed: Facts, *, partial: PartialPlan | None = None
 ) -> Candidate | None:
-    """What would be taken for other facts; None where nothing fits or is legal."""
+    """Return the plan taken for other facts; None if nothing fits or is legal."""
     partial = decision.partial if partial is None else partial
     try:
         return decide(changed, policy=decision.policy, partial=partial, nearest=False).winner

@@ -1,4 +1,4 @@
-"""Why not another setting: the best plan that has it, weighed against the plan that was taken."""
+"""Alternative settings: the best plan that has them, compared with the plan taken."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class WhyNot(Record):
-    """The answer to "why not this setting?": the best plan that has it, weighed against the choice.
+    """Answer to "why not this setting?": the best plan that has it, compared with the choice.
 
-    `plan` and `estimate` are None where the setting is not legal.
+    `plan` and `estimate` are None if the setting is not legal.
     """
 
     settings: str
@@ -53,9 +53,9 @@ def why_not(decision: Decision, settings: str) -> WhyNot:
         tied = search.simplest(search.rows, limit_s)
     best = tied or search.strongest(search.rows)
     if best is None:
-        found = [problem.what for problem in why_illegal(decision.facts, partial)]
-        found += nearest_settings(decision.facts, partial)
-        return WhyNot(settings=settings, verdict=PlanVerdict.NOT_LEGAL, because="; ".join(found))
+        why = [problem.what for problem in why_illegal(decision.facts, partial)]
+        why += nearest_settings(decision.facts, partial)
+        return WhyNot(settings=settings, verdict=PlanVerdict.NOT_LEGAL, because="; ".join(why))
     was_open = all(getattr(partial, key) == value for key, value in decision.partial.fixed.items())
     verdict, because = compare(
         best,

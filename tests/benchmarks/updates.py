@@ -132,7 +132,7 @@ def _rank(path: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from advisor.auto.facts_from_module import look
+    from advisor.auto.facts_from_module import facts_from_module
     from advisor.cost import Estimate, estimate
     from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
     from advisor.inputs.facts import Facts
@@ -155,7 +155,7 @@ def _rank(path: str) -> None:
     def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-3)
 
-    known = look(
+    known = facts_from_module(
         built(),
         batch,
         loss_fn=loss,

@@ -87,7 +87,7 @@ def row_of(cluster: ClusterProfile, line_bytes_per_s: float | None) -> Row:
     """The figures of a bench, and the decision for the demo's model on such machines."""
     import torch
 
-    from advisor.auto.facts_from_module import look
+    from advisor.auto.facts_from_module import facts_from_module
     from advisor.cost import CostModel
     from advisor.decide.choose import choose
     from advisor.decide.walk import given_bytes_per_s, needed_bytes_per_s
@@ -96,7 +96,7 @@ def row_of(cluster: ClusterProfile, line_bytes_per_s: float | None) -> Row:
 
     config = SHAPES["gpt-10m"]
     tokens = torch.zeros(GLOBAL_BATCH // WORLD, config.context, dtype=torch.long)
-    facts = look(
+    facts = facts_from_module(
         GPT(config),
         (tokens, tokens),
         loss_fn=loss,

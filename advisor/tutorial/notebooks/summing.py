@@ -101,13 +101,13 @@ def clock(kinds: Mapping[str, Aggregation]) -> dict[str, list[float]]:
     for name, kind in kinds.items():
         seconds[name] = []
         for size in SIZES:
-            tensor, laps = torch.ones(size // 4), []
+            tensor, durations = torch.ones(size // 4), []
             for _ in range(SMALL_REPEATS if size < MIB else REPEATS):
                 dist.barrier()
                 began = time.perf_counter()
                 aggregate(tensor, kind=kind)
-                laps.append(time.perf_counter() - began)
-            slowest = torch.tensor(statistics.median(laps), dtype=torch.float64)
+                durations.append(time.perf_counter() - began)
+            slowest = torch.tensor(statistics.median(durations), dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             seconds[name].append(float(slowest))
     return seconds

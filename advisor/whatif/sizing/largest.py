@@ -42,13 +42,13 @@ def largest_microbatch(
         return trial(at(size), policy, partial.fixing(microbatch_size=size))
 
     result = _found(largest(check, start=1, step=1, highest=_MOST_SAMPLES), "one sample")
-    kept = partial.fixing(microbatch_size=result.value)
+    fixed = partial.fixing(microbatch_size=result.value)
     return _answer(
         f"Largest microbatch of {facts.model.name}:",
         result,
         unit="samples",
         policy=policy,
-        partial=kept,
+        partial=fixed,
         notes=[f"with a global batch of {result.value * world}"],
     )
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from advisor import advise
-from advisor.auto.facts_from_module import look
+from advisor.auto.facts_from_module import facts_from_module
 from advisor.cli.main import cli
 from advisor.decide.decision import Decision
 from advisor.inputs.precision import has_bf16_units
@@ -94,7 +94,10 @@ def test_advise_plans_bf16_and_a_training_stays_as_it_is_built() -> None:
     cluster = resolve_cluster("1x8xH100-SXM-80GB")
     assert advise(module, sample=sample, loss_fn=loss, cluster=cluster).plan.precision == "bf16"
     # What `auto_parallelize` decides from.
-    assert look(module, sample, loss_fn=loss, cluster=cluster).workload.precision == "fp32"
+    assert (
+        facts_from_module(module, sample, loss_fn=loss, cluster=cluster).workload.precision
+        == "fp32"
+    )
     named = advise(module, sample=sample, loss_fn=loss, cluster=cluster, precision="fp32")
     assert named.plan.precision == "fp32"
     pinned = advise(module, sample=sample, loss_fn=loss, cluster=cluster, plan="precision=fp32")

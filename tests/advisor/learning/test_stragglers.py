@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from advisor.auto.facts_from_module import look
+from advisor.auto.facts_from_module import facts_from_module
 from advisor.cost.stragglers import waiting_s
 from advisor.cost.updates import Served
 from advisor.decide.choose import choose
@@ -59,7 +59,7 @@ def looked(
 ) -> Facts:
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
     sample = torch.zeros(64, 256), torch.zeros(64, 256)
-    return look(
+    return facts_from_module(
         model,
         sample,
         loss_fn=torch.nn.functional.mse_loss,
