@@ -130,7 +130,7 @@ def cli(ctx: click.Context) -> None:
 @click.option(
     "--allow-lossy",
     is_flag=True,
-    help="Gradients may be sent rounded or in part, where that is predicted faster.",
+    help="Allow rounded or compressed gradients if that is predicted faster.",
 )
 @click.option(
     "--imbalance",
@@ -141,7 +141,7 @@ def cli(ctx: click.Context) -> None:
 @click.option(
     "--allow-stale",
     is_flag=True,
-    help="Ranks may update apart from each other (local SGD, servers), where predicted faster.",
+    help="Allow asynchronous or periodic updates (servers, local SGD) if predicted faster.",
 )
 @click.option("--anchor", metavar="FILE", help="A measured step, from `advise check --anchor`.")
 @click.option("--no-anchor", is_flag=True, help="Leave out a step that was measured here before.")

@@ -33,13 +33,12 @@ class Policy(Record):
         simplicity_margin: plans whose step differs by less are equally fast, and the simpler one is
             taken. The same configuration under another release of the software differs by 1 to 7 %
             in published runs of dense models; 5 % is inside that scatter.
-        allow_lossy: whether gradients may be rounded or sent in part (`Plan.compression`); what it
-            does to the training is no question of speed, so only the user's word allows it.
-        allow_stale: whether ranks may update apart from each other (`Plan.updates`, servers); what
-            it does to the training is no question of speed, so only the user's word allows it.
-        alternatives: plans listed beside the winner; what fits a screen.
-        device_factors: how many times as many nodes (or devices of one node) are tried when
-            nothing fits, doubling as machines are bought.
+        allow_lossy: allow rounded or compressed gradients (`Plan.compression`). They change the
+            training, so speed alone is no reason for them.
+        allow_stale: allow asynchronous and periodic updates (`Plan.updates`, servers). They change
+            the training, so speed alone is no reason for them.
+        alternatives: plans listed besides the winner; what fits a screen.
+        device_factors: multiples of the nodes (or devices of one node) to try when nothing fits.
     """
 
     objective: Objective = Objective.TREE

@@ -1,4 +1,4 @@
-"""Ranks that update apart from each other: when they are weighed, offered and taken."""
+"""Asynchronous and periodic updates: when they are weighed, offered and taken."""
 
 from __future__ import annotations
 
