@@ -1,4 +1,4 @@
-"""Prices of aggregations against the formulas of the literature, and against their own messages."""
+"""Costs of aggregations against the formulas of the literature, and against their own messages."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_on_equal_links_the_textbooks_formulas_hold(n: int) -> None:
         assert price(kind, S, node, group_size=n).seconds == pytest.approx(seconds), kind
 
 
-def test_a_parameter_device_is_the_bottleneck_that_a_ring_has_not() -> None:
-    """Its link carries 2(n-1) tensors, and more with every rank; that of a ring less than two."""
+def test_a_parameter_device_is_a_bottleneck_and_a_ring_has_none() -> None:
+    """The link of a parameter device carries 2(n-1) tensors, a link of a ring fewer than two."""
     node = gpus(1, 8)
     for n in (2, 4, 8):
         device = price(Aggregation.GATHER, S, node, group_size=n)
@@ -63,18 +63,18 @@ def test_a_ring_is_the_backends_all_reduce_where_that_is_a_ring() -> None:
 def test_between_two_slow_nodes_a_hierarchy_sends_what_trees_would() -> None:
     """By hand, 2 nodes of 8 at 10 GB/s: 7 + 7 rounds of S/8 inside, 2 of S/16 a rank between."""
     slow = gpus(2, 8, inter_bytes_per_s=10e9)
-    found = price(Aggregation.HIERARCHICAL, S, slow, group_size=16).seconds
+    hierarchical = price(Aggregation.HIERARCHICAL, S, slow, group_size=16).seconds
     rate = CALIBRATION.collectives * 10e9
     inside, between = 14 * (A + S / 8 / RATE), 2 * (10e-6 + S / 16 / (rate / 8))
-    assert found == pytest.approx(inside + between)
+    assert hierarchical == pytest.approx(inside + between)
     ring = price(Aggregation.RING, S, slow, group_size=16).seconds
     assert ring == pytest.approx(30 * (10e-6 + S / 16 / rate))
-    assert ring > 1.7 * found
+    assert ring > 1.7 * hierarchical
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 2), (4, 4), (4, 2), (6, 3), (8, 4), (8, 2), (4, 1)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loads_are_those_of_the_messages(kind: Aggregation, n: int, k: int) -> None:
+def test_charged_loads_equal_the_bytes_of_the_messages(kind: Aggregation, n: int, k: int) -> None:
     """Bytes of the busiest link of each round, summed over all rounds, counted from the
     messages."""
     inside = between = 0.0
@@ -94,8 +94,8 @@ def test_loads_are_those_of_the_messages(kind: Aggregation, n: int, k: int) -> N
     charged_inside = charged_between = 0.0
     for step in steps(kind, n, per_node=k):
         for load in step.loads:
-            # A ring over all ranks puts its load on both tiers; rings side by side share the cards.
-            crosses = load.size * load.stride > k
+            # A ring over all ranks puts its load on both tiers; parallel rings share the cards.
+            crosses = load.size * load.apart > k
             stays = not crosses or (kind is Aggregation.RING and k > 1)
             charged_between += step.rounds * load.share * load.stride * crosses
             charged_inside += step.rounds * load.share * stays
@@ -105,7 +105,7 @@ def test_loads_are_those_of_the_messages(kind: Aggregation, n: int, k: int) -> N
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_buffers_are_what_arrives_to_be_added_at_once(kind: Aggregation, n: int) -> None:
+def test_buffers_hold_the_messages_that_arrive_at_once(kind: Aggregation, n: int) -> None:
     most = 0.0
     for messages in rounds(kind, n, per_node=n):
         waiting: dict[int, float] = defaultdict(float)
@@ -119,13 +119,13 @@ def test_a_plan_is_charged_for_its_messages() -> None:
     """Gradients of 16 MB in buckets of 1 MiB and the rest, on two nodes of two."""
     known = facts(chain(), gpus(2, 2), batch=4, precision="fp32")
     text = "dp_replicate=4 microbatch_size=1 aggregation=hierarchical"
-    found = estimate(Plan.parse(text), known)
-    sends = [t for t in found.traffic if t.purpose == "gradients (hierarchical)"]
+    cost = estimate(Plan.parse(text), known)
+    sends = [t for t in cost.traffic if t.purpose == "gradients (hierarchical)"]
     sent = {(t.group_size, t.stride): 0.0 for t in sends}
     for t in sends:
         sent[t.group_size, t.stride] += t.payload_bytes * t.count
     assert sent == pytest.approx({(2, 1): 2 * 16e6 / 2, (2, 2): 2 * 16e6 / 4})
-    assert not [t for t in found.traffic if t.purpose == "gradients"]
+    assert not [t for t in cost.traffic if t.purpose == "gradients"]
 
 
 def test_powersgd_is_charged_for_its_factors_its_work_and_its_memory() -> None:
@@ -153,6 +153,6 @@ def test_powersgd_is_charged_for_its_factors_its_work_and_its_memory() -> None:
 
 def test_bf16_halves_the_bytes() -> None:
     known = facts(chain(), cpus(2), batch=2, precision="fp32")
-    found = estimate(Plan.parse("dp_replicate=2 microbatch_size=1 compression=bf16"), known)
-    sent = sum(t.payload_bytes * t.count for t in found.traffic if t.purpose == "gradients")
+    cost = estimate(Plan.parse("dp_replicate=2 microbatch_size=1 compression=bf16"), known)
+    sent = sum(t.payload_bytes * t.count for t in cost.traffic if t.purpose == "gradients")
     assert sent == pytest.approx(8e6)

@@ -1,4 +1,4 @@
-"""Any legal plan of any model has an estimate: nothing raises, and every number is one."""
+"""Every legal plan of every model has an estimate: nothing raises, all numbers are finite."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cluster(name: str) -> ClusterProfile:
 
 @st.composite
 def plans(draw: st.DrawFn, name: str, cluster_name: str) -> Plan:
-    """Degrees that fill the machines, and settings at random."""
+    """Draw degrees that use all devices, and other settings at random."""
     model, machines = profile(name), cluster(cluster_name)
     left = machines.world_size
     degrees = {"pp": 1, "tp": 1, "cp": 1}
@@ -115,13 +115,13 @@ def _data_parallel(draw: st.DrawFn, ranks: int) -> dict[str, object]:
 )
 @given(data=st.data(), name=st.sampled_from(MODELS), machines=st.sampled_from(CLUSTERS))
 def test_every_legal_plan_has_an_estimate(data: st.DataObject, name: str, machines: str) -> None:
-    model, there = profile(name), cluster(machines)
+    model, devices = profile(name), cluster(machines)
     plan = data.draw(plans(name, machines))
-    assume(not problems(plan, model, there))
+    assume(not problems(plan, model, devices))
     batch = plan.global_batch_size
     assert batch is not None
-    found = estimate(plan, facts(model, there, batch=batch, precision=plan.precision.value))
-    for number in (found.step_s, found.peak_bytes, found.peak_high_bytes):
+    cost = estimate(plan, facts(model, devices, batch=batch, precision=plan.precision.value))
+    for number in (cost.step_s, cost.peak_bytes, cost.peak_high_bytes):
         assert math.isfinite(number)
         assert number > 0
-    assert found.peak_bytes <= found.peak_high_bytes
+    assert cost.peak_bytes <= cost.peak_high_bytes

@@ -28,7 +28,7 @@ ROW_BYTES = 4 * WIDTH
 
 
 class Halves(nn.Module):
-    """Without a loss function nothing but the activations passes."""
+    """Two linear layers on two devices; only the activations between them are sent."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__()
@@ -65,57 +65,57 @@ def facts(cluster: ClusterProfile, model: ModelProfile, replicas: int = 1) -> Fa
 PLAN = Plan(microbatch_size=ROWS, accumulation=ROUNDS)
 
 
-def test_every_microbatch_waits_for_what_goes_and_for_what_comes_back() -> None:
+def test_every_microbatch_waits_for_its_activations_and_gradients() -> None:
     model = profile()
-    parted = CostModel(facts(machines(), model)).estimate(PLAN)
+    split = CostModel(facts(machines(), model)).estimate(PLAN)
     whole = model.model_copy(update={"crossings": {}})
-    together = CostModel(facts(machines(), whole)).estimate(PLAN)
+    unsplit = CostModel(facts(machines(), whole)).estimate(PLAN)
     rate = RATE * CALIBRATION.collectives  # inside a step
     waited = ROUNDS * 2 * (LATENCY_S + ROWS * ROW_BYTES / rate)
-    assert parted.step_s - together.step_s == pytest.approx(waited)
-    assert parted.time.exposed_s == pytest.approx(waited)
-    assert {t.purpose: (t.payload_bytes, t.count) for t in parted.traffic} == {
+    assert split.step_s - unsplit.step_s == pytest.approx(waited)
+    assert split.time.exposed_s == pytest.approx(waited)
+    assert {t.purpose: (t.payload_bytes, t.count) for t in split.traffic} == {
         "activations of parts": (ROWS * ROW_BYTES, ROUNDS),
         "gradients of parts": (ROWS * ROW_BYTES, ROUNDS),
     }
 
 
-def test_parts_in_main_memory_are_reached_over_the_way_to_the_host() -> None:
+def test_parts_in_main_memory_are_reached_over_the_host_link() -> None:
     model = profile("cpu", "cuda:0")
     cluster = cluster_from_name("A100-SXM-80GB")
     rate = cluster.device.memory_bytes.model_copy(update={"value": RATE})
     device = cluster.device.model_copy(update={"host_link_bytes_per_s": rate})
     cluster = cluster.model_copy(update={"device": device})
-    found = CostModel(facts(cluster, model)).estimate(PLAN)
-    assert found.time.host_s == pytest.approx(ROUNDS * 2 * ROWS * ROW_BYTES / RATE)
-    assert found.host_traffic_bytes == ROUNDS * 2 * ROWS * ROW_BYTES
-    assert not found.traffic
+    cost = CostModel(facts(cluster, model)).estimate(PLAN)
+    assert cost.time.host_s == pytest.approx(ROUNDS * 2 * ROWS * ROW_BYTES / RATE)
+    assert cost.host_traffic_bytes == ROUNDS * 2 * ROWS * ROW_BYTES
+    assert not cost.traffic
 
 
-def test_a_node_of_four_devices_holds_two_of_its_replicas() -> None:
+def test_a_node_of_four_devices_holds_two_replicas_of_two_devices() -> None:
     model, cluster = profile(), cluster_from_name("2x4xA100-SXM-80GB")
-    found = with_parts(cluster, model)
-    assert (found.num_nodes, found.devices_per_node) == (2, 2)
-    assert found.device.memory_bytes.value == 2 * cluster.device.memory_bytes.value
-    assert found.device.context_bytes.value == 2 * cluster.device.context_bytes.value
-    assert found.parts is not None
-    assert (found.parts.world_size, found.parts.intra) == (2, cluster.intra)
+    replicas = with_parts(cluster, model)
+    assert (replicas.num_nodes, replicas.devices_per_node) == (2, 2)
+    assert replicas.device.memory_bytes.value == 2 * cluster.device.memory_bytes.value
+    assert replicas.device.context_bytes.value == 2 * cluster.device.context_bytes.value
+    assert replicas.parts is not None
+    assert (replicas.parts.world_size, replicas.parts.intra) == (2, cluster.intra)
     assert choose(facts(cluster, model, replicas=4)).plan.dp_replicate == 4
 
 
-def test_in_a_job_a_rank_that_was_counted_as_a_device_stays_a_rank() -> None:
+def test_a_cluster_with_parts_keeps_its_number_of_ranks() -> None:
     job = cluster_from_name("2xA100-SXM-80GB").model_copy(update={"parts": machines()})
     assert with_parts(job, profile()).world_size == 2
 
 
 def test_machines_with_fewer_devices_than_parts_are_refused() -> None:
-    with pytest.raises(InputError, match="on 2 devices of a process") as found:
+    with pytest.raises(InputError, match="on 2 devices of a process") as error:
         with_parts(cluster_from_name("A100-SXM-80GB"), profile())
-    assert found.value.what.endswith("a node of A100-SXM-80GB has 1")
-    assert found.value.hints == ("name machines with 2 devices a node or more",)
+    assert error.value.what.endswith("a node of A100-SXM-80GB has 1")
+    assert error.value.hints == ("name machines with 2 devices a node or more",)
 
 
-def test_the_report_says_what_passes_and_over_which_link() -> None:
+def test_the_report_names_the_traffic_between_parts_and_its_link() -> None:
     decision = choose(facts(machines(), profile()))
     (said,) = [reason for reason in decision.reasons if "split by hand" in reason]
     assert "from cuda:0 to cuda:1 and back" in said
@@ -126,8 +126,8 @@ def test_the_report_says_what_passes_and_over_which_link() -> None:
 
 
 def test_half_the_bandwidth_between_the_parts_takes_twice_the_time() -> None:
-    """Latency aside: what is added from 1/2 r to 1/4 r is twice what is from r to 1/2 r."""
+    """Apart from latency, going from r/2 to r/4 adds twice the time of going from r to r/2."""
     rates = ["1 GB/s", "0.5 GB/s", "0.25 GB/s"]
-    found = sweep(facts(machines(), profile()), Swept.BANDWIDTH, rates, settings=PartialPlan())
-    fast, slow, slower = (point.step_s for point in found.points)
+    swept = sweep(facts(machines(), profile()), Swept.BANDWIDTH, rates, settings=PartialPlan())
+    fast, slow, slower = (point.step_s for point in swept.points)
     assert (slower - slow) / (slow - fast) == pytest.approx(2)

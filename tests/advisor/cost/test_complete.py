@@ -38,7 +38,7 @@ def test_devices_without_a_degree_hold_replicas() -> None:
     assert complete(8, tp=2, dp_shard=4).dp_replicate == 1
 
 
-def test_what_is_named_is_kept() -> None:
+def test_given_settings_are_kept() -> None:
     partial = PartialPlan.build(
         {"schedule": "gpipe", "stages": ("norm",), "microbatches": 2, "pp": 2}
     )
@@ -54,7 +54,7 @@ def test_microbatches_are_four_a_stage_where_the_rows_divide(rows: int, microbat
 
 
 @pytest.mark.parametrize(("pp", "schedule"), [(2, "1f1b"), (3, "gpipe"), (2, "zbv")])
-def test_no_other_borders_share_the_work_more_evenly(pp: int, schedule: str) -> None:
+def test_no_other_stage_borders_balance_the_work_better(pp: int, schedule: str) -> None:
     plan = Plan(pp=pp, schedule=Schedule(schedule))
     units = [unit for unit in PROFILE.units if unit.name not in ("(loss)", "(glue)")]
     names = [unit.name for unit in units]
@@ -64,18 +64,18 @@ def test_no_other_borders_share_the_work_more_evenly(pp: int, schedule: str) -> 
         work = [unit.flop(1) for unit in units]
         return max(sum(work[a:b]) for a, b in pairwise(ends))
 
-    found = even_stages(plan, PROFILE, cpu_ranks(pp))
-    best = min(largest(stages) for stages in combinations(names[1:], len(found)))
-    assert len(found) == (3 if schedule == "zbv" else pp - 1)
-    assert largest(found) == pytest.approx(best)
+    borders = even_stages(plan, PROFILE, cpu_ranks(pp))
+    best = min(largest(stages) for stages in combinations(names[1:], len(borders)))
+    assert len(borders) == (3 if schedule == "zbv" else pp - 1)
+    assert largest(borders) == pytest.approx(best)
 
 
-def test_more_stages_than_units_are_told_by_legality() -> None:
-    found = problems(complete(99, pp=99), PROFILE, cpu_ranks(99))
-    assert "stages-too-many" in {problem.rule for problem in found}
+def test_legality_reports_more_stages_than_units() -> None:
+    violations = problems(complete(99, pp=99), PROFILE, cpu_ranks(99))
+    assert "stages-too-many" in {problem.rule for problem in violations}
 
 
-def _told(settings: str) -> tuple[float, float, str]:
+def _errors_and_plan(settings: str) -> tuple[float, float, str]:
     torch.manual_seed(1)
     reference = CASE.build()
     parallel = auto_parallelize(
@@ -99,21 +99,21 @@ def _told(settings: str) -> tuple[float, float, str]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("settings", ["pp=2 tp=2", "tp=2 zero=1", "pp=2 dp_shard=2"])
-def test_settings_that_name_axes_alone_train(pool: Pool, settings: str) -> None:
-    for loss, gradient, plan in pool.run(_told, settings, world_size=4):
+def test_plans_that_give_only_degrees_train(pool: Pool, settings: str) -> None:
+    for loss, gradient, plan in pool.run(_errors_and_plan, settings, world_size=4):
         assert loss < 1e-5
         assert gradient < 1e-5
         assert all(word.split("=")[0] in plan for word in settings.split())
 
 
-def _too_many() -> str:
-    with pytest.raises(InputError) as caught:  # rank 0 decides, the others are told
-        _told("pp=4 stages=blocks.1")
+def _refusal() -> str:
+    with pytest.raises(InputError) as caught:  # rank 0 decides and broadcasts the error
+        _errors_and_plan("pp=4 stages=blocks.1")
     return str(caught.value)
 
 
 @pytest.mark.dist
-def test_what_cannot_be_is_refused_as_ever(pool: Pool) -> None:
-    for what in pool.run(_too_many, world_size=4):
+def test_too_few_stage_borders_are_refused_on_every_rank(pool: Pool) -> None:
+    for what in pool.run(_refusal, world_size=4):
         assert "pp=4 needs 3 borders, `stages` names 1" in what
         assert "plan: pp=4 stages=blocks.1" in what

@@ -45,16 +45,16 @@ def convolution(kernel: int, *, groups: int = 1, width: int = 256) -> ConvnetBui
     return draft
 
 
-def test_a_large_convolution_takes_its_flop_over_the_share_of_the_peak() -> None:
-    """1x1 on 256 channels of 56 x 56, in fp32 on a V100: 15.7 TFLOP/s, 52 GFLOP are large."""
+def test_a_large_convolution_reaches_the_calibrated_share_of_the_peak() -> None:
+    """1x1 on 256 channels of 56 x 56, in fp32 on a V100: 15.7 TFLOP/s; 52 GFLOP are large."""
     flop = SAMPLES * 2 * 56**2 * 256 * 256
     forward, backward = seconds(convolution(1), "V100-SXM2-16GB", "float32")
     assert forward == pytest.approx(flop / (15.7e12 * CALIBRATION.vector), rel=0.02)
     assert backward == pytest.approx(2 * forward, rel=0.02)
 
 
-def test_winograd_saves_multiplications_of_3x3_on_plain_units_alone() -> None:
-    """36 multiplications become 16, of which `winograd` is reached."""
+def test_winograd_speeds_up_3x3_convolutions_without_tensor_cores_only() -> None:
+    """36 multiplications become 16; the share `winograd` of that gain is reached."""
     whole = seconds(convolution(5), "V100-SXM2-16GB", "float32")[0] * 9 / 25
     saved = seconds(convolution(3), "V100-SXM2-16GB", "float32")[0]
     assert whole / saved == pytest.approx(CALIBRATION.winograd * 36 / 16, rel=0.02)
@@ -62,20 +62,20 @@ def test_winograd_saves_multiplications_of_3x3_on_plain_units_alone() -> None:
     assert seconds(convolution(3), "A100-SXM-40GB", "tfloat32")[0] == pytest.approx(whole, rel=0.02)
 
 
-def test_a_depthwise_convolution_is_bound_by_what_it_moves() -> None:
+def test_a_depthwise_convolution_is_bound_by_memory_bandwidth() -> None:
     """Each map of 256 x 56 x 56 is read once and written once."""
     device = catalogue.accelerator("A100-SXM-40GB")
     moved = SAMPLES * 2 * 256 * 56**2 * 4
     least = moved / (device.memory_bandwidth_bytes_per_s.value * CALIBRATION.memory)
-    found = seconds(convolution(3, groups=256), "A100-SXM-40GB", "tfloat32")[0]
-    assert found == pytest.approx(least, rel=0.02)
+    forward = seconds(convolution(3, groups=256), "A100-SXM-40GB", "tfloat32")[0]
+    assert forward == pytest.approx(least, rel=0.02)
 
 
-def test_maps_are_turned_unless_channels_lie_last() -> None:
-    """In 16 bits on an A100: two thirds of what a 1x1 convolution takes and gives, moved twice."""
+def test_feature_maps_are_transposed_unless_channels_come_last() -> None:
+    """In 16 bits on an A100: two thirds of input and output of a 1x1 convolution, moved twice."""
     device = catalogue.accelerator("A100-SXM-40GB")
     bandwidth = device.memory_bandwidth_bytes_per_s.value * CALIBRATION.memory
-    turned = seconds(convolution(1), "A100-SXM-40GB", "bfloat16", Stack())[0]
+    transposed = seconds(convolution(1), "A100-SXM-40GB", "bfloat16", Stack())[0]
     last = seconds(convolution(1), "A100-SXM-40GB", "bfloat16")[0]
     moved = SAMPLES * 2 * 256 * 56**2 * 2
-    assert turned - last == pytest.approx(2 * 2 / 3 * moved / bandwidth, rel=1e-6)
+    assert transposed - last == pytest.approx(2 * 2 / 3 * moved / bandwidth, rel=1e-6)

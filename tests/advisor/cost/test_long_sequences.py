@@ -1,4 +1,4 @@
-"""Sequences too long for a device are shared out, and experts where that is faster."""
+"""Context parallelism where a sequence does not fit a device, expert parallelism where faster."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def mixture() -> ModelProfile:
     return model
 
 
-def test_experts_are_shared_where_gathering_them_takes_longer_than_tokens_travel() -> None:
+def test_expert_parallelism_is_chosen_where_gathering_experts_is_slower_than_sending_tokens() -> (
+    None
+):
     """On slow links ZeRO-3 gathers eight experts a block for few tokens; a pin keeps them whole."""
     slow = facts(mixture(), gpus(1, memory_gib=24, intra_bytes_per_s=5e9), batch=8)
     partial = PartialPlan.build({"pp": 1, "tp": 1})
@@ -91,19 +93,19 @@ def test_experts_are_shared_where_gathering_them_takes_longer_than_tokens_travel
 
 
 def require_bounds(whole: Facts, partial: PartialPlan) -> Space:
-    """Every row of the space is estimated, and not below its bounds."""
-    kept, policy = SearchCache(CostModel(whole)), Policy()
+    """Assert that no row of the space is estimated below its bounds."""
+    cache, policy = SearchCache(CostModel(whole)), Policy()
     space = space_of(whole, partial, styles=styles_of(whole))
-    search = Search(kept, policy, space, StageSearch(kept, partial, policy))
+    search = Search(cache, policy, space, StageSearch(cache, partial, policy))
     for index in range(len(space)):
-        found, bounds = search.candidate(index).estimate, search.bounds
-        assert bounds.step_s[index] <= found.step_s * (1 + ROUNDING), str(space.plan(index))
-        assert bounds.peak_high_bytes[index] <= found.peak_high_bytes * (1 + ROUNDING)
+        cost, bounds = search.candidate(index).estimate, search.bounds
+        assert bounds.step_s[index] <= cost.step_s * (1 + ROUNDING), str(space.plan(index))
+        assert bounds.peak_high_bytes[index] <= cost.peak_high_bytes * (1 + ROUNDING)
     return space
 
 
 @pytest.mark.parametrize("inter", [400e9, 5e9])
-def test_no_estimate_with_shared_sequences_is_below_its_bound(inter: float) -> None:
+def test_no_estimate_with_context_parallelism_is_below_its_bound(inter: float) -> None:
     model = transformer(name="long", layers=4, tokens=64 * 1024)
     whole = facts(model, gpus(2, 4, memory_gib=12, inter_bytes_per_s=inter), batch=8)
     assert is_too_long(whole, PartialPlan(), styles_of(whole))
@@ -111,12 +113,12 @@ def test_no_estimate_with_shared_sequences_is_below_its_bound(inter: float) -> N
 
 
 @pytest.mark.parametrize("ep", [2, 8])
-def test_no_estimate_with_shared_experts_is_below_its_bound(ep: int) -> None:
+def test_no_estimate_with_expert_parallelism_is_below_its_bound(ep: int) -> None:
     whole = facts(mixture(), gpus(2, 4, memory_gib=24), batch=16)
     assert len(require_bounds(whole, PartialPlan.build({"ep": ep, "cp": 1}))) > 0
 
 
-def test_a_degree_that_experts_do_not_divide_by_is_answered_with_those_that_they_do() -> None:
+def test_an_ep_degree_that_does_not_divide_the_ranks_is_refused_with_those_that_do() -> None:
     whole = facts(mixture(), gpus(1), batch=8)
     with pytest.raises(PlanError) as error:
         choose(whole, partial=PartialPlan(ep=3, pp=1, tp=1))
@@ -125,7 +127,7 @@ def test_a_degree_that_experts_do_not_divide_by_is_answered_with_those_that_they
 
 
 class ByHand(nn.Module):
-    """Attention that no ring can stand in for, and a head that makes the loss large."""
+    """A mean over tokens that no ring can replace, and a head that makes the loss large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +142,7 @@ class ByHand(nn.Module):
 
 
 class Alone(ByHand):
-    """The same, and every token for itself."""
+    """The same model without the mean: no token depends on another."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -149,9 +151,9 @@ class Alone(ByHand):
         return x @ self.embed.weight.t()
 
 
-def test_a_decision_shares_out_no_sequence_that_the_engine_would_refuse() -> None:
-    """4 Mi tokens x 100 classes x 4 bytes are 1.6 GiB of logits, held some four times over beside
-    a context of 2 GiB: too much for 7 GiB, and half as much is not."""
+def test_no_decision_shards_a_sequence_that_the_engine_would_refuse() -> None:
+    """4 Mi tokens x 100 classes x 4 bytes are 1.6 GiB of logits, with about four copies of them at
+    once and a context of 2 GiB: too much for 7 GiB, while half of it fits."""
     ids = torch.zeros(2, 4 * 2**20, dtype=torch.int64)
 
     def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:

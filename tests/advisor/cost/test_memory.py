@@ -39,35 +39,35 @@ def seven_billion(plan: str) -> Estimate:
     ],
 )
 def test_model_states_follow_the_zero_paper(plan: str, bytes_per_parameter: float) -> None:
-    found = on_cpus(plan, ranks=4, batch=4)
-    assert found.states_bytes == pytest.approx(bytes_per_parameter * PARAMETERS)
+    cost = on_cpus(plan, ranks=4, batch=4)
+    assert cost.states_bytes == pytest.approx(bytes_per_parameter * PARAMETERS)
 
 
 def test_the_peak_of_one_device_is_the_sum_done_by_hand() -> None:
-    found = on_cpus("microbatch_size=2", ranks=1, batch=2)
+    cost = on_cpus("microbatch_size=2", ranks=1, batch=2)
     # Backward of the last of four units, two samples: its gradient is there, all activations
     # still, its output's gradient and its own temporaries (a row each).
     gradients, activations, work = 4e6, 4 * 2 * ROW, 2 * 2 * ROW
-    assert found.phase == "backward of `layers.3`"
-    assert found.memory.gradients == gradients
-    assert found.memory.activations == activations
-    assert found.memory.transient == work
+    assert cost.phase == "backward of `layers.3`"
+    assert cost.memory.gradients == gradients
+    assert cost.memory.activations == activations
+    assert cost.memory.transient == work
     states = 4 * PARAMETERS + 8 * PARAMETERS
-    assert found.peak_bytes == pytest.approx(states + gradients + activations + work + CONTEXT)
+    assert cost.peak_bytes == pytest.approx(states + gradients + activations + work + CONTEXT)
 
 
 def test_the_peak_is_the_optimizer_step_where_activations_are_small() -> None:
     model = chain(tokens=1)
-    found = estimate(
+    cost = estimate(
         Plan.parse("microbatch_size=1"), facts(model, gpus(1, 1), batch=1, precision="fp32")
     )
     # foreach Adam on an accelerator: one more list as large as the parameters.
-    assert found.phase == "adamw step"
-    assert found.memory.transient == 4 * PARAMETERS
-    assert found.memory.states == 16 * PARAMETERS
+    assert cost.phase == "adamw step"
+    assert cost.memory.transient == 4 * PARAMETERS
+    assert cost.memory.states == 16 * PARAMETERS
 
 
-def test_zero_1_adds_up_whole_gradients_and_zero_2_shards() -> None:
+def test_zero_1_accumulates_whole_gradients_and_zero_2_shards() -> None:
     cut = "microbatch_size=1 accumulation=2"
     first = on_cpus(f"dp_replicate=4 zero=1 {cut}", ranks=4, batch=8)
     second = on_cpus(f"dp_replicate=4 zero=2 {cut}", ranks=4, batch=8)
@@ -76,22 +76,22 @@ def test_zero_1_adds_up_whole_gradients_and_zero_2_shards() -> None:
 
 
 def test_full_shard_holds_two_whole_units_and_the_gradients_in_flight() -> None:
-    found = on_cpus("dp_shard=4 microbatch_size=8", ranks=4, batch=32)
+    cost = on_cpus("dp_shard=4 microbatch_size=8", ranks=4, batch=32)
     # The unit in work and the one prefetched, and its gradient; nothing was reduced before it.
-    assert found.phase == "backward of `layers.3`"
-    assert found.memory.gathered == (2 + 1) * 4_000_000
+    assert cost.phase == "backward of `layers.3`"
+    assert cost.memory.gathered == (2 + 1) * 4_000_000
 
 
 def test_full_shard_holds_the_input_of_a_reduction_through_the_next_backward() -> None:
     model = chain(tokens=1)
-    found = estimate(
+    cost = estimate(
         Plan.parse("dp_shard=4 microbatch_size=1"),
         facts(model, cpus(4), batch=4, precision="fp32"),
     )
     # Units 1 and 0 whole, the gradient of 1, the fp32 gradients of 2 on their way.
-    assert found.phase == "backward of `layers.1`"
-    assert found.memory.gathered == (2 + 2) * 4_000_000
-    assert found.memory.gradients == 3 * 4_000_000 / 4
+    assert cost.phase == "backward of `layers.1`"
+    assert cost.memory.gathered == (2 + 2) * 4_000_000
+    assert cost.memory.gradients == 3 * 4_000_000 / 4
 
 
 def test_bf16_gathers_half_the_bytes_and_keeps_fp32_masters() -> None:
@@ -121,17 +121,17 @@ def test_full_recompute_keeps_a_row_per_block_and_one_blocks_activations() -> No
 
 
 def test_offload_takes_the_states_off_the_device() -> None:
-    found = seven_billion("dp_shard=16 microbatch_size=1 precision=bf16 offload=states")
-    assert found.memory.states == 0
-    assert found.host_bytes == pytest.approx(16 * transformer().parameters / 16)
-    assert found.host_traffic_bytes > 0
+    cost = seven_billion("dp_shard=16 microbatch_size=1 precision=bf16 offload=states")
+    assert cost.memory.states == 0
+    assert cost.host_bytes == pytest.approx(16 * transformer().parameters / 16)
+    assert cost.host_traffic_bytes > 0
 
 
-def test_the_range_holds_the_prediction_and_fits_asks_for_its_upper_end() -> None:
-    found = seven_billion("dp_shard=16 microbatch_size=1 precision=bf16")
-    assert found.peak_low_bytes < found.peak_bytes < found.peak_high_bytes
-    assert found.fits(found.peak_high_bytes)
-    assert not found.fits(found.peak_bytes)
+def test_the_range_contains_the_prediction_and_fits_compares_its_upper_end() -> None:
+    cost = seven_billion("dp_shard=16 microbatch_size=1 precision=bf16")
+    assert cost.peak_low_bytes < cost.peak_bytes < cost.peak_high_bytes
+    assert cost.fits(cost.peak_high_bytes)
+    assert not cost.fits(cost.peak_bytes)
 
 
 KINDS = ("dp_replicate={d}", "dp_replicate={d} zero=1", "dp_replicate={d} zero=2", "dp_shard={d}")
@@ -143,17 +143,17 @@ KINDS = ("dp_replicate={d}", "dp_replicate={d} zero=1", "dp_replicate={d} zero=2
     rounds=st.integers(1, 3),
     precision=st.sampled_from(("fp32", "bf16")),
 )
-def test_more_sharding_never_raises_the_states_nor_the_fullest_moments_states(
+def test_more_sharding_never_raises_the_states_nor_the_peak(
     power: int, size: int, rounds: int, precision: str
 ) -> None:
     degree = 2**power
     cut = f"microbatch_size={size} accumulation={rounds} precision={precision}"
     whole = facts(_SMALL, gpus(1, degree), batch=size * rounds * degree, precision=precision)
-    found = [estimate(Plan.parse(f"{k.format(d=degree)} {cut}"), whole) for k in KINDS]
-    states = [e.states_bytes for e in found]
+    costs = [estimate(Plan.parse(f"{k.format(d=degree)} {cut}"), whole) for k in KINDS]
+    states = [e.states_bytes for e in costs]
     assert states == sorted(states, reverse=True)
     larger = Facts(model=_SMALL, cluster=gpus(1, 2 * degree), workload=whole.workload)
-    for kind, before in zip(KINDS, found, strict=True):
+    for kind, before in zip(KINDS, costs, strict=True):
         after = estimate(Plan.parse(f"{kind.format(d=2 * degree)} {cut}"), larger)
         assert after.states_bytes <= before.states_bytes
         assert after.peak_bytes <= before.peak_bytes

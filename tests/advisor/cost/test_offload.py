@@ -36,51 +36,51 @@ def _of_blocks(samples: int) -> float:
     )
 
 
-def test_adam_states_go_and_come_once_a_step() -> None:
-    here, away = _estimate(""), _estimate("offload=optimizer")
+def test_adam_states_cross_the_host_link_twice_a_step() -> None:
+    resident, offloaded = _estimate(""), _estimate("offload=optimizer")
     states = 8 * WHOLE.model.parameters
-    assert away.host_bytes == states
-    assert away.time.host_s == pytest.approx(2 * states / HOST_LINK_BYTES_PER_S)
-    assert away.step_s - here.step_s == pytest.approx(away.time.host_s)
-    assert here.memory.optimizer == states
-    assert away.memory.optimizer == 0
+    assert offloaded.host_bytes == states
+    assert offloaded.time.host_s == pytest.approx(2 * states / HOST_LINK_BYTES_PER_S)
+    assert offloaded.step_s - resident.step_s == pytest.approx(offloaded.time.host_s)
+    assert resident.memory.optimizer == states
+    assert offloaded.memory.optimizer == 0
 
 
-def test_a_step_has_the_states_of_one_chunk_on_the_device() -> None:
-    """Of 32 MiB, or of one unit where that is more: its states, twice its bytes, and AdamW's list
-    of temporaries, once."""
+def test_the_optimizer_step_holds_the_states_of_one_chunk() -> None:
+    """A chunk is 32 MiB, or one unit where that is larger. On the device are its states, twice its
+    bytes, and AdamW's list of temporaries, once."""
     plan = Plan.parse("microbatch_size=1 offload=optimizer")
     for layers, hidden, ffn in ((8, 2048, 5504), (64, 512, 1376)):
         model = transformer(layers=layers, hidden=hidden, ffn=ffn, vocab=8000, tokens=16)
-        away = estimate(plan, facts(model, gpus(1, 1), batch=1, precision="fp32"))
+        offloaded = estimate(plan, facts(model, gpus(1, 1), batch=1, precision="fp32"))
         largest = 4 * max(unit.parameters for unit in model.units)
         assert (largest > CHUNK_BYTES) is (hidden == 2048)
-        assert away.phase == "adamw step"
-        assert away.memory.transient == pytest.approx(3 * max(largest, CHUNK_BYTES))
+        assert offloaded.phase == "adamw step"
+        assert offloaded.memory.transient == pytest.approx(3 * max(largest, CHUNK_BYTES))
 
 
-def test_activations_of_blocks_go_and_come_every_microbatch() -> None:
-    here, away = _estimate(""), _estimate("offload=activations")
-    kept = _of_blocks(2)
-    assert away.host_bytes == pytest.approx(kept)
-    assert away.time.host_s == pytest.approx(4 * 2 * kept / HOST_LINK_BYTES_PER_S)
-    assert away.step_s > here.step_s
-    assert here.peak_bytes - away.peak_bytes <= kept
+def test_block_activations_cross_the_host_link_twice_a_microbatch() -> None:
+    resident, offloaded = _estimate(""), _estimate("offload=activations")
+    activations = _of_blocks(2)
+    assert offloaded.host_bytes == pytest.approx(activations)
+    assert offloaded.time.host_s == pytest.approx(4 * 2 * activations / HOST_LINK_BYTES_PER_S)
+    assert offloaded.step_s > resident.step_s
+    assert resident.peak_bytes - offloaded.peak_bytes <= activations
 
 
-def test_on_disk_both_ways_are_paid() -> None:
-    away = _estimate("offload=optimizer offload_to=disk")
+def test_offloading_to_disk_pays_for_the_host_link_and_the_disk() -> None:
+    offloaded = _estimate("offload=optimizer offload_to=disk")
     states = 8 * WHOLE.model.parameters
-    assert (away.host_bytes, away.disk_bytes) == (0, states)
-    assert away.time.host_s == pytest.approx(
+    assert (offloaded.host_bytes, offloaded.disk_bytes) == (0, states)
+    assert offloaded.time.host_s == pytest.approx(
         2 * states / HOST_LINK_BYTES_PER_S
         + states / DISK_WRITE_BYTES_PER_S
         + states / DISK_READ_BYTES_PER_S
     )
 
 
-def test_a_processor_copies_activations_and_saves_nothing() -> None:
-    here, away = (
+def test_offloading_activations_of_a_cpu_copies_them_and_saves_no_memory() -> None:
+    resident, offloaded = (
         estimate(
             Plan.parse(f"microbatch_size=2 {what}"),
             facts(chain(), cpus(1), batch=2, precision="fp32"),
@@ -88,15 +88,15 @@ def test_a_processor_copies_activations_and_saves_nothing() -> None:
         for what in ("offload=none", "offload=activations")
     )
     model = chain()
-    kept = sum(
+    activations = sum(
         unit.cost(Numerics.AS_BUILT).activation_bytes.at(2)
         for unit in model.units
         if unit in model.blocks()
     )
     bandwidth = cpus(1).device.memory_bandwidth_bytes_per_s.value
-    assert kept > 0
-    assert away.peak_bytes == here.peak_bytes
-    assert away.step_s - here.step_s == pytest.approx(4 * kept / bandwidth)
+    assert activations > 0
+    assert offloaded.peak_bytes == resident.peak_bytes
+    assert offloaded.step_s - resident.step_s == pytest.approx(4 * activations / bandwidth)
 
 
 def test_devices_of_a_node_share_its_disk() -> None:
@@ -110,7 +110,7 @@ def test_devices_of_a_node_share_its_disk() -> None:
     )  # their sums wait too
 
 
-def test_a_measured_way_to_the_host_takes_precedence() -> None:
+def test_a_measured_host_link_takes_precedence() -> None:
     rate = Quantity(value=HOST_LINK_BYTES_PER_S / 2, source=Source.MEASURED)
     device = WHOLE.cluster.device.model_copy(update={"host_link_bytes_per_s": rate})
     cluster = WHOLE.cluster.model_copy(update={"device": device})
@@ -119,7 +119,7 @@ def test_a_measured_way_to_the_host_takes_precedence() -> None:
     assert _estimate("offload=optimizer", slow).time.host_s == pytest.approx(2 * usual)
 
 
-def test_activations_leave_where_states_that_have_left_are_not_enough() -> None:
+def test_activations_are_offloaded_where_offloading_states_does_not_suffice() -> None:
     """400 thin layers, 8,192 tokens: even their inputs alone are 400 * 8192 * 512 * 2 bytes."""
     deep = transformer(name="deep", layers=400, hidden=512, ffn=1376, tokens=8192)
     inputs = 400 * 8192 * 512 * 2
@@ -131,7 +131,7 @@ def test_activations_leave_where_states_that_have_left_are_not_enough() -> None:
     assert tight.estimate.step_s > roomy.estimate.step_s
 
 
-def test_a_pin_is_decided_on_and_its_ways_are_in_the_report() -> None:
+def test_a_pinned_offload_is_taken_and_its_links_are_reported() -> None:
     decision = choose(
         WHOLE, partial=PartialPlan.build({"offload": "optimizer,activations", "offload_to": "disk"})
     )
@@ -143,20 +143,20 @@ def test_a_pin_is_decided_on_and_its_ways_are_in_the_report() -> None:
     assert "a node's disk 5.00 GB/s written, 7.00 GB/s read" in text
 
 
-def _allocators_word(decision: Decision) -> str:
-    """The allocator's message, with the plan that it is about."""
+def _allocator_reason(decision: Decision) -> str:
+    """Return the sentence of a report about the allocator, from its plan to its settings."""
     text = " ".join(str(decision).split())
     if "the allocator's slack" not in text:
         return ""
     return text.partition("the allocator's slack")[2].partition("PYTORCH_")[0]
 
 
-def test_the_allocator_is_spoken_of_only_where_its_slack_decides() -> None:
+def test_the_allocator_is_mentioned_only_where_its_slack_decides() -> None:
     """DDP's upper end holds a tenth of slack, over 2 GiB of context and a quarter of doubt."""
     roomy = choose(facts(MIDDLE, gpus(1, 2), batch=8))
     assert "ALLOC_CONF" not in str(roomy)
-    found = estimate(Plan.parse("dp_replicate=2 microbatch_size=4 precision=bf16"), roomy.facts)
-    high, context = found.peak_high_bytes, 2.5 * GIB
+    cost = estimate(Plan.parse("dp_replicate=2 microbatch_size=4 precision=bf16"), roomy.facts)
+    high, context = cost.peak_high_bytes, 2.5 * GIB
     without = (high - context) / 1.1 + context
     # Five percent of a device are left free.
     tight = gpus(1, 2, memory_gib=(high + without) / 2 / 0.95 / GIB)
@@ -165,17 +165,17 @@ def test_the_allocator_is_spoken_of_only_where_its_slack_decides() -> None:
     text = " ".join(str(decision).split())
     assert decision.plan.data_parallel is not DataParallel.REPLICATE
     assert f"with it, {without / GIB:.1f} GiB without" in text
-    assert "DDP over 2" in _allocators_word(decision)
+    assert "DDP over 2" in _allocator_reason(decision)
     assert "`expandable_segments:True` in PYTORCH_ALLOC_CONF" in text
     assert "`max_split_size_mb:512`" in text
-    # One that does not fit without its slack either is no matter of the allocator.
+    # A plan that does not fit without the slack either is not a matter of the allocator.
     tighter = gpus(1, 2, memory_gib=0.97 * without / 0.95 / GIB)
-    assert "DDP over 2" not in _allocators_word(
+    assert "DDP over 2" not in _allocator_reason(
         choose(facts(MIDDLE, tighter, batch=8), partial=partial)
     )
 
 
-def test_where_nothing_fits_by_the_slack_alone_that_is_a_way_out() -> None:
+def test_allocator_settings_are_hinted_where_only_the_slack_does_not_fit() -> None:
     partial = PartialPlan.build({"microbatch_size": 1, "recompute": "full", "offload": "none"})
     high = choose(WHOLE, partial=partial).estimate.peak_high_bytes
     tight = gpus(1, 1, memory_gib=0.97 * high / 0.95 / GIB)

@@ -1,4 +1,4 @@
-"""Pipelines: orders against torch's own, wall time against closed forms and a pencil."""
+"""Pipelines: orders against torch's own, wall time against closed forms and drawings by hand."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def of_torch(schedule: Schedule, ranks: int, chunks: int, microbatches: int) -> 
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "chunks", "microbatches"), SHAPES)
-def test_orders_are_torchs_own(
+def test_orders_equal_those_of_torch(
     schedule: Schedule, ranks: int, chunks: int, microbatches: int
 ) -> None:
     ours = orders(schedule, ranks=ranks, stages=ranks * chunks, microbatches=microbatches)
@@ -124,7 +124,7 @@ def uneven(
 def by_hand(
     schedule: Schedule, times: StageTimes, *, ranks: int, microbatches: int, waits: bool
 ) -> list[float]:
-    """When each rank is done, by starting whatever can start until nothing is left."""
+    """Simulate every action and return the time at which each rank ends."""
     stages = len(times.forward_s)
     left = [
         list(o) for o in orders(schedule, ranks=ranks, stages=stages, microbatches=microbatches)
@@ -166,15 +166,15 @@ def by_hand(
 
 @pytest.mark.parametrize("schedule", [GPIPE, ONE_F_ONE_B])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 8), (8, 64)])
-def test_a_pipeline_of_equal_stages_stands_still_for_p_minus_1_microbatches(
+def test_a_pipeline_of_equal_stages_idles_for_p_minus_1_microbatches(
     schedule: Schedule, ranks: int, microbatches: int
 ) -> None:
     """(p - 1)(f + b), of both: GPipe, arXiv:1811.06965; PipeDream-flush, arXiv:2104.04473."""
-    found = play(
+    played = play(
         schedule, equal(ranks, 1.0, 2.0), ranks=ranks, microbatches=microbatches, waits=True
     )
-    assert found.wall_s == pytest.approx((microbatches + ranks - 1) * 3.0)
-    assert found.idle_s == pytest.approx([(ranks - 1) * 3.0] * ranks)
+    assert played.wall_s == pytest.approx((microbatches + ranks - 1) * 3.0)
+    assert played.idle_s == pytest.approx([(ranks - 1) * 3.0] * ranks)
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])
@@ -182,27 +182,27 @@ def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(chunks: int) ->
     """(p - 1)(f + b) / v, arXiv:2104.04473 section 2.2."""
     ranks, microbatches = 4, 16
     times = equal(ranks * chunks, 1.0 / chunks, 2.0 / chunks)
-    found = play(INTERLEAVED, times, ranks=ranks, microbatches=microbatches, waits=False)
-    assert found.wall_s - microbatches * 3.0 == pytest.approx((ranks - 1) * 3.0 / chunks)
+    played = play(INTERLEAVED, times, ranks=ranks, microbatches=microbatches, waits=False)
+    assert played.wall_s - microbatches * 3.0 == pytest.approx((ranks - 1) * 3.0 / chunks)
 
 
-def test_stages_that_take_turns_take_the_sum_of_their_times() -> None:
+def test_naive_stages_take_the_sum_of_their_times() -> None:
     times = StageTimes((1.0, 2.0), (3.0, 4.0), (0.0, 0.0), (0.5,))
-    found = play(NAIVE, times, ranks=2, microbatches=3, waits=True)
-    assert found.wall_s == pytest.approx(3 * (1 + 0.5 + 2 + 4 + 0.5 + 3))
+    played = play(NAIVE, times, ranks=2, microbatches=3, waits=True)
+    assert played.wall_s == pytest.approx(3 * (1 + 0.5 + 2 + 4 + 0.5 + 3))
 
 
-def test_zero_bubble_fills_the_bubble_with_gradients_of_weights() -> None:
+def test_zero_bubble_fills_the_bubble_with_weight_gradients() -> None:
     """ZB-H1 leaves (p - 1)(f + b - w) of it; arXiv:2401.10241, table 1."""
     ranks, microbatches = 4, 16
-    found = play(
+    played = play(
         ZERO_BUBBLE,
         equal(ranks, 1.0, 1.0, 1.0),
         ranks=ranks,
         microbatches=microbatches,
         waits=False,
     )
-    assert found.wall_s == pytest.approx(microbatches * 3.0 + (ranks - 1) * 1.0)
+    assert played.wall_s == pytest.approx(microbatches * 3.0 + (ranks - 1) * 1.0)
 
 
 def test_an_uneven_pipeline_drawn_by_hand() -> None:
@@ -212,27 +212,27 @@ def test_an_uneven_pipeline_drawn_by_hand() -> None:
     rank 1:         F0 1-3     B0 3-7   F1 7-9       B1 9-13
     """
     times = StageTimes((1.0, 2.0), (3.0, 4.0), (0.0, 0.0), (0.0,))
-    found = play(ONE_F_ONE_B, times, ranks=2, microbatches=2, waits=True)
-    assert found == Played(16.0, (16.0, 13.0), (8.0, 12.0))
+    played = play(ONE_F_ONE_B, times, ranks=2, microbatches=2, waits=True)
+    assert played == Played(16.0, (16.0, 13.0), (8.0, 12.0))
 
 
-def test_a_transfer_is_waited_for_or_not_as_drawn_by_hand() -> None:
+def test_sends_overlap_or_block_as_drawn_by_hand() -> None:
     """The same with a send of 1 second.
 
-    beside:  rank 1: F0 2-4 B0 4-8 F1 8-10 B1 10-14      rank 0: B0 9-12, B1 15-18
-    waited:  rank 1: F0 2-4 B0 4-8 F1 9-11 B1 11-15      rank 0: B0 9-12, B1 16-19
+    overlapped: rank 1: F0 2-4 B0 4-8 F1 8-10 B1 10-14      rank 0: B0 9-12, B1 15-18
+    blocking:   rank 1: F0 2-4 B0 4-8 F1 9-11 B1 11-15      rank 0: B0 9-12, B1 16-19
     """
     times = StageTimes((1.0, 2.0), (3.0, 4.0), (0.0, 0.0), (1.0,))
-    beside = play(ONE_F_ONE_B, times, ranks=2, microbatches=2, waits=False)
-    waited = play(ONE_F_ONE_B, times, ranks=2, microbatches=2, waits=True)
-    assert (beside.end_s, waited.end_s) == ((18.0, 14.0), (19.0, 15.0))
+    overlapped = play(ONE_F_ONE_B, times, ranks=2, microbatches=2, waits=False)
+    blocking = play(ONE_F_ONE_B, times, ranks=2, microbatches=2, waits=True)
+    assert (overlapped.end_s, blocking.end_s) == ((18.0, 14.0), (19.0, 15.0))
 
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 @pytest.mark.parametrize("send_s", [0.0, 0.3])
 @pytest.mark.parametrize("schedule", list(Schedule))
-def test_shortcuts_find_what_playing_every_action_finds(
+def test_shortcuts_equal_a_simulation_of_every_action(
     schedule: Schedule, send_s: float, spread: float, waits: bool
 ) -> None:
     for ranks, chunks, microbatches in [(2, 2, 6), (3, 2, 24), (5, 3, 40), (4, 1, 8), (6, 1, 96)]:
@@ -242,21 +242,21 @@ def test_shortcuts_find_what_playing_every_action_finds(
             chunks = 2
         times = uneven(schedule, ranks * chunks, seed=microbatches, spread=spread, send_s=send_s)
         shape = {"ranks": ranks, "microbatches": microbatches, "waits": waits}
-        found = play(schedule, times, **shape)
+        played = play(schedule, times, **shape)
         # Rounds of more than eight microbatches a rank are continued, not played, where a rank has
         # several stages or two halves of a backward.
         is_played = schedule in ONE_STAGE or microbatches <= 8 * ranks
         close = 1e-9 if is_played else 0.02
-        assert found.end_s == pytest.approx(by_hand(schedule, times, **shape), rel=close)
+        assert played.end_s == pytest.approx(by_hand(schedule, times, **shape), rel=close)
 
 
-def test_a_long_round_of_equal_stages_is_continued_as_it_would_be_played() -> None:
+def test_extrapolating_a_long_round_equals_simulating_it() -> None:
     for schedule, chunks in ((INTERLEAVED, 2), (ZERO_BUBBLE, 1), (ZBV, 2)):
         times = equal(4 * chunks, 1.0, 1.0, 1.0 if schedule in SPLITS_BACKWARD else 0.0, 0.1)
         shape = {"ranks": 4, "microbatches": 120, "waits": False}
-        found = play(schedule, times, **shape)
-        played = by_hand(schedule, times, **shape)
-        assert found.wall_s == pytest.approx(max(played), rel=0.002)
+        played = play(schedule, times, **shape)
+        simulated = by_hand(schedule, times, **shape)
+        assert played.wall_s == pytest.approx(max(simulated), rel=0.002)
 
 
 def test_longer_stages_and_sends_never_shorten_a_round() -> None:
@@ -276,11 +276,11 @@ def test_longer_stages_and_sends_never_shorten_a_round() -> None:
 
 
 def most(schedule: Schedule, ranks: int, chunks: int, microbatches: int) -> list[int]:
-    found = moments(schedule, ranks=ranks, stages=ranks * chunks, microbatches=microbatches)
-    return [max(sum(moment.saved) for moment in of_rank) for of_rank in found]
+    per_rank = moments(schedule, ranks=ranks, stages=ranks * chunks, microbatches=microbatches)
+    return [max(sum(moment.held) for moment in of_rank) for of_rank in per_rank]
 
 
-def test_as_many_microbatches_are_in_flight_as_the_papers_say() -> None:
+def test_microbatches_in_flight_match_the_papers() -> None:
     assert most(NAIVE, 4, 1, 8) == [1, 1, 1, 1]
     assert most(GPIPE, 4, 1, 8) == [8, 8, 8, 8]
     assert most(ONE_F_ONE_B, 4, 1, 8) == [4, 3, 2, 1]
@@ -293,26 +293,26 @@ def test_as_many_microbatches_are_in_flight_as_the_papers_say() -> None:
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
-def test_moments_hold_all_that_playing_the_orders_piles_up(schedule: Schedule) -> None:
+def test_moments_cover_the_most_microbatches_in_flight(schedule: Schedule) -> None:
     ranks, microbatches = 3, 24
     stages = ranks * (1 if schedule in ONE_STAGE else 2)
     shape = {"ranks": ranks, "stages": stages, "microbatches": microbatches}
-    found = moments(schedule, **shape)
+    per_rank = moments(schedule, **shape)
     for rank, order in enumerate(orders(schedule, **shape)):
         own = stages_of(schedule, rank, ranks=ranks, stages=stages)
-        held = dict.fromkeys(own, 0)
-        fullest = dict(held)
+        in_flight = dict.fromkeys(own, 0)
+        fullest = dict(in_flight)
         for kind, stage, _ in order:
-            held[stage] += kind is PassKind.FORWARD
-            fullest = {stage: max(fullest[stage], held[stage]) for stage in own}
-            held[stage] -= kind in (PassKind.BACKWARD, PassKind.WEIGHT)
-        assert not any(held.values())
-        shown = [max(moment.saved[n] for moment in found[rank]) for n in range(len(own))]
+            in_flight[stage] += kind is PassKind.FORWARD
+            fullest = {stage: max(fullest[stage], in_flight[stage]) for stage in own}
+            in_flight[stage] -= kind in (PassKind.BACKWARD, PassKind.WEIGHT)
+        assert not any(in_flight.values())
+        shown = [max(moment.held[n] for moment in per_rank[rank]) for n in range(len(own))]
         assert shown == list(fullest.values())
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
-def test_the_root_group_is_gathered_where_it_is_asked_for_and_a_backward_let_it_go(
+def test_the_root_group_is_gathered_only_where_it_is_not_resident(
     schedule: Schedule,
 ) -> None:
     for microbatches in (3, 12, 42):
@@ -324,11 +324,11 @@ def test_the_root_group_is_gathered_where_it_is_asked_for_and_a_backward_let_it_
                 for kind, stage, _ in order
                 if kind is not PassKind.WEIGHT
             )
-            asked = re.findall("(?<!F)[FL]", letters)  # a forward before has it there already
+            asked = re.findall("(?<!F)[FL]", letters)  # not after a forward, which left it gathered
             assert gathers_of_root(schedule, rank, **shape) == len(asked)
 
 
-def test_a_stage_whose_backward_is_not_split_lets_go_with_the_gradient_of_its_input() -> None:
+def test_a_stage_with_an_unsplit_backward_frees_its_activations_with_the_input_gradient() -> None:
     shape = {"ranks": 4, "stages": 4, "microbatches": 16}
     split = moments(ZERO_BUBBLE, **shape)
     whole = moments(ZERO_BUBBLE, **shape, whole=frozenset(range(4)))
@@ -336,33 +336,33 @@ def test_a_stage_whose_backward_is_not_split_lets_go_with_the_gradient_of_its_in
     assert [max(sum(m.waiting) for m in rank) for rank in split] == [1, 2, 3, 4]
 
 
-def test_a_timeline_is_the_uneven_pipeline_drawn_by_hand() -> None:
+def test_the_timeline_equals_the_uneven_pipeline_drawn_by_hand() -> None:
     """See `test_an_uneven_pipeline_drawn_by_hand`."""
     times = StageTimes((1.0, 2.0), (3.0, 4.0), (0.0, 0.0), (0.0,))
-    found = timeline(ONE_F_ONE_B, times, ranks=2, microbatches=2, waits=True)
+    spans = timeline(ONE_F_ONE_B, times, ranks=2, microbatches=2, waits=True)
     drawn = {
         0: [("F", 0, 0, 1), ("F", 1, 1, 2), ("B", 0, 7, 10), ("B", 1, 13, 16)],
         1: [("F", 0, 1, 3), ("B", 0, 3, 7), ("F", 1, 7, 9), ("B", 1, 9, 13)],
     }
-    for rank, spans in drawn.items():
-        assert spans == [
+    for rank, expected in drawn.items():
+        assert expected == [
             (span.action.kind, span.action.microbatch, span.start_s, span.end_s)
-            for span in found
+            for span in spans
             if span.rank == span.action.stage == rank
         ]
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
-def test_a_timeline_ends_when_its_round_does_and_nobody_does_two_things_at_once(
+def test_a_timeline_ends_with_its_round_and_no_rank_runs_two_passes_at_once(
     schedule: Schedule,
 ) -> None:
     stages = 3 * (1 if schedule in ONE_STAGE else 2)
     times = uneven(schedule, stages, seed=1, spread=1.0, send_s=0.3)
     shape = {"ranks": 3, "microbatches": 12, "waits": True}
-    found = timeline(schedule, times, **shape)
+    spans = timeline(schedule, times, **shape)
     played = play(schedule, times, **shape)
     for rank in range(3):
-        own = [span for span in found if span.rank == rank]
+        own = [span for span in spans if span.rank == rank]
         assert own[-1].end_s == pytest.approx(played.end_s[rank])
         assert sum(span.end_s - span.start_s for span in own) == pytest.approx(played.busy_s[rank])
         assert all(one.end_s <= other.start_s + 1e-9 for one, other in pairwise(own))

@@ -53,11 +53,11 @@ def test_published_fsdp_runs_lie_in_the_predicted_ranges(shared: Path) -> None:
     for published, ours in (("mpt-1b", "gpt-1.3b"), ("mpt-7b", "gpt-7b")):
         model = profile(ours)
         for row in runs(shared, published):
-            found = predicted(row, model)
+            prediction = predicted(row, model)
             rate = float(row["tokens_per_s_per_gpu"]) * int(row["n_gpus"])
             measured_s = int(row["global_batch"]) * TOKENS / rate
-            ratios.append(found.step_s / measured_s)
-            inside.append(found.step_low_s <= measured_s <= found.step_high_s)
+            ratios.append(prediction.step_s / measured_s)
+            inside.append(prediction.step_low_s <= measured_s <= prediction.step_high_s)
     assert len(ratios) > 20
     assert 0.85 < median(ratios) < 1.15
     assert sum(inside) / len(inside) > 0.9

@@ -1,4 +1,4 @@
-"""A rank's step in the simulated allocator, beside the moments that the cost model adds up."""
+"""A rank's step in the simulated allocator, compared with the peak that the cost model adds up."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def facts() -> Facts:
 
 
 def chosen(settings: dict[str, object]) -> tuple[CostModel, Decision]:
-    found = facts()
-    return CostModel(found), choose(found, partial=PartialPlan.build(settings))
+    inputs = facts()
+    return CostModel(inputs), choose(inputs, partial=PartialPlan.build(settings))
 
 
 @pytest.mark.parametrize("settings", PLANS, ids=str)
-def test_the_replay_allocates_what_the_estimate_adds_up(settings: dict[str, object]) -> None:
-    """Two accounts of one step: sums of what lives at each moment, and every tensor made and let go
-    of. Blocks are a little larger than what is asked for."""
+def test_the_replay_allocates_the_estimated_peak(settings: dict[str, object]) -> None:
+    """Compare two accounts of one step: the sum of live tensors at each moment, and a replay of
+    every allocation. The allocator's blocks are a little larger than requested."""
     costs, decision = chosen(settings)
     stages = decision.estimate.stages
-    found = rank_step(costs, decision.plan, stages[0].rank if stages else 0).replay()
+    replayed = rank_step(costs, decision.plan, stages[0].rank if stages else 0).replay()
     allocated = decision.estimate.peak_bytes - decision.estimate.memory.context
-    assert found.allocated_bytes == pytest.approx(allocated, rel=0.03)
-    assert found.reserved_bytes <= 1.36 * found.allocated_bytes
+    assert replayed.allocated_bytes == pytest.approx(allocated, rel=0.03)
+    assert replayed.reserved_bytes <= 1.36 * replayed.allocated_bytes
 
 
-def test_every_microbatch_in_flight_is_there() -> None:
+def test_the_first_stage_runs_as_many_forwards_ahead_as_there_are_stages() -> None:
     costs, decision = chosen({"pp": 4, "dp_replicate": 2, "microbatch_size": 1, "schedule": "1f1b"})
     first, last = (rank_step(costs, decision.plan, rank) for rank in (0, 3))
     # The first stage takes in as many microbatches as there are stages before its first backward.

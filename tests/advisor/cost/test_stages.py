@@ -27,37 +27,37 @@ def on_cpus(text: str, *, units: int = 8, ranks: int = 8, batch: int = 64) -> Es
 
 
 def fast_links(text: str, model: ModelProfile | None = None, *, nodes: int = 1) -> Estimate:
-    """Nothing that is sent takes time: what is left is computing and standing still."""
+    """Estimate with links that take no time: only computing and idling are left."""
     quick = link("quick", 1e18, 0.0)
     cluster = gpus(nodes).model_copy(update={"intra": quick, "inter": quick if nodes > 1 else None})
     plan = Plan.parse(f"{text} microbatch_size=1")
-    found = facts(model or chain(units=8), cluster, batch=64, precision="fp32")
-    return estimate(plan, found)
+    inputs = facts(model or chain(units=8), cluster, batch=64, precision="fp32")
+    return estimate(plan, inputs)
 
 
-def by_rank(found: Estimate) -> list[float]:
-    ranked = sorted(found.stages, key=lambda stage: stage.rank)
+def by_rank(cost: Estimate) -> list[float]:
+    ranked = sorted(cost.stages, key=lambda stage: stage.rank)
     return [stage.peak_bytes for stage in ranked]
 
 
-def test_1f1b_piles_up_as_many_activations_as_stages_are_left() -> None:
-    found = on_cpus("pp=4 schedule=1f1b microbatches=8", units=8, ranks=4)
-    peaks = by_rank(found)
-    # A stage is two units; each microbatch in flight holds a row for each, and what it sent on;
-    # what it received is kept where it was received into, for all microbatches, as their gradients
-    # are. Those of parameters are there for all, those of the unit in work are made beside them.
+def test_1f1b_holds_activations_of_as_many_microbatches_as_stages_are_left() -> None:
+    cost = on_cpus("pp=4 schedule=1f1b microbatches=8", units=8, ranks=4)
+    peaks = by_rank(cost)
+    # A stage is two units; each microbatch in flight holds a row for each, and the output that it
+    # sent. Received inputs stay in receive buffers, one for every microbatch, and so do received
+    # gradients. Gradients of all parameters exist, and those of the unit in work once more.
     states = 2 * (UNIT + UNIT + 2 * UNIT)
     work = UNIT + 2 * ROW
-    update = 3 * UNIT  # what Adam holds while it steps one tensor after another, on processors
+    update = 3 * UNIT  # Adam on CPUs steps one tensor after another
     for rank, peak in enumerate(peaks):
-        held = 4 - rank
-        kept = held * (2 * ROW - ROW * (rank > 0) + ROW * (rank < 3))
+        in_flight = 4 - rank
+        activations = in_flight * (2 * ROW - ROW * (rank > 0) + ROW * (rank < 3))
         buffers = 8 * ROW * ((rank > 0) + (rank < 3))
-        fullest = max(kept + work, update)
+        fullest = max(activations + work, update)
         assert peak == pytest.approx(states + fullest + buffers + CONTEXT)
 
 
-def test_gpipe_holds_all_microbatches_and_takes_turns_hold_one() -> None:
+def test_gpipe_holds_all_microbatches_and_naive_stages_hold_one() -> None:
     every = on_cpus("pp=4 schedule=gpipe microbatches=8", ranks=4)
     single = on_cpus("pp=4 schedule=naive microbatches=8", ranks=4)
     assert [stage.in_flight for stage in every.stages] == [8] * 4
@@ -69,29 +69,29 @@ def test_gpipe_holds_all_microbatches_and_takes_turns_hold_one() -> None:
 @pytest.mark.parametrize(
     ("sharding", "share"), [("dp_replicate=2", 1), ("dp_replicate=2 zero=1", 2), ("dp_shard=2", 2)]
 )
-def test_model_states_of_a_stage_are_shared_by_its_replicas(sharding: str, share: int) -> None:
-    found = on_cpus(f"pp=4 {sharding} schedule=1f1b microbatches=4")
-    assert found.states_bytes == 2 * 4 * UNIT / share
+def test_model_states_of_a_stage_are_sharded_over_its_replicas(sharding: str, share: int) -> None:
+    cost = on_cpus(f"pp=4 {sharding} schedule=1f1b microbatches=4")
+    assert cost.states_bytes == 2 * 4 * UNIT / share
 
 
 def test_sharded_stages_keep_gradients_whole_until_the_round_is_over() -> None:
-    found = on_cpus("pp=4 dp_shard=2 schedule=1f1b microbatches=4")
-    assert found.memory.gradients == 2 * UNIT
+    cost = on_cpus("pp=4 dp_shard=2 schedule=1f1b microbatches=4")
+    assert cost.memory.gradients == 2 * UNIT
     several = on_cpus("pp=4 dp_shard=2 schedule=1f1b microbatches=4 accumulation=2")
     assert several.memory.gradients == 2 * UNIT + 2 * UNIT / 2
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_equal_stages_stand_still_for_p_minus_1_microbatches(schedule: str) -> None:
-    found = fast_links(f"pp=8 schedule={schedule} microbatches=16")
-    stage = found.stages[0]
+def test_equal_stages_idle_for_p_minus_1_microbatches(schedule: str) -> None:
+    cost = fast_links(f"pp=8 schedule={schedule} microbatches=16")
+    stage = cost.stages[0]
     one = stage.forward_s + stage.backward_s
-    assert found.time.idle_s == pytest.approx(7 * one)
-    assert found.step_s == pytest.approx(23 * one + found.time.optimizer_s, rel=1e-6)
+    assert cost.time.idle_s == pytest.approx(7 * one)
+    assert cost.step_s == pytest.approx(23 * one + cost.time.optimizer_s, rel=1e-6)
 
 
-def test_stages_that_take_turns_take_as_long_as_one_device() -> None:
-    """Model parallelism without microbatches: all but one device stand still at any time."""
+def test_naive_stages_take_as_long_as_one_device() -> None:
+    """Model parallelism without microbatches: only one device computes at any time."""
     turns = fast_links("pp=8 schedule=naive microbatches=1 accumulation=4")
     whole = fast_links("accumulation=4", nodes=1)
     assert turns.step_s - turns.time.optimizer_s == pytest.approx(
@@ -108,21 +108,21 @@ def test_interleaving_halves_the_bubble() -> None:
 
 def test_a_step_is_the_sum_of_its_parts_for_every_schedule() -> None:
     for schedule in Schedule:
-        found = on_cpus(f"pp=4 dp_replicate=2 schedule={schedule} microbatches=8 recompute=full")
-        assert found.step_s == pytest.approx(found.time.total)
-        assert found.time.recompute_s > 0
-        assert found.step_low_s < found.step_s < found.step_high_s
-        assert all(0 <= stage.idle_s < found.step_s for stage in found.stages)
+        cost = on_cpus(f"pp=4 dp_replicate=2 schedule={schedule} microbatches=8 recompute=full")
+        assert cost.step_s == pytest.approx(cost.time.total)
+        assert cost.time.recompute_s > 0
+        assert cost.step_low_s < cost.step_s < cost.step_high_s
+        assert all(0 <= stage.idle_s < cost.step_s for stage in cost.stages)
 
 
-def test_borders_that_are_named_are_kept_and_the_fullest_rank_comes_first() -> None:
-    found = on_cpus("pp=2 schedule=1f1b microbatches=4 stages=layers.6", ranks=2)
-    first, second = found.stages
+def test_given_borders_are_kept_and_the_fullest_rank_comes_first() -> None:
+    cost = on_cpus("pp=2 schedule=1f1b microbatches=4 stages=layers.6", ranks=2)
+    first, second = cost.stages
     assert (first.rank, first.units) == (0, (("layers.0", "layers.5"),))
     assert (second.rank, second.units) == (1, (("layers.6", "layers.7"),))
     assert first.peak_high_bytes > second.peak_high_bytes
-    assert found.peak_bytes == first.peak_bytes
-    assert found.phase == "backward of `layers.5`"
+    assert cost.peak_bytes == first.peak_bytes
+    assert cost.phase == "backward of `layers.5`"
 
 
 def test_a_larger_stage_makes_the_others_wait() -> None:
@@ -137,12 +137,12 @@ def test_a_larger_stage_makes_the_others_wait() -> None:
     assert idle[1] > idle[0]
 
 
-def test_what_a_step_sends_is_charged_by_axis() -> None:
-    found = on_cpus("pp=4 dp_replicate=2 schedule=1f1b microbatches=8")
-    sent = {item.purpose: item for item in found.traffic}
-    there = sent["activations"]
-    assert (there.kind, there.payload_bytes, there.count) == (Collective.SEND_RECV, ROW, 8)
-    assert (there.group_size, there.stride) == (2, 2)
+def test_traffic_of_a_step_is_charged_by_axis() -> None:
+    cost = on_cpus("pp=4 dp_replicate=2 schedule=1f1b microbatches=8")
+    sent = {item.purpose: item for item in cost.traffic}
+    outputs = sent["activations"]
+    assert (outputs.kind, outputs.payload_bytes, outputs.count) == (Collective.SEND_RECV, ROW, 8)
+    assert (outputs.group_size, outputs.stride) == (2, 2)
     # Two units of 4 MB fit one message of 25 MiB.
     gradients = sent["gradients"]
     assert (gradients.payload_bytes, gradients.count) == (2 * UNIT, 1)
@@ -152,8 +152,8 @@ def test_what_a_step_sends_is_charged_by_axis() -> None:
 
 
 def test_fsdp_in_a_pipeline_gathers_for_every_microbatch_and_reduces_once_a_round() -> None:
-    found = on_cpus("pp=4 dp_shard=2 schedule=1f1b microbatches=8 accumulation=2")
-    counts = {item.purpose: item.count for item in found.traffic}
+    cost = on_cpus("pp=4 dp_shard=2 schedule=1f1b microbatches=8 accumulation=2")
+    counts = {item.purpose: item.count for item in cost.traffic}
     assert counts["parameters"] == 2 * 2 * 16  # units, forward and backward, microbatches
     assert counts["gradients"] == 2 * 2
     once = on_cpus("pp=4 dp_replicate=2 zero=1 schedule=1f1b microbatches=8 accumulation=2")
@@ -174,36 +174,36 @@ def test_a_tied_weight_is_held_twice_and_its_gradients_are_summed() -> None:
     assert any(item.purpose == "gradients of tied parameters" for item in of(tied).traffic)
 
 
-def test_three_stages_that_hold_a_tied_weight_need_not_be_equally_far_apart() -> None:
+def test_three_stages_that_hold_a_tied_weight_need_not_be_equally_spaced() -> None:
     """As an encoder's embeddings, a decoder's and the head: all three on one node of eight."""
     names = tuple(f"layers.{unit}.weight" for unit in (0, 6, 7))
     tied = chain(units=8).model_copy(update={"tied": (names,)})
     plan = Plan.parse("pp=8 schedule=1f1b microbatches=8 microbatch_size=1")
-    found = estimate(plan, facts(tied, cpus(8), batch=8, precision="fp32"))
-    sums = [item for item in found.traffic if item.purpose == "gradients of tied parameters"]
+    cost = estimate(plan, facts(tied, cpus(8), batch=8, precision="fp32"))
+    sums = [item for item in cost.traffic if item.purpose == "gradients of tied parameters"]
     assert [item.group_size for item in sums] == [3]
     assert 2 * sums[0].stride < 8  # the third rank is one of the node's
 
 
 def test_autocast_copies_of_weights_are_held_by_every_microbatch_in_flight() -> None:
-    """Each forward of a stage has a cache of its own, and its backward keeps what it cast."""
-    found = estimate(
+    """Each forward of a stage has its own autocast cache, which lives until its backward."""
+    cost = estimate(
         Plan.parse("pp=4 schedule=1f1b microbatches=8 microbatch_size=1 precision=bf16"),
         facts(transformer(layers=8, hidden=512, ffn=1024), gpus(1, 4), batch=8),
     )
-    first = next(stage for stage in found.stages if stage.rank == 0)
+    first = next(stage for stage in cost.stages if stage.rank == 0)
     assert first.in_flight == 4
     assert first.peak_bytes - first.states_bytes > 4 * first.states_bytes / 4 / 2
 
 
-def test_what_is_reserved_is_more_than_what_is_allocated() -> None:
+def test_reserved_memory_exceeds_allocated_memory() -> None:
     on_gpu = fast_links("pp=8 schedule=1f1b microbatches=8")
     assert on_gpu.peak_bytes < on_gpu.reserved_bytes < on_gpu.peak_high_bytes
     on_cpu = on_cpus("pp=4 schedule=1f1b microbatches=8")
     assert on_cpu.reserved_bytes == pytest.approx(on_cpu.peak_bytes)
 
 
-def test_time_of_the_host_is_what_the_workload_says() -> None:
+def test_host_overhead_is_that_of_the_workload() -> None:
     plain = facts(chain(), cpus(2), batch=4, precision="fp32")
     workload = plain.workload.model_copy(update={"host_overhead_s": 0.25})
     waiting = Facts(model=plain.model, cluster=plain.cluster, workload=workload)
@@ -222,7 +222,7 @@ def test_time_of_the_host_is_what_the_workload_says() -> None:
         ("pp=16 schedule=1f1b microbatches=16", "16 stages"),
     ],
 )
-def test_a_plan_whose_stages_cannot_be_is_refused(text: str, what: str) -> None:
+def test_a_plan_with_impossible_stages_is_refused(text: str, what: str) -> None:
     with pytest.raises(PlanError, match=what):
         on_cpus(text, ranks=16)
 
@@ -233,14 +233,14 @@ def test_slower_links_never_make_a_pipeline_faster() -> None:
         for rate in (1e12, 1e10, 1e9, 1e8):
             cluster = gpus(1).model_copy(update={"intra": link("link", rate)})
             plan = Plan.parse(f"pp=4 schedule={schedule} microbatches=8 microbatch_size=1")
-            found = facts(chain(units=8), cluster, batch=8, precision="fp32")
-            steps.append(estimate(plan, found).step_s)
+            inputs = facts(chain(units=8), cluster, batch=8, precision="fp32")
+            steps.append(estimate(plan, inputs).step_s)
         assert steps == sorted(steps)
 
 
 def test_an_estimate_of_126_blocks_takes_milliseconds() -> None:
-    """A search weighs tens of thousands. 0.3, 1.3 and 2.1 ms on a core of 2.1 GHz; several times
-    that is allowed for cores that others use too."""
+    """A search makes tens of thousands. 0.3, 1.3 and 2.1 ms on a core of 2.1 GHz; the limits are
+    several times that, for busy machines."""
     model = transformer(layers=126, hidden=2048, ffn=8192)
     costs = CostModel(facts(model, gpus(16), batch=1024))
     limits = {

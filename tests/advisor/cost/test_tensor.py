@@ -1,4 +1,4 @@
-"""Split layers against Megatron's own counts, and sums done by hand."""
+"""Tensor-parallel layers against Megatron's own counts, and sums done by hand."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ BY_TOKENS = (
 VOCABULARY = (("embed", "vocab"), ("head", "vocab"))
 
 
-def layer(path: str, inputs: int, outputs: int, *, kept: float, **more: object) -> LayerCost:
-    """A linear layer with a bias; `kept` bytes a sample are kept of what is made of its output."""
+def layer(path: str, inputs: int, outputs: int, *, saved: float, **more: object) -> LayerCost:
+    """A linear layer with a bias; what follows it saves `saved` bytes a sample for backward."""
     flop = 2.0 * TOKENS * inputs * outputs
     settings = {
         "kind": LayerKind.LINEAR,
@@ -52,27 +52,27 @@ def layer(path: str, inputs: int, outputs: int, *, kept: float, **more: object) 
         "input_bytes": per_sample(4.0 * TOKENS * inputs),
         "output_bytes": per_sample(4.0 * TOKENS * outputs),
         "own": Stretch(forward_flop=per_sample(flop), backward_flop=per_sample(2 * flop)),
-        "after": Stretch(activation_bytes=per_sample(kept)),
+        "after": Stretch(activation_bytes=per_sample(saved)),
     }
     return LayerCost(path=path, inputs=inputs, outputs=outputs, **{**settings, **more})
 
 
 LAYERS = (
-    layer("q", H, H, kept=ROW, same_input=0, sources=(INPUT,)),
-    layer("k", H, H, kept=ROW, same_input=0, sources=(INPUT,)),
-    # Of the value: itself, and what attention makes of all three, which `o` keeps.
-    layer("v", H, H, kept=2 * ROW, same_input=0, sources=(INPUT,)),
-    # The sum after it, and its norm, which `up` keeps.
-    layer("o", H, H, kept=2 * ROW, same_input=3, sources=(0, 1, 2)),
-    layer("up", H, WIDE, kept=2 * INNER, same_input=4, sources=(INPUT, 3)),
-    layer("down", WIDE, H, kept=0.0, same_input=5, sources=(4,), reaches_output=True),
+    layer("q", H, H, saved=ROW, same_input=0, sources=(INPUT,)),
+    layer("k", H, H, saved=ROW, same_input=0, sources=(INPUT,)),
+    # The value itself, and the output of attention, which `o` saves.
+    layer("v", H, H, saved=2 * ROW, same_input=0, sources=(INPUT,)),
+    # The sum after it, and its norm, which `up` saves.
+    layer("o", H, H, saved=2 * ROW, same_input=3, sources=(0, 1, 2)),
+    layer("up", H, WIDE, saved=2 * INNER, same_input=4, sources=(INPUT, 3)),
+    layer("down", WIDE, H, saved=0.0, same_input=5, sources=(4,), reaches_output=True),
 )
 WEIGHTS = 4 * (4 * H * H + 2 * H * WIDE)
 COLUMN_BIASES, ROW_BIASES, NORMS = 4 * (3 * H + WIDE), 4 * 2 * H, 4 * 4 * H
-# The block's input and its norm beside what follows from layers.
-KEPT_BEFORE = 2 * ROW
-KEPT_SPLIT = 4 * ROW + 2 * INNER
-KEPT_WHOLE = KEPT_BEFORE + 2 * ROW
+# The block's input and its norm, in addition to what the layers save.
+SAVED_BEFORE = 2 * ROW
+SAVED_SPLIT = 4 * ROW + 2 * INNER
+SAVED_WHOLE = SAVED_BEFORE + 2 * ROW
 
 
 def block(number: int) -> UnitProfile:
@@ -82,8 +82,8 @@ def block(number: int) -> UnitProfile:
         backward_flop=per_sample(2 * flop),
         forward_moved_bytes=per_sample(20.0 * ROW),
         backward_moved_bytes=per_sample(40.0 * ROW),
-        activation_bytes=per_sample(KEPT_SPLIT + KEPT_WHOLE),
-        selective_activation_bytes=per_sample(KEPT_SPLIT + KEPT_WHOLE),
+        activation_bytes=per_sample(SAVED_SPLIT + SAVED_WHOLE),
+        selective_activation_bytes=per_sample(SAVED_SPLIT + SAVED_WHOLE),
         input_bytes=per_sample(ROW),
         output_bytes=per_sample(ROW),
         layers=LAYERS,
@@ -135,7 +135,7 @@ def model(blocks: int = 2) -> ModelProfile:
         same_input=0,
     )
     logits = 4.0 * TOKENS * VOCAB
-    head = layer("", H, VOCAB, kept=0.0, same_input=0, bias_bytes=0, bias_gradient_bytes=0)
+    head = layer("", H, VOCAB, saved=0.0, same_input=0, bias_bytes=0, bias_gradient_bytes=0)
     loss = UnitCost(activation_bytes=per_sample(logits), input_bytes=per_sample(logits))
     units = [
         single("embed", UnitCost(output_bytes=per_sample(ROW), layers=(embedding,)), VOCAB * H),
@@ -156,12 +156,12 @@ def of_block(loads: Loads) -> UnitLoad:
     return next(unit for unit in loads.runs if unit.is_block)
 
 
-def test_a_rank_has_its_part_of_the_weights_and_all_of_norms_and_biases_of_rows() -> None:
-    found = of_block(split(4, STYLES))
-    assert found.parameter_bytes == (WEIGHTS + COLUMN_BIASES) / 4 + ROW_BIASES + NORMS
-    assert found.gradient_bytes == found.parameter_bytes
-    assert found.forward_flop == 3 * 2 * TOKENS * (WEIGHTS / 4) / 4
-    assert found.backward_flop == 2 * found.forward_flop
+def test_a_rank_holds_its_part_of_the_weights_and_all_norms_and_row_biases() -> None:
+    load = of_block(split(4, STYLES))
+    assert load.parameter_bytes == (WEIGHTS + COLUMN_BIASES) / 4 + ROW_BIASES + NORMS
+    assert load.gradient_bytes == load.parameter_bytes
+    assert load.forward_flop == 3 * 2 * TOKENS * (WEIGHTS / 4) / 4
+    assert load.backward_flop == 2 * load.forward_flop
 
 
 def test_a_vocabulary_that_does_not_divide_is_counted_on_the_rank_that_has_most() -> None:
@@ -170,21 +170,21 @@ def test_a_vocabulary_that_does_not_divide_is_counted_on_the_rank_that_has_most(
 
 
 def test_between_column_and_row_activations_are_split_and_elsewhere_they_are_whole() -> None:
-    found = of_block(split(4, STYLES))
-    assert found.activation_bytes == pytest.approx(3 * (KEPT_SPLIT / 4 + KEPT_WHOLE))
-    assert found.input_bytes == found.output_bytes == 3 * ROW
+    load = of_block(split(4, STYLES))
+    assert load.activation_bytes == pytest.approx(3 * (SAVED_SPLIT / 4 + SAVED_WHOLE))
+    assert load.input_bytes == load.output_bytes == 3 * ROW
 
 
-def test_by_tokens_all_is_split_but_what_was_joined() -> None:
-    """arXiv:2205.05198, but for one thing: the engine keeps what it joined, here for each layer."""
-    found = of_block(split(4, BY_TOKENS))
+def test_sequence_parallelism_splits_all_activations_but_gathered_tokens() -> None:
+    """arXiv:2205.05198, except that the engine saves gathered tokens, here for each layer."""
+    load = of_block(split(4, BY_TOKENS))
     norms, joined = 2 * ROW, 4 * ROW
-    wanted = (KEPT_SPLIT + KEPT_WHOLE - norms) / 4 + joined
-    assert found.activation_bytes == pytest.approx(3 * wanted)
-    assert found.input_bytes == 3 * ROW / 4
+    wanted = (SAVED_SPLIT + SAVED_WHOLE - norms) / 4 + joined
+    assert load.activation_bytes == pytest.approx(3 * wanted)
+    assert load.input_bytes == 3 * ROW / 4
 
 
-def test_tokens_that_a_module_joins_are_sent_and_kept_once_for_all_its_layers() -> None:
+def test_tokens_gathered_by_a_module_are_sent_and_saved_once_for_all_its_layers() -> None:
     """Query, key and value in one module: of the first half of the block."""
     inside = [each.model_copy(update={"path": f"attn.{each.path}"}) for each in LAYERS[:4]]
     unit = block(0)
@@ -197,56 +197,56 @@ def test_tokens_that_a_module_joins_are_sent_and_kept_once_for_all_its_layers() 
         *((f"blocks.*.attn.{name}", "column") for name in ("q", "k", "v")),
         ("blocks.*.attn.o", "row"),
     )
-    (found,) = loads_of(profile, numerics=Numerics.AS_BUILT, samples=1, tp=2, styles=styles).runs
-    tokens = [each for each in found.exchanges if each.purpose == "tokens"]
+    (load,) = loads_of(profile, numerics=Numerics.AS_BUILT, samples=1, tp=2, styles=styles).runs
+    tokens = [each for each in load.exchanges if each.purpose == "tokens"]
     assert len(tokens) == 1 + 1  # the module, and the end of the block
     split_here, norm = 4 * ROW, ROW
-    rest = KEPT_SPLIT + KEPT_WHOLE - split_here - norm
-    assert found.activation_bytes == pytest.approx(split_here / 2 + norm + rest / 2)
+    rest = SAVED_SPLIT + SAVED_WHOLE - split_here - norm
+    assert load.activation_bytes == pytest.approx(split_here / 2 + norm + rest / 2)
 
 
 def sent(unit: UnitLoad) -> list[tuple[Collective, float, bool]]:
     return sorted((each.kind, each.payload_bytes, each.in_forward) for each in unit.exchanges)
 
 
-def test_a_block_sums_twice_forward_and_twice_backward() -> None:
+def test_a_block_all_reduces_twice_forward_and_twice_backward() -> None:
     """Megatron's f and g: two all-reduces of b s h in a forward and two in a backward."""
-    found = of_block(split(4, STYLES, samples=1))
+    load = of_block(split(4, STYLES, samples=1))
     reduce = Collective.ALL_REDUCE
-    assert sent(found) == [(reduce, ROW, False)] * 2 + [(reduce, ROW, True)] * 2
+    assert sent(load) == [(reduce, ROW, False)] * 2 + [(reduce, ROW, True)] * 2
 
 
-def test_by_tokens_sums_become_scatters_and_gathers_of_the_same_bytes() -> None:
-    """g-bar twice in a forward, and its gather in the backward; joined where pairs begin: here for
-    each layer that takes the tokens. A block is entered and left with whole sequences."""
-    found = of_block(split(4, BY_TOKENS, samples=1))
+def test_sequence_parallelism_sends_scatters_and_gathers_of_the_same_bytes() -> None:
+    """g-bar twice in a forward, and its gather in the backward; tokens are gathered where pairs
+    begin, here for each layer that takes them. A block begins and ends with whole sequences."""
+    load = of_block(split(4, BY_TOKENS, samples=1))
     gather, scatter = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
     # Forward: q, k, v, up are joined, the end of the block. Backward: o, down, its beginning.
-    assert sent(found) == sorted(
+    assert sent(load) == sorted(
         [(gather, ROW, True)] * 5
         + [(scatter, ROW, True)] * 2
         + [(gather, ROW, False)] * 3
         + [(scatter, ROW, False)] * 4
     )
-    assert found.partial_gradient_bytes == ROW_BIASES + NORMS
+    assert load.partial_gradient_bytes == ROW_BIASES + NORMS
 
 
 def test_gathered_outputs_are_sent_and_nothing_stays_split() -> None:
-    found = of_block(split(2, (("blocks.*.up", "gather"),), samples=1))
-    assert sent(found) == [
+    load = of_block(split(2, (("blocks.*.up", "gather"),), samples=1))
+    assert sent(load) == [
         (Collective.ALL_GATHER, INNER, True),
         (Collective.ALL_REDUCE, ROW, False),
     ]
-    assert found.activation_bytes == KEPT_SPLIT + KEPT_WHOLE
+    assert load.activation_bytes == SAVED_SPLIT + SAVED_WHOLE
 
 
-def test_split_logits_cost_three_small_sums_and_leave_a_share_of_the_loss() -> None:
-    whole, found = split(1, ()), split(4, VOCABULARY)
-    embedding, head, loss = found.runs[0], found.runs[-2], found.runs[-1]
+def test_split_logits_cost_three_small_all_reduces_and_a_share_of_the_loss() -> None:
+    whole, divided = split(1, ()), split(4, VOCABULARY)
+    embedding, head, loss = divided.runs[0], divided.runs[-2], divided.runs[-1]
     assert sent(embedding) == [(Collective.ALL_REDUCE, 3 * ROW, True)]
     assert sent(head) == [(Collective.ALL_REDUCE, 3 * ROW, False)]
     assert sent(loss) == [(Collective.ALL_REDUCE, 3 * TOKENS * 4, True)] * 3
-    # Its exponentials, and once more what they are of: torch keeps that to pick a row's class.
+    # The exponentials and the logits themselves: torch saves those to pick the class of a row.
     logits = whole.runs[-1].activation_bytes
     assert loss.activation_bytes == 2 * logits / 4
 
@@ -258,26 +258,26 @@ def on_gpus(text: str) -> Estimate:
 
 def test_a_step_is_charged_with_what_its_blocks_send() -> None:
     words = ",".join(f"{pattern}:{style}" for pattern, style in STYLES)
-    found = on_gpus(f"tp=8 dp_replicate=2 tensor_styles={words} accumulation=3")
-    within = {t.purpose: t for t in found.traffic if t.group_size == 8}
+    cost = on_gpus(f"tp=8 dp_replicate=2 tensor_styles={words} accumulation=3")
+    within = {t.purpose: t for t in cost.traffic if t.group_size == 8}
     assert within["outputs"].count == within["gradients of inputs"].count == 2 * 2 * 3
-    (gradients,) = (t for t in found.traffic if t.purpose == "gradients")
+    (gradients,) = (t for t in cost.traffic if t.purpose == "gradients")
     # Replicas are tp ranks apart: each on another node.
     assert (gradients.group_size, gradients.stride, gradients.link) == (2, 8, "InfiniBand")
 
 
-def test_recompute_repeats_the_sums_but_the_last_whose_result_nothing_keeps() -> None:
+def test_recompute_repeats_all_all_reduces_but_the_last() -> None:
     words = ",".join(f"{pattern}:{style}" for pattern, style in STYLES)
-    found = on_gpus(f"tp=8 dp_replicate=2 tensor_styles={words} recompute=full")
-    outputs = next(t for t in found.traffic if t.purpose == "outputs")
+    cost = on_gpus(f"tp=8 dp_replicate=2 tensor_styles={words} recompute=full")
+    outputs = next(t for t in cost.traffic if t.purpose == "outputs")
     assert outputs.count == 2 * (2 + 1)
 
 
-def test_sums_of_split_layers_are_waited_for() -> None:
+def test_all_reduces_of_split_layers_are_exposed() -> None:
     words = ",".join(f"{pattern}:{style}" for pattern, style in STYLES)
-    found = on_gpus(f"tp=8 dp_replicate=2 tensor_styles={words}")
-    within = sum(t.seconds for t in found.traffic if t.group_size == 8)
-    assert found.time.exposed_s >= within > 0
+    cost = on_gpus(f"tp=8 dp_replicate=2 tensor_styles={words}")
+    within = sum(t.seconds for t in cost.traffic if t.group_size == 8)
+    assert cost.time.exposed_s >= within > 0
 
 
 def test_more_ranks_never_take_more_memory_each() -> None:

@@ -1,4 +1,4 @@
-"""nn.DataParallel priced: what meets at the first device, counted by hand for ResNet-50."""
+"""Cost of nn.DataParallel: traffic and memory of the first device, by hand for ResNet-50."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def estimate(facts: Facts, kind: str) -> Estimate:
     return CostModel(facts).estimate(Plan.parse(f"{words} accumulation={ROUNDS}"))
 
 
-def test_every_forward_sends_what_meets_at_the_first_device(facts: Facts) -> None:
-    found = {t.purpose: t.payload_bytes * t.count for t in estimate(facts, "threads").traffic}
+def test_every_forward_sends_inputs_parameters_and_outputs_of_all_replicas(facts: Facts) -> None:
+    sent_bytes = {t.purpose: t.payload_bytes * t.count for t in estimate(facts, "threads").traffic}
     others = DEVICES - 1
-    assert found == {
+    assert sent_bytes == {
         "scattered inputs": others * ROUNDS * IMAGES * IMAGE_BYTES,
         "parameters of replicas": ROUNDS * PARAMETERS_BYTES,
         "outputs and their gradients": 2 * others * ROUNDS * IMAGES * LOGITS_BYTES,
@@ -47,16 +47,16 @@ def test_every_forward_sends_what_meets_at_the_first_device(facts: Facts) -> Non
     }
 
 
-def test_nothing_of_it_is_hidden(facts: Facts) -> None:
-    found = estimate(facts, "threads")
-    assert found.time.overlapped_s == 0
-    assert found.time.exposed_s == pytest.approx(sum(t.seconds for t in found.traffic))
+def test_traffic_of_threads_is_never_overlapped(facts: Facts) -> None:
+    cost = estimate(facts, "threads")
+    assert cost.time.overlapped_s == 0
+    assert cost.time.exposed_s == pytest.approx(sum(t.seconds for t in cost.traffic))
 
 
 def test_one_interpreter_launches_for_all_devices(facts: Facts) -> None:
-    """Of one image, too short for any device, it is its launches that a step takes; of seven one
-    device hides all but a few of its own, of four times as many all, and not those of four devices.
-    Gradients are added to those before on the first device only, one launch a tensor."""
+    """With one image a step takes as long as its launches. With seven, one device hides nearly all
+    of its own launches, with 28 all of them, but not the launches of four devices. Gradients are
+    accumulated on the first device only, one launch a tensor."""
     model, launch_s = facts.model, facts.cluster.device.launch_s.value
     costs = [unit.cost(Numerics.AS_BUILT) for unit in model.units]
     launches = sum(cost.forward_kernels + cost.backward_kernels for cost in costs)
@@ -80,12 +80,12 @@ def test_the_first_device_holds_the_batch_and_the_outputs_of_all(facts: Facts) -
     ours, ddp = estimate(facts, "threads"), estimate(facts, "replicate")
     others = DEVICES - 1
     assert ours.memory.batch - ddp.memory.batch == others * ROUNDS * IMAGES * IMAGE_BYTES
-    # Beside its own gradients the sum of all replicas', and the logits of the others.
+    # In addition to its own gradients: the sum of all replicas', and the logits of the others.
     more = PARAMETERS_BYTES + others * IMAGES * LOGITS_BYTES
     assert ours.memory.gathered >= more
 
 
-def test_the_loss_of_all_outputs_is_the_first_devices() -> None:
+def test_the_first_device_computes_the_loss_of_all_outputs() -> None:
     """A vocabulary of 32,000 and 128 tokens: the loss keeps the logits once, works in two more of
     them, and moves seven (`tests.factories.transformer`)."""
     model = transformer(layers=2, hidden=256, ffn=512, vocab=32_000, tokens=128)
@@ -102,7 +102,7 @@ def test_the_loss_of_all_outputs_is_the_first_devices() -> None:
     assert ours.time.compute_s - ddp.time.compute_s == pytest.approx(seconds)
 
 
-def test_it_is_weighed_where_it_is_asked_for_and_loses_to_ddp(facts: Facts) -> None:
+def test_threads_are_compared_on_request_and_lose_to_ddp(facts: Facts) -> None:
     batch = facts.workload.model_copy(update={"global_batch_size": DEVICES * 4})
     small = Facts(model=facts.model, cluster=facts.cluster, workload=batch)
     decision = choose(small, partial=PartialPlan(zero=0))
@@ -114,7 +114,7 @@ def test_it_is_weighed_where_it_is_asked_for_and_loses_to_ddp(facts: Facts) -> N
     assert "more exposed communication" in answer.because
 
 
-def test_across_nodes_it_is_no_choice(facts: Facts) -> None:
+def test_threads_across_nodes_are_refused(facts: Facts) -> None:
     cluster = cluster_from_name("2x4xV100-SXM2-16GB")
     batch = facts.workload.model_copy(update={"global_batch_size": 256})
     decision = choose(Facts(model=facts.model, cluster=cluster, workload=batch))

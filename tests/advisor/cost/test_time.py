@@ -24,21 +24,21 @@ def on_cpus(plan: str, *, ranks: int, batch: int) -> Estimate:
 
 
 def test_computing_is_flop_over_reached_rate_plus_bytes_over_bandwidth() -> None:
-    found = on_cpus("microbatch_size=2 accumulation=3", ranks=1, batch=6)
+    cost = on_cpus("microbatch_size=2 accumulation=3", ranks=1, batch=6)
     # Four units, 2 FLOP a parameter and token forward, twice that backward; 50 GFLOP/s x 0.8.
     flop = 6 * 4 * 3 * 2 * 512 * 1_000_000
     # Two rows forward, four backward; 10 GB/s.
     moved = 6 * 4 * 6 * 512 * 1000 * 4
     # Two of three microbatches find gradients: both are read, their sum is written.
     added = 2 * 3 * 4_000_000 * 4
-    assert found.time.compute_s == pytest.approx(flop / 40e9 + (moved + added) / 10e9)
-    assert found.time.launch_s == pytest.approx((3 * 4 * 3 + 2 * 4) * 5e-6)
-    assert found.time.exposed_s == pytest.approx(0, abs=1e-12)
+    assert cost.time.compute_s == pytest.approx(flop / 40e9 + (moved + added) / 10e9)
+    assert cost.time.launch_s == pytest.approx((3 * 4 * 3 + 2 * 4) * 5e-6)
+    assert cost.time.exposed_s == pytest.approx(0, abs=1e-12)
     # AdamW in passes that each read and write: 84 bytes per element
     # (tests/engines/state/test_optimizer_footprint).
-    assert found.time.optimizer_s == pytest.approx(4e6 * 84 / 10e9)
-    assert found.mfu == pytest.approx(flop / found.step_s / 50e9)
-    assert found.samples_per_s == pytest.approx(6 / found.step_s)
+    assert cost.time.optimizer_s == pytest.approx(4e6 * 84 / 10e9)
+    assert cost.mfu == pytest.approx(flop / cost.step_s / 50e9)
+    assert cost.samples_per_s == pytest.approx(6 / cost.step_s)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_ring_collectives_pay_each_step_and_their_bus_bytes() -> None:
 
 def test_in_an_all_to_all_the_ranks_of_a_node_share_its_cards() -> None:
     """Two nodes of eight with 400 GB/s each: half of what all eight hold goes to the other node."""
-    found = collective_s(gpus(2, 8), Collective.ALL_TO_ALL, 1e9, group_size=16)
-    assert found == pytest.approx(14 * 5e-6 + 1 * 10e-6 + 8 * 1e9 / 2 / 400e9)
+    seconds = collective_s(gpus(2, 8), Collective.ALL_TO_ALL, 1e9, group_size=16)
+    assert seconds == pytest.approx(14 * 5e-6 + 1 * 10e-6 + 8 * 1e9 / 2 / 400e9)
     # A gather of as much crosses the cards once for all of them: links inside are slower.
     gather = collective_s(gpus(2, 8), Collective.ALL_GATHER, 1e9, group_size=16)
     assert gather == pytest.approx(14 * 5e-6 + 1 * 10e-6 + 15 / 16 * 1e9 / 360e9)
@@ -103,9 +103,9 @@ def test_a_group_of_one_rank_per_node_gets_its_share_of_the_nodes_cards() -> Non
 
 def test_an_all_reduce_over_two_nodes_sends_its_payload_once_between_them() -> None:
     slow = gpus(2, 8, inter_bytes_per_s=10e9)
-    found = collective_s(slow, Collective.ALL_REDUCE, 1e9, group_size=16)
+    seconds = collective_s(slow, Collective.ALL_REDUCE, 1e9, group_size=16)
     # Trees over nodes: 2 x (2-1)/2 of the payload at 10 GB/s; a ring of 16 would send 1.9 of it.
-    assert found == pytest.approx(2 * 7 * 5e-6 + 2 * 10e-6 + 1e9 / 10e9)
+    assert seconds == pytest.approx(2 * 7 * 5e-6 + 2 * 10e-6 + 1e9 / 10e9)
 
 
 def test_a_measured_fit_takes_precedence() -> None:
@@ -114,11 +114,11 @@ def test_a_measured_fit_takes_precedence() -> None:
     fit = LinkFit(latency_s=1e-3, busbw_bytes_per_s=2e9)
     link = cluster.intra.model_copy(update={"fits": {Collective.ALL_REDUCE: fit}})
     measured = cluster.model_copy(update={"intra": link})
-    found = collective_s(measured, Collective.ALL_REDUCE, 1e6, group_size=2)
-    assert found == pytest.approx(1e-3 + 1e6 / 2e9)
+    seconds = collective_s(measured, Collective.ALL_REDUCE, 1e6, group_size=2)
+    assert seconds == pytest.approx(1e-3 + 1e6 / 2e9)
 
 
-def test_a_fit_of_all_ranks_is_parted_among_groups_that_share_a_nodes_cards() -> None:
+def test_a_fit_of_all_ranks_is_divided_among_groups_that_share_a_nodes_cards() -> None:
     """Eight devices behind two cards: all at once saw 40 GB/s between nodes. A group with one rank
     a node is one of eight that talk at once; one inside a node uses no cards."""
     fits = {Collective.ALL_REDUCE: LinkFit(latency_s=1e-3, busbw_bytes_per_s=40e9)}
@@ -131,8 +131,8 @@ def test_a_fit_of_all_ranks_is_parted_among_groups_that_share_a_nodes_cards() ->
             "intra": cluster.intra.model_copy(update={"fits": fits}),
         }
     )
-    together = collective_s(measured, Collective.ALL_REDUCE, 1e9, group_size=16)
-    assert together == pytest.approx(1e-3 + 2 * 15 / 16 * 1e9 / 40e9)
+    all_ranks = collective_s(measured, Collective.ALL_REDUCE, 1e9, group_size=16)
+    assert all_ranks == pytest.approx(1e-3 + 2 * 15 / 16 * 1e9 / 40e9)
     alone = collective_s(measured, Collective.ALL_REDUCE, 1e9, group_size=2, stride=8)
     assert alone == pytest.approx(1e-3 + 1e9 / (40e9 / 8))
     inside = collective_s(measured, Collective.ALL_REDUCE, 1e9, group_size=2)
@@ -150,7 +150,7 @@ def test_a_measured_axis_takes_precedence_over_the_tier_and_only_on_itself() -> 
         assert collective_s(cluster, Collective.ALL_GATHER, 1e6, **elsewhere) == known
 
 
-def test_the_range_of_communication_is_that_of_what_the_plan_sends() -> None:
+def test_the_error_of_communication_is_that_of_the_plans_collectives() -> None:
     def fit(residual: float) -> LinkFit:
         return LinkFit(latency_s=1e-3, busbw_bytes_per_s=1e9, relative_residual=residual)
 
@@ -171,7 +171,7 @@ def times_as_long(value: float, error: float = 0.0) -> Quantity:
 
 
 @pytest.mark.parametrize("sent_s", [0.1, 10.0])
-def test_contention_of_both_alike_adds_what_each_is_slowed_by(sent_s: float) -> None:
+def test_assumed_contention_slows_computing_and_sending_alike(sent_s: float) -> None:
     """Galvatron's 1.1 to 1.3, where nobody measured."""
     assumed = slowdown(None, computing_s=1.0, sent_s=sent_s)
     assert assumed.low == pytest.approx(0.1)
@@ -179,12 +179,12 @@ def test_contention_of_both_alike_adds_what_each_is_slowed_by(sent_s: float) -> 
     assert assumed.high == pytest.approx(0.3)
 
 
-def test_measured_contention_is_that_of_two_queues_worked_out_by_hand() -> None:
+def test_measured_contention_equals_two_queues_worked_out_by_hand() -> None:
     overlap = Overlap(computing=times_as_long(1.5), communication=times_as_long(3.0))
-    # One second of sending takes 3 beside 10 of computing, which does 2 of its own meanwhile: the
+    # One second of sending takes 3 while computing runs, which does 2 of its 10 in that time: the
     # other 8 follow. 3 + 8 = 11: a second more.
     assert slowdown(overlap, computing_s=10, sent_s=1).middle == pytest.approx(3 + 8 - 10)
-    # A second of computing takes 1.5 beside 10 of sending, which does 0.5 meanwhile: 1.5 + 9.5.
+    # One second of computing takes 1.5 while sending runs, which does 0.5 of its 10: 1.5 + 9.5.
     assert slowdown(overlap, computing_s=1, sent_s=10).middle == pytest.approx(1.5 + 9.5 - 10)
 
 
@@ -201,8 +201,8 @@ def test_a_machine_without_contention_is_faster_than_the_usual_one() -> None:
 
 def test_measured_efficiency_of_products_replaces_the_curve_on_accelerators() -> None:
     shares = {512: 0.1, 1024: 0.5, 8192: 1.0}
-    found = {edge: times_as_long(share) for edge, share in shares.items()}
-    device = gpus(1, 1).device.model_copy(update={"matmul_efficiency": found})
+    efficiency = {edge: times_as_long(share) for edge, share in shares.items()}
+    device = gpus(1, 1).device.model_copy(update={"matmul_efficiency": efficiency})
     for edge, share in shares.items():
         assert product_efficiency(device, 2.0 * edge**3, 1e15) == pytest.approx(share)
     # Half-way on the logarithm of the FLOP, and no further than what was measured.
@@ -210,7 +210,7 @@ def test_measured_efficiency_of_products_replaces_the_curve_on_accelerators() ->
     assert product_efficiency(device, between, 1e15) == pytest.approx(0.3)
     assert product_efficiency(device, 1.0, 1e15) == pytest.approx(0.1)
     assert product_efficiency(device, 1e18, 1e15) == pytest.approx(1.0)
-    cpu = cpus(1).device.model_copy(update={"matmul_efficiency": found})
+    cpu = cpus(1).device.model_copy(update={"matmul_efficiency": efficiency})
     assert product_efficiency(cpu, 1e9, 1e12) == size_efficiency(1e9, 1e12)
 
 
@@ -244,12 +244,10 @@ def test_measured_efficiency_of_products_replaces_the_curve_on_accelerators() ->
 def test_collectives_of_a_step_are_those_of_the_engines(
     plan: str, expected: dict[tuple[str, int], int]
 ) -> None:
-    found = on_cpus(f"{plan} microbatch_size=1 accumulation=3", ranks=4, batch=12)
-    large = {
-        (t.kind.value, t.payload_bytes): t.count for t in found.traffic if t.payload_bytes > 16
-    }
+    cost = on_cpus(f"{plan} microbatch_size=1 accumulation=3", ranks=4, batch=12)
+    large = {(t.kind.value, t.payload_bytes): t.count for t in cost.traffic if t.payload_bytes > 16}
     assert large == expected
-    small = {t.payload_bytes: t.count for t in found.traffic if t.payload_bytes <= 16}
+    small = {t.payload_bytes: t.count for t in cost.traffic if t.payload_bytes <= 16}
     assert small == {16: 1, 4: 1}  # the sample count and the loss
 
 
@@ -292,54 +290,54 @@ def test_replay_exposes_what_computing_cannot_hide(
     gather_s: float, reduce_s: float, exposed_s: float
 ) -> None:
     plan = Plan.parse("dp_shard=2 microbatch_size=1")
-    found = replay(
+    replayed = replay(
         plan, units(3, 10, 20), sent(3, gather_s=gather_s, reduce_s=reduce_s), overlaps=True
     )
-    assert found.wall_s == pytest.approx(3 * 30 + exposed_s)
+    assert replayed.wall_s == pytest.approx(3 * 30 + exposed_s)
 
 
-def test_on_processors_everything_takes_its_turn() -> None:
+def test_nothing_overlaps_on_cpus() -> None:
     plan = Plan.parse("dp_shard=2 microbatch_size=1")
     exchanged = sent(3, gather_s=4, reduce_s=3)
-    found = replay(plan, units(3, 10, 20), exchanged, overlaps=False)
-    assert found.wall_s == pytest.approx(3 * 30 + 6 * 4 + 3 * 3)
+    replayed = replay(plan, units(3, 10, 20), exchanged, overlaps=False)
+    assert replayed.wall_s == pytest.approx(3 * 30 + 6 * 4 + 3 * 3)
 
 
-def test_transfers_to_the_host_are_counted_apart_from_collectives() -> None:
+def test_host_transfers_are_counted_separately_from_collectives() -> None:
     """ZeRO-1 on one device: all fp32 parameters come once, all fp32 gradients go once."""
     small = transformer(name="small", layers=3, hidden=256, ffn=512, vocab=1000, tokens=64)
     plan = Plan.parse("zero=1 microbatch_size=2 accumulation=2 precision=bf16 offload=states")
-    found = estimate(plan, facts(small, gpus(1, 1), batch=4))
+    cost = estimate(plan, facts(small, gpus(1, 1), batch=4))
     moved = 2 * 4 * small.parameters
-    assert found.host_traffic_bytes == moved
-    assert found.time.exposed_s == pytest.approx(0, abs=1e-12)
+    assert cost.host_traffic_bytes == moved
+    assert cost.time.exposed_s == pytest.approx(0, abs=1e-12)
     # 24 GB/s of PCIe; what is hidden slows computing by a fifth of its length.
-    hidden = found.time.overlapped_s
-    assert found.time.host_s == pytest.approx(moved / 24e9 - hidden + 0.2 * hidden)
+    hidden = cost.time.overlapped_s
+    assert cost.time.host_s == pytest.approx(moved / 24e9 - hidden + 0.2 * hidden)
 
 
-def test_devices_that_also_talk_to_each_other_have_both() -> None:
+def test_host_transfers_and_collectives_share_the_exposed_time() -> None:
     plan = Plan.parse("dp_shard=8 microbatch_size=1 precision=bf16 offload=states")
     slow = facts(transformer(layers=4), gpus(1, 8, intra_bytes_per_s=24e9), batch=8)
-    found = estimate(plan, slow)
-    sent = sum(traffic.seconds for traffic in found.traffic)
+    cost = estimate(plan, slow)
+    sent = sum(traffic.seconds for traffic in cost.traffic)
     # One queue: what is not hidden is shared out as the seconds that wait in it.
-    transfers = found.host_traffic_bytes / 24e9
-    assert found.time.host_s / found.time.exposed_s == pytest.approx(transfers / sent)
-    assert found.time.total == pytest.approx(found.step_s)
+    transfers = cost.host_traffic_bytes / 24e9
+    assert cost.time.host_s / cost.time.exposed_s == pytest.approx(transfers / sent)
+    assert cost.time.total == pytest.approx(cost.step_s)
 
 
-def test_the_range_of_a_step_holds_the_doubt_of_its_launches() -> None:
-    """Launches that may take half as long again: a step of nothing but them may too."""
+def test_the_range_of_a_step_includes_the_error_of_launch_times() -> None:
+    """Launch times are uncertain by half; so is a step that consists of launches only."""
     launched = cpus(1)
     wide = launched.device.launch_s.model_copy(update={"relative_error": 0.5, "value": 100.0})
     device = launched.device.model_copy(update={"launch_s": wide})
     whole = facts(
         chain(), launched.model_copy(update={"device": device}), batch=1, precision="fp32"
     )
-    found = estimate(Plan.parse("microbatch_size=1"), whole)
+    cost = estimate(Plan.parse("microbatch_size=1"), whole)
     # With the 15 % of the model itself, as independent errors add: sqrt(0.5^2 + 0.15^2).
-    assert found.step_high_s / found.step_s == pytest.approx(1.522, abs=0.001)
+    assert cost.step_high_s / cost.step_s == pytest.approx(1.522, abs=0.001)
 
 
 def test_accumulation_exchanges_ddp_gradients_once() -> None:
@@ -349,12 +347,12 @@ def test_accumulation_exchanges_ddp_gradients_once() -> None:
 
 
 def test_full_recompute_runs_the_blocks_forward_again() -> None:
-    found = on_cpus("microbatch_size=1 recompute=full", ranks=1, batch=1)
+    cost = on_cpus("microbatch_size=1 recompute=full", ranks=1, batch=1)
     # Forward is a third of forward and backward, in FLOP and in bytes here.
-    assert found.time.recompute_s == pytest.approx(found.time.compute_s / 3)
+    assert cost.time.recompute_s == pytest.approx(cost.time.compute_s / 3)
 
 
-def test_an_open_microbatch_has_no_cost() -> None:
+def test_a_plan_without_a_microbatch_size_is_refused() -> None:
     with pytest.raises(PlanError, match="microbatch_size open"):
         on_cpus("dp_shard=2", ranks=2, batch=2)
 
@@ -392,17 +390,17 @@ def test_faster_links_never_lengthen_a_step(
 
 def test_the_parts_add_up_to_the_step_and_lie_in_its_range() -> None:
     for plan in legal_plans(facts(), PartialPlan()):
-        found = estimate(plan, facts())
-        assert found.time.total == pytest.approx(found.step_s)
-        assert found.step_low_s < found.step_s < found.step_high_s
-        assert 0 < found.mfu < 1
+        cost = estimate(plan, facts())
+        assert cost.time.total == pytest.approx(cost.step_s)
+        assert cost.step_low_s < cost.step_s < cost.step_high_s
+        assert 0 < cost.mfu < 1
 
 
 def test_neither_ring_nor_tree_outruns_an_oversubscribed_switch() -> None:
     """Two nodes at 400 GB/s, 4:1: an all-reduce of 8 GB sends 8 GB up from each, at 100 GB/s."""
     crowded = gpus(2, 8).model_copy(update={"oversubscription": 4.0})
-    found = collective_s(crowded, Collective.ALL_REDUCE, 8e9, group_size=16)
-    assert found == pytest.approx(8e9 / 100e9, rel=0.01)
+    seconds = collective_s(crowded, Collective.ALL_REDUCE, 8e9, group_size=16)
+    assert seconds == pytest.approx(8e9 / 100e9, rel=0.01)
     # One rank of each node: an eighth of the way up for each of the eight groups.
     strided = collective_s(crowded, Collective.ALL_REDUCE, 8e9, group_size=2, stride=8)
     assert strided == pytest.approx(8e9 / 12.5e9, rel=0.01)

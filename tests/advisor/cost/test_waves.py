@@ -1,4 +1,4 @@
-"""Waves of tiles, results behind the arithmetic, weights of experts, gathers of pipelines."""
+"""Waves of tiles, results hidden behind arithmetic, weights of experts, gathers of pipelines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_devices_of_unknown_size_have_no_waves() -> None:
     assert wave_share(other, product(130, 130, 64), forward=True) is None
 
 
-def test_short_sums_hide_less_of_their_results() -> None:
+def test_products_with_a_short_inner_dimension_hide_less_of_their_results() -> None:
     rates = DeviceRates.of(A100, "bfloat16", TORCH, CALIBRATION)
 
     def rate(k: float) -> float:
