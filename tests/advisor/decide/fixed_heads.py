@@ -1,4 +1,4 @@
-"""A GPT whose attention writes down how many heads there are, as many do: no share of them fits."""
+"""A GPT whose attention hard-codes its number of heads, so that they cannot be split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHAPE = gpt.GPTConfig(vocab_size=128, context=16, num_layers=2, num_heads=4, wid
 
 
 class Attention(gpt.Attention):
-    """nanoGPT's way: the width of a head is the whole width over the number of heads."""
+    """Attention as in nanoGPT: the width of a head is the whole width over the number of heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape

@@ -1,4 +1,4 @@
-"""A plan that the command saved, carried out on the ranks of a job beside the whole model."""
+"""Run a plan that the command saved on the ranks of a job, and compare it with the whole model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIXED_HEADS = "tests.advisor.decide.fixed_heads:build"
 
 
 def cut_down(name: str) -> GPTConfig:
-    """A bundled GPT with its number of heads, and little else."""
+    """Shrink a bundled GPT to two thin layers with its number of heads."""
     shape = SHAPES[name]
     width = shape.num_heads * HEAD_WIDTH
     return replace(shape, vocab_size=128, context=TOKENS, num_layers=2, width=width)
@@ -48,8 +48,8 @@ def built(model: str) -> tuple[nn.Module, Batch, LossFn | None]:
 
 
 def worst_difference(model: str, saved: Path) -> tuple[float, str, float]:
-    """Of the gradients after one step under the saved plan, relative; and how much of the
-    parameters a rank holds."""
+    """Return the largest relative error of the gradients after one step under the saved plan, its
+    parameter, and the share of all parameters that a rank holds."""
     module, batch, loss_fn = built(model)
     whole = copy.deepcopy(module)
     output = call_model(whole, batch, has_target=loss_fn is not None)
@@ -63,10 +63,10 @@ def worst_difference(model: str, saved: Path) -> tuple[float, str, float]:
         loss_fn=loss_fn,
         sample=batch,
     )
-    held = sum(p.numel() for p in module.parameters()) / sum(p.numel() for p in whole.parameters())
+    share = sum(p.numel() for p in module.parameters()) / sum(p.numel() for p in whole.parameters())
     parallel.forward_backward(batch)
     got = parallel.full_gradients()
     assert got.keys() == wanted.keys(), sorted(got.keys() ^ wanted.keys())
     errors = relative_errors(got, wanted)
     worst = max(errors, key=lambda name: errors[name])
-    return errors[worst], worst, held
+    return errors[worst], worst, share

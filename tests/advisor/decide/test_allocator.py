@@ -1,4 +1,4 @@
-"""Advice on the allocator: by the name that torch reads, and set beside what was measured."""
+"""Advice on the allocator: under the variable that torch reads, and from measured peaks."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ HEADER = Path(torch.__file__).parent / "include" / "c10" / "cuda" / "CUDAAllocat
         (None, "PYTORCH_ALLOC_CONF"),
     ],
 )
-def test_the_name_goes_with_torch(version: str | None, name: str) -> None:
+def test_the_variable_depends_on_the_version_of_torch(version: str | None, name: str) -> None:
     assert variable(version) == name
     if version is not None:
         assert f"`expandable_segments:True` in {name} avoids" in advice(version)
 
 
-def test_the_installed_torch_reads_that_name_and_the_other_one_before_it() -> None:
+def test_the_installed_torch_reads_the_variable_and_prefers_its_older_name() -> None:
     if not HEADER.exists():
         pytest.skip("this torch came without its headers")
     read = re.findall(r'get_env\("(PYTORCH_\w*ALLOC_CONF)"\)', HEADER.read_text())
@@ -51,7 +51,7 @@ def test_the_installed_torch_reads_that_name_and_the_other_one_before_it() -> No
 
 
 def rank(allocated: float, reserved: float, *, retries: int = 0) -> RankMemory:
-    """In bytes, with a context of half a GiB."""
+    """Return the peaks of a rank, in bytes, with a context of half a GiB."""
     context = GIB // 2
     return RankMemory(int(reserved) + context, int(allocated), int(reserved), retries)
 
@@ -66,7 +66,7 @@ def reported(decision: object, *ranks: RankMemory) -> list[str]:
     return memory_report(cast("ParallelModel", parallel)).splitlines()
 
 
-def test_what_was_held_stands_beside_what_was_predicted(decision: Decision) -> None:
+def test_the_report_compares_measured_and_predicted_peaks(decision: Decision) -> None:
     allocated = decision.estimate.peak_bytes - 0.5 * GIB
     lines = reported(decision, rank(allocated, 1.09 * allocated), rank(allocated, allocated))
     assert lines[0].startswith("rank 0 has the highest peak: ")
@@ -82,12 +82,12 @@ def test_more_slack_than_predictions_allow_for_brings_the_advice(decision: Decis
     assert "expandable_segments:True" in lines[-1]  # it ran out, in pieces or not
 
 
-def test_a_peak_above_the_prediction_is_said(decision: Decision) -> None:
+def test_a_peak_above_the_prediction_is_reported(decision: Decision) -> None:
     high = decision.estimate.peak_high_bytes
     lines = reported(decision, rank(high, high + 2 * GIB))
     assert "rank 0 held 2.50 GiB more than the upper end" in lines
 
 
-def test_without_a_decision_nothing_was_predicted() -> None:
+def test_without_a_decision_there_is_no_prediction_to_compare() -> None:
     with pytest.raises(InputError, match="nothing was predicted"):
         reported(None, rank(GIB, GIB))

@@ -1,4 +1,4 @@
-"""Candidates: all of them legal, none forgotten, partial kept."""
+"""Candidates: all legal, none missing, pinned settings unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.factories import chain, cpus, facts, gpus, transformer
 
 
 @given(nodes=st.integers(1, 4), devices=st.integers(1, 8), local=st.integers(1, 12))
-def test_degrees_multiply_to_the_world_and_cuts_to_the_batch(
+def test_degrees_multiply_to_the_world_size_and_microbatches_to_the_batch(
     nodes: int, devices: int, local: int
 ) -> None:
     world = nodes * devices
@@ -27,7 +27,7 @@ def test_degrees_multiply_to_the_world_and_cuts_to_the_batch(
         assert problems(plan, whole.model, whole.cluster) == []
 
 
-def test_every_kind_is_there_with_degrees_that_respect_nodes() -> None:
+def test_every_kind_of_data_parallelism_is_there_with_degrees_that_respect_nodes() -> None:
     plans = legal_plans(facts(SMALL, gpus(2, 4), batch=8), PartialPlan.build({"recompute": "none"}))
     assert [str(plan) for plan in plans] == [
         "dp_replicate=8 microbatch_size=1 precision=bf16",
@@ -58,15 +58,15 @@ def test_microbatches_are_the_divisors_of_the_local_batch() -> None:
         "dp_shard=8 precision=fp32",
     ],
 )
-def test_what_is_pinned_is_never_changed(settings: str) -> None:
+def test_pinned_settings_are_never_changed(settings: str) -> None:
     partial = PartialPlan.parse(settings)
     plans = legal_plans(facts(SMALL, gpus(1, 8), batch=32), partial)
     assert plans
     zero = {"zero2": 2, "full_shard": 3, "hybrid_shard": 3}
     for plan in plans:
         for key, value in partial.fixed.items():
-            found = zero.get(plan.data_parallel, 0) if key == "zero" else getattr(plan, key)
-            assert found == value
+            actual = zero.get(plan.data_parallel, 0) if key == "zero" else getattr(plan, key)
+            assert actual == value
 
 
 def test_offload_is_a_candidate_only_when_asked_for() -> None:
@@ -86,9 +86,9 @@ def test_offload_is_a_candidate_only_when_asked_for() -> None:
         ("microbatch_size=3", 16, "microbatch_size=3 does not divide the 2 samples"),
     ],
 )
-def test_settings_that_allow_nothing_are_explained(settings: str, batch: int, words: str) -> None:
-    found = why_illegal(facts(SMALL, gpus(1, 8), batch=batch), PartialPlan.parse(settings))
-    assert words in found[0].what
+def test_settings_without_a_legal_plan_are_explained(settings: str, batch: int, words: str) -> None:
+    violations = why_illegal(facts(SMALL, gpus(1, 8), batch=batch), PartialPlan.parse(settings))
+    assert words in violations[0].what
 
 
 def test_a_model_without_blocks_has_no_recompute() -> None:

@@ -1,4 +1,4 @@
-"""The decision: which plan, why, why not, and the same bytes every time."""
+"""The decision: its plan, its reasons, `why_not`, and deterministic output."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_model_that_does_not_fit_is_sharded(seven_billion: Decision) -> None:
     assert ddp.peak_bytes > 100 * GIB
 
 
-def test_a_tie_goes_to_the_simpler_plan_and_a_margin_of_nothing_to_the_faster() -> None:
+def test_a_tie_goes_to_the_simpler_plan_and_without_a_margin_to_the_faster() -> None:
     whole = facts(MIDDLE, gpus(1, 8), batch=64)
     strict = choose(whole, policy=Policy(simplicity_margin=0))
     fastest = choose(whole, policy=Policy(objective=Objective.TIME))
@@ -70,15 +70,15 @@ def test_a_tie_goes_to_the_simpler_plan_and_a_margin_of_nothing_to_the_faster() 
 
 
 def timed(plan: str, **parts: float) -> Candidate:
-    """A plan that takes these parts of a step, in seconds; nothing else of it counts."""
+    """Return a candidate whose step consists of these parts, in seconds."""
     whole = facts(MIDDLE, gpus(1, 8), batch=64)
     spelt = Plan.parse(f"{plan} microbatch_size=8 precision=bf16")
     time = Time(compute_s=1.0, **parts)
-    found = estimate(spelt, whole).model_copy(update={"time": time, "step_s": time.total})
-    return Candidate(spelt, found)
+    cost = estimate(spelt, whole).model_copy(update={"time": time, "step_s": time.total})
+    return Candidate(spelt, cost)
 
 
-def test_what_a_plan_loses_is_named_until_it_adds_up() -> None:
+def test_parts_that_make_a_plan_slower_are_listed_until_they_add_up() -> None:
     policy, trace = Policy(), choose(facts(MIDDLE, gpus(1, 8), batch=64)).trace
     fast = timed("dp_shard=8", optimizer_s=0.05, launch_s=0.001)
     slow = timed("dp_replicate=8", optimizer_s=0.35, exposed_s=0.2, launch_s=0.002)
@@ -91,7 +91,7 @@ def test_what_a_plan_loses_is_named_until_it_adds_up() -> None:
 
 
 def test_a_simpler_plan_that_ties_with_the_choice_but_not_with_the_fastest_is_explained() -> None:
-    """4 % from the choice is a tie; 8 % from the fastest, which the choice ties with, is none."""
+    """4 % slower than the choice is a tie; 8 % slower than the fastest plan is none."""
     policy, trace = Policy(), choose(facts(MIDDLE, gpus(1, 8), batch=64)).trace
     fastest = timed("dp_shard=8")
     choice = timed("dp_replicate=8 zero=1", optimizer_s=0.04)
@@ -102,7 +102,7 @@ def test_a_simpler_plan_that_ties_with_the_choice_but_not_with_the_fastest_is_ex
     assert because.endswith("; +8.0% against the fastest plan")
 
 
-def test_whatever_two_plans_do_differently_the_margin_is_one_part_of_the_fastest_step() -> None:
+def test_the_tie_margin_is_a_share_of_the_fastest_step() -> None:
     policy, trace = Policy(), choose(facts(MIDDLE, gpus(1, 8), batch=64)).trace
     fastest = timed("dp_shard=8")
     inside = timed("dp_replicate=8", launch_s=0.049)
@@ -114,7 +114,7 @@ def test_whatever_two_plans_do_differently_the_margin_is_one_part_of_the_fastest
     assert compare(beyond, fastest, policy, trace, fastest_s=1.0)[0] is PlanVerdict.SLOWER
 
 
-def test_a_model_that_fits_whole_and_is_sharded_all_the_same_says_why() -> None:
+def test_sharding_a_model_that_fits_is_explained() -> None:
     decision = choose(facts(MIDDLE, gpus(1, 8), batch=64))
     ddp = next(a for a in decision.alternatives if a.title == "DDP over 8")
     reason = next(r for r in decision.reasons if r.startswith("DDP over 8 is simpler and fits"))
@@ -130,7 +130,7 @@ def test_memory_as_objective_takes_the_smallest_plan(seven_billion: Decision) ->
     assert smallest.estimate.peak_high_bytes < seven_billion.estimate.peak_high_bytes
 
 
-def test_offload_is_taken_when_nothing_else_fits_and_only_then() -> None:
+def test_offload_is_chosen_only_when_nothing_else_fits() -> None:
     roomy = choose(facts(MIDDLE, gpus(1, 1), batch=8))
     assert roomy.plan.offload is Offload.NONE
     tight = choose(facts(MIDDLE, gpus(1, 1, memory_gib=10), batch=8))
@@ -138,7 +138,7 @@ def test_offload_is_taken_when_nothing_else_fits_and_only_then() -> None:
     assert tight.rejected["fits-device"] > 0
 
 
-def test_the_tree_is_followed_and_contradicted_aloud() -> None:
+def test_a_decision_follows_the_tree_and_reports_a_faster_plan_outside_it() -> None:
     """Slow links and a model that barely fits: the tree says DDP, which must recompute it all."""
     tight = facts(MIDDLE, gpus(2, 4, memory_gib=18, inter_bytes_per_s=SLOW), batch=64)
     decision = choose(tight)
@@ -179,16 +179,16 @@ def test_why_not_the_plan_itself_says_so(seven_billion: Decision) -> None:
     assert seven_billion.why_not(str(seven_billion.plan)).verdict is PlanVerdict.CHOSEN
 
 
-def test_why_not_says_when_only_the_given_settings_stand_in_the_way() -> None:
+def test_why_not_reports_plans_that_only_the_given_settings_rule_out() -> None:
     decision = choose(facts(), partial=PartialPlan.build({"recompute": "full"}))
     answer = decision.why_not("recompute=none")
-    # A forward is a third of the computing: of the step 1/4, less what hides behind it and what
-    # torch does not run again at the end of a block.
+    # A forward is a third of computing and 1/4 of the step, less what it overlaps and what torch
+    # does not recompute at the end of a block.
     assert answer.verdict is PlanVerdict.RULED_OUT
     assert answer.because.startswith("-20%")
 
 
-def test_why_not_refuses_what_is_no_setting(seven_billion: Decision) -> None:
+def test_why_not_refuses_unknown_settings(seven_billion: Decision) -> None:
     with pytest.raises(UnknownNameError, match="dp_shrad"):
         seven_billion.why_not("dp_shrad=2")
 
@@ -203,7 +203,7 @@ def test_a_decision_survives_its_file(seven_billion: Decision, tmp_path: Path) -
     assert str(again) == str(seven_billion)
 
 
-def test_pins_survive_too() -> None:
+def test_pinned_settings_survive_the_file() -> None:
     partial = PartialPlan.build({"dp_shard": 2, "recompute": "full", "sync_batch_norm": False})
     decision = choose(facts(MIDDLE, gpus(1, 4), batch=8), partial=partial)
     assert (decision.plan.dp_shard, decision.plan.dp_replicate) == (2, 2)
@@ -261,7 +261,7 @@ def starved() -> Facts:
     return facts(SEVENTY, cluster, batch=8)
 
 
-def test_when_nothing_fits_the_error_counts_names_the_nearest_and_what_would_help() -> None:
+def test_when_nothing_fits_the_error_has_counts_the_nearest_plan_and_hints() -> None:
     with pytest.raises(NoPlanError) as caught:
         choose(starved())
     error = caught.value
@@ -273,7 +273,7 @@ def test_when_nothing_fits_the_error_counts_names_the_nearest_and_what_would_hel
     assert any(hint.startswith("take 4 nodes and a global batch of 16") for hint in error.hints)
 
 
-def test_what_the_error_proposes_does_help() -> None:
+def test_the_hint_of_more_nodes_leads_to_a_plan() -> None:
     whole = starved()
     cluster = whole.cluster.model_copy(update={"num_nodes": 4})
     workload = Workload(global_batch_size=16, precision="bf16")
@@ -281,7 +281,7 @@ def test_what_the_error_proposes_does_help() -> None:
     assert decision.plan.world_size == 16
 
 
-def test_a_pin_that_makes_it_impossible_is_named() -> None:
+def test_a_pin_that_prevents_every_plan_is_named() -> None:
     with pytest.raises(NoPlanError) as caught:
         choose(facts(), partial=PartialPlan(zero=0))
     assert caught.value.hints[0].startswith("leave `zero=0` open")
@@ -294,7 +294,7 @@ def test_pins_without_a_legal_plan_are_refused_with_the_nearest_legal_values() -
     assert "`dp_shard` may be 1, 2, 4, 8 or 16 here" in caught.value.hints
 
 
-def test_facts_refuse_a_precision_that_was_not_looked_at() -> None:
+def test_facts_refuse_a_precision_that_was_not_profiled() -> None:
     only_fp32 = transformer(layers=1, numerics=(Numerics.AS_BUILT,))
     with pytest.raises(InputError, match="was not looked at in bf16 and bf16_autocast"):
         facts(only_fp32)

@@ -31,9 +31,9 @@ ONE_S, NAIVE_S, SPLIT_20_S, SPLIT_12_S = 3.75, 4.02, 2.51, 2.43
 
 
 def setup(row: TableRow) -> Setup:
-    found = resolve(row)
-    assert isinstance(found, Setup)
-    return found
+    resolved = resolve(row)
+    assert isinstance(resolved, Setup)
+    return resolved
 
 
 @cache
@@ -58,7 +58,7 @@ def two_devices(split: int, *, stages: int = 2) -> float:
     return case_of(setup(row)).estimate().step_s
 
 
-def test_two_devices_in_turn_are_about_seven_percent_slower_than_one() -> None:
+def test_naive_stages_on_two_devices_are_about_seven_percent_slower_than_one() -> None:
     slower = two_devices(120) / two_devices(120, stages=1) - 1
     assert slower == pytest.approx(NAIVE_S / ONE_S - 1, abs=0.04)
 
@@ -74,12 +74,12 @@ def test_about_12_images_at_a_time_are_best() -> None:
 
 
 @pytest.mark.xfail(reason="predicted 0.45, published 0.54: short kernels of small splits")
-def test_a_pipeline_of_12_images_at_a_time_gains_what_was_published() -> None:
+def test_a_pipeline_of_12_images_at_a_time_gains_the_published_speed() -> None:
     faster = two_devices(120, stages=1) / two_devices(12) - 1
     assert faster == pytest.approx(ONE_S / SPLIT_12_S - 1, abs=0.08)
 
 
-def test_time_over_the_size_of_a_split_is_a_u() -> None:
+def test_step_time_over_the_split_size_is_u_shaped() -> None:
     """Small splits leave kernels short and launches in view, large ones a device idle."""
     seconds = [two_devices(split) for split in SPLITS]
     lowest = seconds.index(min(seconds))
@@ -91,7 +91,7 @@ def test_time_over_the_size_of_a_split_is_a_u() -> None:
 
 @cache
 def two_stages(split: int) -> float:
-    """The same by the cost model of plans, cut before the third stage as the tutorial cuts."""
+    """Seconds of the same step by the cost model of plans, split before the third stage."""
     return (
         tutorial()
         .estimate(
@@ -116,7 +116,7 @@ def tutorial() -> CostModel:
     return CostModel(Facts(model=model, cluster=cluster, workload=workload))
 
 
-def test_the_cost_model_of_plans_says_the_same() -> None:
+def test_the_cost_model_of_plans_agrees_with_the_tutorial() -> None:
     one = tutorial().estimate(Plan(microbatch_size=120)).step_s
     assert two_stages(120) / one - 1 == pytest.approx(0.07, abs=0.04)
     assert one / two_stages(20) - 1 == pytest.approx(ONE_S / SPLIT_20_S - 1, abs=0.12)
@@ -153,12 +153,12 @@ def step(n_gpus: int, **cells: object) -> Estimate:
         microbatch=32,
         **cells,  # type: ignore[arg-type]
     )
-    found = setup(row)
-    software = found.software
+    resolved = setup(row)
+    software = resolved.software
     if software.year < 2018:
         stack = software.stack.model_copy(update={"overlap_gradients": False})
         software = replace(software, stack=stack)
-    return case_of(replace(found, software=software)).estimate()
+    return case_of(replace(resolved, software=software)).estimate()
 
 
 def thousand(n_gpus: int) -> Estimate:
@@ -175,12 +175,12 @@ def thousand(n_gpus: int) -> Estimate:
 
 @pytest.mark.xfail(reason="predicted 0.19 of the step, published a fifth")
 def test_a_thousand_devices_spend_a_fifth_of_their_time_on_gradients() -> None:
-    found = thousand(1024)
-    assert found.time.exposed_s >= 0.2 * found.step_s
+    cost = thousand(1024)
+    assert cost.time.exposed_s >= 0.2 * cost.step_s
 
 
 def test_eight_devices_spend_little_of_their_time_on_gradients() -> None:
-    """It is the number of devices that does it, not the images on each."""
+    """The number of devices makes gradients expensive, not the images on each."""
     assert thousand(8).time.exposed_s < 0.05 * thousand(8).step_s
 
 

@@ -1,4 +1,4 @@
-"""Gradient communication is chosen where it matters; no precision is lost unasked."""
+"""Gradient communication is chosen where it matters; precision is lost only where allowed."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_a_hierarchy_is_taken_where_the_backend_sends_more_between_nodes() -> No
     assert "DDP over 4, hierarchical sums" in str(decision)
 
 
-def test_a_backend_that_does_as_well_is_kept() -> None:
+def test_the_backend_is_kept_where_nothing_is_faster() -> None:
     cluster = gpus(2, 2, inter_bytes_per_s=12.5e6)  # NCCL's trees send a tensor once
     assert decided(cluster, Policy()).plan.aggregation is Aggregation.BACKEND
     assert decided(gpus(1, 4)).plan == decided(gpus(1, 4), Policy()).plan
 
 
-def test_what_loses_something_is_offered_with_its_gain_and_taken_when_allowed() -> None:
+def test_lossy_compression_is_offered_with_its_gain_and_chosen_when_allowed() -> None:
     cluster = slow(is_ring=True)
     careful, allowed = decided(cluster, Policy()), decided(cluster)
     assert careful.plan.compression is Compression.NONE
@@ -89,7 +89,7 @@ def test_what_loses_something_is_offered_with_its_gain_and_taken_when_allowed() 
     ) == pytest.approx(16e6 * 0.008)
 
 
-def test_the_way_that_loses_less_is_taken_on_a_tie() -> None:
+def test_of_tied_compressions_the_one_that_loses_less_is_chosen() -> None:
     """At 8 GB/s PowerSGD is ahead of half of the bytes, by less than the margin."""
     decision = decided(gpus(2, 2, inter_bytes_per_s=8e9 / CALIBRATION.collectives))
     factors = {"compression": Compression.POWERSGD, "compression_rank": 4}
@@ -98,7 +98,7 @@ def test_the_way_that_loses_less_is_taken_on_a_tie() -> None:
     assert decision.plan.compression is Compression.BF16
 
 
-def test_a_network_of_convolutions_goes_in_factors_as_torchs_hook_makes_them() -> None:
+def test_convolutions_are_compressed_to_the_factors_of_torchs_hook() -> None:
     """A kernel is the matrix of its outputs by all else, as `powerSGD_hook` reshapes it: at rank 4
     1.54 MB of ResNet-50's 102 MB, its norms and biases among them."""
     cluster = gpus(2, 1, inter_bytes_per_s=12.5e6)
@@ -115,7 +115,7 @@ def test_a_network_of_convolutions_goes_in_factors_as_torchs_hook_makes_them() -
     assert sum(t.payload_bytes * t.count for t in sent) == pytest.approx(4 * numbers)
 
 
-def test_a_way_that_is_named_is_kept_and_weighed_by_its_own_price() -> None:
+def test_a_given_aggregation_is_kept_and_priced() -> None:
     decision = decided(slow(is_ring=True), Policy(), aggregation="tree")
     assert decision.plan.aggregation is Aggregation.TREE
     assert decision.estimate == estimate(decision.plan, decision.facts)
@@ -125,7 +125,7 @@ def test_a_way_that_is_named_is_kept_and_weighed_by_its_own_price() -> None:
     assert "more exposed communication" in why.because
 
 
-def test_the_word_is_given_where_a_plan_is_asked_for() -> None:
+def test_advise_accepts_allow_lossy() -> None:
     model = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 1000))
     asked: dict[str, Any] = {
         "sample": (torch.zeros(2, 1000), torch.zeros(2, 1000)),
@@ -137,7 +137,7 @@ def test_the_word_is_given_where_a_plan_is_asked_for() -> None:
     assert advise(model, **asked, allow_lossy=True).plan.compression is Compression.POWERSGD
 
 
-def test_sharded_plans_have_no_such_choice() -> None:
+def test_sharded_plans_refuse_compression() -> None:
     known = facts(matrices(), slow(is_ring=True), batch=4, precision="fp32")
     with pytest.raises(PlanError, match="compression=bf16 is for DDP of a whole model"):
         choose(known, partial=PartialPlan.build({"dp_shard": 4, "compression": "bf16"}))

@@ -37,9 +37,9 @@ def error() -> NoPlanError:
 
 
 def amount(hint: str, before: str) -> float:
-    found = re.search(rf"{before} ([\d.]+ GiB)", hint)
-    assert found is not None, hint
-    return float(parse_bytes(found[1]))
+    match = re.search(rf"{before} ([\d.]+ GiB)", hint)
+    assert match is not None, hint
+    return float(parse_bytes(match[1]))
 
 
 def test_the_kinds_that_were_tried_and_the_nearest_miss_are_named(error: NoPlanError) -> None:
@@ -52,44 +52,44 @@ def test_the_kinds_that_were_tried_and_the_nearest_miss_are_named(error: NoPlanE
     assert missing.endswith(" too much")
 
 
-def test_there_are_four_ways_out(error: NoPlanError) -> None:
+def test_there_are_four_remedies(error: NoPlanError) -> None:
     assert len(error.hints) == 4
     assert all(" then needs up to " in hint for hint in error.hints)
 
 
-def test_a_disk_helps(error: NoPlanError) -> None:
-    """Of 5 and 7 GB/s, as a node's usual drive has them; what is there is what was assumed."""
+def test_the_hinted_disk_makes_a_plan_fit(error: NoPlanError) -> None:
+    """5 and 7 GB/s are assumed for the drive of a node; with such a drive a plan fits."""
     assert error.hints[1].startswith("keep states in files on a disk of 5.00 GB/s written, 7.00 ")
     cluster = with_disk(starved().cluster)
-    found = decide(facts(SEVENTY, cluster, batch=8), partial=DATA).winner
-    assert found is not None
-    assert found.plan.offload_to is OffloadTo.DISK
-    assert found.estimate.host_bytes == 0
+    winner = decide(facts(SEVENTY, cluster, batch=8), partial=DATA).winner
+    assert winner is not None
+    assert winner.plan.offload_to is OffloadTo.DISK
+    assert winner.estimate.host_bytes == 0
 
 
-def test_more_nodes_help(error: NoPlanError) -> None:
+def test_the_hinted_nodes_make_a_plan_fit(error: NoPlanError) -> None:
     assert error.hints[2].startswith("take 4 nodes and a global batch of 16: ")
     larger = starved().cluster.model_copy(update={"num_nodes": 4})
     assert choose(facts(SEVENTY, larger, batch=16), partial=DATA).plan.world_size == 16
 
 
-def test_as_much_device_memory_helps_and_less_does_not(error: NoPlanError) -> None:
+def test_the_hinted_device_memory_suffices_and_less_does_not(error: NoPlanError) -> None:
     needed = amount(error.hints[3], "take devices with")
     for factor, helps in ((1.001, True), (0.99, False)):
         changed = varied(starved(), Lever.MEMORY, factor * needed)
         assert (decide(changed, partial=DATA).winner is not None) == helps
 
 
-def test_as_much_main_memory_helps_and_less_does_not(error: NoPlanError) -> None:
+def test_the_hinted_main_memory_suffices_and_less_does_not(error: NoPlanError) -> None:
     needed = amount(error.hints[0], "take nodes with")
     for factor, helps in ((1.001, True), (0.99, False)):
         memory = exact(factor * needed)
         cluster = starved().cluster.model_copy(update={"host_memory_bytes": memory})
-        found = decide(facts(SEVENTY, cluster, batch=8), partial=DATA).winner
-        assert (found is not None) == helps
+        winner = decide(facts(SEVENTY, cluster, batch=8), partial=DATA).winner
+        assert (winner is not None) == helps
 
 
-def test_shorter_sequences_are_proposed_where_the_model_can_be_counted_at_them() -> None:
+def test_shorter_sequences_are_hinted_where_the_model_has_a_closed_form() -> None:
     config = {
         "model_type": "llama",
         "vocab_size": 32000,
@@ -112,10 +112,10 @@ def test_shorter_sequences_are_proposed_where_the_model_can_be_counted_at_them()
     assert decide(varied(whole, Lever.SEQUENCE, 2 * length)).winner is None
 
 
-def test_of_many_plans_changes_are_tried_on_those_that_came_nearest(
+def test_of_many_plans_remedies_are_tried_on_the_nearest_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One decision, not a dozen; what is hinted fits all the same."""
+    """Only one decision is made, not a dozen, and the hinted memory suffices all the same."""
     config = {
         "model_type": "llama",
         "hidden_size": 2048,
@@ -138,8 +138,8 @@ def test_of_many_plans_changes_are_tried_on_those_that_came_nearest(
     assert not calls
     hints = caught.value.hints
     roomy = next(hint for hint in hints if hint.startswith("take devices with"))
-    found = re.search(r"take devices with ([\d.]+) GiB", roomy)
-    assert found is not None
-    memory_gib = float(found[1]) + 0.05  # as it is printed
+    match = re.search(r"take devices with ([\d.]+) GiB", roomy)
+    assert match is not None
+    memory_gib = float(match[1]) + 0.05  # as it is printed
     larger = facts(model, gpus(1, 8, memory_gib=memory_gib), batch=64)
     assert decide(larger).winner is not None

@@ -27,7 +27,7 @@ IMAGENET = 1_281_167
 
 
 def images(batch: int, **work: object) -> Facts:
-    """Samples that are no sequences, as images are."""
+    """Facts of samples that are not sequences, like images."""
     workload = Workload.build({"global_batch_size": batch, **work})
     return Facts(model=chain(), cluster=cpus(2), workload=workload)
 
@@ -45,19 +45,19 @@ class TestWarnings:
             (65536, ["32,768 images", "1,024 devices", "loss of accuracy"]),
         ],
     )
-    def test_images_beyond_what_was_reported(self, batch: int, names: list[str]) -> None:
+    def test_image_batches_beyond_published_limits_warn(self, batch: int, names: list[str]) -> None:
         said = " ".join(batch_advice(images(batch)).warnings)
         assert bool(said) == bool(names)
         assert [name for name in names if name not in said] == []
 
-    def test_tokens_have_a_limit_of_their_own(self) -> None:
+    def test_token_batches_have_a_limit_of_their_own(self) -> None:
         """7.7 M tokens at a loss of 2: 2.1e8 / 2^(1/0.21) (Kaplan et al. 2020)."""
         assert critical_tokens(2.0) == pytest.approx(2.1e8 / 27.13, rel=1e-3)
         below, above = (batch_advice(facts(batch=batch)).warnings for batch in (1880, 1900))
         assert below == ()
         assert "7.78 M tokens, more than the 7.74 M" in above[0]
 
-    def test_what_was_measured_counts_more_than_what_was_published(self) -> None:
+    def test_a_measured_critical_batch_takes_precedence(self) -> None:
         assert batch_advice(images(65536, critical_batch_size=1e6)).warnings == ()
         (said,) = batch_advice(images(512, critical_batch_size=128.0)).warnings
         # E / E_min = 1 + B / B_crit = 5; S falls from 1 + 1/4 to 1 + 1/8 of the fewest: by a tenth.
@@ -65,16 +65,16 @@ class TestWarnings:
         assert "5.0 times the fewest samples" in said
         assert "save 10% of the steps" in said
 
-    def test_a_batch_of_more_than_all_samples_is_pointed_out(self) -> None:
+    def test_a_batch_larger_than_the_data_set_warns(self) -> None:
         (said,) = batch_advice(images(512, dataset_samples=500)).warnings
         assert "global batch 512 is more than the 500 samples of the training set" in said
         assert batch_advice(images(500, dataset_samples=500)).warnings == ()
 
-    def test_the_report_shows_them(self) -> None:
+    def test_the_report_shows_the_warnings(self) -> None:
         model = transformer(name="small", layers=2, hidden=256, ffn=512, vocab=100, tokens=64)
-        found = facts(model, gpus(1, 8), batch=4096)
-        work = found.workload.model_copy(update={"critical_batch_size": 1024.0})
-        text = str(choose(found.model_copy(update={"workload": work})))
+        inputs = facts(model, gpus(1, 8), batch=4096)
+        work = inputs.workload.model_copy(update={"critical_batch_size": 1024.0})
+        text = str(choose(inputs.model_copy(update={"workload": work})))
         assert "note: global batch 4,096 is 4.0 times the measured critical batch" in text
 
     def test_steps_at_the_critical_batch_are_twice_the_fewest(self) -> None:
@@ -88,7 +88,7 @@ class TestEffectiveBatch:
         assert advice.steps_per_epoch == 157
         assert next(advice.lines()) == "8192 samples a step; 157 steps per epoch"
 
-    def test_tokens_are_named_where_there_are_any(self) -> None:
+    def test_tokens_of_sequence_models_are_counted(self) -> None:
         assert next(batch_advice(facts()).lines()) == "128 samples, 524 k tokens a step"
 
     @pytest.mark.parametrize(
@@ -98,7 +98,9 @@ class TestEffectiveBatch:
             ("adamw", ScalingRule.SQRT, "sqrt(B / 64)"),
         ],
     )
-    def test_the_rule_is_the_optimizers(self, name: str, rule: ScalingRule, words: str) -> None:
+    def test_the_scaling_rule_is_that_of_the_optimizer(
+        self, name: str, rule: ScalingRule, words: str
+    ) -> None:
         advice = batch_advice(images(64, optimizer=OPTIMIZERS[name]))
         assert advice.rule is rule
         assert f"at batch B: {name}'s rate x {words}" in str(advice)
@@ -110,12 +112,12 @@ class TestEffectiveBatch:
 
 
 class TestNoiseScale:
-    def test_is_the_documents_formula(self) -> None:
+    def test_equals_the_formula_of_the_documents(self) -> None:
         """0.1 / (1 - 0.9) x (50,000 / 128 - 1)."""
         assert noise_scale(0.1, momentum=0.9, samples=50_000, batch=128) == pytest.approx(389.625)
 
     @pytest.mark.parametrize("devices", [2, 16, 256])
-    def test_stays_when_devices_are_added_at_the_rate_that_keeps_it(self, devices: int) -> None:
+    def test_stays_equal_when_the_rate_is_scaled_with_added_devices(self, devices: int) -> None:
         rate = 0.1 * ScalingRule.NOISE.factor(tuned_at=32, batch=32 * devices, samples=IMAGENET)
         before = noise_scale(0.1, momentum=0.9, samples=IMAGENET, batch=32)
         after = noise_scale(rate, momentum=0.9, samples=IMAGENET, batch=32 * devices)
@@ -123,8 +125,8 @@ class TestNoiseScale:
         # While the batch is a small part of the data: Goyal's linear rule.
         assert rate == pytest.approx(0.1 * devices, rel=0.01)
 
-    def test_sizes_that_make_no_sense_are_refused(self) -> None:
-        with pytest.raises(InputError, match="must be from 1 to 100 samples"):
+    def test_impossible_sizes_are_refused(self) -> None:
+        with pytest.raises(InputError, match="no part of 100 samples"):
             noise_scale(0.1, samples=100, batch=101)
         with pytest.raises(InputError, match="0 <= m < 1"):
             noise_scale(0.1, momentum=1.0, samples=100, batch=10)
@@ -145,14 +147,14 @@ class TestGrowingBatch:
         largest=5120,
     )
 
-    def test_grows_as_far_as_it_may_and_then_decays(self) -> None:
-        found = [self.GROWING.at(epoch) for epoch in (0, 59, 60, 120, 160)]
-        assert [setting.batch for setting in found] == [128, 128, 640, 3200, 5120]
-        assert found[-1].learning_rate == pytest.approx(0.1 * 5120 / 16000)
+    def test_grows_to_the_largest_batch_and_then_decays_the_rate(self) -> None:
+        settings = [self.GROWING.at(epoch) for epoch in (0, 59, 60, 120, 160)]
+        assert [setting.batch for setting in settings] == [128, 128, 640, 3200, 5120]
+        assert settings[-1].learning_rate == pytest.approx(0.1 * 5120 / 16000)
 
     @pytest.mark.parametrize("epoch", [0, 70, 130, 190])
-    def test_is_as_noisy_as_the_schedule_that_decays_the_rate(self, epoch: int) -> None:
-        """But for the part B / N of it, which decaying ignores: 10 % at the largest batch."""
+    def test_has_the_noise_scale_of_the_schedule_that_decays_the_rate(self, epoch: int) -> None:
+        """Equal but for the part B / N, which decaying ignores: 10 % at the largest batch."""
         passed = sum(epoch >= milestone for milestone in (60, 120, 160))
         decayed = noise_scale(0.1 / 5**passed, momentum=0.9, samples=50_000, batch=128)
         now = self.GROWING.at(epoch)
@@ -164,7 +166,7 @@ class TestGrowingBatch:
         assert self.GROWING.steps(samples=50_000, epochs=200) == 60 * 391 + 60 * 79 + 40 * 16 + 400
         assert self.GROWING.steps(samples=50_000, epochs=200) < 0.4 * 200 * 391
 
-    def test_batches_divide_among_the_replicas_and_the_rate_makes_up_for_it(self) -> None:
+    def test_batches_are_multiples_of_the_replicas_and_the_rate_compensates(self) -> None:
         schedule = self.GROWING.model_copy(update={"factor": 3.0, "multiple": 64})
         batch, rate = schedule.at(60)
         assert batch == 384
@@ -183,14 +185,12 @@ class TestGrowingBatch:
             ({"multiple": 48}, "no multiple of 48"),
         ],
     )
-    def test_what_cannot_be_a_schedule_is_refused(
-        self, changes: dict[str, object], said: str
-    ) -> None:
+    def test_impossible_schedules_are_refused(self, changes: dict[str, object], said: str) -> None:
         with pytest.raises(InputError, match=said):
             GrowingBatch.build({**self.GROWING.model_dump(), **changes})
 
 
-def test_the_command_says_steps_per_epoch_and_warns_beyond_what_was_measured(
+def test_the_command_prints_steps_per_epoch_and_warns_beyond_the_critical_batch(
     tmp_path: Path,
 ) -> None:
     """1,000,000 / 64 = 15,625 steps; 64 samples are twice the critical 32."""

@@ -1,4 +1,4 @@
-"""Levers: what each changes, by hand; and what of it a report says."""
+"""Levers: the effect of each, by hand, and their place in a report."""
 
 from __future__ import annotations
 
@@ -53,52 +53,52 @@ def gain(decision: Decision, name: str) -> levers.Gain:
 
 def test_moments_in_bf16_are_half() -> None:
     decision = decided(on())
-    found = gain(decision, "bf16 moments")
-    assert found.estimate.memory.optimizer == decision.estimate.memory.optimizer / 2
+    moments = gain(decision, "bf16 moments")
+    assert moments.estimate.memory.optimizer == decision.estimate.memory.optimizer / 2
     # AdamW in fp32: two moments of 4 bytes.
     assert decision.estimate.memory.optimizer == 8 * MODEL.parameters
-    assert not found.settings
-    assert not found.keeps_training
+    assert not moments.settings
+    assert not moments.keeps_training
 
 
-def test_lora_keeps_states_of_its_adapters_alone() -> None:
-    found = gain(decided(on()), "LoRA").estimate.memory
+def test_lora_holds_states_of_its_adapters_only() -> None:
+    lora = gain(decided(on()), "LoRA").estimate.memory
     learning = LAYERS * sum(levers.RANK * (i + o) for i, o in LINEARS)
-    assert found.optimizer == 8 * learning
-    assert found.parameters == 2 * MODEL.parameters + 4 * learning
+    assert lora.optimizer == 8 * learning
+    assert lora.parameters == 2 * MODEL.parameters + 4 * learning
     # Two of each under DDP where microbatches add up, else one.
-    assert found.gradients == 4 * learning
+    assert lora.gradients == 4 * learning
     quantised = gain(decided(on()), "QLoRA").estimate.memory
     weights = LAYERS * sum(i * o for i, o in LINEARS)
-    smaller = found.parameters - quantised.parameters
+    smaller = lora.parameters - quantised.parameters
     assert smaller == pytest.approx(weights * (2 - 4.127 / 8), rel=1e-6)
 
 
 def test_a_chunked_loss_holds_an_eighth_of_the_logits() -> None:
     decision = decided(on())
-    found = gain(decision, "chunked loss")
+    chunked = gain(decision, "chunked loss")
     logits = 8 * TOKENS * VOCAB  # of a microbatch
     # fp32 log-softmax and its fp32 and bf16 gradients; an eighth, and the gradient of the head's
     # input in bf16.
     assert decision.estimate.loss_bytes == (4 + 4 + 2) * logits
-    saved = decision.estimate.peak_bytes - found.estimate.peak_bytes
+    saved = decision.estimate.peak_bytes - chunked.estimate.peak_bytes
     least = (4 + 4 + 2) * logits * (1 - 1 / 8) - 2 * 8 * TOKENS * H
-    if found.estimate.phase == decision.estimate.phase:
+    if chunked.estimate.phase == decision.estimate.phase:
         assert saved >= least
     assert 0 < saved <= decision.estimate.loss_bytes + 2 * logits
-    assert found.keeps_training
+    assert chunked.keeps_training
 
 
-def test_products_in_8_bits_need_units_for_them() -> None:
-    found = gain(decided(on()), "fp8 products")
+def test_fp8_products_need_fp8_units() -> None:
+    fp8 = gain(decided(on()), "fp8 products")
     before = decided(on()).estimate.time.compute_s
     # Twice the rate for products, the same for all else.
-    assert 0.5 * before < found.estimate.time.compute_s < before
+    assert 0.5 * before < fp8.estimate.time.compute_s < before
     names = [each.name for each in levers.gains(decided(on("8xA100-SXM-80GB")))]
     assert "fp8 products" not in names
 
 
-def test_graphs_leave_no_launches() -> None:
+def test_cuda_graphs_remove_launches() -> None:
     shape = SHAPE.model_copy(update={"hidden": 128, "head_width": 16, "ffn": 512, "length": 128})
     model = transformer_profile(shape, name="small")
     whole = on(batch=8).model_copy(update={"model": model})
@@ -107,19 +107,19 @@ def test_graphs_leave_no_launches() -> None:
     assert gain(small, "CUDA graphs").estimate.time.launch_s == 0
 
 
-def test_scores_are_computed_again_where_some_are_kept() -> None:
+def test_recompute_of_scores_is_a_lever_where_scores_are_saved() -> None:
     names = [each.name for each in levers.gains(decided(on()))]
-    assert "recompute of scores" not in names  # flash attention keeps none
+    assert "recompute of scores" not in names  # flash attention saves none
     softmax = Stack(name="softmax", attention=AttentionKernel.FUSED_SOFTMAX)
     whole = on(stack=softmax)
     decision = decided(whole, "dp_replicate=8 microbatch_size=1 recompute=selective")
-    found = gain(decision, "recompute of scores")
-    # All else is kept: more memory, less work again.
-    assert found.estimate.memory.activations > decision.estimate.memory.activations
-    assert found.estimate.time.recompute_s < decision.estimate.time.recompute_s
+    recompute = gain(decision, "recompute of scores")
+    # Everything else is saved: more memory, less recompute.
+    assert recompute.estimate.memory.activations > decision.estimate.memory.activations
+    assert recompute.estimate.time.recompute_s < decision.estimate.time.recompute_s
 
 
-def test_a_lever_of_our_engines_is_a_setting_that_a_plan_can_have() -> None:
+def test_levers_of_the_engines_are_settings_of_plans() -> None:
     decision = decided(on())
     applied = [each for each in levers.gains(decision) if each.settings]
     assert {each.name for each in applied} == {"compile", "offload activations"}
@@ -128,7 +128,7 @@ def test_a_lever_of_our_engines_is_a_setting_that_a_plan_can_have() -> None:
         assert choose(decision.facts, partial=partial).plan == each.plan
 
 
-def test_what_is_priced_only_is_in_no_plan_of_ours() -> None:
+def test_levers_that_are_only_priced_leave_the_plan_unchanged() -> None:
     decision = decided(on())
     for each in levers.gains(decision):
         if not each.settings:
@@ -139,14 +139,14 @@ def test_what_is_priced_only_is_in_no_plan_of_ours() -> None:
             assert not is_of_engines(changed.stack)
 
 
-def test_other_software_has_no_settings_of_ours() -> None:
-    found = levers.gains(decided(on(stack=stack_named("megatron-2022"))))
-    assert found
-    assert not any(each.settings for each in found)
+def test_levers_of_other_software_have_no_settings() -> None:
+    gains = levers.gains(decided(on(stack=stack_named("megatron-2022"))))
+    assert gains
+    assert not any(each.settings for each in gains)
 
 
-def test_another_plan_is_named_where_it_is_faster_then() -> None:
-    """Of half the states a device has room to compute nothing again."""
+def test_a_plan_that_is_faster_under_a_lever_is_named() -> None:
+    """With half of the states a device has room for a plan without recompute."""
     cluster = gpus(1, 8, memory_gib=40)
     whole = facts(MODEL, cluster, batch=64)
     decision = choose(whole)
@@ -159,19 +159,19 @@ def test_another_plan_is_named_where_it_is_faster_then() -> None:
 
 
 class TestReport:
-    def test_it_points_out_what_is_notable_and_no_more(self) -> None:
+    def test_the_hint_lists_notable_levers_only(self) -> None:
         (hint,) = levers.hint(decided(on()))
         assert hint.startswith("levers on this plan: ")
         assert "fp8 products (-" in hint
         assert "priced only, our engines do not implement it" in hint
         assert "offload" not in hint  # it takes longer and saves nothing that is needed
 
-    def test_models_whose_kernels_are_not_known_have_few(self) -> None:
+    def test_models_without_known_kernels_have_few_levers(self) -> None:
         whole = facts(transformer(layers=4), gpus(1, 8), batch=64)
         names = {each.name for each in levers.gains(choose(whole))}
         assert {"LoRA", "chunked loss"} & names == set()
 
-    def test_a_file_is_asked_for_all_of_them(self, tmp_path: Path) -> None:
+    def test_explain_levers_lists_all_levers_of_a_file(self, tmp_path: Path) -> None:
         path = tmp_path / "plan.json"
         decision = decided(on())
         path.write_text(decision.to_json())

@@ -1,4 +1,4 @@
-"""Loading: a plan whose states fit the devices is no answer where the nodes cannot load it."""
+"""Loading: a plan that fits the devices is of no use where the nodes cannot load the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sharded() -> Facts:
     ("memory_gib", "verdict"),
     [(None, "it fits"), (64_000, "it fits"), (2048, "cannot be loaded")],
 )
-def test_title_and_verdict_say_what_cannot_be_loaded(
+def test_title_and_verdict_say_where_a_plan_cannot_be_loaded(
     sharded: Facts, memory_gib: float | None, verdict: str
 ) -> None:
     """69 B parameters in fp32 are 257 GiB; eight ranks of a node build eight of them, 2,057 GiB, of
@@ -54,7 +54,7 @@ def test_stages_are_loaded_one_by_one_where_one_of_them_has_room() -> None:
     decision = choose(whole, partial=PartialPlan(pp=4))
     needed = decision.estimate.load_bytes * 4
     usable = 2 / 3  # a third of main memory is left
-    found = {
+    verdicts = {
         share: loading(
             decision.plan,
             decision.estimate,
@@ -63,7 +63,7 @@ def test_stages_are_loaded_one_by_one_where_one_of_them_has_room() -> None:
         )
         for share in (1.01, 0.5, 0.26, 0.24)
     }
-    assert list(found.values()) == [
+    assert list(verdicts.values()) == [
         Loadable.WHOLE,
         Loadable.BY_STAGE,
         Loadable.BY_STAGE,

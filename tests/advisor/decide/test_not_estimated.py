@@ -1,4 +1,4 @@
-"""A mistake of ours while one plan is estimated loses that plan, and is told."""
+"""A bug in the estimate of one plan loses only that plan, and is logged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, of: Callable[[Plan], bool], error: 
     monkeypatch.setattr(CostModel, "estimate", broken)
 
 
-def test_the_answer_is_that_of_all_other_plans(
+def test_the_decision_is_that_of_all_other_plans(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = facts(MIDDLE, gpus(1, 8), batch=64)
@@ -50,7 +50,7 @@ def test_the_answer_is_that_of_all_other_plans(
     assert not record.exc_info
 
 
-def test_debug_shows_where_it_happened(
+def test_debug_logging_shows_the_traceback(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing(monkeypatch, lambda plan: plan.tp > 1, KeyError("a mistake"))
@@ -61,13 +61,13 @@ def test_debug_shows_where_it_happened(
     assert record.exc_info[0] is KeyError
 
 
-def test_what_was_given_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_user_are_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, lambda plan: plan.dp_shard > 1, InputError("no such thing"))
     with pytest.raises(InputError, match="no such thing"):
         choose(facts(MIDDLE, gpus(1, 8), batch=64))
 
 
-def test_where_no_plan_can_be_estimated_there_is_no_answer(
+def test_where_no_plan_can_be_estimated_an_error_is_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: object) -> Candidate:

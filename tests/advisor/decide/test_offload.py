@@ -40,9 +40,7 @@ def timed(cluster: ClusterProfile) -> ClusterProfile:
     return cluster.model_copy(update=rates)
 
 
-def test_where_everything_fits_on_the_device_nothing_leaves_and_why_not_says_what_it_costs() -> (
-    None
-):
+def test_nothing_is_offloaded_where_everything_fits_and_why_not_states_the_cost() -> None:
     decision = choose(alone(24, disk=True))
     assert decision.plan.offload is Offload.NONE
     for settings in ("offload=optimizer", "offload=activations", "offload=states zero=3"):
@@ -57,8 +55,8 @@ def test_where_everything_fits_on_the_device_nothing_leaves_and_why_not_says_wha
     assert slower.time.host_s == pytest.approx(gone_and_back_s)
 
 
-def test_the_optimizer_leaves_where_that_is_all_that_fits_fast_enough() -> None:
-    """14 GiB: parameters and gradients are 4 GiB of the states' 8, what Adam keeps the rest."""
+def test_the_optimizer_is_offloaded_where_nothing_faster_fits() -> None:
+    """14 GiB: parameters and gradients are 4 of the 8 GiB of states, Adam's moments the rest."""
     situation = alone(14)
     decision = choose(situation)
     assert (decision.plan.offload, decision.plan.offload_to) == (Offload.OPTIMIZER, OffloadTo.HOST)
@@ -72,7 +70,7 @@ def test_the_optimizer_leaves_where_that_is_all_that_fits_fast_enough() -> None:
     assert f"of a step ({share:.0%})" in why
 
 
-def test_the_fastest_of_an_attempt_is_taken() -> None:
+def test_the_fastest_of_all_offloaded_plans_is_chosen() -> None:
     """The choice is the fastest of all plans of all three kinds."""
     situation = alone(12)
     decision = choose(situation)
@@ -88,17 +86,17 @@ def test_the_fastest_of_an_attempt_is_taken() -> None:
     assert decision.estimate.step_s <= fastest * (1 + Policy().simplicity_margin)
 
 
-def test_files_are_the_last_attempt_and_the_only_plan_that_fits() -> None:
-    """4 GiB of main memory hold no 4 GiB of Adam's beside what is left free."""
+def test_the_disk_is_tried_last_and_chosen_where_nothing_else_fits() -> None:
+    """4 GiB of main memory cannot hold Adam's 4 GiB, since a part of it stays free."""
     with pytest.raises(NoPlanError) as nothing:
         choose(alone(14, host_gib=4))
     assert any(h.startswith("keep states in files on a disk") for h in nothing.value.hints)
     decision = choose(alone(14, host_gib=4, disk=True))
-    plan, found = decision.plan, decision.estimate
+    plan, cost = decision.plan, decision.estimate
     assert (plan.offload, plan.offload_to) == (Offload.OPTIMIZER, OffloadTo.DISK)
-    assert (found.host_bytes, found.disk_bytes) == (0, ADAM_BYTES)
+    assert (cost.host_bytes, cost.disk_bytes) == (0, ADAM_BYTES)
     over_the_link_s = 2 * ADAM_BYTES / HOST_LINK_BYTES_PER_S
-    assert found.time.host_s == pytest.approx(over_the_link_s + ADAM_BYTES * (1 / WRITE + 1 / READ))
+    assert cost.time.host_s == pytest.approx(over_the_link_s + ADAM_BYTES * (1 / WRITE + 1 / READ))
     text = " ".join(str(decision).split())
     assert "offloaded optimizer to disk" in text
     assert "Tried before: one device, offloaded optimizer does not fit: needs" in text
@@ -106,7 +104,7 @@ def test_files_are_the_last_attempt_and_the_only_plan_that_fits() -> None:
     assert "give `offload_folder=`" in text
 
 
-def test_states_of_shards_in_files_are_read_and_written_as_often_as_they_are_used() -> None:
+def test_sharded_states_on_disk_are_read_and_written_at_every_use() -> None:
     """ZeRO-1, eight microbatches: parameters are gathered once, gradients reduced once."""
     decision = choose(alone(10, host_gib=4, disk=True))
     assert decision.plan.data_parallel == "zero1"
@@ -115,13 +113,13 @@ def test_states_of_shards_in_files_are_read_and_written_as_often_as_they_are_use
     read = 2 * size + size + 2 * size  # gather and step, gradients, two moments
     written = size + size + 2 * size
     link_s = 2 * size / HOST_LINK_BYTES_PER_S  # hidden in part: a gather there, a reduction back
-    found = decision.estimate.time.host_s
+    host_s = decision.estimate.time.host_s
     expected = read / READ + written / WRITE
-    assert expected <= found * (1 + 1e-9)
-    assert found <= (expected + link_s) * (1 + 1e-9)
+    assert expected <= host_s * (1 + 1e-9)
+    assert host_s <= (expected + link_s) * (1 + 1e-9)
 
 
-def test_a_processor_has_files_alone() -> None:
+def test_cpus_offload_to_disk_only() -> None:
     """Its main memory is the device's."""
     cluster = cpus(1)
     small = Quantity(value=10 * GIB, source=Source.MEASURED)
@@ -133,14 +131,14 @@ def test_a_processor_has_files_alone() -> None:
     assert "way to the host" not in str(decision)
 
 
-def test_of_a_processors_own_memory_nothing_is_said_to_wait_elsewhere() -> None:
+def test_the_reasons_of_cpus_mention_no_offloaded_states() -> None:
     situation = facts(chain(), cpus(1), batch=2, precision="fp32")
     decision = choose(situation, partial=PartialPlan.build({"offload": "activations"}))
     assert decision.estimate.time.host_s > 0  # copied within its memory
     assert not any("a rank are kept in" in reason for reason in decision.reasons)
 
 
-def test_what_is_free_on_the_disk_decides_too() -> None:
+def test_free_disk_space_limits_offloading() -> None:
     cluster = alone(14, host_gib=4, disk=True).cluster
     full = cluster.model_copy(update={"disk_free_bytes": exact(0.9 * ADAM_BYTES)})
     with pytest.raises(NoPlanError, match=r"\d+ by `fits-disk`"):
@@ -151,7 +149,7 @@ def test_what_is_free_on_the_disk_decides_too() -> None:
     assert "that are free on a node's disk" in asked.because
 
 
-def test_pins_say_it_all() -> None:
+def test_pinned_offload_settings_limit_the_attempts() -> None:
     for partial in (PartialPlan(offload=Offload.NONE), PartialPlan(offload=Offload.ACTIVATIONS)):
         assert list(attempts(alone(14, disk=True), partial)) == []
     to = [
@@ -161,29 +159,29 @@ def test_pins_say_it_all() -> None:
     assert set(to) == {OffloadTo.HOST}
 
 
-def test_a_folder_that_is_named_is_a_disk(tmp_path: Path) -> None:
+def test_a_given_folder_adds_a_disk_to_the_cluster(tmp_path: Path) -> None:
     cluster = gpus(1, 1)
     assert cluster.disk_write_bytes_per_s is None
-    found = with_disk(cluster, tmp_path)
-    assert found.disk_write_bytes_per_s is not None
-    assert found.disk_write_bytes_per_s.source is Source.ASSUMED
-    assert found.disk_free_bytes is not None
-    assert found.disk_free_bytes.value > 0
+    equipped = with_disk(cluster, tmp_path)
+    assert equipped.disk_write_bytes_per_s is not None
+    assert equipped.disk_write_bytes_per_s.source is Source.ASSUMED
+    assert equipped.disk_free_bytes is not None
+    assert equipped.disk_free_bytes.value > 0
     assert with_disk(timed(cluster)).disk_read_bytes_per_s == exact(READ)
     assert with_disk(cluster, tmp_path / "missing").disk_free_bytes is None
 
 
-def test_stages_of_shards_in_files_wait_for_their_own_part() -> None:
-    """Two stages hold half of the parameters each; so does what they read and write."""
+def test_pipeline_stages_read_and_write_their_own_states_only() -> None:
+    """Two stages hold half of the parameters each, and read and write that half only."""
     two = facts(MIDDLE, timed(gpus(1, 2)), batch=8)
     costs = CostModel(two)
     settings = "pp=2 zero=3 microbatch_size=1 microbatches=8 schedule=1f1b precision=bf16"
     stages = f"stages={MIDDLE.units[4].name}"
-    here, there = (
+    on_host, on_disk = (
         costs.estimate(Plan.parse(f"{settings} {stages} offload=states offload_to={to}"))
         for to in OffloadTo
     )
-    assert there.host_bytes == 0
-    assert there.disk_bytes == pytest.approx(here.host_bytes)
-    assert there.step_s > here.step_s
-    assert there.peak_high_bytes == pytest.approx(here.peak_high_bytes)
+    assert on_disk.host_bytes == 0
+    assert on_disk.disk_bytes == pytest.approx(on_host.host_bytes)
+    assert on_disk.step_s > on_host.step_s
+    assert on_disk.peak_high_bytes == pytest.approx(on_host.peak_high_bytes)

@@ -31,18 +31,18 @@ def facts(devices: int) -> Facts:
 
 
 @pytest.mark.parametrize("plan", [{"dp_replicate": 2}, {"dp_replicate": 2, "recompute": "full"}])
-def test_no_less_is_reserved_than_allocated_and_not_half_as_much_again(
+def test_reserved_memory_is_at_most_1_36_times_the_allocated(
     plan: dict[str, object],
 ) -> None:
-    """Whole segments are taken: at least the peak; published runs of steady shapes lie below 1.36
-    times it (the largest ratio of 352 replays of every allocation)."""
+    """The allocator reserves whole segments: at least the peak, and below 1.36 times the peak in
+    published runs of steady shapes (the largest ratio of 352 replays of every allocation)."""
     decision = choose(facts(2), partial=PartialPlan.build({**plan, "microbatch_size": 8}))
     context = decision.estimate.memory.context
     allocated = decision.estimate.peak_bytes - context
     assert allocated <= reserved_bytes(decision) - context <= 1.36 * allocated
 
 
-def test_programs_with_states_of_their_own_keep_the_usual_share() -> None:
+def test_programs_with_states_of_their_own_reserve_the_estimated_share() -> None:
     own = facts(2).model_copy(update={"stack": stack_named("megatron-core-0.12")})
     decision = choose(own, partial=PartialPlan(dp_replicate=2, microbatch_size=8))
     assert reserved_bytes(decision) == decision.estimate.reserved_bytes

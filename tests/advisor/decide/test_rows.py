@@ -1,4 +1,4 @@
-"""Rows of the table: what must be among them."""
+"""Rows of the table of alternatives: the plans that must be among them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_the_best_plan_of_stages_with_split_layers_is_a_row_where_the_tree_names_them(
+def test_the_best_plan_with_stages_and_split_layers_is_a_row_where_the_tree_names_it(
     name: str,
 ) -> None:
     whole: Facts = QUESTIONS[name]
@@ -60,7 +60,7 @@ def test_the_best_plan_of_stages_with_split_layers_is_a_row_where_the_tree_names
     assert min(costs.estimate(plan).step_s for plan in rows) <= best_s * (1 + 1e-9)
 
 
-def test_a_table_is_no_longer_for_it() -> None:
+def test_rows_of_the_tree_do_not_lengthen_the_table() -> None:
     decision = choose(QUESTIONS["fast network"])
     assert len(decision.alternatives) <= Policy().alternatives
     steps = [other.step_s for other in decision.alternatives if other.step_s is not None]

@@ -74,11 +74,11 @@ def check(model: str, folder: Path, pool: Pool) -> None:
     assert {"column", "row"} <= {
         style.partition("/")[0] for _, style in load_plan(saved).tensor_styles
     }
-    for error, worst, held in pool.run(
+    for error, worst, share in pool.run(
         worst_difference, model, saved, world_size=2, timeout_s=120.0
     ):
         assert error < 1e-5, worst
-        assert held < 0.9  # experts stay whole
+        assert share < 0.9  # experts stay whole
 
 
 @pytest.mark.parametrize("name", gpt.SHAPES)
@@ -99,7 +99,7 @@ def test_configs_are_trained_as_planned(architecture: str, tmp_path: Path, pool:
     check(str(path), tmp_path, pool)
 
 
-def test_code_that_refuses_a_share_of_its_heads_is_planned_and_trained_with_gathered_outputs(
+def test_a_model_with_fixed_heads_is_planned_and_trained_with_gathered_outputs(
     tmp_path: Path, pool: Pool
 ) -> None:
     check(FIXED_HEADS, tmp_path, pool)

@@ -1,4 +1,4 @@
-"""Sensitivity: what would change the answer, found by search and held against deciding by hand."""
+"""Sensitivity: the smallest changes that change the decision, checked by deciding again."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def decision() -> Decision:
 
 
 @pytest.fixture(scope="module")
-def found(decision: Decision) -> Sensitivity:
+def sensitivity(decision: Decision) -> Flip:
     return decision.flip()
 
 
-def test_every_lever_is_answered_and_the_smallest_change_comes_first(found: Sensitivity) -> None:
-    assert {item.lever for item in (*found.turns, *found.steady)} == set(Lever)
-    changes = [max(turn.factor, 1 / turn.factor) for turn in found.turns]
+def test_every_lever_is_answered_and_the_smallest_change_comes_first(sensitivity: Flip) -> None:
+    assert {item.lever for item in (*sensitivity.turns, *sensitivity.steady)} == set(Lever)
+    changes = [max(turn.factor, 1 / turn.factor) for turn in sensitivity.turns]
     assert changes == sorted(changes)
-    assert found.smallest == found.turns[0]
+    assert sensitivity.smallest == sensitivity.turns[0]
 
 
-def test_both_sides_of_a_change_are_as_deciding_again_says(
-    decision: Decision, found: Sensitivity
+def test_both_sides_of_a_change_equal_decisions_on_the_changed_facts(
+    decision: Decision, sensitivity: Flip
 ) -> None:
     here = kind(decision.plan)
-    assert found.turns
-    for turn in found.turns:
+    assert sensitivity.turns
+    for turn in sensitivity.turns:
         sides = [varied(decision.facts, turn.lever, x) for x in (turn.stays, turn.turns)]
         near, far = (choose(side).plan for side in sides)
         assert kind(near) == here
@@ -55,8 +55,8 @@ def test_both_sides_of_a_change_are_as_deciding_again_says(
         assert far == turn.plan
 
 
-def test_a_change_is_as_narrow_as_it_is_said_to_be(found: Sensitivity) -> None:
-    for turn in found.turns:
+def test_a_change_is_located_within_the_resolution(sensitivity: Flip) -> None:
+    for turn in sensitivity.turns:
         if turn.lever is Lever.BATCH:
             assert abs(turn.turns - turn.stays) == 8  # one more sample for each of eight
         else:
@@ -65,7 +65,7 @@ def test_a_change_is_as_narrow_as_it_is_said_to_be(found: Sensitivity) -> None:
 
 @dataclass(frozen=True)
 class Threshold:
-    """An answer that changes where `facts` say that it does."""
+    """A decision that changes from DDP to FSDP where the value of `lever` reaches `at`."""
 
     lever: Lever
     at: float
@@ -90,17 +90,17 @@ ESTIMATE = choose(facts(MIDDLE, gpus(1, 8), batch=64)).estimate
 )
 def test_a_known_threshold_is_found(lever: Lever, at: float) -> None:
     whole = facts(SMALL, gpus(2, 8), batch=128)
-    found = flip(whole, Threshold(lever, at), levers=[lever])
-    assert [turn.lever for turn in found.turns] == [lever]
-    turn = found.turns[0]
+    sensitivity = flip(whole, Threshold(lever, at), levers=[lever])
+    assert [turn.lever for turn in sensitivity.turns] == [lever]
+    turn = sensitivity.turns[0]
     low, high = sorted((turn.stays, turn.turns))
     assert low < at <= high
     step = {Lever.BATCH: 16, Lever.SEQUENCE: 128}.get(lever)
     assert high - low == step if step else high / low <= 1 + RESOLUTION
 
 
-def test_an_answer_that_changes_and_changes_back_is_found_nearest_first() -> None:
-    """Between 100 and 160 GB/s and below 20: from 50 upwards 2 times away, downwards 2.5 times."""
+def test_the_nearest_of_several_changes_is_found_first() -> None:
+    """FSDP from 100 to 160 GB/s and below 20: seen from 50, 2 times up or 2.5 times down."""
 
     def island(whole: Facts) -> Candidate:
         rate = value(whole, Lever.LINKS_IN_NODE) / 1e9
@@ -112,7 +112,7 @@ def test_an_answer_that_changes_and_changes_back_is_found_nearest_first() -> Non
     assert (turn.before, turn.after) == ("DDP", "FSDP")
 
 
-def test_nothing_that_fits_is_another_answer() -> None:
+def test_no_plan_that_fits_counts_as_another_answer() -> None:
     def needs_memory(whole: Facts) -> Candidate | None:
         enough = value(whole, Lever.MEMORY) >= 40 * GIB
         return Candidate(DDP, ESTIMATE) if enough else None
@@ -123,10 +123,10 @@ def test_nothing_that_fits_is_another_answer() -> None:
     assert "the answer becomes that nothing fits" in str(turn)
 
 
-def test_what_never_changes_says_between_what_bounds() -> None:
-    found = flip(facts(SMALL, gpus(1, 8), batch=64), lambda whole: Candidate(DDP, ESTIMATE))
-    assert not found.turns
-    said = {item.lever: item.because for item in found.steady}
+def test_levers_that_change_nothing_report_the_scanned_bounds() -> None:
+    sensitivity = flip(facts(SMALL, gpus(1, 8), batch=64), lambda whole: Candidate(DDP, ESTIMATE))
+    assert not sensitivity.turns
+    said = {item.lever: item.because for item in sensitivity.steady}
     widest = 2.0**OCTAVES
     assert said[Lever.MEMORY] == (
         f"the answer stays from {79.6 / widest:.2f} GiB to {79.6 * widest:.1f} GiB"
@@ -136,20 +136,20 @@ def test_what_never_changes_says_between_what_bounds() -> None:
 
 
 def test_the_scan_ends_at_the_smallest_change() -> None:
-    """Memory turns 1.1 times away, links twice: by the same step of the scan only memory does."""
+    """Memory changes the answer 1.1 times away, links 2 times: the scan ends after memory."""
 
     def both(whole: Facts) -> Candidate:
         enough = value(whole, Lever.MEMORY) >= 72 * GIB
         slow = value(whole, Lever.LINKS_IN_NODE) < 720e9
         return Candidate(DDP if enough and slow else FSDP, ESTIMATE)
 
-    found = flip(facts(SMALL, gpus(1, 8), batch=64), both)
-    assert [turn.lever for turn in found.turns] == [Lever.MEMORY]
-    links = next(item for item in found.steady if item.lever is Lever.LINKS_IN_NODE)
-    assert links.because == "the answer stays from 255 GB/s to 509 GB/s; not scanned farther"
+    sensitivity = flip(facts(SMALL, gpus(1, 8), batch=64), both)
+    assert [turn.lever for turn in sensitivity.turns] == [Lever.MEMORY]
+    links = next(item for item in sensitivity.steady if item.lever is Lever.LINKS_IN_NODE)
+    assert links.because == "the answer stays from 255 GB/s to 509 GB/s; not looked at farther"
 
 
-def test_one_lever_can_be_followed_to_where_it_turns(decision: Decision) -> None:
+def test_a_single_lever_is_followed_to_its_change(decision: Decision) -> None:
     (memory,) = decision.flip(Lever.MEMORY).turns
     near, far = (
         choose(varied(decision.facts, Lever.MEMORY, amount)).plan
@@ -158,8 +158,8 @@ def test_one_lever_can_be_followed_to_where_it_turns(decision: Decision) -> None
     assert kind(near) == kind(decision.plan) != kind(far)
 
 
-def test_a_profile_of_a_module_says_that_its_sequences_cannot_be_varied(found: Sensitivity) -> None:
-    said = next(item for item in found.steady if item.lever is Lever.SEQUENCE)
+def test_a_profile_of_a_module_says_that_its_sequences_cannot_be_varied(sensitivity: Flip) -> None:
+    said = next(item for item in sensitivity.steady if item.lever is Lever.SEQUENCE)
     assert str(said) == (
         "sequence length: cannot be varied: the profile of middle was taken of a module at 4096"
         " tokens, and is not known at other lengths"
@@ -181,17 +181,17 @@ def test_measured_rates_vary_with_their_link() -> None:
     assert changed.intra == cluster.intra
 
 
-def test_a_flip_is_kept_in_the_file_only_where_that_is_asked_for(
-    decision: Decision, found: Sensitivity
+def test_sensitivity_is_saved_in_the_file_only_on_request(
+    decision: Decision, sensitivity: Flip
 ) -> None:
     assert decision.flipped is None
-    kept = decision.with_flip()
-    assert Decision.from_json(kept.to_json()).flip() == found
-    assert kept.model_copy(update={"flipped": None}) == decision
+    saved = decision.with_flip()
+    assert Decision.from_json(saved.to_json()).flip() == sensitivity
+    assert saved.model_copy(update={"flipped": None}) == decision
 
 
 @pytest.mark.parametrize("lever", Lever)
-def test_costs_that_are_shared_are_the_costs_of_the_facts(lever: Lever) -> None:
+def test_shared_costs_equal_fresh_costs_of_the_changed_facts(lever: Lever) -> None:
     whole = facts(SMALL, gpus(2, 4), batch=16)
     amount = {Lever.BATCH: 32.0, Lever.SEQUENCE: 2048.0}.get(lever, 0.4 * value(whole, lever))
     changed = varied(whole, lever, amount)

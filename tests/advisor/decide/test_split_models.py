@@ -1,4 +1,4 @@
-"""Decisions for models that are cut: stages, split layers, and both with replicas."""
+"""Decisions with pipeline stages, with split layers, and with both and replicas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_slow_links_and_a_model_that_does_not_fit_lead_to_a_pipeline(pipeline: D
     assert len(pipeline.plan.stages) >= pipeline.plan.pp - 1
 
 
-def test_its_report_speaks_of_stages_that_wait(pipeline: Decision) -> None:
+def test_the_report_of_a_pipeline_explains_its_idle_time(pipeline: Decision) -> None:
     reason = next(r for r in pipeline.reasons if r.startswith("Its stages wait"))
     assert "microbatches in flight" in reason
     view = view_of(pipeline)
@@ -41,7 +41,7 @@ def test_its_report_speaks_of_stages_that_wait(pipeline: Decision) -> None:
     assert parts == pytest.approx(1, abs=0.01)
 
 
-def test_other_kinds_stand_beside_it_with_their_reasons(pipeline: Decision) -> None:
+def test_alternatives_of_other_kinds_have_their_reasons(pipeline: Decision) -> None:
     titles = [alternative.title for alternative in pipeline.alternatives]
     assert any(title.startswith("TP over") for title in titles)
     assert len(set(titles)) == len(titles)
@@ -56,7 +56,7 @@ def test_a_decision_with_stages_and_styles_survives_its_file(pipeline: Decision)
     assert "over NVLink" in sent
 
 
-def test_slow_links_between_nodes_keep_parameters_from_being_gathered_over_them() -> None:
+def test_no_parameters_are_gathered_over_slow_links_between_nodes() -> None:
     whole = facts(SMALL, gpus(2, 2, memory_gib=3.1, inter_bytes_per_s=3e8), batch=8)
     decision = choose(whole)
     assert decision.trace.leaf == "everything"
@@ -69,8 +69,8 @@ def test_slow_links_between_nodes_keep_parameters_from_being_gathered_over_them(
 
 
 def test_a_faster_link_turns_a_pipeline_into_another_plan(pipeline: Decision) -> None:
-    found: Sensitivity = pipeline.flip(Lever.LINKS_IN_NODE)
-    (turn,) = found.turns
+    sensitivity: Flip = pipeline.flip(Lever.LINKS_IN_NODE)
+    (turn,) = sensitivity.turns
     assert turn.factor > 1
     assert turn.before.startswith("PP")
     assert turn.after != turn.before

@@ -30,12 +30,12 @@ LOGITS = 512 * 32000
 
 def setup_of(**cells: object) -> Setup:
     text = {name: str(value) for name, value in cells.items()}
-    found = resolve(row_of({"row_id": "1", "gpu_type": "A100-SXM-80GB", **text}))
-    assert isinstance(found, Setup)
-    return found
+    resolved = resolve(row_of({"row_id": "1", "gpu_type": "A100-SXM-80GB", **text}))
+    assert isinstance(resolved, Setup)
+    return resolved
 
 
-def test_logits_that_stay_split_are_handed_on_as_a_part() -> None:
+def test_split_logits_are_passed_to_the_loss_as_shards() -> None:
     setup = setup_of(
         framework="Megatron-LM", arch="dense_gpt", n_layers=2, hidden=512, n_heads=8, vocab=32000,
         seq_len=512, n_gpus=4, tp=4, microbatch=1, global_batch=1,
@@ -56,15 +56,15 @@ def test_experts_are_split_over_tensor_ranks_where_the_program_does(
 ) -> None:
     """8 experts on ep=4: two whole ones, or halves of them at tp=2."""
     model = transformer_profile(MIXTURE, name="mixture")
-    found = loads_of(
+    loads = loads_of(
         model, numerics=Numerics.BF16, samples=1, tp=2, ep=4, stack=stack_named(stack),
         styles=(("layers.*.attention.qkv", "column"), ("layers.*.attention.output", "row")),
     )  # fmt: skip
-    block = next(run for run in found.runs if run.is_block)
+    block = next(run for run in loads.runs if run.is_block)
     assert block.expert_bytes == pytest.approx(share * 8 * 2 * 512 * 2048 * 4)
 
 
-def test_experts_that_need_the_ranks_of_tp_are_whole() -> None:
+def test_experts_stay_whole_where_ep_spans_the_tp_ranks() -> None:
     setup = setup_of(
         framework="Megatron-LM", source_date="2025-06", arch="moe", n_layers=4, hidden=512,
         n_heads=8, vocab=32000, n_experts=8, moe_topk=2, seq_len=512, n_gpus=8, dp=4, tp=2, ep=8,
@@ -74,7 +74,7 @@ def test_experts_that_need_the_ranks_of_tp_are_whole() -> None:
     assert not setup.software.stack.splits_experts
 
 
-def test_buffers_of_deepspeeds_pipeline_keep_logits_of_two_microbatches() -> None:
+def test_buffers_of_deepspeeds_pipeline_hold_logits_of_two_microbatches() -> None:
     """Its last stage has two buffers, and their outputs are in fp32."""
     shape = MIXTURE.model_copy(update={"kind": "dense_gpt", "experts": 0, "topk": 0})
     plain = stack_named("megatron-deepspeed").model_copy(
@@ -83,7 +83,7 @@ def test_buffers_of_deepspeeds_pipeline_keep_logits_of_two_microbatches() -> Non
     peaks = []
     for stack in (plain, stack_named("megatron-deepspeed")):
         model = under_stack(transformer_profile(shape, name="gpt"), stack)
-        found = Facts(
+        inputs = Facts(
             model=model,
             cluster=cluster_from_name("1x2xV100-SXM2-32GB"),
             workload=Workload(global_batch_size=32, precision="bf16"),
@@ -93,10 +93,10 @@ def test_buffers_of_deepspeeds_pipeline_keep_logits_of_two_microbatches() -> Non
             pp=2, microbatch_size=4, microbatches=8, schedule="1f1b", stages=("layers.2",),
             recompute="full", precision=Precision.BF16,
         )  # fmt: skip
-        last = max(CostModel(found).estimate(plan).stages, key=lambda stage: stage.rank)
+        last = max(CostModel(inputs).estimate(plan).stages, key=lambda stage: stage.rank)
         peaks.append(last.peak_bytes)
     border = 4 * 512 * 512 * 2
-    # Beside the logits an idle buffer and a clone of what was received.
+    # In addition to the logits: an idle buffer and a clone of the received tensor.
     more = peaks[1] - peaks[0] - 2 * 4 * 4 * LOGITS
     assert 0 <= more <= 4 * border
 

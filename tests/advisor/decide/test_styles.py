@@ -1,4 +1,4 @@
-"""Splits by the rules on a profile alone: what the engine proves, and what a decision takes."""
+"""Splits by the rules on a profile alone, compared with those that the engine proves."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_known_models_are_split_as_the_engine_proves(name: str, tp: int) -> None
     model = build()
     for module in model.modules():
         if hasattr(module, "config"):
-            module.config.use_cache = False  # what a block keeps for later is no output of it
+            module.config.use_cache = False  # the cache of keys is not an output of a block
     profile = capture(model, sample, name=name)
     names = [path for path, _ in model.named_modules()]
 
     def cuts(pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
-        found = {path: cutting(styles) for path, styles in styles_of(pairs, names).items()}
-        return {path: str(style) for path, style in found.items() if style is not None}
+        by_path = {path: cutting(styles) for path, styles in styles_of(pairs, names).items()}
+        return {path: str(style) for path, style in by_path.items() if style is not None}
 
     proved = propose_styles(model, sample, size=tp, profile=profile)
     assert cuts(proposed_styles(profile, tp)) == cuts(proved.styles)
@@ -56,7 +56,7 @@ def test_a_pair_is_column_then_row_and_fused_heads_are_three_packs() -> None:
     }
 
 
-def test_heads_that_do_not_divide_are_not_split_and_the_reason_is_said() -> None:
+def test_heads_that_do_not_divide_are_not_split_and_the_reason_is_given() -> None:
     split = proposed_split(gpt(), 8)
     styles = dict(split.styles)
     assert (styles["blocks.*.qkv"], styles["blocks.*.out"]) == ("gather", "gather")
@@ -64,7 +64,7 @@ def test_heads_that_do_not_divide_are_not_split_and_the_reason_is_said() -> None
     assert reasons["blocks.*.qkv"] == "4 heads for 8 ranks"
 
 
-def test_a_tied_weight_is_split_in_all_its_places_alike_or_in_none() -> None:
+def test_a_tied_weight_is_split_everywhere_or_nowhere() -> None:
     model = Decoder(tied=True)
     profile = capture(model, batch_of(2), loss_fn=token_loss)
     styles = dict(proposed_styles(profile, 2))
@@ -95,5 +95,5 @@ def test_layers_are_split_in_pairs(name: str) -> None:
         "layers.*.mlp.up": "column/2" if is_gated else "column",
         "layers.*.mlp.down": "row",
     }
-    ways = [note.why for note in proposed_split(model, 8).notes if "qkv" in note.layer]
-    assert ways == ["4 heads for 8 ranks"]
+    reasons = [note.why for note in proposed_split(model, 8).notes if "qkv" in note.layer]
+    assert reasons == ["4 heads for 8 ranks"]

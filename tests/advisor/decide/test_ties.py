@@ -1,4 +1,4 @@
-"""Ties: decision, rows, reasons and `why_not` go by one limit, that of the fastest plan."""
+"""Ties: decision, rows, reasons and `why_not` use one limit, relative to the fastest plan."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def in_the_trees_leaf(other: Alternative, decision: Decision) -> bool:
 
 
 def agree(decision: Decision) -> None:
-    """Rows, reasons and answers to `why_not` say of every plan what the limit says of it."""
+    """Assert that rows and reasons judge every plan by its distance to the fastest."""
     assert decision.fastest_s is not None
     limit_s = decision.fastest_s * (1 + MARGIN)
     mine = decision.estimate.step_s
@@ -98,11 +98,11 @@ def agree(decision: Decision) -> None:
     assert (" faster" in reason) == ((second.step_s or 0.0) < mine)
 
 
-def test_decision_rows_and_reasons_go_by_one_limit(decision: Decision) -> None:
+def test_decision_rows_and_reasons_use_one_limit(decision: Decision) -> None:
     agree(decision)
 
 
-def test_why_not_says_of_a_row_what_the_row_says(decision: Decision) -> None:
+def test_why_not_agrees_with_the_rows(decision: Decision) -> None:
     for other in decision.alternatives:
         plan = other.plan
         degrees = ("pp", "tp", "dp_replicate", "dp_shard", "data_parallel")
@@ -119,7 +119,7 @@ def test_the_choice_is_the_simplest_of_all_plans_within_the_margin_of_the_fastes
     whole: Facts,
 ) -> None:
     if decide(whole, nearest=False).winner is None:
-        return  # without the changes that would help: `choose` tries them for seconds
+        return  # `choose` would search for remedies for seconds
     decision = choose(whole)
     if decision.plan.offload != "none":
         return
@@ -138,7 +138,7 @@ def test_the_choice_is_the_simplest_of_all_plans_within_the_margin_of_the_fastes
     assert decision.fastest_s == fastest_s
 
 
-def test_a_tie_over_pcie_is_with_the_fastest_plan_and_not_with_one_that_another_beats() -> None:
+def test_a_tie_over_pcie_is_relative_to_the_fastest_plan() -> None:
     """A margin for each pair of plans took ZeRO-2, 20 % slower than the fastest plan."""
     decision = choose(on_a6000())
     assert decision.fastest_s is not None

@@ -59,7 +59,7 @@ def test_every_question_can_be_answered() -> None:
         ("tp=2 dp_shard=4 offload=states", {Family.OFFLOAD}),
     ],
 )
-def test_a_family_is_about_the_axes_that_a_plan_uses(spelt: str, families: set[Family]) -> None:
+def test_the_families_of_a_plan_follow_from_its_axes(spelt: str, families: set[Family]) -> None:
     plan = Plan.parse(spelt)
     assert {family for family in Family if tree.belongs(plan, family)} == families
 
@@ -80,7 +80,7 @@ def test_shards_inside_a_node_send_no_parameter_over_slow_links(plan: str, is_in
     """Two nodes of eight: what is gathered for every microbatch stays on NVLink."""
     family, asked = Family.DP_PP_TP_ZERO1, Plan.parse(plan)
     assert tree.belongs(asked, family, devices_per_node=8) is is_in
-    assert not tree.belongs(asked, family)  # nobody knows where a node ends
+    assert not tree.belongs(asked, family)  # without the size of a node
 
 
 def test_every_legal_plan_is_of_some_family() -> None:
@@ -88,8 +88,8 @@ def test_every_legal_plan_is_of_some_family() -> None:
         assert any(tree.belongs(plan, family) for family in Family), str(plan)
 
 
-def test_a_batch_that_devices_cannot_share_leaves_the_questions_as_they_are() -> None:
-    """They are about the model and the machines: asked of one sample a device."""
+def test_a_batch_that_does_not_divide_gets_the_answers_of_one_that_does() -> None:
+    """The answers depend on the model and the machines: they assume one sample a device."""
     even = choose(facts(MIDDLE, gpus(1, 4), batch=8)).trace
     odd = walk.walk(CostModel(facts(MIDDLE, gpus(1, 4), batch=7)), Policy())
     assert (odd.leaf, odd.steps[-1].answer) == (even.leaf, even.steps[-1].answer)
@@ -97,7 +97,7 @@ def test_a_batch_that_devices_cannot_share_leaves_the_questions_as_they_are() ->
 
 
 @pytest.mark.parametrize("drawn", [tree.text(), tree.mermaid()])
-def test_both_drawings_hold_every_question_and_family(drawn: str) -> None:
+def test_both_drawings_contain_every_question_and_family(drawn: str) -> None:
     for question in tree.QUESTIONS:
         assert question.text in drawn
     for family in Family:
@@ -130,16 +130,16 @@ def test_a_layer_larger_than_the_device_asks_for_tensor_parallelism() -> None:
     wide = transformer(name="wide", layers=1, hidden=4096, ffn=1000, vocab=128_000, tokens=16)
     # The embedding alone: 0.52 B parameters, 16 bytes each with gradients and Adam's moments.
     whole = facts(wide, gpus(1, 8, memory_gib=10), batch=8)
-    found = choose(whole).trace
-    assert found.leaf == "split-layer"
-    assert "`embed` with its states needs 10.3 GiB" in found.steps[-1].because
-    assert found.families == ("TP", "ZeRO (FSDP)", "PP")
-    assert found.not_weighed == ()
+    trace = choose(whole).trace
+    assert trace.leaf == "split-layer"
+    assert "`embed` with its states needs 10.3 GiB" in trace.steps[-1].because
+    assert trace.families == ("TP", "ZeRO (FSDP)", "PP")
+    assert trace.not_weighed == ()
 
 
 def test_each_answer_carries_the_number_that_decided_it() -> None:
-    found = choose(facts(MIDDLE, gpus(2, 4, inter_bytes_per_s=5e8), batch=64)).trace
-    text = str(found)
+    trace = choose(facts(MIDDLE, gpus(2, 4, inter_bytes_per_s=5e8), batch=64)).trace
+    text = str(trace)
     assert re.search(r"ZeRO-3 needs [\d.]+ GB/s between nodes to hide", text)
     assert "InfiniBand gives 0.50 GB/s" in text
     assert "GiB usable" in text
@@ -148,10 +148,10 @@ def test_each_answer_carries_the_number_that_decided_it() -> None:
 
 def test_a_link_is_named_with_its_own_number() -> None:
     """Eight cards of 50 GB/s are more than one device's 360 GB/s inside the node: both are said."""
-    found = choose(facts(MIDDLE, gpus(2, 8), batch=64)).trace
+    trace = choose(facts(MIDDLE, gpus(2, 8), batch=64)).trace
     assert (
-        "InfiniBand gives 400 GB/s (datasheet) and, inside the node, NVLink 360 GB/s (datasheet)"
-        in str(found)
+        "InfiniBand gives 400 GB/s (datasheet) and, on the way inside the node, NVLink 360 GB/s"
+        " (datasheet)" in str(trace)
     )
     assert gpus(2, 8).bottleneck(16).name == "NVLink"
     # One rank of every node leaves the node at once: its eighth of the cards, and no NVLink.
@@ -159,7 +159,7 @@ def test_a_link_is_named_with_its_own_number() -> None:
     assert gpus(2, 8).group_bandwidth(2, stride=8).value == 50e9
 
 
-def test_an_oversubscribed_switch_is_named_with_what_it_leaves() -> None:
+def test_an_oversubscribed_switch_is_named_with_its_remaining_bandwidth() -> None:
     crowded = gpus(2, 8).model_copy(update={"oversubscription": 4.0})
     said = str(choose(facts(MIDDLE, crowded, batch=64)).trace)
     assert (
@@ -168,7 +168,7 @@ def test_an_oversubscribed_switch_is_named_with_what_it_leaves() -> None:
     )
 
 
-def test_what_was_timed_over_all_devices_decides_and_is_called_measured() -> None:
+def test_rates_timed_over_all_devices_decide_and_are_called_measured() -> None:
     """Two gathers and a reduction of equal size at 100 and 50 GB/s: 3 / (2/100 + 1/50) = 75."""
     rates = {Collective.ALL_GATHER: 100e9, Collective.REDUCE_SCATTER: 50e9}
     fits = {kind: LinkFit(latency_s=1e-5, busbw_bytes_per_s=rate) for kind, rate in rates.items()}
@@ -190,8 +190,8 @@ def between_nodes(gb_per_s: float) -> TraceStep:
     return next(step for step in steps if "between nodes" in step.question)
 
 
-def test_the_verdict_turns_where_what_was_timed_is_what_is_needed() -> None:
-    """The needed rate is that of `test_the_needed_bandwidth_is_the_one_derived_by_hand`."""
+def test_the_answer_changes_where_the_timed_rate_equals_the_needed_rate() -> None:
+    """The needed rate is that of `test_the_needed_bandwidth_equals_its_derivation_by_hand`."""
     assert (between_nodes(2).answer, between_nodes(200).answer) == ("slow", "fast")
     said = re.search(r"needs ([\d.]+) GB/s", between_nodes(2).because)
     assert said is not None
@@ -206,25 +206,25 @@ def test_the_trace_says_how_ties_are_settled() -> None:
     assert "DDP before ZeRO-1, ZeRO-2, FSDP and HSDP" in str(choose(facts(MIDDLE)).trace)
 
 
-def test_the_needed_bandwidth_is_the_one_derived_by_hand() -> None:
+def test_the_needed_bandwidth_equals_its_derivation_by_hand() -> None:
     """bytes per parameter sent / (FLOP per parameter and token x tokens / FLOP/s): P cancels."""
     whole = facts(MIDDLE, gpus(1, 8, memory_gib=40), batch=8)
-    found = choose(whole, partial=PartialPlan.build({"zero": 3, "recompute": "none"}))
-    needed = walk.needed_bytes_per_s(found.estimate)
+    decision = choose(whole, partial=PartialPlan.build({"zero": 3, "recompute": "none"}))
+    needed = walk.needed_bytes_per_s(decision.estimate)
     # Two bf16 gathers and one fp32 reduction, 7/8 of them on the bus: 8 bytes x 7/8 a parameter.
     # The root is gathered once; nothing is in it here but the embedding and head are units too.
-    rate = whole.model.flop(1, whole.model.numerics[1]) / found.estimate.time.compute_s
+    rate = whole.model.flop(1, whole.model.numerics[1]) / decision.estimate.time.compute_s
     tokens = 4096
     by_hand = 8 * 7 / 8 * rate / (6 * tokens)
     # Attention and embedding make FLOP per parameter differ from 6 a token.
     assert needed == pytest.approx(by_hand, rel=0.35)
 
 
-def test_processors_are_walked_like_any_node() -> None:
+def test_cpus_are_treated_like_any_node() -> None:
     small = transformer(name="small", layers=2, hidden=64, ffn=128, vocab=100, tokens=16)
-    found = choose(facts(small, cpus(2), batch=4, precision="fp32")).trace
-    assert found.leaf == "replicate"
-    assert found.steps[0].because == "2 x cpu"
+    trace = choose(facts(small, cpus(2), batch=4, precision="fp32")).trace
+    assert trace.leaf == "replicate"
+    assert trace.steps[0].because == "2 x cpu"
 
 
 def test_a_network_is_judged_by_a_microbatch_that_fits() -> None:
@@ -259,10 +259,10 @@ def test_a_network_that_a_fitting_microbatch_can_use_is_judged_by_that() -> None
         step = next(s for s in choose(whole).trace.steps if "between nodes" in s.question)
         size = re.search(r"microbatch (\d+)\)", step.because)
         assert size is not None
-        kept = PartialPlan.parse(f"pp=1 tp=1 zero=3 microbatch_size={size[1]}")
+        pinned = PartialPlan.parse(f"pp=1 tp=1 zero=3 microbatch_size={size[1]}")
         usable = Policy().usable_bytes(whole.cluster.device)
         costs = CostModel(whole)
-        assert any(costs.estimate(plan).fits(usable) for plan in legal_plans(whole, kept))
+        assert any(costs.estimate(plan).fits(usable) for plan in legal_plans(whole, pinned))
         said[whole.cluster.device.memory_bytes.value] = int(size[1])
     large, small = said.values()
     assert large > small

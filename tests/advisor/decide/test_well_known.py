@@ -53,18 +53,18 @@ TABLE = tomllib.loads(Path(__file__).with_name("well_known.toml").read_text())
 
 def cases(test: str, questions: Iterable[Question]) -> list[Any]:
     """Parameters of a test, with what `misses` names as an expected failure."""
-    found = []
+    parameters = []
     for question in questions:
         reason = question.get("misses", {}).get(test)
         marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-        found.append(pytest.param(question, id=question["name"], marks=marks))
-    return found
+        parameters.append(pytest.param(question, id=question["name"], marks=marks))
+    return parameters
 
 
 def published(test: str, *wanted: str) -> Any:
     """Those of the published questions that have these keys."""
-    found = [q for q in TABLE["published"] if all(q.get(key) for key in wanted)]
-    return pytest.mark.parametrize("question", cases(test, found))
+    questions = [q for q in TABLE["published"] if all(q.get(key) for key in wanted)]
+    return pytest.mark.parametrize("question", cases(test, questions))
 
 
 def model_of(question: Question, folder: Path) -> ModelProfile:
@@ -156,9 +156,9 @@ def priced(question: Question, facts: Facts, settings: str) -> Candidate:
         problems = why_illegal(facts, partial)
         assert not problems, problems[0].what
         search = searched(SearchCache(CostModel(facts)), partial, POLICY)
-        found = search.fastest(search.rows) or search.nearest(search.rows)
-        assert found is not None
-        _PRICED[key] = found
+        best = search.fastest(search.rows) or search.nearest(search.rows)
+        assert best is not None
+        _PRICED[key] = best
     return _PRICED[key]
 
 
@@ -170,8 +170,8 @@ def test_the_published_layout_can_be_asked_for(question: Question, facts: Facts)
 
 @published("price", "step_s")
 def test_the_published_layout_is_priced_near_its_step(question: Question, facts: Facts) -> None:
-    found = priced(question, facts, question["plan"])
-    assert found.estimate.step_s == pytest.approx(question["step_s"], rel=TOLERANCE)
+    candidate = priced(question, facts, question["plan"])
+    assert candidate.estimate.step_s == pytest.approx(question["step_s"], rel=TOLERANCE)
 
 
 @published("range", "step_s")
@@ -181,13 +181,13 @@ def test_the_published_step_lies_in_the_range(question: Question, facts: Facts) 
 
 
 @published("fits")
-def test_what_ran_is_said_to_fit(question: Question, facts: Facts) -> None:
-    found = priced(question, facts, question["plan"])
-    assert found.fits, found.finding
+def test_layouts_that_ran_fit(question: Question, facts: Facts) -> None:
+    candidate = priced(question, facts, question["plan"])
+    assert candidate.fits, candidate.finding
 
 
 @published("order", "slower")
-def test_what_was_slower_is_said_to_be_slower(question: Question, facts: Facts) -> None:
+def test_layouts_measured_as_slower_are_priced_as_slower(question: Question, facts: Facts) -> None:
     theirs = priced(question, facts, question["plan"]).estimate.step_s
     for settings in question["slower"]:
         assert priced(question, facts, settings).estimate.step_s > theirs
@@ -282,7 +282,7 @@ def test_layouts_on_t4_are_ordered_as_measured() -> None:
     strict=True,
     reason="up to 11 GiB of 13.8 usable; the authors say that it failed, not that memory was short",
 )
-def test_what_ran_out_of_memory_on_t4_does_not_fit() -> None:
+def test_a_layout_that_ran_out_of_memory_on_t4_does_not_fit() -> None:
     case = t4(**TABLE["t4"]["too_large"])
     assert not case.estimate().fits(POLICY.usable_bytes(case.facts.cluster.device))
 
@@ -334,12 +334,12 @@ def test_7b_does_not_train_on_a_card_of_24_gb_but_its_adapters_do(tmp_path: Path
 def test_70b_in_fp32_on_8_cards_of_40_gb_does_not_fit_and_more_of_them_do(tmp_path: Path) -> None:
     with pytest.raises(NoPlanError) as error:
         choice(LLAMA_70B, "8xA100-SXM-40GB", tmp_path, batch=8, seq=4096, precision="fp32")
-    # 16 bytes a parameter are 1,028 GiB: 32 devices hold 1,200, and nothing beside.
+    # 16 bytes a parameter are 1,028 GiB: 32 devices hold 1,200, too little for activations.
     (hint,) = [hint for hint in error.value.hints if hint.startswith("take 64 devices")]
     assert "TP over 8" in hint or "FSDP" in hint
 
 
-def test_13b_on_a_node_is_sharded_and_neither_cut_nor_split(tmp_path: Path) -> None:
+def test_13b_on_a_node_is_sharded_without_stages_or_split_layers(tmp_path: Path) -> None:
     decision = choice(LLAMA_13B, "8xA100-SXM-80GB", tmp_path, batch=64, seq=4096)
     assert decision.plan.data_parallel.is_sharded
     assert decision.plan.pp == decision.plan.tp == 1
