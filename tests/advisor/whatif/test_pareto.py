@@ -34,7 +34,7 @@ def goods(candidate: Candidate) -> tuple[float, float, float]:
 
 
 def undominated(candidates: list[Candidate]) -> set[tuple[float, float, float]]:
-    """By its definition: nobody is at least as good in all and better in one."""
+    """Apply the definition: no other plan is at least as good in all and better in one."""
     every = [goods(c) for c in candidates]
     return {
         mine
@@ -50,28 +50,28 @@ small = st.integers(1, 5)
 
 
 @given(st.lists(st.builds(made, small.map(float), small.map(float), small), max_size=25))
-def test_the_front_is_what_nobody_dominates(candidates: list[Candidate]) -> None:
-    found = front(candidates)
-    seen = {(p.step_s, p.peak_high_bytes, p.device_seconds) for p in found}
+def test_the_front_is_the_set_of_undominated_candidates(candidates: list[Candidate]) -> None:
+    points = front(candidates)
+    seen = {(p.step_s, p.peak_high_bytes, p.device_seconds) for p in points}
     assert seen == undominated(candidates)
-    assert len(found) == len(seen)  # of equals one is kept
+    assert len(points) == len(seen)  # one of equal plans is kept
 
 
-def test_the_front_of_real_plans_is_what_nobody_dominates() -> None:
+def test_the_front_of_real_plans_is_their_undominated_set() -> None:
     fitting = [c for c in WEIGHED if c.fits]
-    found = front(WEIGHED)
-    assert {(p.step_s, p.peak_high_bytes, p.device_seconds) for p in found} == undominated(fitting)
-    assert found[0].step_s == min(c.estimate.step_s for c in fitting)
+    points = front(WEIGHED)
+    assert {(p.step_s, p.peak_high_bytes, p.device_seconds) for p in points} == undominated(fitting)
+    assert points[0].step_s == min(c.estimate.step_s for c in fitting)
     smallest = min(c.estimate.peak_high_bytes for c in fitting)
-    assert found[-1].peak_high_bytes == smallest
-    assert 1 < len(found) < len(fitting)
+    assert points[-1].peak_high_bytes == smallest
+    assert 1 < len(points) < len(fitting)
 
 
-def test_over_the_same_devices_time_decides_cost() -> None:
+def test_on_the_same_devices_cost_follows_time() -> None:
     assert len(front([made(1.0, 5.0, 8), made(2.0, 5.0, 8)])) == 1
 
 
-def test_fewer_devices_are_worth_more_time_and_memory() -> None:
+def test_fewer_devices_are_on_the_front_with_more_time_and_memory() -> None:
     """Eight devices 1 s, or two devices 3 s: 8 device-seconds against 6."""
     fast, cheap = front([made(1.0, 5.0, 8), made(3.0, 6.0, 2)], price_per_device_hour=HOUR_S)
     assert (fast.device_seconds, cheap.device_seconds) == (8.0, 6.0)
@@ -82,17 +82,17 @@ def test_fewer_devices_are_worth_more_time_and_memory() -> None:
     )
 
 
-def test_plans_of_one_title_are_told_apart_by_how_they_cut_the_batch() -> None:
+def test_plans_of_one_title_are_distinguished_by_their_microbatches() -> None:
     fast, small = made(1.0, 5.0, 8), made(2.0, 4.0, 8)
     recut = Candidate(fast.plan.model_copy(update={"accumulation": 2}), small.estimate)
     assert front([fast, recut])[1].because.startswith("1 B less memory than with mb 1, for ")
 
 
-def test_money_is_unknown_where_no_price_is() -> None:
+def test_money_is_unknown_without_a_price() -> None:
     assert front([made(1.0, 5.0, 8)])[0].money is None
 
 
-def test_plans_that_do_not_fit_are_on_no_front() -> None:
+def test_plans_that_do_not_fit_are_not_on_the_front() -> None:
     lacking = made(1.0, 5.0, 8)
     finding = Finding(rule="fits-device", because="does not fit")
     refused = Candidate(lacking.plan, lacking.estimate, finding)
@@ -106,7 +106,7 @@ def test_of_equal_plans_the_simpler_is_kept() -> None:
 
 
 @pytest.mark.parametrize("point", front(WEIGHED)[1:], ids=lambda p: p.title)
-def test_each_point_says_what_it_gains_and_what_that_costs(point: object) -> None:
+def test_each_point_states_its_gain_and_its_cost(point: object) -> None:
     because = getattr(point, "because", "")
     assert "less memory" in because
     assert " more a step" in because
@@ -116,9 +116,9 @@ def test_a_decision_gives_the_front_of_its_plans() -> None:
     assert choose(WHOLE).pareto() == front(WEIGHED)
 
 
-def test_fewer_devices_come_on_the_front_where_they_cost_less() -> None:
+def test_plans_on_fewer_devices_are_on_the_front_where_they_cost_less() -> None:
     """Eight devices exchange gradients; one does not, so it costs fewest device-seconds."""
-    found = choose(WHOLE).pareto(devices=(1, 2, 4), price_per_device_hour=2.0)
+    points = choose(WHOLE).pareto(devices=(1, 2, 4), price_per_device_hour=2.0)
     every = [
         candidate
         for count in (1, 2, 4, 8)
@@ -127,8 +127,8 @@ def test_fewer_devices_come_on_the_front_where_they_cost_less() -> None:
         )
         if candidate.fits
     ]
-    seen = {(p.step_s, p.peak_high_bytes, p.device_seconds) for p in found}
+    seen = {(p.step_s, p.peak_high_bytes, p.device_seconds) for p in points}
     assert seen == undominated(every)
-    cheapest = min(found, key=lambda p: p.device_seconds)
+    cheapest = min(points, key=lambda p: p.device_seconds)
     assert cheapest.plan.world_size == 1
     assert cheapest.money == pytest.approx(2.0 * cheapest.step_s / 3600)

@@ -1,4 +1,4 @@
-"""Suggestions: each names a change, and planning with that change gives the number it said."""
+"""Suggestions: planning with the suggested change gives the promised number."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def said(whole: Facts, policy: Policy | None = None) -> tuple[str, ...]:
     return with_suggestions(choose(whole, policy=policy or Policy())).suggestions
 
 
-def test_seven_samples_on_eight_devices_should_be_eight_or_run_on_seven() -> None:
+def test_seven_samples_on_eight_devices_suggest_eight_samples_or_fewer_devices() -> None:
     whole = facts(small_llama(), gpus(1, 8), batch=7)
     (batch,) = [line for line in said(whole) if line.startswith("a global batch of 8")]
     eight = choose(on(whole, 8, batch=8))
@@ -57,7 +57,7 @@ def test_seven_samples_on_eight_devices_should_be_eight_or_run_on_seven() -> Non
     assert seven.estimate.step_s <= 1.05 * choose(whole).estimate.step_s
 
 
-def test_a_small_model_over_a_slow_network_needs_one_node() -> None:
+def test_a_small_model_over_a_slow_network_suggests_one_node() -> None:
     whole = facts(SMALL, gpus(2, 4, inter_bytes_per_s=1e8), batch=64)
     (line,) = [line for line in said(whole) if "would be enough" in line]
     count = int(line.split()[0])
@@ -65,12 +65,12 @@ def test_a_small_model_over_a_slow_network_needs_one_node() -> None:
     assert choose(on(whole, count)).estimate.step_s < choose(whole).estimate.step_s
 
 
-def test_a_model_that_computes_for_most_of_its_step_needs_its_devices() -> None:
+def test_a_compute_bound_model_suggests_no_fewer_devices() -> None:
     assert not [line for line in said(facts(MIDDLE, gpus(1, 8), batch=256)) if "enough" in line]
 
 
-def test_eight_bit_states_are_named_where_they_spare_recompute() -> None:
-    """8 bytes of moments a parameter become 2, and the difference holds activations."""
+def test_eight_bit_states_are_suggested_where_they_avoid_recompute() -> None:
+    """8 bytes of moments a parameter become 2, and activations fit into the difference."""
     tried = 0
     for memory_gib in (8, 12, 15, 16, 18):
         whole = facts(LLAMA, gpus(1, 1, memory_gib=memory_gib), batch=8)
@@ -86,10 +86,10 @@ def test_eight_bit_states_are_named_where_they_spare_recompute() -> None:
         promised_s = decision.estimate.step_s * (1 + float(percent) / 100)
         assert best <= promised_s + 0.005 * decision.estimate.step_s  # as it is printed
         assert promised_s < decision.estimate.step_s / 1.05
-    assert tried == 4  # at 18 GiB nothing is computed again
+    assert tried == 4  # at 18 GiB the plan has no recompute
 
 
-def test_a_loss_in_chunks_works_in_a_part_of_its_memory() -> None:
+def test_a_chunked_loss_works_in_a_part_of_its_memory() -> None:
     whole = facts(MIDDLE, gpus(1, 4), batch=8)
     changed = with_chunked_loss(whole)
     assert changed is not None
@@ -101,6 +101,6 @@ def test_a_loss_in_chunks_works_in_a_part_of_its_memory() -> None:
     assert changed.model.units[:-1] == whole.model.units[:-1]
 
 
-def test_who_asks_for_memory_is_told_nothing_of_time() -> None:
+def test_the_memory_objective_gets_no_suggestions_about_time() -> None:
     whole = facts(small_llama(), gpus(1, 8), batch=7)
     assert said(whole, Policy(objective=Objective.MEMORY)) == ()

@@ -71,23 +71,25 @@ def images(cluster: str = "8xV100-PCIe-32GB", batch: int = 64) -> Facts:
     )
 
 
-def seconds(found: Sweep) -> list[float]:
-    return [point.step_s for point in found.points]
+def seconds(swept: Sweep) -> list[float]:
+    return [point.step_s for point in swept.points]
 
 
 class TestTheTutorial:
-    def test_split_sizes_are_a_u_that_is_flat_around_twelve_images(self, tmp_path: Path) -> None:
+    def test_step_time_over_the_split_size_is_u_shaped_with_its_minimum_near_12(
+        self, tmp_path: Path
+    ) -> None:
         table, drawn = tmp_path / "u.csv", tmp_path / "u.png"
         asked = ("--plan", CUT, "--split-size", SIZES, "-o", str(table), "--png", str(drawn))
         result = advise(*TUTORIAL, *asked)
         assert result.exit_code == 0, result.stderr
-        found = {int(row["value"]): float(row["predicted_s"]) for row in rows(table)}
-        assert ",".join(map(str, found)) == SIZES
-        curve = list(found.values())
+        step_s = {int(row["value"]): float(row["predicted_s"]) for row in rows(table)}
+        assert ",".join(map(str, step_s)) == SIZES
+        curve = list(step_s.values())
         lowest = curve.index(min(curve))
         assert all(a > b for a, b in pairwise(curve[: lowest + 1]))
         assert all(a < b for a, b in pairwise(curve[lowest:]))
-        assert found[12] < 1.05 * min(curve)
+        assert step_s[12] < 1.05 * min(curve)
         assert "Equally fast, within 5.0%: 8, 12, 20" in result.stdout
         assert drawn.read_bytes().startswith(PNG)
 
@@ -105,7 +107,9 @@ class TestTheTutorial:
         assert result.exit_code == 0, result.stderr
         assert "Fastest, as predicted: split size 12" in result.stdout
 
-    def test_bars_of_one_device_and_of_two_in_turn_and_pipelined(self, tmp_path: Path) -> None:
+    def test_bars_of_one_device_naive_stages_and_a_pipeline_match_the_tutorial(
+        self, tmp_path: Path
+    ) -> None:
         table, drawn = tmp_path / "bars.csv", tmp_path / "bars.png"
         plans = ("dp_replicate=1", IN_TURN, f"{CUT} microbatch_size=20")
         words = [word for plan in plans for word in ("--plan", plan)]
@@ -119,7 +123,7 @@ class TestTheTutorial:
         said = (round(in_turn / one, 3), round(one / pipelined, 2), round(in_turn / pipelined, 2))
         assert said == (1.071, 1.44, 1.54)
         for row, published in zip(rows(table), (ONE_S, IN_TURN_S, PIPELINED_S), strict=True):
-            # Of slower devices: in seconds of this one, by the time of its own single step.
+            # The tutorial's devices are slower: scale by the step of one device.
             here = published / ONE_S * one
             assert float(row["predicted_low_s"]) <= here <= float(row["predicted_high_s"])
         assert "2: pp=2 schedule=naive stages=layer3.0" in result.stdout
@@ -128,16 +132,16 @@ class TestTheTutorial:
 
 
 class TestTheBundledNetwork:
-    def test_it_is_the_published_one_and_counts_as_the_closed_form(self) -> None:
+    def test_it_has_the_published_parameters_and_the_flop_of_the_closed_form(self) -> None:
         loaded = load_model("resnet50-64px", samples=2, sequence_length=None)
-        looked_at = capture(loaded.module, loaded.sample, loss_fn=loaded.loss_fn)
+        captured = capture(loaded.module, loaded.sample, loss_fn=loaded.loss_fn)
         counted = profile_model("resnet50-64px", samples=1, sequence_length=None)
-        # As torchvision's table of weights has it.
-        assert looked_at.parameters == counted.parameters == 25_557_032
-        assert looked_at.flop(1) == counted.flop(1)
-        assert "layer3.0" in {unit.name for unit in looked_at.units}  # where the tutorial cuts
+        # As in torchvision's table of weights.
+        assert captured.parameters == counted.parameters == 25_557_032
+        assert captured.flop(1) == counted.flop(1)
+        assert "layer3.0" in {unit.name for unit in captured.units}  # where the tutorial cuts
 
-    def test_networks_without_code_are_not_run(self) -> None:
+    def test_networks_without_code_are_not_loaded(self) -> None:
         with pytest.raises(InputError, match="no code of it to run"):
             load_model("vgg16", samples=2, sequence_length=None)
 
@@ -147,41 +151,41 @@ class TestTheBundledNetwork:
 
 
 class TestQuantities:
-    def test_where_links_decide_half_the_bandwidth_adds_twice_as_much(self) -> None:
+    def test_each_halving_of_the_bandwidth_adds_twice_as_much_time(self) -> None:
         """Step = computing + bytes / rate - what is hidden: 1/r - 1/2r is twice 1/2r - 1/4r."""
         rates = ["0.25 GB/s", "0.5 GB/s", "1 GB/s"]
-        found = sweep(
+        swept = sweep(
             images(), Swept.BANDWIDTH, rates, settings=PartialPlan.parse("dp_replicate=8")
         )
-        slow, twice, fourfold = seconds(found)
+        slow, twice, fourfold = seconds(swept)
         assert (slow - twice) / (twice - fourfold) == pytest.approx(2, rel=0.02)
-        assert [point.value for point in found.points] == [0.25e9, 0.5e9, 1e9]
+        assert [point.value for point in swept.points] == [0.25e9, 0.5e9, 1e9]
 
-    def test_more_devices_share_the_same_batch(self) -> None:
-        found = sweep(images(), Swept.DEVICES, ["1", "2", "4", "8"], settings=PartialPlan())
-        assert [point.devices for point in found.points] == [1, 2, 4, 8]
-        assert seconds(found) == sorted(seconds(found), reverse=True)
+    def test_more_devices_take_less_time_for_the_same_batch(self) -> None:
+        swept = sweep(images(), Swept.DEVICES, ["1", "2", "4", "8"], settings=PartialPlan())
+        assert [point.devices for point in swept.points] == [1, 2, 4, 8]
+        assert seconds(swept) == sorted(seconds(swept), reverse=True)
 
     def test_a_larger_batch_takes_longer(self) -> None:
-        found = sweep(images(), Swept.BATCH, ["8", "64"], settings=PartialPlan())
-        assert {p.label: p.plan.global_batch_size for p in found.points} == {"8": 8, "64": 64}
-        assert seconds(found)[0] < seconds(found)[1]
+        swept = sweep(images(), Swept.BATCH, ["8", "64"], settings=PartialPlan())
+        assert {p.label: p.plan.global_batch_size for p in swept.points} == {"8": 8, "64": 64}
+        assert seconds(swept)[0] < seconds(swept)[1]
 
     def test_microbatches_shorten_the_bubble(self) -> None:
         partial = PartialPlan.parse("pp=2 dp_replicate=1 schedule=gpipe")
         facts = images("2xV100-PCIe-32GB")
-        found = sweep(facts, Swept.MICROBATCHES, ["1", "2", "4"], settings=partial)
-        assert [point.plan.microbatches for point in found.points] == [1, 2, 4]
-        assert seconds(found) == sorted(seconds(found), reverse=True)
+        swept = sweep(facts, Swept.MICROBATCHES, ["1", "2", "4"], settings=partial)
+        assert [point.plan.microbatches for point in swept.points] == [1, 2, 4]
+        assert seconds(swept) == sorted(seconds(swept), reverse=True)
 
-    def test_what_does_not_fit_is_shown_and_never_the_best(self) -> None:
+    def test_a_point_that_does_not_fit_is_shown_and_never_the_best(self) -> None:
         partial = PartialPlan.parse("dp_replicate=8 recompute=none")
-        found = sweep(images(batch=65_536), Swept.SPLIT_SIZE, ["8192", "8"], settings=partial)
-        large, small = found.points
+        swept = sweep(images(batch=65_536), Swept.SPLIT_SIZE, ["8192", "8"], settings=partial)
+        large, small = swept.points
         assert not large.fits
         assert small.fits
-        assert found.best is small
-        assert [row.endswith("True") for row in sweep_csv(found).splitlines()[1:]] == [False, True]
+        assert swept.best is small
+        assert [row.endswith("True") for row in sweep_csv(swept).splitlines()[1:]] == [False, True]
 
     def test_a_split_that_does_not_divide_the_batch_is_refused(self) -> None:
         with pytest.raises(PlanError, match="microbatch_size=7"):
@@ -193,14 +197,14 @@ RANGES_S = (0.81, 1.08, 0.45, 0.6, 0.63, 0.84)
 
 
 def measured(point: Point, median_s: float) -> Point:
-    """`point` as it were after a run: from a tenth less to a fifth more."""
+    """Return `point` as measured in a run, with a range from a tenth less to a fifth more."""
     low_s, high_s = 0.9 * median_s, 1.2 * median_s
     timing = Timing(median_s=median_s, low_s=low_s, high_s=high_s, repeats=10)
     return point.model_copy(update={"measured": timing})
 
 
 class TestWhatIsShown:
-    """Of three points the last is the fastest as predicted, the middle one as measured."""
+    """Of three points the last is predicted fastest, the middle one is measured fastest."""
 
     @pytest.fixture
     def predicted(self) -> Sweep:
@@ -213,15 +217,17 @@ class TestWhatIsShown:
         points = zip(predicted.points, MEASURED_S, strict=True)
         return predicted.model_copy(update={"points": tuple(measured(*each) for each in points)})
 
-    def test_what_was_measured_decides_where_all_was(self, predicted: Sweep, timed: Sweep) -> None:
+    def test_measured_steps_decide_where_all_points_are_measured(
+        self, predicted: Sweep, timed: Sweep
+    ) -> None:
         assert predicted.best is predicted.points[2]
         assert timed.best is timed.points[1]
         partly = (*timed.points[:2], predicted.points[2])
         assert predicted.model_copy(update={"points": partly}).best is predicted.points[2]
 
-    def test_a_file_has_both_ranges(self, timed: Sweep) -> None:
-        found = csv.DictReader(sweep_csv(timed).splitlines())
-        for row, point in zip(found, timed.points, strict=True):
+    def test_the_csv_file_has_predicted_and_measured_ranges(self, timed: Sweep) -> None:
+        written = csv.DictReader(sweep_csv(timed).splitlines())
+        for row, point in zip(written, timed.points, strict=True):
             assert point.measured is not None
             wanted = {
                 "predicted_s": point.step_s,
@@ -234,7 +240,7 @@ class TestWhatIsShown:
             }
             assert {name: float(row[name]) for name in wanted} == wanted
 
-    def test_a_curve_goes_through_its_points_with_what_was_measured_as_error_bars(
+    def test_a_curve_shows_its_points_with_measured_ranges_as_error_bars(
         self, timed: Sweep, drawn: list[Axes]
     ) -> None:
         picture(timed)
@@ -250,7 +256,7 @@ class TestWhatIsShown:
         plans = timed.model_copy(update={"swept": Swept.PLAN})
         picture(plans)
         (axes,) = drawn
-        bars = [found for found in axes.containers if isinstance(found, BarContainer)]
+        bars = [container for container in axes.containers if isinstance(container, BarContainer)]
         heights = [[bar.get_height() for bar in group] for group in bars]
         assert heights == [[point.step_s for point in plans.points], list(MEASURED_S)]
         predicted = [end for point in plans.points for end in (point.low_s, point.high_s)]
@@ -261,13 +267,13 @@ class TestWhatIsShown:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
     """The axes of every picture that is written."""
-    found: list[Axes] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: found.extend(figure.axes))
-    return found
+    axes: list[Axes] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: axes.extend(figure.axes))
+    return axes
 
 
 def reaches(errors: ErrorbarContainer) -> list[float]:
-    """From where to where each error bar goes."""
+    """Return the lower and upper ends of all error bars."""
     (lines,) = errors.lines[2]
     return [end for (_, low), (_, high) in lines.get_segments() for end in (low, high)]
 
@@ -288,19 +294,19 @@ class TestTheCommand:
             (("--split-size", "7", "--plan", "pp=2"), "`microbatch_size` may be 1, 2, 3, 4, 5"),
         ],
     )
-    def test_questions_that_are_none(self, words: tuple[str, ...], said: str) -> None:
+    def test_impossible_sweeps_are_refused(self, words: tuple[str, ...], said: str) -> None:
         result = advise(*TUTORIAL, *words)
         assert result.exit_code == 2
         assert said in result.stderr
 
     @pytest.mark.parametrize("option", ["--devices", "--batch", "--microbatches", "--split-size"])
-    def test_what_is_wrong_with_a_value_says_of_which_option(self, option: str) -> None:
+    def test_an_error_in_a_value_names_its_option(self, option: str) -> None:
         result = advise(*TUTORIAL, option, "0")
         assert result.exit_code == 2
         assert f"\n  {option}\n" in result.stderr
         assert "hint: write 1 or more" in result.stderr
 
-    def test_one_device_has_no_links(self) -> None:
+    def test_bandwidth_of_one_device_is_refused(self) -> None:
         asked = ("--cluster", "T4", "--bandwidth", "10 GB/s")
         result = advise("sweep", "resnet50-64px", "--global-batch", "8", *asked)
         assert result.exit_code == 2
@@ -314,7 +320,7 @@ class TestTheCommand:
             (("--split-size", "1", "--optimizer", "muon"), "unknown optimizer `muon`"),
         ],
     )
-    def test_what_cannot_be_measured_is_said_before_anything_runs(
+    def test_sweeps_that_cannot_be_measured_are_refused_before_anything_runs(
         self, words: tuple[str, ...], said: str
     ) -> None:
         asked = ("sweep", "resnet50-64px", "--global-batch", "8", "--measure")
@@ -323,7 +329,7 @@ class TestTheCommand:
         assert said in result.stderr
         assert "leave `--measure` out" in result.stderr
 
-    def test_batches_are_compared_a_sample(self, tmp_path: Path) -> None:
+    def test_batches_are_compared_per_sample(self, tmp_path: Path) -> None:
         table = tmp_path / "batches.csv"
         result = advise(*TUTORIAL, "--batch", "8,256", "-o", str(table))
         assert result.exit_code == 0, result.stderr
@@ -367,10 +373,10 @@ def napping() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
 def on_ranks(
     values: list[str], swept: Swept, plan: str, late: int = 0, timeout_s: float = 60.0
 ) -> Sweep | str:
-    """`late`: the rank that comes later than it is waited for, if there is a time limit."""
+    """Sweep on all ranks; rank `late` arrives after the time limit, if there is one."""
     if timeout_s < LATE_S and torch.distributed.get_rank() == late:
         time.sleep(LATE_S)
-    cluster = cluster_from_name("2xA100-SXM-80GB")  # what it predicts is of no interest here
+    cluster = cluster_from_name("2xA100-SXM-80GB")  # its predictions do not matter here
     try:
         return measured_sweep(
             f"{__name__}:napping",
@@ -389,47 +395,47 @@ def on_ranks(
 
 @pytest.mark.dist
 class TestMeasured:
-    def test_steps_take_as_many_naps_as_the_batch_has_splits(self, pool: Pool) -> None:
-        found = pool.run(on_ranks, ["1", "4"], Swept.SPLIT_SIZE, "dp_replicate=2", world_size=2)[0]
-        for point, naps in zip(found.points, (4, 1), strict=True):
+    def test_measured_steps_take_one_nap_per_microbatch(self, pool: Pool) -> None:
+        swept = pool.run(on_ranks, ["1", "4"], Swept.SPLIT_SIZE, "dp_replicate=2", world_size=2)[0]
+        for point, naps in zip(swept.points, (4, 1), strict=True):
             assert point.measured.repeats == 3
             assert naps * NAP_S <= point.measured.median_s < (naps + 3) * NAP_S
-        assert found.best.label == "4"
-        assert picture(found).startswith(PNG)
+        assert swept.best.label == "4"
+        assert picture(swept).startswith(PNG)
 
-    def test_a_plan_of_one_device_runs_while_the_other_rank_stands_idle(self, pool: Pool) -> None:
+    def test_a_plan_of_one_device_runs_while_the_other_rank_idles(self, pool: Pool) -> None:
         plans = ["dp_replicate=1 microbatch_size=2", "dp_replicate=2 microbatch_size=4"]
-        found, other = pool.run(on_ranks, plans, Swept.PLAN, "", world_size=2)
-        assert found.points[0] == other.points[0]
-        assert [point.devices for point in found.points] == [1, 2]
-        one, two = (point.measured.median_s for point in found.points)
+        swept, other = pool.run(on_ranks, plans, Swept.PLAN, "", world_size=2)
+        assert swept.points[0] == other.points[0]
+        assert [point.devices for point in swept.points] == [1, 2]
+        one, two = (point.measured.median_s for point in swept.points)
         assert one >= 4 * NAP_S
         assert NAP_S <= two < one
-        assert picture(found).startswith(PNG)
+        assert picture(swept).startswith(PNG)
 
-    def test_the_same_batch_on_one_device_and_on_two(self, pool: Pool) -> None:
-        found = pool.run(on_ranks, ["1", "2"], Swept.DEVICES, "microbatch_size=2", world_size=2)[0]
-        assert [point.devices for point in found.points] == [1, 2]
-        for point, naps in zip(found.points, (4, 2), strict=True):
+    def test_the_same_batch_is_measured_on_one_device_and_on_two(self, pool: Pool) -> None:
+        swept = pool.run(on_ranks, ["1", "2"], Swept.DEVICES, "microbatch_size=2", world_size=2)[0]
+        assert [point.devices for point in swept.points] == [1, 2]
+        for point, naps in zip(swept.points, (4, 2), strict=True):
             assert naps * NAP_S <= point.measured.median_s < (naps + 2) * NAP_S
 
-    def test_a_rank_that_does_not_come_is_named_when_the_time_is_up(self, pool: Pool) -> None:
+    def test_a_late_rank_is_named_after_the_timeout(self, pool: Pool) -> None:
         asked = (["1"], Swept.SPLIT_SIZE, "dp_replicate=2", 1, 2.0)
         first, _ = pool.run(on_ranks, *asked, world_size=2)
         assert first == "rank 1 did not answer within 2 s"
 
-    def test_so_is_one_that_the_others_stand_idle_for(self, pool: Pool) -> None:
+    def test_a_late_rank_that_others_idle_for_is_named_after_the_timeout(self, pool: Pool) -> None:
         _, second = pool.run(on_ranks, ["1"], Swept.DEVICES, "", 0, 2.0, world_size=2)
         assert second == "rank 0 did not answer within 2 s"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch would use the GPUs")
-def test_alone_the_plans_of_one_device_and_of_threads_are_timed(
+def test_one_process_times_plans_of_one_device_and_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without GPUs nn.DataParallel calls the module itself, on the whole batch."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    found = measured_sweep(
+    swept = measured_sweep(
         f"{__name__}:napping",
         Swept.PLAN,
         ["dp_replicate=1 microbatch_size=2", "data_parallel=threads dp_replicate=2"],
@@ -438,7 +444,7 @@ def test_alone_the_plans_of_one_device_and_of_threads_are_timed(
         steps=3,
         cluster=cluster_from_name("2xA100-SXM-80GB"),
     )
-    assert [point.devices for point in found.points] == [1, 2]
-    for point, naps in zip(found.points, (4, 1), strict=True):
+    assert [point.devices for point in swept.points] == [1, 2]
+    for point, naps in zip(swept.points, (4, 1), strict=True):
         assert point.measured is not None
         assert naps * NAP_S <= point.measured.median_s < (naps + 2) * NAP_S

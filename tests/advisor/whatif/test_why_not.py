@@ -51,7 +51,7 @@ def decision() -> Decision:
         "pp=2 schedule=interleaved recompute=full",
     ],
 )
-def test_the_best_plan_that_has_the_settings_is_weighed_against_the_choice(
+def test_the_best_plan_with_the_settings_is_compared_with_the_choice(
     decision: Decision, asked: str
 ) -> None:
     answer = decision.why_not(asked)
@@ -74,8 +74,8 @@ def test_the_best_plan_that_has_the_settings_is_weighed_against_the_choice(
     )
 
 
-def test_a_pipeline_is_slower_by_what_its_stages_wait(decision: Decision) -> None:
-    """Stages in turn: of four only one works at a time."""
+def test_a_naive_pipeline_is_slower_because_its_stages_idle(decision: Decision) -> None:
+    """Of four naive stages only one computes at a time."""
     answer = decision.why_not("pp=4 schedule=naive")
     assert answer.verdict is PlanVerdict.SLOWER
     assert "more waiting for other stages" in answer.because
@@ -83,7 +83,7 @@ def test_a_pipeline_is_slower_by_what_its_stages_wait(decision: Decision) -> Non
     assert answer.estimate.time.idle_s > 0.5 * answer.estimate.step_s
 
 
-def test_a_plan_that_does_not_fit_says_what_is_missing() -> None:
+def test_a_plan_that_does_not_fit_states_the_missing_memory() -> None:
     tight = facts(SMALL, gpus(1, 4, memory_gib=4.0), batch=16)
     answer = choose(tight).why_not("zero=0 pp=1 tp=1 recompute=none")
     assert answer.verdict is PlanVerdict.NO_FIT
@@ -105,7 +105,9 @@ def test_a_plan_that_does_not_fit_says_what_is_missing() -> None:
         ("dp_shard=4 zero=1", "ZeRO-1 and ZeRO-2 shard over dp_replicate"),
     ],
 )
-def test_what_cannot_be_says_why_with_numbers(decision: Decision, asked: str, words: str) -> None:
+def test_illegal_settings_are_explained_with_numbers(
+    decision: Decision, asked: str, words: str
+) -> None:
     answer = decision.why_not(asked)
     assert answer.verdict is PlanVerdict.NOT_LEGAL
     assert words in answer.because
@@ -125,8 +127,8 @@ def test_more_stages_than_units_are_not_legal() -> None:
     assert "pp=8 needs 8 units" in answer.because
 
 
-def test_parts_that_do_not_differ_are_not_named(decision: Decision) -> None:
-    """Sums in another order leave a difference that no part has."""
+def test_parts_that_differ_by_rounding_only_are_not_named(decision: Decision) -> None:
+    """Summing in another order makes a difference in the total that no part has."""
     mine = decision.estimate
     theirs = mine.model_copy(update={"step_s": mine.step_s * (1 + 1e-12)})
     assert causes(theirs, mine) == ""
