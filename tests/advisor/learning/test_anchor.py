@@ -1,5 +1,5 @@
-"""Anchors: a machine whose true terms are so many times the estimate, built by hand from its data
-sheet and its model, is predicted exactly after one step of one plan."""
+"""Anchors: a simulated machine whose terms are known multiples of the estimate is predicted exactly
+after one measured step of one plan."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def predicted(*, tokens: int = 32, units: int = 4) -> Facts:
 
 
 def real(known: Facts) -> Facts:
-    """The same work where every term takes its own multiple of what was predicted."""
+    """The same work on a machine where every term takes its own multiple of the prediction."""
     device = cpus(2).device.model_copy(
         update={
             "matmul_fraction": exact(0.8 / COMPUTING),
@@ -95,7 +95,7 @@ def _with_larger_activations(model: ModelProfile) -> ModelProfile:
 
 
 def measured(known: Facts, text: str = MEASURED, *, spread: float = 0.0) -> StepMeasurement:
-    """What a clock would say of the plan on the real machine."""
+    """Return the measurement of a step of the plan on the real machine."""
     plan = Plan.parse(text)
     truth = estimate(plan, real(known))
     less = estimate(plan.model_copy(update={"microbatch_size": 2}), real(known))
@@ -113,11 +113,11 @@ def anchor(known: Facts, text: str = MEASURED, *, spread: float = 0.0) -> Anchor
     return anchor_of(Plan.parse(text), known, measured(known, text, spread=spread), HERE)
 
 
-def missed(found: Estimate, truth: Estimate) -> list[float]:
+def missed(cost: Estimate, truth: Estimate) -> list[float]:
     pairs = (
-        (found.step_s, truth.step_s),
-        (found.time.optimizer_s, truth.time.optimizer_s),
-        (found.peak_bytes, truth.peak_bytes),
+        (cost.step_s, truth.step_s),
+        (cost.time.optimizer_s, truth.time.optimizer_s),
+        (cost.peak_bytes, truth.peak_bytes),
     )
     return [abs(one / other - 1) for one, other in pairs]
 
@@ -136,7 +136,7 @@ def test_every_other_plan_and_size_is_exact_after_one_step(
     assert max(after) < 1e-4
 
 
-def test_the_residual_of_each_term_is_what_the_machine_was_built_with() -> None:
+def test_the_residual_of_each_term_equals_the_multiple_of_the_machine() -> None:
     terms = anchor(predicted()).terms
     ratios = {term: residual.ratio for term, residual in terms.items()}
     assert ratios[Term.COMPUTING] == pytest.approx(COMPUTING)
@@ -145,18 +145,18 @@ def test_the_residual_of_each_term_is_what_the_machine_was_built_with() -> None:
     assert terms[Term.COMPUTING].is_outside
 
 
-def test_a_machine_that_is_timed_anew_does_not_change_what_the_step_said() -> None:
+def test_timing_the_machine_again_does_not_change_anchored_estimates() -> None:
     known = predicted()
     device = known.cluster.device.model_copy(update={"matmul_fraction": exact(0.5)})
     again = known.model_copy(
         update={"cluster": known.cluster.model_copy(update={"device": device})}
     )
-    plan, found = Plan.parse(OTHERS[0]), anchor(known)
-    ours, theirs = (estimate(plan, anchored(each, found)) for each in (known, again))
+    plan, known_anchor = Plan.parse(OTHERS[0]), anchor(known)
+    ours, theirs = (estimate(plan, anchored(each, known_anchor)) for each in (known, again))
     assert theirs.step_s == pytest.approx(ours.step_s)
 
 
-def test_ranges_are_the_scatter_and_half_of_the_doubt() -> None:
+def test_anchored_ranges_combine_the_scatter_and_half_of_the_prior_error() -> None:
     known, plan = predicted(), Plan.parse(OTHERS[0])
     before = estimate(plan, known)
     after = estimate(plan, anchored(known, anchor(known, spread=0.02)))
@@ -169,13 +169,13 @@ def test_ranges_are_the_scatter_and_half_of_the_doubt() -> None:
     assert quiet.step_low_s <= truth.step_s <= quiet.step_high_s
 
 
-def test_one_rank_of_a_large_plan_says_nothing_of_links() -> None:
+def test_an_anchor_of_one_rank_leaves_links_unchanged() -> None:
     known = facts(transformer(), gpus(4, 8), batch=64)
     plan = Plan.parse("dp_shard=32 precision=bf16 microbatch_size=2")
     before = estimate(plan, known)
     busy_s = before.time.compute_s + before.time.recompute_s + before.time.launch_s
     alone_s = 1.4 * busy_s + before.time.optimizer_s
-    found = StepMeasurement(
+    measurement = StepMeasurement(
         step=None,
         alone=took(alone_s),
         update=took(before.time.optimizer_s),
@@ -183,10 +183,10 @@ def test_one_rank_of_a_large_plan_says_nothing_of_links() -> None:
         allocated_bytes=before.memory.total - before.memory.context,
     )
     machine = HERE.model_copy(update={"device": "H100-like"})
-    kept = anchor_of(plan, known, found, machine)
-    assert kept.is_one_rank
-    assert Term.STEP not in kept.terms
-    corrected = anchored(known, kept)
+    anchor = anchor_of(plan, known, measurement, machine)
+    assert anchor.is_one_rank
+    assert Term.STEP not in anchor.terms
+    corrected = anchored(known, anchor)
     after = estimate(plan, corrected)
     assert after.time.compute_s == pytest.approx(1.4 * before.time.compute_s)
     assert after.time.optimizer_s == pytest.approx(before.time.optimizer_s)
@@ -196,7 +196,7 @@ def test_one_rank_of_a_large_plan_says_nothing_of_links() -> None:
 
 
 def with_attention(model: ModelProfile) -> ModelProfile:
-    """Every unit calls FlashAttention."""
+    """Add a call of FlashAttention to every unit."""
     call = AttentionCall(
         heads=32, kv_heads=32, queries=8192, keys=8192, width=128, value_width=128, is_causal=True
     )
@@ -226,18 +226,18 @@ def test_attention_takes_the_multiple_of_matrix_products() -> None:
     assert before.time.compute_s > 1.5 * estimate(plan, plain).time.compute_s
     busy = before.time.compute_s + before.time.recompute_s + before.time.launch_s
     measured_update = took(before.time.optimizer_s)
-    found = StepMeasurement(
+    measurement = StepMeasurement(
         step=None, alone=took(1.4 * busy + before.time.optimizer_s), update=measured_update
     )
-    kept = anchor_of(plan, called, found, HERE.model_copy(update={"device": "H100-like"}))
+    anchor = anchor_of(plan, called, measurement, HERE.model_copy(update={"device": "H100-like"}))
     for known in (plain, called):
         own = estimate(plan, known)
-        after = estimate(plan, anchored(known, kept))
+        after = estimate(plan, anchored(known, anchor))
         assert after.time.compute_s == pytest.approx(1.4 * own.time.compute_s, rel=1e-3)
 
 
 @pytest.mark.parametrize("text", OTHERS)
-def test_products_and_other_operations_take_each_their_own_multiple(text: str) -> None:
+def test_products_and_other_operations_have_separate_multiples(text: str) -> None:
     known, plan = predicted(), Plan.parse(MEASURED)
     device = known.cluster.device.model_copy(
         update={
@@ -249,7 +249,7 @@ def test_products_and_other_operations_take_each_their_own_multiple(text: str) -
     cluster = known.cluster.model_copy(update={"device": device})
     slow = known.model_copy(update={"cluster": cluster})
     before, truth = estimate(plan, known), estimate(plan, slow)
-    found = StepMeasurement(
+    measurement = StepMeasurement(
         step=took(truth.step_s),
         alone=took(busy_s(truth) + truth.time.optimizer_s),
         update=took(truth.time.optimizer_s),
@@ -257,14 +257,14 @@ def test_products_and_other_operations_take_each_their_own_multiple(text: str) -
     )
     assert busy_s(truth) / busy_s(before) > 1.3
     other = Plan.parse(text)
-    after = estimate(other, anchored(known, anchor_of(plan, known, found, HERE)))
+    after = estimate(other, anchored(known, anchor_of(plan, known, measurement, HERE)))
     wanted = estimate(other, slow)
     assert busy_s(after) == pytest.approx(busy_s(wanted), rel=1e-4)
     assert after.step_s == pytest.approx(wanted.step_s, rel=1e-4)
 
 
 def timed_links(known: Facts, *, waiting: float) -> tuple[Facts, StepMeasurement]:
-    """A machine whose collectives differ, and whose ranks wait for so much of their computing."""
+    """Build a machine whose collectives differ, and whose ranks wait a share of their computing."""
     fits = {
         kind: LinkFit(latency_s=1e-3 * (1 + number), busbw_bytes_per_s=1e9 / (1 + number))
         for number, kind in enumerate(Collective)
@@ -275,84 +275,84 @@ def timed_links(known: Facts, *, waiting: float) -> tuple[Facts, StepMeasurement
         update={"cluster": known.cluster.model_copy(update={"intra": intra, "axes": axes})}
     )
     truth = estimate(Plan.parse(MEASURED), slow)
-    found = StepMeasurement(
+    measurement = StepMeasurement(
         step=took(truth.step_s + waiting * busy_s(truth)),
         alone=took(busy_s(truth) + truth.time.optimizer_s),
         update=took(truth.time.optimizer_s),
         links=Links.of(slow.cluster),
     )
-    return slow, found
+    return slow, measurement
 
 
 @pytest.mark.parametrize("text", OTHERS[:3])
-def test_links_that_were_timed_and_waiting_are_told_apart(text: str) -> None:
+def test_timed_links_and_waiting_are_separated(text: str) -> None:
     known, other = predicted(), Plan.parse(text)
-    slow, found = timed_links(known, waiting=0.2)
-    kept = anchor_of(Plan.parse(MEASURED), known, found, HERE)
-    assert kept.corrections.waiting == pytest.approx(0.2)
-    after, wanted = estimate(other, anchored(known, kept)), estimate(other, slow)
+    slow, measurement = timed_links(known, waiting=0.2)
+    anchor = anchor_of(Plan.parse(MEASURED), known, measurement, HERE)
+    assert anchor.corrections.waiting == pytest.approx(0.2)
+    after, wanted = estimate(other, anchored(known, anchor)), estimate(other, slow)
     assert after.time.exposed_s == pytest.approx(wanted.time.exposed_s)
     assert after.time.straggling_s == pytest.approx(0.2 * busy_s(wanted))
     assert after.step_s == pytest.approx(wanted.step_s + 0.2 * busy_s(wanted))
 
 
-def test_links_that_were_timed_slower_than_in_the_step_are_as_fast_as_there() -> None:
+def test_links_timed_slower_than_in_the_step_are_scaled_to_the_step() -> None:
     known, plan = predicted(), Plan.parse(MEASURED)
-    slow, found = timed_links(known, waiting=0.0)
+    slow, measurement = timed_links(known, waiting=0.0)
     truth = estimate(plan, slow)
     shorter_s = truth.step_s - truth.time.exposed_s / 2
-    kept = anchor_of(plan, known, replace(found, step=took(shorter_s)), HERE)
-    after = estimate(plan, anchored(known, kept))
-    assert kept.corrections.waiting == 0
+    anchor = anchor_of(plan, known, replace(measurement, step=took(shorter_s)), HERE)
+    after = estimate(plan, anchored(known, anchor))
+    assert anchor.corrections.waiting == 0
     assert after.time.exposed_s == pytest.approx(truth.time.exposed_s / 2, rel=1e-4)
 
 
-def test_links_of_other_nodes_are_left_as_they_are() -> None:
+def test_links_of_other_clusters_are_left_unchanged() -> None:
     known = predicted()
-    _, found = timed_links(known, waiting=0.0)
-    kept = anchor_of(Plan.parse(MEASURED), known, found, HERE)
+    _, measurement = timed_links(known, waiting=0.0)
+    anchor = anchor_of(Plan.parse(MEASURED), known, measurement, HERE)
     larger = known.model_copy(update={"cluster": cpus(4)})
-    assert anchored(larger, kept).cluster.intra == larger.cluster.intra
+    assert anchored(larger, anchor).cluster.intra == larger.cluster.intra
 
 
-def test_without_the_step_of_a_rank_alone_everything_takes_the_same_multiple() -> None:
+def test_without_the_busy_time_of_a_rank_everything_takes_the_same_multiple() -> None:
     known = predicted()
     plan = Plan.parse(MEASURED)
     before = estimate(plan, known)
     rest_s = before.step_s - before.time.optimizer_s
-    found = StepMeasurement(
+    measurement = StepMeasurement(
         step=took(2 * rest_s + before.time.optimizer_s),
         alone=None,
         update=took(before.time.optimizer_s),
         peak_bytes=before.peak_bytes,
     )
-    after = estimate(plan, anchored(known, anchor_of(plan, known, found, HERE)))
+    after = estimate(plan, anchored(known, anchor_of(plan, known, measurement, HERE)))
     assert after.time.compute_s == pytest.approx(2 * before.time.compute_s)
     assert after.time.exposed_s == pytest.approx(2 * before.time.exposed_s)
     assert after.time.optimizer_s == pytest.approx(before.time.optimizer_s)
-    # Computing is trusted as before, the update twice as far.
+    # The error of computing stays, that of the update is halved.
     times = after.time.compute_s, after.time.optimizer_s
     doubt = (0.15 * times[0] + 0.075 * times[1]) / sum(times)
     assert after.compute_error == pytest.approx(doubt)
 
 
-def test_links_within_the_scatter_of_a_step_stay_as_they_are() -> None:
+def test_links_within_the_scatter_of_a_step_stay_unchanged() -> None:
     known = predicted()
     assert anchored(known, anchor(known, spread=0.2)).cluster.intra == known.cluster.intra
     assert anchored(known, anchor(known)).cluster.intra != known.cluster.intra
 
 
-def test_a_rank_alone_is_taken_to_need_no_longer_than_all_together() -> None:
+def test_the_busy_time_of_a_rank_is_limited_by_the_step() -> None:
     known, plan = predicted(), Plan.parse(MEASURED)
     step = took(10.0)
-    found = StepMeasurement(step=step, alone=took(13.0), update=took(1.0))
-    after = estimate(plan, anchored(known, anchor_of(plan, known, found, HERE)))
+    measurement = StepMeasurement(step=step, alone=took(13.0), update=took(1.0))
+    after = estimate(plan, anchored(known, anchor_of(plan, known, measurement, HERE)))
     assert after.time.compute_s + after.time.launch_s == pytest.approx(9.0)
     assert after.time.optimizer_s == pytest.approx(1.0)
 
 
-def test_the_search_finds_what_weighing_every_plan_finds() -> None:
-    """Its bounds rest on the same corrected terms as estimates."""
+def test_the_search_equals_brute_force_under_an_anchor() -> None:
+    """The bounds of the search use the same corrected terms as estimates."""
     known = predicted()
     slow = anchor(known)
     fast = slow.model_copy(
@@ -370,29 +370,29 @@ def test_the_search_finds_what_weighing_every_plan_finds() -> None:
         assert best is not None
         search.weigh_all()
         for index, candidate in enumerate(search.weighed):
-            found = candidate.estimate
-            assert search.bounds.step_s[index] <= found.step_s * (1 + 1e-9)
-            assert search.bounds.peak_high_bytes[index] <= found.peak_high_bytes * (1 + 1e-9)
+            cost = candidate.estimate
+            assert search.bounds.step_s[index] <= cost.step_s * (1 + 1e-9)
+            assert search.bounds.peak_high_bytes[index] <= cost.peak_high_bytes * (1 + 1e-9)
         fitting = [candidate for candidate in search.weighed if candidate.fits]
         assert best.estimate.step_s == min(each.estimate.step_s for each in fitting)
 
 
 def test_anchors_of_other_models_devices_software_and_dtypes_are_refused() -> None:
-    found = anchor(predicted())
-    assert fits(predicted(tokens=64, units=2), found)
+    known_anchor = anchor(predicted())
+    assert fits(predicted(tokens=64, units=2), known_anchor)
     with pytest.raises(InputError, match="whose units are of other kinds"):
-        anchored(facts(transformer(), cpus(2), precision="fp32"), found)
+        anchored(facts(transformer(), cpus(2), precision="fp32"), known_anchor)
     with pytest.raises(InputError, match="a step on cpu, the plan is for H100-like"):
-        anchored(facts(chain(), gpus(), precision="fp32"), found)
+        anchored(facts(chain(), gpus(), precision="fp32"), known_anchor)
     elsewhere = predicted().model_copy(update={"stack": Stack(name="another")})
     with pytest.raises(InputError, match="a step under torch, the plan is under another"):
-        anchored(elsewhere, found)
-    bf16 = found.model_copy(update={"dtype": "bfloat16"})
+        anchored(elsewhere, known_anchor)
+    bf16 = known_anchor.model_copy(update={"dtype": "bfloat16"})
     with pytest.raises(InputError, match="a step in bfloat16, the plan is in float32"):
         anchored(predicted(), bf16)
 
 
-def test_an_anchor_is_kept_for_the_machine_that_it_was_measured_on(
+def test_an_anchor_is_cached_for_the_machine_that_it_was_measured_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -409,7 +409,7 @@ def test_an_anchor_is_kept_for_the_machine_that_it_was_measured_on(
 
 def test_anchors_and_anchored_clusters_survive_their_files() -> None:
     known = predicted()
-    found = anchor(known, spread=0.1)
-    assert Anchor.from_json(found.to_json()) == found
-    cluster = anchored(known, found).cluster
+    saved = anchor(known, spread=0.1)
+    assert Anchor.from_json(saved.to_json()) == saved
+    cluster = anchored(known, saved).cluster
     assert ClusterProfile.from_json(cluster.to_json()) == cluster

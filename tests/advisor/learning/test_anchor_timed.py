@@ -63,7 +63,7 @@ class Seconds:
 def trained(
     cluster: ClusterProfile,
 ) -> tuple[dict[str, Seconds], float, dict[str, Plan], Facts]:
-    """A step of every plan in turn, on all ranks; of the anchor's its products."""
+    """Train a step of every plan in turn, and time the products of the anchor's plan."""
     known = {
         text: auto_parallelize(
             GPT(SHAPE),
@@ -89,15 +89,15 @@ def _in_turns(known: dict[str, ParallelModel]) -> dict[str, Seconds]:
     for _ in range(WARM_UP_STEPS + STEPS):
         for parallel in known.values():
             parallel.train_step(batch(BATCH // parallel.data_world_size))
-    found = {}
+    medians = {}
     for text, parallel in known.items():
         notes = parallel.steps
         step, alone, update = notes.timing(), notes.busy_timing(), notes.update_timing()
         assert step is not None
         assert alone is not None
         assert update is not None
-        found[text] = Seconds(step.median_s, alone.median_s, update.median_s)
-    return found
+        medians[text] = Seconds(step.median_s, alone.median_s, update.median_s)
+    return medians
 
 
 def timing(seconds: list[float]) -> Timing:
@@ -129,8 +129,8 @@ def steps(pool: Pool) -> Steps:
     rounds, products = [], []
     timed = None
     for _ in range(ROUNDS):
-        found = pool.run(trained, clusters["as timed"], world_size=RANKS, timeout_s=300)[0]
-        seconds, product_s, plans, facts = found
+        results = pool.run(trained, clusters["as timed"], world_size=RANKS, timeout_s=300)[0]
+        seconds, product_s, plans, facts = results
         rounds.append(seconds)
         products.append(product_s)
         if timed is None:  # between the rounds

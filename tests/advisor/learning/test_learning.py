@@ -52,7 +52,7 @@ def products_only(
 
 
 def doubted(error: float) -> ClusterProfile:
-    """cpus(1) with that error of the share that products reach."""
+    """Return cpus(1) with that error of its matmul fraction."""
     device = cpus(1).device
     fraction = device.matmul_fraction.model_copy(update={"relative_error": error})
     changed = device.model_copy(update={"matmul_fraction": fraction})
@@ -60,23 +60,23 @@ def doubted(error: float) -> ClusterProfile:
 
 
 def slowness(cluster: ClusterProfile) -> float:
-    """The logarithm of how much slower products are than on cpus(1)."""
+    """Return the logarithm of the slowdown of products against cpus(1)."""
     return log(0.8 / cluster.device.matmul_fraction.value)
 
 
-def test_one_run_moves_a_constant_by_its_share_of_the_doubt() -> None:
+def test_one_run_moves_a_constant_by_its_share_of_the_variance() -> None:
     # Before: 0.3 of the constant and 0.15 of the roofline; the run: 0.15. Variances add up.
     prior, noise = 0.3**2 + 0.15**2, 0.15**2
-    found = refit(doubted(0.3), [products_only(1.2)], dtype="float32")
-    assert slowness(found) == pytest.approx(log(1.2) * prior / (prior + noise))
-    quantity = found.device.matmul_fraction
+    refitted = refit(doubted(0.3), [products_only(1.2)], dtype="float32")
+    assert slowness(refitted) == pytest.approx(log(1.2) * prior / (prior + noise))
+    quantity = refitted.device.matmul_fraction
     assert quantity.relative_error == pytest.approx(sqrt(prior * noise / (prior + noise)))
     assert quantity.source is Source.MEASURED
     assert quantity.origin == "refitted from 1 run"
 
 
-def test_what_was_predicted_with_other_constants_is_seen_by_todays() -> None:
-    # Half as fast when it was predicted: as predicted is twice as long as today's constant says.
+def test_runs_predicted_with_older_constants_are_rescaled_to_current_ones() -> None:
+    # Predicted with half of today's speed: the step took twice what today's constant predicts.
     then = products_only(
         1.0, parts={Constant.PRODUCTS: ConstantShare(seconds=1.0, unit_s=1 / 20e9)}
     )
@@ -88,7 +88,7 @@ def test_what_was_predicted_with_other_constants_is_seen_by_todays() -> None:
     )
 
 
-def test_equal_runs_of_one_model_are_one() -> None:
+def test_repeated_runs_of_one_model_count_once() -> None:
     once = refit(doubted(0.3), [products_only(1.2)], dtype="float32")
     factors = (7.0, 1.2, 1.1, 1.4, 5.0)
     often = refit(doubted(0.3), [products_only(f) for f in factors], dtype="float32")
@@ -98,7 +98,7 @@ def test_equal_runs_of_one_model_are_one() -> None:
 
 
 def test_runs_under_load_do_not_make_an_idle_machine_look_slow() -> None:
-    """Of each run most steps take twice as long while others compute; a tenth are left alone."""
+    """Most steps of each run take twice as long under load; a tenth run on an idle machine."""
 
     def loaded(number: int, low_s: float) -> TrainingRun:
         step = Timing(median_s=2.0, low_s=low_s, high_s=2.2, repeats=20)
@@ -106,8 +106,8 @@ def test_runs_under_load_do_not_make_an_idle_machine_look_slow() -> None:
 
     alone = [loaded(number, 1.0) for number in range(9)]
     never = [loaded(number, 2.0) for number in range(9)]
-    found = slowness(refit(doubted(0.3), alone, dtype="float32"))
-    assert 0 < found < 0.55 * slowness(refit(doubted(0.3), never, dtype="float32"))
+    quiet = slowness(refit(doubted(0.3), alone, dtype="float32"))
+    assert 0 < quiet < 0.55 * slowness(refit(doubted(0.3), never, dtype="float32"))
     # A quartile: 15 of the 40 percentiles from 1.0 to 2.0.
     assert undisturbed_s(alone[0]) == pytest.approx(1.375)
 
@@ -117,7 +117,7 @@ def test_one_quiet_run_of_a_model_counts_more_than_its_loaded_ones() -> None:
     assert slowness(refit(doubted(0.3), quiet, dtype="float32")) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_an_odd_run_among_many_changes_little_and_alone_not_all() -> None:
+def test_an_outlier_changes_little_among_many_runs_and_not_everything_alone() -> None:
     runs = [products_only(1.0, number=number) for number in range(9)]
     odd = products_only(5.0, number=9)
     spoilt = refit(doubted(0.3), [*runs, odd], dtype="float32")
@@ -129,30 +129,30 @@ def test_an_odd_run_among_many_changes_little_and_alone_not_all() -> None:
     assert slowness(refit(doubted(0.3), agreed, dtype="float32")) > 0.95 * log(5)
 
 
-def test_a_range_is_never_narrower_than_what_runs_scatter() -> None:
+def test_a_range_is_never_narrower_than_the_scatter_of_runs() -> None:
     factors = [exp(0.25 * (-1) ** number) for number in range(30)]
     scattered = [products_only(f, number=n) for n, f in enumerate(factors)]
-    found = refit(doubted(0.3), scattered, dtype="float32")
-    assert found.device.matmul_fraction.relative_error == pytest.approx(0.25 * 1.645, rel=0.02)
+    refitted = refit(doubted(0.3), scattered, dtype="float32")
+    assert refitted.device.matmul_fraction.relative_error == pytest.approx(0.25 * 1.645, rel=0.02)
     restless = [products_only(1.0, number=n, spread=0.2) for n in range(30)]
-    found = refit(doubted(0.3), restless, dtype="float32")
-    assert found.device.matmul_fraction.relative_error == pytest.approx(0.2)
+    refitted = refit(doubted(0.3), restless, dtype="float32")
+    assert refitted.device.matmul_fraction.relative_error == pytest.approx(0.2)
 
 
-def test_constants_that_no_run_rests_on_stay_as_they_are() -> None:
+def test_constants_without_runs_stay_unchanged() -> None:
     before = doubted(0.3)
-    found = refit(before, [products_only(1.2)], dtype="float32")
-    assert found.device.launch_s.source is before.device.launch_s.source
-    assert found.learned is not None
-    assert list(found.learned.runs) == [Constant.PRODUCTS]
+    refitted = refit(before, [products_only(1.2)], dtype="float32")
+    assert refitted.device.launch_s.source is before.device.launch_s.source
+    assert refitted.learned is not None
+    assert list(refitted.learned.runs) == [Constant.PRODUCTS]
 
 
 def test_runs_in_another_dtype_and_no_runs_change_nothing() -> None:
     before = doubted(0.3)
     assert refit(before, [], dtype="float32") is before
     assert refit(before, [products_only(1.2)], dtype="bfloat16") is before
-    found = refit(before, [products_only(1.2)], dtype="float32")
-    assert refit(found, [products_only(1.2)], dtype="float32") is found
+    refitted = refit(before, [products_only(1.2)], dtype="float32")
+    assert refit(refitted, [products_only(1.2)], dtype="float32") is refitted
 
 
 def slower_by_hand(factor: float) -> ClusterProfile:
@@ -187,7 +187,7 @@ def missed(decision: Decision, cluster: ClusterProfile, real: ClusterProfile) ->
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.5])
-def test_a_machine_that_is_slower_in_all_is_found_to_be(factor: float) -> None:
+def test_a_uniform_slowdown_is_learned_from_runs(factor: float) -> None:
     real = slower_by_hand(factor)
     *learnt, (_, unseen) = [trained(shape, cpus(1), real) for shape in SHAPES]
     runs = [run for run, _ in learnt]
@@ -199,7 +199,7 @@ def test_a_machine_that_is_slower_in_all_is_found_to_be(factor: float) -> None:
     assert errors[2] < 0.1 * errors[0]
 
 
-def test_a_network_that_is_slower_is_told_from_devices_that_are_not() -> None:
+def test_a_slower_network_is_distinguished_from_slower_devices() -> None:
     before, real = gpus(2, 8, inter_bytes_per_s=40e9), gpus(2, 8, inter_bytes_per_s=20e9)
     runs = []
     for hidden in (1024, 2048, 3072, 4096):
@@ -211,40 +211,40 @@ def test_a_network_that_is_slower_is_told_from_devices_that_are_not() -> None:
             decision = choose(known, partial=partial)
             actual = facts(transformer(hidden=hidden), real, batch=16)
             runs.append(run_of(decision, HERE, step=took(estimate(decision.plan, actual).step_s)))
-    found = refit(before, runs, dtype="bfloat16")
-    assert found.inter is not None
-    assert found.inter.bandwidth_bytes_per_s.value == pytest.approx(20e9, rel=0.15)
-    assert found.inter.bandwidth_bytes_per_s.source is Source.MEASURED
-    assert found.device.matmul_fraction.value == pytest.approx(0.8, rel=0.03)
-    assert found.device.matmul_fraction.source is Source.DATASHEET
+    refitted = refit(before, runs, dtype="bfloat16")
+    assert refitted.inter is not None
+    assert refitted.inter.bandwidth_bytes_per_s.value == pytest.approx(20e9, rel=0.15)
+    assert refitted.inter.bandwidth_bytes_per_s.source is Source.MEASURED
+    assert refitted.device.matmul_fraction.value == pytest.approx(0.8, rel=0.03)
+    assert refitted.device.matmul_fraction.source is Source.DATASHEET
 
 
 @pytest.mark.parametrize(
-    "plan",
+    "text",
     ["dp_replicate=16", "dp_replicate=16 zero=1", "dp_shard=16", "dp_replicate=2 dp_shard=8"],
 )
-def test_the_parts_of_a_step_add_up_to_it(plan: str) -> None:
+def test_the_parts_of_a_step_add_up_to_it(text: str) -> None:
     known = facts(batch=32)
-    found = Plan.parse(f"{plan} precision=bf16 microbatch_size=1 accumulation=2")
-    parts = parts_of(found, known)
+    plan = Plan.parse(f"{text} precision=bf16 microbatch_size=1 accumulation=2")
+    parts = parts_of(plan, known)
     assert sum(part.seconds for part in parts.values()) == pytest.approx(
-        estimate(found, known).step_s, rel=0.01
+        estimate(plan, known).step_s, rel=0.01
     )
 
 
-def test_a_device_that_does_what_its_data_sheet_made_us_expect_is_predicted_the_same() -> None:
+def test_a_device_that_performs_as_predicted_is_predicted_the_same_again() -> None:
     known = facts(transformer(), gpus(1, 1, memory_gib=800), batch=8)
     decision = choose(known)
     run = run_of(decision, HERE, step=took(decision.estimate.step_s))
-    found = refit(known.cluster, [run], dtype="bfloat16")
-    assert found.device.matmul_fraction.source is Source.MEASURED
-    changed = Facts(model=known.model, cluster=found, workload=known.workload)
+    refitted = refit(known.cluster, [run], dtype="bfloat16")
+    assert refitted.device.matmul_fraction.source is Source.MEASURED
+    changed = Facts(model=known.model, cluster=refitted, workload=known.workload)
     again = estimate(decision.plan, changed)
     assert again.step_s == pytest.approx(decision.estimate.step_s, rel=1e-3)
 
 
 def remembered(missed_bytes: float, *, number: int, offset_bytes: float = 0.0) -> TrainingRun:
-    """A run that took as long as predicted, and held more than predicted."""
+    """A run that took as long as predicted, with a higher peak than predicted."""
     peak = PeakRecord(
         predicted_bytes=1e9 + offset_bytes,
         measured_bytes=1e9 + missed_bytes,
@@ -262,17 +262,17 @@ def with_context(error: float) -> ClusterProfile:
     )
 
 
-def test_what_processes_hold_beside_their_tensors_follows_what_was_seen() -> None:
+def test_the_context_of_a_process_is_learned_from_peaks() -> None:
     # Before: 0.2 of 1 GB; each process: half of that. One run takes 4 / 5 of its miss.
-    found = refit(with_context(0.2), [remembered(50e6, number=0)], dtype="float32")
-    assert found.device.context_bytes.value == pytest.approx(1e9 + 0.8 * 50e6)
+    refitted = refit(with_context(0.2), [remembered(50e6, number=0)], dtype="float32")
+    assert refitted.device.context_bytes.value == pytest.approx(1e9 + 0.8 * 50e6)
     runs = [remembered(50e6, number=number) for number in range(20)]
-    found = refit(with_context(0.2), runs, dtype="float32")
-    assert found.device.context_bytes.value == pytest.approx(1e9 + 50e6, rel=0.002)
-    assert found.device.context_bytes.relative_error == pytest.approx(0.1 / 1.05, rel=0.01)
+    refitted = refit(with_context(0.2), runs, dtype="float32")
+    assert refitted.device.context_bytes.value == pytest.approx(1e9 + 50e6, rel=0.002)
+    assert refitted.device.context_bytes.relative_error == pytest.approx(0.1 / 1.05, rel=0.01)
 
 
-def test_what_was_learnt_before_is_not_added_twice() -> None:
+def test_a_learned_context_is_not_added_twice() -> None:
     plain = refit(with_context(0.2), [remembered(50e6, number=0)], dtype="float32")
     assert plain.learned is not None
     learnt = remembered(50e6, number=0, offset_bytes=plain.learned.context_offset_bytes)
@@ -282,8 +282,8 @@ def test_what_was_learnt_before_is_not_added_twice() -> None:
 
 def test_the_report_names_the_runs() -> None:
     runs = [products_only(1.2, number=number) for number in range(3)]
-    found = refit(doubted(0.3), [*runs, remembered(5e6, number=4)], dtype="float32")
-    decision = choose(facts(chain(), found, batch=2, precision="fp32"))
+    refitted = refit(doubted(0.3), [*runs, remembered(5e6, number=4)], dtype="float32")
+    decision = choose(facts(chain(), refitted, batch=2, precision="fp32"))
     lines = {basis.what.split(":")[0]: basis.source for basis in view_of(decision).basis}
     assert lines["matrix products"].startswith("measured +-")
     assert lines["matrix products"].endswith("(4 runs)")
@@ -292,7 +292,7 @@ def test_the_report_names_the_runs() -> None:
 
 
 def test_a_refitted_profile_survives_its_file() -> None:
-    found = refit(doubted(0.3), [products_only(1.2), remembered(5e6, number=1)], dtype="float32")
-    assert ClusterProfile.from_json(found.to_json()) == found
+    refitted = refit(doubted(0.3), [products_only(1.2), remembered(5e6, number=1)], dtype="float32")
+    assert ClusterProfile.from_json(refitted.to_json()) == refitted
     run = remembered(5e6, number=1)
     assert TrainingRun.from_json(run.to_json()) == run

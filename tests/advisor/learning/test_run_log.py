@@ -1,4 +1,4 @@
-"""Trainings that are kept on this machine, and what the next one is predicted by them."""
+"""Runs of training that are saved on this machine, and correct the next prediction."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def train(steps: int, **options: object) -> Sequence[TrainingRun]:
 
 
 @pytest.mark.usefixtures("_own_cache")
-def test_a_training_is_kept_when_it_is_over_and_the_next_one_is_predicted_by_it() -> None:
+def test_a_run_is_saved_after_training_and_corrects_the_next_prediction() -> None:
     (run,) = train(25)
     assert run.step.repeats == 22
     assert run.plan.startswith("microbatch_size=4")
@@ -86,7 +86,7 @@ for _ in range(25):
 """
 
 
-def test_a_training_is_kept_when_its_process_ends(tmp_path: Path) -> None:
+def test_a_run_is_saved_when_its_process_ends(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[3])
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": root}
     command = [sys.executable, "-W", "error", "-c", PROGRAM]
@@ -98,12 +98,14 @@ def test_a_training_is_kept_when_its_process_ends(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_own_cache")
 @pytest.mark.parametrize(("steps", "options"), [(10, {}), (25, {"learns": False})])
-def test_a_trial_is_not_kept_nor_what_shall_not_be(steps: int, options: dict[str, object]) -> None:
+def test_short_runs_and_runs_with_learns_false_are_not_saved(
+    steps: int, options: dict[str, object]
+) -> None:
     assert train(steps, **options) == ()
 
 
 @pytest.mark.usefixtures("_own_cache")
-def test_what_was_kept_by_hand_is_not_kept_again() -> None:
+def test_a_run_saved_by_hand_is_not_saved_again() -> None:
     (run,) = train(25, learns="by hand")
     assert run.peak is not None
     assert run.peak.measured_bytes == 5e8
@@ -130,8 +132,8 @@ def _steps_of(width: int, rows: int, cluster: ClusterProfile) -> tuple[ParallelM
 @pytest.mark.timed
 @pytest.mark.usefixtures("_own_cache")
 @pytest.mark.parametrize(("width", "rows"), [(192, 16), (320, 4)], ids=["more rows", "wider"])
-def test_the_next_estimate_is_closer_to_what_another_model_takes(width: int, rows: int) -> None:
-    """If the first estimate is as near as steps scatter (others use this machine too), there is
+def test_a_run_of_one_model_improves_the_estimate_of_another(width: int, rows: int) -> None:
+    """If the first estimate is within the scatter of the steps, as on a busy machine, there is
     nothing to learn, and nothing is asserted."""
     closer = []
     for _ in range(3):
@@ -151,7 +153,7 @@ def test_the_next_estimate_is_closer_to_what_another_model_takes(width: int, row
     assert statistics.median(closer) > 0, closer
 
 
-def _kept_by_two(folder: str) -> tuple[int, float]:
+def _runs_after_training(folder: str) -> tuple[int, float]:
     case = CASES["gpt"]
     with patch.dict(os.environ, {"XDG_CACHE_HOME": folder}):
         parallel = auto_parallelize(
@@ -164,14 +166,12 @@ def _kept_by_two(folder: str) -> tuple[int, float]:
         for _ in range(10):
             parallel.train_step(case.batch(4))
         run = keep_run(parallel, peak_bytes=1e9)
-        found = runs_on(machine_of(cpus(2)))
-    return len(found) if run else 0, run.parts[Constant.INTRA].seconds if run else 0.0
+        runs = runs_on(machine_of(cpus(2)))
+    return len(runs) if run else 0, run.parts[Constant.INTRA].seconds if run else 0.0
 
 
 @pytest.mark.dist
-def test_of_two_ranks_the_first_keeps_the_run_and_links_have_a_part(
-    pool: Pool, tmp_path: Path
-) -> None:
-    (first, link_s), (second, _) = pool.run(_kept_by_two, str(tmp_path), world_size=2)
+def test_rank_0_saves_the_run_with_a_part_for_links(pool: Pool, tmp_path: Path) -> None:
+    (first, link_s), (second, _) = pool.run(_runs_after_training, str(tmp_path), world_size=2)
     assert (first, second) == (1, 0)
     assert link_s > 0

@@ -1,4 +1,4 @@
-"""Ranks that are slower than others: measured in runs that are kept, and known to the next."""
+"""Stragglers: measured in saved training runs, and known to later decisions."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def kept(pace: Pace | None, *, machine: Machine, fingerprint: str = "another") -> None:
-    """A run of before, without parts: it corrects no constant."""
+def save_run(pace: Pace | None, *, machine: Machine, fingerprint: str = "another") -> None:
+    """Save an earlier run without parts: it corrects no constant."""
     run = TrainingRun.build(
         {
             "machine": machine,
@@ -75,27 +75,27 @@ def sources(decision: Decision) -> dict[str, str]:
     return {each.what: each.source for each in basis(decision)}
 
 
-def test_a_straggler_that_runs_showed_is_known_to_the_next_decision_with_its_source() -> None:
+def test_a_straggler_of_earlier_runs_is_known_to_the_next_decision_with_its_source() -> None:
     cluster = cpus(4)
     machine = machine_of(cluster)
-    for straggling in (0.5, 0.6, 4.0):  # one was beside somebody else's work
-        kept(SLOW.model_copy(update={"straggling": straggling}), machine=machine)
-    kept(None, machine=machine)  # its ranks did not compare
+    for straggling in (0.5, 0.6, 4.0):  # one on a busy machine
+        save_run(SLOW.model_copy(update={"straggling": straggling}), machine=machine)
+    save_run(None, machine=machine)  # its ranks were not compared
     elsewhere = machine.model_copy(update={"torch": "1"})
-    kept(SLOW.model_copy(update={"scatter": 9.0}), machine=elsewhere)
+    save_run(SLOW.model_copy(update={"scatter": 9.0}), machine=elsewhere)
     work = looked(cluster).workload
     assert (work.imbalance, work.straggling, work.slow_rank, work.pace_runs) == (0.0, 0.6, 3, 3)
     decision = choose(looked(cluster))
-    found = sources(decision)
-    assert found["rank 3 computes 60% longer than the others"] == "measured (3 runs)"
+    by_name = sources(decision)
+    assert by_name["rank 3 computes 60% longer than the others"] == "measured (3 runs)"
     assert decision.estimate.time.straggling_s == pytest.approx(
         0.6 * (decision.estimate.time.compute_s + decision.estimate.time.launch_s)
     )
 
 
-def test_what_somebody_says_wins_and_who_does_not_learn_hears_nothing() -> None:
+def test_a_given_imbalance_takes_precedence_and_learns_false_ignores_runs() -> None:
     cluster = cpus(4)
-    kept(SLOW, machine=machine_of(cluster))
+    save_run(SLOW, machine=machine_of(cluster))
     said = looked(cluster, imbalance=0.3)
     assert (said.workload.imbalance, said.workload.straggling) == (0.3, 0.0)
     (what,) = (what for what in sources(choose(said)) if "scatter by 30%" in what)
@@ -105,13 +105,13 @@ def test_what_somebody_says_wins_and_who_does_not_learn_hears_nothing() -> None:
     assert looked(cluster, learns=False).workload.straggling == 0
 
 
-def test_runs_of_this_model_are_asked_first() -> None:
+def test_runs_of_the_same_model_take_precedence() -> None:
     cluster = cpus(4)
     machine = machine_of(cluster)
     mine: ModelProfile = looked(cluster).model
-    kept(SLOW, machine=machine)
+    save_run(SLOW, machine=machine)
     assert looked(cluster).workload.straggling == 0.6
-    kept(
+    save_run(
         Pace(scatter=0.25, straggling=0.01, slowest=0),
         machine=machine,
         fingerprint=fingerprint_of(mine),
@@ -120,8 +120,8 @@ def test_runs_of_this_model_are_asked_first() -> None:
     assert (work.imbalance, work.straggling, work.slow_rank) == (0.25, 0.0, None)
 
 
-def test_a_straggler_brings_backup_workers_and_local_steps_into_the_offers() -> None:
-    """Links are fast: without it nothing is offered. Local steps wait for it all the same."""
+def test_a_straggler_leads_to_offers_of_backup_workers_or_asynchronous_updates() -> None:
+    """On fast links nothing is offered without a straggler. Local steps wait for it as well."""
     known = facts(chain(tokens=4096), cpus(8), batch=168, precision="fp32")
     assert choose(known).offers == ()
     workload = known.workload.model_copy(update={"straggling": 2.0})
@@ -132,18 +132,18 @@ def test_a_straggler_brings_backup_workers_and_local_steps_into_the_offers() -> 
 
 
 @pytest.mark.parametrize("needed", [4, 3])
-def test_who_waits_for_a_straggler_is_what_dice_say(needed: int) -> None:
-    """Three ranks by 1 and one by 1.5, all scattering; the one that is waited for after sorting."""
+def test_waiting_for_a_straggler_matches_a_simulation(needed: int) -> None:
+    """Draw three ranks around 1 and one around 1.5, and take the one that is waited for."""
     drawn = np.random.default_rng(1).normal(1.0, 0.05, (200_000, 4))
     drawn[:, 3] += 0.5
     expected = np.sort(drawn, axis=1)[:, needed - 1].mean() - 1.0
     backups = f" servers=1 backup_workers={4 - needed}" if needed < 4 else ""
     plan = Plan.parse(f"dp_replicate={needed}{backups}")
-    found = waiting_s(plan, computing_s=1.0, imbalance=0.05, straggling=0.5)
-    assert found == pytest.approx(expected, abs=3e-3)
+    waited_s = waiting_s(plan, computing_s=1.0, imbalance=0.05, straggling=0.5)
+    assert waited_s == pytest.approx(expected, abs=3e-3)
 
 
-def test_a_straggler_is_late_in_every_step_and_a_bound_on_staleness_makes_others_wait() -> None:
+def test_synchronous_and_bounded_stale_updates_wait_for_a_straggler() -> None:
     def waits(text: str) -> float:
         return waiting_s(Plan.parse(text), computing_s=2.0, imbalance=0.0, straggling=0.5)
 
@@ -153,14 +153,14 @@ def test_a_straggler_is_late_in_every_step_and_a_bound_on_staleness_makes_others
     assert waits("dp_replicate=3 servers=2 backup_workers=1") == 0.0
 
 
-def test_others_send_to_a_server_while_it_waits_for_the_straggler() -> None:
-    """Three times 10 MB over 10 MB/s: the straggler's ten are all that is left when it comes."""
+def test_workers_send_to_a_server_while_it_waits_for_the_straggler() -> None:
+    """Three times 10 MB over 10 MB/s: only the straggler's 10 MB are left when it arrives."""
     served = Served.of(Plan.parse("dp_replicate=3 servers=1"), cpus(4), payload_bytes=1e7)
-    together, late = (
+    even, late = (
         served.charge(_ledger(cpus(4)), update_s=0.0, computing_s=1.0, waiting_s=waiting)
         for waiting in (0.0, 100.0)
     )
-    assert together - late == pytest.approx(served.in_s - served.worker_s)
+    assert even - late == pytest.approx(served.in_s - served.worker_s)
 
 
 def _ledger(cluster: ClusterProfile):  # type: ignore[no-untyped-def]
@@ -169,23 +169,23 @@ def _ledger(cluster: ClusterProfile):  # type: ignore[no-untyped-def]
     return CostModel(facts(chain(), cluster, batch=12, precision="fp32")).ledger()
 
 
-def test_a_pace_is_told_by_the_ranks_times() -> None:
+def test_pace_is_computed_from_the_times_of_the_ranks() -> None:
     """Three ranks of 100 ms, 90 of them computing, and one that is 45 ms late."""
     usual_rank = RankTime(outside_s=0.01, computing_s=0.09, waiting_s=0.05, spread_s=0.009)
     slow = RankTime(outside_s=0.03, computing_s=0.115, waiting_s=0.0, spread_s=0.009)
-    found = Imbalance(ranks=(usual_rank, slow, usual_rank, usual_rank), steps=20).pace
-    assert found.slowest == 1
-    assert found.straggling == pytest.approx(0.045 / 0.09)
-    assert found.scatter == pytest.approx(0.1)
+    pace = Imbalance(ranks=(usual_rank, slow, usual_rank, usual_rank), steps=20).pace
+    assert pace.slowest == 1
+    assert pace.straggling == pytest.approx(0.045 / 0.09)
+    assert pace.scatter == pytest.approx(0.1)
 
 
-def test_a_spread_is_the_deviation_of_normal_times_and_blind_to_a_pause() -> None:
+def test_the_spread_is_the_deviation_of_normal_times_and_ignores_pauses() -> None:
     drawn = np.random.default_rng(2).normal(1.0, 0.1, 20_000).tolist()
     assert _spread(drawn) == pytest.approx(0.1, rel=0.02)
     assert _spread([*drawn, *[50.0] * 100]) == pytest.approx(statistics.pstdev(drawn), rel=0.05)
 
 
-def test_of_several_runs_the_middle_counts_and_little_is_nothing() -> None:
+def test_the_usual_pace_is_the_median_of_runs_and_small_stragglers_count_as_none() -> None:
     paces = [Pace(scatter=s, straggling=0.05, slowest=n) for n, s in enumerate((0.2, 0.3, 5.0))]
     assert usual(paces) == Pace(scatter=0.3, straggling=0.0, slowest=None, runs=3)
     assert usual([SLOW, SLOW]).slowest == 3
