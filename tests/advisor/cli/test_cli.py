@@ -124,9 +124,9 @@ class TestHelp:
 
     @pytest.mark.parametrize("command", COMMANDS)
     def test_every_command_and_option_has_a_sentence(self, command: str) -> None:
-        found = cli.commands[command]
-        assert found.help
-        assert [p.name for p in found.params if isinstance(p, click.Option) and not p.help] == []
+        entry = cli.commands[command]
+        assert entry.help
+        assert [p.name for p in entry.params if isinstance(p, click.Option) and not p.help] == []
 
     def test_version(self) -> None:
         from importlib.metadata import version
@@ -176,7 +176,7 @@ class TestColour:
     def test_is_not_used_where_the_environment_says_so(self, variables: dict[str, str]) -> None:
         assert self.stderr(terminal=True, **variables).startswith(b"error: unknown command")
 
-    def test_is_not_used_when_told(self) -> None:
+    def test_is_not_used_with_no_color(self) -> None:
         assert self.stderr("--no-color", terminal=True).startswith(b"error: unknown command")
 
 
@@ -214,14 +214,14 @@ class TestPlan:
         run = subprocess.run(words, capture_output=True, text=True, check=True)
         assert run.stdout.splitlines()[-1] == "0 False"
 
-    def test_what_was_not_typed_is_a_default(self) -> None:
+    def test_settings_that_were_not_typed_are_defaults(self) -> None:
         given = json.loads(self.plan("--json").stdout)["facts"]["workload"]["given"]
         assert given == ["global_batch_size"]
         typed = self.plan("--json", "--optimizer", "adamw", "--precision", "bf16").stdout
-        found = json.loads(typed)["facts"]["workload"]["given"]
-        assert found == ["global_batch_size", "optimizer", "precision"]
+        named = json.loads(typed)["facts"]["workload"]["given"]
+        assert named == ["global_batch_size", "optimizer", "precision"]
 
-    def test_an_explanation_in_a_pipe_is_not_broken(self) -> None:
+    def test_an_explanation_in_a_pipe_is_not_wrapped(self) -> None:
         plan = json.loads(self.plan("--json", "-o", "plan.json").stdout)
         shown = advise("explain", "plan.json").stdout.splitlines()
         for step in plan["trace"]["steps"]:
@@ -242,7 +242,7 @@ class TestPlan:
         workload = json.loads(self.plan("--json", *given).stdout)["facts"]["workload"]
         assert (workload["optimizer"]["name"], workload["precision"]) == ("sgd", "bf16")
 
-    def test_time_that_devices_wait_for_data_is_added_to_the_step_and_named(self) -> None:
+    def test_host_overhead_is_added_to_the_step_and_reported(self) -> None:
         without = json.loads(self.plan("--json").stdout)["estimate"]
         waiting = self.plan("--host-overhead", "0.25", "--json").stdout
         estimate = json.loads(waiting)["estimate"]
@@ -252,11 +252,11 @@ class TestPlan:
         assert re.search(r"250 ms a step for data and host +you", report)
 
     @pytest.mark.parametrize("wrong", ["-1", "soon", "nan", "inf"])
-    def test_a_waiting_time_is_seconds(self, wrong: str) -> None:
+    def test_host_overhead_must_be_seconds(self, wrong: str) -> None:
         result = self.plan("--host-overhead", wrong, exit_code=2)
         assert "`--host-overhead` wants seconds, zero or more" in result.stderr
 
-    def test_ranks_that_scatter_are_waited_for_and_what_helps_needs_a_word(self) -> None:
+    def test_imbalance_adds_waiting_and_its_remedies_need_allow_stale(self) -> None:
         small = ("gpt-125m", *EIGHT, "--global-batch", "64", "--imbalance", "0.4")
         report = " ".join(advise(*small).stdout.split())
         assert "ranks' computing times scatter by 40% you" in report
@@ -267,7 +267,7 @@ class TestPlan:
         result = self.plan("--imbalance", "-0.1", exit_code=2)
         assert "`--imbalance` wants a fraction, zero or more" in result.stderr
 
-    def test_the_batch_is_one_sample_per_device_unless_given_and_said(self) -> None:
+    def test_the_batch_defaults_to_one_sample_per_device_with_a_note(self) -> None:
         result = advise("model.json", "--cluster", "4x8xH100-SXM-80GB", "--json")
         assert json.loads(result.stdout)["facts"]["workload"]["global_batch_size"] == 32
         assert result.stderr == "note: no `--global-batch`: 1 per device, 32 in all\n"
@@ -301,7 +301,7 @@ class TestPlan:
             assert f"{step['question']} {step['answer']} {step['because']}" in text
         assert f"-> {trace['advice']}" in text
 
-    def test_explain_weighs_another_plan(self) -> None:
+    def test_explain_compares_another_plan(self) -> None:
         self.plan("-o", "plan.json")
         text = advise("explain", "plan.json", "--why-not", "dp_replicate=32").stdout
         assert text.startswith("dp_replicate=32: ")

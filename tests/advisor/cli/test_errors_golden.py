@@ -102,7 +102,7 @@ def advise(*args: str) -> Result:
 
 
 def refused(name: str, *args: str, exit_code: int = 2) -> None:
-    """The command fails with `exit_code`, says exactly the golden text, and nothing on stdout."""
+    """Assert that the command fails with the golden text on stderr and nothing on stdout."""
     result = advise(*args)
     assert (result.exit_code, result.stdout) == (exit_code, "")
     golden.check(f"error_{name}.txt", result.stderr)
@@ -193,7 +193,7 @@ class TestPlan:
 
 
 class TestSizes:
-    """Nothing, or less than nothing."""
+    """Sizes of zero and below."""
 
     @pytest.mark.parametrize(
         ("name", "written", "instead"),
@@ -225,29 +225,29 @@ class TestSizes:
 
 
 class TestProfile:
-    """A saved profile that says too little."""
+    """Saved profiles with missing parts."""
 
     def saved(self, folder: Path, **changes: object) -> str:
         data = json.loads((folder / "model.json").read_text()) | changes
-        kept = {name: value for name, value in data.items() if value is not ...}
-        (folder / "model.json").write_text(json.dumps(kept))
+        remaining = {name: value for name, value in data.items() if value is not ...}
+        (folder / "model.json").write_text(json.dumps(remaining))
         return "model.json"
 
     def test_without_a_sample(self, folder: Path) -> None:
         refused("profile_without_sample", self.saved(folder, samples=...), *EIGHT, *BATCH)
 
-    def test_of_a_sample_of_nothing(self, folder: Path) -> None:
+    def test_of_an_empty_sample(self, folder: Path) -> None:
         refused("profile_of_empty_sample", self.saved(folder, samples=0), *EIGHT, *BATCH)
 
     def test_without_units(self, folder: Path) -> None:
         refused("profile_without_units", self.saved(folder, units=[]), *EIGHT, *BATCH)
 
-    def test_a_module_that_comes_alone_has_no_sample(self) -> None:
+    def test_a_factory_of_a_module_alone_has_no_sample(self) -> None:
         refused("model_without_sample", "train:alone", *EIGHT, *BATCH)
 
 
 class TestNothingFits:
-    """The question was valid: exit code 1, what was tried, the nearest miss, three ways out."""
+    """The question was valid: exit code 1, the plans tried, the nearest miss, three remedies."""
 
     def test_a_cluster_smaller_than_the_model_needs(self, folder: Path) -> None:
         """70 B parameters: 1,052 GiB of states, eight devices and 512 GiB of main memory."""
@@ -269,11 +269,11 @@ class TestContradictions:
     def test_a_pipeline_of_two_stages_of_a_model_of_one_block(self) -> None:
         refused("pipeline_of_one_block", "train:one_block", *EIGHT, *BATCH, "--plan", "pp=2")
 
-    def test_cuts_that_do_not_multiply_to_the_batch(self) -> None:
+    def test_microbatches_that_do_not_multiply_to_the_batch(self) -> None:
         plan = "microbatch_size=3 accumulation=5"
         refused("cuts_do_not_multiply", "model.json", *EIGHT, *BATCH, "--plan", plan)
 
-    def test_degrees_that_say_two_things(self) -> None:
+    def test_degrees_that_contradict_each_other(self) -> None:
         refused("degrees_contradict", "model.json", *EIGHT, *BATCH, "--plan", "dp_shard=8 zero=1")
 
 
@@ -311,7 +311,7 @@ class TestOutput:
         (folder / "out").mkdir()
         refused("output_is_a_folder", "model.json", *EIGHT, *BATCH, "-o", "out")
 
-    def test_is_in_no_folder(self) -> None:
+    def test_is_in_a_missing_folder(self) -> None:
         refused("output_in_no_folder", "model.json", *EIGHT, *BATCH, "-o", "runs/plan.json")
 
     @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ class TestOurMistake:
 
         monkeypatch.setattr("advisor.inputs.models.profile_model", wrong)
 
-    def test_says_so_and_how_to_report_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_reported_with_instructions(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.boom(monkeypatch)
         refused("our_mistake", "train:build_model", *EIGHT, exit_code=101)
 

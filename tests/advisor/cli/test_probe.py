@@ -1,4 +1,4 @@
-"""`advise probe`: machines as a file, looked at or read from logs."""
+"""`advise probe`: machines as a cluster file, probed or read from logs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def advise(*args: str) -> Result:
     return CliRunner().invoke(cli, list(args))
 
 
-def test_what_is_printed_is_read_back_as_a_cluster(tmp_path: Path) -> None:
+def test_the_printed_file_is_read_back_as_a_cluster(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     result = advise("probe", "-o", str(path))
     assert (result.exit_code, result.stdout) == (0, "")
@@ -46,7 +46,7 @@ def test_a_log_cut_in_half_leaves_no_file(tmp_path: Path) -> None:
     assert not made.exists()
 
 
-def test_timing_and_reading_exclude_each_other() -> None:
+def test_bench_and_nccl_tests_exclude_each_other() -> None:
     result = advise("probe", "--bench", "--nccl-tests", "all_reduce_perf.log")
     assert result.exit_code == 2
     assert "take one" in result.stderr

@@ -1,4 +1,4 @@
-"""`advise profile`: a model unit by unit, from its file or looked at, and its blocks timed."""
+"""`advise profile`: a model unit by unit, saved or captured, and the times of its blocks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def advise(*args: str) -> Result:
 
 
 class TestProfile:
-    """A saved profile is shown, so that nothing has to be looked at.
+    """`advise profile` shows a saved profile without a capture.
 
     Three linear units of 10^6 parameters, 512 tokens of width 1000: each 2 x 512 x 10^6 FLOP
-    forward and twice that backward, 512 x 1000 x 4 bytes kept.
+    forward and twice that backward, 512 x 1000 x 4 bytes saved.
     """
 
     PROFILE = chain(units=3, parameters=1_000_000, tokens=512, width=1000)
@@ -40,7 +40,7 @@ class TestProfile:
         assert lines[-4].split() == ["layers.0", "...", "layers.2", "3", "x", "Linear", *numbers]
         assert lines[-3].split() == ["all", *numbers]
 
-    def test_explains_what_is_no_module_of_the_model(self, saved: str, tmp_path: Path) -> None:
+    def test_explains_units_that_are_no_modules(self, saved: str, tmp_path: Path) -> None:
         assert "(glue)" not in advise("profile", saved).stdout
         first, *rest = self.PROFILE.units
         glue = first.model_copy(update={"name": "(glue)", "is_block": False})
@@ -90,13 +90,13 @@ class TestTimedProfile:
         result = advise("profile", "gpt-10m", "--seq", "16", "--time", "-o", "model.json")
         assert result.exit_code == 0, result.stderr
         assert "timing the blocks of gpt-10m on" in result.stderr
-        found = ModelProfile.load("model.json")
-        assert [times.numerics for times in found.times] == list(found.numerics)
-        blocks = {times.units["blocks.0"] for times in found.times}
-        assert len(blocks) == len(found.times)
-        assert f"measured on {found.times[0].device} (" in result.stdout
+        profile = ModelProfile.load("model.json")
+        assert [times.numerics for times in profile.times] == list(profile.numerics)
+        blocks = {times.units["blocks.0"] for times in profile.times}
+        assert len(blocks) == len(profile.times)
+        assert f"measured on {profile.times[0].device} (" in result.stdout
         rows = [line for line in result.stdout.splitlines() if " +-" in line]
-        assert sum("blocks.0 ... blocks.5" in row for row in rows) == len(found.times)
+        assert sum("blocks.0 ... blocks.5" in row for row in rows) == len(profile.times)
         assert max(map(len, result.stdout.splitlines())) <= 80
         (times, *_) = (Path("cache") / "parallel-advisor").iterdir()
         assert times.name.startswith("times-")
@@ -111,14 +111,14 @@ class TestTimedProfile:
     def test_an_optimizer_of_shapes_works_on_a_saved_profile(self) -> None:
         advise("profile", "gpt-125m", "--seq", "64", "-o", "model.json")
         words = ("model.json", "--cluster", "H100-SXM-80GB", "--global-batch", "1", "--json")
-        held = {}
+        nbytes = {}
         for name in ("adamw", "adafactor", "muon", "adamw-8bit"):
-            found = json.loads(advise(*words, "--optimizer", name).stdout)["estimate"]["memory"]
-            held[name] = found["optimizer"]
-        # Rows and columns beside two moments; one moment in blocks; a byte for each, with scales.
-        assert held["adafactor"] < 0.01 * held["adamw"]
-        assert 0.5 * held["adamw"] < held["muon"] < held["adamw"]
-        assert held["adamw-8bit"] == pytest.approx(held["adamw"] * (2 + 8 / 256) / 8, rel=0.01)
+            memory = json.loads(advise(*words, "--optimizer", name).stdout)["estimate"]["memory"]
+            nbytes[name] = memory["optimizer"]
+        # Rows and columns for two moments; one moment in blocks; a byte for each, with scales.
+        assert nbytes["adafactor"] < 0.01 * nbytes["adamw"]
+        assert 0.5 * nbytes["adamw"] < nbytes["muon"] < nbytes["adamw"]
+        assert nbytes["adamw-8bit"] == pytest.approx(nbytes["adamw"] * (2 + 8 / 256) / 8, rel=0.01)
 
     def test_an_optimizer_of_shapes_asks_an_old_profile_for_them(self) -> None:
         chain().save("model.json")
