@@ -51,9 +51,7 @@ def test_every_row_gets_figures_in_the_agreed_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("column", ["hidden", "n_gpus", "tp", "seq_len", "microbatch"])
 @pytest.mark.parametrize("cell", ["0", "-8", "many", "1.5", "nan", "inf", "1e300"])
-def test_a_cell_that_cannot_be_used_costs_its_row_only(
-    tmp_path: Path, column: str, cell: str
-) -> None:
+def test_an_unusable_cell_fails_its_row_only(tmp_path: Path, column: str, cell: str) -> None:
     broken = {**CELLS, "row_id": "broken", column: cell}
     bad, good = predicted(tmp_path, broken, CELLS)
     assert f"`{column}` is `{cell}`; `{column}` " in bad["note"]
@@ -66,7 +64,7 @@ def test_an_impossible_layout_is_explained(tmp_path: Path) -> None:
     assert "dp=3 * tp=8 * pp=8 * cp=1 is 192, not the 512 devices" in answer["note"]
 
 
-def test_what_was_measured_is_never_read(tmp_path: Path) -> None:
+def test_measured_columns_are_never_read(tmp_path: Path) -> None:
     with_figures = {**CELLS, **dict.fromkeys(MEASURED_COLUMNS, "1"), "oom": "y"}
     plain, marked = predicted(tmp_path, CELLS, with_figures)
     assert plain == marked
@@ -79,21 +77,21 @@ def test_a_blank_table_has_a_blank_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "a,b\n1,2\n", "\xff\xfe"])
-def test_a_table_that_cannot_be_used_ends_with_2_and_leaves_what_was_there(
+def test_an_unusable_table_exits_with_2_and_leaves_the_old_output(
     tmp_path: Path, content: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, target = tmp_path / "rows.csv", tmp_path / "out.csv"
     if content is not None:
         source.write_bytes(content.encode("latin-1"))
-    target.write_text("kept")
+    target.write_text("old")
     assert main([str(source), str(target)]) == 2
-    told = capsys.readouterr().err
-    assert str(source) in told
-    assert "Traceback" not in told
-    assert target.read_text() == "kept"
+    message = capsys.readouterr().err
+    assert str(source) in message
+    assert "Traceback" not in message
+    assert target.read_text() == "old"
 
 
-def test_an_answer_that_cannot_be_written_ends_with_2(
+def test_an_output_that_cannot_be_written_exits_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rows.csv").write_text("row_id\nx\n")

@@ -1,4 +1,4 @@
-"""Memory of rows: closed forms of the literature, and what must grow with what."""
+"""Memory of rows: closed forms of the literature, and monotonicity."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def case(**cells: object) -> Case:
 
 
 def block(**cells: object) -> UnitLoad:
-    """The first transformer layer on one rank."""
-    found = case(**cells)
-    loads = CostModel(found.facts).loads(found.plan)
+    """Return the load of the first transformer layer on one rank."""
+    layout = case(**cells)
+    loads = CostModel(layout.facts).loads(layout.plan)
     return next(unit for unit in loads.runs if unit.is_block)
 
 
-def test_a_layer_keeps_what_korthikanti_counts_without_parallelism() -> None:
+def test_a_layer_saves_the_bytes_of_korthikanti_without_parallelism() -> None:
     assert block(tp=1, dp=8).activation_bytes == pytest.approx(SBH * (34 + SCORES))
 
 
@@ -56,8 +56,8 @@ def test_tensor_parallelism_leaves_norms_and_dropout_whole() -> None:
 
 
 def test_sequence_parallelism_divides_the_rest_too() -> None:
-    kept = block(sequence_parallel="y").activation_bytes
-    assert kept == pytest.approx(SBH / 8 * (34 + SCORES))
+    activations = block(sequence_parallel="y").activation_bytes
+    assert activations == pytest.approx(SBH / 8 * (34 + SCORES))
 
 
 def test_selective_recompute_drops_the_scores_and_full_recompute_all_but_the_input() -> None:
@@ -66,9 +66,9 @@ def test_selective_recompute_drops_the_scores_and_full_recompute_all_but_the_inp
     assert block().input_bytes == 2 * SBH
 
 
-def test_attention_without_kept_scores_keeps_one_sum_a_head_and_token() -> None:
-    kept = block(tp=1, dp=8, attention="flash").activation_bytes
-    assert kept == pytest.approx(SBH * 34 + 4 * 2048 * 4 * 64)
+def test_flash_attention_saves_one_sum_per_head_and_token() -> None:
+    activations = block(tp=1, dp=8, attention="flash").activation_bytes
+    assert activations == pytest.approx(SBH * 34 + 4 * 2048 * 4 * 64)
 
 
 @pytest.mark.skipif(not ANALYTIC.is_file(), reason=f"no {ANALYTIC}")
@@ -88,15 +88,15 @@ def test_states_and_activations_of_the_first_stage_equal_korthikantis_figures(mo
         each = block(**cells)
         layers = int(row["n_layers"]) / pp
         if row["quantity"].startswith("activations"):
-            # Interleaving with m chunks keeps L (1 + (p - 1) / (p m)) layers (section 4.2.3).
+            # Interleaving with m chunks saves L (1 + (p - 1) / (p m)) layers (section 4.2.3).
             chunks = float(row["virtual_stages"] or 1)
             count = (
                 int(row["n_layers"]) * (1 + (pp - 1) / (pp * chunks))
                 if chunks > 1
                 else (int(row["n_layers"]))
             )
-            found = count * each.activation_bytes / GIB
-            assert found == pytest.approx(float(row["value"]), rel=0.03)
+            activations_gib = count * each.activation_bytes / GIB
+            assert activations_gib == pytest.approx(float(row["value"]), rel=0.03)
         else:
             # The paper's figure leaves the embedding out or in by a few per cent.
             states = layers * each.parameter_bytes / 4 * 18 / GIB
@@ -108,9 +108,9 @@ def test_states_follow_the_stack_and_the_zero_stage() -> None:
     with ZeRO-1, 2 + (2 + 12) / n with ZeRO-2, 16 / n with ZeRO-3."""
     cells = {"tp": 1, "dp": 8, "stack": "deepspeed", "n_layers": 12, "hidden": 2048, "n_heads": 16}
     for zero, expected in ((0, 16.0), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)):
-        found = case(**cells, zero_stage=zero)
-        memory = found.estimate().memory
-        parameters = found.facts.model.parameters
+        sharded = case(**cells, zero_stage=zero)
+        memory = sharded.estimate().memory
+        parameters = sharded.facts.model.parameters
         states = memory.parameters + memory.gradients + memory.optimizer
         assert states / parameters == pytest.approx(expected, rel=1e-6), zero
 
@@ -125,6 +125,6 @@ def test_more_layers_or_longer_sequences_never_take_less() -> None:
 
 
 def test_the_first_of_the_stages_holds_most_microbatches() -> None:
-    found = case(tp=1, pp=4, dp=2, grad_accum=8, microbatch=1).estimate()
-    activations = {stage.rank: stage.peak_bytes for stage in found.stages}
+    cost = case(tp=1, pp=4, dp=2, grad_accum=8, microbatch=1).estimate()
+    activations = {stage.rank: stage.peak_bytes for stage in cost.stages}
     assert max(activations, key=activations.__getitem__) == 0

@@ -1,4 +1,4 @@
-"""Networks on images as the cost model takes them: dtypes, stages, and what recompute keeps."""
+"""Networks on images in the cost model: dtypes, stages and recompute."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def setup(**cells: object) -> Setup:
         "microbatch": 64,
         "recompute": "none",
     }
-    found = resolve(TableRow(**{**given, **cells}))  # type: ignore[arg-type]
-    assert isinstance(found, Setup)
-    return found
+    resolved = resolve(TableRow(**{**given, **cells}))  # type: ignore[arg-type]
+    assert isinstance(resolved, Setup)
+    return resolved
 
 
 @pytest.mark.parametrize(
@@ -41,17 +41,17 @@ def setup(**cells: object) -> Setup:
         ("V100-SXM2-16GB", "fp16", "float16"),
     ],
 )
-def test_products_run_in_what_is_fastest_on_the_device(
+def test_products_run_in_the_fastest_dtype_of_the_device(
     device: str, dtype: str, products: str
 ) -> None:
     case = network_case(setup(gpu_type=device, dtype=dtype))
     assert case.stack.product_dtype == products
-    # Maps are turned for matrix units alone.
+    # Feature maps are transposed for matrix units only.
     assert (FusibleKind.LAYOUT in case.stack.fused) == (products == "float32")
     assert case.plan["precision"] is (Precision.BF16 if dtype == "fp16" else Precision.FP32)
 
 
-def test_a_pipeline_keeps_the_inputs_of_stages_and_computes_a_whole_stage_again() -> None:
+def test_a_pipeline_with_recompute_saves_inputs_of_stages_only() -> None:
     row = {"pp": 2, "n_gpus": 2, "recompute": "full", "pp_schedule": "gpipe", "grad_accum": 4}
     case = network_case(setup(**row, microbatch=8, global_batch=32))
     assert case.plan["schedule"] is Schedule.GPIPE
@@ -61,10 +61,10 @@ def test_a_pipeline_keeps_the_inputs_of_stages_and_computes_a_whole_stage_again(
     at = names.index(border)
     again = [unit.cost(Numerics.AS_BUILT) for unit in case.model.units]
     plain = [unit.cost(Numerics.AS_BUILT) for unit in network_case(setup()).model.units]
-    held = [cost.input_bytes.at(8) > 0 for cost in again]
-    assert [n for n, is_held in enumerate(held) if is_held] == [0, at]
-    # Beside the backward of a stage's last block lives what all blocks before it keep.
-    beside = again[at - 1].backward_transient_bytes.per_sample
-    beside -= plain[at - 1].backward_transient_bytes.per_sample
-    kept = sum(cost.activation_bytes.per_sample for cost in plain[: at - 1])
-    assert beside == pytest.approx(kept, rel=1e-9)
+    saved = [cost.input_bytes.at(8) > 0 for cost in again]
+    assert [n for n, is_saved in enumerate(saved) if is_saved] == [0, at]
+    # During the backward of a stage's last block the activations of all blocks before it are alive.
+    extra = again[at - 1].backward_transient_bytes.per_sample
+    extra -= plain[at - 1].backward_transient_bytes.per_sample
+    activations = sum(cost.activation_bytes.per_sample for cost in plain[: at - 1])
+    assert extra == pytest.approx(activations, rel=1e-9)

@@ -60,7 +60,7 @@ def reason_of(**cells: str) -> str:
         ({"arch": "moe", "n_experts": "6", "moe_topk": "2", "ep": "4"}, "ep=4 does not divide 6"),
     ],
 )
-def test_what_cannot_be_run_is_told_with_its_numbers(cells: dict[str, str], words: str) -> None:
+def test_impossible_rows_are_refused_with_numbers(cells: dict[str, str], words: str) -> None:
     assert words in reason_of(**cells)
 
 
@@ -79,12 +79,12 @@ def test_what_cannot_be_run_is_told_with_its_numbers(cells: dict[str, str], word
 def test_devices_are_found_by_the_names_that_tables_use(
     printed: str, memory: float | None, known: str
 ) -> None:
-    found = accelerator_of(printed, memory)
-    assert found == known or found.startswith(known.split("-")[0])
-    assert found.split("-")[0] == known.split("-")[0]
+    name = accelerator_of(printed, memory)
+    assert name == known or name.startswith(known.split("-")[0])
+    assert name.split("-")[0] == known.split("-")[0]
 
 
-def test_recompute_is_what_programs_did_at_the_time() -> None:
+def test_the_default_recompute_follows_the_date() -> None:
     # Selective recompute was published in May 2022; kernels without scores came in 2023.
     assert setup_of(source_date="2021-04").software.recompute == "full"
     assert setup_of(source_date="2022-11").software.recompute == "selective"
@@ -98,7 +98,7 @@ def test_selective_means_the_attention_core_in_megatron_and_operators_in_torchti
     assert other.software.stack.selective is Selective.OPERATORS
 
 
-def test_a_source_never_seen_gets_the_rule_of_what_its_layout_needs() -> None:
+def test_an_unknown_source_gets_the_software_that_its_layout_needs() -> None:
     sharded = setup_of(source="somebody-2024", zero_stage="3", dp="512", tp="1", pp="1")
     assert sharded.software.family == "fsdp"
     assert setup_of(source="somebody-2024").software.family == "megatron"
@@ -108,7 +108,7 @@ def test_a_source_never_seen_gets_the_rule_of_what_its_layout_needs() -> None:
     assert not setup_of().software.stack.is_generic
 
 
-def test_the_column_stack_stands_above_everything_else() -> None:
+def test_the_stack_column_takes_precedence() -> None:
     setup = setup_of(stack="torchtitan-compiled")
     assert setup.software.stack.compiled
     assert not setup.software.stack.is_generic
@@ -136,10 +136,10 @@ def test_a_qualified_dtype_is_read_by_its_first_word(cell: str, dtype: str) -> N
     assert f"dtype {dtype}, of `{cell}`" in setup.assumed
 
 
-def test_what_a_blank_was_taken_for_is_named() -> None:
-    told = " ".join(setup_of(recompute="", attention="").assumed)
-    assert "recompute full" in told
-    assert "attention" in told
+def test_assumptions_for_blank_cells_are_named() -> None:
+    assumed = " ".join(setup_of(recompute="", attention="").assumed)
+    assert "recompute full" in assumed
+    assert "attention" in assumed
     assert "recompute" not in " ".join(setup_of(recompute="full", attention="flash").assumed)
 
 
@@ -165,7 +165,7 @@ def test_the_width_of_heads_follows_from_the_parameters() -> None:
     assert setup.shape.head_width == 128
 
 
-def test_a_container_dates_what_ran_in_it() -> None:
+def test_the_container_dates_the_software() -> None:
     row = {"source": "nemo-megatron-bridge", "source_date": "067f987 2026-08-22"}
     read = setup_of(**row).software.year
     ran = setup_of(**row, source_ref="performance-summary-archive.md container 25.09").software.year
