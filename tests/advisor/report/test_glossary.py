@@ -1,4 +1,4 @@
-"""`advise explain TERM`: every word of the documents, and what a plan has of it."""
+"""`advise explain TERM`: every word of the documents, and its number in a plan."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def advise(*args: str) -> Result:
     return CliRunner().invoke(cli, list(args))
 
 
-APART = choose(
+ASYNCHRONOUS = choose(
     facts(chain(), gpus(2, 4), batch=7, precision="fp32"),
     partial=PartialPlan.build({"updates": "asynchronous", "servers": 1, "max_staleness": 4}),
 )
@@ -61,7 +61,7 @@ def test_staleness_is_that_of_the_plan() -> None:
     assert explain("staleness", DECISION).number == (
         "none: gradients are of the parameters that they update"
     )
-    assert explain("stale gradient", APART).number == (
+    assert explain("stale gradient", ASYNCHRONOUS).number == (
         "some 6 updates a gradient, at most 4 steps ahead of the slowest"
     )
     assert explain("PowerSGD", DECISION).number == "compression=none"
@@ -69,10 +69,10 @@ def test_staleness_is_that_of_the_plan() -> None:
 
 class TestTerms:
     @pytest.mark.parametrize("word", WORDS)
-    def test_the_documents_words_are_all_there(self, word: str) -> None:
+    def test_the_words_of_the_documents_are_terms(self, word: str) -> None:
         assert explain(word).term.says
 
-    def test_each_has_two_sentences(self) -> None:
+    def test_each_term_has_two_sentences(self) -> None:
         """A full stop before a space or at the end; abbreviations are no end of a sentence."""
         sentences = {
             term.name: len(term.says.replace("et al. ", "et al ").split(". ")) for term in terms()
@@ -90,7 +90,7 @@ class TestTerms:
         assert lost == []
 
     def test_every_choice_of_a_plan_is_explained(self) -> None:
-        # Beside those that say that all is as usual: DP, and local SGD.
+        # Except values of defaults, and values whose term has another name: DP and local SGD.
         named_otherwise = {"threads", "none", "backend", "local"}
         kinds = (*Schedule, *DataParallel, *Aggregation, *Compression, *Updates)
         words = {choice.value for choice in kinds} - named_otherwise
@@ -116,7 +116,7 @@ class TestNumbers:
         assert set(_NUMBERS) <= {term.name for term in terms()}
 
     @pytest.mark.parametrize("name", _NUMBERS)
-    def test_every_number_can_be_had_of_any_plan(self, name: str) -> None:
+    def test_every_number_exists_for_any_plan(self, name: str) -> None:
         for decision in (DECISION, ONE, STAGED):
             assert _NUMBERS[name](decision) != ""
 
@@ -146,7 +146,7 @@ class TestNumbers:
             ),
         ],
     )
-    def test_is_the_plans(self, word: str, number: str) -> None:
+    def test_numbers_are_those_of_the_plan(self, word: str, number: str) -> None:
         assert explain(word, DECISION).number == number
 
     @pytest.mark.parametrize(
@@ -167,32 +167,34 @@ class TestNumbers:
             ("stage", "pp=2 stages=model.layers.2", "2 on 2 ranks, cut before `model.layers.2`"),
         ],
     )
-    def test_is_that_of_the_settings(self, word: str, settings: str, number: str) -> None:
+    def test_numbers_are_those_of_the_given_settings(
+        self, word: str, settings: str, number: str
+    ) -> None:
         """On two nodes of four, 40 samples a step."""
         partial = PartialPlan(zero=0).fixing(**PartialPlan.parse(settings).fixed)
         known = facts(small_llama(), gpus(2, 4), batch=40, precision="fp32")
         assert explain(word, choose(known, partial=partial)).number == number
 
-    def test_a_kind_that_was_not_taken_says_why(self) -> None:
-        found = explain("DDP", DECISION).number
-        assert found is not None
-        assert found.startswith("not taken, DDP over 16: does not fit")
+    def test_a_kind_that_was_not_chosen_is_explained(self) -> None:
+        number = explain("DDP", DECISION).number
+        assert number is not None
+        assert number.startswith("not taken, DDP over 16: does not fit")
 
     def test_a_parameter_servers_link_carries_every_workers_gradients(self) -> None:
         """6.74 B gradients in fp32, 16 workers: 402 GiB, and 1.875 of 25.1 GiB around a ring."""
         size = sum(unit.gradient_bytes for unit in DECISION.facts.model.units)
-        found = explain("parameter server", DECISION).number
-        assert found is not None
-        assert f"{16 * size / GIB:.1f} GiB in" in found
-        assert f"a ring {1.875 * size / GIB:.1f} GiB" in found
+        number = explain("parameter server", DECISION).number
+        assert number is not None
+        assert f"{16 * size / GIB:.1f} GiB in" in number
+        assert f"a ring {1.875 * size / GIB:.1f} GiB" in number
 
     def test_a_pipelines_bubble_is_its_share_of_the_step(self) -> None:
         share = STAGED.estimate.time.idle_s / STAGED.estimate.step_s
-        found = explain("bubble", STAGED).number
-        assert found is not None
-        assert float(found.split("%")[0]) == pytest.approx(100 * share, abs=0.5)
+        number = explain("bubble", STAGED).number
+        assert number is not None
+        assert float(number.split("%")[0]) == pytest.approx(100 * share, abs=0.5)
 
-    def test_steps_and_noise_want_the_size_of_the_data_set(self) -> None:
+    def test_steps_and_noise_need_the_size_of_the_data_set(self) -> None:
         known = facts()
         work = known.workload.model_copy(update={"dataset_samples": 1_280_000})
         decision = choose(known.model_copy(update={"workload": work}))
@@ -200,7 +202,7 @@ class TestNumbers:
         noise = explain("g", decision).number
         assert noise == "N / B - 1 = 9,999.0, times rate / (1 - momentum)"
 
-    def test_tokens_that_ranks_share_count_as_data_where_gradients_are_summed(self) -> None:
+    def test_context_parallel_ranks_count_as_replicas_for_gradients(self) -> None:
         """Of 8 ranks 2 share tokens: gradients of a parameter come from all 8, and an HSDP group of
         2 x 2 ranks shards the states (`Mesh.replicas`, `Mesh.shards`)."""
         partial = PartialPlan.build({"dp_replicate": 2, "dp_shard": 2, "cp": 2})
@@ -210,13 +212,16 @@ class TestNumbers:
         groups = {t.group_size for t in shared.estimate.traffic if t.purpose == "gradients"}
         assert groups == {4}
 
-    def test_servers_are_ranks_beside_the_mesh_and_no_ddp(self) -> None:
+    def test_parameter_servers_are_ranks_outside_the_mesh(self) -> None:
         """Eight ranks: seven workers' gradients come to the server, 0.128 MB each."""
-        assert explain("W", APART).number == "W = 8: dp_replicate=7 + servers=1"
-        found, carried = explain("DDP", APART).number, explain("server", APART).number
-        assert found is not None
-        assert found.startswith("not taken")
-        size = sum(unit.gradient_bytes for unit in APART.facts.model.units)
+        assert explain("W", ASYNCHRONOUS).number == "W = 8: dp_replicate=7 + servers=1"
+        number, carried = (
+            explain("DDP", ASYNCHRONOUS).number,
+            explain("server", ASYNCHRONOUS).number,
+        )
+        assert number is not None
+        assert number.startswith("not taken")
+        size = sum(unit.gradient_bytes for unit in ASYNCHRONOUS.facts.model.units)
         assert carried is not None
         assert carried.startswith(f"its link carries {format_gib(7 * size)} in and as much out")
 
@@ -232,23 +237,23 @@ class TestCommand:
         DECISION.save(tmp_path / "plan.json")
         return str(tmp_path / "plan.json")
 
-    def test_alone_it_lists_the_terms(self) -> None:
+    def test_without_a_word_the_terms_are_listed(self) -> None:
         check("explain_list.txt", advise("explain").stdout)
 
-    def test_of_a_term(self) -> None:
+    def test_a_term_is_explained(self) -> None:
         check("explain_term.txt", advise("explain", "ring", "all-reduce").stdout)
 
-    def test_of_a_term_with_a_plan(self, saved: str) -> None:
+    def test_terms_are_explained_with_numbers_of_a_plan(self, saved: str) -> None:
         words = ("world size", "sharded DDP", "critical batch", "HSDP", "all-gather", "peak")
         shown = "\n".join(advise("explain", *word.split(), saved).stdout for word in words)
         check("explain_terms_of_a_plan.txt", shown)
 
-    def test_of_a_word_that_is_none(self) -> None:
+    def test_an_unknown_term_is_refused(self) -> None:
         result = advise("explain", "stalenes")
         assert (result.exit_code, result.stdout) == (2, "")
         check("error_unknown_term.txt", result.stderr)
 
-    def test_why_not_wants_a_decision(self) -> None:
+    def test_why_not_needs_a_decision(self) -> None:
         result = advise("explain", "bubble", "--why-not", "zero=3")
         assert result.exit_code == 2
         check("error_why_not_without_file.txt", result.stderr)
@@ -274,7 +279,7 @@ class TestCommand:
         assert float(run.stderr) < 0.3
 
 
-def test_the_decision_comes_back_from_its_file_with_the_same_numbers(tmp_path: Path) -> None:
+def test_numbers_survive_the_file_of_a_decision(tmp_path: Path) -> None:
     DECISION.save(tmp_path / "plan.json")
     loaded = Decision.load(tmp_path / "plan.json")
     assert all(number(loaded) == number(DECISION) for number in _NUMBERS.values())

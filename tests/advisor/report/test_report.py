@@ -1,4 +1,4 @@
-"""The report: 80 columns, the same words everywhere, no speed for what does not fit."""
+"""The report: 80 columns, the same words in every format, no speed for plans that do not fit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ each = pytest.mark.parametrize("name", DECISIONS)
 
 
 @each
-def test_the_report_is_as_it_was(name: str) -> None:
+def test_the_report_equals_its_golden_file(name: str) -> None:
     check(f"report_{name}.txt", f"{DECISIONS[name]}\n")
 
 
@@ -72,7 +72,7 @@ def test_a_pipe_gets_the_same_words_without_escape_codes(name: str) -> None:
     ).splitlines()
 
 
-def test_colour_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colour_is_for_terminals_without_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     decision = DECISIONS["7b_2x8"]
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert "\x1b[32m" in printed(decision, force_terminal=True, color_system="standard")
@@ -107,8 +107,8 @@ def words_of(markup: str) -> str:
 
 
 @each
-def test_the_page_says_what_the_terminal_says(name: str) -> None:
-    view, found = view_of(DECISIONS[name]), words_of(page(DECISIONS[name]))
+def test_the_page_has_the_words_of_the_terminal(name: str) -> None:
+    view, words = view_of(DECISIONS[name]), words_of(page(DECISIONS[name]))
     shown = " ".join(str(DECISIONS[name]).split())
     said = [view.step, view.rate, view.memory, view.memory_title, view.weighed, view.next_command]
     said += [*view.reasons, *view.hints, *view.plan, *view.batch, view.devices]
@@ -116,10 +116,10 @@ def test_the_page_says_what_the_terminal_says(name: str) -> None:
     said += filter(None, (*view.main_memory, view.memory_note, view.ties))
     for sentence in said:
         sentence = " ".join(sentence.split())
-        assert sentence in found
+        assert sentence in words
         assert sentence in shown
     for row in view.others:
-        assert " ".join((row.title, row.cut, row.step, row.memory, row.why)) in found
+        assert " ".join((row.title, row.cut, row.step, row.memory, row.why)) in words
 
 
 def test_the_notebook_gets_the_same_body_as_the_page() -> None:
@@ -137,7 +137,7 @@ def test_the_page_needs_no_script_and_no_network_and_is_small() -> None:
 
 
 def hostile() -> ModelProfile:
-    """A model whose modules are named by somebody unkind."""
+    """A model whose names contain markup and escape codes."""
     model = transformer()
     first, *rest = model.units
     last = rest[-3].model_copy(update={"name": "<script>alert(1)</script>\x1b[31m"})
@@ -175,7 +175,7 @@ def test_states_in_the_sentence_are_the_states_in_the_table(name: str) -> None:
 
 
 @each
-def test_the_parts_that_a_plan_loses_add_up_to_its_step(name: str) -> None:
+def test_the_parts_of_a_slowdown_add_up_to_it(name: str) -> None:
     decision = DECISIONS[name]
     for row in view_of(decision).others:
         if not row.why.startswith("+"):
@@ -205,7 +205,7 @@ def test_a_narrow_terminal_gets_the_same_words_in_its_width(name: str, width: in
             assert " ".join(row.why.split()) in words
 
 
-def test_a_pipe_gets_plans_in_one_piece_and_a_terminal_whole_words() -> None:
+def test_plans_are_wrapped_at_words_on_a_terminal_and_never_in_a_pipe() -> None:
     answer = DECISIONS["7b_2x8"].why_not("zero=0")
     assert answer.plan is not None
     line = f"  best plan with it: {answer.plan}"
@@ -215,7 +215,7 @@ def test_a_pipe_gets_plans_in_one_piece_and_a_terminal_whole_words() -> None:
     assert set(str(answer.plan).split()) <= set(" ".join(narrow).split())
 
 
-def test_offloaded_states_are_weighed_against_main_memory_and_their_way_has_a_name() -> None:
+def test_offloaded_states_are_compared_with_main_memory_and_transfers_named() -> None:
     text = str(DECISIONS["offload_1"])
     # 16 bytes for each of 0.54 B parameters; a third of 2,048 GiB is left free.
     needed = 16 * MIDDLE.parameters / 2**30
@@ -224,7 +224,7 @@ def test_offloaded_states_are_weighed_against_main_memory_and_their_way_has_a_na
     assert "communication" not in text
 
 
-def test_loading_is_weighed_against_main_memory_with_the_way_out() -> None:
+def test_loading_is_compared_with_main_memory_and_has_hints() -> None:
     assert "main memory a node to load 8 copies: 16.0 GiB of 1365.3 GiB usable" in str(
         DECISIONS["middle_1x8"]
     )
@@ -250,7 +250,7 @@ def test_the_logits_are_named_where_they_are_a_part_of_the_peak() -> None:
     assert view_of(DECISIONS["7b_2x8"]).memory_note is None
 
 
-def test_the_other_plans_say_how_they_cut_the_batch() -> None:
+def test_other_plans_show_their_microbatch_and_recompute() -> None:
     decision = DECISIONS["middle_slow_network"]
     for row, other in zip(view_of(decision).others, decision.alternatives, strict=True):
         size, trick = other.plan.microbatch_size, other.plan.recompute
@@ -258,14 +258,14 @@ def test_the_other_plans_say_how_they_cut_the_batch() -> None:
         assert row.cut.endswith(f", {trick} recompute") == (trick != "none")
 
 
-def test_small_numbers_are_not_rounded_to_nothing() -> None:
+def test_small_numbers_are_not_rounded_to_zero() -> None:
     tiny = transformer(name="tiny", layers=2, hidden=64, ffn=128, vocab=100, tokens=16)
     text = str(choose(facts(tiny, gpus(1, 2), batch=2)))
     assert not re.search(r"\b0\.0+ (GiB|MiB|KiB|us|ms|s)\b", text)
     assert re.search(r"parameters [\d.]+ (KiB|MiB)", text)
 
 
-def test_only_what_was_said_is_called_yours() -> None:
+def test_only_given_settings_have_the_source_you() -> None:
     said = {basis.source: basis.what for basis in view_of(DECISIONS["7b_2x8"]).basis}
     assert said["you"] == "global batch 128, bf16"
     assert said["the model's sample"] == "4096 tokens a sample"
@@ -280,7 +280,7 @@ def test_more_ranks_than_cores_are_pointed_out() -> None:
     assert "take turns" not in str(choose(facts(chain(), roomy, batch=8, precision="fp32")))
 
 
-def test_names_of_modules_are_text_and_nothing_else() -> None:
+def test_names_of_modules_are_escaped() -> None:
     # The fullest moment is in the unit with that name, so the report speaks of it.
     decision = choose(facts(hostile()), partial=PartialPlan(zero=1))
     assert "<script>" in decision.estimate.phase
@@ -325,7 +325,7 @@ def test_measured_machines_need_no_hint_to_measure() -> None:
 
 
 def test_families_without_an_engine_are_named() -> None:
-    """There is none left; a decision of before says what it said then."""
+    """All families have engines now; older decisions still name those without."""
     assert view_of(DECISIONS["7b_2x8"]).not_weighed is None
     decision = DECISIONS["middle_slow_network"]
     assert view_of(decision).not_weighed is None
@@ -334,8 +334,8 @@ def test_families_without_an_engine_are_named() -> None:
     assert view_of(before).not_weighed == "not weighed yet: local SGD"
 
 
-def test_what_the_user_s_word_would_allow_is_a_hint() -> None:
-    """Gradients that lose something, and ranks that update apart: each needs a word of its own."""
+def test_offers_that_need_an_option_are_hints() -> None:
+    """Lossy compression and asynchronous updates each need an option of their own."""
     lossy, stale = DECISIONS["middle_slow_network"].offers
     assert "--allow-lossy" in lossy
     assert "--allow-stale" in stale
@@ -349,7 +349,7 @@ def test_batch_norms_in_microbatches_are_pointed_out() -> None:
     )
 
 
-def test_notes_on_the_machines_are_in_every_form() -> None:
+def test_notes_on_the_machines_are_in_every_format() -> None:
     said = "nodes differ: the slowest counts & <is> said"
     noted = gpus(1, 8).model_copy(update={"notes": (said,)})
     decision = choose(facts(MIDDLE, noted, batch=64))
@@ -358,11 +358,14 @@ def test_notes_on_the_machines_are_in_every_form() -> None:
     assert Decision.from_json(decision.to_json()).facts.cluster.notes == (said,)
 
 
-def test_what_changes_the_training_is_in_the_plan_as_a_user_would_write_it() -> None:
+def test_settings_that_change_the_training_are_shown_as_typed() -> None:
     partial = PartialPlan.build({"updates": "asynchronous", "servers": 1, "max_staleness": 4})
-    apart = choose(facts(chain(), gpus(2, 4), batch=7, precision="fp32"), partial=partial)
-    degrees, beside, _ = view_of(apart).plan
-    assert (degrees, beside) == ("dp_replicate=7", "updates=asynchronous servers=1 max_staleness=4")
+    decision = choose(facts(chain(), gpus(2, 4), batch=7, precision="fp32"), partial=partial)
+    degrees, updates, _ = view_of(decision).plan
+    assert (degrees, updates) == (
+        "dp_replicate=7",
+        "updates=asynchronous servers=1 max_staleness=4",
+    )
     assert len(view_of(DECISIONS["7b_2x8"]).plan) == 2  # nothing of the kind: no line
 
 
