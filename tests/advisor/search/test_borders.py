@@ -1,4 +1,4 @@
-"""Borders: as good as the best of all cuts, tried one by one."""
+"""Borders of stages: as good as the best of all splits, tried one by one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.factories import chain, cpus, facts
 
 
 def every_cut(pieces: int, stages: int) -> list[list[tuple[int, int]]]:
-    """All ways to part a row, as (first piece, piece after the last) of each stage."""
+    """List all splits, as (first piece, piece after the last) of each stage."""
     return [
         list(zip([0, *places], [*places, pieces], strict=True))
         for places in combinations(range(1, pieces), stages - 1)
@@ -32,58 +32,65 @@ def every_cut(pieces: int, stages: int) -> list[list[tuple[int, int]]]:
 
 
 @given(data=st.data(), pieces=st.integers(1, 7))
-def test_no_cut_is_faster_within_memory_and_none_of_the_fastest_smaller(
+def test_no_split_is_faster_within_memory_and_no_equally_fast_one_smaller(
     data: st.DataObject, pieces: int
 ) -> None:
     stages = data.draw(st.integers(1, pieces))
     numbers = st.lists(st.integers(0, 9), min_size=pieces, max_size=pieces)
-    took, held, kept = data.draw(numbers), data.draw(numbers), data.draw(numbers)
+    took, states, activations = data.draw(numbers), data.draw(numbers), data.draw(numbers)
     usable = data.draw(st.integers(0, 40))
     in_flight = range(stages, 0, -1)
 
-    found = cut(spans(took), spans(held), largest(kept), in_flight=in_flight, usable_bytes=usable)
+    best = cut(
+        spans(took), spans(states), largest(activations), in_flight=in_flight, usable_bytes=usable
+    )
 
     tried = []
     for parts in every_cut(pieces, stages):
         slowest = max(sum(took[i:j]) for i, j in parts)
         fullest = max(
-            sum(held[i:j]) + n * max(kept[i:j]) for n, (i, j) in zip(in_flight, parts, strict=True)
+            sum(states[i:j]) + n * max(activations[i:j])
+            for n, (i, j) in zip(in_flight, parts, strict=True)
         )
         tried.append((slowest, fullest))
     fitting = [one for one in tried if one[1] <= usable]
     expected = min(fitting) if fitting else min(tried, key=lambda one: one[1])
-    assert found.nbytes == expected[1]
+    assert best.nbytes == expected[1]
     if fitting:
-        assert found.seconds == expected[0]
-    assert len(found.starts) == stages - 1
-    assert list(found.starts) == sorted(set(found.starts))
+        assert best.seconds == expected[0]
+    assert len(best.starts) == stages - 1
+    assert list(best.starts) == sorted(set(best.starts))
 
 
-def test_a_head_as_heavy_as_four_blocks_has_a_stage_with_fewer_of_them() -> None:
-    """Twelve blocks of 1 s and a head of 4 s on four stages: 4 s are the mean and can be had."""
+def test_a_head_as_slow_as_four_blocks_gets_a_stage_of_its_own() -> None:
+    """Twelve blocks of 1 s and a head of 4 s on four stages: 4 s are the mean and possible."""
     took = [1.0] * 12 + [4.0]
     nothing = spans([0.0] * 13)
-    found = cut(spans(took), nothing, nothing, in_flight=[1] * 4, usable_bytes=1.0)
-    assert found.seconds == 4.0
-    assert found.starts == (4, 8, 12)
+    best = cut(spans(took), nothing, nothing, in_flight=[1] * 4, usable_bytes=1.0)
+    assert best.seconds == 4.0
+    assert best.starts == (4, 8, 12)
 
 
-def test_memory_moves_a_border_that_time_alone_would_leave() -> None:
-    """Stage 0 keeps two microbatches: with two equal pieces in it there is not enough room."""
-    took, kept = [1.0] * 4, [1.0] * 4
-    roomy = cut(spans(took), 0 * spans(kept), spans(kept), in_flight=[2, 1], usable_bytes=4.0)
-    tight = cut(spans(took), 0 * spans(kept), spans(kept), in_flight=[2, 1], usable_bytes=3.0)
+def test_short_memory_moves_a_border() -> None:
+    """Stage 0 holds two microbatches: two of four equal pieces do not fit there."""
+    took, activations = [1.0] * 4, [1.0] * 4
+    roomy = cut(
+        spans(took), 0 * spans(activations), spans(activations), in_flight=[2, 1], usable_bytes=4.0
+    )
+    tight = cut(
+        spans(took), 0 * spans(activations), spans(activations), in_flight=[2, 1], usable_bytes=3.0
+    )
     assert (roomy.starts, roomy.seconds) == ((2,), 2.0)
     assert (tight.starts, tight.seconds, tight.nbytes) == ((1,), 3.0, 3.0)
 
 
-def test_of_equally_fast_cuts_the_emptier_one_is_taken_and_then_the_earlier_border() -> None:
+def test_of_equally_fast_splits_the_smaller_and_then_the_earlier_is_taken() -> None:
     """0.1 s between two pieces of 0.3 s: either side of it takes 0.4 s, but for rounding."""
     took = spans([0.3, 0.1, 0.3])
     assert 0 < took[0, 2] - took[1, 3] < 1e-15
 
-    def starts(held: list[float]) -> tuple[int, ...]:
-        return cut(took, spans(held), 0 * took, in_flight=[1, 1], usable_bytes=9.0).starts
+    def starts(states: list[float]) -> tuple[int, ...]:
+        return cut(took, spans(states), 0 * took, in_flight=[1, 1], usable_bytes=9.0).starts
 
     assert starts([0.0, 1.0, 2.0]) == (2,)
     assert starts([2.0, 1.0, 0.0]) == (1,)
@@ -102,17 +109,19 @@ def test_more_stages_than_pieces_are_refused_with_the_numbers() -> None:
 
 
 def test_a_hundred_and_twenty_six_blocks_on_sixteen_stages_take_few_passes() -> None:
-    """Some a stage, over matrices: no loop over pieces."""
-    took, kept = spans([0.1, *[1.0] * 126, 2.0]), spans([1.0] * 128)
-    found, calls = count_calls(
-        lambda: cut(took, 0 * kept, kept, in_flight=range(16, 0, -1), usable_bytes=np.inf)
+    """A few passes over matrices for each stage: no loop over pieces."""
+    took, activations = spans([0.1, *[1.0] * 126, 2.0]), spans([1.0] * 128)
+    best, calls = count_calls(
+        lambda: cut(
+            took, 0 * activations, activations, in_flight=range(16, 0, -1), usable_bytes=np.inf
+        )
     )
     assert calls < 16 * 20
-    assert found.seconds == pytest.approx(8.1)
+    assert best.seconds == pytest.approx(8.1)
 
 
 def wide_in_the_middle() -> ModelProfile:
-    """Eight equal units; the fourth hands on sixteen times what the others do."""
+    """Eight equal units, but for the output of the fourth, which is 16 times as large."""
     units, calls = [], []
     for number, unit in enumerate(chain(units=8).units):
         cost = unit.cost(Numerics.AS_BUILT)
@@ -126,8 +135,8 @@ def wide_in_the_middle() -> ModelProfile:
     return chain().model_copy(update={"units": tuple(units), "flow": flow, "has_loss": True})
 
 
-def test_a_border_goes_where_what_is_received_of_sixteen_microbatches_has_room() -> None:
-    """33 MB of each, on either side: half a GiB in the middle, and a sixteenth of it elsewhere."""
+def test_a_border_goes_where_the_receive_buffers_of_16_microbatches_fit() -> None:
+    """33 MB of each microbatch on either side: half a GiB in the middle, a sixteenth elsewhere."""
 
     def cut_in(memory_gib: float) -> Candidate:
         known = facts(

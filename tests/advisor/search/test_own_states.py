@@ -37,7 +37,7 @@ ODD = Stack(
 )
 
 SPACING = 8
-"""One row in so many is estimated by itself too: hundreds of rows differ in few of their sums."""
+"""One row in so many is estimated by itself too, since rows share most of their sums."""
 
 
 @st.composite
@@ -78,24 +78,24 @@ def situations(draw: st.DrawFn) -> Facts:
 
 def searched(whole: Facts, offload: Offload = Offload.NONE) -> Search:
     space = space_of(whole, PartialPlan(), styles=styles_of(whole), offload=offload)
-    kept = SearchCache(CostModel(whole))
-    return Search(kept, Policy(), space, StageSearch(kept, PartialPlan(), Policy()))
+    cache = SearchCache(CostModel(whole))
+    return Search(cache, Policy(), space, StageSearch(cache, PartialPlan(), Policy()))
 
 
 @settings(max_examples=30, deadline=None)
 @given(whole=situations(), offload=st.sampled_from(Offload), first=st.integers(0, SPACING - 1))
-def test_no_estimate_is_below_its_bound_and_the_preferred_plan_is_of_all(
+def test_no_estimate_is_below_its_bound_and_the_preferred_plan_equals_brute_force(
     whole: Facts, offload: Offload, first: int
 ) -> None:
-    """Every row is weighed once, and both are told from that."""
+    """Every row is estimated once for both."""
     search, costs = searched(whole, offload), CostModel(whole)
     stages = StageSearch(SearchCache(costs), PartialPlan(), Policy())
     plans = [stages.plan(search.space, index) for index in range(len(search.space))]
     every = weigh(plans, costs, Policy())
     assert len(every) == len(plans)
     for index, candidate in enumerate(every):
-        found, plan = candidate.estimate, candidate.plan
-        high, step_s = found.peak_high_bytes * (1 + ROUNDING), found.step_s * (1 + ROUNDING)
+        cost, plan = candidate.estimate, candidate.plan
+        high, step_s = cost.peak_high_bytes * (1 + ROUNDING), cost.step_s * (1 + ROUNDING)
         assert search.bounds.peak_high_bytes[index] <= high, str(plan)
         assert stages.least_peak_bytes(search.space, index) <= high, str(plan)
         assert search.bounds.step_s[index] <= step_s, str(plan)
@@ -103,12 +103,12 @@ def test_no_estimate_is_below_its_bound_and_the_preferred_plan_is_of_all(
     fitting = [candidate for candidate in every if candidate.fits]
     assert search.preferred(search.rows) == (preferred(fitting, Policy()) if fitting else None)
     for candidate in every[first::SPACING]:
-        # A cost model of its own: rows that share sums are what plans one by one are.
+        # By a fresh cost model: sums that rows share change no estimate.
         assert candidate.estimate == CostModel(whole).estimate(candidate.plan)
 
 
-def test_a_schedule_without_buffers_of_outputs_is_not_charged_those_of_another() -> None:
-    """DeepSpeed's engine holds on to what stages take and make in 1F1B alone."""
+def test_a_schedule_without_output_buffers_is_not_charged_those_of_another() -> None:
+    """DeepSpeed's engine holds inputs and outputs of stages in 1F1B only."""
     shape = TransformerShape(
         kind="dense_gpt", layers=2, hidden=32, heads=2, kv_heads=2, ffn=128, vocab=100,
         length=128, gated=False, tied=False, head_width=16,
@@ -128,7 +128,7 @@ def test_a_schedule_without_buffers_of_outputs_is_not_charged_those_of_another()
 
 
 @pytest.mark.parametrize("name", STACKS[1:])
-def test_bounds_say_most_of_what_rows_hold(name: str) -> None:
+def test_bounds_are_at_least_70_percent_of_the_peaks(name: str) -> None:
     """Activations are most of the memory here; a bound of states alone would be far below."""
     shape = TransformerShape(
         kind="llama", layers=8, hidden=512, heads=8, kv_heads=8, ffn=2048, vocab=4000,

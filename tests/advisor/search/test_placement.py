@@ -1,7 +1,7 @@
 """Placement of axes on links: of all placements the order of the mesh has the fastest plan.
 
-A single plan may well be faster under another one. But what is placed badly there is a plan that
-sends most along its outer axes, and then another plan that sends it along inner ones is faster yet.
+A single plan may well be faster under another order. Such a plan sends most along its outer axes,
+and then another plan, which sends it along inner axes, is faster still.
 """
 
 from __future__ import annotations
@@ -71,22 +71,22 @@ class _PlacedLedger(Ledger):
 
 
 def _strides(plan: Plan, order: Sequence[str]) -> dict[str, int]:
-    """Distance between the ranks of each axis, the last axis nearest."""
-    found, stride = {}, 1
+    """Return the distance between the ranks of each axis, the last axis innermost."""
+    strides, stride = {}, 1
     for axis in reversed(order):
-        found[axis] = stride
+        strides[axis] = stride
         stride *= getattr(plan, axis)
-    return found
+    return strides
 
 
 def _orders(plan: Plan) -> list[tuple[str, ...]]:
-    """Every other order of the axes that the plan uses."""
+    """List every other order of the axes that the plan uses."""
     used = [axis for axis in AXES if getattr(plan, axis) > 1]
     return [order for order in permutations(used) if list(order) != used]
 
 
 def _placed(plan: Plan, whole: Facts, order: Sequence[str]) -> Estimate:
-    """The estimate of a plan whose axes lie in this order."""
+    """Estimate a plan whose axes lie in this order."""
     now, costs = _strides(plan, AXES), _Placed(whole)
     costs.strides = {
         (2 if axis == "pp" else getattr(plan, axis), now[axis]): stride
@@ -97,7 +97,7 @@ def _placed(plan: Plan, whole: Facts, order: Sequence[str]) -> Estimate:
 
 
 @pytest.mark.parametrize(("nodes", "devices", "gb_per_s", "memory_gib"), SHAPES)
-def test_no_placement_has_a_plan_that_beats_the_best_of_the_meshs_order(
+def test_no_order_of_axes_beats_the_fastest_plan_in_mesh_order(
     nodes: int, devices: int, gb_per_s: float, memory_gib: float
 ) -> None:
     cluster = gpus(nodes, devices, inter_bytes_per_s=gb_per_s * 1e9, memory_gib=memory_gib)
@@ -111,8 +111,8 @@ def test_no_placement_has_a_plan_that_beats_the_best_of_the_meshs_order(
         if time.compute_s + time.optimizer_s + time.launch_s > best.step_s:
             continue  # wherever it is placed
         for order in _orders(plan):
-            found, tried = _placed(plan, whole, order), tried + 1
-            assert best.step_s <= tie_limit_s(found.step_s, policy), (plan, order)
+            cost, tried = _placed(plan, whole, order), tried + 1
+            assert best.step_s <= tie_limit_s(cost.step_s, policy), (plan, order)
     assert tried
 
 

@@ -36,7 +36,7 @@ FROM_SIMPLE = (
 
 
 @pytest.mark.parametrize(("simpler", "other"), list(pairwise(FROM_SIMPLE)))
-def test_each_is_simpler_than_the_next(simpler: str, other: str) -> None:
+def test_each_plan_is_simpler_than_the_next(simpler: str, other: str) -> None:
     assert simplicity(Plan.parse(simpler)) < simplicity(Plan.parse(other))
 
 
@@ -71,7 +71,7 @@ def test_a_kind_has_no_degrees(spelt: str, called: str) -> None:
     assert kind_words(Plan.parse(spelt)) == called
 
 
-def test_microbatches_of_a_pipeline_are_told_with_their_schedule() -> None:
+def test_microbatches_of_a_pipeline_are_named_with_their_schedule() -> None:
     plan = Plan.parse(
         "pp=2 schedule=interleaved stages=b,c,d microbatch_size=2 microbatches=8 accumulation=3"
         " recompute=full precision=bf16"

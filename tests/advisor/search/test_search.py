@@ -1,4 +1,4 @@
-"""Search: what branch and bound finds is what weighing every plan finds."""
+"""Search: branch and bound against brute force over every plan."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def searched(
     to_disk = {} if to is OffloadTo.HOST else {"offload_to": to}
     partial = PartialPlan.build({**to_disk, **degrees})
     space = space_of(whole, partial, styles=styles_of(whole), offload=offload)
-    kept = SearchCache(CostModel(whole))
-    return Search(kept, policy, space, StageSearch(kept, PartialPlan(), policy))
+    cache = SearchCache(CostModel(whole))
+    return Search(cache, policy, space, StageSearch(cache, PartialPlan(), policy))
 
 
 def all_of(search: Search, whole: Facts, policy: Policy) -> list[Candidate]:
@@ -105,15 +105,15 @@ def assert_bounded(search: Search, whole: Facts, every: Sequence[Candidate]) -> 
     )
     assert len(every) == len(search.space)
     for index, candidate in enumerate(every):
-        found = candidate.estimate
-        high = found.peak_high_bytes
+        cost = candidate.estimate
+        high = cost.peak_high_bytes
         assert bounds.peak_high_bytes[index] <= high * (1 + ROUNDING), str(candidate.plan)
         with_borders = stages.least_peak_bytes(search.space, index)
         assert with_borders <= high * (1 + ROUNDING), str(candidate.plan)
-        rounding = ROUNDING * found.step_s
-        assert bounds.step_s[index] <= found.step_s + rounding, str(candidate.plan)
+        rounding = ROUNDING * cost.step_s
+        assert bounds.step_s[index] <= cost.step_s + rounding, str(candidate.plan)
         with_borders = stages.least_step_s(search.space, index)
-        assert with_borders <= found.step_s + rounding, str(candidate.plan)
+        assert with_borders <= cost.step_s + rounding, str(candidate.plan)
 
 
 MIXTURE = profile_from_config(
@@ -143,11 +143,11 @@ MIXTURE = profile_from_config(
     ep=st.sampled_from((2, 4, 8)),
     cp=st.sampled_from((1, 2, 4, 8)),
 )
-def test_no_estimate_of_plans_that_share_experts_is_below_its_bound(
+def test_no_estimate_with_expert_parallelism_is_below_its_bound(
     nodes: int, local: int, memory_gib: float, inter: float, ep: int, cp: int
 ) -> None:
-    """Sharded among ranks that have the same experts (FSDP) or whole on each rank (HSDP), with as
-    many copies of them as the ranks of cp make too."""
+    """Experts are sharded over ranks that hold the same ones (FSDP) or whole on each rank (HSDP);
+    ranks of cp hold further copies."""
     cluster = gpus(nodes, 8, memory_gib=memory_gib, inter_bytes_per_s=inter)
     whole, policy = facts(MIXTURE, cluster, batch=nodes * 8 * local), Policy()
     search = searched(whole, policy, ep=ep, cp=cp)
@@ -155,8 +155,8 @@ def test_no_estimate_of_plans_that_share_experts_is_below_its_bound(
     assert_bounded(search, whole, all_of(search, whole, policy))
 
 
-def test_a_row_in_stages_needs_no_less_than_its_borders_say_and_little_more() -> None:
-    """Activations are most of the memory here; whatever the schedule and what is computed again."""
+def test_the_peak_of_stages_is_above_its_bound_and_close_to_it() -> None:
+    """Activations are most of the memory here, under every schedule and recompute."""
     config = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 8}
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4000}
     model = profile_from_config(
@@ -192,22 +192,22 @@ def test_a_row_in_stages_needs_no_less_than_its_borders_say_and_little_more() ->
     objective=st.sampled_from(Objective),
     margin=st.sampled_from((0.0, 0.05, 0.3)),
 )
-def test_no_estimate_is_below_its_bound_and_the_preferred_plan_is_that_of_weighing_them_all(
+def test_no_estimate_is_below_its_bound_and_the_preferred_plan_equals_brute_force(
     whole: Facts, offload: Offload, to: OffloadTo, objective: Objective, margin: float
 ) -> None:
-    """Every row is weighed once for both."""
+    """Every row is estimated once for both."""
     policy = Policy(objective=objective, simplicity_margin=margin)
     search = searched(whole, policy, offload, to)
     every = all_of(search, whole, policy)
     assert_bounded(search, whole, every)
     fitting = [candidate for candidate in every if candidate.fits]
-    found = search.preferred(search.rows)
+    best = search.preferred(search.rows)
     if not fitting:
-        assert found is None
+        assert best is None
         if every:  # this offload may be legal in no row
             assert search.nearest(search.rows) == nearest_miss(every)
         return
-    assert found == preferred(fitting, policy)
+    assert best == preferred(fitting, policy)
 
 
 def test_rows_are_as_simple_as_their_plans() -> None:

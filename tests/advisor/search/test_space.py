@@ -1,4 +1,4 @@
-"""The space: rows are legal plans, and none that the engines could carry out is forgotten."""
+"""The search space: rows are legal plans, and no plan that engines can run is missing."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def test_every_row_is_a_legal_plan_and_no_two_are_the_same() -> None:
         assert plan.global_batch_size == 12
 
 
-def test_degrees_are_all_that_multiply_to_the_devices_powers_of_two_or_not() -> None:
+def test_all_degrees_that_multiply_to_the_devices_are_there() -> None:
     """Four heads and a vocabulary of 100 can be split some way over any of these; there are six
     units to begin stages with."""
     plans = legal_plans(WHOLE, PartialPlan.build({"recompute": "none", "zero": 0}))
-    found = {(plan.pp, plan.tp, plan.dp_replicate) for plan in plans}
+    degrees = {(plan.pp, plan.tp, plan.dp_replicate) for plan in plans}
     every = {n for n in product(range(1, 7), repeat=3) if n[0] * n[1] * n[2] == 6}
-    assert found == every
+    assert degrees == every
     assert {plan.schedule for plan in plans} == {None, *Schedule}
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 97, 2048])
-def test_divisors_are_those_that_leave_nothing(number: int) -> None:
+def test_divisors_leave_no_remainder(number: int) -> None:
     assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
 
 
 def test_stages_a_rank_are_the_fewest_of_each_size() -> None:
     """126 pieces on 8 ranks: 16, 8, 6, ... at most in a stage."""
-    found = stages_per_rank(Schedule.INTERLEAVED, 8, 126)
-    assert [-(-126 // (8 * n)) for n in found] == [8, 6, 4, 3, 2]
+    counts = stages_per_rank(Schedule.INTERLEAVED, 8, 126)
+    assert [-(-126 // (8 * n)) for n in counts] == [8, 6, 4, 3, 2]
     assert stages_per_rank(Schedule.ZBV, 4, 7) == []

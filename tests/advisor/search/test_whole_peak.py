@@ -1,4 +1,4 @@
-"""Peaks of models in one piece: columns of many rows say what each row's own estimate says."""
+"""Peaks of plans without stages: bounds of many rows at once against single estimates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.factories import cpus, facts, gpus
 EXACT = 1e-6
 """Sums in another order, as a fraction of a peak."""
 SHARES_DIFFER = 5e-3
-"""Of larger microbatches the bound may lie so far below."""
+"""With larger microbatches a bound may lie below the peak by this fraction."""
 ROWS = 150
 
 MIDDLE_ON_GPUS = facts(MIDDLE, gpus(2, 4), batch=32)
@@ -34,21 +34,21 @@ LLAMA_ON_CPUS = facts(llama(4), cpus(4), batch=16)
         (LLAMA_ON_CPUS, Offload.OPTIMIZER, OffloadTo.DISK),
     ],
 )
-def test_bounds_of_models_in_one_piece_are_their_peaks(
+def test_bounds_of_plans_without_stages_equal_their_peaks(
     whole: Facts, offload: Offload, to: OffloadTo
 ) -> None:
     assert_exact(whole, offload, to)
 
 
 @pytest.mark.parametrize("name", ["torchtitan", "deepspeed", "megatron-2020", "nemo"])
-def test_bounds_of_other_stacks_are_their_peaks(name: str) -> None:
+def test_bounds_under_other_stacks_equal_their_peaks(name: str) -> None:
     assert_exact(facts(MIDDLE, gpus(2, 4), batch=32, stack=stack_named(name)))
 
 
 def assert_exact(
     whole: Facts, offload: Offload = Offload.NONE, to: OffloadTo = OffloadTo.HOST
 ) -> None:
-    """Microbatches up to two samples exactly, larger ones from below and closely."""
+    """Compare microbatches up to two samples exactly, larger ones from below and closely."""
     search = searched(whole, Policy(), offload, to)
     rows = np.flatnonzero(search.space.pp == 1)
     compared = 0
