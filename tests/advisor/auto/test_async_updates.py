@@ -1,4 +1,4 @@
-"""The whole way in one call, for plans whose ranks update apart from each other."""
+"""`auto_parallelize` end to end with local and asynchronous updates."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.engines.cases import CASES, cpu_ranks, token_loss
 from tests.engines.parity import local_rows
 from tests.workers import Pool
 
-Told = tuple[str, float, float, UpdateReport | None, dict[str, torch.Tensor]]
+Trained = tuple[str, float, float, UpdateReport | None, dict[str, torch.Tensor]]
 
 
-def _train(plan: str, steps: int) -> Told:
+def _train(plan: str, steps: int) -> Trained:
     case = CASES["gpt"]
     parallel = auto_parallelize(
         case.build(),
@@ -48,7 +48,7 @@ def _train(plan: str, steps: int) -> Told:
         ("updates=asynchronous servers=1", "updates=asynchronous servers=1"),
     ],
 )
-def test_what_is_named_is_decided_applied_and_trained(pool: Pool, plan: str, wanted: str) -> None:
+def test_given_updates_are_planned_applied_and_trained(pool: Pool, plan: str, wanted: str) -> None:
     """The same script on every rank, servers too; all end with the same weights."""
     (text, first, last, report, state), other = pool.run(_train, plan, 9, world_size=2)
     assert wanted in text

@@ -1,4 +1,4 @@
-"""`advise check`: what is run of a plan, what is compared, and what it leaves for later plans."""
+"""`advise check`: the steps that it runs, the terms it compares, and the anchor that it saves."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def checked(settings: str) -> Checked:
 
 
 @pytest.mark.parametrize("settings", ["dp_replicate=2", "dp_shard=2", "tp=2"])
-def test_what_ranks_do_by_themselves_is_part_of_the_step_of_all(settings: str, pool: Pool) -> None:
-    for found in pool.run(checked, settings, world_size=2, timeout_s=120):
-        assert str(found.plan).startswith(settings)
-        assert found.measured.step is not None
-        assert found.measured.alone is not None
-        assert found.measured.step.repeats == found.measured.alone.repeats == 3
-        assert found.measured.alone.median_s < found.measured.step.median_s
-        terms = terms_of(found.plan, found.facts, found.measured)
+def test_the_busy_time_of_a_rank_is_a_part_of_the_step(settings: str, pool: Pool) -> None:
+    for outcome in pool.run(checked, settings, world_size=2, timeout_s=120):
+        assert str(outcome.plan).startswith(settings)
+        assert outcome.measured.step is not None
+        assert outcome.measured.alone is not None
+        assert outcome.measured.step.repeats == outcome.measured.alone.repeats == 3
+        assert outcome.measured.alone.median_s < outcome.measured.step.median_s
+        terms = terms_of(outcome.plan, outcome.facts, outcome.measured)
         assert list(terms) == [
             Term.COMPUTING,
             Term.PRODUCTS,
@@ -78,25 +78,27 @@ def checked_with_links() -> Checked:
         return check(asked, cpus(2))
 
 
-def test_links_are_timed_where_an_anchor_is_wanted(pool: Pool) -> None:
-    for found in pool.run(checked_with_links, world_size=2, timeout_s=120):
-        timed = found.measured.links
+def test_links_are_timed_on_request_and_enter_the_anchor(pool: Pool) -> None:
+    for outcome in pool.run(checked_with_links, world_size=2, timeout_s=120):
+        timed = outcome.measured.links
         assert timed is not None
         assert timed.intra is not None
         assert set(timed.intra.fits) == set(Collective)
-        anchor = anchor_of(found.plan, found.facts, found.measured, machine_of(found.facts.cluster))
-        assert anchored(found.facts, anchor).cluster.axes != found.facts.cluster.axes
+        anchor = anchor_of(
+            outcome.plan, outcome.facts, outcome.measured, machine_of(outcome.facts.cluster)
+        )
+        assert anchored(outcome.facts, anchor).cluster.axes != outcome.facts.cluster.axes
 
 
-def test_stages_are_not_run_without_each_other(pool: Pool) -> None:
-    for found in pool.run(checked, "pp=2", world_size=2, timeout_s=120):
-        assert found.measured.step is not None
-        assert found.measured.alone is None
-        terms = terms_of(found.plan, found.facts, found.measured)
+def test_stages_are_not_timed_one_rank_at_a_time(pool: Pool) -> None:
+    for outcome in pool.run(checked, "pp=2", world_size=2, timeout_s=120):
+        assert outcome.measured.step is not None
+        assert outcome.measured.alone is None
+        terms = terms_of(outcome.plan, outcome.facts, outcome.measured)
         assert list(terms) == [Term.UPDATE, Term.STEP, Term.PEAK]
 
 
-def test_one_rank_of_a_larger_plan_holds_and_steps_its_shard_alone(
+def test_one_rank_of_a_larger_plan_runs_its_shard_in_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stepped = []
@@ -104,19 +106,21 @@ def test_one_rank_of_a_larger_plan_holds_and_steps_its_shard_alone(
 
     def noted(parallel: object, *args: object, **options: object) -> StepMeasurement:
         optimizer = parallel.optimizer  # type: ignore[attr-defined]
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        stepped.append(sum(p.to_local().numel() for p in held))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        stepped.append(sum(p.to_local().numel() for p in parameters))
         return run(parallel, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(advisor.auto.check, "run", noted)
     asked = CheckRequest(MODEL, "dp_shard=8", global_batch_size=8, steps=3)
-    found = check(asked, cpus(8))
-    assert (found.measured.step, found.plan.world_size) == (None, 8)
-    assert found.measured.alone is not None
+    outcome = check(asked, cpus(8))
+    assert (outcome.measured.step, outcome.plan.world_size) == (None, 8)
+    assert outcome.measured.alone is not None
     whole = sum(parameter.numel() for parameter in GPT(SHAPE).parameters())
     assert stepped == [pytest.approx(whole / 8, rel=0.01)]
     assert not torch.distributed.is_initialized()
-    anchor = anchor_of(found.plan, found.facts, found.measured, machine_of(found.facts.cluster))
+    anchor = anchor_of(
+        outcome.plan, outcome.facts, outcome.measured, machine_of(outcome.facts.cluster)
+    )
     assert anchor.is_one_rank
     assert list(anchor.terms) == [
         Term.COMPUTING,
@@ -126,7 +130,7 @@ def test_one_rank_of_a_larger_plan_holds_and_steps_its_shard_alone(
     ]
 
 
-def test_what_cannot_be_run_is_refused_before_anything_is() -> None:
+def test_plans_that_cannot_run_here_are_refused_before_anything_runs() -> None:
     with pytest.raises(InputError, match="the plan is for H100-like, this machine has cpu"):
         check(CheckRequest(MODEL), gpus())
     with pytest.raises(UnknownNameError, match="unknown optimizer `adamv`"):
@@ -141,7 +145,7 @@ def three_ranks_for_four() -> str:
     return str(error.value)
 
 
-def test_a_job_of_some_of_the_ranks_is_refused(pool: Pool) -> None:
+def test_a_job_with_too_few_ranks_is_refused(pool: Pool) -> None:
     said = pool.run(three_ranks_for_four, world_size=3)[0]
     assert "the plan is for 4 devices, this job has 3 ranks" in said
     assert "start 4 ranks: all are run" in said
@@ -152,17 +156,17 @@ def advise(*words: str) -> Result:
 
 
 def predicted_exactly(factor: float) -> Checked:
-    """A plan whose step took so many times as long as was predicted."""
+    """Return the check of a plan whose step took `factor` times the prediction."""
     known: Facts = facts(chain(), cpus(1), batch=2, precision="fp32")
     plan = Plan.parse("microbatch_size=2")
-    found = estimate(plan, known)
+    cost = estimate(plan, known)
 
     def took(seconds: float) -> Timing:
         return Timing(median_s=seconds, low_s=seconds, high_s=seconds, repeats=10)
 
-    step = took(factor * found.step_s)
-    update = took(factor * found.time.optimizer_s)
-    return Checked(known, plan, StepMeasurement(step, step, update, found.peak_bytes))
+    step = took(factor * cost.step_s)
+    update = took(factor * cost.time.optimizer_s)
+    return Checked(known, plan, StepMeasurement(step, step, update, cost.peak_bytes))
 
 
 @pytest.mark.usefixtures("_own_cache")
@@ -181,7 +185,7 @@ def test_it_exits_with_one_where_a_term_is_outside_its_range(
 
 
 @pytest.mark.usefixtures("_own_cache")
-def test_an_anchor_is_found_again_unless_it_is_left_out(
+def test_a_saved_anchor_is_used_unless_disabled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(advisor.auto.check, "check", lambda *_: predicted_exactly(3.0))
@@ -195,7 +199,7 @@ def test_an_anchor_is_found_again_unless_it_is_left_out(
 
 
 @pytest.mark.usefixtures("_own_cache")
-def test_later_plans_rest_on_a_step_that_was_run(tmp_path: Path) -> None:
+def test_later_plans_use_the_anchor_of_a_step_that_was_run(tmp_path: Path) -> None:
     path, machines = tmp_path / "anchor.json", tmp_path / "cluster.toml"
     machines.write_text(to_toml(cpus(1)))
     asked = (MODEL, "--cluster", str(machines), "--global-batch", "2")
@@ -218,7 +222,7 @@ def test_later_plans_rest_on_a_step_that_was_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_own_cache")
-def test_a_training_keeps_its_anchor_and_the_next_one_starts_from_it() -> None:
+def test_a_training_saves_its_anchor_and_the_next_one_uses_it() -> None:
     module, sample, loss_fn = build()
     options = {"sample": sample, "loss_fn": loss_fn, "cluster": cpus(1)}
     parallel = auto_parallelize(module, learns=False, anchors=True, **options)  # type: ignore[arg-type]
@@ -233,14 +237,14 @@ def test_a_training_keeps_its_anchor_and_the_next_one_starts_from_it() -> None:
     learned = following.decision.facts.cluster.learned
     assert learned is not None
     assert learned.anchored is not None
-    assert runs_on(machine_of(cpus(1))) == ()  # it was asked for no run
+    assert runs_on(machine_of(cpus(1))) == ()  # `learns=False` saves no run
 
 
 @pytest.mark.usefixtures("_own_cache")
-def test_an_anchor_is_given_by_its_file_too(tmp_path: Path) -> None:
-    found = predicted_exactly(3.0)
-    anchor = anchor_of(found.plan, found.facts, found.measured, machine_of(cpus(1)))
-    keep_anchor(anchor)  # of a chain, which no GPT is
+def test_an_anchor_can_be_given_by_its_file(tmp_path: Path) -> None:
+    outcome = predicted_exactly(3.0)
+    anchor = anchor_of(outcome.plan, outcome.facts, outcome.measured, machine_of(cpus(1)))
+    keep_anchor(anchor)  # of another model than the GPT
     path = tmp_path / "anchor.json"
     anchor.save(path)
     module, sample, loss_fn = build()

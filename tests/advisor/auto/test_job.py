@@ -1,4 +1,4 @@
-"""Alone or in a job: which machines are planned for, and when one process may drive several."""
+"""Single processes and jobs: the cluster that is planned for, and how many devices they drive."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("data_parallel=threads dp_replicate=2", 2),
     ],
 )
-def test_a_process_alone_drives_one_device_but_threads_drive_several(
+def test_a_single_process_drives_one_device_but_threads_drive_several(
     plan: str, devices: int
 ) -> None:
-    found = machines_of(nn.Linear(2, 2), PartialPlan.parse(plan), ALONE)
-    assert (found.num_nodes, found.devices_per_node) == (1, devices)
-    assert (found.intra is None) == (devices == 1)
+    cluster = machines_of(nn.Linear(2, 2), PartialPlan.parse(plan), ALONE)
+    assert (cluster.num_nodes, cluster.devices_per_node) == (1, devices)
+    assert (cluster.intra is None) == (devices == 1)
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -64,7 +64,9 @@ def test_the_parts_of_a_module_split_by_hand_are_driven_by_one_process() -> None
 
 @NO_GPU
 @pytest.mark.parametrize("plan", ["data_parallel=threads", "data_parallel=threads dp_replicate=2"])
-def test_alone_threads_train_as_one_device_does(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_in_one_process_train_as_one_device_does(
+    plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without GPUs nn.DataParallel calls the module itself, on the whole batch."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ from tests.engines.cases import CASES, cpu_ranks, token_loss
 
 
 def _small(memory_bytes: float) -> ClusterProfile:
-    """A processor with so much memory beside its process."""
+    """Return a CPU with that much memory in addition to its process."""
     cluster = cpu_ranks(1)
     nothing = Quantity(value=0.0, source=Source.ASSUMED)
     memory = Quantity(value=memory_bytes, source=Source.MEASURED)
@@ -29,7 +29,7 @@ def _small(memory_bytes: float) -> ClusterProfile:
     return cluster.model_copy(update={"device": cluster.device.model_copy(update=update)})
 
 
-def test_a_folder_that_is_named_is_used_where_nothing_else_fits(tmp_path: Path) -> None:
+def test_a_given_folder_is_used_where_nothing_else_fits(tmp_path: Path) -> None:
     case = CASES["gpt"]
     # Parameters, gradients and Adam's states are 16 bytes a parameter.
     states = 16 * sum(parameter.numel() for parameter in case.build().parameters())
@@ -57,7 +57,7 @@ def test_a_folder_that_is_named_is_used_where_nothing_else_fits(tmp_path: Path) 
     assert "predicted: " in memory_report(parallel)
 
 
-def test_where_it_fits_the_folder_stays_empty_and_the_plan_as_it_was(tmp_path: Path) -> None:
+def test_where_the_model_fits_the_folder_changes_nothing(tmp_path: Path) -> None:
     case = CASES["gpt"]
     options = {"sample": case.batch(1), "loss_fn": token_loss, "learns": False}
     cluster = _small(512 * MIB)
@@ -67,11 +67,11 @@ def test_where_it_fits_the_folder_stays_empty_and_the_plan_as_it_was(tmp_path: P
     assert named.offload_pool is None
 
 
-def test_a_plan_with_files_wants_its_folder() -> None:
+def test_a_plan_that_offloads_to_disk_needs_a_folder() -> None:
     case = CASES["gpt"]
     options = {"sample": case.batch(1), "loss_fn": token_loss, "learns": False}
-    with pytest.raises(InputError, match="offload_to=disk: no folder is named") as told:
+    with pytest.raises(InputError, match="offload_to=disk: no folder is named") as error:
         auto_parallelize(
             case.build(), plan="offload=optimizer offload_to=disk", cluster=cpu_ranks(1), **options
         )
-    assert "offload_folder" in told.value.hints[0]
+    assert "offload_folder" in error.value.hints[0]

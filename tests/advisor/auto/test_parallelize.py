@@ -1,4 +1,4 @@
-"""The whole way in one call, alone and on two ranks."""
+"""`auto_parallelize` and `advise` end to end, in one process and on two ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def test_alone_it_is_a_plan_of_one_that_trains() -> None:
+def test_one_process_trains_on_one_device() -> None:
     torch.manual_seed(0)
     case = CASES["gpt"]
     parallel = auto_parallelize(
@@ -35,7 +35,7 @@ def test_alone_it_is_a_plan_of_one_that_trains() -> None:
     assert losses[-1] < losses[0]
 
 
-def test_advise_looks_and_changes_nothing() -> None:
+def test_advise_does_not_change_the_model() -> None:
     case = CASES["gpt"]
     model = case.build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -56,7 +56,7 @@ def test_a_named_cluster_is_looked_up_and_a_wrong_one_names_the_near_miss() -> N
 
 
 @pytest.mark.parametrize("batch", [0, -4])
-def test_a_batch_of_nothing_is_refused(batch: int) -> None:
+def test_a_batch_of_zero_or_less_is_refused(batch: int) -> None:
     case = CASES["gpt"]
     with pytest.raises(InputError, match=f"`global_batch_size` = {batch}: more than 0 is wanted"):
         advise(
@@ -73,7 +73,7 @@ def test_a_sample_that_does_not_fit_the_model_is_explained() -> None:
         advise(CASES["gpt"].build(), sample=CASES["lstm"].batch(2), loss_fn=token_loss)
 
 
-def test_what_is_pinned_is_never_changed() -> None:
+def test_pinned_settings_are_never_changed() -> None:
     case = CASES["gpt"]
     for settings in ("dp_shard=4 recompute=full", "dp_replicate=4 zero=2", "accumulation=2"):
         decision = advise(
@@ -91,7 +91,7 @@ def test_what_is_pinned_is_never_changed() -> None:
             assert decision.plan.data_parallel is wanted.data_parallel
 
 
-def test_pins_that_fit_no_world_are_refused() -> None:
+def test_a_pinned_degree_that_does_not_divide_the_ranks_is_refused() -> None:
     case = CASES["gpt"]
     with pytest.raises(PlanError, match=r"3|4"):
         advise(
@@ -163,7 +163,7 @@ def test_a_plan_given_by_file_is_obeyed(pool: Pool, tmp_path: Path) -> None:
 
 
 def _refused(*plans: str) -> str:
-    """Messages of the ranks; `plans` one for each rank, or one for all."""
+    """Return the error of this rank; `plans` are one for each rank, or one for all."""
     try:
         _train(plans[torch.distributed.get_rank() % len(plans)])
     except AdvisorError as error:
@@ -191,13 +191,13 @@ def test_a_plan_for_another_world_is_refused_before_anything_is_timed(
 
 
 @pytest.mark.dist
-def test_ranks_that_ask_for_different_plans_are_told_so(pool: Pool) -> None:
+def test_ranks_that_ask_for_different_plans_are_refused(pool: Pool) -> None:
     first, second = pool.run(_refused, "zero=1", "zero=2", world_size=2, timeout_s=60)
     assert first == second
     assert first.startswith("PlanMismatchError ranks disagree on the settings: rank 0 has ")
 
 
-def test_a_precision_in_the_plan_is_looked_at_too() -> None:
+def test_the_model_is_profiled_in_the_precision_of_the_plan() -> None:
     case = CASES["gpt"]
     decision = advise(
         case.build(),
@@ -222,12 +222,12 @@ def _timed(plan: str, folder: str) -> tuple[float, int, int]:
         )
     assert isinstance(parallel.decision, Decision)
     (times,) = parallel.decision.facts.model.times
-    kept = len(list((Path(folder) / "parallel-advisor").glob("times-*.json")))
-    return parallel.decision.estimate.measured_share, times.threads, kept
+    saved = len(list((Path(folder) / "parallel-advisor").glob("times-*.json")))
+    return parallel.decision.estimate.measured_share, times.threads, saved
 
 
 @pytest.mark.dist
-def test_ranks_time_their_blocks_and_keep_them(pool: Pool, tmp_path: Path) -> None:
-    for share, threads, kept in pool.run(_timed, "dp_replicate=2", str(tmp_path), world_size=2):
+def test_ranks_time_their_blocks_and_cache_the_times(pool: Pool, tmp_path: Path) -> None:
+    for share, threads, saved in pool.run(_timed, "dp_replicate=2", str(tmp_path), world_size=2):
         assert share > 0.5
-        assert (threads, kept) == (1, 1)
+        assert (threads, saved) == (1, 1)

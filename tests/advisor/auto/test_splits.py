@@ -1,7 +1,7 @@
 """The committed report of `tests.validation.splits`: ResNet-50 on two CPU ranks.
 
-Two such cores are no two devices: while one stands still the other is faster, so that a pipeline
-gains less than on two GPUs, whose ratios are in `test_sweep`.
+Two cores are not two devices: while one idles the other is faster, so that a pipeline gains less
+than on two GPUs, whose ratios are in `test_sweep`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def seconds(sweep: Sweep) -> list[float]:
     return [point.measured.median_s for point in sweep.points if point.measured]
 
 
-def apart(sweep: Sweep) -> list[str]:
-    """Points whose measured steps (10th to 90th percentile) do not meet their predicted range."""
+def disjoint(sweep: Sweep) -> list[str]:
+    """List points whose measured steps (10th to 90th percentile) miss their predicted range."""
     return [
         point.label
         for point in sweep.points
@@ -32,20 +32,20 @@ def apart(sweep: Sweep) -> list[str]:
     ]
 
 
-def test_nine_of_ten_predicted_ranges_hold_what_was_measured(report: Report) -> None:
-    """As many as ranges are to hold; these cores have other work at times."""
+def test_nine_of_ten_predicted_ranges_contain_the_measurement(report: Report) -> None:
+    """Nine of ten is the promise of the ranges; the machine had other work at times."""
     points = [*report.plans.points, *report.sizes.points]
-    assert len(apart(report.plans) + apart(report.sizes)) <= len(points) / 10
+    assert len(disjoint(report.plans) + disjoint(report.sizes)) <= len(points) / 10
 
 
-def test_one_device_in_turn_and_as_a_pipeline(report: Report) -> None:
+def test_ranges_hold_for_one_device_naive_stages_and_a_pipeline(report: Report) -> None:
     assert [point.label for point in report.plans.points] == list(PLANS)
     assert [point.devices for point in report.plans.points] == [1, 2, 2]
-    assert apart(report.plans) == []
+    assert disjoint(report.plans) == []
 
 
 def test_small_splits_cost_more_as_predicted(report: Report) -> None:
-    """Gradients are added up once for each, and few images keep a core less busy."""
+    """Gradients are accumulated once for each split, and few images keep a core less busy."""
     assert [point.label for point in report.sizes.points] == list(SIZES)
     measured, predicted = seconds(report.sizes), [p.step_s for p in report.sizes.points]
     assert measured.index(max(measured)) == predicted.index(max(predicted)) == 0
@@ -53,7 +53,7 @@ def test_small_splits_cost_more_as_predicted(report: Report) -> None:
     assert predicted[0] > 2 * min(predicted)
 
 
-def test_it_is_shown_and_drawn(report: Report) -> None:
+def test_the_report_is_printed_and_drawn(report: Report) -> None:
     shown = table(report)
     assert "plan  predicted step  measured" in shown
     assert "Fastest, as measured: split size" in shown

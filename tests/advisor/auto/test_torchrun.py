@@ -87,7 +87,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for bench in (folder / "cache/parallel-advisor").iterdir():
         bench.unlink()
     torchrun(folder, "bench", ["probe", "--bench"])
-    torchrun(folder, "kept", PLAN)
+    torchrun(folder, "again", PLAN)
     return folder
 
 
@@ -100,8 +100,8 @@ def second(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "2")
 
 
-@pytest.mark.parametrize("name", ["bench", "first", "kept"])
-def test_only_rank_0_answers_and_all_end_well(ran: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["bench", "first", "again"])
+def test_only_rank_0_prints_and_all_ranks_exit_with_0(ran: Path, name: str) -> None:
     assert said(ran, name).out
     assert said(ran, name).err.endswith("0\n")
     assert said(ran, name, rank=1) == ("", "0\n")
@@ -116,25 +116,25 @@ def test_a_bench_is_a_cluster_file(ran: Path, tmp_path: Path) -> None:
     assert [axis.group_size for axis in cluster.axes] == [2]
 
 
-def test_a_plan_times_the_job_and_recalls_what_was_timed_before(ran: Path, tmp_path: Path) -> None:
-    first, kept = (
-        json.loads(said(ran, name).out)["facts"]["cluster"] for name in ("first", "kept")
+def test_a_plan_times_the_job_and_reuses_cached_times(ran: Path, tmp_path: Path) -> None:
+    first, again = (
+        json.loads(said(ran, name).out)["facts"]["cluster"] for name in ("first", "again")
     )
     assert [axis["group_size"] for axis in first["axes"]] == [2]
     (tmp_path / "cluster.toml").write_text(said(ran, "bench").out)
     timed = resolve_cluster(str(tmp_path / "cluster.toml"))
-    recalled = ClusterProfile.build(kept)
+    recalled = ClusterProfile.build(again)
     assert (recalled.axes, recalled.overlap, recalled.intra) == (
         timed.axes,
         timed.overlap,
         timed.intra,
     )
     assert "speeds as timed on" not in said(ran, "first").err
-    assert "note: speeds as timed on 20" in said(ran, "kept").err
+    assert "note: speeds as timed on 20" in said(ran, "again").err
     assert len(list((ran / "cache/parallel-advisor").iterdir())) == 1
 
 
-def test_without_a_bench_nobody_is_waited_for_and_links_are_assumed(
+def test_without_a_bench_links_are_assumed_and_no_rank_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The variables of a job whose other rank never came."""
@@ -155,12 +155,14 @@ def test_without_a_bench_nobody_is_waited_for_and_links_are_assumed(
     [["tree"], ["show", "plan.json"], ["gpt-10m", "--cluster", "8xh200"]],
     ids=["tree", "show", "plan for other machines"],
 )
-def test_what_every_rank_would_answer_alike_is_not_repeated(words: list[str], second: None) -> None:
+def test_answers_that_are_equal_on_all_ranks_are_printed_once(
+    words: list[str], second: None
+) -> None:
     silent = CliRunner().invoke(cli, words)
     assert (silent.exit_code, silent.output) == (0, "")
 
 
-def test_a_mistake_is_said_once_and_ends_the_job_at_once(tmp_path: Path) -> None:
+def test_an_error_is_printed_once_and_ends_the_job(tmp_path: Path) -> None:
     """The model is looked for before the job is timed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += ["2", "-m", "advisor", "gpt-10", "--cluster", "auto"]
@@ -176,7 +178,7 @@ def test_a_mistake_is_said_once_and_ends_the_job_at_once(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mistake_that_another_rank_said_is_not_repeated_by_a_slow_one(
+def test_a_slow_rank_does_not_repeat_the_error_of_another(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """torchrun may take longer to end a rank than that one needs to find the mistake too."""
@@ -192,7 +194,7 @@ def test_a_mistake_that_another_rank_said_is_not_repeated_by_a_slow_one(
     assert output[1] == ""
 
 
-def test_a_mistake_of_one_rank_alone_is_said_by_it(
+def test_an_error_of_one_rank_is_printed_by_that_rank(
     second: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("advisor.cli.command.FIRST_WORD_S", 0.01)
