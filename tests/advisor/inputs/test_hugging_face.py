@@ -1,4 +1,4 @@
-"""A config.json with transformers and without: one answer, and where it came from is said."""
+"""A config.json with and without transformers: equal profiles, and a note on their source."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def captured(path: Path, tokens: int | None = 16) -> ModelProfile:
-    """The capture of the model that transformers builds."""
+    """Capture the model that transformers builds."""
     loaded = load_model(str(path), samples=1, sequence_length=tokens)
     kinds = (Numerics.AS_BUILT, Numerics.BF16)
     return capture(loaded.module, loaded.sample, numerics=kinds, name=loaded.name)
@@ -47,7 +47,7 @@ def profiled(path: Path, tokens: int | None = 16) -> ModelProfile:
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
-def test_the_closed_form_gives_what_transformers_gives_and_says_so(
+def test_the_closed_form_equals_the_capture_and_prints_a_note(
     config: Path,
     missing: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -59,17 +59,17 @@ def test_the_closed_form_gives_what_transformers_gives_and_says_so(
     with_both = profiled(config)
     assert "closed form" not in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, missing, None)
-    found = profiled(config)
+    closed_form = profiled(config)
     said = capsys.readouterr().err
-    assert found == with_both
+    assert closed_form == with_both
     assert f"note: without {missing}, LlamaForCausalLM is profiled in closed form" in said
     assert "names bfloat16; parameters are taken as fp32" in said
-    assert found.name == "tiny"
-    assert found.numerics == (Numerics.AS_BUILT, Numerics.BF16)
-    assert_equal(found, expected)
+    assert closed_form.name == "tiny"
+    assert closed_form.numerics == (Numerics.AS_BUILT, Numerics.BF16)
+    assert_equal(closed_form, expected)
 
 
-def test_a_classifier_of_images_is_profiled_either_way(
+def test_an_image_classifier_is_profiled_with_and_without_transformers(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
@@ -83,7 +83,7 @@ def test_a_classifier_of_images_is_profiled_either_way(
         profiled(config, 16)
 
 
-def test_a_network_of_any_image_size_is_looked_at_with_the_usual_one(
+def test_a_network_without_an_image_size_is_profiled_at_224_pixels(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torchvision's and He et al.'s ResNet-50 at 224 pixels: 25.6 M parameters, 4.09 G
@@ -101,14 +101,14 @@ def test_a_network_of_any_image_size_is_looked_at_with_the_usual_one(
     assert forward == pytest.approx(2 * 4.09e9, rel=0.01)
 
 
-def test_a_classifier_of_images_takes_no_length_with_transformers_too(config: Path) -> None:
+def test_an_image_classifier_refuses_a_length_with_transformers_too(config: Path) -> None:
     pytest.importorskip("transformers")
     config.write_text(json.dumps(VIT))
     with pytest.raises(InputError, match="leave `--seq` out"):
         load_model(str(config), samples=1, sequence_length=16)
 
 
-def test_what_has_no_closed_form_is_captured_where_transformers_is(config: Path) -> None:
+def test_configs_without_a_closed_form_are_captured_with_transformers(config: Path) -> None:
     """Eager attention writes its scores; the closed form is of `sdpa` alone."""
     pytest.importorskip("transformers")
     config.write_text(json.dumps({**LLAMA, "attn_implementation": "eager"}))
@@ -116,7 +116,7 @@ def test_what_has_no_closed_form_is_captured_where_transformers_is(config: Path)
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "vocab_size"])
-def test_a_missing_size_and_a_misspelt_field_are_told_alike_without_transformers(
+def test_a_missing_size_and_a_misspelt_field_are_reported_alike_without_transformers(
     config: Path, field: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
@@ -156,7 +156,9 @@ class TestWithoutTransformers:
         with pytest.raises(InputError, match="`--seq 8193`, but the positions of this model"):
             profiled(config, 8193)
 
-    def test_a_family_without_a_closed_form_is_told_what_installs_it(self, config: Path) -> None:
+    def test_a_family_without_a_closed_form_names_the_package_to_install(
+        self, config: Path
+    ) -> None:
         config.write_text(json.dumps({**LLAMA, "model_type": "mixtrall"}))
         with pytest.raises(UnknownNameError, match="did you mean `mixtral`") as caught:
             profiled(config)
@@ -227,7 +229,7 @@ def test_advise_answers_at_once(config: Path, precision: str | None) -> None:
     assert without_torch(config, precision)[1] < 1
 
 
-def test_a_size_that_transformers_would_make_up_is_asked_for(config: Path) -> None:
+def test_a_size_that_transformers_would_default_is_required(config: Path) -> None:
     """`LlamaConfig` takes 4096 where `hidden_size` is missing, as of Llama 7B."""
     pytest.importorskip("transformers")
     renamed = {"hiden_size" if key == "hidden_size" else key: LLAMA[key] for key in LLAMA}
@@ -240,7 +242,7 @@ def test_a_size_that_transformers_would_make_up_is_asked_for(config: Path) -> No
     )
 
 
-def test_a_model_s_own_names_of_sizes_are_sizes(config: Path) -> None:
+def test_own_names_of_sizes_of_a_model_type_are_accepted(config: Path) -> None:
     pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32}
     config.write_text(json.dumps({"model_type": "gpt2", "n_inner": 48} | sizes))
@@ -248,7 +250,7 @@ def test_a_model_s_own_names_of_sizes_are_sizes(config: Path) -> None:
     assert sum(1 for name, _ in module.named_modules() if name.endswith(".attn")) == 2
 
 
-def test_a_field_that_is_misspelt_is_said(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_field_is_reported(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     config.write_text(
         json.dumps(
@@ -269,7 +271,7 @@ def test_a_misspelt_family_names_the_near_one(config: Path) -> None:
         load_model(str(config), samples=1, sequence_length=16)
 
 
-def test_what_transformers_refuses_is_told_with_its_reason(config: Path) -> None:
+def test_errors_of_transformers_are_reported_with_their_reason(config: Path) -> None:
     pytest.importorskip("transformers")
     config.write_text(json.dumps(LLAMA | {"hidden_size": "32"}))
     with pytest.raises(ModelError, match=r"'hidden_size'.*'32'"):

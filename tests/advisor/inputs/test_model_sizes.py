@@ -48,7 +48,7 @@ def profile(config: dict[str, object], tokens: int = 128) -> ModelProfile:
     )
 
 
-def test_another_length_is_what_the_file_gives_at_that_length() -> None:
+def test_another_length_equals_the_profile_of_the_config_at_that_length() -> None:
     assert at_length(profile(LLAMA, 128), 256) == profile(LLAMA, 256)
     assert at_length(at_length(profile(GPT2, 128), 256), 128) == profile(GPT2, 128)
 
@@ -102,7 +102,7 @@ def test_a_profile_of_a_module_is_known_at_one_size() -> None:
         at_length(chain(), 128)
 
 
-def test_a_profile_keeps_its_config_in_its_file() -> None:
+def test_a_profile_saves_its_config_in_its_file() -> None:
     again = ModelProfile.from_json(profile(LLAMA).to_json())
     assert at_length(again, 64) == profile(LLAMA, 64)
 
@@ -115,21 +115,21 @@ class TestFactories:
     """Against captures of the same module with a sample of that length, made by hand."""
 
     @pytest.mark.parametrize("name", ["alone", "with_sample"])
-    def test_another_length_is_what_a_capture_at_that_length_gives(self, name: str) -> None:
+    def test_another_length_equals_a_capture_at_that_length(self, name: str) -> None:
         text = f"{FACTORIES}:{name}"
         first = profiled(text, TOKENS if name == "alone" else None)
         ids = torch.zeros(first.samples, 3 * TOKENS, dtype=torch.long)
         expected = capture(Small(), (ids, ids), loss_fn=loss, name=text)
-        found = at_length(first, 3 * TOKENS)
-        assert found.tokens_per_sample == 3 * TOKENS
+        longer = at_length(first, 3 * TOKENS)
+        assert longer.tokens_per_sample == 3 * TOKENS
         # The head's product: 2 FLOP a weight and token forward, twice that backward.
-        head = next(unit for unit in found.units if unit.name == "head")
+        head = next(unit for unit in longer.units if unit.name == "head")
         assert head.flop(1) == 3 * 2 * 16 * 100 * 3 * TOKENS
-        kinds = {unit.name: unit.costs for unit in found.units if unit.name != LOSS}
+        kinds = {unit.name: unit.costs for unit in longer.units if unit.name != LOSS}
         assert kinds == {unit.name: unit.costs for unit in expected.units if unit.name != LOSS}
-        assert at_length(found, TOKENS) == first
+        assert at_length(longer, TOKENS) == first
 
-    def test_it_is_not_called_for_every_length(self) -> None:
+    def test_a_factory_is_not_called_for_every_length(self) -> None:
         first = profiled(f"{FACTORIES}:with_sample", None)
         at_length(first, TOKENS)
         before = len(calls)
@@ -143,25 +143,25 @@ class TestFactories:
         with pytest.raises(InputError):
             at_length(first, 2 * POSITIONS)
 
-    def test_its_size_is_its_own(self) -> None:
+    def test_a_factory_cannot_be_scaled(self) -> None:
         first = profiled(f"{FACTORIES}:alone", TOKENS)
         with pytest.raises(InputError, match=r"makes .* at one size") as caught:
             scaled(first, 2)
         assert "config.json, which is known at any size" in str(caught.value)
 
-    def test_it_is_kept_in_the_file(self) -> None:
+    def test_a_factory_is_saved_in_the_file(self) -> None:
         first = profiled(f"{FACTORIES}:alone", TOKENS)
         again = ModelProfile.from_json(first.to_json())
         assert at_length(again, 48) == at_length(first, 48)
 
 
 class TestBundled:
-    def test_another_length_is_what_the_name_gives_at_that_length(self) -> None:
+    def test_another_length_equals_the_profile_of_the_name_at_that_length(self) -> None:
         both = tuple(Numerics)
         first = profiled("gpt-10m", None, both)
         assert at_length(first, 256) == profiled("gpt-10m", 256, both)
 
-    def test_a_scaled_one_has_the_parameters_of_its_formula(self) -> None:
+    def test_a_scaled_model_has_the_parameters_of_its_formula(self) -> None:
         shape = SHAPES["gpt-10m"]
         doubled = dataclasses.replace(
             shape,
@@ -169,17 +169,17 @@ class TestBundled:
             num_layers=2 * shape.num_layers,
             width=2 * shape.width,
         )
-        found = scaled(profiled("gpt-10m", None), 2 * shape.num_heads)
-        assert found.parameters == doubled.parameters
-        assert at_length(found, 64).parameters == doubled.parameters
+        larger = scaled(profiled("gpt-10m", None), 2 * shape.num_heads)
+        assert larger.parameters == doubled.parameters
+        assert at_length(larger, 64).parameters == doubled.parameters
 
 
 class TestConfigsWithoutAClosedForm:
-    """Of a kind that only transformers builds: here Llama's, with all of its hidden states."""
+    """Configs of a type that only transformers builds."""
 
     CONFIG: ClassVar[dict[str, object]] = {**LLAMA, "model_type": "olmo", "num_hidden_layers": 2}
 
-    def test_they_are_built_again(self, tmp_path: Path) -> None:
+    def test_configs_are_built_again_at_another_size(self, tmp_path: Path) -> None:
         pytest.importorskip("transformers")
         path = tmp_path / "config.json"
         path.write_text(json.dumps(self.CONFIG))
@@ -192,7 +192,7 @@ class TestConfigsWithoutAClosedForm:
         with pytest.raises(InputError, match="positions of this model go to 4096"):
             at_length(again, 4097)
 
-    def test_without_transformers_the_package_is_asked_for(
+    def test_without_transformers_the_error_names_the_package(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pytest.importorskip("transformers")

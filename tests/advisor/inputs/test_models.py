@@ -106,7 +106,7 @@ class TestHuggingFace:
         with pytest.raises(InputError, match="`--seq 256`, but the positions of this model go"):
             load("config.json", seq=256)
 
-    def test_another_dtype_of_the_weights_is_told(
+    def test_another_dtype_of_the_weights_is_reported(
         self, write: Write, capsys: pytest.CaptureFixture[str]
     ) -> None:
         pytest.importorskip("transformers")
@@ -238,7 +238,7 @@ class TestFactory:
         write("train.py", TOKEN_MODEL + "class Zoo:\n    small = Tokens\n")
         assert type(load("train:Zoo.small", seq=8).module).__name__ == "Tokens"
 
-    def test_what_it_prints_does_not_reach_stdout(
+    def test_prints_of_a_factory_do_not_reach_stdout(
         self, write: Write, capsys: pytest.CaptureFixture[str]
     ) -> None:
         write("train.py", TOKEN_MODEL + "print('at import')\ndef build():\n"
@@ -249,14 +249,14 @@ class TestFactory:
 
 
 class TestFactoryMistakes:
-    def test_no_such_module_names_the_one_beside_it(self, write: Write) -> None:
+    def test_a_missing_module_names_the_nearest_one(self, write: Write) -> None:
         write("train.py", TOKEN_MODEL)
         with pytest.raises(
             ModelError, match=r"no module named `trian`\n\nhint: did you mean `train`"
         ):
             load("trian:Tokens")
 
-    def test_no_such_submodule_names_its_sibling(self, write: Write) -> None:
+    def test_a_missing_submodule_names_its_sibling(self, write: Write) -> None:
         write("pkg/__init__.py", "")
         write("pkg/train.py", TOKEN_MODEL)
         with pytest.raises(
@@ -277,18 +277,18 @@ class TestFactoryMistakes:
             load("train:build")
         assert caught.value.where == "train.py:3"
 
-    def test_a_script_that_exits_at_import_does_not_end_us(self, write: Write) -> None:
+    def test_a_script_that_exits_at_import_does_not_end_the_process(self, write: Write) -> None:
         write("train.py", "import sys\nsys.exit('usage: train.py DATA')\n")
         with pytest.raises(ModelError, match=r"SystemExit: usage: train\.py DATA") as caught:
             load("train:build")
         assert caught.value.where == "train.py:2"
 
-    def test_no_such_attribute_names_the_near_miss(self, write: Write) -> None:
+    def test_a_missing_attribute_names_the_nearest_one(self, write: Write) -> None:
         write("train.py", "def build_model(): ...\n")
         with pytest.raises(ModelError, match="did you mean `train:build_model`"):
             load("train:buildmodel")
 
-    def test_no_near_attribute_lists_what_the_module_defines(self, write: Write) -> None:
+    def test_without_a_near_attribute_all_of_the_module_are_listed(self, write: Write) -> None:
         write("train.py", "from pathlib import Path\ndef make(): ...\nlimit = 3\n_p = make\n")
         with pytest.raises(ModelError, match=r"it has: make$"):
             load("train:transformer")
@@ -304,12 +304,14 @@ class TestFactoryMistakes:
             ("(torch.nn.Linear(1, 1), 1, 2, 3)", r"\(Linear, int, int, int\)"),
         ],
     )
-    def test_what_is_not_a_module_is_described(self, write: Write, value: str, shown: str) -> None:
+    def test_values_that_are_not_modules_are_described(
+        self, write: Write, value: str, shown: str
+    ) -> None:
         write("train.py", f"import torch\ndef build(): return {value}\n")
         with pytest.raises(ModelError, match=rf"`train:build` gives {shown}, not a torch\.nn"):
             load("train:build")
 
-    def test_what_cannot_be_called_is_described(self, write: Write) -> None:
+    def test_values_that_cannot_be_called_are_described(self, write: Write) -> None:
         write("train.py", "width = 3\n")
         with pytest.raises(
             ModelError, match=r"`train:width` gives an int, not a torch\.nn\.Module"
@@ -329,7 +331,7 @@ class TestFactoryMistakes:
             load("train:build")
         assert caught.value.what == "`train:build` raises: ValueError: first"
 
-    def test_the_network_is_just_an_exception_of_the_factory(self, write: Write) -> None:
+    def test_network_errors_are_exceptions_of_the_factory(self, write: Write) -> None:
         write("train.py", "import socket\ndef build():\n"
               "    socket.create_connection(('192.0.2.1', 80), timeout=0.1)\n")  # fmt: skip
         with pytest.raises(ModelError, match="`train:build` raises: OSError: tests may not reach"):

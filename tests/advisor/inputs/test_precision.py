@@ -1,4 +1,4 @@
-"""Precision where none was named: by the device's units, never under a user's training."""
+"""Default precision: bf16 where the device has units for it, but never for a training."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_without_units_for_bf16_a_model_is_planned_as_it_is_built(cluster: str) 
 
 
 class NoBf16(nn.Module):
-    """Its weight must be float32, and its author says so."""
+    """A layer that raises an error where its weight is not float32."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -38,14 +38,14 @@ def decided(stack: Stack = TORCH, **settings: object) -> Decision:
     return choose(whole, partial=PartialPlan.build(settings))
 
 
-def test_software_that_splits_by_tokens_splits_blocks_so() -> None:
+def test_stacks_with_sequence_parallelism_add_its_styles() -> None:
     """As the published layouts are priced (arXiv:2205.05198)."""
     by_tokens, plain = stack_named("megatron-2022"), stack_named("megatron-2020")
     pairs = styles_of(facts(MODEL, gpus(1, 4), stack=plain))(4)
     assert "sequence" not in dict(pairs).values()
-    found = styles_of(facts(MODEL, gpus(1, 4), stack=by_tokens))(4)
-    assert found[: len(pairs)] == pairs
-    assert set(found[len(pairs) :]) == {
+    styles = styles_of(facts(MODEL, gpus(1, 4), stack=by_tokens))(4)
+    assert styles[: len(pairs)] == pairs
+    assert set(styles[len(pairs) :]) == {
         ("layers.*", "sequence"),
         ("layers.*.attention.qkv", "joined"),
         ("layers.*.mlp.up", "joined"),
@@ -58,15 +58,15 @@ class TestReport:
         assert "stack megatron-2022: attention fused_softmax" in text
         assert "`megatron-2022` is priced only" in text
 
-    def test_of_the_default_it_says_nothing(self) -> None:
+    def test_the_default_stack_is_not_mentioned(self) -> None:
         assert "stack" not in str(decided())
 
-    def test_a_file_keeps_it(self) -> None:
+    def test_the_stack_survives_the_file(self) -> None:
         decision = decided(stack_named("torchtitan"))
         again = Decision.from_json(decision.to_json())
         assert again == decision
         assert again.facts.stack == stack_named("torchtitan")
-        # What is asked of the file is answered under the same software.
+        # Questions to the loaded decision are answered under the same stack.
         assert again.why_not("zero=3") == decision.why_not("zero=3")
 
 
@@ -82,13 +82,13 @@ class TestCompiled:
         assert plain.estimate(plan) == fused.estimate(plan)
         assert plain.estimate(plan).step_s < plain.estimate(eager).step_s
 
-    def test_asking_for_it_by_plan_and_by_stack_is_the_same(self) -> None:
+    def test_compile_by_plan_and_by_stack_is_the_same(self) -> None:
         by_plan, by_stack = decided(compile=True), decided(stack_named("torch-compiled"))
         assert by_plan.plan == by_stack.plan
         assert by_plan.plan.compile
         assert by_plan.estimate == by_stack.estimate
 
-    def test_a_plan_that_says_otherwise_is_refused(self) -> None:
+    def test_a_plan_that_contradicts_the_stack_is_refused(self) -> None:
         with pytest.raises(PlanError, match="compile=false is not the stack `torch-compiled`"):
             decided(stack_named("torch-compiled"), compile=False)
 
@@ -99,7 +99,7 @@ class TestCompiled:
 
 
 class TestEngines:
-    def test_only_their_own_stacks_are_applied(self) -> None:
+    def test_engines_apply_their_own_stacks_only(self) -> None:
         case = CASES["gpt"]
         with pytest.raises(InputError, match="`torchtitan` is other software") as caught:
             auto_parallelize(
@@ -124,7 +124,7 @@ class TestEngines:
 class TestCommand:
     EIGHT = ("gpt-125m", "--cluster", "8xH100-SXM-80GB", "--global-batch", "64")
 
-    def test_a_decision_rests_on_the_stack_that_was_named(self) -> None:
+    def test_a_decision_uses_the_given_stack(self) -> None:
         result = command("plan", *self.EIGHT, "--stack", "torchtitan-compiled", "--json")
         assert result.exit_code == 0
         assert json.loads(result.stdout)["facts"]["stack"]["name"] == "torchtitan-compiled"
@@ -148,15 +148,15 @@ class TestCommand:
         assert result.exit_code == 0, result.stderr
         assert "Fastest, as predicted: stack torchtitan-compiled" in result.stdout
 
-    def test_runs_are_of_our_engines(self) -> None:
+    def test_measuring_other_software_is_refused(self) -> None:
         words = ("sweep", "gpt-10m", "--measure", "--stack", "torch,nemo")
         assert "`--measure` runs our engines" in command(*words).stderr
 
 
-def test_a_sweep_decides_as_each_stack_does() -> None:
+def test_points_of_a_sweep_over_stacks_equal_single_decisions() -> None:
     whole = facts(MODEL, gpus(1, 4, memory_gib=40), batch=32)
     names = ["torch", "torch-compiled", "megatron-2022"]
-    found = sweep(whole, Swept.STACK, names, settings=PartialPlan())
-    for name, point in zip(names, found.points, strict=True):
+    swept = sweep(whole, Swept.STACK, names, settings=PartialPlan())
+    for name, point in zip(names, swept.points, strict=True):
         alone = decided(stack_named(name))
         assert (point.plan, point.step_s) == (alone.plan, alone.estimate.step_s)
