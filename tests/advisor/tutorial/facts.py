@@ -22,7 +22,7 @@ def facts(cells: Mapping[str, Any]) -> dict[str, Any]:
         "ways": {
             name: {
                 "losses": [rank.loss for rank in ranks],
-                "held": [rank.parameter_bytes for rank in ranks],
+                "resident": [rank.parameter_bytes for rank in ranks],
                 "sent": ranks[0].sent_bytes,
                 "steps": ranks[0].measured.repeats,
                 "range": [ranks[0].low_s, ranks[0].predicted_s, ranks[0].high_s],

@@ -59,7 +59,7 @@ def test_the_demo_decides_trains_compares_and_saves(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_the_demo_refuses_a_plan_that_cannot_be_with_the_reason_and_no_traceback(
+def test_the_demo_refuses_an_impossible_plan_with_the_reason_and_no_traceback(
     tmp_path: Path,
 ) -> None:
     run = demo(tmp_path, "--plan", "ep=2")
@@ -128,22 +128,22 @@ def wait_until(happened: Callable[[], bool], *, limit_s: float = 60.0) -> None:
 
 
 def processes_with(setting: str) -> list[int]:
-    """Processes that were started with an environment variable; dead ones have none."""
-    found = []
+    """List processes that were started with an environment variable; dead ones have none."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if setting.encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def children_of(pid: int) -> list[int]:
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def _learnt(text: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The notebook: kept without outputs, and run from top to bottom, with facts that are known."""
+"""The notebook: saved without outputs, and run from top to bottom with known results."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ NOTEBOOK = ROOT / "advisor" / "tutorial" / "notebooks" / "parallel_training.ipyn
 CELL_S, WHOLE_S = 150.0, 300.0  # it takes 50 s; a machine that is busy may take longer
 LEAVING_S = 10.0
 LONGEST_CELL = 20  # lines; more belongs into a lesson's module
-Found = dict[str, Any]
+Results = dict[str, Any]
 
 
-def test_it_is_kept_without_outputs_and_with_tidy_metadata() -> None:
+def test_the_notebook_is_saved_without_outputs_and_with_tidy_metadata() -> None:
     """Outputs are one reader's numbers, and a difference in every commit."""
-    found = nbformat.read(NOTEBOOK, as_version=nbformat.NO_CONVERT)
-    nbformat.validate(found)
-    assert found.metadata == {
+    notebook = nbformat.read(NOTEBOOK, as_version=nbformat.NO_CONVERT)
+    nbformat.validate(notebook)
+    assert notebook.metadata == {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
     }
-    for cell in found.cells:
+    for cell in notebook.cells:
         assert cell.metadata == {}
         assert len(cell.source.splitlines()) <= LONGEST_CELL, cell.id
         if cell.cell_type == "code":
@@ -51,35 +51,35 @@ def test_it_is_kept_without_outputs_and_with_tidy_metadata() -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_and_what_it_finds_is_known(
+def test_the_notebook_runs_with_known_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marker = uuid.uuid4().hex
-    found, pictures, streams = _run(tmp_path, monkeypatch, marker)
-    assert found["python"] == sys.executable
-    assert found["ranks of the machine"] == 2
-    the_way_of_splitting_does_not_change_the_training(found["ways"])
-    what_a_rank_holds_and_sends_is_its_share(found["ways"])
-    every_rank_ends_with_the_whole_sum(found["ring"])
-    the_busiest_link_carries_what_the_formulas_say(found["carried"])
-    bubbles_are_those_of_the_papers(found)
-    split_sizes_cut_the_batch_into_as_many_pieces(found["split sizes"])
-    stale_descent_ends_where_the_roots_leave_the_circle(found["limits"], found["curves"])
-    waiting_keeps_gradients_fresh(found)
-    meeting_more_rarely_sends_less_by_as_much(found["local"])
-    the_noise_scale_is_the_true_one_and_means_what_it_says(found)
-    assert found["devices"] == [2, 16]
-    a_rank_that_fails_is_named(*found["failures"])
+    results, pictures, streams = _run(tmp_path, monkeypatch, marker)
+    assert results["python"] == sys.executable
+    assert results["ranks of the machine"] == 2
+    the_way_of_splitting_does_not_change_the_training(results["ways"])
+    memory_and_traffic_of_a_rank_are_its_share(results["ways"])
+    every_rank_ends_with_the_whole_sum(results["ring"])
+    the_busiest_link_carries_the_bytes_of_the_formulas(results["carried"])
+    bubbles_are_those_of_the_papers(results)
+    split_sizes_cut_the_batch_into_as_many_pieces(results["split sizes"])
+    stale_descent_ends_where_the_roots_leave_the_circle(results["limits"], results["curves"])
+    waiting_keeps_gradients_fresh(results)
+    rarer_synchronization_sends_proportionally_less(results["local"])
+    the_noise_scale_is_the_true_one_and_predicts_the_steps(results)
+    assert results["devices"] == [2, 16]
+    a_rank_that_fails_is_named(*results["failures"])
     assert len(pictures) == 9
     assert all(width >= 1000 and height >= 250 for width, height in map(_size, pictures))
     # The first picture of an environment may have matplotlib say that it looks at fonts.
     assert not [text for name, text in streams if name == "stderr" and "font cache" not in text]
-    assert found["left"] == []
-    assert _left_in_the_end(marker) == []
+    assert results["left"] == []
+    assert _left_after_a_moment(marker) == []
 
 
-def the_way_of_splitting_does_not_change_the_training(ways: Found) -> None:
-    """Beside a plain loop without anything of ours."""
+def the_way_of_splitting_does_not_change_the_training(ways: Results) -> None:
+    """Compare with a plain training loop in torch."""
     torch.manual_seed(0)
     model, (tokens, targets), loss_fn = splitting.small_gpt()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -94,15 +94,15 @@ def the_way_of_splitting_does_not_change_the_training(ways: Found) -> None:
         assert all(one <= other for one, other in pairwise([0.0, *way["range"]]))
 
 
-def what_a_rank_holds_and_sends_is_its_share(ways: Found) -> None:
+def memory_and_traffic_of_a_rank_are_its_share(ways: Results) -> None:
     """The tied head is on the first and on the last stage."""
     shape = splitting.SHAPE
     whole, tied = 4 * shape.parameters, 4 * shape.vocab_size * shape.width
-    assert ways["data"]["held"] == [whole, whole]
+    assert ways["data"]["resident"] == [whole, whole]
     assert ways["data"]["sent"] == pytest.approx(2 * (2 - 1) / 2 * whole, rel=1e-3)
     for name in ("pipeline, one at a time", "pipeline, 1F1B"):
-        assert sum(ways[name]["held"]) == whole + tied
-    assert sum(ways["tensor"]["held"]) < 1.1 * whole
+        assert sum(ways[name]["resident"]) == whole + tied
+    assert sum(ways["tensor"]["resident"]) < 1.1 * whole
 
 
 def every_rank_ends_with_the_whole_sum(ring: list[list[list[int]]]) -> None:
@@ -116,15 +116,15 @@ def every_rank_ends_with_the_whole_sum(ring: list[list[list[int]]]) -> None:
             assert str(after[changed]).count("1") == min(1 + number, 4)
 
 
-def the_busiest_link_carries_what_the_formulas_say(carried: dict[str, list[float]]) -> None:
+def the_busiest_link_carries_the_bytes_of_the_formulas(carried: dict[str, list[float]]) -> None:
     assert carried["ring"] == [2 * (n - 1) / n for n in range(2, 9)]
     assert carried["parameter device"] == [2 * (n - 1) for n in range(2, 9)]
 
 
-def bubbles_are_those_of_the_papers(found: Found) -> None:
+def bubbles_are_those_of_the_papers(results: Results) -> None:
     """Whatever a block takes: 1 - 1/p, and (p - 1) / (m + p - 1). Zero-bubble's round is that of
     ZB-H1 (arXiv:2401.10241, table 1) where the half for weights is the shorter one."""
-    bubbles, (forward_s, input_s, weight_s) = found["bubbles"], found["block"]
+    bubbles, (forward_s, input_s, weight_s) = results["bubbles"], results["block"]
     assert bubbles["naive"] == pytest.approx(1 - 1 / 4)
     assert bubbles["gpipe"] == pytest.approx(3 / (8 + 3))
     assert bubbles["1f1b"] == pytest.approx(3 / (8 + 3))
@@ -132,7 +132,7 @@ def bubbles_are_those_of_the_papers(found: Found) -> None:
     if 0 < weight_s <= min(forward_s, input_s):
         idle_s = 3 * (forward_s + input_s - weight_s)
         busy_s = 8 * (forward_s + input_s + weight_s)
-        assert found["walls"]["zero_bubble"] == pytest.approx(busy_s + idle_s)
+        assert results["walls"]["zero_bubble"] == pytest.approx(busy_s + idle_s)
 
 
 def split_sizes_cut_the_batch_into_as_many_pieces(points: list[list[float]]) -> None:
@@ -158,27 +158,27 @@ def stale_descent_ends_where_the_roots_leave_the_circle(
     assert max(stale[-20:]) > 10 * max(stale[:20]) / 2
 
 
-def waiting_keeps_gradients_fresh(found: Found) -> None:
+def waiting_keeps_gradients_fresh(results: Results) -> None:
     """Three workers of 48 steps each; a step that all wait for is as long as the pause at least."""
-    (updates, oldest), (others, stale) = found["ages"]
+    (updates, oldest), (others, stale) = results["ages"]
     assert updates == others == 3 * updating.STEPS
     assert oldest == 0 < stale
-    assert found["worker's seconds"] >= updating.STEPS * 0.02
-    assert max(found["worker's losses"]) < updating.above_optimum(torch.zeros(16)) / 10
+    assert results["worker's seconds"] >= updating.STEPS * 0.02
+    assert max(results["worker's losses"]) < updating.above_optimum(torch.zeros(16)) / 10
 
 
-def meeting_more_rarely_sends_less_by_as_much(local: dict[str, list[float]]) -> None:
-    """16 weights in fp32, handed in at every meeting; the loss falls in any case."""
+def rarer_synchronization_sends_proportionally_less(local: dict[str, list[float]]) -> None:
+    """16 weights in fp32 are sent at every synchronization; the loss falls in any case."""
     for every, (sent, loss) in local.items():
         assert sent == updating.STEPS // int(every) * 16 * 4
         assert loss < updating.above_optimum(torch.zeros(16)) / 10
 
 
-def the_noise_scale_is_the_true_one_and_means_what_it_says(found: Found) -> None:
-    """Steps to the target beside those of the exact recursion for mean and variance: x' = (1 - a l)
+def the_noise_scale_is_the_true_one_and_predicts_the_steps(results: Results) -> None:
+    """Compare steps to the target with the exact recursion for mean and variance: x' = (1 - a l)
     x and v' = (1 - a l)^2 v + a^2 s / B. The fewest are those of an endless batch; at the critical
     batch they are twice that (McCandlish et al. 2018, section 2.2)."""
-    measured = found["critical batch"]
+    measured = results["critical batch"]
     assert measured == pytest.approx(noise.TRUE_CRITICAL_BATCH, rel=0.1)
 
     def steps(batch: float) -> int:
@@ -194,9 +194,9 @@ def the_noise_scale_is_the_true_one_and_means_what_it_says(found: Found) -> None
                 return taken
         raise AssertionError("it does not get there")
 
-    for size, taken in found["steps"].items():
+    for size, taken in results["steps"].items():
         assert taken == pytest.approx(steps(float(size)), rel=0.2)
-    assert found["steps"]["32"] == pytest.approx(2 * steps(1e9), rel=0.2)
+    assert results["steps"]["32"] == pytest.approx(2 * steps(1e9), rel=0.2)
 
 
 def a_rank_that_fails_is_named(raised: str, died: str, slept: str) -> None:
@@ -214,9 +214,9 @@ def a_rank_that_fails_is_named(raised: str, died: str, slept: str) -> None:
 
 def _run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, marker: str
-) -> tuple[Found, list[bytes], list[tuple[str, str]]]:
-    """The facts, the pictures, and what was printed. The kernel is this environment's Python: none
-    that is installed elsewhere is looked for."""
+) -> tuple[Results, list[bytes], list[tuple[str, str]]]:
+    """Run the notebook and return its facts, pictures and prints. The kernel is the Python of this
+    environment; kernels that are installed elsewhere are ignored."""
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
@@ -261,28 +261,28 @@ def _run(
 
 
 def _size(png: bytes) -> tuple[int, int]:
-    """Width and height, from the header."""
+    """Return width and height, from the header."""
     assert png.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", png[16:24])
     return width, height
 
 
-def _left_in_the_end(marker: str) -> list[str]:
-    """Those that see that the kernel is gone end a moment later."""
+def _left_after_a_moment(marker: str) -> list[str]:
+    """List processes left after a moment, in which those of the ended kernel may end."""
     deadline = time.monotonic() + LEAVING_S
-    while (found := _left(marker)) and time.monotonic() < deadline:
+    while (pids := _left(marker)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return pids
 
 
 def _left(marker: str) -> list[str]:
-    """Processes that have the marker in their environment: what the kernel started and left."""
-    found = []
+    """List processes with the marker in their environment, which the kernel started and left."""
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             environment = (folder / "environ").read_bytes()
         except OSError:
             continue
         if marker.encode() in environment:
-            found.append(folder.name)
-    return found
+            pids.append(folder.name)
+    return pids
