@@ -95,7 +95,7 @@ def test_charged_loads_equal_the_bytes_of_the_messages(kind: Aggregation, n: int
     for step in steps(kind, n, per_node=k):
         for load in step.loads:
             # A ring over all ranks puts its load on both tiers; parallel rings share the cards.
-            crosses = load.size * load.apart > k
+            crosses = load.size * load.stride > k
             stays = not crosses or (kind is Aggregation.RING and k > 1)
             charged_between += step.rounds * load.share * load.stride * crosses
             charged_inside += step.rounds * load.share * stays

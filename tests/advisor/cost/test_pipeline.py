@@ -277,7 +277,7 @@ def test_longer_stages_and_sends_never_shorten_a_round() -> None:
 
 def most(schedule: Schedule, ranks: int, chunks: int, microbatches: int) -> list[int]:
     per_rank = moments(schedule, ranks=ranks, stages=ranks * chunks, microbatches=microbatches)
-    return [max(sum(moment.held) for moment in of_rank) for of_rank in per_rank]
+    return [max(sum(moment.saved) for moment in of_rank) for of_rank in per_rank]
 
 
 def test_microbatches_in_flight_match_the_papers() -> None:
@@ -307,7 +307,7 @@ def test_moments_cover_the_most_microbatches_in_flight(schedule: Schedule) -> No
             fullest = {stage: max(fullest[stage], in_flight[stage]) for stage in own}
             in_flight[stage] -= kind in (PassKind.BACKWARD, PassKind.WEIGHT)
         assert not any(in_flight.values())
-        shown = [max(moment.held[n] for moment in per_rank[rank]) for n in range(len(own))]
+        shown = [max(moment.saved[n] for moment in per_rank[rank]) for n in range(len(own))]
         assert shown == list(fullest.values())
 
 

@@ -31,11 +31,13 @@ def decision() -> Decision:
 
 
 @pytest.fixture(scope="module")
-def sensitivity(decision: Decision) -> Flip:
+def sensitivity(decision: Decision) -> Sensitivity:
     return decision.flip()
 
 
-def test_every_lever_is_answered_and_the_smallest_change_comes_first(sensitivity: Flip) -> None:
+def test_every_lever_is_answered_and_the_smallest_change_comes_first(
+    sensitivity: Sensitivity,
+) -> None:
     assert {item.lever for item in (*sensitivity.turns, *sensitivity.steady)} == set(Lever)
     changes = [max(turn.factor, 1 / turn.factor) for turn in sensitivity.turns]
     assert changes == sorted(changes)
@@ -43,7 +45,7 @@ def test_every_lever_is_answered_and_the_smallest_change_comes_first(sensitivity
 
 
 def test_both_sides_of_a_change_equal_decisions_on_the_changed_facts(
-    decision: Decision, sensitivity: Flip
+    decision: Decision, sensitivity: Sensitivity
 ) -> None:
     here = kind(decision.plan)
     assert sensitivity.turns
@@ -55,7 +57,7 @@ def test_both_sides_of_a_change_equal_decisions_on_the_changed_facts(
         assert far == turn.plan
 
 
-def test_a_change_is_located_within_the_resolution(sensitivity: Flip) -> None:
+def test_a_change_is_located_within_the_resolution(sensitivity: Sensitivity) -> None:
     for turn in sensitivity.turns:
         if turn.lever is Lever.BATCH:
             assert abs(turn.turns - turn.stays) == 8  # one more sample for each of eight
@@ -158,7 +160,9 @@ def test_a_single_lever_is_followed_to_its_change(decision: Decision) -> None:
     assert kind(near) == kind(decision.plan) != kind(far)
 
 
-def test_a_profile_of_a_module_says_that_its_sequences_cannot_be_varied(sensitivity: Flip) -> None:
+def test_a_profile_of_a_module_says_that_its_sequences_cannot_be_varied(
+    sensitivity: Sensitivity,
+) -> None:
     said = next(item for item in sensitivity.steady if item.lever is Lever.SEQUENCE)
     assert str(said) == (
         "sequence length: cannot be varied: the profile of middle was taken of a module at 4096"
@@ -182,7 +186,7 @@ def test_measured_rates_vary_with_their_link() -> None:
 
 
 def test_sensitivity_is_saved_in_the_file_only_on_request(
-    decision: Decision, sensitivity: Flip
+    decision: Decision, sensitivity: Sensitivity
 ) -> None:
     assert decision.flipped is None
     saved = decision.with_flip()

@@ -69,7 +69,7 @@ def test_no_parameters_are_gathered_over_slow_links_between_nodes() -> None:
 
 
 def test_a_faster_link_turns_a_pipeline_into_another_plan(pipeline: Decision) -> None:
-    sensitivity: Flip = pipeline.flip(Lever.LINKS_IN_NODE)
+    sensitivity: Sensitivity = pipeline.flip(Lever.LINKS_IN_NODE)
     (turn,) = sensitivity.turns
     assert turn.factor > 1
     assert turn.before.startswith("PP")
