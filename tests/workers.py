@@ -94,8 +94,8 @@ class Pool:
         if failures or waiting:
             self.close()
             hung = [f"rank {rank}: did not finish" for rank in sorted(waiting.values())]
-            told = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
-            raise RankFailure("\n".join([*told, *hung]))
+            failed = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
+            raise RankFailure("\n".join([*failed, *hung]))
         return [results[rank] for rank in range(world_size)]
 
     def _start(self) -> None:

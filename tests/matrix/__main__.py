@@ -30,8 +30,8 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     results = Results(torch=torch.__version__, transformers=transformers.__version__)
     if options.out.exists():
-        kept = Results.load(options.out).cells
-        results = results.model_copy(update={"cells": kept})
+        cells = Results.load(options.out).cells
+        results = results.model_copy(update={"cells": cells})
     done = {k for k, c in results.by_place().items() if options.resume and c.outcome in ALLOWED}
     rows, columns = options.only or list(ARCHITECTURES), options.plan or list(PLANS)
     wrong, pool = 0, Pool(RANKS)

@@ -72,17 +72,17 @@ def _cell(name: str, column: str, plan: Plan, *, profile: ModelProfile, pool: Po
     except RankFailure as failure:
         start_ranks(pool)
         return cell.model_copy(update={"outcome": Outcome.FAILED, "text": _cause(str(failure))})
-    return cell.model_copy(update=_told(every))
+    return cell.model_copy(update=_largest(every))
 
 
 def _cause(text: str) -> str:
     """The end of what the first rank says that did not just lose the others."""
-    told = re.split(r"^(?=rank \d+: )", text, flags=re.MULTILINE)
-    first = next((t for t in told if t and "lost contact" not in t), text)
+    messages = re.split(r"^(?=rank \d+: )", text, flags=re.MULTILINE)
+    first = next((t for t in messages if t and "lost contact" not in t), text)
     return first.strip()[-2000:]
 
 
-def _told(every: list[Difference]) -> dict[str, object]:
+def _largest(every: list[Difference]) -> dict[str, object]:
     """The worst of all ranks. A number that is none is no parity."""
     worst = max(every, key=lambda actual: actual.gradient)
     loss = max(actual.loss for actual in every)

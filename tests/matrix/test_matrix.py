@@ -33,10 +33,10 @@ def test_the_tenth_has_every_row_and_every_column() -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Pool]:
-    kept = Pool(RANKS)
-    start_ranks(kept)
-    yield kept
-    kept.close()
+    pool = Pool(RANKS)
+    start_ranks(pool)
+    yield pool
+    pool.close()
 
 
 @pytest.mark.dist
@@ -50,13 +50,13 @@ def test_a_model_trains_like_one_process_or_is_refused(ranks: Pool, row: str) ->
 
 
 def test_the_kept_matrix_is_whole_and_has_no_third_outcome() -> None:
-    kept = Results.load(RESULTS)
-    assert [(cell.architecture, cell.plan) for cell in kept.cells] == [
+    saved = Results.load(RESULTS)
+    assert [(cell.architecture, cell.plan) for cell in saved.cells] == [
         (row, column) for row in ARCHITECTURES for column in PLANS
     ]
-    assert len(kept.cells) == 450
-    assert [cell for cell in kept.cells if cell.outcome not in ALLOWED] == []
-    for cell in kept.cells:
+    assert len(saved.cells) == 450
+    assert [cell for cell in saved.cells if cell.outcome not in ALLOWED] == []
+    for cell in saved.cells:
         if cell.outcome is Outcome.REFUSED:
             assert cell.rule, cell
             assert cell.text, cell

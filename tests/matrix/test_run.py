@@ -100,6 +100,6 @@ def test_a_run_goes_on_where_another_stopped(
     assert ran == [("T5", ["gpipe", "ddp2"]), ("T5", ["gpipe"])]
     assert command.main(["--out", f"{tmp_path}/some.json", "--resume"]) == 0
     assert dict(ran[2:])["T5"] == [name for name in PLANS if name not in ("ddp2", "gpipe")]
-    kept = Results.load(tmp_path / "some.json")
-    assert list(kept.by_place()) == [(row, column) for row in ARCHITECTURES for column in PLANS]
+    saved = Results.load(tmp_path / "some.json")
+    assert list(saved.by_place()) == [(row, column) for row in ARCHITECTURES for column in PLANS]
     assert capsys.readouterr().out.endswith("450 trained\n")

@@ -87,8 +87,8 @@ def main(arguments: Sequence[str]) -> int:
             sys.stdout.write(f"    {name}: float = {value:g}\n")
         return 0
     if "--kept" in arguments:
-        kept = json.loads(RESULT.read_text(encoding="utf-8"))
-        without, spans = kept["without"], kept["ranges without"]
+        saved = json.loads(RESULT.read_text(encoding="utf-8"))
+        without, spans = saved["without"], saved["ranges without"]
     else:
         fits = fits_without(model, rules, runs)
         without = {name: values(fitted, rules) for name, fitted in fits.items()}

@@ -94,10 +94,10 @@ def test_it_is_scored_once_and_shown_first(
     assert shown.index("Nested run of ") < shown.index("constants as they are")
     assert "old" not in shown
     capsys.readouterr()
-    kept = target.read_text()
+    first_run = target.read_text()
     assert nested.main(["--held-out", str(away)], target) == 2
     assert "scored once" in capsys.readouterr().err
-    assert target.read_text() == kept
+    assert target.read_text() == first_run
 
 
 def test_a_tree_that_differs_from_its_commit_is_refused(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ def row(name: str, true: float | None, predicted: float, *, tp: int = 1, oom: bo
         step_s=true,
         memory_gib=true, memory_metric="", oom=oom, samples_per_s=None,
     )  # fmt: skip
-    told = Interval(predicted, 0.8 * predicted, 1.2 * predicted)
-    return Scored(run, kind, kind, told, told, fits)
+    interval = Interval(predicted, 0.8 * predicted, 1.2 * predicted)
+    return Scored(run, kind, kind, interval, interval, fits)
 
 
 @pytest.mark.parametrize("part", ["time", "memory"])

@@ -19,15 +19,15 @@ from tests.scorecard.model import MODEL
 from tests.scorecard.published import FOLDER, Published, published
 from tests.scorecard.rules import load
 
-KEPT: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
+SAVED: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
 SAMPLE = MODEL.remembering()
 
 
 @cache
 def runs() -> list[Published]:
     """Of the files that the card is of."""
-    actual = published(FOLDER, KEPT["files"])
-    if absent := sorted(set(KEPT["files"]) - {run.file for run in actual}):
+    actual = published(FOLDER, SAVED["files"])
+    if absent := sorted(set(SAVED["files"]) - {run.file for run in actual}):
         pytest.skip(f"not at {FOLDER}: {', '.join(absent)}")
     return actual
 
@@ -46,10 +46,10 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.slow
 def test_every_published_figure_is_what_the_code_gives() -> None:
-    again = result(SAMPLE, load(), runs(), KEPT["without"], KEPT["ranges without"])
-    actual, kept = dict(leaves(again)), dict(leaves(KEPT))
-    assert actual.keys() == kept.keys(), "run `make scorecard`"
-    for name, value in kept.items():
+    again = result(SAMPLE, load(), runs(), SAVED["without"], SAVED["ranges without"])
+    actual, saved = dict(leaves(again)), dict(leaves(SAVED))
+    assert actual.keys() == saved.keys(), "run `make scorecard`"
+    for name, value in saved.items():
         # Figures are published with four digits after the point.
         exact = isinstance(value, str | None | bool)
         expected = value if exact else pytest.approx(value, abs=1.01e-4, rel=1e-9)
@@ -61,23 +61,23 @@ def test_what_was_fitted_without_publishers_is_what_a_fit_gives() -> None:
     """Of the publishers that leave the least to fit to."""
     rules, given = load(), runs()
     pairs = names_without(rules, given)
-    assert KEPT["without"].keys() == pairs.keys(), "run `make scorecard`"
+    assert SAVED["without"].keys() == pairs.keys(), "run `make scorecard`"
     left = {
         key: [run for run in given if rules.publisher(run.file) not in names]
         for key, names in pairs.items()
     }
     key = min(left, key=lambda one: len(settings(left[one])))
     fitted = fit(SAMPLE, left[key], rules.priors(), reading_without(rules, pairs[key]))
-    assert values(fitted, rules) == pytest.approx(KEPT["without"][key], rel=1e-4)
+    assert values(fitted, rules) == pytest.approx(SAVED["without"][key], rel=1e-4)
 
 
 @pytest.mark.slow
 def test_the_ranges_that_score_a_publisher_are_from_the_others() -> None:
     rules, given = load(), runs()
-    constants = constants_of(SAMPLE, KEPT["without"])
-    for name in ("", min(name for name in KEPT["ranges without"] if name)):
+    constants = constants_of(SAMPLE, SAVED["without"])
+    for name in ("", min(name for name in SAVED["ranges without"] if name)):
         actual = dict(leaves(ranges_of(SAMPLE, rules, given, constants, name)))
-        assert actual == pytest.approx(dict(leaves(KEPT["ranges without"][name])), rel=1e-3)
+        assert actual == pytest.approx(dict(leaves(SAVED["ranges without"][name])), rel=1e-3)
 
 
 def test_every_file_of_runs_is_scored() -> None:
@@ -85,11 +85,11 @@ def test_every_file_of_runs_is_scored() -> None:
         pytest.skip(f"no published runs at {FOLDER}")
     nested = json.loads(table.NESTED.read_text()) if table.NESTED.is_file() else {"files": {}}
     there = {path.stem for path in FOLDER.glob("*.csv")}
-    assert there <= KEPT["files"].keys() | nested["files"].keys(), "run `make scorecard`"
+    assert there <= SAVED["files"].keys() | nested["files"].keys(), "run `make scorecard`"
 
 
 def test_the_readme_shows_the_kept_scorecard() -> None:
-    assert table.text(KEPT) in table.README.read_text(encoding="utf-8")
+    assert table.text(SAVED) in table.README.read_text(encoding="utf-8")
 
 
 def test_without_runs_it_says_what_it_needs(
