@@ -137,7 +137,7 @@ def test_expandable_segments_give_whole_steps_back() -> None:
 
 def test_cached_segments_go_back_before_memory_is_out() -> None:
     allocator = CachingAllocator(limit_bytes=100 * MIB)
-    kept = allocator.allocate(40 * MIB)
+    large = allocator.allocate(40 * MIB)
     allocator.free(allocator.allocate(50 * MIB))
     allocator.allocate(60 * MIB)
     assert allocator.reserved_bytes == 100 * MIB
@@ -145,7 +145,7 @@ def test_cached_segments_go_back_before_memory_is_out() -> None:
         OutOfMemoryError, match=r"no room for 1\.00 MiB on a device with 100\.* MiB"
     ):
         allocator.allocate(MIB)
-    allocator.free(kept)
+    allocator.free(large)
     allocator.allocate(MIB)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from profiles.allocator.host_memory import Loading, load_memory
 from profiles.capture.capture import capture
-from tests.contract.watch import Held
+from tests.contract.watch import LiveBytes
 from tests.factories import chain
 
 
@@ -50,7 +50,7 @@ def test_what_is_said_is_what_building_and_reading_hold(way: Loading) -> None:
     file = io.BytesIO()
     torch.save(build().state_dict(), file)
     file.seek(0)
-    watched = Held([])
+    watched = LiveBytes([])
     with watched:
         model = build()
         if way is Loading.FILE:

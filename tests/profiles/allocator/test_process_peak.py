@@ -17,9 +17,9 @@ MIB = 2**20
 def test_a_freed_heap_is_given_back_to_the_system() -> None:
     # Blocks below glibc's threshold for its own mappings, so that they lie in the heap.
     blocks = [torch.ones(16 * 1024) for _ in range(4000)]  # 64 KiB each, 250 MiB
-    held = resident_bytes()
+    before = resident_bytes()
     keep = blocks[-1]  # the heap's end stays in use: freeing alone gives nothing back
     del blocks
     release_freed_memory()
-    assert resident_bytes() < held - 200 * MIB
+    assert resident_bytes() < before - 200 * MIB
     assert keep[0] == 1

@@ -111,11 +111,11 @@ def test_a_limit_is_enough_or_is_not() -> None:
 
 def test_a_timeline_is_replayed_allocation_by_allocation() -> None:
     line = Timeline()
-    kept = line.make(40 * MIB)
+    activation = line.make(40 * MIB)
     temporary = line.make(60 * MIB)
     line.release(temporary)
     gradient = line.make(50 * MIB)
-    line.release(kept)
+    line.release(activation)
     # Segments of 50, 20 for the 2 of the batch, 40 and 60. The gradient goes into that of the
     # temporary; when the second step begins it is let go, and the temporary fits there again.
     replayed = replay_timeline(

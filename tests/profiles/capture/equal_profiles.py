@@ -59,8 +59,8 @@ def assert_equal(actual: ModelProfile, expected: ModelProfile) -> None:
     for ours, theirs in zip(plain.units, wanted.units, strict=True):
         assert ours == theirs
     # What a border cuts of the flow is compared below; what file it is of, only we know.
-    apart = {"units", "flow", "config"}
-    assert plain.model_dump(exclude=apart) == wanted.model_dump(exclude=apart)
+    compared_below = {"units", "flow", "config"}
+    assert plain.model_dump(exclude=compared_below) == wanted.model_dump(exclude=compared_below)
     for ours, theirs in zip(actual.units, expected.units, strict=True):
         for kind, cost in theirs.costs.items():
             for name in ("forward_transient_bytes", "backward_transient_bytes"):

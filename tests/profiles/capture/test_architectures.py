@@ -19,7 +19,7 @@ from tests.zoo import ARCHITECTURES
 # What is kept, relative to a real run. Experts get what rows the router gives them, which is not
 # known here (Jamba). Whether there is a mask of length times length is known, to the byte.
 MASKED = ["BART", *(name for name in ARCHITECTURES if "no cache" in name)]
-KEPT = {"Jamba": (-0.001, 0.005), **dict.fromkeys(MASKED, (0.0, 0.0))}
+SAVED = {"Jamba": (-0.001, 0.005), **dict.fromkeys(MASKED, (0.0, 0.0))}
 USUAL = (-0.001, 0.001)
 
 
@@ -31,7 +31,7 @@ def captured(name: str) -> tuple[nn.Module, ModelProfile]:
     return model, capture(model, batch)
 
 
-def kept(profile: ModelProfile) -> float:
+def saved_bytes(profile: ModelProfile) -> float:
     costs = (unit.cost(Numerics.AS_BUILT) for unit in profile.units)
     return sum(cost.activation_bytes.at(profile.samples) for cost in costs)
 
@@ -43,8 +43,8 @@ def test_a_real_run_takes_what_the_capture_says(name: str) -> None:
     measured = measure(model, ARCHITECTURES[name][1])
     assert profile.parameters == sum(p.numel() for p in model.parameters())
     assert profile.flop(profile.samples) == pytest.approx(measured.flop, rel=1e-5)
-    low, high = KEPT.get(name, USUAL)
-    assert low <= kept(profile) / measured.saved_bytes - 1 <= high
+    low, high = SAVED.get(name, USUAL)
+    assert low <= saved_bytes(profile) / measured.saved_bytes - 1 <= high
     assert profile.has_loss
 
 

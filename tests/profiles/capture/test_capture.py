@@ -97,8 +97,8 @@ def test_a_gpt_block_saves_what_the_paper_counts() -> None:
     assert block.forward_flop.at(B) == matmul + attention
     assert block.backward_flop.at(B) == 2 * matmul + 2.5 * attention
     # Selective recompute keeps the input, and the outputs of the same matmuls and of attention.
-    kept = 1 + 3 + 1 + 1 + 4 + 1
-    assert block.selective_activation_bytes.at(B) == F32 * B * T * (kept * width + heads)
+    saved_units = 1 + 3 + 1 + 1 + 4 + 1
+    assert block.selective_activation_bytes.at(B) == F32 * B * T * (saved_units * width + heads)
     assert block.input_bytes.at(B) == block.output_bytes.at(B) == F32 * B * T * width
 
 
@@ -178,18 +178,18 @@ def test_the_peak_in_the_middle_of_a_backward_is_found_too() -> None:
 
 def peak_of(profile: ModelProfile, samples: int) -> float:
     """Forward: what earlier units keep, and the unit's own; backward: gradients as well."""
-    kept = gradients = highest = 0.0
+    activations = gradients = highest = 0.0
     for unit in profile.units:
         cost = unit.cost(AS_BUILT)
         work = cost.input_bytes.at(samples) + cost.forward_transient_bytes.at(samples)
-        highest = max(highest, kept + work)
-        kept += cost.activation_bytes.at(samples)
+        highest = max(highest, activations + work)
+        activations += cost.activation_bytes.at(samples)
     for unit in reversed(profile.units):
         cost = unit.cost(AS_BUILT)
         gradients += unit.gradient_bytes
         work = cost.output_bytes.at(samples) + cost.backward_transient_bytes.at(samples)
-        highest = max(highest, kept + gradients + work)
-        kept -= cost.activation_bytes.at(samples)
+        highest = max(highest, activations + gradients + work)
+        activations -= cost.activation_bytes.at(samples)
     return highest
 
 
@@ -286,9 +286,9 @@ def test_facts_of_the_model_and_its_batch() -> None:
 def test_a_loss_inside_the_model_is_a_unit_of_its_own() -> None:
     inside, outside = CASES["loss-inside"], CASES["gpt"]
     within = capture(inside.build(), inside.batch(2)).units[-1]
-    apart = capture(outside.build(), outside.batch(2), loss_fn=token_loss).units[-1]
-    assert within.name == apart.name == LOSS
-    assert within.cost(AS_BUILT).activation_bytes == apart.cost(AS_BUILT).activation_bytes
+    separate = capture(outside.build(), outside.batch(2), loss_fn=token_loss).units[-1]
+    assert within.name == separate.name == LOSS
+    assert within.cost(AS_BUILT).activation_bytes == separate.cost(AS_BUILT).activation_bytes
 
 
 def test_a_model_that_takes_one_batch_size_only_is_taken_as_proportional() -> None:

@@ -19,7 +19,7 @@ class Keeps(nn.Module):
         self.inner, self.outer = linear(), linear()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.inner(x)
+        self.hidden = self.inner(x)
         out: Tensor = self.outer(x)
         return out
 
@@ -31,7 +31,7 @@ class Reads(nn.Module):
         self.other = (other,)  # somebody else's module
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x) * self.other[0].kept
+        out: Tensor = self.layer(x) * self.other[0].hidden
         return out
 
 
@@ -45,7 +45,7 @@ class ByAttribute(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.third(self.second(self.first(x)))
-        out: Tensor = self.fourth(x + self.first.kept)
+        out: Tensor = self.fourth(x + self.first.hidden)
         return out
 
 
@@ -276,11 +276,11 @@ class Keeping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.kept: list[Tensor] = []
+        self.hidden: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         made = self.linear(x)
-        self.kept[:] = [made * 2]
+        self.hidden[:] = [made * 2]
         out: Tensor = made.relu()
         return out
 
@@ -294,7 +294,7 @@ def test_what_a_call_makes_and_keeps_back_is_seen_where_it_is_taken() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.second(self.first(x))
-            out: Tensor = self.third(y + self.first.kept[0])
+            out: Tensor = self.third(y + self.first.hidden[0])
             return out
 
     flow = flow_of(Whole())

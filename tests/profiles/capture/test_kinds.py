@@ -104,7 +104,7 @@ class Experts(nn.Module):
         return x.square().mean()
 
 
-def kept(profile: ModelProfile) -> float:
+def saved_bytes(profile: ModelProfile) -> float:
     costs = (unit.cost(Numerics.AS_BUILT) for unit in profile.units)
     return sum(cost.activation_bytes.at(profile.samples) for cost in costs)
 
@@ -154,7 +154,7 @@ def test_a_real_run_takes_the_flop_and_activations_predicted(kind: str) -> None:
     profile = capture(model, batch, loss_fn=loss_fn)
     measured = measure(model, batch, loss_fn)
     assert profile.flop(profile.samples) == measured.flop
-    assert kept(profile) == measured.saved_bytes
+    assert saved_bytes(profile) == measured.saved_bytes
     trainable = [p for p in model.parameters() if p.requires_grad]
     assert profile.trainable_parameters == sum(p.numel() for p in trainable)
     assert profile.gradient_bytes == sum(p.nbytes for p in trainable)

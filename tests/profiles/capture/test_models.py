@@ -63,8 +63,8 @@ def test_a_real_run_takes_the_flop_and_activations_predicted(
     rows = profile.samples
     assert profile.has_loss
     assert profile.flop(rows) == measured.flop
-    kept = sum(u.cost(Numerics.AS_BUILT).activation_bytes.at(rows) for u in profile.units)
-    assert kept == measured.saved_bytes
+    predicted = sum(u.cost(Numerics.AS_BUILT).activation_bytes.at(rows) for u in profile.units)
+    assert predicted == measured.saved_bytes
     assert profile.parameters == sum(p.numel() for p in model.parameters())
     assert len(list(profile.blocks())) == blocks
     assert {unit.name for unit in profile.units if unit.is_shared} == shared

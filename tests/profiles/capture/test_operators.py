@@ -56,12 +56,12 @@ def test_selective_recompute_holds_after_the_forward_what_was_predicted() -> Non
     ) as profiler:
         output = model(batch)
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    held = sum(event.nbytes() for event in events if event.name() == "[memory]")
+    allocated = sum(event.nbytes() for event in events if event.name() == "[memory]")
     predicted = sum(
         unit.cost(Numerics.AS_BUILT).selective_activation_bytes.at(3)
         for unit in capture(Blocks(recomputes=False), batch).units
     )
-    assert held == predicted + output.nbytes
+    assert allocated == predicted + output.nbytes
 
 
 def test_a_gather_reads_the_rows_asked_for_and_a_copy_does_not_read_its_target() -> None:

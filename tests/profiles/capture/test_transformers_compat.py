@@ -35,7 +35,7 @@ ONES = torch.ones(2, 16, dtype=torch.long)
 COUNTED = torch.arange(16).expand(2, 16)
 
 
-def kept(profile: ModelProfile) -> float:
+def saved_bytes(profile: ModelProfile) -> float:
     costs = (unit.cost(Numerics.AS_BUILT) for unit in profile.units)
     return sum(cost.activation_bytes.at(profile.samples) for cost in costs)
 
@@ -58,17 +58,17 @@ def test_a_padding_mask_in_the_batch_costs_what_padding_costs(name: str, is_kept
     padded[0, 12:] = 0
     model = ARCHITECTURES[name][0]()
     # A real run leaves a mask of ones out; of a batch it is not known whether all are ones.
-    actual = kept(capture(model, batch(attention_mask=ONES)))
+    actual = saved_bytes(capture(model, batch(attention_mask=ONES)))
     assert actual == measure(model, batch(attention_mask=padded)).saved_bytes
-    assert (actual > kept(capture(model, batch()))) == is_kept
+    assert (actual > saved_bytes(capture(model, batch()))) == is_kept
 
 
 def test_positions_in_the_batch_cost_what_packed_sequences_cost() -> None:
     model = LLAMA()
     packed = COUNTED % 8  # two sequences in each row
-    actual = kept(capture(model, batch(position_ids=COUNTED)))
+    actual = saved_bytes(capture(model, batch(position_ids=COUNTED)))
     assert actual == measure(model, batch(position_ids=packed)).saved_bytes
-    assert actual > kept(capture(model, batch()))
+    assert actual > saved_bytes(capture(model, batch()))
 
 
 class Asking(nn.Module):

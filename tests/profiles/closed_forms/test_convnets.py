@@ -134,12 +134,12 @@ def resnet50() -> nn.Sequential:
 def test_flop_and_kept_elements_of_resnet50_are_what_torch_counts() -> None:
     with torch.device("meta"):
         model, images = resnet50(), torch.empty(2, 3, 128, 128)
-    kept: dict[int, torch.Tensor] = {}
+    maps: dict[int, torch.Tensor] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         is_map = tensor.is_floating_point() and tensor.dim() > 1
         if is_map and not isinstance(tensor, nn.Parameter) and tensor.shape[0] == 2:
-            kept[tensor.untyped_storage()._cdata] = tensor
+            maps[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
     counter = FlopCounterMode(display=False)
@@ -150,7 +150,7 @@ def test_flop_and_kept_elements_of_resnet50_are_what_torch_counts() -> None:
     network, _ = network_of("resnet50-128px")
     assert network.forward_flop * 2 == forward
     assert network.backward_flop * 2 == counter.get_total_flops() - forward
-    elements = sum(tensor.numel() for tensor in kept.values()) - images.numel()
+    elements = sum(tensor.numel() for tensor in maps.values()) - images.numel()
     assert network.saved * 2 == elements
     assert network.parameters == sum(p.numel() for p in model.parameters())
 
@@ -182,11 +182,11 @@ def test_costs_are_those_that_capture_counts_on_the_module(depth: int) -> None:
     own = [unit for unit in captured.units if unit.name != LOSS]
     for kind in Numerics:
         assert ours.flop(samples, kind) == captured.flop(samples, kind)
-        kept, wanted = (
+        actual, wanted = (
             sum(unit.cost(kind).activation_bytes.per_sample for unit in units)
             for units in (ours.units, own)
         )
-        assert kept == pytest.approx(wanted, rel=1e-3)
+        assert actual == pytest.approx(wanted, rel=1e-3)
 
 
 def test_recompute_and_fusion_save_what_they_name() -> None:

@@ -167,11 +167,11 @@ cluster = probe()
 cluster = cluster.model_copy(
     update={"num_nodes": 2, "devices_per_node": 2, "inter": cluster.intra}
 )
-told = []
+lines = []
 (folder / f"before{rank}.json").write_text(cluster.to_json())
-timed = bench(cluster, budget_s=4, max_bytes=4 * 2**20, tell=told.append)
+timed = bench(cluster, budget_s=4, max_bytes=4 * 2**20, tell=lines.append)
 (folder / f"{rank}.json").write_text(timed.to_json())
-(folder / f"told{rank}.txt").write_text("\\n".join(told))
+(folder / f"lines{rank}.txt").write_text("\\n".join(lines))
 try:
     bench(cluster.model_copy(update={"num_nodes": 3}))
 except InputError as error:
@@ -307,10 +307,10 @@ def test_computing_and_communication_slow_each_other_on_shared_cores(ran: Path) 
 
 
 def test_what_is_timed_is_told(ran: Path) -> None:
-    told = (ran / "told0.txt").read_text()
-    assert told.startswith("matrix products and memory\ncomputing and communication at once\n")
-    assert "groups of 2 ranks, 2 apart, 1 KiB" in told
-    assert "groups of 4 ranks, round 3" in told
+    lines = (ran / "lines0.txt").read_text()
+    assert lines.startswith("matrix products and memory\ncomputing and communication at once\n")
+    assert "groups of 2 ranks, 2 apart, 1 KiB" in lines
+    assert "groups of 4 ranks, round 3" in lines
 
 
 def test_a_cluster_of_another_size_is_refused(ran: Path) -> None:

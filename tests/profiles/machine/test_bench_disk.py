@@ -32,8 +32,8 @@ def test_a_folder_gets_rates_and_keeps_no_file(tmp_path: Path) -> None:
 def test_rates_are_of_the_seconds_that_it_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    laps = iter([(1.0, 0.5), (2.0, 0.5), (4.0, 0.5)])
-    monkeypatch.setattr("profiles.machine.bench.disk._lap", lambda *_: next(laps))
+    intervals = iter([(1.0, 0.5), (2.0, 0.5), (4.0, 0.5)])
+    monkeypatch.setattr("profiles.machine.bench.disk._lap", lambda *_: next(intervals))
     cluster = with_disk(resolve_cluster(H100), tmp_path, size_bytes=100_000_000)
     written, read = cluster.disk_write_bytes_per_s, cluster.disk_read_bytes_per_s
     assert written is not None

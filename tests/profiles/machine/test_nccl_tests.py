@@ -182,10 +182,10 @@ def test_another_programs_output_is_refused(tmp_path: Path) -> None:
     assert "2 lines" in text
 
 
-@pytest.mark.parametrize("kept", [0.75, 0.9])
-def test_a_log_cut_in_half_is_refused_and_no_row_is_used(kept: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0.75, 0.9])
+def test_a_log_cut_in_half_is_refused_and_no_row_is_used(share: float, tmp_path: Path) -> None:
     whole = log("all_reduce_perf")
-    cut = whole[: int(len(whole) * kept)]
+    cut = whole[: int(len(whole) * share)]
     text = refused(write(tmp_path, "all_reduce_perf", cut))
     assert "the log is cut: it ends without `# Avg bus bandwidth`" in text
     assert f"all_reduce_perf.log, line {len(cut.splitlines())}: " in text

@@ -73,9 +73,9 @@ class Overwriting(nn.Module):
         self.second = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = self.first(x)
-        changed = torch.relu_(kept)
-        out: Tensor = self.second(changed) + kept
+        hidden = self.first(x)
+        changed = torch.relu_(hidden)
+        out: Tensor = self.second(changed) + hidden
         return out
 
 

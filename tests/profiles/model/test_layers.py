@@ -61,8 +61,8 @@ def test_a_layer_costs_what_arithmetic_says(profile: ModelProfile) -> None:
     # Its output, which SiLU keeps, and what SiLU makes of it, which the product with `up` keeps.
     assert gate.own.activation_bytes.at(ROWS) == 0
     after = [layers_of(profile, "blocks.1")[f"feed_forward.{n}"].after for n in ("gate", "up")]
-    kept = [stretch.activation_bytes.at(ROWS) for stretch in after]
-    assert kept == [2 * F32 * 3 * HIDDEN, 2 * F32 * 3 * HIDDEN]  # `up`'s output, and the product
+    saved = [stretch.activation_bytes.at(ROWS) for stretch in after]
+    assert saved == [2 * F32 * 3 * HIDDEN, 2 * F32 * 3 * HIDDEN]  # `up`'s output, and the product
 
 
 def test_attention_lies_between_values_and_output(profile: ModelProfile) -> None:

@@ -223,8 +223,8 @@ def test_a_compiled_llama_moves_what_the_closed_form_says(field: str, times: int
 
 
 def test_a_compiled_llama_keeps_what_the_closed_form_says() -> None:
-    kept = [
+    saved = [
         list(under_stack(model, COMPILED).blocks())[1].cost(Numerics.BF16).activation_bytes.at(1)
         for model in (same_llama(), transformer_profile(SHAPE, name="llama"))
     ]
-    assert kept[0] == pytest.approx(kept[1], rel=0.2)
+    assert saved[0] == pytest.approx(saved[1], rel=0.2)

@@ -21,12 +21,12 @@ def test_a_window_has_the_highest_moment_above_its_beginning() -> None:
 def test_windows_lie_in_each_other_and_the_highest_time_counts() -> None:
     line = Timeline()
     line.open("outer")
-    kept = line.make(5)
+    block = line.make(5)
     for size in (10, 40, 20):
         line.open("inner")
         line.release(line.make(size))
         line.close("inner")
-    line.release(kept)
+    line.release(block)
     line.close("outer")
     assert line.peaks() == {"inner": 40, "outer": 45}
 

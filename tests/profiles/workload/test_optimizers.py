@@ -16,7 +16,7 @@ from profiles.errors import InputError, UnknownNameError
 from profiles.model.profile import ModelProfile, ParameterShape, UnitProfile
 from profiles.torch_compat import TorchDispatchMode
 from profiles.workload.optimizers import OPTIMIZERS, optimizer_profile, upkeep
-from tests.contract.watch import Held
+from tests.contract.watch import LiveBytes
 from tests.engines.cases import TinyGPT
 from tests.factories import chain
 
@@ -68,21 +68,21 @@ def test_the_state_is_torchs_own_byte_for_byte(name: str, dtype: torch.dtype) ->
     assert upkeep(OPTIMIZERS[name], profile.units).state_bytes == sum(s.nbytes for s in states)
 
 
-def _held_by_a_step(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
+def _peak_of_a_step(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
     """Most bytes beside parameters, gradients and states."""
     given = [p.grad for p in model.parameters() if p.grad is not None]
-    held = Held([*model.parameters(), *given, *_states(optimizers)])
-    before = held.peak_bytes = held.now()
-    with held:
+    watched = LiveBytes([*model.parameters(), *given, *_states(optimizers)])
+    before = watched.peak_bytes = watched.now()
+    with watched:
         for optimizer in optimizers:
             optimizer.step()
-    return held.peak_bytes - before
+    return watched.peak_bytes - before
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_step_holds_no_more_than_is_said_and_nearly_that(name: str) -> None:
     model, profile = _model()
-    actual = _held_by_a_step(model, _stepped(model, REAL[name]))
+    actual = _peak_of_a_step(model, _stepped(model, REAL[name]))
     said = upkeep(OPTIMIZERS[name], profile.units).loop_bytes
     # Scalars (norms, bias corrections) apart; the order of the parameters decides what the loop
     # holds of the tensor before the largest, so the worst order is charged: as much again for
@@ -96,7 +96,7 @@ def test_a_foreach_step_holds_what_is_said_of_accelerators(name: str) -> None:
     model, profile = _model()
     (optimizer,) = _stepped(model, REAL[name])
     optimizer.param_groups[0]["foreach"] = True
-    actual = _held_by_a_step(model, [optimizer])
+    actual = _peak_of_a_step(model, [optimizer])
     assert actual == pytest.approx(upkeep(OPTIMIZERS[name], profile.units).list_bytes, abs=8192)
 
 
@@ -104,7 +104,7 @@ def test_two_equal_matrices_one_after_another_are_the_worst_order() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     profile = capture(model, torch.zeros(2, 64))
     for name in ("adamw", "adafactor"):
-        actual = _held_by_a_step(model, _stepped(model, REAL[name]))
+        actual = _peak_of_a_step(model, _stepped(model, REAL[name]))
         said = upkeep(OPTIMIZERS[name], profile.units).loop_bytes
         assert actual == pytest.approx(said, abs=1024)
 
@@ -224,8 +224,8 @@ def test_shapes_of_a_profile_add_up_to_its_trainable_parameters() -> None:
     next(model.parameters()).requires_grad_(False)
     frozen = capture(model, torch.zeros(2, 8, dtype=torch.long))
     for unit in itertools.chain(profile.units, frozen.units):
-        held = sum(shape.elements * shape.count for shape in unit.shapes)
-        assert held == unit.trainable_parameters
+        elements = sum(shape.elements * shape.count for shape in unit.shapes)
+        assert elements == unit.trainable_parameters
 
 
 def test_a_near_miss_is_named() -> None:

@@ -100,13 +100,13 @@ def test_kernels_that_keep_scores_keep_them_and_do_the_whole_square() -> None:
 def test_the_loss_keeps_fp32_logits_unless_it_is_fused() -> None:
     logits = TOKENS * SHAPE.vocab
 
-    def kept(loss: Loss) -> float:
+    def saved_bytes(loss: Loss) -> float:
         stack = Stack(name=f"with {loss}", loss=loss, fused=(FusibleKind.NORM,))
         units = {unit.name: unit for unit in under_stack(MODEL, stack).units}
         head, end = units["head"].cost(Numerics.BF16), units[LOSS].cost(Numerics.BF16)
         norm = 2 * TOKENS * SHAPE.hidden
         return head.activation_bytes.at(1) + end.activation_bytes.at(1) - norm
 
-    assert kept(Loss.MATERIALISED) == pytest.approx(logits * (2 + 4))
-    assert kept(Loss.IN_PLACE) == pytest.approx(logits * 4)
-    assert kept(Loss.FUSED) == pytest.approx(logits * 2)
+    assert saved_bytes(Loss.MATERIALISED) == pytest.approx(logits * (2 + 4))
+    assert saved_bytes(Loss.IN_PLACE) == pytest.approx(logits * 4)
+    assert saved_bytes(Loss.FUSED) == pytest.approx(logits * 2)
